@@ -1,0 +1,62 @@
+"""Every way a Shardwright command can end other than well, and the exit code of each.
+
+ShardwrightError
+├── BadInput     2   a file or a value that cannot be used, or a locked run
+├── NothingFits  3   an answer: no plan in the asked space fits, by how much
+├── RunFailed    4   a run that failed: NaN loss, a dead rank, a hang
+└── Stopped     75   stopped in order; run the same command again to resume
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+__all__ = ["BadInput", "NothingFits", "RunFailed", "ShardwrightError", "Stopped", "one_line_errors"]
+
+
+class ShardwrightError(Exception):
+    """The base of all errors that end a command with one line and an exit code."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class BadInput(ShardwrightError):
+    """An input that cannot be used: which file, what is wrong with it, and what to do."""
+
+    exit_code = 2
+
+    def __init__(self, file: object, what: str, remedy: str) -> None:
+        super().__init__(": ".join(_on_one_line(part) for part in (str(file), what, remedy)))
+
+
+class NothingFits(ShardwrightError):
+    """No plan of the asked space fits the budget."""
+
+    exit_code = 3
+
+
+class RunFailed(ShardwrightError):
+    """A run ended before its last step for a reason that resuming does not cure by itself."""
+
+    exit_code = 4
+
+
+class Stopped(ShardwrightError):
+    """A run was asked to stop, saved its state and can be resumed."""
+
+    exit_code = 75
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Print a ShardwrightError as one `error: …` line on standard error and exit with its code."""
+    try:
+        yield
+    except ShardwrightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None

@@ -1,0 +1,115 @@
+"""How long collectives and point-to-point messages take on a cluster, with every repeat kept."""
+
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.tables import Column, Table, open_profile, read_attribute, read_table, write_profile, write_table
+
+__all__ = ["Collective", "CollectiveKey", "HardwareProfile", "read_hardware_profile", "write_hardware_profile"]
+
+FORMAT = "shardwright.hardware_profile"
+VERSION = 1
+
+_POINTS = {
+    "collective": Column("S16", "name"),
+    "group_size": Column("int64", "ranks", positive=True),
+    "consecutive": Column("int8", "0 or 1"),
+    "across_nodes": Column("int8", "0 or 1"),
+    "message_bytes": Column("int64", "bytes", positive=True),
+    "source": Column("S8", "name"),
+}
+_REPEATS = {"point": Column("int64", "row of points"), "time_s": Column("float64", "s", positive=True)}
+_RATES = {"name": Column("S32", "name"), "value": Column("float64", "SI unit in the name", positive=True), "source": Column("S8", "name")}
+
+
+class Collective(StrEnum):
+    """What was timed.
+
+    `message_bytes` is the size of the full tensor on one rank: the input of all_reduce and reduce_scatter and
+    all_to_all, the output of all_gather, the message of p2p.
+    """
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    P2P = "p2p"
+
+
+class CollectiveKey(NamedTuple):
+    """A kind of message: which collective, among how many ranks, and how these lie."""
+
+    collective: Collective
+    group_size: int
+    consecutive: bool
+    across_nodes: bool
+
+
+class HardwareProfile:
+    """Times against message sizes, by kind of message.
+
+    `points` and `repeats` are the file's tables; `cluster` names what was measured, `device` and `backend` on what
+    and through what.
+    """
+
+    def __init__(self, *, cluster: str, device: str, backend: str, points: Table, repeats: Table, rates: Table) -> None:
+        self.cluster, self.device, self.backend = cluster, device, backend
+        self.points, self.repeats, self.rates = points, repeats, rates
+
+    @cached_property
+    def curves(self) -> dict[CollectiveKey, tuple[NDArray[Any], NDArray[Any]]]:
+        """Per kind of message: sizes in bytes, ascending, and the median time of each in seconds."""
+        medians = np.array([np.median(self.times_s(i)) for i in range(len(self.points["collective"]))])
+        rows: dict[CollectiveKey, list[int]] = {}
+        for i in range(len(medians)):
+            rows.setdefault(self.key(i), []).append(i)
+        sizes = self.points["message_bytes"]
+        return {
+            key: (sizes[order], medians[order])
+            for key, found in rows.items()
+            for order in [sorted(found, key=lambda i: int(sizes[i]))]
+        }
+
+    def key(self, point: int) -> CollectiveKey:
+        """The kind of message of one row of `points`."""
+        p = self.points
+        name = Collective(p["collective"][point].decode())
+        return CollectiveKey(
+            name, int(p["group_size"][point]), bool(p["consecutive"][point]), bool(p["across_nodes"][point])
+        )
+
+    def times_s(self, point: int) -> NDArray[Any]:
+        """Every repeat of one row of `points`, in seconds."""
+        return np.asarray(self.repeats["time_s"][self.repeats["point"] == point])
+
+
+def write_hardware_profile(path: Path, profile: HardwareProfile) -> None:
+    """Write the profile; the same measurements give the same bytes."""
+    names = {"cluster": profile.cluster, "device": profile.device, "backend": profile.backend}
+    with write_profile(path, FORMAT, VERSION, names) as file:
+        write_table(file, "points", _POINTS, profile.points)
+        write_table(file, "repeats", _REPEATS, profile.repeats)
+        write_table(file, "rates", _RATES, profile.rates)
+
+
+def read_hardware_profile(path: Path) -> HardwareProfile:
+    """Read a hardware profile; BadInput names whatever cannot be right in it."""
+    with open_profile(path, FORMAT, VERSION) as file:
+        tables = {
+            name: read_table(path, file, name, columns)
+            for name, columns in (("points", _POINTS), ("repeats", _REPEATS), ("rates", _RATES))
+        }
+        names = {name: read_attribute(path, file, name) for name in ("cluster", "device", "backend")}
+    points = len(tables["points"]["collective"])
+    known = {collective.encode() for collective in Collective}
+    if unknown := set(tables["points"]["collective"].tolist()) - known:
+        raise BadInput(path, f"unknown collective {sorted(unknown)[0]!r}", "write the profile again")
+    if set(tables["repeats"]["point"].tolist()) != set(range(points)):
+        raise BadInput(path, "points without repeats, or repeats without a point", "measure again")
+    return HardwareProfile(**names, **tables)

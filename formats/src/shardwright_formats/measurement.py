@@ -1,0 +1,102 @@
+"""What running plans took: time by microbatch and segment, memory by category, for every rank."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from shardwright_formats.files import Document, Value
+from shardwright_formats.plan import Plan
+
+__all__ = ["Measurement", "PlanMeasurement", "RankMeasurement", "RankMemory", "Segment", "SegmentMemory"]
+
+Seconds = Annotated[float, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0)]
+
+
+class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One microbatch's way through the embedding, the layers or the head of a rank, one entry per repeat.
+
+    Times of the last microbatch of a step are not here: its backward pass also reduces gradients.
+    """
+
+    name: str
+    """`embedding`, `layers` or `head`."""
+    forward_s: tuple[Seconds, ...]
+    backward_s: tuple[Seconds, ...]
+
+
+class SegmentMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tensor memory of one microbatch's way through a segment of a rank."""
+
+    name: str
+    activation_bytes: Bytes
+    """What the forward pass left behind for the backward pass."""
+    forward_transient_bytes: Bytes
+    """The most that was held in the forward pass beyond what stood before and what was left behind."""
+    backward_transient_bytes: Bytes
+    """The most that was held in the backward pass beyond what stood when it began."""
+
+
+class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tensor memory of one rank, counted by the allocator; on CPU by its recorded allocations."""
+
+    parameters_bytes: Bytes
+    gradients_bytes: Bytes
+    optimizer_bytes: Bytes
+    peak_bytes: Bytes
+    """The most held at once in a step, parameters, gradients and optimizer state included."""
+    segments: tuple[SegmentMemory, ...]
+    process_bytes: Bytes
+    """Device memory outside the tensors (0 on CPU, where the process is counted in resident_bytes)."""
+    resident_bytes: Bytes
+    """Host memory of the process before the model was made."""
+
+
+class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank's share of a measured plan; lists have one entry per repeat."""
+
+    rank: Annotated[int, Meta(ge=0)]
+    stage: Annotated[int, Meta(ge=0)]
+    step_s: Annotated[tuple[Seconds, ...], Meta(min_length=1)]
+    segments: tuple[Segment, ...]
+    gradient_reduction_s: tuple[Seconds, ...]
+    """How much longer the last microbatch's backward pass took than the others' median."""
+    optimizer_s: tuple[Seconds, ...]
+    """Gradient clipping and the optimizer's step."""
+    memory: RankMemory
+
+
+class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one plan took."""
+
+    plan: Plan
+    ranks: Annotated[tuple[RankMeasurement, ...], Meta(min_length=1)]
+
+    def __post_init__(self) -> None:
+        if [r.rank for r in self.ranks] != list(range(self.plan.world_size)):
+            raise ValueError(f"measured ranks {[r.rank for r in self.ranks]} of a plan for {self.plan.world_size}")
+        if len({len(r.step_s) for r in self.ranks}) != 1:
+            raise ValueError("the ranks have different numbers of repeats")
+
+    @property
+    def step_times_s(self) -> tuple[float, ...]:
+        """Time of each step: that of its slowest rank."""
+        return tuple(max(times) for times in zip(*(r.step_s for r in self.ranks), strict=True))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of the fullest rank, process included."""
+        return max(r.memory.peak_bytes + r.memory.process_bytes for r in self.ranks)
+
+
+class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Plans that were run for some steps, on what and with what result."""
+
+    FORMAT = "shardwright.measurement"
+
+    device: str
+    backend: str
+    torch_version: str
+    attention: str
+    """The kernel that was taken where the plan said `auto`."""
+    plans: Annotated[tuple[PlanMeasurement, ...], Meta(min_length=1)]

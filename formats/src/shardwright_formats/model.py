@@ -1,0 +1,98 @@
+"""What the planner must know of a model: its layer types, their shapes, and what must divide what."""
+
+from math import prod
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from shardwright_formats.files import Document, Value, sha256_of_value
+
+__all__ = ["EMBEDDING", "HEAD", "BoundaryTensor", "LayerType", "Model", "Parameter"]
+
+EMBEDDING = "embedding"
+HEAD = "head"
+
+
+class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One parameter tensor of a layer type."""
+
+    name: str
+    """Its Hugging Face name; for a block, relative to the block."""
+    shape: tuple[Annotated[int, Meta(ge=1)], ...]
+    tp_dim: Annotated[int, Meta(ge=0)] | None = None
+    """The tensor dim that tensor parallelism splits; null: each rank of the group holds the whole tensor."""
+
+    def __post_init__(self) -> None:
+        if self.tp_dim is not None and self.tp_dim >= len(self.shape):
+            raise ValueError(f"tp_dim {self.tp_dim} of {self.name} is outside its shape")
+
+    def elements(self, tp_size: int) -> int:
+        """Number of elements that one tensor-parallel rank holds: its even share, rounded up."""
+        if self.tp_dim is None:
+            return prod(self.shape)
+        length = self.shape[self.tp_dim]
+        return prod(self.shape) // length * -(-length // tp_size)
+
+
+class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor [batch, sequence_length, features] that a layer hands to the next, also over a pipeline cut."""
+
+    name: str
+    sequence_length: Annotated[int, Meta(ge=1)]
+    features: Annotated[int, Meta(ge=1)]
+
+
+class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A kind of layer; layers of one type are alike in everything but their weights."""
+
+    parameters: tuple[Parameter, ...]
+    forward_flops_per_sample: Annotated[int, Meta(ge=0)]
+    """Floating-point operations of one forward pass over one sample (a multiply-add counts 2)."""
+    tp_must_divide: dict[str, Annotated[int, Meta(ge=1)]] = {}
+    """Lengths, by name, of which tp_size must be a divisor."""
+    ulysses_must_divide: dict[str, Annotated[int, Meta(ge=1)]] = {}
+    """Lengths, by name, of which the Ulysses degree must be a divisor."""
+    outputs: tuple[BoundaryTensor, ...] = ()
+    """What the next layer receives; empty for the head."""
+
+    def parameter_count(self, tp_size: int = 1) -> int:
+        """Number of parameters that one tensor-parallel rank holds."""
+        return sum(p.elements(tp_size) for p in self.parameters)
+
+
+class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model as the planner sees it, written by `shardwright-train describe`."""
+
+    FORMAT = "shardwright.model"
+
+    name: Annotated[str, Meta(min_length=1)]
+    family: Annotated[str, Meta(min_length=1)]
+    """Which file of the runtime knows how to build and shard it."""
+    config: dict[str, Any]
+    """The Hugging Face configuration; its number of layers gives way to `layers`."""
+    sequence_length: Annotated[int, Meta(ge=1)]
+    layers: Annotated[tuple[str, ...], Meta(min_length=1)]
+    """The type of each block, in order; embedding and head stand outside."""
+    types: dict[str, LayerType]
+    """By name; `embedding` and `head` are always among them."""
+    tied: tuple[tuple[str, str], ...] = ()
+    """Pairs of parameters, by full name, that are one and the same."""
+
+    def __post_init__(self) -> None:
+        for needed in (EMBEDDING, HEAD, *self.layers):
+            if needed not in self.types:
+                raise ValueError(f"layer type {needed!r} is not among types")
+        if {EMBEDDING, HEAD} & set(self.layers):
+            raise ValueError("embedding and head cannot be among the layers")
+
+    @property
+    def types_sha256(self) -> str:
+        """Identity of what a profile measures: family, configuration, length and types, but not the layer count."""
+        return sha256_of_value([self.family, self.config, self.sequence_length, self.types])
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters, tied ones counted once."""
+        every = sum(self.types[name].parameter_count() for name in (EMBEDDING, *self.layers, HEAD))
+        shapes = {p.name: prod(p.shape) for name in (EMBEDDING, HEAD) for p in self.types[name].parameters}
+        return every - sum(shapes[second] for _, second in self.tied)

@@ -1,0 +1,179 @@
+"""A plan: the whole decision how to train a model on a cluster, self-contained."""
+
+from collections import Counter
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from shardwright_formats.cluster import Cluster
+from shardwright_formats.files import Document, Value, sha256_of_value
+from shardwright_formats.model import EMBEDDING, HEAD, Model
+from shardwright_formats.strategy import LayerStrategy, SequenceParallel, Strategy
+
+__all__ = ["Attention", "GradientReduction", "PipelineStage", "Plan", "Plans", "Precision", "Schedule", "misfit"]
+
+DType = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+class Schedule(StrEnum):
+    """The order in which a pipeline stage works through its microbatches."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED_1F1B = "interleaved_1f1b"
+
+
+class GradientReduction(StrEnum):
+    """Whether gradients are reduced once a step, or after every microbatch."""
+
+    DEFERRED = "deferred"
+    EVERY_MICROBATCH = "every_microbatch"
+
+
+class Attention(StrEnum):
+    """The attention kernel."""
+
+    AUTO = "auto"
+    SDPA = "sdpa"
+    FLASH_ATTENTION_2 = "flash_attention_2"
+    EAGER = "eager"
+
+
+class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The number formats of stored parameters, of forward and backward, and of gradient reduction."""
+
+    parameters: DType = "float32"
+    compute: DType = "float32"
+    reduce: DType = "float32"
+
+
+class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Some ranks and the layers they hold."""
+
+    ranks: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]
+    layers: Annotated[tuple[tuple[int, int], ...], Meta(min_length=1)]
+    """Half-open ranges of layer numbers; several when the schedule is interleaved."""
+
+
+def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
+    """Why a layer type cannot be spread this way, or None when it can."""
+    kind = model.types[type_name]
+    sequence_split = strategy.sequence_parallel is not SequenceParallel.NONE
+    if sequence_split and model.sequence_length % strategy.tp_size:
+        return f"tp_size {strategy.tp_size} does not divide the sequence length {model.sequence_length}"
+    ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
+    for name, length in (kind.ulysses_must_divide if ulysses else kind.tp_must_divide).items():
+        if length % strategy.tp_size:
+            return f"tp_size {strategy.tp_size} does not divide {name} {length}"
+    return None
+
+
+class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to train a model on a cluster; whoever holds it can train, export or re-evaluate it."""
+
+    FORMAT = "shardwright.plan"
+
+    name: Annotated[str, Meta(min_length=1)]
+    model: Model
+    cluster: Cluster
+    global_batch_size: Annotated[int, Meta(ge=1)]
+    num_microbatches: Annotated[int, Meta(ge=1)]
+    schedule: Schedule
+    gradient_reduction: GradientReduction = GradientReduction.DEFERRED
+    precision: Precision = Precision()
+    optimizer: Literal["adamw"] = "adamw"
+    attention: Attention = Attention.AUTO
+    stages: Annotated[tuple[PipelineStage, ...], Meta(min_length=1)]
+    embedding: Strategy
+    head: Strategy
+    layers: tuple[LayerStrategy, ...]
+
+    def __post_init__(self) -> None:
+        self._check_ranks()
+        self._check_layer_ranges()
+        if self.global_batch_size % self.num_microbatches:
+            raise ValueError(
+                f"num_microbatches {self.num_microbatches} does not divide "
+                f"global_batch_size {self.global_batch_size}"
+            )
+        for where, type_name, strategy in self._strategies():
+            ranks = len(self.stages[self.stage_of(where)].ranks)
+            if strategy.tp_size * strategy.dp_size != ranks:
+                raise ValueError(
+                    f"{where}: tp_size {strategy.tp_size} x dp_size {strategy.dp_size} "
+                    f"is not the {ranks} ranks of its pipeline stage"
+                )
+            if self.microbatch_samples % strategy.dp_size:
+                raise ValueError(
+                    f"{where}: dp_size {strategy.dp_size} does not divide "
+                    f"the {self.microbatch_samples} samples of a microbatch"
+                )
+            if (problem := misfit(self.model, type_name, strategy)) is not None:
+                raise ValueError(f"{where}: {problem}")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(len(stage.ranks) for stage in self.stages)
+
+    @property
+    def microbatch_samples(self) -> int:
+        """Samples of one microbatch, over all data-parallel ranks."""
+        return self.global_batch_size // self.num_microbatches
+
+    @property
+    def sha256(self) -> str:
+        """The plan's identity."""
+        return sha256_of_value(self)
+
+    def stage_of(self, where: str) -> int:
+        """The pipeline stage that holds `embedding`, `head` or `layers[i]`."""
+        if where == EMBEDDING:
+            return 0
+        if where == HEAD:
+            return len(self.stages) - 1
+        layer = int(where[len("layers[") : -1])
+        return next(
+            i for i, stage in enumerate(self.stages) if any(low <= layer < high for low, high in stage.layers)
+        )
+
+    def _strategies(self) -> list[tuple[str, str, Strategy]]:
+        blocks = [(f"layers[{i}]", layer.type, layer) for i, layer in enumerate(self.layers)]
+        return [(EMBEDDING, EMBEDDING, self.embedding), *blocks, (HEAD, HEAD, self.head)]
+
+    def _check_ranks(self) -> None:
+        used = Counter(rank for stage in self.stages for rank in stage.ranks)
+        if (devices := self.cluster.num_devices) != used.total():
+            raise ValueError(f"the stages use {used.total()} ranks, the cluster has {devices} devices")
+        if sorted(used) != list(range(devices)):
+            raise ValueError("the stages must use each of the cluster's ranks exactly once")
+
+    def _check_layer_ranges(self) -> None:
+        expected = self.model.layers
+        if len(self.layers) != len(expected):
+            raise ValueError(f"{len(self.layers)} layer strategies for a model of {len(expected)} layers")
+        for i, (layer, type_name) in enumerate(zip(self.layers, expected, strict=True)):
+            if layer.type != type_name:
+                raise ValueError(f"layers[{i}]: type {layer.type!r}, the model has {type_name!r} there")
+        chunks = {len(stage.layers) for stage in self.stages}
+        if self.schedule is not Schedule.INTERLEAVED_1F1B and chunks != {1}:
+            raise ValueError(f"several layer ranges in a stage need the schedule interleaved_1f1b, not {self.schedule}")
+        if len(chunks) != 1:
+            raise ValueError("every pipeline stage must have the same number of layer ranges")
+        ordered = [stage.layers[chunk] for chunk in range(chunks.pop()) for stage in self.stages]
+        position = 0
+        for low, high in ordered:
+            if low != position or high < low:
+                raise ValueError(f"layer range [{low}, {high}] does not continue at layer {position}")
+            position = high
+        if position != len(expected):
+            raise ValueError(f"the pipeline stages hold {position} of {len(expected)} layers")
+
+
+class Plans(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Several plans in one file, such as the probes that a model profile is fitted to."""
+
+    FORMAT = "shardwright.plans"
+
+    plans: Annotated[tuple[Plan, ...], Meta(min_length=1)]

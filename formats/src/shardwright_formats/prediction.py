@@ -1,0 +1,90 @@
+"""What is believed about a plan: its predicted time and memory, the proof, and the plans it was preferred to."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from shardwright_formats.files import Document, Value
+from shardwright_formats.plan import Plan
+
+__all__ = ["Estimate", "Prediction", "Proof", "RunnerUp", "StagePrediction", "TimelineEvent"]
+
+Seconds = Annotated[float, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0)]
+
+
+class StagePrediction(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pipeline stage: time of a microbatch and of a step's end, peak memory of a rank, each by term."""
+
+    time_s: Seconds
+    """Forward and backward of one microbatch, sends included."""
+    time_terms_s: dict[str, Seconds]
+    memory_bytes: Bytes
+    memory_terms_bytes: dict[str, Bytes]
+
+
+class TimelineEvent(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One action of the simulated step."""
+
+    stage: int
+    kind: str
+    microbatch: int | None
+    start_s: Seconds
+    end_s: Seconds
+
+
+class Proof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was proven about a searched plan."""
+
+    objective: str
+    objective_s: Seconds
+    objective_bound_s: Seconds
+    gap: Annotated[float, Meta(ge=0)]
+    """objective_s / objective_bound_s - 1; 0 means optimal."""
+    scope: str
+    """The space of plans for which it holds."""
+    examined: Annotated[int, Meta(ge=0)]
+    solved: Annotated[int, Meta(ge=0)]
+
+
+class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Predicted time and memory of one plan under the cost model."""
+
+    simulated_step_time_s: Seconds
+    """The event-driven simulation of the plan's action list."""
+    simulated_lower_bound_s: Seconds
+    objective_s: Seconds
+    """The closed form that the search minimises."""
+    samples_per_s: Seconds
+    usd_per_step: Seconds | None
+    stages: Annotated[tuple[StagePrediction, ...], Meta(min_length=1)]
+    timeline: tuple[TimelineEvent, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Peak memory of a rank of the fullest pipeline stage."""
+        return max(stage.memory_bytes for stage in self.stages)
+
+
+class RunnerUp(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The best plan of another case (pipeline degree, microbatches, schedule) than the chosen one."""
+
+    plan: Plan
+    estimate: Estimate
+
+
+class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is believed about a plan, beside the plan."""
+
+    FORMAT = "shardwright.prediction"
+
+    plan_sha256: str
+    memory_budget_bytes: Bytes | None
+    """What one rank was allowed; null for a plan that was only evaluated."""
+    estimate: Estimate
+    proof: Proof | None
+    """Null for a plan that was not searched."""
+    runners_up: tuple[RunnerUp, ...]
+    warnings: tuple[str, ...]
+    inputs_sha256: dict[str, str]
+    """SHA-256 of every profile and of the search file, by role."""

@@ -1,0 +1,42 @@
+"""What a training run leaves behind: a line per step and a last word."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from shardwright_formats.files import Document, Value
+
+__all__ = ["RunResult", "StepMetrics"]
+
+
+class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One line of metrics.jsonl."""
+
+    step: Annotated[int, Meta(ge=1)]
+    loss: float
+    """Mean cross entropy over the step's tokens."""
+    step_time_s: float
+    tokens_per_s: float
+    mfu: float | None
+    """Model floating-point operations over the devices' peak; null where the peak is not known."""
+    grad_norm: float
+    """Global 2-norm of the gradients before clipping."""
+    learning_rate: float
+    peak_memory_bytes: tuple[int, ...]
+    """Per rank: the allocator's peak on CUDA, the peak resident set of the process on CPU."""
+    time_utc: str
+
+
+class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """DONE.json: the run reached its last step."""
+
+    FORMAT = "shardwright.run"
+
+    plan_sha256: str
+    steps: int
+    first_loss: float
+    final_loss: float
+    wall_s: float
+    """Time of this process and of those it resumed, start-up and checkpoints included."""
+    checkpoint: str
+    """Folder of the last checkpoint."""
