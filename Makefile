@@ -1,0 +1,55 @@
+# The commands of the README. `make` alone lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+VENV := .venv
+STAMP := $(VENV)/.ready
+PACKAGES := formats $(patsubst %/pyproject.toml,%,$(sort $(wildcard stages/*/pyproject.toml)))
+SOURCES := $(wildcard $(addsuffix /src,$(PACKAGES)))
+SCRIPTS := workflow tests
+WORKFLOW := Snakefile $(wildcard workflow/rules/*.smk)
+
+# Extra arguments, such as CORES=2 or PYTEST="-k search -x".
+CORES ?= all
+PYTEST ?=
+# Where pip finds torch, if not where pip looks anyway, such as https://download.pytorch.org/whl/cpu (a smaller download).
+TORCH_INDEX ?=
+
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# Several processes share the cores here; without this, each would start a thread for every core.
+demo test bench: export OMP_NUM_THREADS := 1
+
+help: ## list these commands
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+setup: $(STAMP) ## make .venv with everything in it (the other commands do it by themselves)
+
+demo: $(STAMP) ## measure this machine and a small model, plan, train, report: results/report.html
+	@workflow/scripts/demo.sh $(CORES)
+
+test: $(STAMP) ## run all tests
+	@python -m pytest -q $(PYTEST)
+
+check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
+	@ruff check -q .
+	@ruff format -q --check . || { ruff format --check .; exit 1; }
+	@mypy $(SOURCES) $(SCRIPTS)
+	@snakefmt --check $(WORKFLOW) 2>&1 | { grep -v -E '^\[INFO\]' || true; }
+	@lint-imports --no-logo | tail -n 3
+	@python -m shardwright_formats.schemas --check
+	@echo "all checks passed"
+
+bench: $(STAMP) ## the side-by-side runs of benchmarks/ (long)
+	@shopt -s nullglob; runs=(benchmarks/*/run.sh); \
+	[ $${#runs[@]} -gt 0 ] || { echo "no benchmark in benchmarks/ yet"; exit 0; }; \
+	for run in "$${runs[@]}"; do echo "$$run"; bash "$$run"; done
+
+clean: ## remove .venv, results and caches
+	@rm -rf $(VENV) results .snakemake .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): constraints.txt requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES))
+	@.ci/venv $(VENV) "$(TORCH_INDEX)" $(PACKAGES)
+	@touch $@
