@@ -1,0 +1,1 @@
+"""What a plan costs: one pure function per term of time and memory."""

@@ -1,0 +1,128 @@
+"""The profiles a plan is priced with, indexed, and the checks that they belong to its model and machine."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from shardwright_formats.cluster import Cluster
+from shardwright_formats.errors import BadInput
+from shardwright_formats.hardware_profile import HardwareProfile, read_hardware_profile
+from shardwright_formats.model import Model
+from shardwright_formats.model_profile import ModelProfile, ProfileOrigin, read_model_profile
+from shardwright_formats.plan import Attention, Precision
+from shardwright_formats.tables import Table
+
+__all__ = ["LayerKey", "LayerPoints", "Profiles", "check_profiles", "index_profiles", "read_profiles"]
+
+
+class LayerKey(NamedTuple):
+    """What the points of one curve of the model profile have in common."""
+
+    type: str
+    tp_size: int
+    sequence_parallel: str
+    recompute: str
+    sequence_length: int
+
+
+class LayerPoints(NamedTuple):
+    """Measured points of one curve, by ascending micro_batch_size [points]; `values` [points, columns].
+
+    The columns are forward_s, backward_s, activation_bytes and transient_bytes.
+    """
+
+    micro_batch_sizes: NDArray[Any]
+    values: NDArray[Any]
+
+
+class Profiles(NamedTuple):
+    """A hardware and a model profile, with the names of their files for messages."""
+
+    hardware: HardwareProfile
+    hardware_file: Path
+    origin: ProfileOrigin
+    model_file: Path
+    layers: dict[LayerKey, LayerPoints]
+    optimizer_s: dict[tuple[str, int], float]
+    """Unsharded optimizer time of a step by (type, tp_size)."""
+    process_bytes: int
+    step_overhead_s: float
+
+
+def read_profiles(hardware_file: Path, model_file: Path) -> Profiles:
+    """Read and index both profiles."""
+    return index_profiles(
+        read_hardware_profile(hardware_file), hardware_file, read_model_profile(model_file), model_file
+    )
+
+
+def index_profiles(
+    hardware: HardwareProfile, hardware_file: Path, model_profile: ModelProfile, model_file: Path
+) -> Profiles:
+    """Index the tables by what they are asked for."""
+    states, process = model_profile.states, model_profile.process
+    return Profiles(
+        hardware,
+        hardware_file,
+        model_profile.origin,
+        model_file,
+        _layer_points(model_profile.layers),
+        {
+            (name.decode(), int(tp_size)): float(time_s)
+            for name, tp_size, time_s in zip(
+                states["type"], states["tp_size"], states["optimizer_s"], strict=True
+            )
+        },
+        int(process["process_bytes"][0]),
+        float(process["step_overhead_s"][0]),
+    )
+
+
+def check_profiles(
+    profiles: Profiles, model: Model, cluster: Cluster, precision: Precision, attention: Attention
+) -> None:
+    """Raise BadInput where a profile was made for another model, device, precision or attention kernel."""
+    origin = profiles.origin
+    if origin.types_sha256 != model.types_sha256:
+        raise BadInput(
+            profiles.model_file,
+            f"profiled layers of {origin.model!r} that are not those of model {model.name!r}",
+            "profile this model",
+        )
+    wanted = f"{precision.parameters}/{precision.compute}/{precision.reduce}"
+    if origin.precision != wanted:
+        raise BadInput(profiles.model_file, f"profiled in {origin.precision}, not {wanted}", "profile that precision")
+    if attention is not Attention.AUTO and origin.attention not in (attention, Attention.AUTO):
+        raise BadInput(
+            profiles.model_file, f"profiled with attention {origin.attention}, not {attention}", "profile that kernel"
+        )
+    used = sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})
+    if len(used) > 1:
+        raise BadInput(f"cluster {cluster.name}", f"mixes devices {used}, not planned yet", "use one device type")
+    for file, device in (
+        (profiles.model_file, origin.device),
+        (profiles.hardware_file, profiles.hardware.device),
+    ):
+        if device != used[0]:
+            raise BadInput(
+                file, f"profiled on {device!r}, cluster {cluster.name!r} has {used[0]!r}", "profile that device"
+            )
+
+
+def _layer_points(table: Table) -> dict[LayerKey, LayerPoints]:
+    rows: dict[LayerKey, dict[int, tuple[float, ...]]] = {}
+    for i in range(len(table["type"])):
+        key = LayerKey(
+            table["type"][i].decode(),
+            int(table["tp_size"][i]),
+            table["sequence_parallel"][i].decode(),
+            table["recompute"][i].decode(),
+            int(table["sequence_length"][i]),
+        )
+        columns = ("forward_s", "backward_s", "activation_bytes", "transient_bytes")
+        rows.setdefault(key, {})[int(table["micro_batch_size"][i])] = tuple(float(table[c][i]) for c in columns)
+    return {
+        key: LayerPoints(np.array(sorted(found)), np.array([found[size] for size in sorted(found)]))
+        for key, found in rows.items()
+    }

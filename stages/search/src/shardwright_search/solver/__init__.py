@@ -1,0 +1,1 @@
+"""The exact search over partition and strategies of one case: pipeline degree, microbatches, schedule."""

@@ -1,0 +1,116 @@
+"""The solver against every plan of tiny random cases, counted with a formula written a second time."""
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from shardwright_search.solver.optimise import least_memory, solve
+from shardwright_search.solver.problem import Options, Problem, StageTable
+
+
+def random_problem(seed: int) -> Problem:
+    """A case with 2 to 4 layers of 1 or 2 types, up to 3 pipeline stages, and costs of all kinds that matter."""
+    rng = np.random.default_rng(seed)
+    pp_size = int(rng.integers(1, 4))
+    layers = int(rng.integers(max(2, pp_size), 5 if pp_size < 3 else 4))
+    blocks = rng.integers(1, 2 + int(rng.integers(0, 2)), layers)
+    layouts = int(rng.integers(1, 4))
+    spread = int(rng.choice([4, 40, 1000]))
+    gpipe = bool(rng.integers(0, 2))
+    count = int(rng.choice([1, 2, 3, 8]))
+
+    def options() -> Options:
+        n = int(rng.integers(1, 4))
+        times, syncs, optimizers, states, activations, transients = rng.integers(0, spread, (6, n))
+        optimizers = optimizers // int(rng.choice([1, 10, 10_000]))
+        return Options(times + 1, syncs, optimizers, states, activations, transients, rng.integers(0, layouts, n))
+
+    def table() -> StageTable:
+        moves = rng.integers(0, 1 + spread // int(rng.choice([1, 4])), (4, layouts, layouts))
+        moves[:, np.arange(layouts), np.arange(layouts)] = 0
+        return StageTable(tuple(options() for _ in range(4)), moves)
+
+    shared = table()
+    problem = Problem(
+        elements=(0, *(int(b) for b in blocks), 3),
+        tables=tuple(shared if rng.random() < 0.7 else table() for _ in range(pp_size)),
+        sends_ps=rng.integers(0, 1 + spread // 4, (pp_size - 1, 4, layouts)),
+        in_flight=tuple(count if gpipe else min(count, pp_size - i) for i in range(pp_size)),
+        num_microbatches=count,
+        budget_bytes=1 << 40,
+    )
+    everything = sorted(memory for _, memory in every_plan(problem))
+    return with_budget(problem, everything[int(len(everything) * rng.choice([0, 0.02, 0.2, 0.6, 0.999]))])
+
+
+def with_budget(problem: Problem, budget_bytes: int) -> Problem:
+    """The same case with another budget."""
+    fields = {name: getattr(problem, name) for name in Problem.__struct_fields__}
+    return Problem(**fields | {"budget_bytes": budget_bytes})
+
+
+def every_plan(problem: Problem) -> list[tuple[int, int]]:
+    """T and memory of every plan of a case."""
+    total, p = len(problem.elements), len(problem.tables)
+    found = []
+    for cuts in combinations(range(2, total - 1), p - 1):
+        bounds = (0, *cuts, total)
+        stage_of = [stage for stage in range(p) for _ in range(bounds[stage], bounds[stage + 1])]
+        every = [
+            range(len(problem.tables[s].options[t].layout)) for s, t in zip(stage_of, problem.elements, strict=True)
+        ]
+        found += [price(problem, stage_of, chosen) for chosen in product(*every)]
+    return found
+
+
+def price(problem: Problem, stage_of: list[int], chosen: tuple[int, ...]) -> tuple[int, int]:
+    """T and memory of one plan, added up element by element."""
+    p, m = len(problem.tables), problem.num_microbatches
+    time, sync, optimizer, held, transient = ([0] * p for _ in range(5))
+    for e, (stage, kind, option) in enumerate(zip(stage_of, problem.elements, chosen, strict=True)):
+        o = problem.tables[stage].options[kind]
+        time[stage] += int(o.microbatch_ps[option])
+        sync[stage] += int(o.gradient_sync_ps[option])
+        optimizer[stage] += int(o.optimizer_ps[option])
+        held[stage] += int(o.state_bytes[option]) + problem.in_flight[stage] * int(o.activation_bytes[option])
+        transient[stage] = max(transient[stage], int(o.transient_bytes[option]))
+        if e:
+            before = problem.elements[e - 1]
+            layout = problem.tables[stage_of[e - 1]].options[before].layout[chosen[e - 1]]
+            time[stage] += int(problem.tables[stage].redistribution_ps[before, layout, o.layout[option]])
+            if stage_of[e - 1] != stage:
+                send = int(problem.sends_ps[stage - 1, before, layout])
+                time[stage] += send
+                time[stage - 1] += send
+    memory = max(h + t for h, t in zip(held, transient, strict=True))
+    return sum(time) + (m - 1) * max(time) + max(sync) + max(optimizer), memory
+
+
+@pytest.mark.parametrize("hundred", range(6))
+def test_solver_equals_brute_force_on_every_tiny_case(hundred: int) -> None:
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        problem = random_problem(seed)
+        best = min(time for time, memory in every_plan(problem) if memory <= problem.budget_bytes)
+        solution = solve(problem)
+        assert solution is not None, seed
+        assert solution.objective_ps == best, seed
+        stage_of = np.searchsorted(solution.ends, np.arange(len(problem.elements)), side="right").tolist()
+        assert price(problem, stage_of, solution.options) == (best, solution.memory_bytes), seed
+        assert solution.memory_bytes <= problem.budget_bytes, seed
+
+
+def test_least_memory_is_exact() -> None:
+    for seed in range(200):
+        problem = random_problem(seed)
+        least = least_memory(problem).memory_bytes
+        assert least == min(memory for _, memory in every_plan(problem)), seed
+        assert solve(with_budget(problem, least)) is not None
+        assert solve(with_budget(problem, least - 1)) is None
+
+
+def test_more_memory_is_never_slower() -> None:
+    for seed in range(100):
+        problem = random_problem(seed)
+        times = [solve(with_budget(problem, int(problem.budget_bytes * more))) for more in (1.0, 1.1, 1.5, 3.0)]
+        found = [solution.objective_ps for solution in times if solution is not None]
+        assert found == sorted(found, reverse=True), seed
