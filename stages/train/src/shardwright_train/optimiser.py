@@ -1,0 +1,160 @@
+"""AdamW, gradient clipping and the learning-rate schedule over parameters that lie on different meshes."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+__all__ = ["Hyperparameters", "ShardedAdamW"]
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What a run asks of the optimizer; no part of the plan."""
+
+    learning_rate: float
+    warmup_steps: int
+    steps: int
+    weight_decay: float
+    clip_norm: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    final_fraction: float = 0.1
+    """The learning rate's share that is left at the last step."""
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up, then half a cosine (Loshchilov & Hutter 2017); steps count from 1."""
+        if step <= self.warmup_steps:
+            return self.learning_rate * step / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * cosine)
+
+
+class ShardedAdamW:
+    """AdamW (Loshchilov & Hutter 2019) on each rank's shards.
+
+    The update is element by element, so it needs no mesh: it runs fused over plain local tensors, which share their
+    memory with the stored DTensors. Weight decay spares norms and biases, that is parameters of one dim.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], settings: Hyperparameters) -> None:
+        self.parameters, self.settings = parameters, settings
+        self._local = {name: nn.Parameter(_local(p.detach())) for name, p in parameters.items()}
+        decayed = [self._local[n] for n, p in parameters.items() if p.dim() > 1]
+        spared = [self._local[n] for n, p in parameters.items() if p.dim() <= 1]
+        groups = [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": spared, "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True
+        )
+
+    def step(self, step: int, loss: Tensor, stop: bool) -> "StepOutcome":
+        """Clip by the global norm, update, and forget the gradients; `step` counts from 1.
+
+        One all_reduce over the world carries the squared norm, the loss and whether any rank wants to stop. When loss
+        or norm is not finite nothing is updated.
+        """
+        squares = torch.stack([_squared_norm(p) for p in self.parameters.values()]).sum()
+        shared = torch.stack([loss.to(squares.device), squares, squares.new_tensor(float(stop))])
+        dist.all_reduce(shared)
+        mean_loss, squared, stops = shared.tolist()
+        norm = math.sqrt(squared) if squared >= 0 else math.nan
+        outcome = StepOutcome(mean_loss, norm, self.settings.learning_rate_at(step), stops > 0)
+        if outcome.finite:
+            self._update(outcome)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return outcome
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments as DTensors that lie as their parameters do, under `optim.<parameter>.<moment>`."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                found[f"optim.{name}.{moment}"] = _like(self._adamw.state[self._local[name]][moment], parameter)
+        return found
+
+    def begin(self, step: int) -> None:
+        """Make the moments exist, as zeros, and let the bias correction continue after `step` steps."""
+        for local in self._local.values():
+            self._adamw.state[local] = {
+                "step": torch.tensor(float(step), dtype=torch.float32, device=local.device),
+                "exp_avg": torch.zeros_like(local),
+                "exp_avg_sq": torch.zeros_like(local),
+            }
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the moments on this rank."""
+        return sum(2 * p.numel() * p.element_size() for p in self._local.values())
+
+    def _update(self, outcome: "StepOutcome") -> None:
+        limit = self.settings.clip_norm
+        scale = min(1.0, limit / (outcome.grad_norm + 1e-6)) if limit > 0 else 1.0
+        for name, parameter in self.parameters.items():
+            assert parameter.grad is not None
+            self._local[name].grad = _local(parameter.grad)
+        if scale < 1.0:
+            torch._foreach_mul_([p.grad for p in self._local.values()], scale)
+        for group in self._adamw.param_groups:
+            group["lr"] = outcome.learning_rate
+        self._adamw.step()
+        for local in self._local.values():
+            local.grad = None
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step came to, the same on every rank."""
+
+    loss: float
+    """Mean cross entropy over the tokens of the step."""
+    grad_norm: float
+    learning_rate: float
+    stop: bool
+    """Whether some rank was asked to stop."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient norm are numbers to go on with."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _replicas(parameter: Tensor) -> int:
+    """On how many ranks each element of a parameter lies."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return math.prod(
+        mesh.size(axis) for axis, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)
+    )
+
+
+def _squared_norm(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of the squared norm of a gradient: over all ranks the parts sum up to it."""
+    assert parameter.grad is not None
+    norm = torch.linalg.vector_norm(_local(parameter.grad), dtype=torch.float64)
+    return norm.square() / _replicas(parameter)
+
+
+def _like(local: Tensor, parameter: nn.Parameter) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

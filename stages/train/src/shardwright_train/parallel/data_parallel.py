@@ -1,0 +1,41 @@
+"""Data parallelism of one layer: what its ranks share, on PyTorch's FSDP2."""
+
+import torch
+from shardwright_formats.plan import Precision
+from shardwright_formats.strategy import DataParallel
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+__all__ = ["share_root", "share_states", "torch_dtype"]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name in a plan's precision."""
+    return {t: getattr(torch, t) for t in ("float64", "float32", "bfloat16", "float16")}[name]
+
+
+def share_states(module: nn.Module, kind: DataParallel, axis: DeviceMesh, precision: Precision) -> None:
+    """Wrap a layer so that the ranks of `axis` share its states; gradients are plain sums over them."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch_dtype(precision.compute), reduce_dtype=torch_dtype(precision.reduce)
+    )
+    if kind is DataParallel.DDP:
+        replicate(module, mesh=axis, mp_policy=policy)
+    else:
+        fully_shard(module, mesh=axis, mp_policy=policy, reshard_after_forward=kind is DataParallel.ZERO3)
+    _sum_gradients(module)
+
+
+def share_root(module: nn.Module, axis: DeviceMesh) -> None:
+    """Wrap a whole pipeline stage, which has no parameters outside its layers, so that they share streams."""
+    fully_shard(module, mesh=axis, reshard_after_forward=False)
+    _sum_gradients(module)
+
+
+def _sum_gradients(module: nn.Module) -> None:
+    # The loss is already divided by the global number of tokens, so the ranks' gradients are summed, not averaged.
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
