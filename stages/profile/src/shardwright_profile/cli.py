@@ -1,0 +1,110 @@
+"""The command line `shardwright-profile`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright_formats.errors import one_line_errors
+
+__all__ = ["main"]
+
+# Each command imports what it needs when it runs: `--help` must not wait for numpy, h5py or rich tables.
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _about() -> None:
+    """Measure hardware, write the probes of a model, fit model profiles, and show them."""
+
+
+@app.command()
+def hardware(
+    cluster: Annotated[Path, typer.Option(help="The cluster, JSON (shardwright.cluster).")],
+    time_budget: Annotated[float, typer.Option(min=0.001, help="Time for the sweep, start-up apart, in seconds.")],
+    out: Annotated[Path, typer.Option(help="The hardware profile to write, HDF5; node 0 writes it.")],
+    min_bytes: Annotated[int, typer.Option(min=4, help="Smallest message, in bytes.")] = 1024,
+    max_bytes: Annotated[int, typer.Option(min=4, help="Largest message, if time allows, in bytes.")] = 256 * 1024**2,
+    nnodes: Annotated[
+        int, typer.Option(min=1, envvar="SLURM_STEP_NUM_NODES", help="Number of nodes this command is started on.")
+    ] = 1,
+    node_rank: Annotated[
+        int, typer.Option(min=0, envvar="SLURM_NODEID", help="Number of this node, from 0, in the cluster's order.")
+    ] = 0,
+    rendezvous: Annotated[
+        str | None, typer.Option(help="HOST:PORT of node 0 where several nodes meet; not needed on one node.")
+    ] = None,
+) -> None:
+    """Time collectives and point-to-point messages on a cluster: gloo among devices named `cpu`, else NCCL.
+
+    Starts one process per device of this node. All groups of one size work at the same time, as in training. Messages
+    grow fourfold, at least to 1 MiB, and as far as the time budget allows.
+    """
+    with one_line_errors():
+        from shardwright_profile.start_sweep import SweepRequest, start_sweep
+
+        start_sweep(SweepRequest(cluster, time_budget, min_bytes, max_bytes, nnodes, node_rank, rendezvous, out))
+
+
+@app.command()
+def probes(
+    model: Annotated[Path, typer.Option(help="The model description, JSON (shardwright.model).")],
+    cluster: Annotated[Path, typer.Option(help="The cluster, JSON (shardwright.cluster).")],
+    node_type: Annotated[str, typer.Option(help="The cluster's node type to measure on, with all its devices.")],
+    settings: Annotated[Path, typer.Option(help="What to probe, JSON (shardwright.profile_settings).")],
+    out: Annotated[Path, typer.Option(help="The probes to write, JSON (shardwright.plans).")],
+) -> None:
+    """Write the plans of few layers from which `fit` learns what one layer costs."""
+    with one_line_errors():
+        from shardwright_formats.cluster import Cluster
+        from shardwright_formats.files import read_document, write_document
+        from shardwright_formats.model import Model
+        from shardwright_formats.plan import Plans
+        from shardwright_profile.probes import make_probes
+        from shardwright_profile.settings import ProfileSettings
+
+        made = make_probes(
+            read_document(model, Model),
+            read_document(cluster, Cluster),
+            node_type,
+            read_document(settings, ProfileSettings),
+        )
+        for sentence in made.left_out:
+            print(f"left out: {sentence}", file=sys.stderr)
+        write_document(out, Plans(plans=made.plans))
+        print(f"{len(made.plans)} probes in {out}", file=sys.stderr)
+
+
+@app.command()
+def fit(
+    measurements: Annotated[
+        list[Path], typer.Option(help="What the probes took, JSON (shardwright.measurement); may be repeated.")
+    ],
+    out: Annotated[Path, typer.Option(help="The model profile to write, HDF5.")],
+) -> None:
+    """Turn the measured probes of one model on one device into its profile: seconds and bytes per layer."""
+    with one_line_errors():
+        from shardwright_formats.files import read_document
+        from shardwright_formats.measurement import Measurement
+        from shardwright_formats.model_profile import write_model_profile
+        from shardwright_profile.fit import fit_profile
+
+        write_model_profile(out, fit_profile([(path, read_document(path, Measurement)) for path in measurements]))
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="A hardware profile or a model profile, HDF5.")],
+) -> None:
+    """Print a profile as tables: times in s, ms or us, memory in KiB, MiB or GiB, bandwidth in MB/s or GB/s."""
+    with one_line_errors():
+        from shardwright_profile.show import show_profile
+
+        show_profile(file)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,76 @@
+"""The cost of one layer: the difference of two probes over the layers they differ by."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from shardwright_formats.errors import BadInput
+from shardwright_profile.probe_results import ProbeKey, ProbeResult
+
+__all__ = ["LayerPair", "bytes_per_layer", "layer_pairs", "seconds_per_layer"]
+
+
+class LayerPair(NamedTuple):
+    """Two probes of one key that differ in the number of layers of one block type alone."""
+
+    type: str
+    few: ProbeResult
+    many: ProbeResult
+
+    @property
+    def layers(self) -> int:
+        """How many layers they differ by."""
+        return self.many.counts[self.type] - self.few.counts[self.type]
+
+
+def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
+    """For every key and block type its pair: the fewest and the most layers of the type.
+
+    Galvatron's method (Miao et al. 2022): whatever does not grow with the layers falls out of the difference. Raises
+    BadInput naming the probe that has no partner.
+    """
+    by_key: dict[ProbeKey, list[ProbeResult]] = {}
+    for probe in probes:
+        by_key.setdefault(probe.key, []).append(probe)
+    return tuple(_pair(group, name) for group in by_key.values() for name in group[0].counts)
+
+
+def seconds_per_layer(pair: LayerPair, what: str, seconds_of: Callable[[ProbeResult], float]) -> float:
+    """Seconds of one layer; BadInput names both probes where the longer one was not slower: no layer is free."""
+    few_s, many_s = seconds_of(pair.few), seconds_of(pair.many)
+    if many_s <= few_s:
+        raise _noisy(pair, what, f"{few_s:.6g} s", f"{many_s:.6g} s")
+    return (many_s - few_s) / pair.layers
+
+
+def bytes_per_layer(pair: LayerPair, what: str, bytes_of: Callable[[ProbeResult], int]) -> int:
+    """Bytes of one layer, rounded up; BadInput names both probes where the longer one held less."""
+    few_bytes, many_bytes = bytes_of(pair.few), bytes_of(pair.many)
+    if many_bytes < few_bytes:
+        raise _noisy(pair, what, f"{few_bytes} bytes", f"{many_bytes} bytes")
+    return -((few_bytes - many_bytes) // pair.layers)
+
+
+def _noisy(pair: LayerPair, what: str, few: str, many: str) -> BadInput:
+    return BadInput(
+        pair.many.file,
+        f"{what} of {pair.many.plan.name!r} ({many}) is not above that of {pair.few.plan.name!r} ({few})",
+        "measure both with more --steps on a quieter machine",
+    )
+
+
+def _pair(probes: Sequence[ProbeResult], name: str) -> LayerPair:
+    few = min(probes, key=lambda probe: sum(probe.counts.values()))
+    partners = [probe for probe in probes if _differ_in(few, probe, name)]
+    if not partners:
+        raise BadInput(
+            few.file,
+            f"probe {few.plan.name!r} has no partner with more layers of type {name!r}",
+            "measure every plan of the probes file and pass all measurements",
+        )
+    return LayerPair(name, few, max(partners, key=lambda probe: probe.counts[name]))
+
+
+def _differ_in(few: ProbeResult, many: ProbeResult, name: str) -> bool:
+    others = {key: count for key, count in few.counts.items() if key != name}
+    same = others == {key: count for key, count in many.counts.items() if key != name}
+    return same and many.counts.get(name, 0) > few.counts[name]

@@ -1,0 +1,117 @@
+"""What parameters cost whatever runs through them: bytes at rest, and the optimizer's time."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.model import EMBEDDING, HEAD, Model
+from shardwright_formats.strategy import SequenceParallel
+from shardwright_profile.differences import LayerPair, bytes_per_layer
+from shardwright_profile.probe_results import ProbeResult
+
+__all__ = ["OptimizerLine", "StateRow", "fit_optimizer_line", "fit_states"]
+
+
+class StateRow(NamedTuple):
+    """One row of the profile's table `states`: a layer's parameters on one rank under plain DDP."""
+
+    type: str
+    tp_size: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    optimizer_s: float
+
+
+class OptimizerLine(NamedTuple):
+    """Time of the optimizer's step: `constant_s + s_per_parameter * parameters of a rank`."""
+
+    constant_s: float
+    s_per_parameter: float
+
+
+_BYTES: tuple[tuple[str, Callable[[ProbeResult], int]], ...] = (
+    ("parameters_bytes", lambda probe: probe.parameter_bytes),
+    ("gradients_bytes", lambda probe: probe.gradient_bytes),
+    ("optimizer_bytes", lambda probe: probe.optimizer_bytes),
+)
+
+
+def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
+    """The line nearest to the optimizer times of all probes (least squares) whose two coefficients are not negative.
+
+    Where the free line has a negative coefficient, the best line with that one at zero is taken, which is the optimum
+    under the constraint (Lawson & Hanson 1974), so that no layer's optimizer time is ever negative.
+    """
+    sizes = [float(_rank_parameters(probe)) for probe in probes]
+    times_s = [probe.optimizer_s for probe in probes]
+    mean_size, mean_s = sum(sizes) / len(sizes), sum(times_s) / len(times_s)
+    spread = sum((size - mean_size) ** 2 for size in sizes)
+    together = sum((size - mean_size) * (time_s - mean_s) for size, time_s in zip(sizes, times_s, strict=True))
+    slope = together / spread if spread else 0.0
+    if slope <= 0:
+        return OptimizerLine(mean_s, 0.0)
+    if mean_s >= slope * mean_size:
+        return OptimizerLine(mean_s - slope * mean_size, slope)
+    through_zero = sum(size * time_s for size, time_s in zip(sizes, times_s, strict=True)) / sum(s * s for s in sizes)
+    return OptimizerLine(0.0, through_zero)
+
+
+def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine) -> tuple[StateRow, ...]:
+    """One row per tp_size and layer type.
+
+    A block's bytes are the difference of its probes, the most over strategies and micro-batch sizes. What the layers
+    leave over is split between embedding and head by their numbers of parameters. Probes under Ulysses are left out:
+    their parameters are not split by tp_size.
+    """
+    usable = [pair for pair in pairs if pair.few.key.sequence_parallel is not SequenceParallel.ULYSSES]
+    if not usable:
+        raise BadInput(pairs[0].few.file, "every probe is under ulysses", "measure also sequence_parallel 'none'")
+    tp_sizes = sorted({pair.few.key.tp_size for pair in usable})
+    return tuple(
+        row for tp_size in tp_sizes for row in _rows(tp_size, [p for p in usable if p.few.key.tp_size == tp_size], line)
+    )
+
+
+def _rows(tp_size: int, pairs: Sequence[LayerPair], line: OptimizerLine) -> Iterator[StateRow]:
+    model = pairs[0].few.model
+    columns = [_column(tp_size, pairs, what, bytes_of) for what, bytes_of in _BYTES]
+    for name in (EMBEDDING, *pairs[0].few.counts, HEAD):
+        parameters, gradients, optimizer = (column[name] for column in columns)
+        optimizer_s = line.s_per_parameter * model.types[name].parameter_count(tp_size)
+        yield StateRow(name, tp_size, parameters, gradients, optimizer, optimizer_s)
+
+
+def _column(
+    tp_size: int, pairs: Sequence[LayerPair], what: str, bytes_of: Callable[[ProbeResult], int]
+) -> dict[str, int]:
+    """One kind of bytes by layer type."""
+    found: dict[str, int] = {}
+    for pair in pairs:
+        found[pair.type] = max(found.get(pair.type, 0), bytes_per_layer(pair, what, bytes_of))
+    few = pairs[0].few
+    rest = bytes_of(few) - sum(count * found[name] for name, count in few.counts.items())
+    if rest < 0:
+        raise BadInput(
+            few.file,
+            f"{what} of {few.plan.name!r} are {-rest} bytes fewer than its layers have by their difference",
+            "measure it again",
+        )
+    types = few.model.types
+    embedding, head = (types[name].parameter_count(tp_size) for name in (EMBEDDING, HEAD))
+    found[EMBEDDING] = rest * embedding // max(1, embedding + head)
+    found[HEAD] = rest - found[EMBEDDING]
+    return found
+
+
+def _rank_parameters(probe: ProbeResult) -> int:
+    """Number of parameters that the optimizer of one rank updates; tied ones count once."""
+    model = probe.model
+    split = 1 if probe.key.sequence_parallel is SequenceParallel.ULYSSES else probe.key.tp_size
+    every = sum(model.types[name].parameter_count(split) for name in (EMBEDDING, *model.layers, HEAD))
+    return every - _tied_parameters(model, split)
+
+
+def _tied_parameters(model: Model, tp_size: int) -> int:
+    ends = {p.name: p.elements(tp_size) for name in (EMBEDDING, HEAD) for p in model.types[name].parameters}
+    return sum(ends[second] for _, second in model.tied)

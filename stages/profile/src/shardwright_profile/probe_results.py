@@ -1,0 +1,179 @@
+"""What each probe took, read out of measurements and checked to be comparable."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.measurement import Measurement, PlanMeasurement
+from shardwright_formats.model import EMBEDDING, HEAD, Model
+from shardwright_formats.model_profile import ProfileOrigin
+from shardwright_formats.plan import Attention, GradientReduction, Plan
+from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
+from shardwright_profile.probes import layer_counts
+
+__all__ = ["LAYERS", "ProbeKey", "ProbeResult", "SegmentCost", "read_probes"]
+
+LAYERS = "layers"
+_SEGMENTS = (EMBEDDING, LAYERS, HEAD)
+
+Measured = tuple[Path, Measurement]
+
+
+class ProbeKey(NamedTuple):
+    """What the probes have in common whose difference is one layer."""
+
+    tp_size: int
+    sequence_parallel: SequenceParallel
+    recompute: Recompute
+    micro_batch_size: int
+
+
+class SegmentCost(NamedTuple):
+    """One microbatch's way through a segment: medians over the repeats, of the slowest or fullest rank."""
+
+    forward_s: float
+    backward_s: float
+    activation_bytes: int
+    transient_bytes: int
+
+
+class ProbeResult(NamedTuple):
+    """One measured probe; times are medians of the slowest rank, bytes those of the fullest rank."""
+
+    file: Path
+    plan: Plan
+    key: ProbeKey
+    counts: Mapping[str, int]
+    """Number of layers by block type."""
+    segments: Mapping[str, SegmentCost]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    process_bytes: int
+    resident_bytes: int
+    step_s: float
+    reduction_s: float
+    optimizer_s: float
+
+    @property
+    def model(self) -> Model:
+        """The probe's model."""
+        return self.plan.model
+
+
+def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, tuple[ProbeResult, ...]]:
+    """The origin that all measurements share, and their probes ordered by key and layer counts.
+
+    Raises BadInput where they differ in model, device, backend, precision or attention, where a plan is no probe, and
+    where a probe was measured twice.
+    """
+    results = [_result(file, found) for file, measurement in measurements for found in measurement.plans]
+    origins = [(file, _origin(m, found)) for file, m in measurements for found in m.plans]
+    first_file, origin = origins[0]
+    for file, other in origins[1:]:
+        for field, one, two in zip(origin._fields, origin, other, strict=True):
+            if one != two:
+                what = f"{field} is {two!r}, but {one!r} in {first_file}"
+                raise BadInput(file, what, "fit the measurements of one model on one kind of device at a time")
+    seen: dict[tuple[object, ...], ProbeResult] = {}
+    for result in results:
+        identity = (result.key, *sorted(result.counts.items()))
+        if identity in seen:
+            raise BadInput(
+                result.file,
+                f"probe {result.plan.name!r} was measured already in {seen[identity].file}",
+                "pass one of them",
+            )
+        seen[identity] = result
+    return origin, tuple(sorted(results, key=lambda r: (r.key, sorted(r.counts.items()))))
+
+
+def _origin(measurement: Measurement, found: PlanMeasurement) -> ProfileOrigin:
+    plan = found.plan
+    precision = plan.precision
+    return ProfileOrigin(
+        model=plan.model.name,
+        types_sha256=plan.model.types_sha256,
+        device=measurement.device,
+        backend=measurement.backend,
+        precision=f"{precision.parameters}/{precision.compute}/{precision.reduce}",
+        attention=measurement.attention if plan.attention is Attention.AUTO else plan.attention.value,
+    )
+
+
+def _result(file: Path, found: PlanMeasurement) -> ProbeResult:
+    plan = found.plan
+    if (problem := _no_probe(plan)) is not None:
+        raise BadInput(file, f"plan {plan.name!r} is no probe: {problem}", "pass measurements of probes")
+    strategy = plan.layers[0]
+
+    def most(bytes_of: Callable[[int], int]) -> int:
+        return max(bytes_of(rank) for rank in range(plan.world_size))
+
+    memory = [rank.memory for rank in found.ranks]
+    return ProbeResult(
+        file=file,
+        plan=plan,
+        key=ProbeKey(
+            strategy.tp_size,
+            strategy.sequence_parallel,
+            strategy.recompute,
+            plan.microbatch_samples // strategy.dp_size,
+        ),
+        counts=layer_counts(plan.model),
+        segments={name: _segment(file, found, name) for name in _SEGMENTS},
+        parameter_bytes=most(lambda rank: memory[rank].parameters_bytes),
+        gradient_bytes=most(lambda rank: memory[rank].gradients_bytes),
+        optimizer_bytes=most(lambda rank: memory[rank].optimizer_bytes),
+        process_bytes=most(lambda rank: memory[rank].process_bytes),
+        resident_bytes=most(lambda rank: memory[rank].resident_bytes),
+        step_s=median(found.step_times_s),
+        reduction_s=_slowest(file, found, "gradient_reduction_s", [r.gradient_reduction_s for r in found.ranks]),
+        optimizer_s=_slowest(file, found, "optimizer_s", [r.optimizer_s for r in found.ranks]),
+    )
+
+
+def _no_probe(plan: Plan) -> str | None:
+    if len(plan.stages) != 1:
+        return f"it has {len(plan.stages)} pipeline stages"
+    if len(plan.cluster.nodes) != 1:
+        return "it runs on several kinds of nodes"
+    if len({_spread(layer) for layer in plan.layers}) != 1:
+        return "its layers have different strategies"
+    if {_spread(plan.layers[0])[:3]} != {
+        (s.tp_size, s.tp_consecutive, s.sequence_parallel) for s in (plan.embedding, plan.head)
+    }:
+        return "embedding and head have another strategy than its layers"
+    if {s.data_parallel for s in (*plan.layers, plan.embedding, plan.head)} != {DataParallel.DDP}:
+        return "it is not plain ddp"
+    if plan.num_microbatches < 2:
+        return "its only microbatch also reduces gradients"
+    if plan.gradient_reduction is not GradientReduction.DEFERRED:
+        return "every microbatch reduces gradients"
+    return None
+
+
+def _spread(layer: LayerStrategy) -> tuple[int, bool, SequenceParallel, Recompute]:
+    return layer.tp_size, layer.tp_consecutive, layer.sequence_parallel, layer.recompute
+
+
+def _segment(file: Path, found: PlanMeasurement, name: str) -> SegmentCost:
+    times = [segment for rank in found.ranks for segment in rank.segments if segment.name == name]
+    memory = [segment for rank in found.ranks for segment in rank.memory.segments if segment.name == name]
+    if len(times) != found.plan.world_size or len(memory) != found.plan.world_size:
+        what = f"probe {found.plan.name!r} has no segment {name!r} of every rank, in time and in memory"
+        raise BadInput(file, what, "measure it again")
+    return SegmentCost(
+        forward_s=_slowest(file, found, f"forward_s of {name}", [segment.forward_s for segment in times]),
+        backward_s=_slowest(file, found, f"backward_s of {name}", [segment.backward_s for segment in times]),
+        activation_bytes=max(segment.activation_bytes for segment in memory),
+        transient_bytes=max(max(s.forward_transient_bytes, s.backward_transient_bytes) for s in memory),
+    )
+
+
+def _slowest(file: Path, found: PlanMeasurement, what: str, ranks: Sequence[Sequence[float]]) -> float:
+    if any(not repeats for repeats in ranks):
+        raise BadInput(file, f"probe {found.plan.name!r} has no repeats of {what}", "measure it with more steps")
+    return max(median(repeats) for repeats in ranks)

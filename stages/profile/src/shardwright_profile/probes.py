@@ -1,0 +1,151 @@
+"""Probes: plans of few layers whose differences are the cost of one layer."""
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import NamedTuple
+
+from shardwright_formats.cluster import Cluster, NodeGroup
+from shardwright_formats.errors import BadInput
+from shardwright_formats.model import EMBEDDING, HEAD, Model
+from shardwright_formats.plan import PipelineStage, Plan, Schedule, misfit
+from shardwright_formats.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_profile.settings import ProfileSettings
+
+__all__ = ["NUM_MICROBATCHES", "Probes", "block_types", "layer_counts", "make_probes", "with_layers"]
+
+NUM_MICROBATCHES = 2
+"""The least that leaves a microbatch whose backward pass reduces no gradients."""
+
+
+class Probes(NamedTuple):
+    """The plans to measure, and one sentence for each strategy that was left out."""
+
+    plans: tuple[Plan, ...]
+    left_out: tuple[str, ...]
+
+
+def make_probes(model: Model, cluster: Cluster, node_type: str, settings: ProfileSettings) -> Probes:
+    """The probes of a model on one node of `node_type`, all of whose devices take part.
+
+    For each strategy and micro-batch size: one plan with `settings.layers[0]` layers of every block type, and one for
+    each block type with `settings.layers[1]` layers of it. Raises BadInput when no strategy fits model and node.
+    """
+    if node_type not in cluster.node_types:
+        known = ", ".join(sorted(cluster.node_types))
+        raise BadInput("--node-type", f"{node_type!r} is none of the cluster's node types", f"choose from {known}")
+    node = Cluster(
+        name=node_type,
+        nodes=(NodeGroup(node_type=node_type, count=1),),
+        node_types={node_type: cluster.node_types[node_type]},
+    )
+    fitting: list[Strategy] = []
+    left_out: list[str] = []
+    for strategy, problem in _strategies(model, node.num_devices, settings):
+        if problem is None:
+            fitting.append(strategy)
+        else:
+            left_out.append(f"{_words(strategy)}: {problem}")
+    if not fitting:
+        raise BadInput("--settings", f"no strategy fits ({'; '.join(left_out)})", "choose other tp_sizes")
+    plans = (
+        _probe(truncated, node, settings, strategy, recompute, micro_batch_size)
+        for strategy, recompute, micro_batch_size in product(fitting, settings.recompute, settings.micro_batch_sizes)
+        for truncated in _truncations(model, settings.layers)
+    )
+    return Probes(tuple(plans), tuple(left_out))
+
+
+def block_types(model: Model) -> tuple[str, ...]:
+    """The types of a model's layers, in the order of their first layer."""
+    return tuple(dict.fromkeys(model.layers))
+
+
+def layer_counts(model: Model) -> dict[str, int]:
+    """How many layers a model has of each block type."""
+    return {name: model.layers.count(name) for name in block_types(model)}
+
+
+def with_layers(model: Model, counts: Mapping[str, int]) -> Model:
+    """The model with `counts` layers of each block type, which keep the order they have in the model.
+
+    Layers that the model does not have follow the last one of their type.
+    """
+    places = {name: [i for i, other in enumerate(model.layers) if other == name] for name in counts}
+    order = sorted(
+        (places[name][min(number, len(places[name]) - 1)], number, name)
+        for name, count in counts.items()
+        for number in range(count)
+    )
+    return Model(
+        name=model.name,
+        family=model.family,
+        config=model.config,
+        sequence_length=model.sequence_length,
+        layers=tuple(name for _, _, name in order),
+        types=model.types,
+        tied=model.tied,
+    )
+
+
+def _truncations(model: Model, layers: tuple[int, int]) -> Iterator[Model]:
+    few, many = layers
+    least = dict.fromkeys(block_types(model), few)
+    yield with_layers(model, least)
+    for name in least:
+        yield with_layers(model, least | {name: many})
+
+
+def _strategies(model: Model, devices: int, settings: ProfileSettings) -> Iterator[tuple[Strategy, str | None]]:
+    """Every asked strategy in its canonical spelling, once, with the reason why it does not fit or None."""
+    seen = set()
+    for tp_size, asked in product(settings.tp_sizes, settings.sequence_parallel):
+        kind = asked if tp_size > 1 else SequenceParallel.NONE
+        if (tp_size, kind) in seen:
+            continue
+        seen.add((tp_size, kind))
+        strategy = Strategy(tp_size=tp_size, dp_size=max(1, devices // tp_size), sequence_parallel=kind)
+        if devices % tp_size:
+            yield strategy, f"tp_size {tp_size} does not divide the {devices} devices of the node"
+            continue
+        problems = (misfit(model, name, strategy) for name in (EMBEDDING, *block_types(model), HEAD))
+        yield strategy, next((problem for problem in problems if problem is not None), None)
+
+
+def _probe(
+    model: Model,
+    node: Cluster,
+    settings: ProfileSettings,
+    strategy: Strategy,
+    recompute: Recompute,
+    micro_batch_size: int,
+) -> Plan:
+    counts = " ".join(f"{name}={count}" for name, count in layer_counts(model).items())
+    layers = tuple(
+        LayerStrategy(
+            type=name,
+            tp_size=strategy.tp_size,
+            dp_size=strategy.dp_size,
+            sequence_parallel=strategy.sequence_parallel,
+            recompute=recompute,
+        )
+        for name in model.layers
+    )
+    return Plan(
+        name=f"{model.name}@{node.name} {_words(strategy)} recompute={recompute} "
+        f"micro_batch_size={micro_batch_size} layers {counts}",
+        model=model,
+        cluster=node,
+        global_batch_size=NUM_MICROBATCHES * strategy.dp_size * micro_batch_size,
+        num_microbatches=NUM_MICROBATCHES,
+        schedule=Schedule.ONE_F_ONE_B,
+        precision=settings.precision,
+        attention=settings.attention,
+        stages=(PipelineStage(ranks=tuple(range(node.num_devices)), layers=((0, len(layers)),)),),
+        embedding=strategy,
+        head=strategy,
+        layers=layers,
+    )
+
+
+def _words(strategy: Strategy) -> str:
+    return f"tp_size={strategy.tp_size} sequence_parallel={strategy.sequence_parallel}"
