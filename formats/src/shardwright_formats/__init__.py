@@ -1,1 +1,1 @@
-"""The contract between Shardwright's stages: typed values, strict reading, atomic writing, and the meaning of a plan."""
+"""The contract between Shardwright's stages: typed values, strict reading, atomic writing, a plan's meaning."""

@@ -14,6 +14,8 @@ from typing import ClassVar
 
 __all__ = ["BadInput", "NothingFits", "RunFailed", "ShardwrightError", "Stopped", "one_line_errors"]
 
+_MOST_CHARACTERS = 1000
+
 
 class ShardwrightError(Exception):
     """The base of all errors that end a command with one line and an exit code."""
@@ -49,7 +51,9 @@ class Stopped(ShardwrightError):
 
 
 def _on_one_line(text: str) -> str:
-    return " ".join(text.split())
+    """The text without line breaks, control characters or endless values: it may quote a hostile file."""
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}…"
 
 
 @contextmanager

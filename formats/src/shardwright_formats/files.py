@@ -45,8 +45,18 @@ DocumentType = TypeVar("DocumentType", bound=Document)
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; on success it is synced and renamed, on failure removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Yield a temporary name beside `path`; on success it is synced and renamed, on failure removed.
+
+    Raises BadInput where no file of that name can be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(path, f"cannot be written ({error.strerror})", "choose another place") from None
+    if path.is_dir():
+        raise BadInput(path, "is a folder", "choose another name")
+    if not os.access(path.parent, os.W_OK):
+        raise BadInput(path, "its folder cannot be written to", "choose another place")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -63,14 +73,12 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
-def canonical_json(value: Any) -> bytes:
+def canonical_json(value: object) -> bytes:
     """The one spelling of a value as JSON: sorted keys, no spaces, no NaN."""
-    return json.dumps(
-        msgspec.to_builtins(value), sort_keys=True, separators=(",", ":"), allow_nan=False
-    ).encode()
+    return json.dumps(msgspec.to_builtins(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def sha256_of_value(value: Any) -> str:
+def sha256_of_value(value: object) -> str:
     """Hexadecimal SHA-256 of the canonical JSON of a value."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
@@ -123,6 +131,7 @@ def _parse(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _MOST_JSON_BYTES:
             raise BadInput(path, "larger than 256 MiB", "this is no file of ours")
         raw = json.loads(path.read_bytes(), object_pairs_hook=_without_repeats)
+        where = _first_non_finite(raw, "$")
     except OSError as error:
         raise BadInput(path, error.strerror or str(error), "check the path") from None
     except RecursionError:
@@ -131,7 +140,7 @@ def _parse(path: Path) -> dict[str, Any]:
         raise BadInput(path, f"not valid JSON ({error})", "write the file again") from None
     if not isinstance(raw, dict):
         raise BadInput(path, "the outermost value is no object", "write the file again")
-    if (where := _first_non_finite(raw, "$")) is not None:
+    if where is not None:
         raise BadInput(path, f"not a finite number at `{where}`", "measure or enter that value again")
     return raw
 
@@ -144,10 +153,10 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _first_non_finite(value: Any, where: str) -> str | None:
+def _first_non_finite(value: object, where: str) -> str | None:
     if isinstance(value, float):
         return None if math.isfinite(value) else where
-    children: Iterator[tuple[str, Any]] = iter(())
+    children: Iterator[tuple[str, object]] = iter(())
     if isinstance(value, dict):
         children = ((f"{where}.{key}", child) for key, child in value.items())
     elif isinstance(value, list):

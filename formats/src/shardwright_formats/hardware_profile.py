@@ -9,23 +9,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_formats.errors import BadInput
-from shardwright_formats.tables import Column, Table, open_profile, read_attribute, read_table, write_profile, write_table
+from shardwright_formats.tables import (
+    SOURCES,
+    Column,
+    Table,
+    open_profile,
+    read_attribute,
+    read_table,
+    write_profile,
+    write_table,
+)
 
-__all__ = ["Collective", "CollectiveKey", "HardwareProfile", "read_hardware_profile", "write_hardware_profile"]
+__all__ = [
+    "FORMAT",
+    "TABLES",
+    "VERSION",
+    "Collective",
+    "CollectiveKey",
+    "HardwareProfile",
+    "read_hardware_profile",
+    "write_hardware_profile",
+]
 
 FORMAT = "shardwright.hardware_profile"
 VERSION = 1
-
-_POINTS = {
-    "collective": Column("S16", "name"),
-    "group_size": Column("int64", "ranks", positive=True),
-    "consecutive": Column("int8", "0 or 1"),
-    "across_nodes": Column("int8", "0 or 1"),
-    "message_bytes": Column("int64", "bytes", positive=True),
-    "source": Column("S8", "name"),
-}
-_REPEATS = {"point": Column("int64", "row of points"), "time_s": Column("float64", "s", positive=True)}
-_RATES = {"name": Column("S32", "name"), "value": Column("float64", "SI unit in the name", positive=True), "source": Column("S8", "name")}
 
 
 class Collective(StrEnum):
@@ -40,6 +47,27 @@ class Collective(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
     P2P = "p2p"
+
+
+_SOURCE = Column("S8", ", ".join(SOURCES[:-1]) + f" or {SOURCES[-1]}", among=SOURCES)
+
+TABLES = {
+    "points": {
+        "collective": Column("S16", "name", among=tuple(Collective)),
+        "group_size": Column("int64", "ranks", positive=True),
+        "consecutive": Column("int8", "0 or 1"),
+        "across_nodes": Column("int8", "0 or 1"),
+        "message_bytes": Column("int64", "bytes", positive=True),
+        "source": _SOURCE,
+    },
+    "repeats": {"point": Column("int64", "row of points"), "time_s": Column("float64", "s", positive=True)},
+    "rates": {
+        "name": Column("S32", "name"),
+        "value": Column("float64", "SI unit in the name", positive=True),
+        "source": _SOURCE,
+    },
+}
+"""The tables of the file and their columns."""
 
 
 class CollectiveKey(NamedTuple):
@@ -93,23 +121,27 @@ def write_hardware_profile(path: Path, profile: HardwareProfile) -> None:
     """Write the profile; the same measurements give the same bytes."""
     names = {"cluster": profile.cluster, "device": profile.device, "backend": profile.backend}
     with write_profile(path, FORMAT, VERSION, names) as file:
-        write_table(file, "points", _POINTS, profile.points)
-        write_table(file, "repeats", _REPEATS, profile.repeats)
-        write_table(file, "rates", _RATES, profile.rates)
+        write_table(file, "points", TABLES["points"], profile.points)
+        write_table(file, "repeats", TABLES["repeats"], profile.repeats)
+        write_table(file, "rates", TABLES["rates"], profile.rates)
 
 
 def read_hardware_profile(path: Path) -> HardwareProfile:
     """Read a hardware profile; BadInput names whatever cannot be right in it."""
     with open_profile(path, FORMAT, VERSION) as file:
-        tables = {
-            name: read_table(path, file, name, columns)
-            for name, columns in (("points", _POINTS), ("repeats", _REPEATS), ("rates", _RATES))
-        }
+        tables = {name: read_table(path, file, name, columns) for name, columns in TABLES.items()}
         names = {name: read_attribute(path, file, name) for name in ("cluster", "device", "backend")}
-    points = len(tables["points"]["collective"])
-    known = {collective.encode() for collective in Collective}
-    if unknown := set(tables["points"]["collective"].tolist()) - known:
-        raise BadInput(path, f"unknown collective {sorted(unknown)[0]!r}", "write the profile again")
-    if set(tables["repeats"]["point"].tolist()) != set(range(points)):
+    points, repeats = tables["points"], tables["repeats"]
+    for flag in ("consecutive", "across_nodes"):
+        if (points[flag] > 1).any():
+            raise BadInput(path, f"table points: {flag} is {points[flag].max()}, not 0 or 1", "write the profile again")
+    if set(repeats["point"].tolist()) != set(range(len(points["collective"]))):
         raise BadInput(path, "points without repeats, or repeats without a point", "measure again")
-    return HardwareProfile(**names, **tables)
+    return HardwareProfile(
+        cluster=names["cluster"],
+        device=names["device"],
+        backend=names["backend"],
+        points=points,
+        repeats=repeats,
+        rates=tables["rates"],
+    )

@@ -16,7 +16,9 @@ Bytes = Annotated[int, Meta(ge=0)]
 class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One microbatch's way through the embedding, the layers or the head of a rank, one entry per repeat.
 
-    Times of the last microbatch of a step are not here: its backward pass also reduces gradients.
+    Each entry is the mean over a step's microbatches, without the first one's forward pass, which also gathers
+    parameters, and without the last one's backward pass, which also reduces gradients (a step of one microbatch has no
+    others, and there they are inside).
     """
 
     name: str
@@ -59,8 +61,8 @@ class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stage: Annotated[int, Meta(ge=0)]
     step_s: Annotated[tuple[Seconds, ...], Meta(min_length=1)]
     segments: tuple[Segment, ...]
-    gradient_reduction_s: tuple[Seconds, ...]
-    """How much longer the last microbatch's backward pass took than the others' median."""
+    gradient_reduction_s: tuple[float, ...]
+    """How much longer the last microbatch's backward pass took than the others' mean; empty with one microbatch."""
     optimizer_s: tuple[Seconds, ...]
     """Gradient clipping and the optimizer's step."""
     memory: RankMemory

@@ -3,7 +3,7 @@
 from math import prod
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from shardwright_formats.files import Document, Value, sha256_of_value
 
@@ -48,9 +48,9 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     parameters: tuple[Parameter, ...]
     forward_flops_per_sample: Annotated[int, Meta(ge=0)]
     """Floating-point operations of one forward pass over one sample (a multiply-add counts 2)."""
-    tp_must_divide: dict[str, Annotated[int, Meta(ge=1)]] = {}
+    tp_must_divide: dict[str, Annotated[int, Meta(ge=1)]] = field(default_factory=dict)
     """Lengths, by name, of which tp_size must be a divisor."""
-    ulysses_must_divide: dict[str, Annotated[int, Meta(ge=1)]] = {}
+    ulysses_must_divide: dict[str, Annotated[int, Meta(ge=1)]] = field(default_factory=dict)
     """Lengths, by name, of which the Ulysses degree must be a divisor."""
     outputs: tuple[BoundaryTensor, ...] = ()
     """What the next layer receives; empty for the head."""
@@ -84,6 +84,10 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"layer type {needed!r} is not among types")
         if {EMBEDDING, HEAD} & set(self.layers):
             raise ValueError("embedding and head cannot be among the layers")
+        shapes = self._outer_shapes()
+        for first, second in self.tied:
+            if shapes.get(first) is None or shapes.get(first) != shapes.get(second):
+                raise ValueError(f"tied {first!r} and {second!r} are no equal parameters of embedding and head")
 
     @property
     def types_sha256(self) -> str:
@@ -94,5 +98,8 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def parameter_count(self) -> int:
         """Number of parameters, tied ones counted once."""
         every = sum(self.types[name].parameter_count() for name in (EMBEDDING, *self.layers, HEAD))
-        shapes = {p.name: prod(p.shape) for name in (EMBEDDING, HEAD) for p in self.types[name].parameters}
-        return every - sum(shapes[second] for _, second in self.tied)
+        shapes = self._outer_shapes()
+        return every - sum(prod(shapes[second]) for _, second in self.tied)
+
+    def _outer_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {p.name: p.shape for name in (EMBEDDING, HEAD) for p in self.types[name].parameters}

@@ -5,25 +5,47 @@ from typing import NamedTuple
 
 from shardwright_formats.errors import BadInput
 from shardwright_formats.strategy import Recompute, SequenceParallel
-from shardwright_formats.tables import Column, Table, open_profile, read_attribute, read_table, write_profile, write_table
+from shardwright_formats.tables import (
+    SOURCES,
+    Column,
+    Table,
+    open_profile,
+    read_attribute,
+    read_table,
+    write_profile,
+    write_table,
+)
 
-__all__ = ["ModelProfile", "ProfileOrigin", "read_model_profile", "write_model_profile"]
+__all__ = [
+    "FORMAT",
+    "LAYERS",
+    "PROCESS",
+    "STATES",
+    "TABLES",
+    "VERSION",
+    "ModelProfile",
+    "ProfileOrigin",
+    "read_model_profile",
+    "write_model_profile",
+]
 
 FORMAT = "shardwright.model_profile"
 VERSION = 1
 
+_SOURCE = Column("S8", ", ".join(SOURCES[:-1]) + f" or {SOURCES[-1]}", among=SOURCES)
+
 LAYERS = {
     "type": Column("S32", "name"),
     "tp_size": Column("int64", "ranks", positive=True),
-    "sequence_parallel": Column("S8", "name"),
-    "recompute": Column("S9", "name"),
+    "sequence_parallel": Column("S8", "name", among=tuple(SequenceParallel)),
+    "recompute": Column("S9", "name", among=tuple(Recompute)),
     "micro_batch_size": Column("int64", "samples of one tensor-parallel group", positive=True),
     "sequence_length": Column("int64", "tokens", positive=True),
     "forward_s": Column("float64", "s a microbatch"),
     "backward_s": Column("float64", "s a microbatch"),
     "activation_bytes": Column("int64", "bytes held from forward to backward, a microbatch"),
     "transient_bytes": Column("int64", "most further bytes held for a moment in forward or backward"),
-    "source": Column("S8", "measured, derived, assumed or analytic"),
+    "source": _SOURCE,
 }
 STATES = {
     "type": Column("S32", "name"),
@@ -32,14 +54,16 @@ STATES = {
     "gradient_bytes": Column("int64", "bytes"),
     "optimizer_bytes": Column("int64", "bytes"),
     "optimizer_s": Column("float64", "s a step, unsharded, clipping included"),
-    "source": Column("S8", "measured, derived, assumed or analytic"),
+    "source": _SOURCE,
 }
 PROCESS = {
     "process_bytes": Column("int64", "bytes of device memory outside the tensors"),
     "resident_bytes": Column("int64", "bytes of host memory"),
     "step_overhead_s": Column("float64", "s a step"),
-    "source": Column("S8", "measured, derived, assumed or analytic"),
+    "source": _SOURCE,
 }
+TABLES = {"layers": LAYERS, "states": STATES, "process": PROCESS}
+"""The tables of the file and their columns."""
 
 
 class ProfileOrigin(NamedTuple):
@@ -86,7 +110,4 @@ def read_model_profile(path: Path) -> ModelProfile:
         process = read_table(path, file, "process", PROCESS)
     if len(process["source"]) != 1:
         raise BadInput(path, f"table process has {len(process['source'])} rows, not 1", "write the profile again")
-    for column, known in (("sequence_parallel", SequenceParallel), ("recompute", Recompute)):
-        if unknown := set(layers[column].tolist()) - {value.encode() for value in known}:
-            raise BadInput(path, f"unknown {column} {sorted(unknown)[0]!r}", "write the profile again")
     return ModelProfile(origin, layers, states, process)

@@ -6,7 +6,17 @@ from typing import NamedTuple
 
 from shardwright_formats.strategy import SequenceParallel, Strategy
 
-__all__ = ["Layout", "Rectangle", "Route", "closed_groups", "dp_groups", "layout_of", "routes", "sent_elements", "tp_groups"]
+__all__ = [
+    "Layout",
+    "Rectangle",
+    "Route",
+    "closed_groups",
+    "dp_groups",
+    "layout_of",
+    "routes",
+    "sent_elements",
+    "tp_groups",
+]
 
 
 class Rectangle(NamedTuple):

@@ -94,8 +94,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._check_layer_ranges()
         if self.global_batch_size % self.num_microbatches:
             raise ValueError(
-                f"num_microbatches {self.num_microbatches} does not divide "
-                f"global_batch_size {self.global_batch_size}"
+                f"num_microbatches {self.num_microbatches} does not divide global_batch_size {self.global_batch_size}"
             )
         for where, type_name, strategy in self._strategies():
             ranks = len(self.stages[self.stage_of(where)].ranks)
@@ -134,9 +133,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if where == HEAD:
             return len(self.stages) - 1
         layer = int(where[len("layers[") : -1])
-        return next(
-            i for i, stage in enumerate(self.stages) if any(low <= layer < high for low, high in stage.layers)
-        )
+        return next(i for i, stage in enumerate(self.stages) if any(low <= layer < high for low, high in stage.layers))
 
     def _strategies(self) -> list[tuple[str, str, Strategy]]:
         blocks = [(f"layers[{i}]", layer.type, layer) for i, layer in enumerate(self.layers)]

@@ -1,34 +1,47 @@
 """Tables of columns in HDF5, written reproducibly and read with suspicion."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from shardwright_formats.errors import BadInput
 from shardwright_formats.files import atomic_path
 
-__all__ = ["Column", "Table", "open_profile", "read_table", "write_profile", "write_table"]
+__all__ = [
+    "SOURCES",
+    "Column",
+    "Table",
+    "open_profile",
+    "read_attribute",
+    "read_table",
+    "write_profile",
+    "write_table",
+]
 
 Table = dict[str, NDArray[Any]]
 
+SOURCES = ("measured", "derived", "assumed", "analytic")
+"""Where a number of a profile can come from."""
+
 _MOST_ROWS = 10_000_000
+_MOST_ATTRIBUTE_BYTES = 64 * 1024
 
 
 class Column(NamedTuple):
-    """What one column of a table holds: `unit` is written beside it, `least` bounds its values.
-
-    `least` 0 allows zero; `positive` does not.
-    """
+    """What one column of a table holds; no value is ever negative, infinite or NaN."""
 
     dtype: str
     unit: str
+    """Written beside the values, and compared when they are read."""
     positive: bool = False
+    """Whether zero is refused too."""
+    among: tuple[str, ...] = ()
+    """The only texts allowed, where not any."""
 
 
 @contextmanager
@@ -42,41 +55,45 @@ def write_profile(path: Path, format_name: str, version: int, attributes: Mappin
         yield file
 
 
-def write_table(file: h5py.File, name: str, columns: Mapping[str, Column], table: Mapping[str, Any]) -> None:
+def write_table(file: h5py.File, name: str, columns: Mapping[str, Column], table: Mapping[str, ArrayLike]) -> None:
     """Write a table as a group of equally long, checksummed datasets with their units.
 
-    Raises ValueError when a value could not be read back: wrong length, not finite, negative.
+    Raises ValueError when it could not be read back: other columns, different lengths, a value that is not finite,
+    is negative, or does not fit the column's dtype.
     """
-    checked = {column: np.asarray(table[column], dtype=spec.dtype) for column, spec in columns.items()}
-    if set(table) != set(columns) or (problem := _problem(columns, checked)):
-        raise ValueError(f"table {name}: {problem if set(table) == set(columns) else 'columns differ'}")
+    if set(table) != set(columns):
+        raise ValueError(f"table {name}: missing or unknown columns {sorted(set(table) ^ set(columns))}")
+    checked = {column: _exactly(f"{name}/{column}", table[column], spec.dtype) for column, spec in columns.items()}
+    if (problem := _problem(columns, checked)) is not None:
+        raise ValueError(f"table {name}: {problem}")
     group = file.create_group(name, track_order=True)
     for column, spec in columns.items():
-        dataset = group.create_dataset(
-            column, data=checked[column], chunks=(max(1, len(checked[column])),), fletcher32=True, track_times=False
-        )
+        values = checked[column]
+        # An empty dataset has no chunks to put a checksum on.
+        stored = {"chunks": values.shape, "fletcher32": True} if len(values) else {}
+        dataset = group.create_dataset(column, data=values, track_times=False, **stored)
         dataset.attrs["unit"] = spec.unit
 
 
 @contextmanager
 def open_profile(path: Path, format_name: str, version: int) -> Iterator[h5py.File]:
-    """Open an HDF5 profile for reading.
+    """Open an HDF5 profile for reading; read from it with `read_attribute` and `read_table`.
 
-    Raises BadInput when it is no HDF5 file, is truncated, or has another format or version.
+    Raises BadInput when it is no HDF5 file, is truncated, or has another format or version. Errors of the caller's
+    own making inside the `with` pass through as they are.
     """
     if not path.is_file():
-        raise BadInput(path, "no such file", "check the path")
-    try:
-        with h5py.File(path, "r") as file:
-            _check_header(path, file, format_name, version)
-            yield file
-    except (OSError, RuntimeError, KeyError) as error:
-        raise BadInput(path, f"not a readable HDF5 file ({error})", "write the profile again") from None
+        raise BadInput(path, "is a folder" if path.is_dir() else "no such file", "check the path")
+    with _h5py_errors(path, "not a readable HDF5 file"):
+        file = h5py.File(path, "r")
+    with file:
+        _check_header(path, file, format_name, version)
+        yield file
 
 
 def read_attribute(path: Path, file: h5py.File, name: str) -> str:
     """Read a text attribute of the file."""
-    value = file.attrs.get(name)
+    value = _attribute(path, file, name)
     if not isinstance(value, str):
         raise BadInput(path, f"attribute {name!r} is absent or no text", "write the profile again")
     return value
@@ -84,40 +101,85 @@ def read_attribute(path: Path, file: h5py.File, name: str) -> str:
 
 def read_table(path: Path, file: h5py.File, name: str, columns: Mapping[str, Column]) -> Table:
     """Read a table, refusing links, other columns, dtypes, units or lengths, and values that cannot be."""
-    group = _hard_linked(path, file, name, h5py.Group)
-    if set(group) != set(columns):
-        odd = sorted(set(group) ^ set(columns))
-        raise BadInput(path, f"table {name} has missing or unknown columns {odd}", "write the profile again")
-    table: Table = {}
-    for column, spec in columns.items():
-        where = f"{name}/{column}"
-        dataset = _hard_linked(path, file, where, h5py.Dataset)
-        if dataset.dtype != np.dtype(spec.dtype):
-            raise BadInput(path, f"{where} has dtype {dataset.dtype}, not {spec.dtype}", "write the profile again")
-        if dataset.attrs.get("unit") != spec.unit:
-            raise BadInput(path, f"{where} has unit {dataset.attrs.get('unit')!r}, not {spec.unit!r}", "convert it")
-        if dataset.ndim != 1 or dataset.shape[0] > _MOST_ROWS or dataset.external or dataset.is_virtual:
-            raise BadInput(path, f"{where} has shape {dataset.shape} or lies elsewhere", "write the profile again")
-        table[column] = dataset[()]
-    if problem := _problem(columns, table):
+    with _h5py_errors(path, f"table {name} is not readable"):
+        group = _hard_linked(path, file, name, h5py.Group)
+        if set(group) != set(columns):
+            odd = sorted(set(group) ^ set(columns))
+            raise BadInput(path, f"table {name} has missing or unknown columns {odd}", "write the profile again")
+    table = {column: _read_column(path, file, f"{name}/{column}", spec) for column, spec in columns.items()}
+    if (problem := _problem(columns, table)) is not None:
         raise BadInput(path, f"table {name}: {problem}", "measure that point again")
     return table
 
 
+@contextmanager
+def _h5py_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn what h5py raises over a damaged file into one line; only h5py calls belong inside."""
+    try:
+        yield
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise BadInput(path, f"{what} ({error})", "write the profile again") from None
+
+
 def _check_header(path: Path, file: h5py.File, format_name: str, version: int) -> None:
-    found = file.attrs.get("format")
-    if found != format_name:
+    found = _attribute(path, file, "format")
+    if not isinstance(found, str) or found != format_name:
         raise BadInput(path, f"format is {found!r}, not {format_name}", "pass a file of that format")
-    number = file.attrs.get("version")
+    number = _attribute(path, file, "version")
     if not isinstance(number, np.integer) or number != version:
         raise BadInput(
             path,
-            f"version {number!r} of {format_name} is unknown here, only {version} is read",
+            f"version {number} of {format_name} is unknown here, only {version} is read",
             "write the file again with this version of shardwright",
         )
 
 
-def _hard_linked(path: Path, file: h5py.File, name: str, kind: type) -> Any:
+def _attribute(path: Path, holder: h5py.File | h5py.Dataset, name: str) -> object:
+    """An attribute's value, or None; attributes are small, so a big one is refused unread."""
+    with _h5py_errors(path, f"attribute {name!r} is not readable"):
+        if name not in holder.attrs:
+            return None
+        if holder.attrs.get_id(name).get_storage_size() > _MOST_ATTRIBUTE_BYTES:
+            raise BadInput(path, f"attribute {name!r} is larger than 64 KiB", "write the profile again")
+        value: object = holder.attrs[name]
+        return value
+
+
+def _read_column(path: Path, file: h5py.File, where: str, spec: Column) -> NDArray[Any]:
+    with _h5py_errors(path, f"{where} is not readable"):
+        dataset = _hard_linked(path, file, where, h5py.Dataset)
+        dtype, shape = dataset.dtype, dataset.shape
+    if dtype != np.dtype(spec.dtype):
+        raise BadInput(path, f"{where} has dtype {dtype}, not {spec.dtype}", "write the profile again")
+    unit = _attribute(path, dataset, "unit")
+    if not isinstance(unit, str) or unit != spec.unit:
+        raise BadInput(path, f"{where} has unit {unit!r}, not {spec.unit!r}", "convert it")
+    if shape is None or len(shape) != 1 or shape[0] > _MOST_ROWS:
+        raise BadInput(path, f"{where} has shape {shape}, not that of a column", "write the profile again")
+    with _h5py_errors(path, f"{where} is not readable"):
+        if (problem := _stored_elsewhere(dataset)) is not None:
+            raise BadInput(path, f"{where} {problem}", "write the profile again")
+        values: NDArray[Any] = dataset[()]
+        return values
+
+
+def _stored_elsewhere(dataset: h5py.Dataset) -> str | None:
+    """Why a dataset's values are not simply there in the file, or None when they are.
+
+    A declared shape costs a hostile file nothing, so only values that take their full room in the file are read.
+    """
+    if dataset.external or dataset.is_virtual:
+        return "lies in another file"
+    creation = dataset.id.get_create_plist()
+    filters = {creation.get_filter(i)[0] for i in range(creation.get_nfilters())}
+    if filters - {h5py.h5z.FILTER_FLETCHER32}:
+        return "is compressed or filtered"
+    if dataset.id.get_storage_size() < dataset.nbytes:
+        return f"declares {dataset.nbytes} bytes and stores {dataset.id.get_storage_size()}"
+    return None
+
+
+def _hard_linked(path: Path, file: h5py.File, name: str, kind: type) -> h5py.Group | h5py.Dataset:
     walked = file
     for part in name.split("/"):
         link = walked.get(part, getlink=True)
@@ -131,18 +193,41 @@ def _hard_linked(path: Path, file: h5py.File, name: str, kind: type) -> Any:
     return walked
 
 
+def _exactly(where: str, values: ArrayLike, dtype: str) -> NDArray[Any]:
+    """The values in another dtype; ValueError where a text would be cut off or a number changed."""
+    given = np.asarray(values)
+    with np.errstate(invalid="ignore"):
+        made = given.astype(dtype)
+        if not np.array_equal(made.astype(given.dtype), given, equal_nan=given.dtype.kind == "f"):
+            raise ValueError(f"{where}: values do not fit {dtype}")
+    return made
+
+
 def _problem(columns: Mapping[str, Column], table: Mapping[str, NDArray[Any]]) -> str | None:
-    lengths = {len(values) for values in table.values()}
-    if len(lengths) > 1:
+    if any(values.ndim != 1 for values in table.values()):
+        return "a column is no list of values"
+    if len({len(values) for values in table.values()}) > 1:
         return "columns of different lengths"
     for name, spec in columns.items():
-        values = table[name]
-        if values.dtype.kind == "S":
-            continue
-        bad = ~np.isfinite(values) if values.dtype.kind == "f" else np.zeros(len(values), bool)
-        bad |= (values <= 0) if spec.positive else (values < 0)
-        if bad.any():
-            row = int(np.flatnonzero(bad)[0])
-            rule = "positive and finite" if spec.positive else "non-negative and finite"
-            return f"{name} is {values[row]} in row {row}, not {rule}"
+        problem = _text_problem if np.dtype(spec.dtype).kind == "S" else _number_problem
+        if (found := problem(spec, table[name])) is not None:
+            return f"{name} is {found}"
     return None
+
+
+def _text_problem(spec: Column, values: NDArray[Any]) -> str | None:
+    for row, value in enumerate(values.tolist()):
+        if not value.isascii():
+            return f"{value!r} in row {row}, not ASCII"
+        if spec.among and value.decode() not in spec.among:
+            return f"{value.decode()!r} in row {row}, not one of {', '.join(spec.among)}"
+    return None
+
+
+def _number_problem(spec: Column, values: NDArray[Any]) -> str | None:
+    numbers = values.astype(np.float64)
+    bad = ~np.isfinite(numbers) | ((numbers <= 0) if spec.positive else (numbers < 0))
+    if not bad.any():
+        return None
+    row = int(np.flatnonzero(bad)[0])
+    return f"{values[row]} in row {row}, not {'positive' if spec.positive else 'non-negative'} and finite"
