@@ -15,6 +15,7 @@ class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     device: Annotated[str, Meta(min_length=1)]
     """The device's name as its driver gives it, or `cpu`."""
     devices_per_node: Annotated[int, Meta(ge=1)]
+    """Number of devices, and so of ranks, of one node."""
     memory_bytes: Annotated[int, Meta(ge=1)]
     """Memory of one device."""
     usd_per_hour: Annotated[float, Meta(ge=0)] | None = None
@@ -25,7 +26,9 @@ class NodeGroup(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Some equal nodes that follow one another in rank order."""
 
     node_type: str
+    """A key of the cluster's `node_types`."""
     count: Annotated[int, Meta(ge=1)]
+    """Number of nodes."""
 
 
 class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,8 +37,11 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     FORMAT = "shardwright.cluster"
 
     name: Annotated[str, Meta(min_length=1)]
+    """What the user calls it; profiles of its hardware carry it."""
     nodes: Annotated[tuple[NodeGroup, ...], Meta(min_length=1)]
+    """The nodes in rank order."""
     node_types: dict[str, NodeType]
+    """By name; a type that no node is of may be among them."""
 
     def __post_init__(self) -> None:
         for group in self.nodes:

@@ -29,7 +29,11 @@ class BadInput(ShardwrightError):
     exit_code = 2
 
     def __init__(self, file: object, what: str, remedy: str) -> None:
-        super().__init__(": ".join(_on_one_line(part) for part in (str(file), what, remedy)))
+        super().__init__(str(file), what, remedy)
+
+    def __str__(self) -> str:
+        """`FILE: what: what to do`, on one line."""
+        return ": ".join(_on_one_line(str(part)) for part in self.args)
 
 
 class NothingFits(ShardwrightError):

@@ -19,6 +19,7 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     """Its Hugging Face name; for a block, relative to the block."""
     shape: tuple[Annotated[int, Meta(ge=1)], ...]
+    """Length of each dim of the whole tensor."""
     tp_dim: Annotated[int, Meta(ge=0)] | None = None
     """The tensor dim that tensor parallelism splits; null: each rank of the group holds the whole tensor."""
 
@@ -38,14 +39,18 @@ class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A tensor [batch, sequence_length, features] that a layer hands to the next, also over a pipeline cut."""
 
     name: str
+    """What the runtime calls it."""
     sequence_length: Annotated[int, Meta(ge=1)]
+    """Positions per sample."""
     features: Annotated[int, Meta(ge=1)]
+    """Elements per position."""
 
 
 class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A kind of layer; layers of one type are alike in everything but their weights."""
 
     parameters: tuple[Parameter, ...]
+    """Every parameter tensor of one layer of this type."""
     forward_flops_per_sample: Annotated[int, Meta(ge=0)]
     """Floating-point operations of one forward pass over one sample (a multiply-add counts 2)."""
     tp_must_divide: dict[str, Annotated[int, Meta(ge=1)]] = field(default_factory=dict)
@@ -66,11 +71,13 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     FORMAT = "shardwright.model"
 
     name: Annotated[str, Meta(min_length=1)]
+    """What the user calls it; profiles of it carry it."""
     family: Annotated[str, Meta(min_length=1)]
     """Which file of the runtime knows how to build and shard it."""
     config: dict[str, Any]
     """The Hugging Face configuration; its number of layers gives way to `layers`."""
     sequence_length: Annotated[int, Meta(ge=1)]
+    """Tokens (or patches) of one sample."""
     layers: Annotated[tuple[str, ...], Meta(min_length=1)]
     """The type of each block, in order; embedding and head stand outside."""
     types: dict[str, LayerType]

@@ -20,38 +20,51 @@ class Schedule(StrEnum):
     """The order in which a pipeline stage works through its microbatches."""
 
     GPIPE = "gpipe"
+    """All forward passes, then all backward passes."""
     ONE_F_ONE_B = "1f1b"
+    """One forward and one backward pass in turn, once the pipeline is full."""
     INTERLEAVED_1F1B = "interleaved_1f1b"
+    """1F1B with several layer ranges on every pipeline stage."""
 
 
 class GradientReduction(StrEnum):
     """Whether gradients are reduced once a step, or after every microbatch."""
 
     DEFERRED = "deferred"
+    """Once a step, in the last microbatch's backward pass."""
     EVERY_MICROBATCH = "every_microbatch"
+    """In every backward pass."""
 
 
 class Attention(StrEnum):
     """The attention kernel."""
 
     AUTO = "auto"
+    """The fastest that the device and the installation have."""
     SDPA = "sdpa"
+    """PyTorch's scaled_dot_product_attention."""
     FLASH_ATTENTION_2 = "flash_attention_2"
+    """The flash-attn package (Dao 2023)."""
     EAGER = "eager"
+    """Plain matrix products and a softmax."""
 
 
 class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The number formats of stored parameters, of forward and backward, and of gradient reduction."""
 
     parameters: DType = "float32"
+    """Of the stored parameters and the optimizer state."""
     compute: DType = "float32"
+    """Of the forward and backward pass."""
     reduce: DType = "float32"
+    """Of accumulated gradients and their reduction."""
 
 
 class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Some ranks and the layers they hold."""
 
     ranks: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]
+    """Numbers of the cluster's devices, in the order that strategies count in."""
     layers: Annotated[tuple[tuple[int, int], ...], Meta(min_length=1)]
     """Half-open ranges of layer numbers; several when the schedule is interleaved."""
 
@@ -75,19 +88,33 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     FORMAT = "shardwright.plan"
 
     name: Annotated[str, Meta(min_length=1)]
+    """What the user calls it."""
     model: Model
+    """The whole model description."""
     cluster: Cluster
+    """The devices, each of which is a rank of the plan."""
     global_batch_size: Annotated[int, Meta(ge=1)]
+    """Samples of one optimizer step, over all ranks and microbatches."""
     num_microbatches: Annotated[int, Meta(ge=1)]
+    """Equal parts that a step's samples go through the pipeline in."""
     schedule: Schedule
+    """The order of forward and backward passes."""
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
+    """When gradients are reduced."""
     precision: Precision = Precision()
+    """The number formats."""
     optimizer: Literal["adamw"] = "adamw"
+    """The optimizer; its settings belong to the run."""
     attention: Attention = Attention.AUTO
+    """The attention kernel."""
     stages: Annotated[tuple[PipelineStage, ...], Meta(min_length=1)]
+    """The pipeline stages, first to last."""
     embedding: Strategy
+    """How the embedding is spread over the first pipeline stage."""
     head: Strategy
+    """How the head is spread over the last pipeline stage."""
     layers: tuple[LayerStrategy, ...]
+    """How each layer is spread over its pipeline stage; one entry per layer of the model, in order."""
 
     def __post_init__(self) -> None:
         self._check_ranks()
@@ -174,3 +201,4 @@ class Plans(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     FORMAT = "shardwright.plans"
 
     plans: Annotated[tuple[Plan, ...], Meta(min_length=1)]
+    """The plans, in the order they are to be run."""

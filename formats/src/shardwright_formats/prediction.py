@@ -19,32 +19,45 @@ class StagePrediction(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     time_s: Seconds
     """Forward and backward of one microbatch, sends included."""
     time_terms_s: dict[str, Seconds]
+    """What `time_s` is made of."""
     memory_bytes: Bytes
+    """Peak memory of a rank."""
     memory_terms_bytes: dict[str, Bytes]
+    """What `memory_bytes` is made of."""
 
 
 class TimelineEvent(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One action of the simulated step."""
 
     stage: int
+    """The pipeline stage."""
     kind: str
+    """What it does, such as `forward` or `backward`."""
     microbatch: int | None
+    """The microbatch it is done for; null for the end of the step."""
     start_s: Seconds
+    """Time since the step began."""
     end_s: Seconds
+    """Time since the step began."""
 
 
 class Proof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was proven about a searched plan."""
 
     objective: str
+    """What was minimised, in words."""
     objective_s: Seconds
+    """Its value for the chosen plan."""
     objective_bound_s: Seconds
+    """No plan in the scope has a lower value."""
     gap: Annotated[float, Meta(ge=0)]
     """objective_s / objective_bound_s - 1; 0 means optimal."""
     scope: str
     """The space of plans for which it holds."""
     examined: Annotated[int, Meta(ge=0)]
+    """Cases (pipeline degree, microbatches, schedule) that were looked at."""
     solved: Annotated[int, Meta(ge=0)]
+    """Cases of these that were solved exactly; the others were ruled out."""
 
 
 class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,12 +66,17 @@ class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     simulated_step_time_s: Seconds
     """The event-driven simulation of the plan's action list."""
     simulated_lower_bound_s: Seconds
+    """No order of the same actions can take less."""
     objective_s: Seconds
     """The closed form that the search minimises."""
     samples_per_s: Seconds
+    """Global batch size over the simulated step time."""
     usd_per_step: Seconds | None
+    """Price of the cluster for one step; null where a node has no price."""
     stages: Annotated[tuple[StagePrediction, ...], Meta(min_length=1)]
+    """The pipeline stages, first to last."""
     timeline: tuple[TimelineEvent, ...]
+    """The simulated step, by start."""
 
     @property
     def memory_bytes(self) -> int:
@@ -70,7 +88,9 @@ class RunnerUp(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The best plan of another case (pipeline degree, microbatches, schedule) than the chosen one."""
 
     plan: Plan
+    """The plan."""
     estimate: Estimate
+    """What is predicted of it."""
 
 
 class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,12 +99,16 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     FORMAT = "shardwright.prediction"
 
     plan_sha256: str
+    """Identity of the plan: SHA-256 of its canonical JSON."""
     memory_budget_bytes: Bytes | None
     """What one rank was allowed; null for a plan that was only evaluated."""
     estimate: Estimate
+    """What is predicted of the plan."""
     proof: Proof | None
     """Null for a plan that was not searched."""
     runners_up: tuple[RunnerUp, ...]
+    """Plans that were not chosen, the best first."""
     warnings: tuple[str, ...]
+    """What the prediction leans on beyond measurements, such as extrapolation."""
     inputs_sha256: dict[str, str]
     """SHA-256 of every profile and of the search file, by role."""

@@ -13,18 +13,23 @@ class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line of metrics.jsonl."""
 
     step: Annotated[int, Meta(ge=1)]
+    """Number of the optimizer step, the first being 1."""
     loss: float
     """Mean cross entropy over the step's tokens."""
     step_time_s: float
+    """Time of the step."""
     tokens_per_s: float
+    """Tokens of the global batch over the step time."""
     mfu: float | None
     """Model floating-point operations over the devices' peak; null where the peak is not known."""
     grad_norm: float
     """Global 2-norm of the gradients before clipping."""
     learning_rate: float
+    """What the optimizer used in the step."""
     peak_memory_bytes: tuple[int, ...]
     """Per rank: the allocator's peak on CUDA, the peak resident set of the process on CPU."""
     time_utc: str
+    """When the step ended, in ISO 8601."""
 
 
 class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,9 +38,13 @@ class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True)
     FORMAT = "shardwright.run"
 
     plan_sha256: str
+    """Identity of the plan: SHA-256 of its canonical JSON."""
     steps: int
+    """Optimizer steps in all."""
     first_loss: float
+    """Loss of step 1."""
     final_loss: float
+    """Loss of the last step."""
     wall_s: float
     """Time of this process and of those it resumed, start-up and checkpoints included."""
     checkpoint: str

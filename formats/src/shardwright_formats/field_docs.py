@@ -1,0 +1,39 @@
+"""The meaning of a field: the string literal that follows it in its class."""
+
+import ast
+import inspect
+import textwrap
+
+__all__ = ["class_doc", "field_docs"]
+
+
+def class_doc(kind: type) -> str:
+    """The docstring of a class, with each paragraph on one line."""
+    paragraphs = inspect.cleandoc(kind.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The meanings of a class's fields (or of an enumeration's members) by name, those of its base classes included.
+
+    A field without a literal after it is absent. The class must be importable with its source.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.partition(".")[0] == kind.__module__.partition(".")[0]:
+            found |= _own_field_docs(base)
+    return found
+
+
+def _own_field_docs(kind: type) -> dict[str, str]:
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for statement, following in zip(definition.body, definition.body[1:], strict=False):
+        match statement, following:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = " ".join(text.split())
+    return found
