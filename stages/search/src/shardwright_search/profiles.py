@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
 from shardwright_formats.cluster import Cluster
 from shardwright_formats.errors import BadInput
 from shardwright_formats.hardware_profile import HardwareProfile, read_hardware_profile

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
+
 from shardwright_formats.errors import BadInput
 from shardwright_formats.files import Document
 from shardwright_formats.plan import Attention, GradientReduction, Precision, Schedule

@@ -9,7 +9,6 @@ from shardwright_formats.errors import BadInput
 from shardwright_formats.model import EMBEDDING, HEAD, Model
 from shardwright_formats.plan import Schedule, misfit
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
-
 from shardwright_search.request import SearchRequest
 
 __all__ = ["Case", "cases", "divisors", "strategies"]

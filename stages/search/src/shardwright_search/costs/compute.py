@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 import numpy as np
-from shardwright_formats.errors import BadInput
 
+from shardwright_formats.errors import BadInput
 from shardwright_search.profiles import LayerKey, LayerPoints, Profiles
 
 __all__ = ["LayerCost", "layer_cost", "optimizer_time_s"]
@@ -36,8 +36,10 @@ def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int) -> Laye
         )
     sizes = points.micro_batch_sizes
     if sizes[0] <= micro_batch_size <= sizes[-1]:
-        values = [float(np.interp(micro_batch_size, sizes, column)) for column in points.values.T]
-        return LayerCost(*values, warning=None)
+        forward_s, backward_s, held, moment = (
+            float(np.interp(micro_batch_size, sizes, column)) for column in points.values.T
+        )
+        return LayerCost(forward_s, backward_s, held, moment, None)
     values = _extended(points, micro_batch_size) if len(sizes) > 1 else [-1.0]
     if min(values[:2]) <= 0:
         raise BadInput(

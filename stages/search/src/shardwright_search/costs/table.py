@@ -14,7 +14,6 @@ from shardwright_formats.model import Model
 from shardwright_formats.placement import Layout, dp_groups
 from shardwright_formats.plan import Precision
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, Strategy
-
 from shardwright_search.costs import memory
 from shardwright_search.costs.compute import layer_cost, optimizer_time_s
 from shardwright_search.costs.traffic import Duration, collective_time, redistribution_time, send_time

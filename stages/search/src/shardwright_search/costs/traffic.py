@@ -5,11 +5,11 @@ from math import ceil
 from typing import NamedTuple
 
 import numpy as np
+
 from shardwright_formats.errors import BadInput
 from shardwright_formats.hardware_profile import Collective, CollectiveKey
 from shardwright_formats.model import BoundaryTensor
 from shardwright_formats.placement import Layout, closed_groups, sent_elements
-
 from shardwright_search.profiles import Profiles
 
 __all__ = ["Duration", "collective_time", "redistribution_time", "send_time"]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright_search.closed_form import step_time
 from shardwright_search.solver.pareto import Ints, non_dominated
 from shardwright_search.solver.problem import Options, Problem
 
@@ -60,6 +61,7 @@ class Chains:
     def __init__(self, problem: Problem, stage: int, cut_ps: int | None, most_labels: int | None) -> None:
         self._problem, self._stage, self._cut_ps, self._most_labels = problem, stage, cut_ps, most_labels
         self._known: dict[tuple[int, ...], Labels] = {}
+        self._useful = [self._useful_options(options) for options in problem.tables[stage].options]
         total = len(problem.elements)
         self._least_total = sum(problem.least_ps[problem.elements[e]] for e in range(total))
 
@@ -82,8 +84,7 @@ class Chains:
         return tuple(reversed(found))
 
     def _extended(self, run: tuple[int, ...]) -> Labels:
-        options = self._problem.tables[self._stage].options[run[-1]]
-        labels = self._first(options) if len(run) == 1 else self._next(self._known[run[:-1]], run[-2], options)
+        labels = self._first(run[0]) if len(run) == 1 else self._next(self._known[run[:-1]], run[-2], run[-1])
         labels = labels.take(np.flatnonzero(self._promising(labels, run)))
         columns = np.column_stack(
             [labels.objectives_ps @ self._problem.weights.T, labels.memory_bytes, labels.transient_bytes]
@@ -95,30 +96,31 @@ class Chains:
         spread = np.linspace(0, len(by_time) - 1, self._most_labels).astype(np.int64)
         return labels.take(by_time[spread])
 
-    def _first(self, options: Options) -> Labels:
-        count = len(options.layout)
-        layout_in = np.zeros(count, np.int64) if self._stage == 0 else options.layout
-        return Labels(
-            options.microbatch_ps,
-            options.gradient_sync_ps,
-            options.optimizer_ps,
-            self._held(options),
-            options.transient_bytes,
-            layout_in,
-            options.layout,
-            np.zeros(count, np.int64),
-            np.arange(count),
-        )
-
-    def _next(self, before: Labels, type_before: int, options: Options) -> Labels:
-        redistribution_ps = self._problem.tables[self._stage].redistribution_ps[type_before]
-        parent = np.repeat(np.arange(len(before.time_ps)), len(options.layout))
-        option = np.tile(np.arange(len(options.layout)), len(before.time_ps))
+    def _first(self, kind: int) -> Labels:
+        """One label for each option."""
+        option, options = self._useful[kind], self._problem.tables[self._stage].options[kind]
         layout = options.layout[option]
         return Labels(
-            before.time_ps[parent]
-            + options.microbatch_ps[option]
-            + redistribution_ps[before.layout_out[parent], layout],
+            options.microbatch_ps[option],
+            options.gradient_sync_ps[option],
+            options.optimizer_ps[option],
+            self._held(options)[option],
+            options.transient_bytes[option],
+            np.zeros_like(layout) if self._stage == 0 else layout,
+            layout,
+            np.zeros(len(option), np.int64),
+            option,
+        )
+
+    def _next(self, before: Labels, kind_before: int, kind: int) -> Labels:
+        """Every label with every option of the next element."""
+        useful, options = self._useful[kind], self._problem.tables[self._stage].options[kind]
+        parent = np.repeat(np.arange(len(before.time_ps)), len(useful))
+        option = np.tile(useful, len(before.time_ps))
+        layout = options.layout[option]
+        moves_ps = self._problem.tables[self._stage].redistribution_ps[kind_before][before.layout_out[parent], layout]
+        return Labels(
+            before.time_ps[parent] + options.microbatch_ps[option] + moves_ps,
             before.gradient_sync_ps[parent] + options.gradient_sync_ps[option],
             before.optimizer_ps[parent] + options.optimizer_ps[option],
             before.memory_bytes[parent] + self._held(options)[option],
@@ -128,6 +130,14 @@ class Chains:
             parent,
             option,
         )
+
+    def _useful_options(self, options: Options) -> Ints:
+        """Options that no other of the same layout replaces, by the same rule as labels."""
+        objectives = np.stack([options.microbatch_ps, options.gradient_sync_ps, options.optimizer_ps], 1)
+        columns = np.column_stack(
+            [objectives @ self._problem.weights.T, self._held(options), options.transient_bytes]
+        )
+        return np.sort(non_dominated(columns, options.layout))
 
     def _held(self, options: Options) -> Ints:
         return options.state_bytes + self._problem.in_flight[self._stage] * options.activation_bytes
@@ -145,5 +155,7 @@ class Chains:
         rest = self._least_total - sum(problem.least_ps[element] for element in run)
         total = labels.time_ps + rest
         slowest = np.maximum(labels.time_ps, -(-total // problem.pp_size))
-        bound = total + (problem.num_microbatches - 1) * slowest + labels.gradient_sync_ps + labels.optimizer_ps
+        bound = step_time(
+            total, slowest, labels.gradient_sync_ps, labels.optimizer_ps, problem.num_microbatches
+        )
         return fits & (bound <= self._cut_ps)

@@ -54,15 +54,14 @@ def least_memory(problem: Problem) -> LeastMemory:
 
 
 def _least_of_run(problem: Problem, stage: int, run: tuple[int, ...]) -> int:
-    table, in_flight = problem.tables[stage], problem.in_flight[stage]
-    caps = {int(cap) for element in set(run) for cap in table.options[element].transient_bytes}
-    sums = (
-        sum(_least_held(table.options[element], in_flight, cap) for element in set(run) for _ in range(run.count(element)))
-        + cap
+    in_flight = problem.in_flight[stage]
+    counted = [(problem.tables[stage].options[kind], run.count(kind)) for kind in set(run)]
+    caps = {int(cap) for options, _ in counted for cap in options.transient_bytes}
+    return min(
+        cap + sum(count * _least_held(options, in_flight, cap) for options, count in counted)
         for cap in caps
-        if all((table.options[element].transient_bytes <= cap).any() for element in set(run))
+        if all((options.transient_bytes <= cap).any() for options, _ in counted)
     )
-    return min(sums)
 
 
 def _least_held(options: Options, in_flight: int, cap: int) -> int:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright_search.closed_form import step_time
 from shardwright_search.solver.chains import Chains, Labels
 from shardwright_search.solver.pareto import Ints, non_dominated
 from shardwright_search.solver.problem import Problem, Solution
@@ -67,8 +68,7 @@ def best_partition(problem: Problem, cut_ps: int | None, most_labels: int | None
     last = levels[-1].get(len(problem.elements))
     if last is None:
         return None
-    objective = _objective(problem, last.total_ps, last.slowest_ps, last.gradient_sync_ps, last.optimizer_ps)
-    return _decoded(problem, chains, fronts, levels, int(objective.argmin()))
+    return _decoded(problem, chains, fronts, levels, int(_objective(problem, last).argmin()))
 
 
 def _fronts(problem: Problem, stage: int, chains: Chains) -> dict[tuple[int, int], _Front]:
@@ -102,8 +102,11 @@ def _bounds(problem: Problem, fronts: Fronts) -> Ints:
     return bounds
 
 
-def _objective(problem: Problem, total: Ints, slowest: Ints, sync: Ints, optimizer: Ints) -> Ints:
-    return total + (problem.num_microbatches - 1) * slowest + sync + optimizer
+def _objective(problem: Problem, prefix: _Prefix) -> Ints:
+    """T of each label if no stage followed."""
+    return step_time(
+        prefix.total_ps, prefix.slowest_ps, prefix.gradient_sync_ps, prefix.optimizer_ps, problem.num_microbatches
+    )
 
 
 def _next_level(
@@ -122,12 +125,12 @@ def _next_level(
             continue
         appended = _appended(problem, stage, before[start], start, end, front)
         if cut_ps is not None:
-            bound = _objective(
-                problem,
+            bound = step_time(
                 appended.total_ps + later[end, 0],
                 np.maximum(appended.slowest_ps, later[end, 1]),
                 np.maximum(appended.gradient_sync_ps, later[end, 2]),
                 np.maximum(appended.optimizer_ps, later[end, 3]),
+                problem.num_microbatches,
             )
             appended = appended.take(np.flatnonzero(bound <= cut_ps))
         found.setdefault(end, []).append(_filtered(problem, appended))
@@ -174,10 +177,7 @@ def _filtered(problem: Problem, prefix: _Prefix) -> _Prefix:
 
 
 def _some(problem: Problem, prefix: _Prefix, most: int) -> _Prefix:
-    order = np.argsort(
-        _objective(problem, prefix.total_ps, prefix.slowest_ps, prefix.gradient_sync_ps, prefix.optimizer_ps),
-        kind="stable",
-    )
+    order = np.argsort(_objective(problem, prefix), kind="stable")
     return prefix.take(order[:most])
 
 
@@ -186,9 +186,7 @@ def _decoded(
 ) -> Solution:
     """The plan behind a label of the last level, each stage with the least memory that keeps T."""
     final = levels[-1][len(problem.elements)]
-    objective = int(
-        _objective(problem, final.total_ps, final.slowest_ps, final.gradient_sync_ps, final.optimizer_ps)[label]
-    )
+    objective = int(_objective(problem, final)[label])
     caps = int(final.gradient_sync_ps[label]), int(final.optimizer_ps[label])
     ends: list[int] = []
     options: list[int] = []

@@ -92,10 +92,6 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
             return range(total, total + 1) if start <= total - 2 else range(0)
         return range(2 if stage == 0 else start + 1, total - 1 - later + 1)
 
-    def objective_ps(self, times_ps: list[int], syncs_ps: list[int], optimizers_ps: list[int]) -> int:
-        """T of the stages' A', U and O."""
-        return sum(times_ps) + (self.num_microbatches - 1) * max(times_ps) + max(syncs_ps) + max(optimizers_ps)
-
 
 class Solution(NamedTuple):
     """A best plan of one case."""

@@ -1,0 +1,171 @@
+"""The commands of shardwright-search."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from shardwright_formats.cluster import Cluster
+from shardwright_formats.errors import BadInput, NothingFits, one_line_errors
+from shardwright_formats.files import atomic_path, read_document, write_document
+from shardwright_formats.model import Model
+from shardwright_formats.plan import Attention, Plan, Precision, Schedule
+from shardwright_formats.prediction import Prediction, RunnerUp
+from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.evaluate import evaluate
+from shardwright_search.explain import explanation, plan_summary, show
+from shardwright_search.optimal import Infeasible, find_best, memory_budget_bytes
+from shardwright_search.predict import prediction_of_evaluated, prediction_of_searched, prediction_path
+from shardwright_search.profiles import read_profiles
+from shardwright_search.request import SearchRequest
+from shardwright_search.uniform import UniformRequest, uniform_plan
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Find the plan that trains a model fastest within a memory budget, and say why.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+ClusterFile = Annotated[Path, typer.Option("--cluster", help="Cluster file (shardwright.cluster, JSON).")]
+ModelFile = Annotated[Path, typer.Option("--model", help="Model description (shardwright.model, JSON).")]
+HardwareFile = Annotated[Path, typer.Option("--hardware", help="Hardware profile of the cluster (HDF5).")]
+ProfileFile = Annotated[Path, typer.Option("--profile", help="Model profile on the cluster's device (HDF5).")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file (shardwright.plan, JSON).")]
+DType = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+@app.command("plan")
+def plan_command(
+    cluster: ClusterFile,
+    model: ModelFile,
+    hardware: HardwareFile,
+    profile: ProfileFile,
+    search: Annotated[Path, typer.Option(help="Search file (shardwright.search, JSON); its memory_gib is in GiB.")],
+    out: Annotated[Path, typer.Option(help="Plan file to write; PLAN.prediction.json is written beside it.")],
+) -> None:
+    """Find the plan with the least step time that fits the memory budget of the search file."""
+    with one_line_errors():
+        request = read_document(search, SearchRequest)
+        machines, description = read_document(cluster, Cluster), read_document(model, Model)
+        profiles = read_profiles(hardware, profile)
+        with _progress() as on_case:
+            found = find_best(request, description, machines, profiles, search, on_case)
+        if isinstance(found, Infeasible):
+            raise NothingFits(f"{search}: {found.reason}")
+        files = {"cluster": cluster, "model": model, "hardware": hardware, "profile": profile, "search": search}
+        budget_bytes = memory_budget_bytes(request, machines, search)
+        prediction = prediction_of_searched(found, request, budget_bytes, files)
+        _write_both(out, found.chosen.plan, prediction)
+        show(plan_summary(found.chosen.plan, prediction))
+
+
+@app.command("uniform")
+def uniform_command(
+    model: ModelFile,
+    cluster: ClusterFile,
+    global_batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")],
+    out: Annotated[Path, typer.Option(help="Plan file to write.")],
+    num_microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a step.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="tp_size: ranks of a tensor-parallel group.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="pp_size: pipeline stages.")] = 1,
+    data_parallel: Annotated[DataParallel, typer.Option(help="What data-parallel ranks share.")] = DataParallel.DDP,
+    sequence_parallel: Annotated[
+        SequenceParallel, typer.Option(help="How a tensor-parallel group shares the sequence.")
+    ] = SequenceParallel.NONE,
+    recompute: Annotated[
+        Recompute, typer.Option(help="Which activations are computed again in backward.")
+    ] = Recompute.NONE,
+    schedule: Annotated[Schedule, typer.Option(help="Order of the microbatches.")] = Schedule.ONE_F_ONE_B,
+    precision_parameters: Annotated[DType, typer.Option(help="Type of stored parameters.")] = "float32",
+    precision_compute: Annotated[DType, typer.Option(help="Type of forward and backward.")] = "float32",
+    precision_reduce: Annotated[DType, typer.Option(help="Type of gradient reduction.")] = "float32",
+    attention: Annotated[Attention, typer.Option(help="Attention kernel.")] = Attention.AUTO,
+    name: Annotated[str | None, typer.Option(help="Name of the plan; by default the file's.")] = None,
+) -> None:
+    """Write the plan that spreads every layer alike; no profiles are needed."""
+    with one_line_errors():
+        request = UniformRequest(
+            name=name or out.stem,
+            global_batch_size=global_batch_size,
+            num_microbatches=num_microbatches,
+            tp_size=tp,
+            pp_size=pp,
+            data_parallel=data_parallel,
+            sequence_parallel=sequence_parallel,
+            recompute=recompute,
+            schedule=schedule,
+            precision=Precision(
+                parameters=precision_parameters, compute=precision_compute, reduce=precision_reduce
+            ),
+            attention=attention,
+        )
+        write_document(out, uniform_plan(request, read_document(model, Model), read_document(cluster, Cluster)))
+
+
+@app.command("evaluate")
+def evaluate_command(
+    plan: PlanFile,
+    hardware: HardwareFile,
+    profile: ProfileFile,
+    out: Annotated[Path, typer.Option(help="Prediction file to write (shardwright.prediction, JSON).")],
+) -> None:
+    """Predict step time (s) and memory (bytes) of any plan."""
+    with one_line_errors():
+        given = read_document(plan, Plan)
+        evaluation = evaluate(given, read_profiles(hardware, profile))
+        prediction = prediction_of_evaluated(
+            given, evaluation, {"plan": plan, "hardware": hardware, "profile": profile}
+        )
+        write_document(out, prediction)
+        show(plan_summary(given, prediction))
+
+
+@app.command("explain")
+def explain_command(plan: PlanFile, hardware: HardwareFile, profile: ProfileFile) -> None:
+    """Show time (ms) and memory (MiB) of a plan by term and pipeline stage, what binds, and the runners-up."""
+    with one_line_errors():
+        given = read_document(plan, Plan)
+        evaluation = evaluate(given, read_profiles(hardware, profile))
+        budget_bytes, runners_up = _believed(plan, given)
+        show(explanation(given, evaluation.estimate, evaluation.warnings, budget_bytes, runners_up))
+
+
+def _believed(path: Path, plan: Plan) -> tuple[int | None, tuple[RunnerUp, ...]]:
+    """Budget and runners-up from the prediction beside a plan, if there is one."""
+    beside = prediction_path(path)
+    if not beside.exists():
+        return None, ()
+    prediction = read_document(beside, Prediction)
+    if prediction.plan_sha256 != plan.sha256:
+        raise BadInput(beside, f"is the prediction of another plan than {path.name}", "remove it or search again")
+    return prediction.memory_budget_bytes, prediction.runners_up
+
+
+def _write_both(path: Path, plan: Plan, prediction: Prediction) -> None:
+    """Write the plan and then its prediction, or neither: both are complete before one gets its name."""
+    with atomic_path(prediction_path(path)) as new_prediction, atomic_path(path) as new_plan:
+        write_document(new_prediction, prediction)
+        write_document(new_plan, plan)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Where lines of progress go: one live line on a terminal, plain lines on standard error otherwise."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("reading") as status:
+            yield status.update
+    else:
+        yield lambda line: print(line, file=sys.stderr, flush=True)
