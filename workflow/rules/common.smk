@@ -1,0 +1,127 @@
+# The configuration, the small files that are written from it, and what every rule shares.
+import sys
+from pathlib import Path
+
+ROOT = Path(workflow.basedir)
+CONFIG_FILE = str(workflow.overwrite_configfiles[-1]) if workflow.overwrite_configfiles else "config/config.yaml"
+
+sys.path.insert(0, str(ROOT / "workflow"))
+from configuration import ConfigurationError, load_workflow  # noqa: E402
+
+try:
+    CONFIG = load_workflow(config, CONFIG_FILE, ROOT)
+except ConfigurationError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+wildcard_constraints:
+    cluster="[^/]+",
+    model="[^/@]+",
+    node_type="[^/@]+",
+    profile="[^/]+",
+    search="[^/]+?",
+    run="[^/]+",
+    data="[^/]+",
+
+
+localrules:
+    write_cluster,
+    write_model_config,
+    write_profile_settings,
+    write_search,
+    all,
+    profiles,
+    plans,
+    runs,
+
+
+def all_cores(_wildcards):
+    """What is timed runs alone on this machine; on a cluster the job has its nodes to itself anyway."""
+    return workflow.cores or 1
+
+
+def on_nodes(node_types, num_nodes, runtime_min):
+    """Resources of a job that starts ranks, from two functions of the wildcards: its node types and number of nodes.
+
+    A cluster of several nodes is started by srun, one task a node; on one node the command starts its ranks itself.
+    """
+
+    def asked(key, default=None):
+        return lambda wildcards: CONFIG["node_types"][node_types(wildcards)[0]].get("slurm", {}).get(key, default)
+
+    def extra(wildcards):
+        gpus = asked("gpus_per_node")(wildcards)
+        return f"--exclusive --gpus-per-node={gpus}" if gpus else "--exclusive"
+
+    def mpi(wildcards):
+        return "srun --kill-on-bad-exit=1 --ntasks-per-node=1" if num_nodes(wildcards) > 1 else ""
+
+    found = {
+        "nodes": num_nodes,
+        "tasks": num_nodes,
+        "mpi": mpi,
+        "cpus_per_task": asked("cpus_per_node", 1),
+        "mem_mb": asked("mem_mb", 4000),
+        "runtime": asked("runtime_min", runtime_min),
+        "slurm_extra": extra,
+    }
+    # Left out where nobody asks, so that a default of the cluster's profile holds.
+    for key, resource in (("partition", "slurm_partition"), ("account", "slurm_account"), ("constraint", "constraint")):
+        if any(key in node.get("slurm", {}) for node in CONFIG["node_types"].values()):
+            found[resource] = asked(key)
+    return found
+
+
+def on_cluster(cluster_of, runtime_min):
+    """Resources of a job that runs on all of a cluster."""
+    return on_nodes(
+        lambda wildcards: CONFIG.node_types_of(cluster_of(wildcards)),
+        lambda wildcards: CONFIG.num_nodes(cluster_of(wildcards)),
+        runtime_min,
+    )
+
+
+def cluster_of_search(wildcards):
+    return CONFIG["searches"][wildcards.search]["cluster"]
+
+
+def cluster_of_run(wildcards):
+    return CONFIG["searches"][CONFIG["runs"][wildcards.run]["search"]]["cluster"]
+
+
+# Each of these is written again only when its own part of the configuration changes.
+rule write_cluster:
+    output:
+        "results/clusters/{cluster}.json",
+    params:
+        text=lambda wildcards: CONFIG.cluster_json(wildcards.cluster),
+    shell:
+        "printf '%s\\n' {params.text:q} > {output}"
+
+
+rule write_model_config:
+    output:
+        "results/models/{model}/config.json",
+    params:
+        text=lambda wildcards: CONFIG.model_config_json(wildcards.model),
+    shell:
+        "printf '%s\\n' {params.text:q} > {output}"
+
+
+rule write_profile_settings:
+    output:
+        "results/settings/{profile}.json",
+    params:
+        text=lambda wildcards: CONFIG.profile_json(wildcards.profile),
+    shell:
+        "printf '%s\\n' {params.text:q} > {output}"
+
+
+rule write_search:
+    output:
+        "results/searches/{search}.json",
+    params:
+        text=lambda wildcards: CONFIG.search_json(wildcards.search),
+    shell:
+        "printf '%s\\n' {params.text:q} > {output}"

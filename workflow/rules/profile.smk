@@ -1,0 +1,102 @@
+# What the machines and the models do: measured, never assumed.
+rule profiles:
+    input:
+        [f"results/hardware/{search['cluster']}.h5" for search in CONFIG["searches"].values()],
+        [f"results/profiles/{model}@{node_type}.h5" for model, node_type in CONFIG.profiled_pairs()],
+
+
+rule describe:
+    input:
+        config="results/models/{model}/config.json",
+    output:
+        model="results/models/{model}.json",
+    params:
+        folder=lambda wildcards, input: Path(input.config).parent,
+        sequence_length=lambda wildcards: CONFIG.sequence_length(wildcards.model),
+    log:
+        "results/logs/describe/{model}.log",
+    benchmark:
+        "results/benchmarks/describe/{model}.tsv"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=10,
+    shell:
+        "shardwright-train describe {params.folder} --name {wildcards.model}"
+        " --sequence-length {params.sequence_length} --out {output.model} 2> {log}"
+
+
+rule hardware:
+    input:
+        cluster="results/clusters/{cluster}.json",
+    output:
+        hardware="results/hardware/{cluster}.h5",
+    params:
+        time_budget_s=lambda wildcards: CONFIG["clusters"][wildcards.cluster]["hardware_time_budget_s"],
+    log:
+        "results/logs/hardware/{cluster}.log",
+    benchmark:
+        "results/benchmarks/hardware/{cluster}.tsv"
+    threads: all_cores
+    resources:
+        **on_cluster(lambda wildcards: wildcards.cluster, runtime_min=60),
+    shell:
+        "{resources.mpi} shardwright-profile hardware --cluster {input.cluster}"
+        " --time-budget {params.time_budget_s} --out {output.hardware} 2> {log}"
+
+
+rule probes:
+    input:
+        model="results/models/{model}.json",
+        cluster="results/clusters/1x{node_type}.json",
+        settings=lambda wildcards: f"results/settings/{CONFIG['models'][wildcards.model]['profile']}.json",
+    output:
+        probes="results/probes/{model}@{node_type}.json",
+    log:
+        "results/logs/probes/{model}@{node_type}.log",
+    benchmark:
+        "results/benchmarks/probes/{model}@{node_type}.tsv"
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime=10,
+    shell:
+        "shardwright-profile probes --model {input.model} --cluster {input.cluster} --node-type {wildcards.node_type}"
+        " --settings {input.settings} --out {output.probes} 2> {log}"
+
+
+rule measure:
+    input:
+        probes="results/probes/{model}@{node_type}.json",
+    output:
+        measurement="results/measurements/probes/{model}@{node_type}.json",
+    params:
+        steps=lambda wildcards: CONFIG.profile_of(wildcards.model)["steps"],
+        warmup_steps=lambda wildcards: CONFIG.profile_of(wildcards.model)["warmup_steps"],
+    log:
+        "results/logs/measure/{model}@{node_type}.log",
+    benchmark:
+        "results/benchmarks/measure/{model}@{node_type}.tsv"
+    threads: all_cores
+    resources:
+        **on_nodes(lambda wildcards: [wildcards.node_type], lambda wildcards: 1, runtime_min=60),
+    shell:
+        "{resources.mpi} shardwright-train measure {input.probes} --steps {params.steps}"
+        " --warmup-steps {params.warmup_steps} --out {output.measurement} 2> {log}"
+
+
+rule fit:
+    input:
+        measurement="results/measurements/probes/{model}@{node_type}.json",
+    output:
+        profile="results/profiles/{model}@{node_type}.h5",
+    log:
+        "results/logs/fit/{model}@{node_type}.log",
+    benchmark:
+        "results/benchmarks/fit/{model}@{node_type}.tsv"
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime=10,
+    shell:
+        "shardwright-profile fit --measurements {input.measurement} --out {output.profile} 2> {log}"

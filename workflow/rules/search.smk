@@ -1,0 +1,51 @@
+# From profiles to plans.
+rule plans:
+    input:
+        expand("results/plans/{search}.json", search=CONFIG["searches"]),
+
+
+rule search:
+    input:
+        cluster=lambda wildcards: f"results/clusters/{cluster_of_search(wildcards)}.json",
+        model=lambda wildcards: f"results/models/{CONFIG['searches'][wildcards.search]['model']}.json",
+        hardware=lambda wildcards: f"results/hardware/{cluster_of_search(wildcards)}.h5",
+        profiles=lambda wildcards: [
+            f"results/profiles/{CONFIG['searches'][wildcards.search]['model']}@{node_type}.h5"
+            for node_type in CONFIG.node_types_of(cluster_of_search(wildcards))
+        ],
+        search="results/searches/{search}.json",
+    output:
+        plan="results/plans/{search}.json",
+        prediction="results/plans/{search}.prediction.json",
+    params:
+        profiles=lambda wildcards, input: [f"--profile {path}" for path in input.profiles],
+    log:
+        "results/logs/search/{search}.log",
+    benchmark:
+        "results/benchmarks/search/{search}.tsv"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=60,
+    shell:
+        "shardwright-search plan --cluster {input.cluster} --model {input.model} --hardware {input.hardware}"
+        " {params.profiles} --search {input.search} --out {output.plan} 2> {log}"
+
+
+rule grid:
+    input:
+        script=ROOT / "workflow/scripts/grid.py",
+        plans=expand("results/plans/{search}.json", search=CONFIG["searches"]),
+        predictions=expand("results/plans/{search}.prediction.json", search=CONFIG["searches"]),
+    output:
+        table="results/grid.csv",
+    log:
+        "results/logs/grid.log",
+    benchmark:
+        "results/benchmarks/grid.tsv"
+    threads: 1
+    resources:
+        mem_mb=1000,
+        runtime=10,
+    shell:
+        "python {input.script} {input.plans} --out {output.table} 2> {log}"

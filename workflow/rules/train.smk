@@ -1,0 +1,77 @@
+# From plans to trained models, and the check of what was predicted.
+rule runs:
+    input:
+        expand("results/runs/{run}/DONE.json", run=CONFIG["runs"]),
+
+
+rule prepare:
+    output:
+        tokenizer="results/data/{data}/tokenizer.json",
+        tokens="results/data/{data}/tokens.bin",
+        index="results/data/{data}/tokens.idx",
+        data="results/data/{data}/data.json",
+    params:
+        folder=lambda wildcards, output: Path(output.data).parent,
+        of=lambda wildcards: CONFIG["data"][wildcards.data],
+    log:
+        "results/logs/prepare/{data}.log",
+    benchmark:
+        "results/benchmarks/prepare/{data}.tsv"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=60,
+    shell:
+        "shardwright-train prepare --text {params.of[text]:q} --glob {params.of[glob]:q}"
+        " --vocab-size {params.of[vocab_size]} --max-mib {params.of[max_mib]} --out {params.folder} 2> {log}"
+
+
+# Checkpoints are no outputs: Snakemake would delete them before a run goes on. They lie under the plan's identity, so
+# that another plan starts afresh.
+rule run:
+    input:
+        plan=lambda wildcards: f"results/plans/{CONFIG['runs'][wildcards.run]['search']}.json",
+        data=lambda wildcards: f"results/data/{CONFIG['runs'][wildcards.run]['data']}/data.json",
+        tokens=lambda wildcards: f"results/data/{CONFIG['runs'][wildcards.run]['data']}/tokens.bin",
+    output:
+        metrics="results/runs/{run}/metrics.jsonl",
+        done="results/runs/{run}/DONE.json",
+    params:
+        folder=lambda wildcards, output: Path(output.done).parent,
+        data=lambda wildcards, input: Path(input.data).parent,
+        checkpoints=lambda wildcards: f"results/checkpoints/{wildcards.run}",
+        of=lambda wildcards: CONFIG["runs"][wildcards.run],
+    log:
+        "results/logs/run/{run}.log",
+    benchmark:
+        "results/benchmarks/run/{run}.tsv"
+    threads: all_cores
+    resources:
+        **on_cluster(cluster_of_run, runtime_min=1440),
+    shell:
+        "{resources.mpi} shardwright-train run {input.plan} --data {params.data} --steps {params.of[steps]}"
+        " --checkpoints {params.checkpoints} --checkpoint-every {params.of[checkpoint_every]}"
+        " --learning-rate {params.of[learning_rate]} --warmup-steps {params.of[warmup_steps]}"
+        " --weight-decay {params.of[weight_decay]} --clip-norm {params.of[clip_norm]} --seed {params.of[seed]}"
+        " --out {params.folder} 2> {log}"
+
+
+rule validate:
+    input:
+        plan="results/plans/{search}.json",
+        prediction="results/plans/{search}.prediction.json",
+    output:
+        measurement="results/measurements/plans/{search}.json",
+    params:
+        steps=CONFIG["validate"]["steps"],
+        warmup_steps=CONFIG["validate"]["warmup_steps"],
+    log:
+        "results/logs/validate/{search}.log",
+    benchmark:
+        "results/benchmarks/validate/{search}.tsv"
+    threads: all_cores
+    resources:
+        **on_cluster(cluster_of_search, runtime_min=60),
+    shell:
+        "{resources.mpi} shardwright-train measure {input.plan} {input.prediction} --steps {params.steps}"
+        " --warmup-steps {params.warmup_steps} --out {output.measurement} 2> {log}"
