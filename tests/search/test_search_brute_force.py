@@ -4,6 +4,7 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
+
 from shardwright_search.solver.optimise import least_memory, solve
 from shardwright_search.solver.problem import Options, Problem, StageTable
 

@@ -35,6 +35,8 @@ class LayerPoints(NamedTuple):
 
     micro_batch_sizes: NDArray[Any]
     values: NDArray[Any]
+    sources: frozenset[str]
+    """Where the numbers come from: measured, derived, assumed or analytic."""
 
 
 class Profiles(NamedTuple):
@@ -112,7 +114,7 @@ def check_profiles(
 
 
 def _layer_points(table: Table) -> dict[LayerKey, LayerPoints]:
-    rows: dict[LayerKey, dict[int, tuple[float, ...]]] = {}
+    rows: dict[LayerKey, dict[int, int]] = {}
     for i in range(len(table["type"])):
         key = LayerKey(
             table["type"][i].decode(),
@@ -121,9 +123,13 @@ def _layer_points(table: Table) -> dict[LayerKey, LayerPoints]:
             table["recompute"][i].decode(),
             int(table["sequence_length"][i]),
         )
-        columns = ("forward_s", "backward_s", "activation_bytes", "transient_bytes")
-        rows.setdefault(key, {})[int(table["micro_batch_size"][i])] = tuple(float(table[c][i]) for c in columns)
+        rows.setdefault(key, {})[int(table["micro_batch_size"][i])] = i
+    columns = [table[name] for name in ("forward_s", "backward_s", "activation_bytes", "transient_bytes")]
     return {
-        key: LayerPoints(np.array(sorted(found)), np.array([found[size] for size in sorted(found)]))
+        key: LayerPoints(
+            np.array(sorted(found)),
+            np.stack([column[[found[size] for size in sorted(found)]] for column in columns], 1).astype(float),
+            frozenset(table["source"][row].decode() for row in found.values()),
+        )
         for key, found in rows.items()
     }
