@@ -3,6 +3,8 @@
 import ast
 import inspect
 import textwrap
+from collections.abc import Mapping
+from functools import lru_cache
 
 __all__ = ["class_doc", "field_docs"]
 
@@ -25,7 +27,8 @@ def field_docs(kind: type) -> dict[str, str]:
     return found
 
 
-def _own_field_docs(kind: type) -> dict[str, str]:
+@lru_cache(maxsize=256)
+def _own_field_docs(kind: type) -> Mapping[str, str]:
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
     found = {}

@@ -54,12 +54,12 @@ def json_schema(kind: type[Document]) -> dict[str, Any]:
 
 def generated() -> dict[str, str]:
     """Text of every generated file, by its path from the repository's root."""
-    schemas = {
-        f"formats/schemas/{kind.FORMAT.removeprefix('shardwright.')}.schema.json": json_schema(kind)
-        for kind in DOCUMENTS
-    }
-    texts = {path: json.dumps(schema, indent=1) + "\n" for path, schema in schemas.items()}
-    return texts | {"docs/formats.md": reference.markdown({kind: json_schema(kind) for kind in DOCUMENTS})}
+    schemas = {kind: json_schema(kind) for kind in DOCUMENTS}
+    texts = {"docs/formats.md": reference.markdown(schemas)}
+    for kind, schema in schemas.items():
+        name = kind.FORMAT.removeprefix("shardwright.")
+        texts[f"formats/schemas/{name}.schema.json"] = json.dumps(schema, indent=1) + "\n"
+    return texts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

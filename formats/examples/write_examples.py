@@ -1,0 +1,268 @@
+"""Writes an example of every file beside this script: `python formats/examples/write_examples.py`.
+
+The numbers are made up and measure nothing. A test writes them again and compares the bytes.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.files import Document, write_document
+from shardwright_formats.hardware_profile import HardwareProfile, write_hardware_profile
+from shardwright_formats.measurement import (
+    Measurement,
+    PlanMeasurement,
+    RankMeasurement,
+    RankMemory,
+    Segment,
+    SegmentMemory,
+)
+from shardwright_formats.model import BoundaryTensor, LayerType, Model, Parameter
+from shardwright_formats.model_profile import ModelProfile, ProfileOrigin, write_model_profile
+from shardwright_formats.plan import PipelineStage, Plan, Plans, Schedule
+from shardwright_formats.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
+from shardwright_formats.run import RunResult
+from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+
+__all__ = ["write_examples"]
+
+
+def write_examples(folder: Path) -> None:
+    """Write every example into a folder."""
+    plan = _plan(_model(), _cluster())
+    documents: dict[str, Document] = {
+        "model": plan.model,
+        "cluster": plan.cluster,
+        "plan": plan,
+        "plans": Plans(plans=(plan, _gpipe_plan(plan))),
+        "prediction": _prediction(plan),
+        "measurement": _measurement(plan),
+        "run": RunResult(
+            plan_sha256=plan.sha256,
+            steps=100,
+            first_loss=3.5,
+            final_loss=1.25,
+            wall_s=60.0,
+            checkpoint="checkpoints/example/step-100",
+        ),
+    }
+    for name, document in documents.items():
+        write_document(folder / f"{name}.json", document)
+    write_hardware_profile(folder / "hardware_profile.h5", _hardware_profile())
+    write_model_profile(folder / "model_profile.h5", _model_profile(plan.model))
+
+
+def _model() -> Model:
+    hidden = BoundaryTensor(name="hidden_states", sequence_length=16, features=8)
+    block = LayerType(
+        parameters=(
+            Parameter(name="norm.weight", shape=(8,)),
+            Parameter(name="up.weight", shape=(32, 8), tp_dim=0),
+            Parameter(name="down.weight", shape=(8, 32), tp_dim=1),
+        ),
+        forward_flops_per_sample=16384,
+        tp_must_divide={"intermediate_size": 32},
+        ulysses_must_divide={"num_attention_heads": 2},
+        outputs=(hidden,),
+    )
+    embedding = LayerType(
+        parameters=(Parameter(name="embed.weight", shape=(64, 8), tp_dim=0),),
+        forward_flops_per_sample=0,
+        outputs=(hidden,),
+    )
+    head = LayerType(
+        parameters=(Parameter(name="head.weight", shape=(64, 8), tp_dim=0),), forward_flops_per_sample=16384
+    )
+    return Model(
+        name="example",
+        family="example",
+        config={"hidden_size": 8, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64},
+        sequence_length=16,
+        layers=("block", "block", "block"),
+        types={"embedding": embedding, "block": block, "head": head},
+        tied=(("embed.weight", "head.weight"),),
+    )
+
+
+def _cluster() -> Cluster:
+    node_type = NodeType(device="cpu", devices_per_node=2, memory_bytes=1 << 30, usd_per_hour=0.5)
+    return Cluster(
+        name="example", nodes=(NodeGroup(node_type="example-2", count=2),), node_types={"example-2": node_type}
+    )
+
+
+def _plan(model: Model, cluster: Cluster) -> Plan:
+    sharded = LayerStrategy(
+        type="block", tp_size=1, dp_size=2, data_parallel=DataParallel.ZERO3, recompute=Recompute.FULL
+    )
+    split = LayerStrategy(type="block", tp_size=2, dp_size=1, sequence_parallel=SequenceParallel.MEGATRON)
+    return Plan(
+        name="example",
+        model=model,
+        cluster=cluster,
+        global_batch_size=8,
+        num_microbatches=2,
+        schedule=Schedule.ONE_F_ONE_B,
+        stages=(PipelineStage(ranks=(0, 1), layers=((0, 2),)), PipelineStage(ranks=(2, 3), layers=((2, 3),))),
+        embedding=Strategy(tp_size=1, dp_size=2, data_parallel=DataParallel.ZERO2),
+        head=Strategy(tp_size=2, dp_size=1, sequence_parallel=SequenceParallel.MEGATRON),
+        layers=(sharded, split, split),
+    )
+
+
+def _gpipe_plan(plan: Plan) -> Plan:
+    return Plan(
+        name="example-gpipe",
+        model=plan.model,
+        cluster=plan.cluster,
+        global_batch_size=plan.global_batch_size,
+        num_microbatches=plan.num_microbatches,
+        schedule=Schedule.GPIPE,
+        stages=plan.stages,
+        embedding=plan.embedding,
+        head=plan.head,
+        layers=plan.layers,
+    )
+
+
+def _estimate(step_time_s: float) -> Estimate:
+    stage = StagePrediction(
+        time_s=0.25,
+        time_terms_s={"layers": 0.1875, "sends": 0.0625},
+        memory_bytes=4096,
+        memory_terms_bytes={"states": 3072, "activations": 1024},
+    )
+    return Estimate(
+        simulated_step_time_s=step_time_s,
+        simulated_lower_bound_s=0.75,
+        objective_s=1.0,
+        samples_per_s=8 / step_time_s,
+        usd_per_step=0.00025,
+        stages=(stage, stage),
+        timeline=(TimelineEvent(stage=0, kind="forward", microbatch=0, start_s=0.0, end_s=0.125),),
+    )
+
+
+def _prediction(plan: Plan) -> Prediction:
+    return Prediction(
+        plan_sha256=plan.sha256,
+        memory_budget_bytes=1 << 30,
+        estimate=_estimate(1.0),
+        proof=Proof(
+            objective="step time of the closed form",
+            objective_s=1.0,
+            objective_bound_s=1.0,
+            gap=0.0,
+            scope="an example",
+            examined=4,
+            solved=1,
+        ),
+        runners_up=(RunnerUp(plan=_gpipe_plan(plan), estimate=_estimate(1.25)),),
+        warnings=("an example: nothing here was predicted",),
+        inputs_sha256={"hardware": "0" * 64, "profile": "0" * 64, "search": "0" * 64},
+    )
+
+
+def _measurement(plan: Plan) -> Measurement:
+    return Measurement(
+        device="cpu",
+        backend="gloo",
+        torch_version="2.13.0",
+        attention="sdpa",
+        plans=(PlanMeasurement(plan=plan, ranks=tuple(_rank(plan, rank) for rank in range(plan.world_size))),),
+    )
+
+
+def _rank(plan: Plan, rank: int) -> RankMeasurement:
+    stage = next(i for i, stage in enumerate(plan.stages) if rank in stage.ranks)
+    names = ("embedding", "layers") if stage == 0 else ("layers", "head")
+    memory = RankMemory(
+        parameters_bytes=1024,
+        gradients_bytes=1024,
+        optimizer_bytes=2048,
+        peak_bytes=8192,
+        segments=tuple(
+            SegmentMemory(name=name, activation_bytes=512, forward_transient_bytes=256, backward_transient_bytes=768)
+            for name in names
+        ),
+        process_bytes=0,
+        resident_bytes=1 << 20,
+    )
+    return RankMeasurement(
+        rank=rank,
+        stage=stage,
+        step_s=(1.0, 1.125),
+        segments=tuple(Segment(name=name, forward_s=(0.125, 0.125), backward_s=(0.25, 0.25)) for name in names),
+        gradient_reduction_s=(0.0625, 0.0625),
+        optimizer_s=(0.03125, 0.03125),
+        memory=memory,
+    )
+
+
+def _hardware_profile() -> HardwareProfile:
+    points = {
+        "collective": np.array(["all_reduce", "all_reduce", "p2p"], "S16"),
+        "group_size": np.array([2, 2, 2], "int64"),
+        "consecutive": np.array([1, 1, 1], "int8"),
+        "across_nodes": np.array([0, 0, 1], "int8"),
+        "message_bytes": np.array([1024, 1048576, 1024], "int64"),
+        "source": np.array(["measured", "measured", "measured"], "S8"),
+    }
+    repeats = {
+        "point": np.array([0, 0, 1, 1, 2, 2], "int64"),
+        "time_s": np.array([0.001, 0.0012, 0.01, 0.011, 0.0005, 0.0006]),
+    }
+    rates = {
+        "name": np.array(["matmul_flops_per_s"], "S32"),
+        "value": np.array([1e10]),
+        "source": np.array(["measured"], "S8"),
+    }
+    return HardwareProfile(cluster="example", device="cpu", backend="gloo", points=points, repeats=repeats, rates=rates)
+
+
+def _model_profile(model: Model) -> ModelProfile:
+    origin = ProfileOrigin(
+        model=model.name,
+        types_sha256=model.types_sha256,
+        device="cpu",
+        backend="gloo",
+        precision="float32/float32/float32",
+        attention="sdpa",
+    )
+    types = np.array(["embedding", "block", "head"], "S32")
+    source = np.array(["measured"] * 3, "S8")
+    layers = {
+        "type": types,
+        "tp_size": np.array([1, 1, 1], "int64"),
+        "sequence_parallel": np.array(["none"] * 3, "S8"),
+        "recompute": np.array(["none"] * 3, "S9"),
+        "micro_batch_size": np.array([2, 2, 2], "int64"),
+        "sequence_length": np.array([16, 16, 16], "int64"),
+        "forward_s": np.array([0.001, 0.002, 0.003]),
+        "backward_s": np.array([0.002, 0.004, 0.006]),
+        "activation_bytes": np.array([1024, 4096, 8192], "int64"),
+        "transient_bytes": np.array([0, 512, 4096], "int64"),
+        "source": source,
+    }
+    states = {
+        "type": types,
+        "tp_size": np.array([1, 1, 1], "int64"),
+        "parameter_bytes": np.array([2048, 2080, 2048], "int64"),
+        "gradient_bytes": np.array([2048, 2080, 2048], "int64"),
+        "optimizer_bytes": np.array([4096, 4160, 4096], "int64"),
+        "optimizer_s": np.array([0.0001, 0.0001, 0.0001]),
+        "source": source,
+    }
+    process = {
+        "process_bytes": np.array([0], "int64"),
+        "resident_bytes": np.array([1 << 20], "int64"),
+        "step_overhead_s": np.array([0.001]),
+        "source": np.array(["measured"], "S8"),
+    }
+    return ModelProfile(origin, layers, states, process)
+
+
+if __name__ == "__main__":
+    write_examples(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

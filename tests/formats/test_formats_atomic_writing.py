@@ -1,0 +1,76 @@
+"""A file is whole, or what it was before."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.errors import BadInput
+from shardwright_formats.files import atomic_path, write_bytes, write_document
+from shardwright_formats.tables import Column, write_profile, write_table
+
+CLUSTER = Cluster(
+    name="one",
+    nodes=(NodeGroup(node_type="n", count=1),),
+    node_types={"n": NodeType(device="cpu", devices_per_node=1, memory_bytes=1)},
+)
+
+
+def test_a_crash_in_the_middle_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_bytes(path, b"old")
+    with pytest.raises(ZeroDivisionError), atomic_path(path) as temporary:
+        temporary.write_bytes(b"half of the n")
+        raise ZeroDivisionError
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_crash_while_an_hdf5_file_is_written_leaves_nothing(tmp_path: Path) -> None:
+    columns = {"time_s": Column("float64", "s", positive=True)}
+    with pytest.raises(ValueError, match="time_s is -1"), write_profile(tmp_path / "p.h5", "f", 1, {}) as file:
+        write_table(file, "good", columns, {"time_s": np.array([1.0])})
+        write_table(file, "bad", columns, {"time_s": np.array([-1.0])})
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_new_file_is_not_seen_before_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(b"new")
+        assert not path.exists()
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_failed_rename_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: Path, target: Path) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_document(tmp_path / "c.json", CLUSTER)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_document_with_nan_is_not_written(tmp_path: Path) -> None:
+    priced = NodeType(device="cpu", devices_per_node=1, memory_bytes=1, usd_per_hour=float("nan"))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_document(tmp_path / "c.json", Cluster(name="c", nodes=CLUSTER.nodes, node_types={"n": priced}))
+    assert os.listdir(tmp_path) == []
+
+
+def test_missing_folders_are_made(tmp_path: Path) -> None:
+    write_document(tmp_path / "a" / "b" / "c.json", CLUSTER)
+    assert (tmp_path / "a" / "b" / "c.json").is_file()
+
+
+def test_a_place_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "file" / "c.json", tmp_path / "folder"):
+        with pytest.raises(BadInput, match=str(path)):
+            write_document(path, CLUSTER)
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
