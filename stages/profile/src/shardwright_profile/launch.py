@@ -107,7 +107,8 @@ def _failure(dead: Sequence[_Rank]) -> ShardwrightError:
     rank = min(dead, key=weight)
     status = rank.process.returncode
     if status < 0:
-        return RunFailed(f"rank {rank.number} was killed by {signal.Signals(-status).name}: the other ranks were ended")
+        name = signal.Signals(-status).name
+        return RunFailed(f"rank {rank.number} was killed by {name}: the other ranks were ended: read {rank.log}")
     words = rank.log.read_text(errors="replace").split("\n")
     last = next((line for line in reversed(words) if line.strip()), "it said nothing")
     parts = last.removeprefix("error: ").split(": ", 2)

@@ -1,0 +1,242 @@
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.measurement import Measurement, PlanMeasurement
+from shardwright_formats.model_profile import read_model_profile, write_model_profile
+from shardwright_formats.plan import GradientReduction, Precision
+from shardwright_formats.strategy import Recompute, SequenceParallel
+from shardwright_profile.fit import fit_profile
+from shardwright_profile.probes import make_probes
+from shardwright_profile.settings import ProfileSettings
+
+_SECONDS = st.floats(1e-6, 1.0)
+_BYTES = st.integers(0, 10**9)
+
+
+def _settings(**changed):
+    usual = {
+        "tp_sizes": (1, 2),
+        "sequence_parallel": (SequenceParallel.NONE, SequenceParallel.MEGATRON),
+        "recompute": (Recompute.NONE, Recompute.FULL),
+        "micro_batch_sizes": (1, 4),
+    }
+    return ProfileSettings(**(usual | changed))
+
+
+@pytest.fixture(scope="session")
+def plans(make_model, make_cluster):
+    return make_probes(make_model(), make_cluster((1, 2)), "cpu-2", _settings()).plans
+
+
+def _rows(table, name):
+    return np.flatnonzero(table["type"] == name.encode())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    base_s=_SECONDS,
+    first_s=_SECONDS,
+    second_s=_SECONDS,
+    first_bytes=_BYTES,
+    second_bytes=_BYTES,
+    ends_bytes=_BYTES,
+    constant_s=_SECONDS,
+    slope=st.floats(1e-9, 1e-3),
+    overhead_s=_SECONDS,
+    layers=st.sampled_from([(1, 2), (1, 3), (2, 5)]),
+)
+def test_fit_recovers_the_constants_of_a_linear_world(
+    make_model,
+    make_cluster,
+    make_measurement,
+    make_constants,
+    base_s,
+    first_s,
+    second_s,
+    first_bytes,
+    second_bytes,
+    ends_bytes,
+    constant_s,
+    slope,
+    overhead_s,
+    layers,
+):
+    layer_s = {"encoder": first_s, "decoder": second_s}
+    layer_bytes = {"encoder": first_bytes, "decoder": second_bytes}
+    constants = make_constants(
+        base_s=base_s,
+        layer_s=layer_s,
+        layer_bytes=layer_bytes,
+        transient_bytes=50,
+        ends_bytes=ends_bytes,
+        optimizer_constant_s=constant_s,
+        optimizer_s_per_parameter=slope,
+        overhead_s=overhead_s,
+    )
+    model = make_model(("encoder", "encoder", "decoder"))
+    plans = make_probes(model, make_cluster((1, 2)), "cpu-2", _settings(layers=layers)).plans
+    profile = fit_profile([(Path("m.json"), make_measurement(plans, constants))])
+    table = profile.layers
+    for name in layer_s:
+        rows = _rows(table, name)
+        assert len(rows) == 3 * 2 * 2
+        samples = table["micro_batch_size"][rows]
+        tolerance = 1e-9 * (base_s + sum(layer_s.values()))
+        np.testing.assert_allclose(table["forward_s"][rows], samples * layer_s[name], rtol=1e-9, atol=tolerance)
+        np.testing.assert_allclose(table["backward_s"][rows], 2 * samples * layer_s[name], rtol=1e-9, atol=tolerance)
+        assert (table["activation_bytes"][rows] == samples * layer_bytes[name]).all()
+        assert (table["transient_bytes"][rows] == 50).all()
+    for name, factor, held_bytes in (("embedding", 1, 7), ("head", 2, 13)):
+        rows = _rows(table, name)
+        assert set(table["recompute"][rows]) == {b"none"}
+        np.testing.assert_allclose(table["forward_s"][rows], factor * base_s)
+        np.testing.assert_allclose(table["backward_s"][rows], 2 * factor * base_s)
+        assert (table["activation_bytes"][rows] == held_bytes).all()
+    _check_states(model, profile.states, layer_bytes, ends_bytes, slope, constant_s)
+    np.testing.assert_allclose(profile.process["step_overhead_s"], [overhead_s + constant_s], rtol=1e-4)
+    assert profile.process["process_bytes"].tolist() == [101]
+    assert profile.process["resident_bytes"].tolist() == [1001]
+
+
+def _check_states(model, states, layer_bytes, ends_bytes, slope, constant_s):
+    for row in range(len(states["type"])):
+        name, tp_size = states["type"][row].decode(), int(states["tp_size"][row])
+        parameters = model.types[name].parameter_count(tp_size)
+        tolerance = 1e-9 * constant_s
+        np.testing.assert_allclose(states["optimizer_s"][row], slope * parameters, rtol=1e-6, atol=tolerance)
+        if name in layer_bytes:
+            assert states["parameter_bytes"][row] == layer_bytes[name]
+            assert states["gradient_bytes"][row] == layer_bytes[name]
+            assert states["optimizer_bytes"][row] == 2 * layer_bytes[name]
+    for tp_size in (1, 2):
+        rows = [r for n in ("embedding", "head") for r in _rows(states, n) if states["tp_size"][r] == tp_size]
+        embedding, head = (model.types[name].parameter_count(tp_size) for name in ("embedding", "head"))
+        assert states["parameter_bytes"][rows].sum() == ends_bytes
+        assert states["optimizer_bytes"][rows].sum() == 2 * ends_bytes
+        assert abs(states["parameter_bytes"][rows[0]] - ends_bytes * embedding / (embedding + head)) <= 1
+
+
+def test_equal_measurements_give_equal_bytes_in_whatever_order_they_come(
+    plans, make_measurement, make_constants, tmp_path
+):
+    halves = [(Path(f"{i}.json"), make_measurement(plans[i::2], make_constants())) for i in range(2)]
+    whole = make_measurement(plans[::-1], make_constants())
+    for name, measurements in (("a", halves), ("b", halves[::-1]), ("c", [(Path("w.json"), whole)])):
+        write_model_profile(tmp_path / f"{name}.h5", fit_profile(measurements))
+    one, *others = ((tmp_path / f"{name}.h5").read_bytes() for name in "abc")
+    assert others == [one, one]
+    assert read_model_profile(tmp_path / "a.h5").origin.precision == "float32/float32/float32"
+
+
+def test_sources_are_measured_for_layers_and_derived_elsewhere(plans, make_measurement, make_constants):
+    profile = fit_profile([(Path("m.json"), make_measurement(plans, make_constants()))])
+    assert set(profile.layers["source"]) == {b"measured"}
+    assert set(profile.states["source"]) == set(profile.process["source"]) == {b"derived"}
+
+
+def test_optimizer_times_that_fall_with_the_parameters_all_go_to_the_step(plans, make_measurement, make_constants):
+    constants = make_constants(optimizer_constant_s=1.0, optimizer_s_per_parameter=-1e-6)
+    profile = fit_profile([(Path("m.json"), make_measurement(plans, constants))])
+    assert (profile.states["optimizer_s"] == 0).all()
+    assert profile.process["step_overhead_s"][0] == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_negative_start_of_the_optimizer_line_is_no_time_given_back(plans, make_measurement, make_constants):
+    constants = make_constants(optimizer_constant_s=-1e-3, optimizer_s_per_parameter=1e-5, overhead_s=0.0)
+    profile = fit_profile([(Path("m.json"), make_measurement(plans, constants))])
+    assert (profile.states["optimizer_s"] > 0).all()
+    assert profile.process["step_overhead_s"][0] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_probes_under_ulysses_cost_layers_but_tell_nothing_of_split_parameters(
+    make_model, make_cluster, make_measurement, make_constants
+):
+    asked = _settings(sequence_parallel=(SequenceParallel.ULYSSES,))
+    plans = make_probes(make_model(), make_cluster((1, 2)), "cpu-2", asked).plans
+    profile = fit_profile([(Path("m.json"), make_measurement(plans, make_constants()))])
+    assert set(profile.layers["sequence_parallel"]) == {b"none", b"ulysses"}
+    assert set(profile.states["tp_size"]) == {1}
+
+
+def _refusal(measurements):
+    with pytest.raises(BadInput) as caught:
+        fit_profile([(Path(f"{i}.json"), measurement) for i, measurement in enumerate(measurements)])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_layer_that_takes_no_time_is_refused_with_both_probes_and_their_values(
+    plans, make_measurement, make_constants
+):
+    message = _refusal([make_measurement(plans, make_constants(layer_s={"block": 0.0}))])
+    assert "forward time" in message
+    assert "block=1' (0.001 s)" in message
+    assert "block=3' (0.001 s)" in message
+    assert message.endswith("measure both with more --steps on a quieter machine")
+
+
+def test_fewer_bytes_with_more_layers_are_refused(plans, make_measurement, make_constants):
+    constants = make_constants(layer_bytes={"block": -1}, ends_bytes=10**6)
+    assert "activation memory of" in _refusal([make_measurement(plans, constants)])
+
+
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_a_probe_without_its_partner_is_refused(plans, make_measurement, make_constants, dropped):
+    kept = [plan for i, plan in enumerate(plans) if i != dropped]
+    assert "has no partner with more layers of type 'block'" in _refusal([make_measurement(kept, make_constants())])
+
+
+def test_a_probe_measured_twice_is_refused(plans, make_measurement, make_constants):
+    measurement = make_measurement(plans, make_constants())
+    assert "was measured already in 0.json" in _refusal([measurement, measurement])
+
+
+def test_measurements_that_cannot_be_compared_are_refused(
+    plans, make_model, make_cluster, make_measurement, make_constants
+):
+    measured = make_measurement(plans, make_constants())
+    longer = make_probes(make_model(sequence_length=64), make_cluster((1, 2)), "cpu-2", _settings()).plans
+    assert "types_sha256 is" in _refusal([measured, make_measurement(longer, make_constants())])
+    other_device = make_measurement(plans, make_constants(), device="gpu")
+    assert _refusal([measured, other_device]).startswith("1.json: device is 'gpu', but 'cpu' in 0.json")
+    halved = _settings(precision=Precision(compute="bfloat16"))
+    in_bfloat16 = make_probes(make_model(), make_cluster((1, 2)), "cpu-2", halved).plans
+    message = _refusal([measured, make_measurement(in_bfloat16, make_constants())])
+    assert "precision is 'float32/bfloat16/float32', but 'float32/float32/float32' in 0.json" in message
+
+
+def test_plans_that_are_no_probes_are_refused(plans, make_measurement, make_constants):
+    def replaced(measurement, **changes):
+        fields = {
+            name: getattr(measurement.plans[0].plan, name) for name in measurement.plans[0].plan.__struct_fields__
+        }
+        plan = type(measurement.plans[0].plan)(**(fields | changes))
+        changed = PlanMeasurement(plan=plan, ranks=measurement.plans[0].ranks)
+        return Measurement(
+            device="cpu", backend="gloo", torch_version="0", attention="sdpa", plans=(changed, *measurement.plans[1:])
+        )
+
+    measured = make_measurement(plans, make_constants())
+    every = GradientReduction.EVERY_MICROBATCH
+    one_microbatch = replaced(measured, num_microbatches=1)
+    assert "its only microbatch also reduces gradients" in _refusal([one_microbatch])
+    assert "every microbatch reduces gradients" in _refusal([replaced(measured, gradient_reduction=every)])
+
+
+def test_every_combination_asked_for_is_in_the_profile(plans, make_measurement, make_constants):
+    table = fit_profile([(Path("m.json"), make_measurement(plans, make_constants()))]).layers
+    found = {
+        (int(t), s.decode(), r.decode(), int(m))
+        for n, t, s, r, m in zip(
+            *(table[c] for c in ("type", "tp_size", "sequence_parallel", "recompute", "micro_batch_size")), strict=True
+        )
+        if n == b"block"
+    }
+    strategies = ((1, "none"), (2, "none"), (2, "megatron"))
+    assert found == {(t, s, r, m) for (t, s), r, m in product(strategies, ("none", "full"), (1, 4))}

@@ -1,0 +1,162 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwright_formats.files import write_document
+from shardwright_formats.hardware_profile import Collective, read_hardware_profile
+
+_ONE_MIB = 1024 * 1024
+
+
+def _start(folder, *arguments):
+    command = [sys.executable, "-c", "from shardwright_profile.cli import main; main()", "hardware"]
+    # Logs of failed sweeps are kept: in the test's folder.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    return subprocess.Popen(
+        [*command, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def _start_long_sweep(folder, cluster):
+    write_document(folder / "cluster.json", cluster)
+    return _start(folder, "--cluster", folder / "cluster.json", "--time-budget", 60, "--out", folder / "hardware.h5")
+
+
+def _children(process):
+    """Process ids of the started ranks by their number."""
+    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    variables = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in found}
+    return {int(next(v for v in names if v.startswith(b"RANK="))[5:]): pid for pid, names in variables.items()}
+
+
+def _alive(pid):
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_two_ranks_measure_every_kind_of_message_to_one_mebibyte(make_cluster, tmp_path):
+    write_document(tmp_path / "cluster.json", make_cluster((1, 2)))
+    out = tmp_path / "made" / "hardware.h5"
+    finished = _start(tmp_path, "--cluster", tmp_path / "cluster.json", "--time-budget", 0.5, "--out", out)
+    _, progress = finished.communicate(timeout=60)
+    assert finished.returncode == 0, progress
+    profile = read_hardware_profile(out)
+    assert (profile.cluster, profile.device, profile.backend) == ("toys", "cpu", "gloo")
+    assert {key.collective for key in profile.curves} == set(Collective)
+    for key, (sizes, medians_s) in profile.curves.items():
+        assert (key.group_size, key.consecutive, key.across_nodes) == (2, True, False)
+        assert sizes.tolist()[:6] == [1024 * 4**i for i in range(6)]
+        assert sizes[5] == _ONE_MIB
+        assert (medians_s > 0).all()
+        # A mebibyte moves no faster than memory does.
+        assert _ONE_MIB / medians_s[5] < 1e12
+    repeats = np.bincount(profile.repeats["point"])
+    assert repeats.min() >= 5
+    assert repeats.max() <= 100
+    assert {name.decode() for name in profile.rates["name"]} == {"matrix_flops_per_s", "memory_bytes_per_s"}
+    assert len(progress.splitlines()) == len(repeats)
+    assert progress.startswith("1/5 all_gather of 2 consecutive ranks in a node: 1 KiB in ")
+    assert [path.name for path in out.parent.iterdir()] == ["hardware.h5"]
+
+
+def test_two_launchers_of_one_rank_each_measure_across_nodes(make_cluster, tmp_path):
+    write_document(tmp_path / "cluster.json", make_cluster((2, 1)))
+    port = _free_port()
+    launchers = [
+        _start(
+            tmp_path,
+            *("--cluster", tmp_path / "cluster.json", "--time-budget", 0.1, "--max-bytes", 4096),
+            *(
+                "--nnodes",
+                2,
+                "--node-rank",
+                node,
+                "--rendezvous",
+                f"127.0.0.1:{port}",
+                "--out",
+                tmp_path / f"{node}.h5",
+            ),
+        )
+        for node in (1, 0)
+    ]
+    for launcher in launchers:
+        _, errors = launcher.communicate(timeout=60)
+        assert launcher.returncode == 0, errors
+    profile = read_hardware_profile(tmp_path / "0.h5")
+    assert {key.across_nodes for key in profile.curves} == {True}
+    assert not (tmp_path / "1.h5").exists()
+
+
+def test_a_killed_rank_ends_the_others_and_is_named(make_cluster, tmp_path):
+    write_document(tmp_path / "cluster.json", make_cluster((1, 2)))
+    sweep = _start(
+        tmp_path, "--cluster", tmp_path / "cluster.json", "--time-budget", 60, "--out", tmp_path / "hardware.h5"
+    )
+    sweep.stderr.readline()  # the first line of progress: the ranks have met
+    ranks = _children(sweep)
+    started = time.monotonic()
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = sweep.communicate(timeout=30)
+    assert time.monotonic() - started < 10
+    assert sweep.returncode == 4
+    (kept,) = tmp_path.glob("shardwright-hardware-*")
+    line = f"error: rank 1 was killed by SIGKILL: the other ranks were ended: read {kept}/rank1.log"
+    assert errors.splitlines()[-1] == line
+    assert not any(map(_alive, ranks.values()))
+    assert not (tmp_path / "hardware.h5").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_all_ranks_in_order(make_cluster, tmp_path, number):
+    write_document(tmp_path / "cluster.json", make_cluster((1, 2)))
+    sweep = _start(
+        tmp_path, "--cluster", tmp_path / "cluster.json", "--time-budget", 60, "--out", tmp_path / "hardware.h5"
+    )
+    ranks = _wait_for_ranks(sweep, 2)
+    sweep.send_signal(number)
+    _, errors = sweep.communicate(timeout=30)
+    assert sweep.returncode == 75
+    assert errors.splitlines()[-1].startswith(f"error: stopped by {number.name}: ")
+    assert not any(map(_alive, ranks.values()))
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
+
+
+def test_ranks_end_when_their_launcher_is_killed(make_cluster, tmp_path):
+    write_document(tmp_path / "cluster.json", make_cluster((1, 2)))
+    sweep = _start(
+        tmp_path, "--cluster", tmp_path / "cluster.json", "--time-budget", 60, "--out", tmp_path / "hardware.h5"
+    )
+    ranks = _wait_for_ranks(sweep, 2)
+    sweep.kill()
+    sweep.communicate(timeout=30)
+    until = time.monotonic() + 20
+    while any(map(_alive, ranks.values())) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(map(_alive, ranks.values()))
+
+
+def _wait_for_ranks(sweep, count):
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        try:
+            if len(ranks := _children(sweep)) == count:
+                return ranks
+        except (StopIteration, FileNotFoundError):
+            pass  # a rank between fork and exec
+        time.sleep(0.05)
+    raise AssertionError("the ranks were not started")
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,66 @@
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright_formats.hardware_profile import Collective, CollectiveKey
+from shardwright_formats.placement import dp_groups, tp_groups
+from shardwright_profile.message_kinds import message_kinds, message_sizes
+
+_NODES = st.lists(st.tuples(st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 8])), min_size=1, max_size=2)
+
+
+@given(_NODES)
+def test_groups_of_a_kind_are_disjoint_and_of_its_size_and_place(make_cluster, nodes):
+    cluster = make_cluster(*nodes)
+    for key, groups in message_kinds(cluster):
+        ranks = [rank for group in groups for rank in group]
+        assert len(ranks) == len(set(ranks))
+        assert {len(group) for group in groups} == {key.group_size}
+        crossing = [len({cluster.node_of_rank[rank] for rank in group}) > 1 for group in groups]
+        assert any(crossing) == key.across_nodes
+        if key.collective is not Collective.P2P and key.consecutive:
+            assert all(group == tuple(range(group[0], group[0] + len(group))) for group in groups)
+
+
+@given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 3))
+def test_every_group_that_a_plan_of_one_stage_can_form_has_its_kind(make_cluster, devices, count):
+    cluster = make_cluster((count, devices))
+    known = {kind.key for kind in message_kinds(cluster)}
+    world = range(cluster.num_devices)
+    for tp_size in (size for size in range(1, len(world) + 1) if len(world) % size == 0):
+        for consecutive in {True, 1 < tp_size < len(world)}:
+            for groups in (tp_groups(world, tp_size, not consecutive), dp_groups(world, tp_size, not consecutive)):
+                size = len(groups[0])
+                across = any(len({cluster.node_of_rank[rank] for rank in group}) > 1 for group in groups)
+                neighbours = size == len(world) or groups[0][1:2] == (1,)
+                if size > 1:
+                    assert CollectiveKey(Collective.ALL_REDUCE, size, neighbours, across) in known
+
+
+def test_point_to_point_has_near_and_far_pairs_in_and_between_nodes(make_cluster):
+    pairs = {
+        (key.consecutive, key.across_nodes): groups
+        for key, groups in message_kinds(make_cluster((2, 4)))
+        if key.collective is Collective.P2P
+    }
+    assert pairs == {
+        (True, False): ((0, 1), (2, 3), (4, 5), (6, 7)),
+        (True, True): ((3, 4),),
+        (False, False): ((0, 2), (1, 3), (4, 6), (5, 7)),
+        (False, True): ((0, 4), (1, 5), (2, 6), (3, 7)),
+    }
+
+
+def test_one_device_exchanges_nothing(make_cluster):
+    assert message_kinds(make_cluster((1, 1))) == ()
+
+
+@given(st.integers(2, 9), st.integers(4, 10**6), st.integers(1, 10**8))
+def test_message_sizes_grow_fourfold_and_split_evenly_into_float32(group_size, min_bytes, max_bytes):
+    sizes = message_sizes(group_size, min_bytes, max_bytes)
+    assert bool(sizes) == (min_bytes <= max_bytes)
+    assert all(size % (4 * group_size) == 0 for size in sizes)
+    assert all(b > a for a, b in pairwise(sizes))
+    assert all(size < max_bytes + 4 * group_size for size in sizes)
+    assert all(size > max_bytes / 4 for size in sizes[-1:])

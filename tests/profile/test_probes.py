@@ -1,0 +1,140 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.files import read_document, write_document
+from shardwright_formats.plan import Plans
+from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_profile.probes import make_probes, with_layers
+from shardwright_profile.settings import ProfileSettings
+
+
+def _subsets(values):
+    return st.lists(st.sampled_from(values), min_size=1, unique=True).map(tuple)
+
+
+_SETTINGS = st.builds(
+    ProfileSettings,
+    tp_sizes=_subsets([1, 2, 3, 4, 8]).map(lambda sizes: tuple({1, *sizes})),
+    sequence_parallel=_subsets(list(SequenceParallel)),
+    recompute=_subsets(list(Recompute)).map(lambda kinds: tuple({Recompute.NONE, *kinds})),
+    micro_batch_sizes=_subsets([1, 2, 4]),
+    layers=st.sampled_from([(1, 2), (1, 3), (2, 5)]),
+)
+_LAYERS = st.lists(st.sampled_from(["block", "other"]), min_size=1, max_size=6)
+
+
+@given(settings=_SETTINGS, layers=_LAYERS, devices=st.sampled_from([1, 2, 4, 8]))
+def test_probes_cover_each_fitting_strategy_once_and_nothing_else(make_model, make_cluster, settings, layers, devices):
+    model = make_model(layers)
+    made = make_probes(model, make_cluster((3, devices)), f"cpu-{devices}", settings)
+    strategies = {
+        (tp_size, kind if tp_size > 1 else SequenceParallel.NONE)
+        for tp_size in settings.tp_sizes
+        for kind in settings.sequence_parallel
+        if devices % tp_size == 0 and 8 % tp_size == 0
+    }
+    few, many = settings.layers
+    types = set(layers)
+    counts = [dict.fromkeys(types, few), *(dict.fromkeys(types, few) | {name: many} for name in types)]
+    expected = Counter(
+        (strategy, recompute, size, frozenset(count.items()))
+        for strategy in strategies
+        for recompute in settings.recompute
+        for size in settings.micro_batch_sizes
+        for count in counts
+    )
+    found = Counter(
+        (
+            (plan.layers[0].tp_size, plan.layers[0].sequence_parallel),
+            plan.layers[0].recompute,
+            plan.microbatch_samples // plan.layers[0].dp_size,
+            frozenset(Counter(plan.model.layers).items()),
+        )
+        for plan in made.plans
+    )
+    assert found == expected
+
+
+@given(settings=_SETTINGS, layers=_LAYERS, devices=st.sampled_from([1, 2, 4, 8]))
+def test_every_probe_is_one_node_one_stage_two_microbatches_of_plain_ddp(
+    make_model, make_cluster, settings, layers, devices
+):
+    model = make_model(layers)
+    for plan in make_probes(model, make_cluster((3, devices)), f"cpu-{devices}", settings).plans:
+        assert plan.world_size == devices
+        assert len(plan.stages) == 1
+        assert plan.num_microbatches == 2
+        assert plan.model.types_sha256 == model.types_sha256
+        spread = {(s.tp_size, s.dp_size, s.sequence_parallel) for s in (plan.embedding, plan.head, *plan.layers)}
+        assert len(spread) == 1
+        assert {s.data_parallel for s in (plan.embedding, plan.head, *plan.layers)} == {DataParallel.DDP}
+        assert all(s.tp_consecutive for s in (plan.embedding, plan.head, *plan.layers))
+
+
+def test_probes_have_different_names_and_survive_their_file(make_model, make_cluster, tmp_path):
+    settings = ProfileSettings(
+        tp_sizes=(1, 2),
+        sequence_parallel=(SequenceParallel.NONE, SequenceParallel.MEGATRON),
+        recompute=(Recompute.NONE, Recompute.FULL),
+        micro_batch_sizes=(1, 4),
+    )
+    plans = make_probes(make_model(), make_cluster((1, 2)), "cpu-2", settings).plans
+    assert len({plan.name for plan in plans}) == len(plans) == 3 * 2 * 2 * 2
+    write_document(tmp_path / "probes.json", Plans(plans=plans))
+    assert read_document(tmp_path / "probes.json", Plans).plans == plans
+
+
+def test_truncated_models_keep_the_order_of_their_types(make_model):
+    twofold = make_model(("encoder", "encoder", "decoder", "decoder"))
+    assert with_layers(twofold, {"encoder": 1, "decoder": 3}).layers == ("encoder", "decoder", "decoder", "decoder")
+    assert with_layers(twofold, {"encoder": 3, "decoder": 1}).layers == ("encoder", "encoder", "encoder", "decoder")
+    alternating = make_model(("local", "global", "local", "global"))
+    assert with_layers(alternating, {"local": 2, "global": 1}).layers == ("local", "global", "local")
+
+
+def test_a_strategy_that_does_not_fit_is_left_out_with_its_reason(make_model, make_cluster):
+    settings = ProfileSettings(
+        tp_sizes=(1, 3, 16),
+        sequence_parallel=(SequenceParallel.NONE,),
+        recompute=(Recompute.NONE,),
+        micro_batch_sizes=(1,),
+    )
+    made = make_probes(make_model(), make_cluster((1, 16)), "cpu-16", settings)
+    assert {plan.layers[0].tp_size for plan in made.plans} == {1}
+    assert [sentence.split(": ")[1] for sentence in made.left_out] == [
+        "tp_size 3 does not divide the 16 devices of the node",
+        "tp_size 16 does not divide heads 8",
+    ]
+
+
+def test_no_fitting_strategy_and_an_unknown_node_type_are_refused(make_model, make_cluster):
+    settings = ProfileSettings(
+        tp_sizes=(3,), sequence_parallel=(SequenceParallel.NONE,), recompute=(Recompute.NONE,), micro_batch_sizes=(1,)
+    )
+    with pytest.raises(BadInput, match="no strategy fits"):
+        make_probes(make_model(), make_cluster((1, 2)), "cpu-2", settings)
+    with pytest.raises(BadInput, match="'gpu' is none of the cluster's node types: choose from cpu-2"):
+        make_probes(make_model(), make_cluster((1, 2)), "gpu", settings)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"layers": (3, 3)}, "two growing numbers"),
+        ({"recompute": (Recompute.FULL,)}, "must hold 'none'"),
+        ({"tp_sizes": (1, 1)}, "tp_sizes holds a value twice"),
+    ],
+)
+def test_settings_that_cannot_be_fitted_are_refused(changed, problem):
+    usual = {
+        "tp_sizes": (1,),
+        "sequence_parallel": (SequenceParallel.NONE,),
+        "recompute": (Recompute.NONE,),
+        "micro_batch_sizes": (1,),
+    }
+    with pytest.raises(ValueError, match=problem):
+        ProfileSettings(**(usual | changed))

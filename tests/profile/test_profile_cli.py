@@ -1,0 +1,151 @@
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.files import read_document, write_document
+from shardwright_formats.measurement import Measurement
+from shardwright_formats.model_profile import read_model_profile
+from shardwright_formats.plan import Plans
+from shardwright_profile.start_sweep import SweepRequest, start_sweep
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("hardware", ["in seconds", "in bytes", "HOST:PORT"]),
+        ("probes", ["shardwright.model", "shardwright.profile_settings"]),
+        ("fit", ["shardwright.measurement"]),
+        ("show", ["KiB", "MB/s"]),
+    ],
+)
+def test_help_says_units_and_formats(command, name, words):
+    finished = command(name, "--help")
+    assert finished.returncode == 0
+    for word in words:
+        assert word in " ".join(finished.stdout.split())
+
+
+def test_help_comes_at_once(command):
+    def once():
+        started = time.monotonic()
+        command("--help")
+        return time.monotonic() - started
+
+    # Half a second leaves room for a busy machine; importing numpy or torch takes more.
+    assert min(once() for _ in range(3)) < 0.5
+
+
+def test_only_the_ranks_of_a_sweep_import_torch():
+    modules = "cli, start_sweep, launch, progress, probes, fit, show, settings, message_kinds"
+    code = f"import sys\nfrom shardwright_profile import {modules}\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_torch_the_sweep_says_what_to_install(make_cluster, tmp_path, monkeypatch):
+    write_document(tmp_path / "cluster.json", make_cluster((1, 2)))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    request = SweepRequest(tmp_path / "cluster.json", 1.0, 1024, 4096, 1, 0, None, tmp_path / "h.h5")
+    with pytest.raises(BadInput, match=r"torch is not installed here: install shardwright-profile\[hardware\]"):
+        start_sweep(request)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "not valid JSON"),
+        ('{"format": "shardwright.plan", "version": 1}', "format is 'shardwright.plan', not shardwright.cluster"),
+        ('{"format": "shardwright.cluster", "version": 1, "nodes": []}', "$.nodes"),
+    ],
+)
+def test_a_bad_cluster_file_is_one_line_and_no_output(command, one_error_line, tmp_path, text, problem):
+    (tmp_path / "cluster.json").write_text(text)
+    before = set(tmp_path.iterdir())
+    finished = command(
+        "hardware", "--cluster", tmp_path / "cluster.json", "--time-budget", 1, "--out", tmp_path / "h.h5"
+    )
+    assert problem in one_error_line(finished, 2, tmp_path, before)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "device", "options", "problem"),
+    [
+        ((2, 1), "cpu", (), "has 2 nodes, the sweep is started on 1"),
+        ((2, 1), "cpu", ("--nnodes", 2), "2 nodes need a place to meet"),
+        ((2, 1), "cpu", ("--nnodes", 2, "--node-rank", 2, "--rendezvous", "h:1"), "2 is no node of 2"),
+        ((1, 2), "cpu", ("--max-bytes", 512), "512 is below --min-bytes 1024"),
+        ((1, 2), "cpu", ("--max-bytes", 2**32), "exceed a device's 4294967296 bytes"),
+    ],
+)
+def test_options_that_do_not_go_with_the_cluster_are_refused(
+    command, one_error_line, make_cluster, tmp_path, nodes, device, options, problem
+):
+    write_document(tmp_path / "cluster.json", make_cluster(nodes))
+    before = set(tmp_path.iterdir())
+    arguments = ("--cluster", tmp_path / "cluster.json", "--time-budget", 1, "--out", tmp_path / "h.h5")
+    assert problem in one_error_line(command("hardware", *arguments, *options), 2, tmp_path, before)
+
+
+def test_a_cluster_of_devices_that_are_not_here_is_refused_by_its_ranks(
+    command, one_error_line, make_cluster, tmp_path
+):
+    write_document(tmp_path / "cluster.json", make_cluster((1, 1)))
+    named = json.loads((tmp_path / "cluster.json").read_text())
+    named["node_types"]["cpu-1"]["device"] = "Imaginary-9000"
+    (tmp_path / "cluster.json").write_text(json.dumps(named))
+    before = set(tmp_path.iterdir())
+    finished = command(
+        "hardware", "--cluster", tmp_path / "cluster.json", "--time-budget", 1, "--out", tmp_path / "h.h5"
+    )
+    assert "Imaginary-9000" in one_error_line(finished, 2, tmp_path, before)
+
+
+def test_probes_are_written_measured_fitted_and_shown(
+    command, make_model, make_cluster, make_measurement, make_constants, tmp_path
+):
+    write_document(tmp_path / "model.json", make_model())
+    write_document(tmp_path / "cluster.json", make_cluster((1, 2)))
+    (tmp_path / "settings.json").write_text(
+        '{"format": "shardwright.profile_settings", "version": 1, "tp_sizes": [1, 2, 3],'
+        ' "sequence_parallel": ["megatron"], "recompute": ["none", "full"], "micro_batch_sizes": [1]}'
+    )
+    inputs = [part for name in ("model", "cluster", "settings") for part in (f"--{name}", tmp_path / f"{name}.json")]
+    finished = command("probes", *inputs, "--node-type", "cpu-2", "--out", tmp_path / "probes.json")
+    assert finished.returncode == 0, finished.stderr
+    assert "left out: tp_size=3 sequence_parallel=megatron: tp_size 3 does not divide the 2 devices" in finished.stderr
+    plans = read_document(tmp_path / "probes.json", Plans).plans
+    assert len(plans) == 2 * 2 * 2
+
+    write_document(tmp_path / "measured.json", make_measurement(plans, make_constants()))
+    assert read_document(tmp_path / "measured.json", Measurement).device == "cpu"
+    finished = command("fit", "--measurements", tmp_path / "measured.json", "--out", tmp_path / "profile.h5")
+    assert finished.returncode == 0, finished.stderr
+    assert read_model_profile(tmp_path / "profile.h5").origin.model == "toy"
+
+    finished = command("show", tmp_path / "profile.h5")
+    assert finished.returncode == 0, finished.stderr
+    for words in ("model profile of toy", "megatron", "embedding", "2 ms", "4 ms", "640 B", "step_overhead_s"):
+        assert words in finished.stdout
+
+
+def test_a_fit_that_noise_spoilt_is_one_line_and_no_output(
+    command, one_error_line, make_model, make_cluster, make_measurement, make_constants, tmp_path
+):
+    write_document(tmp_path / "model.json", make_model())
+    write_document(tmp_path / "cluster.json", make_cluster((1, 1)))
+    (tmp_path / "settings.json").write_text(
+        '{"format": "shardwright.profile_settings", "version": 1, "tp_sizes": [1], "sequence_parallel": ["none"],'
+        ' "recompute": ["none"], "micro_batch_sizes": [1]}'
+    )
+    inputs = [part for name in ("model", "cluster", "settings") for part in (f"--{name}", tmp_path / f"{name}.json")]
+    command("probes", *inputs, "--node-type", "cpu-1", "--out", tmp_path / "probes.json")
+    plans = read_document(tmp_path / "probes.json", Plans).plans
+    write_document(tmp_path / "measured.json", make_measurement(plans, make_constants(layer_s={"block": 0.0})))
+    before = set(tmp_path.iterdir())
+    finished = command("fit", "--measurements", tmp_path / "measured.json", "--out", tmp_path / "profile.h5")
+    line = one_error_line(finished, 2, tmp_path, before)
+    assert "block=1" in line
+    assert "block=3" in line
