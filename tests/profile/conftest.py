@@ -2,9 +2,9 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -34,8 +34,8 @@ class Constants(NamedTuple):
     overhead_s: float
 
 
-def _model(layers=("block",) * 4, sequence_length=32):
-    def kind(*parameters):
+def _model(layers: Sequence[str] = ("block",) * 4, sequence_length: int = 32) -> Model:
+    def kind(*parameters: Parameter) -> LayerType:
         return LayerType(
             parameters=parameters,
             forward_flops_per_sample=1,
@@ -58,7 +58,7 @@ def _model(layers=("block",) * 4, sequence_length=32):
     )
 
 
-def _cluster(*nodes: tuple[int, int]):
+def _cluster(*nodes: tuple[int, int]) -> Cluster:
     return Cluster(
         name="toys",
         nodes=tuple(NodeGroup(node_type=f"cpu-{size}", count=count) for count, size in nodes),
@@ -122,7 +122,7 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
     return PlanMeasurement(plan=plan, ranks=tuple(rank(number) for number in range(plan.world_size)))
 
 
-def _measurement(plans, constants, device="cpu"):
+def _measurement(plans: Sequence[Plan], constants: Constants, device: str = "cpu") -> Measurement:
     return Measurement(
         device=device,
         backend="gloo",
@@ -159,7 +159,7 @@ def make_measurement() -> Callable[..., Measurement]:
 def make_constants() -> Callable[..., Constants]:
     """A linear world, with some constants replaced."""
 
-    def made(**replaced: object) -> Constants:
+    def made(**replaced: Any) -> Constants:
         usual = Constants(1e-3, {"block": 2e-3}, {"block": 640}, 50, 3000, 4e-3, 1e-7, 5e-3)
         return usual._replace(**replaced)
 

@@ -1,16 +1,21 @@
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from shardwright_formats.errors import BadInput
 from shardwright_formats.measurement import Measurement, PlanMeasurement
+from shardwright_formats.model import Model
 from shardwright_formats.model_profile import read_model_profile, write_model_profile
 from shardwright_formats.plan import GradientReduction, Precision
 from shardwright_formats.strategy import Recompute, SequenceParallel
+from shardwright_formats.tables import Table
 from shardwright_profile.fit import fit_profile
 from shardwright_profile.probes import make_probes
 from shardwright_profile.settings import ProfileSettings
@@ -19,8 +24,8 @@ _SECONDS = st.floats(1e-6, 1.0)
 _BYTES = st.integers(0, 10**9)
 
 
-def _settings(**changed):
-    usual = {
+def _settings(**changed: Any) -> ProfileSettings:
+    usual: dict[str, Any] = {
         "tp_sizes": (1, 2),
         "sequence_parallel": (SequenceParallel.NONE, SequenceParallel.MEGATRON),
         "recompute": (Recompute.NONE, Recompute.FULL),
@@ -34,7 +39,7 @@ def plans(make_model, make_cluster):
     return make_probes(make_model(), make_cluster((1, 2)), "cpu-2", _settings()).plans
 
 
-def _rows(table, name):
+def _rows(table: Table, name: str) -> NDArray[Any]:
     return np.flatnonzero(table["type"] == name.encode())
 
 
@@ -104,7 +109,9 @@ def test_fit_recovers_the_constants_of_a_linear_world(
     assert profile.process["resident_bytes"].tolist() == [1001]
 
 
-def _check_states(model, states, layer_bytes, ends_bytes, slope, constant_s):
+def _check_states(
+    model: Model, states: Table, layer_bytes: Mapping[str, int], ends_bytes: int, slope: float, constant_s: float
+) -> None:
     for row in range(len(states["type"])):
         name, tp_size = states["type"][row].decode(), int(states["tp_size"][row])
         parameters = model.types[name].parameter_count(tp_size)
@@ -164,7 +171,7 @@ def test_probes_under_ulysses_cost_layers_but_tell_nothing_of_split_parameters(
     assert set(profile.states["tp_size"]) == {1}
 
 
-def _refusal(measurements):
+def _refusal(measurements: Sequence[Measurement]) -> str:
     with pytest.raises(BadInput) as caught:
         fit_profile([(Path(f"{i}.json"), measurement) for i, measurement in enumerate(measurements)])
     assert "\n" not in str(caught.value)
@@ -212,7 +219,7 @@ def test_measurements_that_cannot_be_compared_are_refused(
 
 
 def test_plans_that_are_no_probes_are_refused(plans, make_measurement, make_constants):
-    def replaced(measurement, **changes):
+    def replaced(measurement: Measurement, **changes: object) -> Measurement:
         fields = {
             name: getattr(measurement.plans[0].plan, name) for name in measurement.plans[0].plan.__struct_fields__
         }

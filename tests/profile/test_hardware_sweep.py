@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardwright_formats.cluster import Cluster
 from shardwright_formats.files import write_document
 from shardwright_formats.hardware_profile import Collective, read_hardware_profile
 
 _ONE_MIB = 1024 * 1024
+_Process = subprocess.Popen[str]
 
 
-def _start(folder, *arguments):
+def _start(folder: Path, *arguments: object) -> _Process:
     command = [sys.executable, "-c", "from shardwright_profile.cli import main; main()", "hardware"]
     # Logs of failed sweeps are kept: in the test's folder.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
@@ -24,19 +26,19 @@ def _start(folder, *arguments):
     )
 
 
-def _start_long_sweep(folder, cluster):
+def _start_long_sweep(folder: Path, cluster: Cluster) -> _Process:
     write_document(folder / "cluster.json", cluster)
     return _start(folder, "--cluster", folder / "cluster.json", "--time-budget", 60, "--out", folder / "hardware.h5")
 
 
-def _children(process):
+def _children(process: _Process) -> dict[int, int]:
     """Process ids of the started ranks by their number."""
     found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     variables = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in found}
     return {int(next(v for v in names if v.startswith(b"RANK="))[5:]): pid for pid, names in variables.items()}
 
 
-def _alive(pid):
+def _alive(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0]
     except FileNotFoundError:
@@ -101,6 +103,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(make_cluster, tmp_path):
     sweep = _start(
         tmp_path, "--cluster", tmp_path / "cluster.json", "--time-budget", 60, "--out", tmp_path / "hardware.h5"
     )
+    assert sweep.stderr is not None
     sweep.stderr.readline()  # the first line of progress: the ranks have met
     ranks = _children(sweep)
     started = time.monotonic()
@@ -144,7 +147,7 @@ def test_ranks_end_when_their_launcher_is_killed(make_cluster, tmp_path):
     assert not any(map(_alive, ranks.values()))
 
 
-def _wait_for_ranks(sweep, count):
+def _wait_for_ranks(sweep: _Process, count: int) -> dict[int, int]:
     until = time.monotonic() + 20
     while time.monotonic() < until:
         try:
@@ -156,7 +159,7 @@ def _wait_for_ranks(sweep, count):
     raise AssertionError("the ranks were not started")
 
 
-def _free_port():
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        return int(probe.getsockname()[1])

@@ -1,4 +1,5 @@
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from shardwright_profile.probes import make_probes, with_layers
 from shardwright_profile.settings import ProfileSettings
 
 
-def _subsets(values):
+def _subsets(values: list[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
     return st.lists(st.sampled_from(values), min_size=1, unique=True).map(tuple)
 
 

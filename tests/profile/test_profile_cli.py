@@ -30,7 +30,7 @@ def test_help_says_units_and_formats(command, name, words):
 
 
 def test_help_comes_at_once(command):
-    def once():
+    def once() -> float:
         started = time.monotonic()
         command("--help")
         return time.monotonic() - started

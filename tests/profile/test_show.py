@@ -7,7 +7,7 @@ from shardwright_profile.show import show_profile
 from shardwright_profile.units import bytes_text, rate_text, seconds_text
 
 
-def _profile():
+def _profile() -> HardwareProfile:
     return HardwareProfile(
         cluster="two",
         device="cpu",

@@ -55,7 +55,7 @@ def start_sweep(request: SweepRequest) -> None:
         )
         write_document(folder / "job.json", job)
         with shown_progress() as on_line:
-            run_ranks(_WORKER, folder / "job.json", ranks, _environment(request, cluster, len(ranks)), folder, on_line)
+            run_ranks(_WORKER, folder / "job.json", ranks, _environment(request, cluster), folder, on_line)
     except RunFailed:
         keep = True
         raise
@@ -89,12 +89,12 @@ def _check(request: SweepRequest, cluster: Cluster) -> None:
         raise BadInput("hardware", "torch is not installed here", "install shardwright-profile[hardware]")
 
 
-def _environment(request: SweepRequest, cluster: Cluster, ranks: int) -> dict[str, str]:
+def _environment(request: SweepRequest, cluster: Cluster) -> dict[str, str]:
     """What the ranks get beside this process's own environment, which wins."""
     added = {}
     if cluster.node_types[cluster.nodes[0].node_type].device == CPU:
-        # Ranks that share a node's cores must not each use all of them: the rates would be of a crowd.
-        added["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+        # Ranks that share a node's cores: one thread each, as when they train.
+        added["OMP_NUM_THREADS"] = "1"
     if request.rendezvous is None:
         added["GLOO_SOCKET_IFNAME"] = "lo"
     return {name: value for name, value in added.items() if name not in os.environ}
