@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.closed_form import step_time
+from shardwright_search.solver.bounds import Reals, floors, lower_bound_ps
 from shardwright_search.solver.pareto import Ints, non_dominated
 from shardwright_search.solver.problem import Options, Problem
 
@@ -62,8 +62,7 @@ class Chains:
         self._problem, self._stage, self._cut_ps, self._most_labels = problem, stage, cut_ps, most_labels
         self._known: dict[tuple[int, ...], Labels] = {}
         self._useful = [self._useful_options(options) for options in problem.tables[stage].options]
-        total = len(problem.elements)
-        self._least_total = sum(problem.least_ps[problem.elements[e]] for e in range(total))
+        self._floors = floors(problem)
 
     def labels(self, start: int, end: int) -> Labels:
         """The labels of elements `start` to `end`, exclusive."""
@@ -85,16 +84,19 @@ class Chains:
 
     def _extended(self, run: tuple[int, ...]) -> Labels:
         labels = self._first(run[0]) if len(run) == 1 else self._next(self._known[run[:-1]], run[-2], run[-1])
-        labels = labels.take(np.flatnonzero(self._promising(labels, run)))
+        labels = labels.take(np.flatnonzero(labels.memory_bytes + labels.transient_bytes <= self._problem.budget_bytes))
+        if self._cut_ps is not None:
+            labels = labels.take(np.flatnonzero(self._bound_ps(labels, run) <= self._cut_ps))
         columns = np.column_stack(
             [labels.objectives_ps @ self._problem.weights.T, labels.memory_bytes, labels.transient_bytes]
         )
         labels = labels.take(non_dominated(columns, labels.key))
         if self._most_labels is None or len(labels.time_ps) <= self._most_labels:
             return labels
-        by_time = np.argsort(labels.time_ps, kind="stable")
-        spread = np.linspace(0, len(by_time) - 1, self._most_labels).astype(np.int64)
-        return labels.take(by_time[spread])
+        return labels.take(np.sort(np.argsort(self._bound_ps(labels, run), kind="stable")[: self._most_labels]))
+
+    def _bound_ps(self, labels: Labels, run: tuple[int, ...]) -> Reals:
+        return lower_bound_ps(self._problem, self._floors, run, labels.objectives_ps, labels.memory_bytes)
 
     def _first(self, kind: int) -> Labels:
         """One label for each option."""
@@ -141,21 +143,3 @@ class Chains:
 
     def _held(self, options: Options) -> Ints:
         return options.state_bytes + self._problem.in_flight[self._stage] * options.activation_bytes
-
-    def _promising(self, labels: Labels, run: tuple[int, ...]) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-        """Whether a label fits, and whether a plan through it may have a T no larger than the cut.
-
-        All other elements take at least their least time in this stage or another, the slowest stage is no faster
-        than this run and than the mean stage, and the largest U and O are no less than this run's.
-        """
-        problem = self._problem
-        fits = labels.memory_bytes + labels.transient_bytes <= problem.budget_bytes
-        if self._cut_ps is None:
-            return fits
-        rest = self._least_total - sum(problem.least_ps[element] for element in run)
-        total = labels.time_ps + rest
-        slowest = np.maximum(labels.time_ps, -(-total // problem.pp_size))
-        bound = step_time(
-            total, slowest, labels.gradient_sync_ps, labels.optimizer_ps, problem.num_microbatches
-        )
-        return fits & (bound <= self._cut_ps)

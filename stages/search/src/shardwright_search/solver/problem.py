@@ -1,6 +1,5 @@
 """One case as bare numbers: what the solver sees of a model, a cluster and their costs."""
 
-from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -78,12 +77,6 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         if self.pp_size == 1:
             return np.array([[self.num_microbatches, 1, 1]])
         return np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1], [1, 1, 1]])
-
-    @cached_property
-    def least_ps(self) -> tuple[int, ...]:
-        """The least time of a microbatch by type, over all stages and options."""
-        types = range(len(self.tables[0].options))
-        return tuple(min(int(table.options[t].microbatch_ps.min()) for table in self.tables) for t in types)
 
     def ends(self, stage: int, start: int) -> range:
         """Where a pipeline stage that starts at element `start` can end, so that each stage gets a layer."""
