@@ -75,7 +75,7 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     family: Annotated[str, Meta(min_length=1)]
     """Which file of the runtime knows how to build and shard it."""
     config: dict[str, Any]
-    """The Hugging Face configuration; its number of layers gives way to `layers`."""
+    """The Hugging Face configuration without its number of layers, which is that of `layers`."""
     sequence_length: Annotated[int, Meta(ge=1)]
     """Tokens (or patches) of one sample."""
     layers: Annotated[tuple[str, ...], Meta(min_length=1)]

@@ -46,6 +46,7 @@ def launch(command: Sequence[str], processes: int, first_rank: int, world_size: 
     children = [
         subprocess.Popen(
             command,
+            start_new_session=True,  # a terminal's Ctrl-C reaches this process alone, which passes it on in order
             env=os.environ
             | {
                 "RANK": str(first_rank + local),
@@ -58,7 +59,7 @@ def launch(command: Sequence[str], processes: int, first_rank: int, world_size: 
         )
         for local in range(processes)
     ]
-    with _signals_passed_on(children):
+    with _signals_passed_on(children) as signalled:
         try:
             failed = _first_failure(children)
             if failed is not None:
@@ -68,6 +69,8 @@ def launch(command: Sequence[str], processes: int, first_rank: int, world_size: 
     if failed is None:
         return
     status = children[failed].returncode
+    if status < 0 and signalled:
+        raise Stopped("stopped before the first step: run the same command again")
     if status in _KNOWN_EXITS:
         raise SystemExit(status)
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -104,7 +107,7 @@ def _end(children: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
 
 
 @contextmanager
-def _signals_passed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _signals_passed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
     seen: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -119,7 +122,7 @@ def _signals_passed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, pass_on) for number in numbers}
     try:
-        yield
+        yield seen
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

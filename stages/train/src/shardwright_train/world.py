@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from shardwright_formats.errors import ShardwrightError
 
 __all__ = ["World", "joined_world"]
 
@@ -27,6 +28,14 @@ class World:
     def device_name(self) -> str:
         """The device's name as its driver gives it, or `cpu`."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+
+    def agree(self, problem: ShardwrightError | None) -> None:
+        """Raise on all ranks what any of them has found wrong: the lowest such rank's error."""
+        every: list[ShardwrightError | None] = [None] * self.size
+        dist.all_gather_object(every, problem)
+        for found in every:
+            if found is not None:
+                raise found
 
 
 @contextmanager

@@ -7,11 +7,12 @@ from shardwright_train.families.llama import Llama
 
 __all__ = ["Family", "family_named"]
 
+_FAMILIES: dict[str, Family] = {"llama": Llama()}
+
 
 def family_named(name: str, file: object) -> Family:
     """The family of a name that stands in `file`; BadInput when there is none."""
-    families = {"llama": Llama()}
-    if name not in families:
-        known = ", ".join(sorted(families))
+    if name not in _FAMILIES:
+        known = ", ".join(sorted(_FAMILIES))
         raise BadInput(file, f"model family {name!r} cannot be trained", f"use one of: {known}")
-    return families[name]
+    return _FAMILIES[name]

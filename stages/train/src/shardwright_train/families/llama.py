@@ -68,6 +68,8 @@ class Llama:
 
     def describe(self, config: dict[str, Any], name: str, sequence_length: int) -> Model:
         """Read shapes off the stock modules on the meta device."""
+        if unknown := sorted(set(config) - set(LlamaConfig().to_dict()) - {"model_type"}):
+            raise ValueError(f"unknown key {unknown[0]!r} for a llama model")
         parsed = _parse(config)
         if sequence_length > parsed.max_position_embeddings:
             raise ValueError(f"sequence length {sequence_length} is over {parsed.max_position_embeddings} positions")
@@ -87,7 +89,7 @@ class Llama:
         return Model(
             name=name,
             family="llama",
-            config=config,
+            config={key: value for key, value in config.items() if key != "num_hidden_layers"},
             sequence_length=sequence_length,
             layers=("block",) * parsed.num_hidden_layers,
             types={

@@ -1,0 +1,129 @@
+"""`shardwright-train`: describe a model, prepare text, train with a plan, measure plans."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from shardwright_formats.errors import BadInput, one_line_errors
+from shardwright_formats.files import write_document
+
+from shardwright_train.jobs import RunJob
+from shardwright_train.launch import Nodes
+from shardwright_train.start import start_measure, start_run
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Train a Transformer exactly as a plan says, and measure what plans take.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Count = Annotated[int, typer.Option(help="Number of nodes.", min=1)]
+NodeRank = Annotated[int, typer.Option(help="This node's place in the plan's cluster, from 0.", min=0)]
+Rendezvous = Annotated[str | None, typer.Option(help="host:port of the first node, where there are several.")]
+
+
+@app.command()
+def describe(
+    config_dir: Annotated[Path, typer.Argument(help="Folder with a Hugging Face config.json.")],
+    name: Annotated[str, typer.Option(help="Name of the model in all later files.")],
+    sequence_length: Annotated[int, typer.Option(help="Tokens of one sample.", min=1)],
+    out: Annotated[Path, typer.Option(help="Model description to write (JSON).")],
+) -> None:
+    """Describe a model for the planner: layer types, shapes, what must divide what. Builds no weights."""
+    with one_line_errors():
+        file = config_dir / "config.json"
+        try:
+            config = json.loads(file.read_bytes())
+            family = config["model_type"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BadInput(file, f"no configuration with a model_type ({error})", "write one") from None
+        from shardwright_train.families import family_named
+
+        try:
+            model = family_named(family, file).describe(config, name, sequence_length)
+        except (ValueError, TypeError) as error:
+            raise BadInput(file, str(error), "correct the configuration") from None
+        write_document(out, model)
+
+
+@app.command()
+def prepare(
+    text: Annotated[str, typer.Option(help="Folder of text files, or `python-stdlib`: Python's own sources.")],
+    vocab_size: Annotated[int, typer.Option(help="Tokens of the byte-level BPE to train.", min=257)],
+    out: Annotated[Path, typer.Option(help="Folder for tokenizer.json, tokens.bin, tokens.idx, data.json.")],
+    glob: Annotated[str, typer.Option(help="Which files of the folder.")] = "*.py",
+    max_mib: Annotated[float, typer.Option(help="Most text to take, in MiB.", min=0.01)] = 8.0,
+) -> None:
+    """Train a tokenizer on text and write the tokens in Megatron's indexed format."""
+    with one_line_errors():
+        from shardwright_train.data.prepare import prepare as prepare_text
+
+        prepare_text(text, glob, vocab_size, max_mib, out)
+
+
+@app.command()
+def run(
+    plan: Annotated[Path, typer.Argument(help="Plan to train with (JSON).")],
+    data: Annotated[Path, typer.Option(help="Folder that `prepare` wrote.")],
+    steps: Annotated[int, typer.Option(help="Steps in all, resumed ones included.", min=1)],
+    out: Annotated[Path, typer.Option(help="Folder for metrics.jsonl and DONE.json.")],
+    checkpoints: Annotated[Path, typer.Option(help="Folder for checkpoints; kept by plan inside.")],
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 500,
+    keep_checkpoints: Annotated[int, typer.Option(help="How many of the latest to keep.", min=1)] = 2,
+    resume_from: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder (step-…) to continue; default: this plan's latest.")
+    ] = None,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate, per step.", min=0)] = 3e-4,
+    warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up; a cosine to a tenth follows.", min=0)] = 0,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's decay of matrices, per learning rate.", min=0)] = 0.1,
+    clip_norm: Annotated[float, typer.Option(help="Largest global 2-norm of gradients; 0: no clipping.", min=0)] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of initial weights and sample order.", min=0)] = 0,
+    nnodes: Count = 1,
+    node_rank: NodeRank = 0,
+    rendezvous: Rendezvous = None,
+) -> None:
+    """Train; run the same command again to resume. Starts one process per device of this node itself.
+
+    Exit codes: 0 done, 2 bad input or locked, 4 failed (NaN, dead rank), 75 stopped in order, 130 second signal.
+    """
+    with one_line_errors():
+        job = RunJob(
+            plan=str(plan),
+            data=str(data),
+            out=str(out),
+            checkpoints=str(checkpoints),
+            resume_from=str(resume_from) if resume_from else None,
+            steps=steps,
+            checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
+            learning_rate=learning_rate,
+            warmup_steps=warmup_steps,
+            weight_decay=weight_decay,
+            clip_norm=clip_norm,
+            seed=seed,
+        )
+        start_run(job, Nodes(nnodes, node_rank, rendezvous))
+
+
+@app.command()
+def measure(
+    plans: Annotated[list[Path], typer.Argument(help="Files of plans; of a prediction, its runners-up.")],
+    out: Annotated[Path, typer.Option(help="Measurement to write (JSON).")],
+    steps: Annotated[int, typer.Option(help="Timed steps of each plan.", min=1)] = 5,
+    warmup_steps: Annotated[int, typer.Option(help="Steps before the timed ones.", min=1)] = 2,
+    nnodes: Count = 1,
+    node_rank: NodeRank = 0,
+    rendezvous: Rendezvous = None,
+) -> None:
+    """Run plans for some steps on random tokens and report time (s) and memory (bytes) of every rank."""
+    with one_line_errors():
+        start_measure(plans, out, steps, warmup_steps, Nodes(nnodes, node_rank, rendezvous))
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,37 @@
+"""What the parent asks of the ranks it starts, handed over as a file."""
+
+from shardwright_formats.files import Document
+
+__all__ = ["MeasureJob", "RunJob"]
+
+
+class RunJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Train with a plan."""
+
+    FORMAT = "shardwright.run_job"
+
+    plan: str
+    data: str
+    out: str
+    checkpoints: str
+    resume_from: str | None
+    steps: int
+    checkpoint_every: int
+    keep_checkpoints: int
+    learning_rate: float
+    warmup_steps: int
+    weight_decay: float
+    clip_norm: float
+    seed: int
+
+
+class MeasureJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Time some plans of one world size."""
+
+    FORMAT = "shardwright.measure_job"
+
+    plans: str
+    """A `shardwright.plans` file."""
+    out: str
+    steps: int
+    warmup_steps: int
