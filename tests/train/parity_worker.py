@@ -1,22 +1,29 @@
 """Run by the launcher, one process per rank: plans in float64 against one process, written as JSON by rank 0."""
 
 import json
+import logging
 import math
 import sys
+import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from shardwright_formats.files import read_document
 from shardwright_formats.plan import Plan, Plans
 from shardwright_train.families import family_named
+from shardwright_train import optimiser
 from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
+from shardwright_train.parallel import collectives, data_parallel
 from shardwright_train.parallel.groups import Groups
+from shardwright_train.parallel.tensor_parallel import TensorParallel
 from shardwright_train.pipeline import Pipeline, run_step
 from shardwright_train.stage import _seed_of, build_stage
 from shardwright_train.world import World, joined_world
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import LlamaConfig, LlamaForCausalLM
 
 STEPS = 3
@@ -88,14 +95,14 @@ def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> d
     stage = build_stage(plan, world.rank, family, groups, "sdpa", 0, world.device)
     place = Pipeline.of(plan, world.rank, groups, world.device)
     parameters = dict(stage.parameters_by_name(family))
-    optimiser = ShardedAdamW(parameters, SETTINGS)
-    optimiser.begin(0)
+    adamw = ShardedAdamW(parameters, SETTINGS)
+    adamw.begin(0)
     gradient_error = loss_error = norm_error = 0.0
     for step, batch in enumerate(batches(plan), start=1):
         loss = run_step(stage, place, batch)
         if step == 1:
             gradient_error = worst([(p.grad, reference.first_gradients[n]) for n, p in parameters.items()])
-        outcome = optimiser.step(step, loss, stop=False)
+        outcome = adamw.step(step, loss, stop=False)
         loss_error = max(loss_error, abs(outcome.loss - reference.losses[step - 1]))
         norm_error = max(norm_error, abs(outcome.grad_norm - reference.norms[step - 1]))
     return {
@@ -106,7 +113,48 @@ def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> d
     }
 
 
-def main(plans_file: str, result_file: str) -> None:
+def _norm_gradients_not_summed() -> AbstractContextManager[object]:
+    return patch.object(TensorParallel, "outside_gradient", property(lambda _self: Replicate()))
+
+
+def _bias_added_by_every_rank() -> AbstractContextManager[object]:
+    return patch.object(TensorParallel, "rank", property(lambda _self: 0))
+
+
+def _gradients_averaged_instead_of_summed() -> AbstractContextManager[object]:
+    return patch.object(data_parallel, "_sum_gradients", lambda _module: None)
+
+
+def _pieces_swapped_in_redistribution() -> AbstractContextManager[object]:
+    return patch.object(dist, "all_to_all_single", lambda out, inp, *_args, **_kwargs: out.copy_(inp.flip(0)))
+
+
+def _sequence_gradient_scaled() -> AbstractContextManager[object]:
+    gather = collectives._gather
+    return patch.object(collectives, "_gather", lambda x, group: gather(x, group) * 1.001)
+
+
+def _replicated_squares_counted_twice() -> AbstractContextManager[object]:
+    return patch.object(optimiser, "_replicas", lambda _parameter: 1)
+
+
+MUTATIONS = {
+    f.__name__.removeprefix("_"): f
+    for f in (
+        _norm_gradients_not_summed,
+        _bias_added_by_every_rank,
+        _gradients_averaged_instead_of_summed,
+        _pieces_swapped_in_redistribution,
+        _sequence_gradient_scaled,
+        _replicated_squares_counted_twice,
+    )
+}
+
+
+def main(plans_file: str, result_file: str, *mutations: str) -> None:
+    """Compare every plan; the last one once more with each mutation, under the mutation's name."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     plans = read_document(Path(plans_file), Plans).plans
     results = {}
     with joined_world("cpu") as world:
@@ -114,10 +162,13 @@ def main(plans_file: str, result_file: str) -> None:
         references: dict[str, Reference] = {}
         for plan in plans:
             torch.set_default_dtype(getattr(torch, plan.precision.parameters))
-            key = f"{plan.model.types_sha256} {plan.model.layers} {plan.global_batch_size} {plan.precision}"
+            key = f"{plan.model.types_sha256} {plan.model.layers} {plan.global_batch_size} {plan.precision.parameters}"
             if key not in references:
                 references[key] = Reference(plan)
             results[plan.name] = compare(plan, references[key], groups, world)
+        for name in mutations:
+            with MUTATIONS[name]():
+                results[name] = compare(plan, references[key], groups, world)
         if world.rank == 0:
             Path(result_file).write_text(json.dumps(results))
 
