@@ -34,7 +34,7 @@ class Constants(NamedTuple):
     overhead_s: float
 
 
-def _model(layers: Sequence[str] = ("block",) * 4, sequence_length: int = 32) -> Model:
+def _model(layers: Sequence[str] = ("block",) * 4, sequence_length: int = 32, tied: bool = False) -> Model:
     def kind(*parameters: Parameter) -> LayerType:
         return LayerType(
             parameters=parameters,
@@ -54,7 +54,13 @@ def _model(layers: Sequence[str] = ("block",) * 4, sequence_length: int = 32) ->
         "head": kind(Parameter(name="norm.weight", shape=(8,)), Parameter(name="head.weight", shape=(64, 8), tp_dim=0)),
     }
     return Model(
-        name="toy", family="toy", config={}, sequence_length=sequence_length, layers=tuple(layers), types=blocks | ends
+        name="toy",
+        family="toy",
+        config={},
+        sequence_length=sequence_length,
+        layers=tuple(layers),
+        types=blocks | ends,
+        tied=(("embed.weight", "head.weight"),) if tied else (),
     )
 
 
@@ -79,6 +85,8 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
     tp_size = plan.embedding.tp_size
     types = plan.model.types
     parameters = sum(types[name].parameter_count(tp_size) for name in ("embedding", *plan.model.layers, "head"))
+    if plan.model.tied:
+        parameters -= 64 * 8 // tp_size
     optimizer_s = constants.optimizer_constant_s + constants.optimizer_s_per_parameter * parameters
     reduction_s = constants.base_s / 3
     step_s = 2 * 3 * sum(times_s.values()) + reduction_s + optimizer_s + constants.overhead_s

@@ -147,6 +147,15 @@ def test_sources_are_measured_for_layers_and_derived_elsewhere(plans, make_measu
     assert set(profile.states["source"]) == set(profile.process["source"]) == {b"derived"}
 
 
+def test_tied_weights_are_updated_once(make_model, make_cluster, make_measurement, make_constants):
+    plans = make_probes(make_model(tied=True), make_cluster((1, 2)), "cpu-2", _settings()).plans
+    profile = fit_profile([(Path("m.json"), make_measurement(plans, make_constants(overhead_s=0.0)))])
+    assert profile.process["step_overhead_s"][0] == pytest.approx(4e-3, rel=1e-6)
+    parameters = [plans[0].model.types["block"].parameter_count(tp_size) for tp_size in (1, 2)]
+    rows = _rows(profile.states, "block")
+    np.testing.assert_allclose(profile.states["optimizer_s"][rows], 1e-7 * np.array(parameters), rtol=1e-6)
+
+
 def test_optimizer_times_that_fall_with_the_parameters_all_go_to_the_step(plans, make_measurement, make_constants):
     constants = make_constants(optimizer_constant_s=1.0, optimizer_s_per_parameter=-1e-6)
     profile = fit_profile([(Path("m.json"), make_measurement(plans, constants))])

@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import socket
@@ -70,6 +71,33 @@ def test_two_ranks_measure_every_kind_of_message_to_one_mebibyte(make_cluster, t
     assert [path.name for path in out.parent.iterdir()] == ["hardware.h5"]
 
 
+def test_a_repeat_takes_as_long_as_on_the_slowest_rank_and_all_ranks_agree(tmp_path):
+    code = f"""
+import os, time, torch, torch.distributed as dist
+from shardwright_profile.timing import agreed, timed_repeats
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=rank, world_size=2)
+times_s = timed_repeats(lambda: time.sleep(0.05 * rank), 3, torch.device("cpu"))
+print(times_s.tolist(), agreed(float(rank), torch.device("cpu")), flush=True)
+dist.barrier()
+"""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in (0, 1)
+    ]
+    first, second = (rank.communicate(timeout=60)[0] for rank in ranks)
+    assert first == second
+    times, largest = first.rsplit(" ", 1)
+    assert float(largest) == 1.0
+    assert len(json.loads(times)) == 3
+    assert min(json.loads(times)) >= 0.05
+
+
 def test_two_launchers_of_one_rank_each_measure_across_nodes(make_cluster, tmp_path):
     write_document(tmp_path / "cluster.json", make_cluster((2, 1)))
     port = _free_port()
@@ -134,11 +162,11 @@ def test_a_signal_to_the_launcher_ends_all_ranks_in_order(make_cluster, tmp_path
 
 
 def test_ranks_end_when_their_launcher_is_killed(make_cluster, tmp_path):
-    write_document(tmp_path / "cluster.json", make_cluster((1, 2)))
+    write_document(tmp_path / "cluster.json", make_cluster((1, 1)))
     sweep = _start(
         tmp_path, "--cluster", tmp_path / "cluster.json", "--time-budget", 60, "--out", tmp_path / "hardware.h5"
     )
-    ranks = _wait_for_ranks(sweep, 2)
+    ranks = _wait_for_ranks(sweep, 1)
     sweep.kill()
     sweep.communicate(timeout=30)
     until = time.monotonic() + 20

@@ -127,7 +127,7 @@ def test_probes_are_written_measured_fitted_and_shown(
 
     finished = command("show", tmp_path / "profile.h5")
     assert finished.returncode == 0, finished.stderr
-    for words in ("model profile of toy", "megatron", "embedding", "2 ms", "4 ms", "640 B", "step_overhead_s"):
+    for words in ("model profile of toy", "megatron", "embedding", "2 ms", "4 ms", "640 B", "step overhead s"):
         assert words in finished.stdout
 
 

@@ -14,7 +14,7 @@ from shardwright_profile.settings import ProfileSettings
 __all__ = ["NUM_MICROBATCHES", "Probes", "block_types", "layer_counts", "make_probes", "with_layers"]
 
 NUM_MICROBATCHES = 2
-"""The least that leaves a microbatch whose backward pass reduces no gradients."""
+"""The least that leaves a forward pass that gathers no parameters and a backward pass that reduces no gradients."""
 
 
 class Probes(NamedTuple):

@@ -107,12 +107,12 @@ def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[Printed]]:
 
 
 def _columns(title: str, table: Table) -> Printed:
-    names = [name for name in table if name != "source"]
-    labels = [name for name in names if table[name].dtype.kind == "S"]
-    printed = _printed(title, labels, [name for name in names if name not in labels] + ["source"])
-    order = [*labels, *(name for name in names if name not in labels), "source"]
+    printed = Printed(title=title, title_justify="left")
+    for name, values in table.items():
+        # Spaces let the head of a narrow column break between its words.
+        printed.add_column(name.replace("_", " "), justify="left" if values.dtype.kind == "S" else "right")
     for row in range(len(table["source"])):
-        printed.add_row(*(_cell(name, table[name][row]) for name in order))
+        printed.add_row(*(_cell(name, values[row]) for name, values in table.items()))
     return printed
 
 
