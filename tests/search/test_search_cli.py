@@ -1,0 +1,132 @@
+"""The commands end to end: files in, files out, exit codes, and one line when something is wrong."""
+
+import json
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from shardwright_formats.files import read_document, write_document
+from shardwright_formats.plan import Plan
+from shardwright_formats.prediction import Prediction
+from shardwright_formats.strategy import Recompute
+from shardwright_search.cli import app
+from typer.testing import CliRunner
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def options(paths, *roles):
+    return [part for role in roles for part in (f"--{role}", paths[role])]
+
+
+@pytest.fixture
+def inputs(make, files):
+    model, cluster = make.model(4), make.cluster()
+    return files(model, cluster, make.request(memory_gib=4 / 1024), make.profile(model))
+
+
+def plan(paths, out):
+    return call("plan", *options(paths, "cluster", "model", "hardware", "profile", "search"), "--out", out)
+
+
+def test_plan_writes_the_plan_and_its_prediction(inputs, tmp_path):
+    out = tmp_path / "plans" / "a.json"
+    result = plan(inputs, out)
+    assert result.exit_code == 0, result.output
+    found, prediction = read_document(out, Plan), read_document(tmp_path / "plans/a.prediction.json", Prediction)
+    assert prediction.plan_sha256 == found.sha256
+    assert prediction.memory_budget_bytes == 4 << 20 >= prediction.estimate.memory_bytes
+    assert set(prediction.inputs_sha256) == {"cluster", "model", "hardware", "profile", "search"}
+    for words in ("predicted", "ms a step", "of 4.0 MiB", "proof: closed form", "case 1/8"):
+        assert words in result.output
+    before = out.read_bytes(), (tmp_path / "plans/a.prediction.json").read_bytes()
+    assert plan(inputs, out).exit_code == 0
+    assert (out.read_bytes(), (tmp_path / "plans/a.prediction.json").read_bytes()) == before
+
+
+def test_an_infeasible_search_exits_with_3_and_writes_nothing(inputs, make, tmp_path):
+    write_document(inputs["search"], make.request(memory_gib=1 / 1024))
+    result = plan(inputs, tmp_path / "a.json")
+    assert result.exit_code == 3
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("case ")]
+    assert line.startswith(f"error: {inputs['search']}: no plan fits 1048576 bytes a rank: even the leanest (pp_size")
+    assert "bytes in pipeline stage" in line and "raise memory_gib to at least 0.00" in line
+    assert not list(tmp_path.glob("a*"))
+
+
+def test_a_missing_profile_point_exits_with_2_and_writes_nothing(inputs, make, files, tmp_path):
+    model = make.model(4)
+    paths = files(model, make.cluster(), make.request(), make.profile(model, tp_sizes=(1,)))
+    result = plan(paths, tmp_path / "a.json")
+    assert result.exit_code == 2
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("case ")]
+    assert line.startswith(f"error: {paths['profile']}: no point for embedding tp_size 2") and "probes again" in line
+    assert not list(tmp_path.glob("a*"))
+
+
+def test_a_misspelt_key_of_the_search_file_exits_with_2(inputs, tmp_path):
+    raw = json.loads(inputs["search"].read_text())
+    inputs["search"].write_text(json.dumps(raw | {"memory_gb": 3}))
+    result = plan(inputs, tmp_path / "a.json")
+    assert result.exit_code == 2 and "memory_gb" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_neither_file_appears_when_the_prediction_cannot_be_written(inputs, tmp_path):
+    (tmp_path / "a.prediction.json").mkdir()
+    assert plan(inputs, tmp_path / "a.json").exit_code != 0
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_evaluate_agrees_with_the_search(inputs, tmp_path):
+    plan(inputs, tmp_path / "a.json")
+    result = call("evaluate", tmp_path / "a.json", *options(inputs, "hardware", "profile"), "--out", tmp_path / "p.json")
+    assert result.exit_code == 0, result.output
+    searched = read_document(tmp_path / "a.prediction.json", Prediction)
+    evaluated = read_document(tmp_path / "p.json", Prediction)
+    assert evaluated.estimate == searched.estimate and evaluated.proof is None
+
+
+def test_uniform_makes_a_valid_plan_without_profiles(inputs, tmp_path):
+    out = tmp_path / "u.json"
+    result = call(
+        "uniform", *options(inputs, "model", "cluster"), "--global-batch-size", 8, "--num-microbatches", 4,
+        "--pp", 2, "--data-parallel", "zero3", "--recompute", "full", "--schedule", "gpipe",
+        "--precision-compute", "bfloat16", "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    made = read_document(out, Plan)
+    assert [stage.layers for stage in made.stages] == [((0, 2),), ((2, 4),)]
+    assert {layer.recompute for layer in made.layers} == {Recompute.FULL}
+    assert made.precision.compute == "bfloat16" and made.layers[0].data_parallel == "ddp"  # one rank: nothing to shard
+    result = call("uniform", *options(inputs, "model", "cluster"), "--global-batch-size", 8, "--tp", 3, "--out", out)
+    assert result.exit_code == 2 and "tp 3 x pp 1 does not divide 2 devices" in result.stderr
+    result = call("uniform", *options(inputs, "model", "cluster"), "--global-batch-size", 3, "--out", tmp_path / "v.json")
+    assert result.exit_code == 2 and "dp_size 2 does not divide the 3 samples" in result.stderr
+    assert not (tmp_path / "v.json").exists()
+
+
+def test_explain_shows_terms_binding_and_runners_up(inputs, tmp_path):
+    plan(inputs, tmp_path / "a.json")
+    result = call("explain", tmp_path / "a.json", *options(inputs, "hardware", "profile"))
+    assert result.exit_code == 0, result.output
+    for words in ("gradient_sync (once a step)", "activations", "budget", "of the budget", "runners-up", "is the slowest"):
+        assert words in result.output
+    (tmp_path / "a.prediction.json").unlink()
+    alone = call("explain", tmp_path / "a.json", *options(inputs, "hardware", "profile"))
+    assert alone.exit_code == 0 and "runners-up" not in alone.output
+
+
+def test_explain_refuses_the_prediction_of_another_plan(inputs, tmp_path):
+    plan(inputs, tmp_path / "a.json")
+    other = msgspec.structs.replace(read_document(tmp_path / "a.json", Plan), name="other")
+    write_document(tmp_path / "a.json", other)
+    result = call("explain", tmp_path / "a.json", *options(inputs, "hardware", "profile"))
+    assert result.exit_code == 2 and "is the prediction of another plan" in result.stderr
+
+
+def test_search_never_imports_torch():
+    code = "import sys, shardwright_search.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
