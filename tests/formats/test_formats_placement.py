@@ -1,6 +1,7 @@
 """Groups, rectangles and routes against brute force over every element."""
 
 from collections import Counter
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,7 +167,7 @@ def test_tensor_and_data_parallel_groups_form_a_grid(size: int, consecutive: boo
     for row in rows:
         for column in columns:
             assert len(set(row) & set(column)) == 1
-    neighbours = [ranks.index(b) - ranks.index(a) for row in rows for a, b in zip(row, row[1:], strict=False)]
+    neighbours = [ranks.index(b) - ranks.index(a) for row in rows for a, b in pairwise(row)]
     assert set(neighbours) <= {1 if consecutive else size // tp_size}
 
 

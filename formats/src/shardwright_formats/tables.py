@@ -126,10 +126,12 @@ def _check_header(path: Path, file: h5py.File, format_name: str, version: int) -
     if not isinstance(found, str) or found != format_name:
         raise BadInput(path, f"format is {found!r}, not {format_name}", "pass a file of that format")
     number = _attribute(path, file, "version")
-    if not isinstance(number, np.integer) or number != version:
+    if isinstance(number, np.integer):
+        number = int(number)
+    if type(number) is not int or number != version:
         raise BadInput(
             path,
-            f"version {number} of {format_name} is unknown here, only {version} is read",
+            f"version {number!r} of {format_name} is unknown here, only {version} is read",
             "write the file again with this version of shardwright",
         )
 

@@ -1,0 +1,434 @@
+"""What is written is read back, and equal values are equal bytes at any time."""
+
+import json
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from shardwright_formats import hardware_profile as hp
+from shardwright_formats import model_profile as mp
+from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.files import Document, read_document, sha256_of_file, sha256_of_value, write_document
+from shardwright_formats.measurement import (
+    Measurement,
+    PlanMeasurement,
+    RankMeasurement,
+    RankMemory,
+    Segment,
+    SegmentMemory,
+)
+from shardwright_formats.model import BoundaryTensor, LayerType, Model, Parameter
+from shardwright_formats.plan import Attention, GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
+from shardwright_formats.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
+from shardwright_formats.run import RunResult
+from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.tables import Column, Table
+
+EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
+
+names = st.text(min_size=1, max_size=8)
+seconds = st.floats(0, 1e6, allow_nan=False)
+byte_counts = st.integers(0, 2**53)
+precisions = st.from_type(Precision)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def _lists(of: st.SearchStrategy[Any], least: int = 0) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(of, min_size=least, max_size=3).map(tuple)
+
+
+def _layer_type(outer: str | None) -> st.SearchStrategy[LayerType]:
+    parameter = st.builds(
+        Parameter,
+        name=st.just(outer) if outer else names,
+        shape=st.just((64, 8)) if outer else _lists(st.integers(1, 64), 1),
+        tp_dim=st.sampled_from([None, 0]),
+    )
+    return st.builds(
+        LayerType,
+        parameters=parameter.map(lambda one: (one,)) if outer else _lists(parameter),
+        forward_flops_per_sample=byte_counts,
+        tp_must_divide=st.dictionaries(names, st.just(64), max_size=2),
+        ulysses_must_divide=st.dictionaries(names, st.just(64), max_size=2),
+        outputs=_lists(st.builds(BoundaryTensor, name=names, sequence_length=st.just(64), features=st.integers(1, 9))),
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    blocks = draw(st.lists(names.filter(lambda name: name not in ("embedding", "head")), min_size=1, max_size=3))
+    types = {name: draw(_layer_type(None)) for name in blocks}
+    outer = {name: draw(_layer_type(f"{name}.weight")) for name in ("embedding", "head")}
+    return Model(
+        name=draw(names),
+        family=draw(names),
+        config=draw(st.dictionaries(st.text(), json_values, max_size=3)),
+        sequence_length=64,
+        layers=tuple(draw(st.lists(st.sampled_from(blocks), min_size=1, max_size=6))),
+        types=outer | types,
+        tied=draw(st.sampled_from([(), (("embedding.weight", "head.weight"),)])),
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    """Clusters of 1, 2, 4 or 8 devices, so that every power of two can share them out."""
+    devices = draw(st.sampled_from([1, 2, 4, 8]))
+    per_node = draw(st.sampled_from([n for n in (1, 2, 4, 8) if n <= devices]))
+    types = {
+        name: NodeType(
+            device=draw(names),
+            devices_per_node=per_node,
+            memory_bytes=draw(st.integers(1, 2**40)),
+            usd_per_hour=draw(st.none() | seconds),
+        )
+        for name in draw(st.lists(names, min_size=1, max_size=2, unique=True))
+    }
+    nodes = [NodeGroup(node_type=draw(st.sampled_from(sorted(types))), count=1) for _ in range(devices // per_node)]
+    return Cluster(name=draw(names), nodes=tuple(nodes), node_types=types)
+
+
+def _powers_up_to(most: int) -> list[int]:
+    return [n for n in (1, 2, 4, 8) if n <= most]
+
+
+@st.composite
+def _spread(draw: st.DrawFn, ranks: int) -> dict[str, Any]:
+    tp_size = draw(st.sampled_from(_powers_up_to(ranks)))
+    return {
+        "tp_size": tp_size,
+        "dp_size": ranks // tp_size,
+        "tp_consecutive": draw(st.booleans()),
+        "data_parallel": draw(st.sampled_from(DataParallel)),
+        "sequence_parallel": draw(st.sampled_from(SequenceParallel)),
+    }
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    model, cluster = draw(models()), draw(clusters())
+    devices, layers = cluster.num_devices, len(model.layers)
+    num_stages = draw(st.sampled_from(_powers_up_to(devices)))
+    schedule = draw(st.sampled_from(Schedule))
+    chunks = draw(st.integers(1, 2)) if schedule is Schedule.INTERLEAVED_1F1B else 1
+    cuts = sorted(
+        draw(st.lists(st.integers(0, layers), min_size=num_stages * chunks - 1, max_size=99))[: num_stages * chunks - 1]
+    )
+    ranges = list(zip([0, *cuts], [*cuts, layers], strict=True))
+    ranks = draw(st.permutations(range(devices)))
+    width = devices // num_stages
+    stages = tuple(
+        PipelineStage(ranks=tuple(ranks[i * width : (i + 1) * width]), layers=tuple(ranges[i::num_stages]))
+        for i in range(num_stages)
+    )
+    num_microbatches = draw(st.integers(1, 4))
+    strategies = [
+        LayerStrategy(type=kind, recompute=draw(st.sampled_from(Recompute)), **draw(_spread(width)))
+        for kind in model.layers
+    ]
+    return Plan(
+        name=draw(names),
+        model=model,
+        cluster=cluster,
+        global_batch_size=8 * num_microbatches,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        gradient_reduction=draw(st.sampled_from(GradientReduction)),
+        precision=draw(precisions),
+        attention=draw(st.sampled_from(Attention)),
+        stages=stages,
+        embedding=Strategy(**draw(_spread(width))),
+        head=Strategy(**draw(_spread(width))),
+        layers=tuple(strategies),
+    )
+
+
+stage_predictions = st.builds(
+    StagePrediction,
+    time_s=seconds,
+    time_terms_s=st.dictionaries(names, seconds, max_size=2),
+    memory_bytes=byte_counts,
+    memory_terms_bytes=st.dictionaries(names, byte_counts, max_size=2),
+)
+events = st.builds(
+    TimelineEvent,
+    stage=st.integers(0, 7),
+    kind=names,
+    microbatch=st.none() | st.integers(0, 7),
+    start_s=seconds,
+    end_s=seconds,
+)
+estimates = st.builds(
+    Estimate,
+    simulated_step_time_s=seconds,
+    simulated_lower_bound_s=seconds,
+    objective_s=seconds,
+    samples_per_s=seconds,
+    usd_per_step=st.none() | seconds,
+    stages=_lists(stage_predictions, 1),
+    timeline=_lists(events),
+)
+proofs = st.builds(
+    Proof,
+    objective=names,
+    objective_s=seconds,
+    objective_bound_s=seconds,
+    gap=seconds,
+    scope=names,
+    examined=byte_counts,
+    solved=byte_counts,
+)
+predictions = st.builds(
+    Prediction,
+    plan_sha256=names,
+    memory_budget_bytes=st.none() | byte_counts,
+    estimate=estimates,
+    proof=st.none() | proofs,
+    runners_up=_lists(st.builds(RunnerUp, plan=plans(), estimate=estimates)),
+    warnings=_lists(names),
+    inputs_sha256=st.dictionaries(names, names, max_size=2),
+)
+
+
+@st.composite
+def measurements(draw: st.DrawFn) -> Measurement:
+    plan = draw(plans())
+    repeats = draw(st.integers(1, 3))
+    times = st.lists(seconds, min_size=repeats, max_size=repeats).map(tuple)
+    segment_memory = st.builds(
+        SegmentMemory,
+        name=names,
+        activation_bytes=byte_counts,
+        forward_transient_bytes=byte_counts,
+        backward_transient_bytes=byte_counts,
+    )
+    memory = RankMemory(
+        parameters_bytes=draw(byte_counts),
+        gradients_bytes=draw(byte_counts),
+        optimizer_bytes=draw(byte_counts),
+        peak_bytes=draw(byte_counts),
+        segments=draw(_lists(segment_memory)),
+        process_bytes=draw(byte_counts),
+        resident_bytes=draw(byte_counts),
+    )
+    ranks = tuple(
+        RankMeasurement(
+            rank=rank,
+            stage=0,
+            step_s=draw(times),
+            segments=(Segment(name=draw(names), forward_s=draw(times), backward_s=draw(times)),),
+            gradient_reduction_s=draw(times),
+            optimizer_s=draw(times),
+            memory=memory,
+        )
+        for rank in range(plan.world_size)
+    )
+    return Measurement(
+        device=draw(names),
+        backend=draw(names),
+        torch_version=draw(names),
+        attention=draw(names),
+        plans=(PlanMeasurement(plan=plan, ranks=ranks),),
+    )
+
+
+runs = st.builds(
+    RunResult,
+    plan_sha256=names,
+    steps=st.integers(1, 10**6),
+    first_loss=seconds,
+    final_loss=seconds,
+    wall_s=seconds,
+    checkpoint=names,
+)
+documents = st.one_of(
+    models(), clusters(), plans(), st.builds(Plans, plans=_lists(plans(), 1)), predictions, measurements(), runs
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(documents)
+def test_a_document_is_read_as_it_was_written(document: Document) -> None:
+    with TemporaryDirectory() as folder:
+        first, second = Path(folder, "first.json"), Path(folder, "second.json")
+        write_document(first, document)
+        again = read_document(first, type(document))
+        assert again == document
+        write_document(second, again)
+        assert second.read_bytes() == first.read_bytes()
+        assert sha256_of_value(again) == sha256_of_value(document)
+
+
+@settings(max_examples=15, deadline=None)
+@given(plans())
+def test_every_layer_of_a_valid_plan_lies_on_the_stage_that_names_it(plan: Plan) -> None:
+    assert plan.world_size == plan.cluster.num_devices == len(plan.cluster.node_of_rank)
+    for layer in range(len(plan.layers)):
+        stage = plan.stages[plan.stage_of(f"layers[{layer}]")]
+        assert any(low <= layer < high for low, high in stage.layers)
+    assert (plan.stage_of("embedding"), plan.stage_of("head")) == (0, len(plan.stages) - 1)
+
+
+def test_the_identity_of_a_plan_does_not_depend_on_the_order_of_keys(tmp_path: Path) -> None:
+    text = json.loads((EXAMPLES / "plan.json").read_text())
+    shuffled = tmp_path / "plan.json"
+    shuffled.write_text(json.dumps(dict(reversed(text.items()))))
+    first, second = read_document(EXAMPLES / "plan.json", Plan), read_document(shuffled, Plan)
+    assert first.sha256 == second.sha256
+    text["num_microbatches"] = 4
+    shuffled.write_text(json.dumps(text))
+    assert read_document(shuffled, Plan).sha256 != first.sha256
+
+
+def _values(column: Column, rows: int) -> st.SearchStrategy[NDArray[Any]]:
+    least = 1 if column.positive else 0
+    dtype = np.dtype(column.dtype)
+    if dtype.kind == "S":
+        text = (
+            st.sampled_from(column.among)
+            if column.among
+            else st.from_regex(rf"[!-~]{{1,{dtype.itemsize}}}", fullmatch=True)
+        )
+        return st.lists(text.map(str.encode), min_size=rows, max_size=rows).map(lambda found: np.array(found, dtype))
+    most = 1 if column.unit == "0 or 1" else 2**53
+    numbers = st.floats(least, most) if dtype.kind == "f" else st.integers(least, most)
+    return hnp.arrays(dtype, rows, elements=numbers)
+
+
+@st.composite
+def tables(draw: st.DrawFn, columns: dict[str, Column], rows: int) -> Table:
+    return {name: draw(_values(column, rows)) for name, column in columns.items()}
+
+
+@st.composite
+def hardware_profiles(draw: st.DrawFn) -> hp.HardwareProfile:
+    rows = draw(st.integers(0, 5))
+    repeats = draw(tables(hp.TABLES["repeats"], 2 * rows))
+    repeats["point"] = np.array(draw(st.permutations([*range(rows), *range(rows)])), "int64")
+    return hp.HardwareProfile(
+        cluster=draw(file_texts),
+        device=draw(file_texts),
+        backend=draw(file_texts),
+        points=draw(tables(hp.TABLES["points"], rows)),
+        repeats=repeats,
+        rates=draw(tables(hp.TABLES["rates"], draw(st.integers(0, 3)))),
+    )
+
+
+file_texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
+
+
+@st.composite
+def model_profiles(draw: st.DrawFn) -> mp.ModelProfile:
+    return mp.ModelProfile(
+        mp.ProfileOrigin(*(draw(file_texts) for _ in mp.ProfileOrigin._fields)),
+        layers=draw(tables(mp.LAYERS, draw(st.integers(0, 4)))),
+        states=draw(tables(mp.STATES, draw(st.integers(0, 4)))),
+        process=draw(tables(mp.PROCESS, 1)),
+    )
+
+
+def _same(first: Table, second: Table) -> bool:
+    return list(first) == list(second) and all(
+        first[name].dtype == second[name].dtype and np.array_equal(first[name], second[name]) for name in first
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(hardware_profiles())
+def test_a_hardware_profile_is_read_as_it_was_written(profile: hp.HardwareProfile) -> None:
+    with TemporaryDirectory() as folder:
+        first, second = Path(folder, "first.h5"), Path(folder, "second.h5")
+        hp.write_hardware_profile(first, profile)
+        again = hp.read_hardware_profile(first)
+        hp.write_hardware_profile(second, again)
+        assert second.read_bytes() == first.read_bytes()
+    assert (again.cluster, again.device, again.backend) == (profile.cluster, profile.device, profile.backend)
+    for name in hp.TABLES:
+        assert _same(getattr(again, name), getattr(profile, name))
+
+
+@settings(max_examples=20, deadline=None)
+@given(model_profiles())
+def test_a_model_profile_is_read_as_it_was_written(profile: mp.ModelProfile) -> None:
+    with TemporaryDirectory() as folder:
+        first, second = Path(folder, "first.h5"), Path(folder, "second.h5")
+        mp.write_model_profile(first, profile)
+        again = mp.read_model_profile(first)
+        mp.write_model_profile(second, again)
+        assert second.read_bytes() == first.read_bytes()
+    assert again.origin == profile.origin
+    for name in mp.TABLES:
+        assert _same(getattr(again, name), getattr(profile, name))
+
+
+def test_profiles_written_at_another_time_have_the_same_bytes(tmp_path: Path) -> None:
+    profile = mp.read_model_profile(EXAMPLES / "model_profile.h5")
+    hashes = set()
+    for name in ("now.h5", "later.h5"):
+        mp.write_model_profile(tmp_path / name, profile)
+        hashes.add(sha256_of_file(tmp_path / name))
+        # HDF5 stamps objects, where it does, with whole seconds.
+        time.sleep(1.1)
+    assert len(hashes) == 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(hardware_profiles())
+def test_a_curve_is_the_median_by_message_size_of_each_kind(profile: hp.HardwareProfile) -> None:
+    seen = 0
+    for key, (sizes, times_s) in profile.curves.items():
+        assert (np.diff(sizes) >= 0).all()
+        points = [i for i in range(len(profile.points["source"])) if profile.key(i) == key]
+        expected = {(int(profile.points["message_bytes"][i]), float(np.median(profile.times_s(i)))) for i in points}
+        assert set(zip(sizes.tolist(), times_s.tolist(), strict=True)) == expected
+        seen += len(points)
+    assert seen == len(profile.points["source"])
+
+
+def test_parameters_are_counted_with_their_tensor_parallel_share_and_ties_once() -> None:
+    model = read_document(EXAMPLES / "model.json", Model)
+    assert model.types["block"].parameter_count() == 8 + 32 * 8 + 8 * 32
+    assert model.types["block"].parameter_count(2) == 8 + 16 * 8 + 8 * 16
+    assert Parameter(name="w", shape=(5, 3), tp_dim=0).elements(2) == 9
+    assert model.parameter_count == 64 * 8 + 3 * 520
+
+
+def test_the_layer_count_does_not_change_what_a_profile_measures() -> None:
+    model = read_document(EXAMPLES / "model.json", Model)
+    fields = {name: getattr(model, name) for name in model.__struct_fields__}
+    assert Model(**fields | {"layers": ("block",)}).types_sha256 == model.types_sha256
+    assert Model(**fields | {"sequence_length": 32}).types_sha256 != model.types_sha256
+
+
+def test_a_measured_step_takes_as_long_as_its_slowest_rank() -> None:
+    (measured,) = read_document(EXAMPLES / "measurement.json", Measurement).plans
+    slow = {name: getattr(measured.ranks[1], name) for name in RankMeasurement.__struct_fields__}
+    ranks = (measured.ranks[0], RankMeasurement(**slow | {"step_s": (0.5, 9.0)}), *measured.ranks[2:])
+    assert PlanMeasurement(plan=measured.plan, ranks=ranks).step_times_s == (1.0, 9.0)
+    assert measured.peak_bytes == 8192
+
+
+def test_a_rank_runs_on_the_node_that_the_cluster_lists_for_it() -> None:
+    kinds = {
+        "two": NodeType(device="a", devices_per_node=2, memory_bytes=1),
+        "one": NodeType(device="b", devices_per_node=1, memory_bytes=1),
+    }
+    nodes = (NodeGroup(node_type="one", count=2), NodeGroup(node_type="two", count=1))
+    cluster = Cluster(name="c", nodes=nodes, node_types=kinds)
+    assert cluster.node_of_rank == (0, 1, 2, 2)
+    assert cluster.node_type_of_rank == ("one", "one", "two", "two")
+    with pytest.raises(ValueError, match="'three'"):
+        Cluster(name="c", nodes=(NodeGroup(node_type="three", count=1),), node_types=kinds)
