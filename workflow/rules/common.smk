@@ -1,9 +1,14 @@
 # The configuration, the small files that are written from it, and what every rule shares.
+import os
 import sys
 from pathlib import Path
 
 ROOT = Path(workflow.basedir)
-CONFIG_FILE = str(workflow.overwrite_configfiles[-1]) if workflow.overwrite_configfiles else "config/config.yaml"
+CONFIG_FILE = (
+    os.path.relpath(workflow.overwrite_configfiles[-1])
+    if workflow.overwrite_configfiles
+    else "config/config.yaml"
+)
 
 sys.path.insert(0, str(ROOT / "workflow"))
 from configuration import ConfigurationError, load_workflow  # noqa: E402
@@ -48,14 +53,22 @@ def on_nodes(node_types, num_nodes, runtime_min):
     """
 
     def asked(key, default=None):
-        return lambda wildcards: CONFIG["node_types"][node_types(wildcards)[0]].get("slurm", {}).get(key, default)
+        return (
+            lambda wildcards: CONFIG["node_types"][node_types(wildcards)[0]]
+            .get("slurm", {})
+            .get(key, default)
+        )
 
     def extra(wildcards):
         gpus = asked("gpus_per_node")(wildcards)
         return f"--exclusive --gpus-per-node={gpus}" if gpus else "--exclusive"
 
     def mpi(wildcards):
-        return "srun --kill-on-bad-exit=1 --ntasks-per-node=1" if num_nodes(wildcards) > 1 else ""
+        return (
+            "srun --kill-on-bad-exit=1 --ntasks-per-node=1"
+            if num_nodes(wildcards) > 1
+            else ""
+        )
 
     found = {
         "nodes": num_nodes,
@@ -67,7 +80,11 @@ def on_nodes(node_types, num_nodes, runtime_min):
         "slurm_extra": extra,
     }
     # Left out where nobody asks, so that a default of the cluster's profile holds.
-    for key, resource in (("partition", "slurm_partition"), ("account", "slurm_account"), ("constraint", "constraint")):
+    for key, resource in (
+        ("partition", "slurm_partition"),
+        ("account", "slurm_account"),
+        ("constraint", "constraint"),
+    ):
         if any(key in node.get("slurm", {}) for node in CONFIG["node_types"].values()):
             found[resource] = asked(key)
     return found

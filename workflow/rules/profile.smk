@@ -1,8 +1,14 @@
 # What the machines and the models do: measured, never assumed.
 rule profiles:
     input:
-        [f"results/hardware/{search['cluster']}.h5" for search in CONFIG["searches"].values()],
-        [f"results/profiles/{model}@{node_type}.h5" for model, node_type in CONFIG.profiled_pairs()],
+        [
+            f"results/hardware/{search['cluster']}.h5"
+            for search in CONFIG["searches"].values()
+        ],
+        [
+            f"results/profiles/{model}@{node_type}.h5"
+            for model, node_type in CONFIG.profiled_pairs()
+        ],
 
 
 rule describe:
@@ -10,9 +16,6 @@ rule describe:
         config="results/models/{model}/config.json",
     output:
         model="results/models/{model}.json",
-    params:
-        folder=lambda wildcards, input: Path(input.config).parent,
-        sequence_length=lambda wildcards: CONFIG.sequence_length(wildcards.model),
     log:
         "results/logs/describe/{model}.log",
     benchmark:
@@ -21,6 +24,11 @@ rule describe:
     resources:
         mem_mb=4000,
         runtime=10,
+    params:
+        folder=lambda wildcards, input: Path(input.config).parent,
+        sequence_length=lambda wildcards: CONFIG.sequence_length(wildcards.model),
+    message:
+        "describe the model {wildcards.model}"
     shell:
         "shardwright-train describe {params.folder} --name {wildcards.model}"
         " --sequence-length {params.sequence_length} --out {output.model} 2> {log}"
@@ -31,8 +39,6 @@ rule hardware:
         cluster="results/clusters/{cluster}.json",
     output:
         hardware="results/hardware/{cluster}.h5",
-    params:
-        time_budget_s=lambda wildcards: CONFIG["clusters"][wildcards.cluster]["hardware_time_budget_s"],
     log:
         "results/logs/hardware/{cluster}.log",
     benchmark:
@@ -40,6 +46,12 @@ rule hardware:
     threads: all_cores
     resources:
         **on_cluster(lambda wildcards: wildcards.cluster, runtime_min=60),
+    params:
+        time_budget_s=lambda wildcards: CONFIG["clusters"][wildcards.cluster][
+            "hardware_time_budget_s"
+        ],
+    message:
+        "measure what messages cost on {wildcards.cluster}, for {params.time_budget_s} s"
     shell:
         "{resources.mpi} shardwright-profile hardware --cluster {input.cluster}"
         " --time-budget {params.time_budget_s} --out {output.hardware} 2> {log}"
@@ -60,6 +72,8 @@ rule probes:
     resources:
         mem_mb=2000,
         runtime=10,
+    message:
+        "choose what to measure of {wildcards.model} on {wildcards.node_type}"
     shell:
         "shardwright-profile probes --model {input.model} --cluster {input.cluster} --node-type {wildcards.node_type}"
         " --settings {input.settings} --out {output.probes} 2> {log}"
@@ -70,16 +84,24 @@ rule measure:
         probes="results/probes/{model}@{node_type}.json",
     output:
         measurement="results/measurements/probes/{model}@{node_type}.json",
-    params:
-        steps=lambda wildcards: CONFIG.profile_of(wildcards.model)["steps"],
-        warmup_steps=lambda wildcards: CONFIG.profile_of(wildcards.model)["warmup_steps"],
     log:
         "results/logs/measure/{model}@{node_type}.log",
     benchmark:
         "results/benchmarks/measure/{model}@{node_type}.tsv"
     threads: all_cores
     resources:
-        **on_nodes(lambda wildcards: [wildcards.node_type], lambda wildcards: 1, runtime_min=60),
+        **on_nodes(
+            lambda wildcards: [wildcards.node_type],
+            lambda wildcards: 1,
+            runtime_min=60,
+        ),
+    params:
+        steps=lambda wildcards: CONFIG.profile_of(wildcards.model)["steps"],
+        warmup_steps=lambda wildcards: CONFIG.profile_of(wildcards.model)[
+            "warmup_steps"
+        ],
+    message:
+        "measure {wildcards.model} on {wildcards.node_type}"
     shell:
         "{resources.mpi} shardwright-train measure {input.probes} --steps {params.steps}"
         " --warmup-steps {params.warmup_steps} --out {output.measurement} 2> {log}"
@@ -98,5 +120,7 @@ rule fit:
     resources:
         mem_mb=2000,
         runtime=10,
+    message:
+        "fit the profile of {wildcards.model} on {wildcards.node_type}"
     shell:
         "shardwright-profile fit --measurements {input.measurement} --out {output.profile} 2> {log}"

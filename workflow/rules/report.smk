@@ -1,17 +1,24 @@
 # One page that says what was planned, what was predicted and what came of it.
 rule report:
     input:
-        scripts=sorted((ROOT / "workflow/scripts").glob("*.py")) + sorted((ROOT / "workflow/scripts").glob("*.css")),
+        scripts=sorted((ROOT / "workflow/scripts").glob("*.py"))
+        + sorted((ROOT / "workflow/scripts").glob("*.css")),
         plans=expand("results/plans/{search}.json", search=CONFIG["searches"]),
-        predictions=expand("results/plans/{search}.prediction.json", search=CONFIG["searches"]),
-        measurements=expand("results/measurements/plans/{search}.json", search=CONFIG["validate"]["searches"]),
-        runs=expand("results/runs/{run}/{file}", run=CONFIG["runs"], file=["metrics.jsonl", "DONE.json"]),
+        predictions=expand(
+            "results/plans/{search}.prediction.json", search=CONFIG["searches"]
+        ),
+        measurements=expand(
+            "results/measurements/plans/{search}.json",
+            search=CONFIG["validate"]["searches"],
+        ),
+        runs=expand(
+            "results/runs/{run}/{file}",
+            run=CONFIG["runs"],
+            file=["metrics.jsonl", "DONE.json"],
+        ),
     output:
         page="results/report.html",
-    params:
-        script=ROOT / "workflow/scripts/report.py",
-        searches=" ".join(CONFIG["searches"]),
-        runs=" ".join(CONFIG["runs"]),
+        summary="results/summary.txt",
     log:
         "results/logs/report.log",
     benchmark:
@@ -20,6 +27,12 @@ rule report:
     resources:
         mem_mb=2000,
         runtime=10,
+    params:
+        scripts=ROOT / "workflow/scripts",
+        of="--results results"
+        f" --searches {' '.join(CONFIG['searches'])} --runs {' '.join(CONFIG['runs'])}",
+    message:
+        "write the report"
     shell:
-        "python {params.script} --results results --searches {params.searches} --runs {params.runs}"
-        " --out {output.page} 2> {log}"
+        "( python {params.scripts}/report.py {params.of} --out {output.page}"
+        " && python {params.scripts}/summary.py {params.of} > {output.summary} ) 2> {log}"

@@ -17,8 +17,6 @@ rule search:
     output:
         plan="results/plans/{search}.json",
         prediction="results/plans/{search}.prediction.json",
-    params:
-        profiles=lambda wildcards, input: [f"--profile {path}" for path in input.profiles],
     log:
         "results/logs/search/{search}.log",
     benchmark:
@@ -27,6 +25,12 @@ rule search:
     resources:
         mem_mb=4000,
         runtime=60,
+    params:
+        profiles=lambda wildcards, input: [
+            f"--profile {path}" for path in input.profiles
+        ],
+    message:
+        "search the plan {wildcards.search}"
     shell:
         "shardwright-search plan --cluster {input.cluster} --model {input.model} --hardware {input.hardware}"
         " {params.profiles} --search {input.search} --out {output.plan} 2> {log}"
@@ -36,7 +40,9 @@ rule grid:
     input:
         script=ROOT / "workflow/scripts/grid.py",
         plans=expand("results/plans/{search}.json", search=CONFIG["searches"]),
-        predictions=expand("results/plans/{search}.prediction.json", search=CONFIG["searches"]),
+        predictions=expand(
+            "results/plans/{search}.prediction.json", search=CONFIG["searches"]
+        ),
     output:
         table="results/grid.csv",
     log:
@@ -47,5 +53,7 @@ rule grid:
     resources:
         mem_mb=1000,
         runtime=10,
+    message:
+        "write the table of all plans"
     shell:
         "python {input.script} {input.plans} --out {output.table} 2> {log}"

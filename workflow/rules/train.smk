@@ -10,9 +10,6 @@ rule prepare:
         tokens="results/data/{data}/tokens.bin",
         index="results/data/{data}/tokens.idx",
         data="results/data/{data}/data.json",
-    params:
-        folder=lambda wildcards, output: Path(output.data).parent,
-        of=lambda wildcards: CONFIG["data"][wildcards.data],
     log:
         "results/logs/prepare/{data}.log",
     benchmark:
@@ -21,6 +18,11 @@ rule prepare:
     resources:
         mem_mb=4000,
         runtime=60,
+    params:
+        folder=lambda wildcards, output: Path(output.data).parent,
+        of=lambda wildcards: CONFIG["data"][wildcards.data],
+    message:
+        "make tokens of {wildcards.data}"
     shell:
         "shardwright-train prepare --text {params.of[text]:q} --glob {params.of[glob]:q}"
         " --vocab-size {params.of[vocab_size]} --max-mib {params.of[max_mib]} --out {params.folder} 2> {log}"
@@ -36,11 +38,6 @@ rule run:
     output:
         metrics="results/runs/{run}/metrics.jsonl",
         done="results/runs/{run}/DONE.json",
-    params:
-        folder=lambda wildcards, output: Path(output.done).parent,
-        data=lambda wildcards, input: Path(input.data).parent,
-        checkpoints=lambda wildcards: f"results/checkpoints/{wildcards.run}",
-        of=lambda wildcards: CONFIG["runs"][wildcards.run],
     log:
         "results/logs/run/{run}.log",
     benchmark:
@@ -48,6 +45,13 @@ rule run:
     threads: all_cores
     resources:
         **on_cluster(cluster_of_run, runtime_min=1440),
+    params:
+        folder=lambda wildcards, output: Path(output.done).parent,
+        data=lambda wildcards, input: Path(input.data).parent,
+        checkpoints=lambda wildcards: f"results/checkpoints/{wildcards.run}",
+        of=lambda wildcards: CONFIG["runs"][wildcards.run],
+    message:
+        "train {wildcards.run}: {params.of[steps]} steps"
     shell:
         "{resources.mpi} shardwright-train run {input.plan} --data {params.data} --steps {params.of[steps]}"
         " --checkpoints {params.checkpoints} --checkpoint-every {params.of[checkpoint_every]}"
@@ -62,9 +66,6 @@ rule validate:
         prediction="results/plans/{search}.prediction.json",
     output:
         measurement="results/measurements/plans/{search}.json",
-    params:
-        steps=CONFIG["validate"]["steps"],
-        warmup_steps=CONFIG["validate"]["warmup_steps"],
     log:
         "results/logs/validate/{search}.log",
     benchmark:
@@ -72,6 +73,11 @@ rule validate:
     threads: all_cores
     resources:
         **on_cluster(cluster_of_search, runtime_min=60),
+    params:
+        steps=CONFIG["validate"]["steps"],
+        warmup_steps=CONFIG["validate"]["warmup_steps"],
+    message:
+        "measure the plan {wildcards.search} and its runners-up"
     shell:
         "{resources.mpi} shardwright-train measure {input.plan} {input.prediction} --steps {params.steps}"
         " --warmup-steps {params.warmup_steps} --out {output.measurement} 2> {log}"

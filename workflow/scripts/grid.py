@@ -1,0 +1,69 @@
+"""Write a table with one row per search.
+
+python workflow/scripts/grid.py results/plans/roomy.json results/plans/tight.json --out results/grid.csv
+"""
+
+import argparse
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from results import SearchOutcome, layers_text, read_search
+from shardwright_formats.errors import one_line_errors
+from shardwright_formats.files import write_bytes
+
+__all__ = ["main", "table"]
+
+_COLUMNS = (
+    "search", "model", "cluster", "ranks", "global_batch_size", "memory_budget_bytes", "pp_size", "num_microbatches",
+    "schedule", "layers", "predicted_step_time_s", "samples_per_s", "usd_per_step", "predicted_memory_bytes", "gap",
+    "plan_sha256",
+)  # fmt: skip
+
+
+def table(searches: Sequence[SearchOutcome]) -> str:
+    """The rows as CSV, with a header."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    writer.writerows(_row(search) for search in searches)
+    return out.getvalue()
+
+
+def _row(search: SearchOutcome) -> tuple[object, ...]:
+    plan, prediction = search.plan, search.prediction
+    estimate = prediction.estimate
+    return (
+        search.name,
+        plan.model.name,
+        plan.cluster.name,
+        plan.world_size,
+        plan.global_batch_size,
+        prediction.memory_budget_bytes,
+        len(plan.stages),
+        plan.num_microbatches,
+        str(plan.schedule),
+        layers_text(plan),
+        estimate.simulated_step_time_s,
+        estimate.samples_per_s,
+        estimate.usd_per_step,
+        estimate.memory_bytes,
+        None if prediction.proof is None else prediction.proof.gap,
+        plan.sha256,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the plans and their predictions, write the table."""
+    parser = argparse.ArgumentParser(description="Write a table with one row per search.")
+    parser.add_argument("plans", nargs="+", type=Path, help="plans; the prediction of each lies beside it")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    asked = parser.parse_args(arguments)
+    with one_line_errors():
+        searches = [read_search(path.parent.parent, path.stem) for path in asked.plans]
+        write_bytes(asked.out, table(searches).encode())
+
+
+if __name__ == "__main__":
+    main()

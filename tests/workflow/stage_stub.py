@@ -1,0 +1,54 @@
+"""Takes the place of the stages' commands: notes how it was called, and writes sample results where it was told to.
+
+Run as the program shardwright-train, shardwright-profile or shardwright-search.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from sample_results import write_sample_results
+
+_TOKEN_FILES = ("tokenizer.json", "tokens.bin", "tokens.idx", "data.json")
+
+
+def main() -> None:
+    """Do as the command would."""
+    called, arguments = f"{Path(sys.argv[0]).name} {sys.argv[1]}", sys.argv[2:]
+    with Path(os.environ["STUB_CALLS"]).open("a", encoding="utf-8") as calls:
+        calls.write(json.dumps([called, *arguments]) + "\n")
+    if called == os.environ.get("STUB_FAILS"):
+        sys.exit("error: some.json: something is wrong: do something")
+    for given, following in zip(arguments, arguments[1:], strict=False):
+        if given in ("--cluster", "--model", "--hardware", "--profile", "--search", "--settings", "--data"):
+            Path(following).stat()
+    out = Path(arguments[arguments.index("--out") + 1])
+    for target, content in _outputs(called, out, arguments).items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+
+
+def _outputs(called: str, out: Path, arguments: list[str]) -> dict[Path, bytes]:
+    if called == "shardwright-train prepare":
+        return {out / name: name.encode() for name in _TOKEN_FILES}
+    with tempfile.TemporaryDirectory() as folder:
+        sample = Path(folder)
+        write_sample_results(sample, search="roomy", run="demo")
+        plans = sample / "plans"
+        if called == "shardwright-search plan":
+            prediction = (plans / "roomy.prediction.json").read_bytes()
+            return {out: (plans / "roomy.json").read_bytes(), out.with_suffix(".prediction.json"): prediction}
+        if called == "shardwright-train measure" and len(arguments) > 7:
+            return {out: (sample / "measurements" / "plans" / "roomy.json").read_bytes()}
+        if called == "shardwright-train run":
+            checkpoints = Path(arguments[arguments.index("--checkpoints") + 1])
+            shutil.copytree(sample / "runs" / "demo", checkpoints, dirs_exist_ok=True)
+            return {out / path.name: path.read_bytes() for path in (sample / "runs" / "demo").iterdir()}
+    return {out: " ".join(arguments).encode()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The chain of rules, run for real over a stub of the stages' commands."""
+
+import csv
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def _of(calls, command):
+    return [call[1:] for call in calls if call[0] == command]
+
+
+def _options(arguments):
+    return {key: value for key, value in zip(arguments, arguments[1:], strict=False) if key.startswith("--")}
+
+
+def test_everything_that_is_asked_for_comes_out(finished):
+    for path in ("report.html", "summary.txt", "grid.csv", "runs/demo/DONE.json", "plans/tight.prediction.json"):
+        assert (finished.folder / "results" / path).stat().st_size > 0
+    rows = list(csv.DictReader((finished.folder / "results" / "grid.csv").open()))
+    assert [row["search"] for row in rows] == ["roomy", "tight"]
+    assert "chosen" in (finished.folder / "results" / "summary.txt").read_text()
+
+
+def test_every_job_leaves_a_log_and_a_benchmark(finished):
+    for kind in ("logs", "benchmarks"):
+        found = {path.relative_to(finished.folder / "results" / kind).parts[0] for path in
+                 (finished.folder / "results" / kind).rglob("*") if path.is_file()}  # fmt: skip
+        rules = {"describe", "hardware", "probes", "measure", "fit", "search", "run", "validate", "prepare"}
+        assert rules <= {name.partition(".")[0] for name in found}
+
+
+def test_the_stages_are_called_with_what_the_configuration_says(finished):
+    calls = finished.calls()
+    (hardware,) = _of(calls, "shardwright-profile hardware")
+    assert _options(hardware)["--time-budget"] == "30"
+    (describe,) = _of(calls, "shardwright-train describe")
+    assert describe[0] == "results/models/demo"
+    assert _options(describe)["--sequence-length"] == "128"
+    runs = {_options(run)["--out"]: _options(run) for run in _of(calls, "shardwright-train run")}
+    assert runs["results/runs/demo"]["--steps"] == "150"
+    assert runs["results/runs/demo-tight"]["--checkpoints"] == "results/checkpoints/demo-tight"
+    (prepare,) = _of(calls, "shardwright-train prepare")
+    assert _options(prepare)["--glob"] == "*.py"
+
+
+def test_a_second_call_runs_nothing(finished):
+    assert "Nothing to be done" in finished.snakemake("all", "grid", "-n").output
+
+
+def test_another_memory_budget_searches_that_search_alone(finished):
+    finished.configure(lambda config: config["searches"]["tight"].update(memory_gib=0.125))
+    asked = finished.snakemake("plans", "-n")
+    assert asked.jobs == {"write_search": 1, "search": 1}
+    assert "results/plans/tight.json" in asked.output
+    assert "output: results/plans/roomy.json" not in asked.output
+
+
+def test_another_sequence_length_profiles_that_model_again_and_does_all_below(finished):
+    finished.configure(lambda config: config["models"]["demo"].update(sequence_length=64))
+    assert finished.snakemake("all", "-n").jobs == {
+        "describe": 1, "probes": 1, "measure": 1, "fit": 1, "search": 2, "run": 2, "validate": 2, "report": 1,
+    }  # fmt: skip
+
+
+def test_another_number_of_steps_trains_that_run_alone(finished):
+    finished.configure(lambda config: config["runs"]["demo"].update(steps=200))
+    assert finished.snakemake("runs", "-n").jobs == {"run": 1}
+
+
+def test_a_new_model_leaves_what_is_there_alone(finished):
+    def add(config):
+        config["models"]["other"] = config["models"]["demo"] | {"num_hidden_layers": 4}
+        config["searches"]["other"] = config["searches"]["roomy"] | {"model": "other"}
+
+    finished.configure(add)
+    assert finished.snakemake("plans", "-n").jobs == {
+        "write_model_config": 1, "describe": 1, "probes": 1, "measure": 1, "fit": 1, "write_search": 1, "search": 1,
+    }  # fmt: skip
+
+
+def test_an_equal_result_reruns_nothing_below_it(finished):
+    profile = finished.folder / "results" / "profiles" / "demo@cpu.h5"
+    profile.write_bytes(profile.read_bytes())
+    assert finished.snakemake("plans", "-n").jobs == {}
+
+
+def test_a_failed_run_keeps_its_checkpoints_and_shows_its_error(finished):
+    finished.configure(lambda config: config["runs"]["demo"].update(steps=200))
+    done = finished.snakemake("runs", fails="shardwright-train run")
+    assert done.status == 1
+    assert "error: some.json: something is wrong: do something" in done.output
+    assert (finished.folder / "results" / "checkpoints" / "demo" / "metrics.jsonl").exists()
+    assert not (finished.folder / "results" / "runs" / "demo" / "DONE.json").exists()
+
+
+def test_a_misspelt_key_is_one_line_and_exit_code_2(finished):
+    finished.configure(lambda config: config["searches"]["tight"].update(memory_gb=1))
+    done = finished.snakemake("plans", "-n")
+    assert done.status == 2
+    assert "error: config.yaml: searches.tight.memory_gb is no known key: did you mean memory_gib?" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_the_documents_are_what_the_configuration_says(finished):
+    results = finished.folder / "results"
+    assert json.loads((results / "searches" / "roomy.json").read_text())["memory_gib"] is None
+    assert json.loads((results / "models" / "demo" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_the_demo_says_what_it_does_what_came_of_it_and_when_it_fails(finished):
+    for name in ("Snakefile", "workflow", "config", "profiles"):
+        source = ROOT / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, finished.folder / name)
+    shutil.copy(finished.folder / "config.yaml", finished.folder / "config" / "config.yaml")
+    config = finished.folder / "config" / "config.yaml"
+    config.write_text(config.read_text().replace("steps: 150", "stepz: 150"))
+    demo = ["bash", "workflow/scripts/demo.sh", "2"]
+    done = subprocess.run(demo, cwd=finished.folder, text=True, capture_output=True, timeout=60)
+    assert done.returncode != 0
+    assert "error: config/config.yaml: runs.demo.stepz is no known key: did you mean steps?" in done.stderr

@@ -1,0 +1,108 @@
+"""A plan as a picture: its layers from left to right, its pipeline stages from top to bottom, coloured by strategy."""
+
+from collections.abc import Iterable
+
+from results import strategy_text
+from shardwright_formats.model import EMBEDDING, HEAD
+from shardwright_formats.plan import Plan
+from shardwright_formats.strategy import LayerStrategy, Recompute, Strategy
+from svg import PALETTE, STYLE, bar, element, legend, line, picture, text
+
+__all__ = ["StrategyColours", "draw_plan", "plan_file"]
+
+_WIDTH, _LEFT, _ROW, _GAP = 960.0, 150.0, 46.0, 8.0
+# Recomputed layers are hatched, so that the colour is left for how they are spread.
+_HATCH = (
+    '<pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="2.6" height="7" fill="#fff" fill-opacity="0.5"/></pattern>'
+)
+
+
+class StrategyColours:
+    """The colour of each way of spreading a layer, the same in every picture of a page."""
+
+    def __init__(self, plans: Iterable[Plan]) -> None:
+        spreads = dict.fromkeys(_spread(s) for plan in plans for s in (*plan.layers, plan.embedding, plan.head))
+        self._colours = {spread: PALETTE[i % len(PALETTE)] for i, spread in enumerate(spreads)}
+
+    def of(self, strategy: Strategy) -> str:
+        """A CSS colour."""
+        return self._colours[_spread(strategy)]
+
+
+def draw_plan(plan: Plan, colours: StrategyColours) -> str:
+    """Draw a plan as inline SVG."""
+    cells = [(EMBEDDING, plan.embedding, 0), *_layer_cells(plan), (HEAD, plan.head, len(plan.stages) - 1)]
+    width = (_WIDTH - _LEFT) / len(cells)
+    drawn = [_row_frame(plan, stage) for stage in range(len(plan.stages))]
+    for column, (name, strategy, stage) in enumerate(cells):
+        x, y = _LEFT + column * width, 24 + stage * (_ROW + _GAP)
+        drawn.append(_cell(x, y, width, name, strategy, colours))
+        if _is_labelled(column, len(cells), width):
+            label = {EMBEDDING: "emb", HEAD: "head"}.get(name, name)
+            drawn.append(text(x + width / 2, 16, label, text_anchor="middle", class_="soft small"))
+    top = 24 + len(plan.stages) * (_ROW + _GAP) + 14
+    marks, height = legend(_legend_entries(cells, colours), _LEFT, top, _WIDTH - _LEFT)
+    return picture("".join(drawn) + marks, _WIDTH, top + height, f"the plan {plan.name}", _HATCH)
+
+
+def plan_file(plan: Plan) -> str:
+    """The picture as the content of an SVG file, with its colours inside."""
+    drawing = draw_plan(plan, StrategyColours([plan]))
+    return drawing.replace("<defs>", f"<defs><style>{STYLE}</style>", 1).replace('width="100%"', 'width="960"', 1) + "\n"
+
+
+def _layer_cells(plan: Plan) -> list[tuple[str, Strategy, int]]:
+    return [(str(i), layer, plan.stage_of(f"layers[{i}]")) for i, layer in enumerate(plan.layers)]
+
+
+def _row_frame(plan: Plan, stage: int) -> str:
+    y = 24 + stage * (_ROW + _GAP)
+    ranks = plan.stages[stage].ranks
+    node_types = dict.fromkeys(plan.cluster.node_type_of_rank[rank] for rank in ranks)
+    several = f"ranks {ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+    frame = element("rect", x=_LEFT, y=y, width=_WIDTH - _LEFT, height=_ROW, fill="var(--faint)", rx=4)
+    return (
+        frame
+        + text(0, y + 19, f"stage {stage}", class_="strong")
+        + text(0, y + 36, f"{several} · {'/'.join(node_types)}"[:24], class_="soft small")
+    )
+
+
+def _cell(x: float, y: float, width: float, name: str, strategy: Strategy, colours: StrategyColours) -> str:
+    inset = 1.5 if width > 10 else 0.4
+    title = f"{name if name in (EMBEDDING, HEAD) else f'layer {name}'}: {strategy_text(strategy)}"
+    size = {"x": x + inset, "y": y + 3, "width": width - 2 * inset, "height": _ROW - 6}
+    drawn = bar(*size.values(), title, fill=colours.of(strategy), rx=3)
+    if _is_recomputed(strategy):
+        drawn += element("rect", **size, fill="url(#hatch)", rx=3, pointer_events="none")
+    if name in (EMBEDDING, HEAD):
+        edge = x + width + 0.0 if name == EMBEDDING else x
+        drawn += line(edge, y + 3, edge, y + _ROW - 3, stroke="var(--paper)", stroke_width=4)
+    return drawn
+
+
+def _legend_entries(cells: list[tuple[str, Strategy, int]], colours: StrategyColours) -> list[tuple[str, str]]:
+    entries: dict[str, str] = {}
+    for _, strategy, _ in cells:
+        mark = element("rect", width=13, height=13, rx=3, fill=colours.of(strategy))
+        if _is_recomputed(strategy):
+            mark += element("rect", width=13, height=13, rx=3, fill="url(#hatch)")
+        entries.setdefault(strategy_text(strategy), mark)
+    return [(mark, word) for word, mark in entries.items()]
+
+
+def _is_labelled(column: int, columns: int, width: float) -> bool:
+    every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128) if step * width >= 26 or step == 128)
+    return column in (0, columns - 1) or ((column - 1) % every == 0 and columns - 1 - column >= every / 2)
+
+
+def _is_recomputed(strategy: Strategy) -> bool:
+    return isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE
+
+
+def _spread(strategy: Strategy) -> tuple[object, ...]:
+    # What does not apply must not make a colour of its own.
+    sequence = strategy.sequence_parallel if strategy.tp_size > 1 else None
+    data = strategy.data_parallel if strategy.dp_size > 1 else None
+    return strategy.tp_size, strategy.dp_size, data, sequence, strategy.tp_consecutive

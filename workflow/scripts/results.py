@@ -1,0 +1,161 @@
+"""What a page or a table about results needs of them: read, matched with one another, and put in words."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+from shardwright_formats.errors import BadInput
+from shardwright_formats.files import read_document
+from shardwright_formats.measurement import Measurement, PlanMeasurement
+from shardwright_formats.plan import Plan
+from shardwright_formats.prediction import Estimate, Prediction
+from shardwright_formats.run import RunResult, StepMetrics
+from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+
+__all__ = [
+    "Comparison",
+    "RunOutcome",
+    "SearchOutcome",
+    "bytes_text",
+    "layers_text",
+    "plan_text",
+    "read_run",
+    "read_search",
+    "ratio_text",
+    "seconds_text",
+    "strategy_text",
+]
+
+_DATA_PARALLEL = {DataParallel.DDP: "DDP", DataParallel.ZERO2: "ZeRO-2", DataParallel.ZERO3: "ZeRO-3"}
+_SEQUENCE_PARALLEL = {SequenceParallel.MEGATRON: "Megatron SP", SequenceParallel.ULYSSES: "Ulysses"}
+
+
+class Comparison(NamedTuple):
+    """One plan as predicted and, where it was run, as measured."""
+
+    role: str
+    plan: Plan
+    estimate: Estimate
+    measured: PlanMeasurement | None
+
+    @property
+    def measured_time_s(self) -> float | None:
+        """Median step time in seconds."""
+        return None if self.measured is None else median(self.measured.step_times_s)
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """Peak memory of the fullest rank, in bytes."""
+        return None if self.measured is None else self.measured.peak_bytes
+
+
+class SearchOutcome(NamedTuple):
+    """A search: its plan, what is believed about it, and the plan and its runners-up against what was measured."""
+
+    name: str
+    plan: Plan
+    prediction: Prediction
+    comparisons: tuple[Comparison, ...]
+
+
+class RunOutcome(NamedTuple):
+    """A training run that reached its last step."""
+
+    name: str
+    result: RunResult
+    steps: tuple[StepMetrics, ...]
+
+
+def read_search(results: Path, name: str) -> SearchOutcome:
+    """Read a search's plan, its prediction and, where there is one, the measurement of it.
+
+    Raises BadInput when a file cannot be read, or when the prediction belongs to another plan.
+    """
+    plan = read_document(results / "plans" / f"{name}.json", Plan)
+    path = results / "plans" / f"{name}.prediction.json"
+    prediction = read_document(path, Prediction)
+    if prediction.plan_sha256 != plan.sha256:
+        raise BadInput(path, f"is about another plan than {name}.json beside it", f"search {name} again")
+    measured: dict[str, PlanMeasurement] = {}
+    measurement_path = results / "measurements" / "plans" / f"{name}.json"
+    if measurement_path.exists():
+        measured = {each.plan.sha256: each for each in read_document(measurement_path, Measurement).plans}
+    chosen = Comparison("chosen", plan, prediction.estimate, measured.get(plan.sha256))
+    others = tuple(
+        Comparison(f"runner-up {number}", other.plan, other.estimate, measured.get(other.plan.sha256))
+        for number, other in enumerate(prediction.runners_up, start=1)
+    )
+    return SearchOutcome(name, plan, prediction, (chosen, *others))
+
+
+def read_run(results: Path, name: str) -> RunOutcome:
+    """Read a finished run; raises BadInput when a file cannot be read."""
+    folder = results / "runs" / name
+    result = read_document(folder / "DONE.json", RunResult)
+    path = folder / "metrics.jsonl"
+    steps = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            steps.append(msgspec.convert(json.loads(line), StepMetrics))
+        except (ValueError, msgspec.ValidationError) as error:
+            raise BadInput(path, f"line {number} ({error})", f"train {name} again") from None
+    if not steps:
+        raise BadInput(path, "holds no step", f"train {name} again")
+    return RunOutcome(name, result, tuple(steps))
+
+
+def seconds_text(time_s: float) -> str:
+    """A time with three figures and its unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if time_s >= size:
+            return f"{time_s / size:.3g} {unit}" if time_s / size < 1000 else f"{time_s / size:.0f} {unit}"
+    return f"{time_s * 1e6:.3g} µs" if time_s else "0 s"
+
+
+def bytes_text(size_bytes: float) -> str:
+    """A size with three figures and its binary unit."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size_bytes >= 2**power:
+            amount = size_bytes / 2**power
+            return f"{amount:.3g} {unit}" if amount < 1000 else f"{amount:.0f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def ratio_text(predicted: float, measured: float | None) -> str:
+    """Measured over predicted with two decimals, or a dash where nothing was measured."""
+    return "–" if measured is None or not predicted else f"{measured / predicted:.2f}"
+
+
+def strategy_text(strategy: Strategy) -> str:
+    """A strategy in words; what does not apply is left out."""
+    words = []
+    if strategy.tp_size > 1:
+        strided = "" if strategy.tp_consecutive else " strided"
+        words.append(f"tp {strategy.tp_size}{strided}")
+    if strategy.sequence_parallel is not SequenceParallel.NONE:
+        words.append(_SEQUENCE_PARALLEL[strategy.sequence_parallel])
+    if strategy.dp_size > 1:
+        words.append(f"{_DATA_PARALLEL[strategy.data_parallel]} dp {strategy.dp_size}")
+    if isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE:
+        words.append("recomputed" if strategy.recompute is Recompute.FULL else f"{strategy.recompute} recomputed")
+    return ", ".join(words) or "whole"
+
+
+def layers_text(plan: Plan) -> str:
+    """The layers' strategies in order, equal neighbours together, pipeline stages apart."""
+    parts = []
+    for stage in plan.stages:
+        texts = [strategy_text(plan.layers[i]) for low, high in stage.layers for i in range(low, high)]
+        parts.append(" + ".join(f"{len(list(equal))} {text}" for text, equal in groupby(texts)))
+    return " | ".join(parts)
+
+
+def plan_text(plan: Plan) -> str:
+    """A plan in one line."""
+    stages, microbatches = len(plan.stages), plan.num_microbatches
+    pipeline = f"pp {stages} ({plan.schedule})" if stages > 1 else "pp 1"
+    plural = "" if microbatches == 1 else "es"
+    return f"{pipeline}, {microbatches} microbatch{plural}; layers: {layers_text(plan)}"
