@@ -34,7 +34,8 @@ def hardware(
         int, typer.Option(min=0, envvar="SLURM_NODEID", help="Number of this node, from 0, in the cluster's order.")
     ] = 0,
     rendezvous: Annotated[
-        str | None, typer.Option(help="HOST:PORT of node 0 where several nodes meet; not needed on one node.")
+        str | None,
+        typer.Option(help="HOST:PORT of node 0 where several nodes meet; not needed on one node, nor under srun."),
     ] = None,
 ) -> None:
     """Time collectives and point-to-point messages on a cluster: gloo among devices named `cpu`, else NCCL.

@@ -12,6 +12,7 @@ from shardwright_formats.errors import BadInput, RunFailed
 from shardwright_formats.files import read_document, write_document
 from shardwright_profile.launch import run_ranks
 from shardwright_profile.progress import shown_progress
+from shardwright_profile.slurm import rendezvous_of_step
 from shardwright_profile.sweep_job import CPU, SweepJob, backend_of
 
 __all__ = ["SweepRequest", "start_sweep"]
@@ -29,7 +30,7 @@ class SweepRequest(NamedTuple):
     nnodes: int
     node_rank: int
     rendezvous: str | None
-    """HOST:PORT where the nodes meet; None on one node."""
+    """HOST:PORT where the nodes meet; None on one node, and where Slurm says it."""
     out: Path
 
 
@@ -40,6 +41,8 @@ def start_sweep(request: SweepRequest) -> None:
     RunFailed when a rank ends; the ranks' logs are kept then.
     """
     cluster = read_document(request.cluster, Cluster)
+    if request.nnodes > 1 and request.rendezvous is None:
+        request = request._replace(rendezvous=rendezvous_of_step(os.environ))
     _check(request, cluster)
     ranks = [rank for rank, node in enumerate(cluster.node_of_rank) if node == request.node_rank]
     folder = Path(tempfile.mkdtemp(prefix="shardwright-hardware-"))
