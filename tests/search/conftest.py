@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+
 from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.files import write_document
 from shardwright_formats.hardware_profile import Collective, HardwareProfile, write_hardware_profile
@@ -54,8 +55,9 @@ def make_hardware(cluster: Cluster, latency_s: float = 20e-6, bytes_per_s: float
         for message in (1 << 10, 1 << 15, 1 << 20)
         if name is not Collective.P2P or size == 2
     ]
+    rounds = {name: 2 if name is Collective.ALL_REDUCE else 1 for name in Collective}
     times = [
-        latency_s * (1 + across) + (2 if name is Collective.ALL_REDUCE else 1) * message * (size - 1) / size / bytes_per_s
+        latency_s * (1 + across) + rounds[name] * message * (size - 1) / size / bytes_per_s
         for name, size, _, across, message in rows
     ]
     columns = list(zip(*rows, strict=True))
@@ -105,14 +107,13 @@ def make_profile(
                         held, moment = kept / split, 0.2 * kept / split
                         if recompute == "full":
                             held, moment = 4 * tokens, 1.1 * kept / split
-                        rows.append(
-                            (name, tp_size, sequence_parallel, recompute, samples, LENGTH, forward, backward, held, moment)
-                        )
+                        spread = (name, tp_size, sequence_parallel, recompute, samples, LENGTH)
+                        rows.append((*spread, forward, backward, held, moment))
     columns = list(zip(*rows, strict=True))
     kinds = ("S32", np.int64, "S8", "S9", np.int64, np.int64, float, float, np.int64, np.int64)
     names = (
-        "type tp_size sequence_parallel recompute micro_batch_size sequence_length forward_s backward_s activation_bytes "
-        "transient_bytes"
+        "type tp_size sequence_parallel recompute micro_batch_size sequence_length forward_s backward_s "
+        "activation_bytes transient_bytes"
     ).split()
     states = [(name, tp_size) for name in ("embedding", *dict.fromkeys(model.layers), "head") for tp_size in tp_sizes]
     counts = np.array([model.types[name].parameter_count(tp_size) for name, tp_size in states])

@@ -1,16 +1,23 @@
 """The solver against every plan of tiny random cases, counted with a formula written a second time."""
 
+from functools import cache
 from itertools import combinations, product
 
 import numpy as np
 import pytest
 
+from shardwright_search.solver import optimise
+from shardwright_search.solver.bounds import floors, lower_bound_ps
 from shardwright_search.solver.optimise import least_memory, solve
+from shardwright_search.solver.partition import best_partition
 from shardwright_search.solver.problem import Options, Problem, StageTable
 
 
-def random_problem(seed: int) -> Problem:
-    """A case with 2 to 4 layers of 1 or 2 types, up to 3 pipeline stages, and costs of all kinds that matter."""
+def random_problem(seed: int) -> tuple[Problem, list[tuple[int, int]]]:
+    """A case with 2 to 4 layers of 1 or 2 types, up to 3 pipeline stages, and costs of all kinds that matter.
+
+    With it, T and memory of every plan.
+    """
     rng = np.random.default_rng(seed)
     pp_size = int(rng.integers(1, 4))
     layers = int(rng.integers(max(2, pp_size), 5 if pp_size < 3 else 4))
@@ -40,8 +47,9 @@ def random_problem(seed: int) -> Problem:
         num_microbatches=count,
         budget_bytes=1 << 40,
     )
-    everything = sorted(memory for _, memory in every_plan(problem))
-    return with_budget(problem, everything[int(len(everything) * rng.choice([0, 0.02, 0.2, 0.6, 0.999]))])
+    prices = every_plan(problem)
+    needs = sorted(memory for _, memory in prices)
+    return with_budget(problem, needs[int(len(needs) * rng.choice([0, 0.02, 0.2, 0.6, 0.999]))]), prices
 
 
 def with_budget(problem: Problem, budget_bytes: int) -> Problem:
@@ -87,31 +95,61 @@ def price(problem: Problem, stage_of: list[int], chosen: tuple[int, ...]) -> tup
     return sum(time) + (m - 1) * max(time) + max(sync) + max(optimizer), memory
 
 
+@pytest.fixture(scope="module")
+def priced():
+    """A case by its seed, with T and memory of every plan of it."""
+    return cache(random_problem)
+
+
 @pytest.mark.parametrize("hundred", range(6))
-def test_solver_equals_brute_force_on_every_tiny_case(hundred: int) -> None:
+def test_solver_equals_brute_force_on_every_tiny_case(priced, hundred):
     for seed in range(100 * hundred, 100 * hundred + 100):
-        problem = random_problem(seed)
-        best = min(time for time, memory in every_plan(problem) if memory <= problem.budget_bytes)
+        problem, prices = priced(seed)
+        best = min(time for time, memory in prices if memory <= problem.budget_bytes)
+        for solution in (solve(problem), best_partition(problem, best, None).solution):
+            assert solution is not None, seed
+            assert solution.objective_ps == best, seed
+            stage_of = np.searchsorted(solution.ends, np.arange(len(problem.elements)), side="right").tolist()
+            assert price(problem, stage_of, solution.options) == (best, solution.memory_bytes), seed
+            assert solution.memory_bytes <= problem.budget_bytes, seed
+
+
+def test_a_solver_that_keeps_few_labels_first_is_still_exact(priced, monkeypatch):
+    monkeypatch.setattr(optimise, "_FIRST_LABELS", 2)
+    for seed in range(300):
+        problem, prices = priced(seed)
         solution = solve(problem)
-        assert solution is not None, seed
-        assert solution.objective_ps == best, seed
-        stage_of = np.searchsorted(solution.ends, np.arange(len(problem.elements)), side="right").tolist()
-        assert price(problem, stage_of, solution.options) == (best, solution.memory_bytes), seed
-        assert solution.memory_bytes <= problem.budget_bytes, seed
+        assert solution is not None
+        assert solution.objective_ps == min(time for time, memory in prices if memory <= problem.budget_bytes), seed
 
 
-def test_least_memory_is_exact() -> None:
-    for seed in range(200):
-        problem = random_problem(seed)
-        least = least_memory(problem).memory_bytes
-        assert least == min(memory for _, memory in every_plan(problem)), seed
-        assert solve(with_budget(problem, least)) is not None
+def test_no_bound_exceeds_the_best_plan_through_its_label(priced):
+    """The bound of no elements at all is one on the optimum."""
+    for seed in range(300):
+        problem, prices = priced(seed)
+        none = np.zeros((1, 3), np.int64), np.zeros(1, np.int64)
+        bound = lower_bound_ps(problem, floors(problem), (), *none)
+        assert bound[0] <= min(time for time, memory in prices if memory <= problem.budget_bytes), seed
+
+
+def test_least_memory_is_exact(priced):
+    for seed in range(300):
+        problem, prices = priced(seed)
+        assert least_memory(problem).memory_bytes == min(memory for _, memory in prices), seed
+
+
+def test_less_than_the_least_memory_has_no_plan(priced):
+    for seed in range(60):
+        problem, prices = priced(seed)
+        least = min(memory for _, memory in prices)
+        fits = solve(with_budget(problem, least))
+        assert fits is not None and fits.memory_bytes == least
         assert solve(with_budget(problem, least - 1)) is None
 
 
-def test_more_memory_is_never_slower() -> None:
-    for seed in range(100):
-        problem = random_problem(seed)
-        times = [solve(with_budget(problem, int(problem.budget_bytes * more))) for more in (1.0, 1.1, 1.5, 3.0)]
-        found = [solution.objective_ps for solution in times if solution is not None]
-        assert found == sorted(found, reverse=True), seed
+def test_more_memory_is_never_slower(priced):
+    for seed in range(60):
+        problem, _ = priced(seed)
+        found = [solve(with_budget(problem, int(problem.budget_bytes * more))) for more in (1.0, 1.1, 1.5, 3.0)]
+        times = [solution.objective_ps for solution in found if solution is not None]
+        assert len(times) == 4 and times == sorted(times, reverse=True), seed

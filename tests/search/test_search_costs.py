@@ -1,6 +1,7 @@
 """Cost terms against numbers worked out by hand."""
 
 import pytest
+
 from shardwright_formats.errors import BadInput
 from shardwright_formats.hardware_profile import Collective
 from shardwright_formats.placement import Layout
@@ -145,7 +146,7 @@ def test_data_parallel_traffic_by_kind(make):
 
 
 def test_redistribution_moves_only_what_a_rank_lacks(make):
-    """From a sample each to copies of both: 8192 bytes each way are half of a full all_to_all of 16384; back is free."""
+    """From a sample each to copies of both: 8192 bytes are sent, half of a full all_to_all of 16384; back is free."""
     split, whole = Layout(2, 1, True, False), Layout(2, 2, True, False)
     there = redistribution_cost(setting(make), "block", split, whole, (0, 1))
     back = redistribution_cost(setting(make), "block", whole, split, (0, 1))

@@ -2,6 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from shardwright_formats.plan import Schedule
 from shardwright_search.closed_form import step_time
 from shardwright_search.simulate import StageTimes, lower_bound_ps, simulate
@@ -21,9 +22,8 @@ def passes(simulation, stage):
 def closed_form(stages, microbatches):
     sends = [0, *(stage.send_ps for stage in stages)]
     times = [s.forward_ps + s.backward_ps + sends[i] + sends[i + 1] for i, s in enumerate(stages)]
-    return step_time(
-        sum(times), max(times), max(s.gradient_sync_ps for s in stages), max(s.optimizer_ps for s in stages), microbatches
-    )
+    sync, optimizer = max(s.gradient_sync_ps for s in stages), max(s.optimizer_ps for s in stages)
+    return step_time(sum(times), max(times), sync, optimizer, microbatches)
 
 
 def test_1f1b_equals_a_timeline_drawn_by_hand():
@@ -32,7 +32,8 @@ def test_1f1b_equals_a_timeline_drawn_by_hand():
     assert passes(found, 0) == "F0 0-2 F1 2-4 B0 12-16 F2 16-18 B1 20-24 B2 28-32"
     assert passes(found, 1) == "F0 3-6 B0 6-11 F1 11-14 B1 14-19 F2 19-22 B2 22-27"
     ends = [(e.stage, e.kind, e.start_ps, e.end_ps) for e in found.events if e.microbatch is None]
-    assert ends == [(1, "gradient_sync", 27, 29), (0, "gradient_sync", 32, 37), (0, "optimizer", 37, 38), (1, "optimizer", 37, 40)]
+    assert ends[:2] == [(1, "gradient_sync", 27, 29), (0, "gradient_sync", 32, 37)]
+    assert ends[2:] == [(0, "optimizer", 37, 38), (1, "optimizer", 37, 40)]
     assert found.step_ps == 40
 
 

@@ -58,9 +58,7 @@ def priced_case(
         elements=tuple(types.index(name) for name in (EMBEDDING, *model.layers, HEAD)),
         tables=tuple(tables[_node_pattern(cluster, ranks)] for ranks in stages),
         sends_ps=np.array(sends, np.int64).reshape(case.pp_size - 1, len(types), len(layouts)),
-        in_flight=tuple(
-            in_flight(case.schedule, case.pp_size, case.num_microbatches, i) for i in range(case.pp_size)
-        ),
+        in_flight=tuple(in_flight(case.schedule, case.pp_size, case.num_microbatches, i) for i in range(case.pp_size)),
         num_microbatches=case.num_microbatches,
         budget_bytes=budget_bytes - profiles.process_bytes,
     )
@@ -94,8 +92,7 @@ def restricted(priced: PricedCase, allowed: Callable[[Strategy], bool]) -> Price
 def plan_of(request: SearchRequest, model: Model, cluster: Cluster, priced: PricedCase, solution: Solution) -> Plan:
     """The plan that a solution of the case stands for."""
     chosen = [
-        priced.strategies[kind][option]
-        for kind, option in zip(priced.problem.elements, solution.options, strict=True)
+        priced.strategies[kind][option] for kind, option in zip(priced.problem.elements, solution.options, strict=True)
     ]
     cuts = (0, *(end - 1 for end in solution.ends[:-1]), len(model.layers))
     embedding, *layers, head = chosen

@@ -106,9 +106,7 @@ def uniform_command(
             sequence_parallel=sequence_parallel,
             recompute=recompute,
             schedule=schedule,
-            precision=Precision(
-                parameters=precision_parameters, compute=precision_compute, reduce=precision_reduce
-            ),
+            precision=Precision(parameters=precision_parameters, compute=precision_compute, reduce=precision_reduce),
             attention=attention,
         )
         write_document(out, uniform_plan(request, read_document(model, Model), read_document(cluster, Cluster)))

@@ -199,5 +199,3 @@ def _infeasible(priced: Sequence[PricedCase], budget_bytes: int, process_bytes: 
 
 def _words(case: Case) -> str:
     return f"pp_size {case.pp_size}, {case.num_microbatches} microbatches, {case.schedule}"
-
-

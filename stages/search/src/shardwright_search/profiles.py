@@ -73,9 +73,7 @@ def index_profiles(
         _layer_points(model_profile.layers),
         {
             (name.decode(), int(tp_size)): float(time_s)
-            for name, tp_size, time_s in zip(
-                states["type"], states["tp_size"], states["optimizer_s"], strict=True
-            )
+            for name, tp_size, time_s in zip(states["type"], states["tp_size"], states["optimizer_s"], strict=True)
         },
         int(process["process_bytes"][0]),
         float(process["step_overhead_s"][0]),

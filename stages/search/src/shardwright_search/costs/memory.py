@@ -62,9 +62,7 @@ def transient_gather_bytes(kind: LayerType, strategy: Strategy, precision: Preci
     return element_bytes(precision.compute) * kind.parameter_count(strategy.tp_size)
 
 
-def transient_gradients_bytes(
-    kind: LayerType, strategy: Strategy, precision: Precision, num_microbatches: int
-) -> int:
+def transient_gradients_bytes(kind: LayerType, strategy: Strategy, precision: Precision, num_microbatches: int) -> int:
     """The unsharded gradients rP of a sharded layer while they wait for their reduction, if there is one microbatch.
 
     With several they are held all along: `gradients_bytes` counts them.

@@ -83,9 +83,7 @@ def element_cost(setting: Setting, type_name: str, strategy: Strategy, ranks: Se
     """
     profiles, precision, kind = setting.profiles, setting.precision, setting.model.types[type_name]
     recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
-    key = LayerKey(
-        type_name, strategy.tp_size, strategy.sequence_parallel, recompute, setting.model.sequence_length
-    )
+    key = LayerKey(type_name, strategy.tp_size, strategy.sequence_parallel, recompute, setting.model.sequence_length)
     layer = layer_cost(profiles, key, setting.microbatch_samples // strategy.dp_size)
     gather, sync = _data_parallel_traffic(setting, type_name, strategy, ranks)
     shards = 1 if strategy.data_parallel is DataParallel.DDP else strategy.dp_size
@@ -108,9 +106,7 @@ def element_cost(setting: Setting, type_name: str, strategy: Strategy, ranks: Se
     )
 
 
-def redistribution_cost(
-    setting: Setting, type_name: str, source: Layout, target: Layout, ranks: Sequence[int]
-) -> Cost:
+def redistribution_cost(setting: Setting, type_name: str, source: Layout, target: Layout, ranks: Sequence[int]) -> Cost:
     """Bringing the outputs of an element of that type from one layout to another, one way.
 
     Forward goes from the element's layout to the next one's, backward the other way round.

@@ -77,9 +77,7 @@ def _floor(problem: Problem, weighting: tuple[float, float, float]) -> _Floor:
     weights = np.array(weighting)
     kinds = range(len(problem.tables[0].options))
     stages = {(id(table), k): table for table, k in zip(problem.tables, problem.in_flight, strict=True)}
-    points = [
-        [_cost_and_memory(table.options[kind], k, weights) for (_, k), table in stages.items()] for kind in kinds
-    ]
+    points = [[_cost_and_memory(table.options[kind], k, weights) for (_, k), table in stages.items()] for kind in kinds]
     prices = _prices([np.concatenate([np.stack(p, 1) for p in found]) for found in points])
     least = [
         np.min([(cost[:, None] + memory[:, None] * prices).min(0) for cost, memory in found], axis=0)

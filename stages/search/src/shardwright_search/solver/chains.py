@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.bounds import Reals, floors, lower_bound_ps
+from shardwright_search.solver.bounds import Floors, Reals, lower_bound_ps
 from shardwright_search.solver.pareto import Ints, non_dominated
 from shardwright_search.solver.problem import Options, Problem
 
@@ -58,11 +58,15 @@ class Chains:
     plan; labels that cannot match it are dropped.
     """
 
-    def __init__(self, problem: Problem, stage: int, cut_ps: int | None, most_labels: int | None) -> None:
-        self._problem, self._stage, self._cut_ps, self._most_labels = problem, stage, cut_ps, most_labels
+    def __init__(
+        self, problem: Problem, stage: int, known: Floors, cut_ps: int | None, most_labels: int | None
+    ) -> None:
+        self._problem, self._stage, self._floors = problem, stage, known
+        self._cut_ps, self._most_labels = cut_ps, most_labels
         self._known: dict[tuple[int, ...], Labels] = {}
         self._useful = [self._useful_options(options) for options in problem.tables[stage].options]
-        self._floors = floors(problem)
+        self.left_out = False
+        """Whether labels were left out for `most_labels`."""
 
     def labels(self, start: int, end: int) -> Labels:
         """The labels of elements `start` to `end`, exclusive."""
@@ -93,6 +97,7 @@ class Chains:
         labels = labels.take(non_dominated(columns, labels.key))
         if self._most_labels is None or len(labels.time_ps) <= self._most_labels:
             return labels
+        self.left_out = True
         return labels.take(np.sort(np.argsort(self._bound_ps(labels, run), kind="stable")[: self._most_labels]))
 
     def _bound_ps(self, labels: Labels, run: tuple[int, ...]) -> Reals:
@@ -136,9 +141,7 @@ class Chains:
     def _useful_options(self, options: Options) -> Ints:
         """Options that no other of the same layout replaces, by the same rule as labels."""
         objectives = np.stack([options.microbatch_ps, options.gradient_sync_ps, options.optimizer_ps], 1)
-        columns = np.column_stack(
-            [objectives @ self._problem.weights.T, self._held(options), options.transient_bytes]
-        )
+        columns = np.column_stack([objectives @ self._problem.weights.T, self._held(options), options.transient_bytes])
         return np.sort(non_dominated(columns, options.layout))
 
     def _held(self, options: Options) -> Ints:

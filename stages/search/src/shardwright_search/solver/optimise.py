@@ -25,7 +25,10 @@ def solve(problem: Problem) -> Solution | None:
     A quick inexact pass yields some plan first: its T is a cut that spares the exact pass most labels.
     """
     first = best_partition(problem, None, _FIRST_LABELS)
-    return best_partition(problem, None if first is None else first.objective_ps, None)
+    if first.exact:
+        return first.solution
+    cut_ps = None if first.solution is None else first.solution.objective_ps
+    return best_partition(problem, cut_ps, None).solution
 
 
 def least_memory(problem: Problem) -> LeastMemory:

@@ -13,13 +13,21 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_search.closed_form import step_time
+from shardwright_search.solver.bounds import floors
 from shardwright_search.solver.chains import Chains, Labels
 from shardwright_search.solver.pareto import Ints, non_dominated
 from shardwright_search.solver.problem import Problem, Solution
 
-__all__ = ["best_partition"]
+__all__ = ["Answer", "best_partition"]
 
 _NEVER = np.int64(1 << 60)
+
+
+class Answer(NamedTuple):
+    """A plan or none, and whether that is exact: the best there is, or a proof that there is none."""
+
+    solution: Solution | None
+    exact: bool
 
 
 class _Front(NamedTuple):
@@ -51,24 +59,30 @@ class _Prefix(NamedTuple):
 Fronts = list[dict[tuple[int, int], _Front]]
 
 
-def best_partition(problem: Problem, cut_ps: int | None, most_labels: int | None) -> Solution | None:
+def best_partition(problem: Problem, cut_ps: int | None, most_labels: int | None) -> Answer:
     """A plan with the least T, or None if none fits the budget (and has a T no larger than `cut_ps`).
 
-    With `most_labels` the plan found need not be the best.
+    With `most_labels` the plan found need not be the best; the answer says whether labels were left out for it.
     """
-    chains = [Chains(problem, stage, cut_ps, most_labels) for stage in range(problem.pp_size)]
+    known = floors(problem)
+    chains = [Chains(problem, stage, known, cut_ps, most_labels) for stage in range(problem.pp_size)]
     fronts = [_fronts(problem, stage, chains[stage]) for stage in range(problem.pp_size)]
+    exact = not any(chain.left_out for chain in chains)
     later = _bounds(problem, fronts)
     if later[0, 0, 0] >= _NEVER:
-        return None
+        return Answer(None, exact)
     none = np.zeros(1, np.int64)
     levels: list[dict[int, _Prefix]] = [{0: _Prefix(none, none, none, none, none, none, none, none)}]
     for stage in range(problem.pp_size):
-        levels.append(_next_level(problem, stage, levels[-1], fronts[stage], later[stage + 1], cut_ps, most_labels))
+        level = _next_level(problem, stage, levels[-1], fronts[stage], later[stage + 1], cut_ps)
+        if most_labels is not None and any(len(prefix.layout) > most_labels for prefix in level.values()):
+            exact = False
+            level = {end: _some(problem, prefix, most_labels) for end, prefix in level.items()}
+        levels.append(level)
     last = levels[-1].get(len(problem.elements))
     if last is None:
-        return None
-    return _decoded(problem, chains, fronts, levels, int(_objective(problem, last).argmin()))
+        return Answer(None, exact)
+    return Answer(_decoded(problem, chains, fronts, levels, int(_objective(problem, last).argmin())), exact)
 
 
 def _fronts(problem: Problem, stage: int, chains: Chains) -> dict[tuple[int, int], _Front]:
@@ -116,7 +130,6 @@ def _next_level(
     fronts: dict[tuple[int, int], _Front],
     later: Ints,
     cut_ps: int | None,
-    most_labels: int | None,
 ) -> dict[int, _Prefix]:
     """Append one pipeline stage to every label in every way."""
     found: dict[int, list[_Prefix]] = {}
@@ -138,8 +151,6 @@ def _next_level(
     for end, parts in found.items():
         joined = _Prefix(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
         level[end] = _filtered(problem, joined)
-        if most_labels is not None:
-            level[end] = _some(problem, level[end], most_labels)
     return {end: prefix for end, prefix in level.items() if len(prefix.total_ps)}
 
 
