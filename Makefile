@@ -8,7 +8,6 @@ VENV := .venv
 STAMP := $(VENV)/.ready
 PACKAGES := formats $(patsubst %/pyproject.toml,%,$(sort $(wildcard stages/*/pyproject.toml)))
 SOURCES := $(wildcard $(addsuffix /src,$(PACKAGES)))
-SCRIPTS := workflow tests
 WORKFLOW := Snakefile $(wildcard workflow/rules/*.smk)
 
 # Extra arguments, such as CORES=2 or PYTEST="-k search -x".
@@ -35,7 +34,7 @@ test: $(STAMP) ## run all tests
 check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@ruff check -q .
 	@ruff format -q --check . || { ruff format --check .; exit 1; }
-	@mypy $(SOURCES) $(SCRIPTS)
+	@mypy $(SOURCES) workflow
 	@snakefmt --check $(WORKFLOW) 2>&1 | { grep -v -E '^\[INFO\]' || true; }
 	@lint-imports --no-logo | tail -n 3
 	@python -m shardwright_formats.schemas --check

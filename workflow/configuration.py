@@ -9,8 +9,9 @@ import difflib
 import importlib.util
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jsonschema
 import yaml
@@ -32,7 +33,8 @@ class ConfigurationError(Exception):
         super().__init__(" ".join(f"{file}: {what}: {remedy}".split()))
 
 
-class Workflow(NamedTuple):
+@dataclass(frozen=True)
+class Workflow:
     """The configuration, known to hold together."""
 
     file: str
@@ -41,16 +43,17 @@ class Workflow(NamedTuple):
     presets: Mapping[str, Section]
     """The presets in use, by name."""
 
-    def __getitem__(self, section: Any) -> Any:
+    def __getitem__(self, section: str) -> Any:  # noqa: ANN401
+        """One section of the configuration, as YAML gave it."""
         return self.sections[section]
 
     def cluster_json(self, name: str) -> str:
         """The document of a cluster; `1x<node type>` is one node of that type, without its price, for profiling."""
         if (node_type := name.removeprefix("1x")) != name and node_type in self["node_types"]:
-            groups, priced = [{"node_type": node_type, "count": 1}], False
+            priced, groups = False, [{"node_type": node_type, "count": 1}]
         else:
-            groups, priced = self["clusters"][name]["nodes"], True
-        used = dict.fromkeys(group["node_type"] for group in groups)
+            priced, groups = True, self["clusters"][name]["nodes"]
+        used = dict.fromkeys(str(group["node_type"]) for group in groups)
         types = {used_type: self._node_type(used_type, priced) for used_type in used}
         return _document("shardwright.cluster", {"name": name, "nodes": groups, "node_types": types})
 
@@ -58,7 +61,7 @@ class Workflow(NamedTuple):
         """The Hugging Face configuration of a model: its preset's, with what the configuration says otherwise."""
         model = self["models"][name]
         overrides = {key: value for key, value in model.items() if key not in _OWN_MODEL_KEYS}
-        return _canonical(self.presets[model["preset"]]["config"] | overrides)
+        return _canonical({**self.presets[model["preset"]]["config"], **overrides})
 
     def sequence_length(self, model: str) -> int:
         """Tokens of one sample."""
@@ -119,8 +122,10 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
     schema = read_yaml(root / "workflow" / "schemas" / "config.schema.yaml")
     _check_shape(config, schema, file)
     _check_references(config, file)
-    presets = {model["preset"]: _read_preset(model["preset"], name, file, root) for name, model in config["models"].items()}
-    for name, model in config["models"].items():
+    presets = {
+        model["preset"]: _read_preset(model["preset"], name, file, root) for name, model in config["models"].items()
+    }
+    for name, model in models:
         _check_model_keys(name, model, presets[model["preset"]]["config"], file)
     workflow = Workflow(file, config, presets)
     for name, run in config["runs"].items():
@@ -145,10 +150,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _document(format_name: str, content: Section) -> str:
-    return _canonical({"format": format_name, "version": 1} | dict(content))
+    return _canonical({"format": format_name, "version": 1, **content})
 
 
-def _canonical(value: Any) -> str:
+def _canonical(value: Section) -> str:
     return json.dumps(value, sort_keys=True, allow_nan=False)
 
 
@@ -196,7 +201,9 @@ def _read_preset(preset: str, model: str, file: str, root: Path) -> Section:
         )
     content = read_yaml(path)
     if set(content) != {"sequence_length", "config"} or "model_type" not in content["config"]:
-        raise ConfigurationError(path, "a preset holds sequence_length, and config with model_type", "see its neighbours")
+        raise ConfigurationError(
+            path, "a preset holds sequence_length, and config with model_type", "see its neighbours"
+        )
     return content
 
 

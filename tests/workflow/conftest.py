@@ -13,9 +13,6 @@ import yaml
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 
-# The scripts of the workflow and the samples of these tests are imported by their bare names.
-sys.path[:0] = [str(HERE), str(ROOT / "workflow" / "scripts")]
-
 
 class Called(NamedTuple):
     status: int

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+
 from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.files import write_document
 from shardwright_formats.measurement import Measurement, PlanMeasurement, RankMeasurement, RankMemory
@@ -58,14 +59,24 @@ def an_estimate(plan: Plan, step_time_s: float) -> Estimate:
             length = unit if action.kind == "forward" else 2 * unit
             timeline.append(
                 TimelineEvent(
-                    stage=stage, kind=str(action.kind), microbatch=action.microbatch, start_s=clock, end_s=clock + length
+                    stage=stage,
+                    kind=str(action.kind),
+                    microbatch=action.microbatch,
+                    start_s=clock,
+                    end_s=clock + length,
                 )
             )
             clock += length
         timeline.append(
             TimelineEvent(stage=stage, kind="optimizer", microbatch=None, start_s=clock, end_s=clock + unit / 2)
         )
-    terms = {"parameters": 8 * _MIB, "gradients": 8 * _MIB, "optimizer": 16 * _MIB, "activations": 20 * _MIB, "logits": 5 * _MIB}
+    terms = {
+        "parameters": 8 * _MIB,
+        "gradients": 8 * _MIB,
+        "optimizer": 16 * _MIB,
+        "activations": 20 * _MIB,
+        "logits": 5 * _MIB,
+    }
     predictions = tuple(
         StagePrediction(
             time_s=3 * unit, time_terms_s={"forward": unit, "backward": 2 * unit},
@@ -119,7 +130,8 @@ def _measured(plan: Plan, step_time_s: float) -> PlanMeasurement:
         plan=plan,
         ranks=tuple(
             RankMeasurement(
-                rank=rank, stage=rank * len(plan.stages) // plan.world_size, step_s=(step_time_s, 0.9 * step_time_s, 1.3 * step_time_s),
+                rank=rank, stage=rank * len(plan.stages) // plan.world_size,
+                step_s=(step_time_s, 0.9 * step_time_s, 1.3 * step_time_s),
                 segments=(), gradient_reduction_s=(), optimizer_s=(), memory=memory,
             )
             for rank in range(plan.world_size)

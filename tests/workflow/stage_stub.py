@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 from sample_results import write_sample_results
@@ -22,7 +23,7 @@ def main() -> None:
         calls.write(json.dumps([called, *arguments]) + "\n")
     if called == os.environ.get("STUB_FAILS"):
         sys.exit("error: some.json: something is wrong: do something")
-    for given, following in zip(arguments, arguments[1:], strict=False):
+    for given, following in pairwise(arguments):
         if given in ("--cluster", "--model", "--hardware", "--profile", "--search", "--settings", "--data"):
             Path(following).stat()
     out = Path(arguments[arguments.index("--out") + 1])

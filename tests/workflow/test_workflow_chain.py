@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -14,7 +15,7 @@ def _of(calls, command):
 
 
 def _options(arguments):
-    return {key: value for key, value in zip(arguments, arguments[1:], strict=False) if key.startswith("--")}
+    return {key: value for key, value in pairwise(arguments) if key.startswith("--")}
 
 
 def test_everything_that_is_asked_for_comes_out(finished):

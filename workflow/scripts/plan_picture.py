@@ -49,7 +49,9 @@ def draw_plan(plan: Plan, colours: StrategyColours) -> str:
 def plan_file(plan: Plan) -> str:
     """The picture as the content of an SVG file, with its colours inside."""
     drawing = draw_plan(plan, StrategyColours([plan]))
-    return drawing.replace("<defs>", f"<defs><style>{STYLE}</style>", 1).replace('width="100%"', 'width="960"', 1) + "\n"
+    return (
+        drawing.replace("<defs>", f"<defs><style>{STYLE}</style>", 1).replace('width="100%"', 'width="960"', 1) + "\n"
+    )
 
 
 def _layer_cells(plan: Plan) -> list[tuple[str, Strategy, int]]:
@@ -72,12 +74,14 @@ def _row_frame(plan: Plan, stage: int) -> str:
 def _cell(x: float, y: float, width: float, name: str, strategy: Strategy, colours: StrategyColours) -> str:
     inset = 1.5 if width > 10 else 0.4
     title = f"{name if name in (EMBEDDING, HEAD) else f'layer {name}'}: {strategy_text(strategy)}"
-    size = {"x": x + inset, "y": y + 3, "width": width - 2 * inset, "height": _ROW - 6}
-    drawn = bar(*size.values(), title, fill=colours.of(strategy), rx=3)
+    left, top, wide, high = x + inset, y + 3, width - 2 * inset, _ROW - 6
+    drawn = bar(left, top, wide, high, title, fill=colours.of(strategy), rx=3)
     if _is_recomputed(strategy):
-        drawn += element("rect", **size, fill="url(#hatch)", rx=3, pointer_events="none")
+        drawn += element(
+            "rect", x=left, y=top, width=wide, height=high, fill="url(#hatch)", rx=3, pointer_events="none"
+        )
     if name in (EMBEDDING, HEAD):
-        edge = x + width + 0.0 if name == EMBEDDING else x
+        edge = x + width if name == EMBEDDING else x
         drawn += line(edge, y + 3, edge, y + _ROW - 3, stroke="var(--paper)", stroke_width=4)
     return drawn
 

@@ -1,7 +1,7 @@
 """Write one HTML page about searches and runs that opens offline.
 
-    python workflow/scripts/report.py --results results --searches roomy tight --runs demo --out results/report.html
-    python workflow/scripts/report.py --results results --searches tight --plan-svg docs/images/plan.svg
+python workflow/scripts/report.py --results results --searches roomy tight --runs demo --out results/report.html
+python workflow/scripts/report.py --results results --searches tight --plan-svg docs/images/plan.svg
 """
 
 import argparse
@@ -91,11 +91,11 @@ def _search_section(search: SearchOutcome, colours: StrategyColours) -> str:
 
 def _run_section(run: RunOutcome) -> str:
     times = sorted(step.step_time_s for step in run.steps)
-    fall = 1 - run.result.final_loss / run.result.first_loss
+    change = run.result.final_loss / run.result.first_loss - 1
     facts = (
         f"{run.result.steps} steps in {seconds_text(run.result.wall_s)}, start and checkpoints included; "
         f"median step {seconds_text(times[len(times) // 2])}; loss {run.result.first_loss:.3f} → "
-        f"{run.result.final_loss:.3f} ({fall:+.0%} fall)".replace("(+", "(")
+        f"{run.result.final_loss:.3f} ({change:+.0%})"
     )
     return f"<h2>Run: {escape(run.name)}</h2><p class='soft'>{escape(facts)}</p>{_figure('Loss', draw_loss(run))}"
 
@@ -138,8 +138,8 @@ def _beliefs(search: SearchOutcome) -> str:
         found = "optimal" if proof.gap == 0 else f"within {proof.gap:.2%} of the optimum"
         objective = f"{seconds_text(proof.objective_s)} against a bound of {seconds_text(proof.objective_bound_s)}"
         drawn += (
-            f"<h3>Proof</h3><p>{found[0].upper()}{found[1:]} for {escape(proof.objective)} ({objective}), in this space: "
-            f"{escape(proof.scope)}. {proof.examined:,} cases examined, {proof.solved:,} solved.</p>"
+            f"<h3>Proof</h3><p>{found[0].upper()}{found[1:]} for {escape(proof.objective)} ({objective}), "
+            f"in this space: {escape(proof.scope)}. {proof.examined:,} cases examined, {proof.solved:,} solved.</p>"
         )
     if search.prediction.warnings:
         items = "".join(f"<li>{escape(warning)}</li>" for warning in search.prediction.warnings)

@@ -7,6 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 import msgspec
+
 from shardwright_formats.errors import BadInput
 from shardwright_formats.files import read_document
 from shardwright_formats.measurement import Measurement, PlanMeasurement
@@ -22,9 +23,9 @@ __all__ = [
     "bytes_text",
     "layers_text",
     "plan_text",
+    "ratio_text",
     "read_run",
     "read_search",
-    "ratio_text",
     "seconds_text",
     "strategy_text",
 ]

@@ -7,8 +7,17 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from results import Comparison, RunOutcome, SearchOutcome, bytes_text, plan_text, ratio_text, read_run, read_search
-from results import seconds_text as seconds
+from results import (
+    Comparison,
+    RunOutcome,
+    SearchOutcome,
+    bytes_text,
+    plan_text,
+    ratio_text,
+    read_run,
+    read_search,
+    seconds_text,
+)
 from shardwright_formats.errors import one_line_errors
 
 __all__ = ["main", "summary"]
@@ -25,9 +34,9 @@ def summary(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> st
         lines += [_comparison(comparison) for comparison in search.comparisons]
     for run in runs:
         result = run.result
-        fall = 1 - result.final_loss / result.first_loss
-        losses = f"{result.first_loss:.3f} -> {result.final_loss:.3f}"
-        lines += ["", f"run {run.name}: {result.steps} steps, loss {losses} ({'fell' if fall >= 0 else 'rose'} by {abs(fall):.0%})"]
+        change = result.final_loss / result.first_loss - 1
+        losses = f"{result.first_loss:.3f} -> {result.final_loss:.3f} ({change:+.0%})"
+        lines += ["", f"run {run.name}: {result.steps} steps, loss {losses}"]
     return "\n".join(lines)
 
 
@@ -38,10 +47,10 @@ def _comparison(comparison: Comparison) -> str:
         comparison.measured_time_s,
         comparison.measured_bytes,
     )
-    measured = "–" if measured_s is None else seconds(measured_s)
+    measured = "–" if measured_s is None else seconds_text(measured_s)
     size = "–" if measured_bytes is None else bytes_text(measured_bytes)
     return (
-        f"  {comparison.role:<12} {seconds(time_s):>10} {measured:>10} {ratio_text(time_s, measured_s):>6}"
+        f"  {comparison.role:<12} {seconds_text(time_s):>10} {measured:>10} {ratio_text(time_s, measured_s):>6}"
         f"   {bytes_text(estimate.memory_bytes):>10} {size:>10}"
     )
 

@@ -10,7 +10,8 @@ PALETTE = tuple(f"var(--c{i})" for i in range(8))
 
 # Mid-tones of Okabe & Ito's colours that any reader can tell apart, on white as on black.
 STYLE = """
-:root, svg { --c0:#3a86c8; --c1:#e08a1e; --c2:#2a9d76; --c3:#c45a9c; --c4:#8a7bd0; --c5:#c9b01f; --c6:#58b3d6; --c7:#d0583a;
+:root, svg { --c0:#3a86c8; --c1:#e08a1e; --c2:#2a9d76; --c3:#c45a9c;
+  --c4:#8a7bd0; --c5:#c9b01f; --c6:#58b3d6; --c7:#d0583a;
   --ink:#1d2329; --soft:#66707a; --line:#d9dee3; --faint:#eef1f4; --paper:#ffffff; --on:#ffffff; }
 @media (prefers-color-scheme: dark) { :root, svg { --ink:#e6e9ec; --soft:#9aa4ae; --line:#3a424a; --faint:#22282e;
   --paper:#15191d; --on:#ffffff; } }
@@ -42,9 +43,9 @@ def bar(x: float, y: float, width: float, height: float, title: str, **attribute
     return element("rect", title_element, x=x, y=y, width=max(width, 0.5), height=height, **attributes)
 
 
-def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> str:
+def line(x1: float, y1: float, x2: float, y2: float, stroke: str = "var(--line)", **attributes: object) -> str:
     """A straight line, thin and pale unless said otherwise."""
-    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, **({"stroke": "var(--line)"} | attributes))
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, **attributes)
 
 
 def legend(entries: Sequence[tuple[str, str]], x: float, y: float, width: float, mark: float = 13) -> tuple[str, float]:
