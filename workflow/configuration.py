@@ -122,9 +122,8 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
     schema = read_yaml(root / "workflow" / "schemas" / "config.schema.yaml")
     _check_shape(config, schema, file)
     _check_references(config, file)
-    presets = {
-        model["preset"]: _read_preset(model["preset"], name, file, root) for name, model in config["models"].items()
-    }
+    models = config["models"].items()
+    presets = {model["preset"]: _read_preset(model["preset"], name, file, root) for name, model in models}
     for name, model in models:
         _check_model_keys(name, model, presets[model["preset"]]["config"], file)
     workflow = Workflow(file, config, presets)
@@ -201,9 +200,8 @@ def _read_preset(preset: str, model: str, file: str, root: Path) -> Section:
         )
     content = read_yaml(path)
     if set(content) != {"sequence_length", "config"} or "model_type" not in content["config"]:
-        raise ConfigurationError(
-            path, "a preset holds sequence_length, and config with model_type", "see its neighbours"
-        )
+        what = "a preset holds sequence_length, and config with model_type"
+        raise ConfigurationError(path, what, "see its neighbours")
     return content
 
 

@@ -24,7 +24,7 @@ _CHARACTER = 7.0
 """Width of a character of 13 px text, for laying out; generous."""
 
 
-def element(name: str, content: str = "", **attributes: object) -> str:
+def element(name: str, content: str = "", /, **attributes: object) -> str:
     """One element; underscores in attribute names are hyphens, a trailing one is dropped."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_attribute(value))}"' for key, value in attributes.items()
