@@ -12,7 +12,7 @@ from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.files import write_document
 from shardwright_formats.hardware_profile import Collective, HardwareProfile, write_hardware_profile
 from shardwright_formats.model import BoundaryTensor, LayerType, Model, Parameter
-from shardwright_formats.model_profile import ModelProfile, ProfileOrigin, write_model_profile
+from shardwright_formats.model_profile import LAYERS, ModelProfile, ProfileOrigin, write_model_profile
 from shardwright_search.profiles import Profiles, index_profiles
 from shardwright_search.request import SearchRequest
 
@@ -110,17 +110,14 @@ def make_profile(
                         spread = (name, tp_size, sequence_parallel, recompute, samples, LENGTH)
                         rows.append((*spread, forward, backward, held, moment))
     columns = list(zip(*rows, strict=True))
-    kinds = ("S32", np.int64, "S8", "S9", np.int64, np.int64, float, float, np.int64, np.int64)
-    names = (
-        "type tp_size sequence_parallel recompute micro_batch_size sequence_length forward_s backward_s "
-        "activation_bytes transient_bytes"
-    ).split()
     states = [(name, tp_size) for name in ("embedding", *dict.fromkeys(model.layers), "head") for tp_size in tp_sizes]
     counts = np.array([model.types[name].parameter_count(tp_size) for name, tp_size in states])
     return ModelProfile(
         ProfileOrigin(model.name, model.types_sha256, "cpu", "gloo", precision, "sdpa"),
-        {n: np.array(c, k) for n, c, k in zip(names, columns, kinds, strict=True)}
-        | {"source": np.array([source.encode()] * len(rows), "S8")},
+        {
+            name: np.array(column, spec.dtype)
+            for (name, spec), column in zip(LAYERS.items(), (*columns, (source,) * len(rows)), strict=True)
+        },
         {
             "type": np.array([name for name, _ in states], "S32"),
             "tp_size": np.array([tp_size for _, tp_size in states]),

@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from shardwright_formats.files import read_document, write_document
 from shardwright_formats.plan import Plan
@@ -15,11 +16,11 @@ from shardwright_formats.strategy import Recompute
 from shardwright_search.cli import app
 
 
-def call(*arguments):
+def call(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def options(paths, *roles):
+def options(paths: dict[str, Path], *roles: str) -> list[object]:
     return [part for role in roles for part in (f"--{role}", paths[role])]
 
 
@@ -29,7 +30,7 @@ def inputs(make, files):
     return files(model, cluster, make.request(memory_gib=4 / 1024), make.profile(model))
 
 
-def plan(paths, out):
+def plan(paths: dict[str, Path], out: Path) -> Result:
     return call("plan", *options(paths, "cluster", "model", "hardware", "profile", "search"), "--out", out)
 
 

@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 
 from shardwright_formats.plan import Schedule
 from shardwright_search.closed_form import step_time
-from shardwright_search.simulate import StageTimes, lower_bound_ps, simulate
+from shardwright_search.simulate import Simulation, StageTimes, lower_bound_ps, simulate
 
 F1B, GPIPE = Schedule.ONE_F_ONE_B, Schedule.GPIPE
 
 
-def passes(simulation, stage):
+def passes(simulation: Simulation, stage: int) -> str:
     """`F0 0-2` and so on, for one pipeline stage."""
     return " ".join(
         f"{event.kind[0].upper()}{event.microbatch} {event.start_ps}-{event.end_ps}"
@@ -19,7 +19,7 @@ def passes(simulation, stage):
     )
 
 
-def closed_form(stages, microbatches):
+def closed_form(stages: list[StageTimes], microbatches: int) -> int:
     sends = [0, *(stage.send_ps for stage in stages)]
     times = [s.forward_ps + s.backward_ps + sends[i] + sends[i + 1] for i, s in enumerate(stages)]
     sync, optimizer = max(s.gradient_sync_ps for s in stages), max(s.optimizer_ps for s in stages)
@@ -51,7 +51,7 @@ def test_one_stage_takes_the_sum_of_its_passes():
 
 
 @st.composite
-def pipelines(draw, same_ratio):
+def pipelines(draw: st.DrawFn, same_ratio: bool) -> list[StageTimes]:
     count = draw(st.integers(1, 5))
     ratio = draw(st.integers(1, 4))
     stages = []
