@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.files import write_document
 from shardwright_formats.model import Model

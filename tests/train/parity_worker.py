@@ -11,10 +11,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from shardwright_formats.files import read_document
 from shardwright_formats.plan import Plan, Plans
-from shardwright_train.families import family_named
 from shardwright_train import optimiser
+from shardwright_train.families import family_named
 from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
 from shardwright_train.parallel import collectives, data_parallel
 from shardwright_train.parallel.groups import Groups
@@ -22,9 +26,6 @@ from shardwright_train.parallel.tensor_parallel import TensorParallel
 from shardwright_train.pipeline import Pipeline, run_step
 from shardwright_train.stage import _seed_of, build_stage
 from shardwright_train.world import World, joined_world
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from transformers import LlamaConfig, LlamaForCausalLM
 
 STEPS = 3
 SETTINGS = Hyperparameters(learning_rate=1e-2, warmup_steps=1, steps=STEPS, weight_decay=0.1, clip_norm=0.5)

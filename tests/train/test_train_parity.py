@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+
 from shardwright_formats.placement import layout_of
 from shardwright_formats.plan import Plan
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from shardwright_formats.errors import BadInput, one_line_errors
 from shardwright_formats.files import write_document
-
 from shardwright_train.jobs import RunJob
 from shardwright_train.launch import Nodes
 from shardwright_train.start import start_measure, start_run

@@ -1,7 +1,6 @@
 """Training with a plan: steps, metrics, checkpoints, and an orderly stop."""
 
 import json
-import resource
 import shutil
 import signal
 import time
@@ -14,13 +13,13 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from shardwright_formats.errors import BadInput, RunFailed, ShardwrightError, Stopped
 from shardwright_formats.files import read_document, write_bytes, write_document
 from shardwright_formats.model import EMBEDDING, HEAD
 from shardwright_formats.plan import Plan
 from shardwright_formats.run import RunResult, StepMetrics
-from torch import Tensor
-
 from shardwright_train.data.sampling import Samples, open_samples
 from shardwright_train.families import family_named
 from shardwright_train.jobs import RunJob
@@ -28,6 +27,7 @@ from shardwright_train.optimiser import Hyperparameters, ShardedAdamW, StepOutco
 from shardwright_train.parallel.groups import Groups
 from shardwright_train.peaks import peak_flops_per_s
 from shardwright_train.pipeline import Pipeline, run_step
+from shardwright_train.record import peak_resident_bytes
 from shardwright_train.stage import StageModule, build_stage
 from shardwright_train.state.checkpoint import Progress, load, read_progress, save
 from shardwright_train.state.checkpoint_names import folder_of_plan, latest_checkpoint
@@ -100,7 +100,9 @@ def _check_device(plan: Plan, world: World, file: str) -> None:
     wanted = cluster.node_types[cluster.node_type_of_rank[world.rank]].device
     if wanted != world.device_name:
         raise BadInput(
-            file, f"rank {world.rank} is planned for {wanted} and runs on {world.device_name}", "start it on the plan's cluster"
+            file,
+            f"rank {world.rank} is planned for {wanted} and runs on {world.device_name}",
+            "start it on the plan's cluster",
         )
 
 
@@ -136,7 +138,9 @@ def _build(job: RunJob, plan: Plan, world: World, samples: Samples) -> _Run:
     )
     optimiser = ShardedAdamW(dict(stage.parameters_by_name(family)), settings)
     folder = folder_of_plan(Path(job.checkpoints), plan.sha256)
-    return _Run(job, plan, world, samples, stage, Pipeline.of(plan, world.rank, groups, world.device), optimiser, folder)
+    return _Run(
+        job, plan, world, samples, stage, Pipeline.of(plan, world.rank, groups, world.device), optimiser, folder
+    )
 
 
 def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progress, float, Path]:
@@ -185,7 +189,10 @@ def _write_metrics(run: _Run, step: int, outcome: StepOutcome, step_time_s: floa
     with (run.folder / METRICS).open("ab") as file:
         file.write(msgspec.json.encode(metrics) + b"\n")
     if step == 1 or step % max(1, run.job.steps // 20) == 0 or step == run.job.steps:
-        print(f"step {step}/{run.job.steps}: loss {outcome.loss:.4f}, {step_time_s:.3f} s, {tokens_per_s:.0f} tokens/s", flush=True)
+        print(
+            f"step {step}/{run.job.steps}: loss {outcome.loss:.4f}, {step_time_s:.3f} s, {tokens_per_s:.0f} tokens/s",
+            flush=True,
+        )
 
 
 def model_flops_utilisation(plan: Plan, step_time_s: float, device_name: str) -> float | None:
@@ -203,7 +210,7 @@ def model_flops_utilisation(plan: Plan, step_time_s: float, device_name: str) ->
 def _peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_resident_bytes()
 
 
 def _keep_metrics_until(file: Path, step: int) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from shardwright_formats.files import read_document, write_document
 from shardwright_formats.measurement import (
     Measurement,
@@ -20,16 +21,14 @@ from shardwright_formats.measurement import (
     SegmentMemory,
 )
 from shardwright_formats.plan import Plan, Plans
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
 from shardwright_train.families import family_named
 from shardwright_train.jobs import MeasureJob
 from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
 from shardwright_train.parallel.groups import Groups
-from shardwright_train.pipeline import Mark, Pipeline, no_mark, run_step
-from shardwright_train.record import Interval, MemoryInterval, clock_for, record_memory
-from shardwright_train.stage import StageModule, build_stage
+from shardwright_train.parallel.tensor_parallel import local_tensor
+from shardwright_train.pipeline import Pipeline, no_mark, run_step
+from shardwright_train.record import Interval, MemoryInterval, clock_for, peak_resident_bytes, record_memory
+from shardwright_train.stage import Mark, StageModule, build_stage
 from shardwright_train.support import attention_kernel
 from shardwright_train.world import World
 
@@ -43,7 +42,7 @@ _FORWARD, _BACKWARD = ".forward", ".backward"
 def measure_plans(job: MeasureJob, world: World) -> None:
     """Measure every plan of the job, on all ranks; rank 0 writes the measurement."""
     plans = read_document(Path(job.plans), Plans).plans
-    resident = psutil.Process().memory_info().rss
+    resident = peak_resident_bytes()
     groups = Groups(world.device.type)
     measured = []
     for number, plan in enumerate(plans, start=1):
@@ -194,5 +193,5 @@ def _memory(runner: _Runner, world: World, resident: int) -> RankMemory:
 
 
 def _local_bytes(x: Tensor) -> int:
-    local = x.to_local() if isinstance(x, DTensor) else x
+    local = local_tensor(x)
     return local.numel() * local.element_size()

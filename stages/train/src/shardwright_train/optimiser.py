@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardwright_train.parallel.tensor_parallel import local_tensor
+
 __all__ = ["Hyperparameters", "ShardedAdamW"]
 
 
@@ -43,7 +45,7 @@ class ShardedAdamW:
 
     def __init__(self, parameters: dict[str, nn.Parameter], settings: Hyperparameters) -> None:
         self.parameters, self.settings = parameters, settings
-        self._local = {name: nn.Parameter(_local(p.detach())) for name, p in parameters.items()}
+        self._local = {name: nn.Parameter(local_tensor(p.detach())) for name, p in parameters.items()}
         decayed = [self._local[n] for n, p in parameters.items() if p.dim() > 1]
         spared = [self._local[n] for n, p in parameters.items() if p.dim() <= 1]
         groups = [
@@ -51,7 +53,11 @@ class ShardedAdamW:
             {"params": spared, "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True
+            [g for g in groups if g["params"]],
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
         )
 
     def step(self, step: int, loss: Tensor, stop: bool) -> "StepOutcome":
@@ -99,9 +105,9 @@ class ShardedAdamW:
         scale = min(1.0, limit / (outcome.grad_norm + 1e-6)) if limit > 0 else 1.0
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None
-            self._local[name].grad = _local(parameter.grad)
+            self._local[name].grad = local_tensor(parameter.grad)
         if scale < 1.0:
-            torch._foreach_mul_([p.grad for p in self._local.values()], scale)
+            torch._foreach_mul_([p.grad for p in self._local.values() if p.grad is not None], scale)
         for group in self._adamw.param_groups:
             group["lr"] = outcome.learning_rate
         self._adamw.step()
@@ -126,10 +132,6 @@ class StepOutcome:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def _replicas(parameter: Tensor) -> int:
     """On how many ranks each element of a parameter lies."""
     if not isinstance(parameter, DTensor):
@@ -143,14 +145,14 @@ def _replicas(parameter: Tensor) -> int:
 def _squared_norm(parameter: nn.Parameter) -> Tensor:
     """This rank's part of the squared norm of a gradient: over all ranks the parts sum up to it."""
     assert parameter.grad is not None
-    norm = torch.linalg.vector_norm(_local(parameter.grad), dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(local_tensor(parameter.grad), dtype=torch.float64)
     return norm.square() / _replicas(parameter)
 
 
 def _like(local: Tensor, parameter: nn.Parameter) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(
+    stored: Tensor = DTensor.from_local(
         local,
         parameter.device_mesh,
         parameter.placements,
@@ -158,3 +160,4 @@ def _like(local: Tensor, parameter: nn.Parameter) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+    return stored

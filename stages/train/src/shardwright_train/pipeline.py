@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from shardwright_formats.plan import GradientReduction, Plan
-from shardwright_formats.schedule import Pass, actions
 from torch import Tensor
 
+from shardwright_formats.plan import GradientReduction, Plan
+from shardwright_formats.schedule import Pass, actions
 from shardwright_train.parallel.data_parallel import torch_dtype
 from shardwright_train.parallel.groups import Groups
 from shardwright_train.stage import Mark, StageModule, incoming_layout
@@ -121,7 +121,7 @@ def _backward(place: Pipeline, flight: _Flight, microbatch: int, mark: Mark) -> 
         grad = torch.empty_like(output)
         dist.recv(grad, place.next, group=place.backward_group)
     mark("backward")
-    output.backward(grad)  # type: ignore[no-untyped-call]
+    output.backward(grad)
     mark(f"{'layers' if place.previous is not None else 'embedding'}.backward")
     if x is not None:
         assert x.grad is not None and place.previous is not None

@@ -1,5 +1,6 @@
 """Marks set on the way through a step, and the time or memory between them."""
 
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from torch._C._distributed_c10d import Work
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Clock", "Interval", "MemoryInterval", "Recording", "clock_for", "record_memory"]
+__all__ = ["Clock", "Interval", "MemoryInterval", "Recording", "clock_for", "peak_resident_bytes", "record_memory"]
 
 _MARK = "shardwright.mark."
 
@@ -78,6 +79,11 @@ def clock_for(device: torch.device) -> Clock:
     return _CudaClock() if device.type == "cuda" else _HostClock()
 
 
+def peak_resident_bytes() -> int:
+    """The most host memory that this process has had resident so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
 @dataclass
 class Recording:
     """Filled when the recording ends."""
@@ -119,11 +125,11 @@ def _record_on_cpu() -> Iterator[Recording]:
             pass
 
     recording = Recording(mark, [])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, _CollectivesSettled():
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, _CollectivesSettled():  # type: ignore[no-untyped-call]
         yield recording
     events = [
         (event.start_ns(), event.name(), event.nbytes())
-        for event in profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        for event in profiler.profiler.kineto_results.events()
         if event.name() == "[memory]" or event.name().startswith(_MARK)
     ]
     recording.intervals.extend(_intervals_of(sorted(events, key=lambda event: event[0])))

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from shardwright_formats.model import EMBEDDING, HEAD
-from shardwright_formats.placement import Layout, layout_of
-from shardwright_formats.plan import Plan
-from shardwright_formats.strategy import DataParallel, Recompute, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
+from shardwright_formats.model import EMBEDDING, HEAD
+from shardwright_formats.placement import Layout, layout_of
+from shardwright_formats.plan import Plan
+from shardwright_formats.strategy import DataParallel, Recompute, Strategy
 from shardwright_train.families import Family
 from shardwright_train.parallel.data_parallel import share_root, share_states, torch_dtype
 from shardwright_train.parallel.groups import Groups
 from shardwright_train.parallel.redistribute import Redistribution
 from shardwright_train.parallel.tensor_parallel import TensorParallel
 
-__all__ = ["Element", "StageModule", "build_stage"]
+__all__ = ["Element", "Mark", "StageModule", "build_stage", "incoming_layout"]
 
 Mark = Callable[[str], None]
 
@@ -96,7 +96,9 @@ class StageModule(nn.Module):
         return tokens[part.batch_start : part.batch_end]
 
 
-def build_stage(plan: Plan, rank: int, family: Family, groups: Groups, attention: str, seed: int, device: torch.device) -> StageModule:
+def build_stage(
+    plan: Plan, rank: int, family: Family, groups: Groups, attention: str, seed: int, device: torch.device
+) -> StageModule:
     """Build what a rank holds, one element after the other, so that never more than one is whole in memory.
 
     Initial weights depend on the seed and the element alone, not on the plan.
@@ -141,7 +143,14 @@ def _elements_of(plan: Plan, stage: int) -> Iterator[tuple[str, Strategy]]:
 
 
 def _build_element(
-    plan: Plan, name: str, strategy: Strategy, family: Family, groups: Groups, attention: str, seed: int, device: torch.device
+    plan: Plan,
+    name: str,
+    strategy: Strategy,
+    family: Family,
+    groups: Groups,
+    attention: str,
+    seed: int,
+    device: torch.device,
 ) -> nn.Module:
     with torch.random.fork_rng(devices=[]), _default_dtype(torch_dtype(plan.precision.parameters)):
         torch.manual_seed(_seed_of(seed, name))

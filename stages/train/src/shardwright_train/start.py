@@ -13,7 +13,6 @@ from shardwright_formats.files import Document, read_any_document, read_document
 from shardwright_formats.measurement import Measurement
 from shardwright_formats.plan import Plan, Plans
 from shardwright_formats.prediction import Prediction
-
 from shardwright_train.jobs import MeasureJob, RunJob
 from shardwright_train.launch import Nodes, launch
 from shardwright_train.state.checkpoint_names import folder_of_plan

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from shardwright_formats.errors import ShardwrightError
 from shardwright_formats.files import read_any_document
-
 from shardwright_train.jobs import MeasureJob, RunJob
 
 __all__ = ["main"]
@@ -28,7 +27,7 @@ def main(job_file: str, device_type: str) -> None:
                 from shardwright_train.loop import train
 
                 train(job, world)
-            else:
+            elif isinstance(job, MeasureJob):
                 from shardwright_train.measure import measure_plans
 
                 measure_plans(job, world)

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
 from shardwright_formats.errors import ShardwrightError
 
 __all__ = ["World", "joined_world"]

@@ -1,7 +1,6 @@
 """The model families the runtime can train, by their Hugging Face `model_type`."""
 
 from shardwright_formats.errors import BadInput
-
 from shardwright_train.families.base import Family
 from shardwright_train.families.llama import Llama
 

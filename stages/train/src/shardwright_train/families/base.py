@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from shardwright_formats.model import Model
 from torch import Tensor, nn
 
+from shardwright_formats.model import Model
 from shardwright_train.parallel.tensor_parallel import TensorParallel
 
 __all__ = ["Family"]

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from shardwright_formats.model import EMBEDDING, HEAD, BoundaryTensor, LayerType, Model, Parameter
 from torch import Tensor, nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import (
@@ -13,16 +12,20 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from shardwright_formats.model import EMBEDDING, HEAD, BoundaryTensor, LayerType, Model, Parameter
 from shardwright_train.families.base import TensorDims
 from shardwright_train.parallel.tensor_parallel import (
     TensorParallel,
     compute_locally,
+    local_tensor,
     make_row_parallel,
     shard_parameters,
 )
 from shardwright_train.parallel.vocabulary import sum_of_cross_entropy, vocabulary_embedding
 
 __all__ = ["Llama"]
+
+_Args = tuple[Any, ...]
 
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _ROW = ("o_proj", "down_proj")
@@ -43,7 +46,7 @@ class LlamaEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up this rank's rows and sum over the group."""
-        weight = self.embed_tokens.weight.to_local()  # type: ignore[operator]
+        weight = local_tensor(self.embed_tokens.weight)
         return self.tensor_parallel.leave(vocabulary_embedding(tokens, weight, self.tensor_parallel.rank))
 
 
@@ -83,9 +86,14 @@ class Llama:
         vocabulary = {"vocab_size": parsed.vocab_size}
         heads = {
             "num_attention_heads": parsed.num_attention_heads,
-            "num_key_value_heads": parsed.num_key_value_heads,
+            "num_key_value_heads": parsed.num_key_value_heads or parsed.num_attention_heads,
         }
-        divisors = {EMBEDDING: vocabulary, "block": heads | {"intermediate_size": parsed.intermediate_size}, HEAD: vocabulary}
+        width = {"intermediate_size": parsed.intermediate_size}
+        divisors: dict[str, dict[str, int]] = {
+            EMBEDDING: vocabulary,
+            "block": heads | width,
+            HEAD: vocabulary,
+        }
         return Model(
             name=name,
             family="llama",
@@ -158,7 +166,9 @@ def _parse(config: dict[str, Any]) -> LlamaConfig:
 
 
 def _enter_before(module: nn.Module, tensor_parallel: TensorParallel) -> None:
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             return (tensor_parallel.enter(args[0]), *args[1:]), kwargs
         return args, kwargs | {"hidden_states": tensor_parallel.enter(kwargs["hidden_states"])}
@@ -188,5 +198,5 @@ def _tp_dim(name: str) -> int | None:
 def _forward_flops(kind: str, module: nn.Module, config: LlamaConfig, length: int) -> int:
     """2 per weight of a matrix and token, and 4 s per hidden feature of the attention's query heads and token."""
     products = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
-    width = config.num_attention_heads * config.head_dim if kind == "block" else 0
+    width = config.num_attention_heads * (config.head_dim or 0) if kind == "block" else 0
     return (2 * products + 4 * length * width) * length

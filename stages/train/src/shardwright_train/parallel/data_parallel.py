@@ -1,19 +1,28 @@
 """Data parallelism of one layer: what its ranks share, on PyTorch's FSDP2."""
 
 import torch
-from shardwright_formats.plan import Precision
-from shardwright_formats.strategy import DataParallel
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from shardwright_formats.plan import Precision
+from shardwright_formats.strategy import DataParallel
+
 __all__ = ["share_root", "share_states", "torch_dtype"]
+
+
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a name in a plan's precision."""
-    return {t: getattr(torch, t) for t in ("float64", "float32", "bfloat16", "float16")}[name]
+    return _DTYPES[name]
 
 
 def share_states(module: nn.Module, kind: DataParallel, axis: DeviceMesh, precision: Precision) -> None:

@@ -4,10 +4,11 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
 from shardwright_formats.placement import closed_groups, layout_of
 from shardwright_formats.plan import Plan
 from shardwright_formats.strategy import Strategy
-from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Groups", "mesh_key"]
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shardwright_formats.placement import Layout, Rectangle, closed_groups, routes
 from torch import Tensor
 
+from shardwright_formats.placement import Layout, Rectangle, closed_groups, routes
 from shardwright_train.parallel.groups import Groups
 
 __all__ = ["Redistribution"]
@@ -27,7 +27,7 @@ class Redistribution:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Move a tensor; differentiable."""
-        moved: Tensor = _Moved.apply(x, self.forward_move, self.backward_move)
+        moved: Tensor = _Moved.apply(x, self.forward_move, self.backward_move)  # type: ignore[no-untyped-call]
         return moved
 
 
@@ -55,7 +55,10 @@ class _Move:
         mine_after = target.rectangle(me, samples, length)
         self.size = len(members)
         self.group = groups.among("redistribute", (ranks[i] for i in members)) if self.size > 1 else None
-        self.shape = (mine_after.batch_end - mine_after.batch_start, mine_after.sequence_end - mine_after.sequence_start)
+        self.shape = (
+            mine_after.batch_end - mine_after.batch_start,
+            mine_after.sequence_end - mine_after.sequence_start,
+        )
         self.kept = [
             (_window(r.piece, mine_before), _window(r.piece, mine_after)) for r in every if r.source == r.target == me
         ]

@@ -4,16 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from shardwright_formats.strategy import SequenceParallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from shardwright_formats.strategy import SequenceParallel
 from shardwright_train.parallel.collectives import copy_to_group, gather_sequence, scatter_sequence, sum_over_group
 
-__all__ = ["TensorParallel", "compute_locally", "make_row_parallel", "shard_parameters"]
+__all__ = ["TensorParallel", "compute_locally", "local_tensor", "make_row_parallel", "shard_parameters"]
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,17 @@ def _replace_forward(module: nn.Module, gradients: dict[str, Placement], only_fi
                     wanted = [gradients[name]] if name in gradients else None
                     local: Tensor = parameter.to_local(grad_placements=wanted)
                     local = local * only_first[name] if name in only_first else local
-                    module._parameters[name] = local  # type: ignore[assignment]
+                    module._parameters[name] = local
             return stock(*args, **kwargs)
         finally:
             module._parameters.update(stored)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
     """This rank's shard of a parameter, sharing its memory."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    local: Tensor = parameter.to_local()
+    return local

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
 from shardwright_formats.errors import BadInput
 from shardwright_formats.files import write_bytes
-from torch import Tensor
-
 from shardwright_train.state.checkpoint_names import PROGRESS
 
 __all__ = ["Progress", "load", "read_progress", "save"]
@@ -48,7 +48,7 @@ def save(folder: Path, tensors: dict[str, Tensor], progress: Progress, keep: int
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    dcp.save(tensors, checkpoint_id=unfinished)
+    state_dict_saver.save(tensors, checkpoint_id=unfinished)
     if first:
         # Last, because its presence says that the rest is there.
         write_bytes(unfinished / PROGRESS, json.dumps(asdict(progress)).encode())
@@ -62,4 +62,4 @@ def save(folder: Path, tensors: dict[str, Tensor], progress: Progress, keep: int
 
 def load(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
     """Fill the tensors of every rank, in place, from a checkpoint of this project's own writing."""
-    dcp.load(tensors, checkpoint_id=checkpoint)
+    state_dict_loader.load(tensors, checkpoint_id=checkpoint)

@@ -1,0 +1,1 @@
+"""Text into tokens, and tokens into the samples of each step."""

@@ -1,0 +1,55 @@
+"""What a folder of prepared data holds, and the names of its files."""
+
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from shardwright_formats.files import Document, read_document, sha256_of_value
+
+__all__ = ["END_OF_TEXT", "DataFolder", "PreparedData"]
+
+END_OF_TEXT = "<|endoftext|>"
+"""The token that ends every document; its number is 0."""
+
+
+class PreparedData(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """data.json: what was made into tokens, and how many they are."""
+
+    FORMAT = "shardwright.data"
+
+    text: str
+    """The folder the text came from, or `python-stdlib`."""
+    glob: str
+    """Which of its files."""
+    vocab_size: Annotated[int, Meta(ge=1)]
+    """Every token is below it."""
+    documents: Annotated[int, Meta(ge=1)]
+    """Number of documents, one per file."""
+    text_bytes: Annotated[int, Meta(ge=0)]
+    """Their length before they were made into tokens."""
+    tokens: Annotated[int, Meta(ge=1)]
+    """Number of tokens, the one that ends each document included."""
+    tokenizer_sha256: str
+    """SHA-256 of tokenizer.json."""
+    tokens_sha256: str
+    """SHA-256 of tokens.bin."""
+
+    @property
+    def sha256(self) -> str:
+        """Identity of the token stream, wherever its text lay."""
+        return sha256_of_value([self.tokenizer_sha256, self.tokens_sha256, self.vocab_size])
+
+
+class DataFolder:
+    """The files of a folder of prepared data."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = folder / "tokenizer.json"
+        self.tokens = folder / "tokens.bin"
+        self.index = folder / "tokens.idx"
+        self.description = folder / "data.json"
+
+    def read_description(self) -> PreparedData:
+        """Read data.json; raises BadInput."""
+        return read_document(self.description, PreparedData)

@@ -1,0 +1,96 @@
+"""Which tokens each step trains on: a function of data, seed and step alone, whatever the plan."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright_formats.errors import BadInput
+from shardwright_train.data.description import DataFolder
+from shardwright_train.data.tokens import read_tokens
+
+__all__ = ["Samples", "open_samples"]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A token stream cut into samples, in another order each epoch.
+
+    Sample i of the stream is its tokens [i * S, i * S + S], so that each token but the first is a label once an epoch.
+    """
+
+    folder: Path
+    tokens: NDArray[Any]
+    """[all tokens], mapped from the file."""
+    vocab_size: int
+    sequence_length: int
+    seed: int
+    sha256: str
+    """Identity of the token stream."""
+
+    @property
+    def per_epoch(self) -> int:
+        """Number of samples of one epoch; what is left of the stream is not used."""
+        return (len(self.tokens) - 1) // self.sequence_length
+
+    def sample(self, index: int) -> NDArray[np.int64]:
+        """Tokens [S + 1] of the sample with this number, counted over all epochs: inputs [:-1] and labels [1:].
+
+        Raises BadInput when the stream holds a token that is not in the vocabulary.
+        """
+        epoch, place = divmod(index, self.per_epoch)
+        first = int(_order(self.per_epoch, self.seed, epoch)[place]) * self.sequence_length
+        found = self.tokens[first : first + self.sequence_length + 1].astype(np.int64)
+        if not 0 <= found.min() <= found.max() < self.vocab_size:
+            raise BadInput(
+                DataFolder(self.folder).tokens,
+                f"a token after number {first} is not in the vocabulary of {self.vocab_size}",
+                "prepare the data again",
+            )
+        return found
+
+    def global_batch(self, step: int, batch_size: int) -> NDArray[np.int64]:
+        """Tokens [batch_size, S + 1] of a step, counted from 0; raises BadInput as `sample` does."""
+        return np.stack([self.sample(step * batch_size + row) for row in range(batch_size)])
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise BadInput unless every token is below a model's vocabulary size."""
+        if self.vocab_size > vocab_size:
+            raise BadInput(
+                DataFolder(self.folder).description,
+                f"vocab_size {self.vocab_size} is more than the model's {vocab_size}",
+                f"prepare the data with --vocab-size {vocab_size} or less",
+            )
+
+
+def open_samples(folder: Path, sequence_length: int, seed: int) -> Samples:
+    """Open a folder of prepared data; the tokens are mapped, not read.
+
+    Raises BadInput when a file is damaged, does not belong to the others, or holds less than one sample.
+    """
+    files = DataFolder(folder)
+    described = files.read_description()
+    tokens = read_tokens(files.tokens, files.index).tokens
+    if len(tokens) != described.tokens:
+        raise BadInput(
+            files.tokens, f"has {len(tokens)} tokens, data.json says {described.tokens}", "prepare the data again"
+        )
+    if len(tokens) <= sequence_length:
+        raise BadInput(
+            files.tokens,
+            f"{len(tokens)} tokens are less than one sample of {sequence_length} + 1",
+            "prepare more text or shorten the sequence",
+        )
+    return Samples(folder, tokens, described.vocab_size, sequence_length, seed, described.sha256)
+
+
+@lru_cache(maxsize=2)
+def _order(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The samples in the order of an epoch."""
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+    order = generator.permutation(samples)
+    order.setflags(write=False)
+    return order

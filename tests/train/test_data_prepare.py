@@ -1,0 +1,147 @@
+"""Text becomes tokens: the same ones every time, and the text again when decoded."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.files import sha256_of_file
+from shardwright_train.data.description import END_OF_TEXT, DataFolder
+from shardwright_train.data.prepare import prepare
+from shardwright_train.data.sampling import open_samples
+from shardwright_train.data.tokens import read_tokens
+
+TEXTS = {
+    "b.txt": "the quick brown fox jumps over the lazy dog\n" * 5,
+    "a/z.txt": "def quick(fox):\n    return fox\n" * 5,
+    "a/ü.txt": "Größe, 狐, \u0000 and \U0001f98a\r\n",
+    "c.md": "not asked for",
+    "empty.txt": "",
+}
+IN_ORDER = ["a/z.txt", "a/ü.txt", "b.txt"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    for name, content in TEXTS.items():
+        path = tmp_path / "text" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode())
+    return tmp_path / "text"
+
+
+def _documents(folder: Path) -> list[list[int]]:
+    files = DataFolder(folder)
+    read = read_tokens(files.tokens, files.index)
+    ends = np.cumsum(read.lengths)
+    return [read.tokens[end - length : end].tolist() for end, length in zip(ends, read.lengths, strict=True)]
+
+
+def test_every_file_is_a_document_that_decodes_to_its_text(text: Path, tmp_path: Path) -> None:
+    prepare(str(text), "*.txt", 300, 1.0, tmp_path / "out")
+    tokenizer = Tokenizer.from_file(str(DataFolder(tmp_path / "out").tokenizer))
+    documents = _documents(tmp_path / "out")
+    assert [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in documents] == [TEXTS[n] for n in IN_ORDER]
+
+
+def test_every_document_ends_with_the_end_of_text_and_has_no_other(text: Path, tmp_path: Path) -> None:
+    prepare(str(text), "*.txt", 300, 1.0, tmp_path / "out")
+    end = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).token_to_id(END_OF_TEXT)
+    for tokens in _documents(tmp_path / "out"):
+        assert tokens.index(end) == len(tokens) - 1
+
+
+def test_a_text_that_spells_the_end_of_text_is_text(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text(f"one{END_OF_TEXT}two\n")
+    prepare(str(tmp_path), "t.txt", 260, 1.0, tmp_path / "out")
+    ((*tokens, last),) = _documents(tmp_path / "out")
+    assert last not in tokens
+    assert Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).decode(tokens) == f"one{END_OF_TEXT}two\n"
+
+
+def test_the_description_says_what_is_there(text: Path, tmp_path: Path) -> None:
+    prepare(str(text), "*.txt", 300, 1.0, tmp_path / "out")
+    files = DataFolder(tmp_path / "out")
+    described = files.read_description()
+    assert (described.text, described.glob, described.documents) == (str(text), "*.txt", 3)
+    assert described.text_bytes == sum(len(TEXTS[name].encode()) for name in IN_ORDER)
+    assert described.tokens == sum(map(len, _documents(tmp_path / "out")))
+    assert described.vocab_size == Tokenizer.from_file(str(files.tokenizer)).get_vocab_size()
+    assert described.tokenizer_sha256 == sha256_of_file(files.tokenizer)
+    assert described.tokens_sha256 == sha256_of_file(files.tokens)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "data.json",
+        "tokenizer.json",
+        "tokens.bin",
+        "tokens.idx",
+    ]
+
+
+def test_the_vocabulary_is_as_large_as_asked_where_the_text_gives_it(text: Path, tmp_path: Path) -> None:
+    for asked, given in ((257, 257), (280, 280), (5000, 349)):
+        prepare(str(text), "*.txt", asked, 1.0, tmp_path / "out")
+        described = DataFolder(tmp_path / "out").read_description()
+        assert described.vocab_size == given
+        assert max(map(max, _documents(tmp_path / "out"))) < given
+
+
+def test_preparing_again_in_another_process_gives_the_same_bytes(text: Path, tmp_path: Path) -> None:
+    prepare(str(text), "*.txt", 300, 1.0, tmp_path / "here")
+    call = f"from shardwright_train.data.prepare import prepare; from pathlib import Path; prepare({str(text)!r}, '*.txt', 300, 1.0, Path({str(tmp_path / 'there')!r}))"
+    subprocess.run([sys.executable, "-c", call], check=True, env={"PYTHONHASHSEED": "1"}, capture_output=True)
+    here, there = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("here", "there"))
+    assert here == there
+
+
+def test_what_is_prepared_can_be_sampled(text: Path, tmp_path: Path) -> None:
+    prepare(str(text), "*.txt", 300, 1.0, tmp_path / "out")
+    assert open_samples(tmp_path / "out", 8, seed=0).global_batch(0, 4).shape == (4, 9)
+
+
+def test_the_file_beyond_the_limit_is_cut_at_the_end_of_a_line(text: Path, tmp_path: Path) -> None:
+    first, second = (len(TEXTS[name].encode()) for name in IN_ORDER[:2])
+    limit = first + second + 100
+    prepare(str(text), "*.txt", 300, limit / 2**20, tmp_path / "out")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    cut = tokenizer.decode(_documents(tmp_path / "out")[2])
+    assert cut == TEXTS["b.txt"][: 2 * 44]
+    assert DataFolder(tmp_path / "out").read_description().text_bytes == first + second + 88
+
+
+def test_the_standard_library_is_taken_without_its_tests(tmp_path: Path) -> None:
+    prepare("python-stdlib", "*.py", 300, 0.05, tmp_path / "out")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    text = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in _documents(tmp_path / "out")]
+    # __future__.py comes first in the order of names.
+    assert "_Feature" in text[0]
+    assert 0 < DataFolder(tmp_path / "out").read_description().text_bytes <= 0.05 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("text_argument", "glob", "vocab_size", "fault"),
+    [
+        ("nowhere", "*.txt", 300, "nowhere: is no folder"),
+        (".", "*.rst", 300, "no text in files *.rst"),
+        (".", "/abs/*", 300, "--glob '/abs/*' cannot be matched"),
+        (".", "", 300, "--glob '' cannot be matched"),
+        (".", "*.txt", 256, "--vocab-size: 256 is too small"),
+    ],
+)
+def test_text_that_cannot_be_prepared_is_refused_and_nothing_is_written(
+    text_argument: str, glob: str, vocab_size: int, fault: str, text: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput) as refused:
+        prepare(str(text / text_argument), glob, vocab_size, 1.0, tmp_path / "out")
+    assert fault in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_not_utf_8_is_named(text: Path, tmp_path: Path) -> None:
+    (text / "a" / "latin.txt").write_bytes("Größe".encode("latin-1"))
+    with pytest.raises(BadInput, match=r"latin\.txt: not UTF-8 .* at byte 2"):
+        prepare(str(text), "*.txt", 300, 1.0, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,141 @@
+"""The tokens of a step follow from data, seed and step alone."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.files import write_document
+from shardwright_train.data.description import DataFolder, PreparedData
+from shardwright_train.data.sampling import open_samples
+from shardwright_train.data.tokens import write_tokens
+
+LENGTH = 5
+TOKENS = np.arange(1000, 1043)
+
+
+def _written(folder: Path, tokens: np.ndarray = TOKENS, vocab_size: int = 2000) -> Path:
+    files = DataFolder(folder)
+    write_tokens(files.tokens, files.index, [tokens], max(vocab_size, 2000))
+    description = PreparedData(
+        text="here",
+        glob="*",
+        vocab_size=vocab_size,
+        documents=1,
+        text_bytes=1,
+        tokens=len(tokens),
+        tokenizer_sha256="a",
+        tokens_sha256="b",
+    )
+    write_document(files.description, description)
+    return folder
+
+
+def test_a_sample_is_neighbouring_tokens_with_one_more_for_the_last_label(tmp_path: Path) -> None:
+    samples = open_samples(_written(tmp_path), LENGTH, seed=0)
+    for index in range(30):
+        sample = samples.sample(index)
+        assert sample.dtype == np.int64
+        assert sample.shape == (LENGTH + 1,)
+        assert (np.diff(sample) == 1).all()
+        assert (sample[0] - 1000) % LENGTH == 0
+
+
+def test_each_epoch_takes_every_sample_once_in_another_order(tmp_path: Path) -> None:
+    samples = open_samples(_written(tmp_path), LENGTH, seed=0)
+    assert samples.per_epoch == 8
+    epochs = [[int(samples.sample(8 * epoch + i)[0]) for i in range(8)] for epoch in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(1000, 1040, LENGTH))
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_every_token_but_the_first_is_a_label_once_where_the_length_divides(tmp_path: Path) -> None:
+    samples = open_samples(_written(tmp_path, TOKENS[:41]), LENGTH, seed=3)
+    labels = [token for i in range(samples.per_epoch) for token in samples.sample(i)[1:].tolist()]
+    assert sorted(labels) == TOKENS[1:41].tolist()
+
+
+def test_another_seed_gives_another_order_and_the_same_seed_the_same(tmp_path: Path) -> None:
+    _written(tmp_path)
+    orders = [open_samples(tmp_path, LENGTH, seed).global_batch(0, 8) for seed in (0, 1, 0)]
+    assert not np.array_equal(orders[0], orders[1])
+    assert np.array_equal(orders[0], orders[2])
+
+
+def test_the_order_does_not_change_between_versions(tmp_path: Path) -> None:
+    samples = open_samples(_written(tmp_path), LENGTH, seed=7)
+    assert samples.global_batch(0, 8)[:, 0].tolist() == [1000, 1030, 1035, 1010, 1020, 1025, 1005, 1015]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 20), st.sampled_from([1, 2, 3, 4, 8, 12]), st.sampled_from([1, 2, 4]))
+def test_any_way_to_share_out_a_batch_sees_the_same_samples(
+    tmp_path_factory: pytest.TempPathFactory, step: int, batch: int, parts: int
+) -> None:
+    samples = open_samples(_written(tmp_path_factory.mktemp("data")), LENGTH, seed=1)
+    whole = samples.global_batch(step, batch)
+    assert whole.shape == (batch, LENGTH + 1)
+    rows = [samples.sample(step * batch + row) for part in range(parts) for row in range(part, batch, parts)]
+    order = [row for part in range(parts) for row in range(part, batch, parts)]
+    assert np.array_equal(np.stack(rows), whole[order])
+
+
+def test_a_resumed_run_sees_what_an_unbroken_one_sees(tmp_path: Path) -> None:
+    _written(tmp_path)
+    unbroken = open_samples(tmp_path, LENGTH, seed=0)
+    first = [unbroken.global_batch(step, 3) for step in range(10)]
+    resumed = open_samples(tmp_path, LENGTH, seed=0)
+    assert np.array_equal(resumed.global_batch(7, 3), first[7])
+
+
+def test_a_batch_may_reach_into_the_next_epoch(tmp_path: Path) -> None:
+    samples = open_samples(_written(tmp_path), LENGTH, seed=0)
+    batch = samples.global_batch(0, 20)
+    assert np.array_equal(batch[8:16], np.stack([samples.sample(i) for i in range(8, 16)]))
+
+
+def test_the_tokens_stay_in_their_file(tmp_path: Path) -> None:
+    assert isinstance(open_samples(_written(tmp_path), LENGTH, seed=0).tokens, np.memmap)
+
+
+def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    samples = open_samples(_written(tmp_path), LENGTH, seed=0)
+    samples.check_vocabulary(2000)
+    with pytest.raises(BadInput, match=r"data\.json: vocab_size 2000 is more than the model's 1999"):
+        samples.check_vocabulary(1999)
+
+
+def test_a_token_outside_the_vocabulary_is_refused_when_it_is_met(tmp_path: Path) -> None:
+    samples = open_samples(_written(tmp_path, np.array([1] * 10 + [1999]), vocab_size=1999), LENGTH, seed=0)
+    with pytest.raises(BadInput, match=r"tokens\.bin: a token after number 5 is not in the vocabulary of 1999"):
+        samples.global_batch(0, 2)
+
+
+def test_data_shorter_than_a_sample_is_refused(tmp_path: Path) -> None:
+    _written(tmp_path, TOKENS[:6])
+    assert open_samples(tmp_path, 5, seed=0).per_epoch == 1
+    with pytest.raises(BadInput, match=r"6 tokens are less than one sample of 6 \+ 1"):
+        open_samples(tmp_path, 6, seed=0)
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    description = DataFolder(_written(tmp_path)).description
+    description.write_text(json.dumps(json.loads(description.read_text()) | {"tokens": 42}))
+    with pytest.raises(BadInput, match=r"has 43 tokens, data\.json says 42"):
+        open_samples(tmp_path, LENGTH, seed=0)
+    description.unlink()
+    with pytest.raises(BadInput, match=r"data\.json: No such file"):
+        open_samples(tmp_path, LENGTH, seed=0)
+
+
+def test_the_identity_of_data_is_its_tokens_not_its_place(tmp_path: Path) -> None:
+    first, second = _written(tmp_path / "a"), _written(tmp_path / "b")
+    assert open_samples(first, LENGTH, 0).sha256 == open_samples(second, LENGTH, 1).sha256
+    description = DataFolder(second).description
+    description.write_text(json.dumps(json.loads(description.read_text()) | {"tokens_sha256": "c"}))
+    assert open_samples(first, LENGTH, 0).sha256 != open_samples(second, LENGTH, 0).sha256
