@@ -52,7 +52,7 @@ def test_every_document_ends_with_the_end_of_text_and_has_no_other(text: Path, t
     prepare(str(text), "*.txt", 300, 1.0, tmp_path / "out")
     end = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).token_to_id(END_OF_TEXT)
     for tokens in _documents(tmp_path / "out"):
-        assert tokens.index(end) == len(tokens) - 1
+        assert [place for place, token in enumerate(tokens) if token == end] == [len(tokens) - 1]
 
 
 def test_a_text_that_spells_the_end_of_text_is_text(tmp_path: Path) -> None:
@@ -82,17 +82,23 @@ def test_the_description_says_what_is_there(text: Path, tmp_path: Path) -> None:
 
 
 def test_the_vocabulary_is_as_large_as_asked_where_the_text_gives_it(text: Path, tmp_path: Path) -> None:
-    for asked, given in ((257, 257), (280, 280), (5000, 349)):
+    given = {}
+    for asked in (257, 280, 5000):
         prepare(str(text), "*.txt", asked, 1.0, tmp_path / "out")
-        described = DataFolder(tmp_path / "out").read_description()
-        assert described.vocab_size == given
-        assert max(map(max, _documents(tmp_path / "out"))) < given
+        given[asked] = DataFolder(tmp_path / "out").read_description().vocab_size
+        assert max(map(max, _documents(tmp_path / "out"))) < given[asked]
+    assert (given[257], given[280]) == (257, 280)
+    assert 280 < given[5000] < 5000
 
 
 def test_preparing_again_in_another_process_gives_the_same_bytes(text: Path, tmp_path: Path) -> None:
     prepare(str(text), "*.txt", 300, 1.0, tmp_path / "here")
-    call = f"from shardwright_train.data.prepare import prepare; from pathlib import Path; prepare({str(text)!r}, '*.txt', 300, 1.0, Path({str(tmp_path / 'there')!r}))"
-    subprocess.run([sys.executable, "-c", call], check=True, env={"PYTHONHASHSEED": "1"}, capture_output=True)
+    call = (
+        "import sys, pathlib; from shardwright_train.data.prepare import prepare; "
+        "prepare(sys.argv[1], '*.txt', 300, 1.0, pathlib.Path(sys.argv[2]))"
+    )
+    arguments = [sys.executable, "-c", call, str(text), str(tmp_path / "there")]
+    subprocess.run(arguments, check=True, env={"PYTHONHASHSEED": "1"}, capture_output=True)
     here, there = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("here", "there"))
     assert here == there
 
@@ -125,9 +131,9 @@ def test_the_standard_library_is_taken_without_its_tests(tmp_path: Path) -> None
     ("text_argument", "glob", "vocab_size", "fault"),
     [
         ("nowhere", "*.txt", 300, "nowhere: is no folder"),
-        (".", "*.rst", 300, "no text in files *.rst"),
+        (".", "*.rst", 300, "no text in files '*.rst'"),
         (".", "/abs/*", 300, "--glob '/abs/*' cannot be matched"),
-        (".", "", 300, "--glob '' cannot be matched"),
+        (".", "", 300, "no text in files ''"),
         (".", "*.txt", 256, "--vocab-size: 256 is too small"),
     ],
 )

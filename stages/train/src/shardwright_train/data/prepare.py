@@ -81,7 +81,7 @@ def _files(text: str, glob: str, most_bytes: int) -> list[_TextFile]:
             break
     if not taken:
         raise BadInput(
-            folder, f"no text in files {glob} within {most_bytes} bytes", "check --text, --glob and --max-mib"
+            folder, f"no text in files {glob!r} within {most_bytes} bytes", "check --text, --glob and --max-mib"
         )
     return taken
 
