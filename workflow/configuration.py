@@ -17,7 +17,7 @@ import jsonschema
 import yaml
 from jsonschema.exceptions import best_match
 
-__all__ = ["ConfigurationError", "Workflow", "load_workflow", "read_yaml"]
+__all__ = ["ConfigurationError", "Workflow", "check_model_keys", "load_workflow", "read_yaml"]
 
 Section = Mapping[str, Any]
 
@@ -125,7 +125,7 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
     models = config["models"].items()
     presets = {model["preset"]: _read_preset(model["preset"], name, file, root) for name, model in models}
     for name, model in models:
-        _check_model_keys(name, model, presets[model["preset"]]["config"], file)
+        check_model_keys(name, model, presets[model["preset"]]["config"], file)
     workflow = Workflow(file, config, presets)
     for name, run in config["runs"].items():
         _check_vocabulary(name, run, workflow)
@@ -205,7 +205,8 @@ def _read_preset(preset: str, model: str, file: str, root: Path) -> Section:
     return content
 
 
-def _check_model_keys(name: str, model: Section, preset: Section, file: str) -> None:
+def check_model_keys(name: str, model: Section, preset: Section, file: str) -> None:
+    """Refuse what neither the preset nor its family's configuration class knows; raises ConfigurationError."""
     unknown = [key for key in model if key not in _OWN_MODEL_KEYS and key not in preset]
     if not unknown:
         return

@@ -1,0 +1,178 @@
+"""The house keeps its shape: rooms, sizes, imports, names, and a README that tells the truth about the Makefile."""
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "shardwright-formats": ROOT / "formats",
+    "shardwright-profile": ROOT / "stages" / "profile",
+    "shardwright-search": ROOT / "stages" / "search",
+    "shardwright-train": ROOT / "stages" / "train",
+}
+# What a name of an import is called where it is installed from, when these differ.
+DISTRIBUTIONS = {"yaml": "pyyaml"}
+LONGEST = 350
+
+
+def _tracked(*patterns):
+    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, text=True, capture_output=True, check=True)
+    return [ROOT / path for path in listed.stdout.splitlines() if (ROOT / path).is_file()]
+
+
+def _project(package):
+    return tomllib.loads((PACKAGES[package] / "pyproject.toml").read_text())["project"]
+
+
+def _sources(package):
+    return sorted((PACKAGES[package] / "src").rglob("*.py"))
+
+
+def _imported(path):
+    """The outermost names of all that a file imports, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def test_no_folder_shadows_a_module_of_the_standard_library():
+    assert not (ROOT / "stages" / "__init__.py").exists()
+    assert not list((ROOT / "stages").glob("*/__init__.py"))
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_no_file_is_too_long_to_be_read_at_once():
+    files = _tracked("*.py", "*.smk", "Snakefile")
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert {path: lines for path, lines in lengths.items() if lines > LONGEST} == {}
+
+
+def test_no_two_test_files_share_a_name():
+    names = [path.name for path in _tracked("tests/**/test_*.py", "tests/test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_formats_imports_the_standard_library_msgspec_numpy_and_h5py_alone():
+    allowed = set(sys.stdlib_module_names) | {"msgspec", "numpy", "h5py", "shardwright_formats"}
+    found = {path.name: odd for path in _sources("shardwright-formats") if (odd := _imported(path) - allowed)}
+    assert found == {}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_says_what_it_needs(package):
+    project = _project(package)
+    extras = [need for needs in project.get("optional-dependencies", {}).values() for need in needs]
+    named = {canonicalize_name(Requirement(need).name) for need in [*project["dependencies"], *extras]}
+    own = package.replace("-", "_")
+    needed = {name for path in _sources(package) for name in _imported(path)} - set(sys.stdlib_module_names) - {own}
+    assert {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in needed} <= named
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_typed_licensed_and_for_python_3_11(package):
+    project = _project(package)
+    assert (project["name"], project["license"]) == (package, "Apache-2.0")
+    assert project["requires-python"] == ">=3.11"
+    (marker,) = (PACKAGES[package] / "src").glob("*/py.typed")
+    assert marker.parent.name == package.replace("-", "_")
+
+
+@pytest.mark.parametrize("package", [package for package in PACKAGES if package != "shardwright-formats"])
+def test_a_stage_is_a_command(package):
+    assert _project(package)["scripts"] == {package: f"{package.replace('-', '_')}.cli:main"}
+
+
+def test_no_stage_imports_another_one_or_snakemake():
+    stages = {package.replace("-", "_") for package in PACKAGES} - {"shardwright_formats"}
+    for package in PACKAGES:
+        forbidden = (stages | {"snakemake"}) - {package.replace("-", "_")}
+        found = {path.name: odd for path in _sources(package) if (odd := _imported(path) & forbidden)}
+        assert found == {}
+
+
+def _pins():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    needs = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(need.name): str(need.specifier) for need in needs}
+
+
+def test_everything_that_is_needed_is_pinned_to_one_version():
+    pins = _pins()
+    assert all(re.fullmatch(r"==[^,*+]+", pin) for pin in pins.values())
+    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    roots = {line for line in lines if line and not line.startswith("#")}
+    roots |= {need for package in PACKAGES for need in _project(package)["dependencies"]}
+    waiting = {canonicalize_name(Requirement(root).name) for root in roots} - set(PACKAGES)
+    seen = set()
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        assert name in pins, f"{name} is not in constraints.txt"
+        needs = map(Requirement, importlib.metadata.requires(name) or ())
+        # A CUDA build of torch pins its own CUDA libraries exactly.
+        wanted = {
+            canonicalize_name(need.name) for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})
+        }
+        waiting |= {need for need in wanted if not need.startswith(("nvidia-", "cuda-", "triton"))} - seen
+
+
+def test_what_is_installed_is_what_is_pinned():
+    installed = {name: importlib.metadata.version(name).partition("+")[0] for name in _pins() if _is_installed(name)}
+    assert {name: f"=={version}" for name, version in installed.items()} == {name: _pins()[name] for name in installed}
+
+
+def _is_installed(name):
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def test_the_import_contracts_hold():
+    # In a process of its own: grimp keeps what it read of a package.
+    code = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_readmes_commands_are_in_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z]+):.*## ", makefile, re.MULTILINE))
+    assert {"help", "demo", "test", "check", "bench", "clean"} <= targets
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        asked = set(re.findall(r"^(?:\$ )?make ([a-z]+)", text, re.MULTILINE)) | set(
+            re.findall(r"`make ([a-z]+)", text)
+        )
+        assert asked <= targets, page.name
+
+
+def test_the_readmes_links_lead_somewhere():
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_rule_names_its_outputs_log_benchmark_and_resources():
+    for path in sorted((ROOT / "workflow" / "rules").glob("*.smk")):
+        for block in re.split(r"^rule ", path.read_text(), flags=re.MULTILINE)[1:]:
+            name = block.partition(":")[0]
+            if "shell:" in block and not name.startswith("write_"):
+                for part in ("output:", "log:", "benchmark:", "message:", "threads:", "resources:"):
+                    assert part in block, f"{path.name}: {name} has no {part}"
+            assert not re.search(r"^    (run|script):", block, re.MULTILINE), f"{name}: shell starts fastest"

@@ -1,0 +1,131 @@
+"""The configuration: what is refused, in which words, and what the stages are given to read."""
+
+import copy
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from configuration import ConfigurationError, check_model_keys, load_workflow, read_yaml
+from shardwright_formats.cluster import Cluster
+from shardwright_formats.files import Document
+
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted((ROOT / "config" / "models").glob("*.yaml"))
+DEFAULT = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+
+
+def _load(**changes):
+    """The default configuration with values replaced: `section__name__key=value`."""
+    config = copy.deepcopy(DEFAULT)
+    for where, value in changes.items():
+        *path, key = where.split("__")
+        place = config
+        for part in path:
+            place = place[part]
+        place[key] = value
+    return load_workflow(config, "config/config.yaml", ROOT)
+
+
+def _read(text: str, kind: type[Document]):
+    raw = json.loads(text)
+    assert (raw.pop("format"), raw.pop("version")) == (kind.FORMAT, kind.VERSION)
+    return msgspec.convert(raw, kind)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"searchs": {}}, "searchs is no known key: did you mean searches?"),
+        ({"searches__tight__memory_gb": 1}, "searches.tight.memory_gb is no known key: did you mean memory_gib?"),
+        ({"node_types__cpu__slurm": {"gpus": 8}}, "node_types.cpu.slurm.gpus is no known key"),
+        ({"searches__tight__global_batch_size": "16"}, "global_batch_size: '16' is not of type 'integer'"),
+        ({"searches__tight__memory_gib": 0}, "searches.tight.memory_gib: 0 is less than or equal to the minimum of 0"),
+        ({"searches__tight__recompute": ["ful"]}, "searches.tight.recompute.0: 'ful' is not one of"),
+        ({"searches__tight__pp_sizes": [0]}, "searches.tight.pp_sizes"),
+        ({"searches__a/b": DEFAULT["searches"]["tight"]}, "'a/b' does not match"),
+        ({"searches__tight__model": "dema"}, "searches.tight.model: 'dema' is not under models: did you mean demo?"),
+        ({"runs__demo__search": "romy"}, "runs.demo.search: 'romy' is not under searches: did you mean roomy?"),
+        ({"validate__searches": ["none"]}, "validate.searches: 'none' is not under searches"),
+        ({"clusters__laptop__nodes": [{"node_type": "gpu", "count": 1}]}, "'gpu' is not under node_types"),
+        ({"models__demo__preset": "lama-2m"}, "there is no config/models/lama-2m.yaml: did you mean llama-2m?"),
+        ({"models__demo__num_hidden_layer": 4}, "num_hidden_layer is no known key: did you mean num_hidden_layers?"),
+        ({"data__stdlib__vocab_size": 4096}, "runs.demo: its data has 4096 tokens, its model's vocabulary 2048"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_refused_with_its_place_and_the_remedy(changes, message):
+    with pytest.raises(ConfigurationError) as error:
+        _load(**changes)
+    assert str(error.value).startswith("config/config.yaml: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_name_of_another_family_is_translated():
+    with pytest.raises(ConfigurationError, match="num_hidden_layers is called n_layer in a gpt2 configuration"):
+        _load(models__demo={"preset": "gpt2-1.5b", "profile": "cpu", "num_hidden_layers": 2})
+
+
+def test_what_the_preset_leaves_out_can_be_set_when_the_family_knows_it():
+    assert json.loads(_load(models__demo__attention_bias=True).model_config_json("demo"))["attention_bias"] is True
+
+
+def test_broken_yaml_is_refused_with_its_line(tmp_path):
+    path = tmp_path / "broken.yaml"
+    path.write_text("a: 1\nb: [\n")
+    with pytest.raises(ConfigurationError, match="not valid YAML in line 3"):
+        read_yaml(path)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_holds_a_family_and_only_keys_that_the_family_knows(preset):
+    content = read_yaml(preset)
+    keys = {key: value for key, value in content["config"].items() if key != "model_type"}
+    # Given as overrides of a preset without them, the keys are checked against the family's configuration class.
+    check_model_keys("preset", keys, {"model_type": content["config"]["model_type"]}, str(preset))
+    assert content["sequence_length"] > 0
+
+
+def test_the_demo_model_has_about_two_million_parameters():
+    config = json.loads(_load().model_config_json("demo"))
+    width, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    assert config["num_key_value_heads"] == config["num_attention_heads"]
+    layer = 4 * width * width + 3 * width * inner + 2 * width
+    assert 2 * config["vocab_size"] * width + layers * layer + width == 2_132_096
+
+
+def test_overrides_replace_the_presets_values_and_nothing_else():
+    workflow = _load(models__demo__num_hidden_layers=3, models__demo__sequence_length=64)
+    changed, usual = (json.loads(each.model_config_json("demo")) for each in (workflow, _load()))
+    assert changed == usual | {"num_hidden_layers": 3}
+    assert workflow.sequence_length("demo") == 64
+
+
+def test_a_cluster_is_a_document_of_the_contract():
+    cluster = _read(_load(node_types__cpu__usd_per_hour=1.5).cluster_json("laptop"), Cluster)
+    assert (cluster.num_devices, cluster.node_types["cpu"].memory_bytes) == (2, 2 * 1024**3)
+    assert cluster.node_types["cpu"].usd_per_hour == 1.5
+
+
+def test_a_model_is_profiled_on_one_node_whatever_the_cluster_and_its_price():
+    usual, dearer = _load(), _load(node_types__cpu__usd_per_hour=9, clusters__laptop__nodes=[
+        {"node_type": "cpu", "count": 4}])  # fmt: skip
+    assert usual.cluster_json("1xcpu") == dearer.cluster_json("1xcpu")
+
+
+def test_searches_and_profiles_are_documents_that_the_stages_read():
+    from shardwright_profile.settings import ProfileSettings
+    from shardwright_search.request import SearchRequest
+
+    workflow = _load()
+    request = _read(workflow.search_json("tight"), SearchRequest)
+    settings = _read(workflow.profile_json("cpu"), ProfileSettings)
+    assert (request.name, request.memory_gib) == ("tight", DEFAULT["searches"]["tight"]["memory_gib"])
+    assert request.precision == settings.precision
+    assert set(request.recompute) <= set(settings.recompute)
+
+
+def test_a_search_is_not_touched_by_another_ones_budget():
+    assert _load(searches__tight__memory_gib=9).search_json("roomy") == _load().search_json("roomy")

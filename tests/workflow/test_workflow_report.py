@@ -1,0 +1,172 @@
+"""The report, the summary and the grid, over made-up results."""
+
+import csv
+import io
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+from sample_results import a_plan, an_estimate, write_sample_results
+
+import grid
+import report
+import summary
+from loss_picture import draw_loss
+from plan_picture import StrategyColours, draw_plan, plan_file
+from results import bytes_text, layers_text, read_run, read_search, seconds_text
+from shardwright_formats.errors import BadInput
+from stage_pictures import draw_memory, draw_timeline
+from svg import ticks
+
+SVG = "{http://www.w3.org/2000/svg}"
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def results(tmp_path):
+    write_sample_results(tmp_path)
+    return tmp_path
+
+
+def _rectangles(drawing):
+    root = ElementTree.fromstring(drawing)
+    return [
+        (rectangle.find(f"{SVG}title").text, float(rectangle.get("x")), float(rectangle.get("width")))
+        for rectangle in root.iter(f"{SVG}rect")
+        if rectangle.find(f"{SVG}title") is not None
+    ]
+
+
+def test_the_page_stands_alone_and_is_well_formed(results):
+    page = report.page([read_search(results, "roomy")], [read_run(results, "demo")])
+    assert not re.search(r"""(src|href)\s*=|@import|url\((?!#)|<script""", page)
+    assert page.count("<svg") == page.count("</svg>") == 4
+    opened = []
+
+    class Balance(HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            if tag not in ("meta",):
+                opened.append(tag)
+
+        def handle_endtag(self, tag):
+            assert opened.pop() == tag
+
+        def handle_startendtag(self, tag, attributes):
+            pass
+
+    Balance().feed(page)
+    assert opened == []
+
+
+def test_the_page_tells_predicted_from_measured(results):
+    page = report.page([read_search(results, "roomy")], [])
+    rows = re.findall(r"<tr.*?</tr>", page.partition("<tbody>")[2])
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
+    assert [(row[0], row[2], row[3], row[4]) for row in cells] == [
+        ("chosen", "200 ms", "210 ms", "1.05"),
+        ("runner-up 1", "220 ms", "250 ms", "1.14"),
+        ("runner-up 2", "250 ms", "–", "–"),
+    ]
+    assert cells[0][5:] == ["57 MiB", "60 MiB", "1.05"]
+
+
+def test_text_from_files_cannot_become_markup(results):
+    page = report.page([read_search(results, "roomy")], [])
+    assert "&lt;beyond&gt;" in page
+    assert "<beyond>" not in page
+
+
+def test_the_same_results_give_the_same_page(results):
+    outcomes = [read_search(results, "roomy")], [read_run(results, "demo")]
+    assert report.page(*outcomes) == report.page(*outcomes)
+
+
+def test_a_plans_picture_shows_each_layer_once_in_order():
+    plan = a_plan()
+    cells = _rectangles(draw_plan(plan, StrategyColours([plan])))
+    shown = sorted({(x, title) for title, x, _ in cells})
+    names = [title.partition(":")[0] for _, title in shown]
+    assert names == ["embedding", *(f"layer {i}" for i in range(8)), "head"]
+    assert shown[1][1] == "layer 0: ZeRO-3 dp 4, recomputed"
+
+
+def test_the_plans_picture_can_stand_in_a_file_of_its_own():
+    root = ElementTree.fromstring(plan_file(a_plan()))
+    assert "--c0" in root.find(f"{SVG}defs/{SVG}style").text
+
+
+def test_memory_bars_are_as_long_as_their_bytes():
+    bars = _rectangles(draw_memory(an_estimate(a_plan(), 0.2), 64 * MIB))
+    lengths = {title.partition(":")[0]: width for title, _, width in bars[:5]}
+    assert lengths["optimizer"] == pytest.approx(2 * lengths["gradients"], rel=0.01)
+    assert lengths["activations"] == pytest.approx(2.5 * lengths["parameters"], rel=0.01)
+
+
+def test_a_budget_out_of_reach_is_said_in_words():
+    estimate = an_estimate(a_plan(), 0.2)
+    assert "off the scale" in draw_memory(estimate, 6000 * MIB)
+    assert "off the scale" not in draw_memory(estimate, 64 * MIB)
+
+
+def test_the_timeline_shows_every_event():
+    estimate = an_estimate(a_plan(), 0.2)
+    assert len(_rectangles(draw_timeline(estimate))) == len(estimate.timeline)
+
+
+def test_the_loss_curve_falls_when_the_loss_falls(results):
+    line = ElementTree.fromstring(draw_loss(read_run(results, "demo"))).find(f"{SVG}polyline").get("points").split()
+    heights = [float(point.partition(",")[2]) for point in line]
+    assert len(heights) == 100
+    assert heights[-1] > heights[0]
+
+
+def test_a_prediction_of_another_plan_is_refused(results):
+    write_sample_results(results / "other", search="roomy2")
+    (results / "other" / "plans" / "roomy2.json").rename(results / "plans" / "roomy.json")
+    with pytest.raises(BadInput, match=r"roomy\.prediction\.json: is about another plan"):
+        read_search(results, "roomy")
+
+
+def test_a_torn_line_of_metrics_is_refused_with_its_number(results):
+    path = results / "runs" / "demo" / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step":7,', '"step":'))
+    with pytest.raises(BadInput, match=r"metrics\.jsonl: line 7"):
+        read_run(results, "demo")
+
+
+def test_the_summary_names_plan_ratio_and_losses(results):
+    said = summary.summary([read_search(results, "roomy")], [read_run(results, "demo")])
+    assert "plan roomy within 64 MiB a device: pp 2 (1f1b), 4 microbatches" in said
+    assert re.search(r"chosen +200 ms +210 ms +1\.05", said)
+    assert "run demo: 100 steps, loss 7.600 -> 1.702 (-78%)" in said
+
+
+def test_the_grid_has_a_row_per_search(results):
+    (row,) = csv.DictReader(io.StringIO(grid.table([read_search(results, "roomy")])))
+    assert (row["search"], row["predicted_step_time_s"], row["pp_size"]) == ("roomy", "0.2", "2")
+    assert row["memory_budget_bytes"] == str(64 * MIB)
+
+
+def test_equal_neighbours_are_counted_together():
+    assert layers_text(a_plan()) == (
+        "3 ZeRO-3 dp 4, recomputed + 1 DDP dp 4 | 2 DDP dp 4 + 2 tp 2, Megatron SP, ZeRO-2 dp 2"
+    )
+
+
+@pytest.mark.parametrize(("time_s", "words"), [(0.2, "200 ms"), (1.5, "1.5 s"), (1234.6, "1235 s"), (3e-5, "30 µs")])
+def test_times_have_a_unit(time_s, words):
+    assert seconds_text(time_s) == words
+
+
+@pytest.mark.parametrize(("size", "words"), [(512, "512 B"), (1536, "1.5 KiB"), (5 << 40, "5120 GiB")])
+def test_sizes_have_a_unit(size, words):
+    assert bytes_text(size) == words
+
+
+@pytest.mark.parametrize("largest", [0.013, 1.0, 7.7, 999.0])
+def test_ticks_start_at_nothing_and_stay_within(largest):
+    found = ticks(largest)
+    assert found[0] == 0
+    assert 3 <= len(found) <= 7
+    assert found[-1] <= largest * (1 + 1e-9)
