@@ -1,0 +1,146 @@
+"""The command trains, saves, stops in order, resumes bit for bit, and refuses what it cannot do in one line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shardwright_formats.files import read_document, write_document
+from shardwright_formats.plan import Plan
+from shardwright_formats.run import RunResult
+from shardwright_train.data.prepare import prepare
+from shardwright_train.state.checkpoint_names import folder_of_plan, latest_checkpoint
+
+PlanMaker = Callable[..., Plan]
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data of a vocabulary that the tiny model has, which is smaller than any BPE's."""
+    folder = tmp_path_factory.mktemp("run")
+    text = folder / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    prepare(str(text), "*.txt", 260, 1.0, folder / "data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plan_file(work: Path, random_plan: PlanMaker) -> Path:
+    plan = random_plan(3, 2, "float32")
+    model = msgspec.structs.replace(plan.model, config=plan.model.config | {"vocab_size": 260})
+    write_document(work / "plan.json", msgspec.structs.replace(plan, model=model))
+    return work / "plan.json"
+
+
+def start(work: Path, plan: Path, name: str, *more: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "shardwright_train.cli", "run", str(plan), "--data", str(work / "data")]
+    command += ["--steps", str(STEPS), "--checkpoint-every", "2", "--learning-rate", "0.01"]
+    command += ["--checkpoints", str(work / name / "checkpoints"), "--out", str(work / name), *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def unbroken(work: Path, plan_file: Path) -> Path:
+    status, _, err = finish(start(work, plan_file, "unbroken"))
+    assert status == 0, err
+    return work / "unbroken"
+
+
+def test_a_run_leaves_a_line_per_step_and_a_last_word(unbroken: Path) -> None:
+    done = read_document(unbroken / "DONE.json", RunResult)
+    found = losses(unbroken)
+    assert len(found) == done.steps == STEPS
+    assert (done.first_loss, done.final_loss) == (found[0], found[-1])
+    assert found[-1] < found[0]
+    lines = [json.loads(line) for line in (unbroken / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["mfu"] is None and len(line["peak_memory_bytes"]) == 2 for line in lines)
+
+
+def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(work: Path, plan_file: Path, unbroken: Path) -> None:
+    stopped = start(work, plan_file, "stopped")
+    folder = folder_of_plan(work / "stopped" / "checkpoints", read_document(plan_file, Plan).sha256)
+    deadline = time.monotonic() + 90
+    while latest_checkpoint(folder) is None and time.monotonic() < deadline and stopped.poll() is None:
+        time.sleep(0.01)
+    stopped.send_signal(signal.SIGTERM)
+    status, _, err = finish(stopped)
+    assert status == 75, err
+    assert err.count("error:") == 1 and "run the same command to resume" in err
+    assert not (work / "stopped" / "DONE.json").exists()
+    status, _, err = finish(start(work, plan_file, "stopped"))
+    assert status == 0, err
+    assert losses(work / "stopped") == losses(unbroken)
+
+
+def test_a_checkpoint_of_other_settings_is_refused(work: Path, plan_file: Path, unbroken: Path) -> None:
+    before = (unbroken / "DONE.json").read_bytes()
+    status, _, err = finish(start(work, plan_file, "unbroken", "--seed", "1"))
+    assert (status, err.count("\n")) == (2, 1)
+    assert "another seed" in err
+    assert (unbroken / "DONE.json").read_bytes() == before
+
+
+def test_a_locked_run_is_refused(work: Path, plan_file: Path) -> None:
+    import fcntl
+
+    folder = folder_of_plan(work / "locked" / "checkpoints", read_document(plan_file, Plan).sha256)
+    folder.mkdir(parents=True)
+    with (folder / "LOCK").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        status, _, err = finish(start(work, plan_file, "locked"))
+    assert (status, err.count("\n")) == (2, 1)
+    assert "another run of this plan" in err
+
+
+def test_a_killed_rank_ends_the_run_with_its_name(work: Path, plan_file: Path) -> None:
+    process = start(work, plan_file, "killed", "--steps", "100000")
+    victim = None
+    deadline = time.monotonic() + 60
+    while victim is None and time.monotonic() < deadline:
+        for pid in (int(p) for p in os.listdir("/proc") if p.isdigit()):
+            if _parent_of(pid) == process.pid and _rank_of(pid) == "1":
+                victim = pid
+    assert victim is not None
+    while latest_checkpoint_of(work / "killed", plan_file) is None:
+        time.sleep(0.05)
+    os.kill(victim, signal.SIGKILL)
+    status, _, err = finish(process)
+    assert status == 4
+    assert "error: rank 1: was killed by SIGKILL" in err
+
+
+def latest_checkpoint_of(folder: Path, plan_file: Path) -> Path | None:
+    return latest_checkpoint(folder_of_plan(folder / "checkpoints", read_document(plan_file, Plan).sha256))
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def _rank_of(pid: int) -> str | None:
+    try:
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((pair[5:].decode() for pair in pairs if pair.startswith(b"RANK=")), None)

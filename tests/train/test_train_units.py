@@ -1,0 +1,110 @@
+"""Small parts: schedule, utilisation, refusals, descriptions."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.files import read_document
+from shardwright_formats.model import Model
+from shardwright_formats.plan import Attention, Plan, Precision
+from shardwright_formats.strategy import Recompute, SequenceParallel
+from shardwright_train.cli import app
+from shardwright_train.families import family_named
+from shardwright_train.loop import model_flops_utilisation
+from shardwright_train.optimiser import Hyperparameters
+from shardwright_train.peaks import peak_flops_per_s
+from shardwright_train.support import check_supported
+
+PlanMaker = Callable[..., Plan]
+
+
+def test_the_learning_rate_warms_up_in_a_line_and_falls_in_a_cosine() -> None:
+    settings = Hyperparameters(learning_rate=1.0, warmup_steps=4, steps=12, weight_decay=0, clip_norm=0)
+    rates = [settings.learning_rate_at(step) for step in range(1, 13)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[7] == pytest.approx(0.55), "halfway down to a tenth"
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+
+
+def test_utilisation_is_known_only_where_the_peak_is(random_plan: PlanMaker) -> None:
+    plan = random_plan(0, 2, "bfloat16")
+    assert model_flops_utilisation(plan, 1.0, "cpu") is None
+    peak = peak_flops_per_s("NVIDIA H200", "bfloat16")
+    assert peak is not None and peak_flops_per_s("NVIDIA H200", "float32") is None
+    names = ("embedding", *plan.model.layers, "head")
+    flops = 3 * plan.global_batch_size * sum(plan.model.types[n].forward_flops_per_sample for n in names)
+    assert model_flops_utilisation(plan, 0.5, "NVIDIA H200") == pytest.approx(flops / 0.5 / (2 * peak))
+
+
+def test_the_description_has_every_parameter_of_the_stock_model(tiny_model: Model) -> None:
+    config = LlamaConfig(**tiny_model.config, num_hidden_layers=len(tiny_model.layers))
+    stock = {name: tuple(p.shape) for name, p in LlamaForCausalLM(config).named_parameters()}
+    family = family_named("llama", "test")
+    described = {}
+    for element in ("embedding", *(f"layers[{i}]" for i in range(len(tiny_model.layers))), "head"):
+        kind = "block" if element.startswith("layers") else element
+        for parameter in tiny_model.types[kind].parameters:
+            name = family.full_name(element, parameter.name) if kind == "block" else parameter.name
+            described[name] = parameter.shape
+    assert described == stock
+    assert tiny_model.parameter_count == sum(p.numel() for p in LlamaForCausalLM(config).parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attention": Attention.FLASH_ATTENTION_2}, "flash_attention_2"),
+        ({"precision": Precision(parameters="float32", compute="float16")}, "float16"),
+        ({"recompute": Recompute.MLP}, "recompute mlp"),
+        ({"sequence_parallel": SequenceParallel.ULYSSES}, "ulysses"),
+        ({"tied": (("model.embed_tokens.weight", "lm_head.weight"),)}, "tied embeddings"),
+    ],
+)
+def test_what_this_version_cannot_run_is_said_before_it_starts(
+    random_plan: PlanMaker, change: dict[str, object], words: str
+) -> None:
+    plan = random_plan(0, 2, "float32")
+    check_supported(plan, "plan.json")
+    key = next(iter(change))
+    if key in ("recompute", "sequence_parallel"):
+        layers = (msgspec.structs.replace(plan.layers[0], **change), *plan.layers[1:])  # type: ignore[arg-type]
+        plan = msgspec.structs.replace(plan, layers=layers)
+    elif key == "tied":
+        plan = msgspec.structs.replace(plan, model=msgspec.structs.replace(plan.model, **change))  # type: ignore[arg-type]
+    else:
+        plan = msgspec.structs.replace(plan, **change)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=rf"plan\.json: .*{words}.* is not run by this version"):
+        check_supported(plan, "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hiden_size": 64}, "unknown key 'hiden_size' for a llama model"),
+        ({"model_type": "mamba"}, "model family 'mamba' cannot be trained"),
+        ({"max_position_embeddings": 8}, "sequence length 16 is over 8 positions"),
+    ],
+)
+def test_describe_refuses_a_configuration_in_one_line(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    config = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4} | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ["--name", "x", "--sequence-length", "16", "--out", str(tmp_path / "model.json")]
+    ended = CliRunner().invoke(app, ["describe", str(tmp_path), *options])
+    assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
+    assert ended.stderr.startswith("error: ") and words in ended.stderr
+    assert not (tmp_path / "model.json").exists()
+
+
+def test_a_plan_for_another_world_size_is_refused_in_one_line(tmp_path: Path, random_plan: PlanMaker) -> None:
+    plan = json.loads(msgspec.json.encode(random_plan(0, 2, "float32")))
+    plan["cluster"]["node_types"]["cpu"]["devices_per_node"] = 4
+    (tmp_path / "plan.json").write_text(json.dumps({"format": "shardwright.plan", "version": 1} | plan))
+    with pytest.raises(BadInput, match=r"plan\.json: the stages use 2 ranks, the cluster has 4 devices"):
+        read_document(tmp_path / "plan.json", Plan)
