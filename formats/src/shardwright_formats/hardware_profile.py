@@ -82,7 +82,7 @@ class CollectiveKey(NamedTuple):
 class HardwareProfile:
     """Times against message sizes, by kind of message.
 
-    `points` and `repeats` are the file's tables; `cluster` names what was measured, `device` and `backend` on what
+    `points`, `repeats` and `rates` are the file's tables; `cluster` names what was measured, `device` and `backend` on what
     and through what.
     """
 

@@ -13,7 +13,7 @@ from shardwright_formats.files import Document
 from shardwright_formats.run import StepMetrics
 from shardwright_formats.tables import Column
 
-__all__ = ["markdown", "types_of"]
+__all__ = ["described_components", "markdown"]
 
 _INTRODUCTION = """\
 # File formats
@@ -43,10 +43,12 @@ def markdown(schemas: Mapping[type[Document], Mapping[str, Any]]) -> str:
         name = kind.FORMAT.removeprefix("shardwright.")
         properties = {field: of for field, of in schema["properties"].items() if field not in ("format", "version")}
         blocks += [f"### {name}\n", f"{schema['description']}\n", _fields(properties, schema["required"])]
-        shared |= {title: of for title, of in schema["$defs"].items() if title not in _titles(schemas)}
-    shared |= _line_of_metrics()
+        shared |= schema["$defs"]
+    shared |= described_components(StepMetrics)
+    for kind in schemas:
+        shared.pop(kind.__name__, None)
     blocks.append("## Types inside them\n")
-    known = types_of(schemas) | {StepMetrics.__name__: StepMetrics}
+    known = _types_of([*schemas, StepMetrics])
     for title, of in sorted(shared.items()):
         blocks += [f"### {title}\n", f"{of['description']}\n"]
         blocks.append(_members(known[title]) if "enum" in of else _fields(of["properties"], of["required"]))
@@ -56,7 +58,7 @@ def markdown(schemas: Mapping[type[Document], Mapping[str, Any]]) -> str:
     return "\n".join(blocks)
 
 
-def types_of(kinds: Iterable[type]) -> dict[str, type]:
+def _types_of(kinds: Iterable[type]) -> dict[str, type]:
     """The given structs and every struct and enumeration that their fields are made of, by name."""
     found: dict[str, type] = {}
     waiting: list[Any] = list(kinds)
@@ -70,17 +72,17 @@ def types_of(kinds: Iterable[type]) -> dict[str, type]:
     return found
 
 
-def _titles(schemas: Mapping[type[Document], object]) -> dict[str, str]:
-    return {kind.__name__: kind.FORMAT.removeprefix("shardwright.") for kind in schemas}
-
-
-def _line_of_metrics() -> dict[str, Any]:
-    _, components = msgspec.json.schema_components([StepMetrics], ref_template="#/$defs/{name}")
-    component = components[StepMetrics.__name__]
-    meanings = field_docs(StepMetrics)
-    for field, schema in component["properties"].items():
-        schema["description"] = meanings.get(field, "")
-    return {StepMetrics.__name__: component | {"description": class_doc(StepMetrics)}}
+def described_components(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The JSON Schemas of a struct and of every type inside it, by name, with their meanings as descriptions."""
+    _, components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
+    known = _types_of([kind])
+    for name, component in components.items():
+        component["description"] = class_doc(known[name])
+        meanings = field_docs(known[name])
+        for field, schema in component.get("properties", {}).items():
+            if field in meanings:
+                schema["description"] = meanings[field]
+    return components
 
 
 def _overview(schemas: Mapping[type[Document], Mapping[str, Any]]) -> str:

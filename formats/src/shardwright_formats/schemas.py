@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from shardwright_formats import reference
 from shardwright_formats.cluster import Cluster
 from shardwright_formats.errors import BadInput, one_line_errors
-from shardwright_formats.field_docs import class_doc, field_docs
 from shardwright_formats.files import Document, write_bytes
 from shardwright_formats.measurement import Measurement
 from shardwright_formats.model import Model
@@ -37,14 +34,7 @@ def json_schema(kind: type[Document]) -> dict[str, Any]:
 
     Cross-field checks are not in it: a file that fits may still be refused when it is read.
     """
-    _, components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
-    known = reference.types_of([kind])
-    for name, component in components.items():
-        component["description"] = class_doc(known[name])
-        meanings = field_docs(known[name])
-        for field, schema in component.get("properties", {}).items():
-            if field in meanings:
-                schema["description"] = meanings[field]
+    components = reference.described_components(kind)
     root = components.pop(kind.__name__)
     header = {"format": {"const": kind.FORMAT}, "version": {"const": kind.VERSION}}
     root["properties"] = header | root["properties"]
