@@ -161,6 +161,20 @@ def test_a_signal_to_the_launcher_ends_all_ranks_in_order(make_cluster, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
 
 
+def test_a_second_signal_kills_ranks_that_do_not_answer(make_cluster, tmp_path):
+    sweep = _start_long_sweep(tmp_path, make_cluster((1, 1)))
+    ranks = _wait_for_ranks(sweep, 1)
+    os.kill(ranks[0], signal.SIGSTOP)
+    sweep.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    started = time.monotonic()
+    sweep.send_signal(signal.SIGTERM)
+    sweep.communicate(timeout=30)
+    assert sweep.returncode == 130
+    assert time.monotonic() - started < 4
+    assert not _alive(ranks[0])
+
+
 def test_ranks_end_when_their_launcher_is_killed(make_cluster, tmp_path):
     write_document(tmp_path / "cluster.json", make_cluster((1, 1)))
     sweep = _start(
