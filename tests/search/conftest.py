@@ -15,6 +15,7 @@ from shardwright_formats.model import BoundaryTensor, LayerType, Model, Paramete
 from shardwright_formats.model_profile import LAYERS, ModelProfile, ProfileOrigin, write_model_profile
 from shardwright_search.profiles import Profiles, index_profiles
 from shardwright_search.request import SearchRequest
+from shardwright_search.solver.problem import Problem
 
 HIDDEN, VOCABULARY, LENGTH = 64, 256, 32
 
@@ -147,6 +148,29 @@ def make_request(**changes: object) -> SearchRequest:
     return msgspec.convert({"name": "search", "global_batch_size": 8} | changes, SearchRequest)
 
 
+def price_of(problem: Problem, stage_of: list[int], chosen: tuple[int, ...]) -> tuple[int, int]:
+    """T and memory of one plan, added up element by element: the solver's formula written a second time."""
+    p, m = len(problem.tables), problem.num_microbatches
+    time, sync, optimizer, held, transient = ([0] * p for _ in range(5))
+    for e, (stage, kind, option) in enumerate(zip(stage_of, problem.elements, chosen, strict=True)):
+        o = problem.tables[stage].options[kind]
+        time[stage] += int(o.microbatch_ps[option])
+        sync[stage] += int(o.gradient_sync_ps[option])
+        optimizer[stage] += int(o.optimizer_ps[option])
+        held[stage] += int(o.state_bytes[option]) + problem.in_flight[stage] * int(o.activation_bytes[option])
+        transient[stage] = max(transient[stage], int(o.transient_bytes[option]))
+        if e:
+            before = problem.elements[e - 1]
+            layout = problem.tables[stage_of[e - 1]].options[before].layout[chosen[e - 1]]
+            time[stage] += int(problem.tables[stage].redistribution_ps[before, layout, o.layout[option]])
+            if stage_of[e - 1] != stage:
+                send = int(problem.sends_ps[stage - 1, before, layout])
+                time[stage] += send
+                time[stage - 1] += send
+    memory = max(h + t for h, t in zip(held, transient, strict=True))
+    return sum(time) + (m - 1) * max(time) + max(sync) + max(optimizer), memory
+
+
 @pytest.fixture
 def make() -> SimpleNamespace:
     """The builders of made-up models, clusters, profiles and requests."""
@@ -158,6 +182,12 @@ def make() -> SimpleNamespace:
         profiles=make_profiles,
         request=make_request,
     )
+
+
+@pytest.fixture(scope="session")
+def price() -> Callable[[Problem, list[int], tuple[int, ...]], tuple[int, int]]:
+    """T and memory of a plan, given the stage and the option of each element."""
+    return price_of
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The solver against every plan of tiny random cases, counted with a formula written a second time."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import combinations, product
 
 import numpy as np
@@ -12,8 +13,10 @@ from shardwright_search.solver.optimise import least_memory, solve
 from shardwright_search.solver.partition import best_partition
 from shardwright_search.solver.problem import Options, Problem, StageTable
 
+Price = Callable[[Problem, list[int], tuple[int, ...]], tuple[int, int]]
 
-def random_problem(seed: int) -> tuple[Problem, list[tuple[int, int]]]:
+
+def random_problem(price: Price, seed: int) -> tuple[Problem, list[tuple[int, int]]]:
     """A case with 2 to 4 layers of 1 or 2 types, up to 3 pipeline stages, and costs of all kinds that matter.
 
     With it, T and memory of every plan.
@@ -47,7 +50,7 @@ def random_problem(seed: int) -> tuple[Problem, list[tuple[int, int]]]:
         num_microbatches=count,
         budget_bytes=1 << 40,
     )
-    prices = every_plan(problem)
+    prices = every_plan(price, problem)
     needs = sorted(memory for _, memory in prices)
     return with_budget(problem, needs[int(len(needs) * rng.choice([0, 0.02, 0.2, 0.6, 0.999]))]), prices
 
@@ -58,7 +61,7 @@ def with_budget(problem: Problem, budget_bytes: int) -> Problem:
     return Problem(**fields | {"budget_bytes": budget_bytes})
 
 
-def every_plan(problem: Problem) -> list[tuple[int, int]]:
+def every_plan(price: Price, problem: Problem) -> list[tuple[int, int]]:
     """T and memory of every plan of a case."""
     total, p = len(problem.elements), len(problem.tables)
     found = []
@@ -72,37 +75,14 @@ def every_plan(problem: Problem) -> list[tuple[int, int]]:
     return found
 
 
-def price(problem: Problem, stage_of: list[int], chosen: tuple[int, ...]) -> tuple[int, int]:
-    """T and memory of one plan, added up element by element."""
-    p, m = len(problem.tables), problem.num_microbatches
-    time, sync, optimizer, held, transient = ([0] * p for _ in range(5))
-    for e, (stage, kind, option) in enumerate(zip(stage_of, problem.elements, chosen, strict=True)):
-        o = problem.tables[stage].options[kind]
-        time[stage] += int(o.microbatch_ps[option])
-        sync[stage] += int(o.gradient_sync_ps[option])
-        optimizer[stage] += int(o.optimizer_ps[option])
-        held[stage] += int(o.state_bytes[option]) + problem.in_flight[stage] * int(o.activation_bytes[option])
-        transient[stage] = max(transient[stage], int(o.transient_bytes[option]))
-        if e:
-            before = problem.elements[e - 1]
-            layout = problem.tables[stage_of[e - 1]].options[before].layout[chosen[e - 1]]
-            time[stage] += int(problem.tables[stage].redistribution_ps[before, layout, o.layout[option]])
-            if stage_of[e - 1] != stage:
-                send = int(problem.sends_ps[stage - 1, before, layout])
-                time[stage] += send
-                time[stage - 1] += send
-    memory = max(h + t for h, t in zip(held, transient, strict=True))
-    return sum(time) + (m - 1) * max(time) + max(sync) + max(optimizer), memory
-
-
 @pytest.fixture(scope="module")
-def priced():
+def priced(price):
     """A case by its seed, with T and memory of every plan of it."""
-    return cache(random_problem)
+    return cache(partial(random_problem, price))
 
 
 @pytest.mark.parametrize("hundred", range(6))
-def test_solver_equals_brute_force_on_every_tiny_case(priced, hundred):
+def test_solver_equals_brute_force_on_every_tiny_case(price, priced, hundred):
     for seed in range(100 * hundred, 100 * hundred + 100):
         problem, prices = priced(seed)
         best = min(time for time, memory in prices if memory <= problem.budget_bytes)

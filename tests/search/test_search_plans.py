@@ -11,15 +11,17 @@ import pytest
 from shardwright_formats.cluster import Cluster
 from shardwright_formats.errors import BadInput
 from shardwright_formats.model import EMBEDDING, HEAD, Model
-from shardwright_formats.plan import PipelineStage, Plan
+from shardwright_formats.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute
+from shardwright_search.case import plan_of, priced_case
 from shardwright_search.evaluate import evaluate
 from shardwright_search.explain import layer_runs
 from shardwright_search.optimal import Found, Infeasible, find_best, memory_budget_bytes
 from shardwright_search.predict import prediction_of_searched
 from shardwright_search.profiles import Profiles
 from shardwright_search.request import SearchRequest
-from shardwright_search.space import cases, strategies
+from shardwright_search.solver.problem import Solution
+from shardwright_search.space import Case, cases, strategies
 from shardwright_search.uniform import even_cuts
 
 FILE = Path("s.json")
@@ -129,6 +131,26 @@ def test_searched_plan_is_the_best_of_all_plans_that_fit(make, seed):
     assert again == found.chosen.evaluation and again.objective_ps <= best * 1.01
 
 
+@pytest.mark.parametrize("case", [Case(1, 2, Schedule.GPIPE), Case(2, 4, Schedule.ONE_F_ONE_B)])
+def test_solver_and_evaluate_count_alike_whatever_the_plan(make, price, case):
+    """Random plans, most of them with a change of layout at each layer, on two nodes."""
+    rng = np.random.default_rng(0)
+    model, cluster, request = make.model(4), make.cluster(4, nodes=2), make.request()
+    profiles = make.profiles(model, cluster)
+    priced = priced_case(request, model, cluster, profiles, case, 0)
+    assert priced is not None
+    overhead_ps = 50_000_000
+    for _ in range(40):
+        options = tuple(int(rng.integers(len(priced.strategies[kind]))) for kind in priced.problem.elements)
+        ends = (int(rng.integers(2, 5)), 6)[-case.pp_size :]
+        stage_of = [sum(element >= end for end in ends) for element in range(6)]
+        objective_ps, memory_bytes = price(priced.problem, stage_of, options)
+        plan = plan_of(request, model, cluster, priced, Solution(objective_ps, ends, options, memory_bytes))
+        found = evaluate(plan, profiles)
+        assert found.objective_ps == objective_ps + overhead_ps
+        assert found.estimate.memory_bytes == memory_bytes + profiles.process_bytes
+
+
 def test_least_bytes_of_an_infeasible_request_are_exact(make):
     model, cluster = make.model(3), make.cluster(4)
     profiles = make.profiles(model, cluster)
@@ -212,8 +234,9 @@ def test_prediction_says_what_was_proven(make):
 def test_uneven_divisions_are_left_out_of_the_space_not_rounded(make):
     model = make.model()
     request = make.request(global_batch_size=56)
-    # 7 samples a microbatch over 8 ranks: no dp_size but 1
+    # 7 samples a microbatch over 8 ranks: no dp_size but 1; 6 samples: 4 does not divide them
     assert {s.dp_size for s in strategies(request, model, "block", 8, 7)} == {1}
+    assert {s.dp_size for s in strategies(request, model, "block", 8, 6)} == {1, 2}
     # 5 ranks would split 8 heads unevenly
     assert {s.tp_size for s in strategies(request, model, "block", 5, 5)} == {1}
 
@@ -228,6 +251,7 @@ def test_each_strategy_is_spelled_once(make):
 def test_layers_are_cut_evenly_with_the_rest_in_the_middle_then_last():
     assert even_cuts(8, 2) == (0, 4, 8)
     assert even_cuts(7, 2) == (0, 3, 7)
+    assert even_cuts(9, 4) == (0, 2, 4, 7, 9)
     assert even_cuts(10, 4) == (0, 2, 5, 8, 10)
     assert even_cuts(11, 4) == (0, 2, 5, 8, 11)
 
