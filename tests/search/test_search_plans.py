@@ -131,18 +131,27 @@ def test_searched_plan_is_the_best_of_all_plans_that_fit(make, seed):
     assert again == found.chosen.evaluation and again.objective_ps <= best * 1.01
 
 
-@pytest.mark.parametrize("case", [Case(1, 2, Schedule.GPIPE), Case(2, 4, Schedule.ONE_F_ONE_B)])
-def test_solver_and_evaluate_count_alike_whatever_the_plan(make, price, case):
+@pytest.mark.parametrize(
+    ("devices", "case"),
+    [
+        (4, Case(1, 2, Schedule.GPIPE)),
+        (4, Case(2, 4, Schedule.ONE_F_ONE_B)),
+        # two nodes of three devices: only the second of the three stages crosses them
+        (6, Case(3, 4, Schedule.ONE_F_ONE_B)),
+    ],
+)
+def test_solver_and_evaluate_count_alike_whatever_the_plan(make, price, devices, case):
     """Random plans, most of them with a change of layout at each layer, on two nodes."""
     rng = np.random.default_rng(0)
-    model, cluster, request = make.model(4), make.cluster(4, nodes=2), make.request()
+    model, cluster, request = make.model(4), make.cluster(devices, nodes=2), make.request()
     profiles = make.profiles(model, cluster)
     priced = priced_case(request, model, cluster, profiles, case, 0)
     assert priced is not None
     overhead_ps = 50_000_000
     for _ in range(40):
         options = tuple(int(rng.integers(len(priced.strategies[kind]))) for kind in priced.problem.elements)
-        ends = (int(rng.integers(2, 5)), 6)[-case.pp_size :]
+        cuts = sorted(rng.choice([2, 3, 4], case.pp_size - 1, replace=False).tolist())
+        ends = (*cuts, 6)
         stage_of = [sum(element >= end for end in ends) for element in range(6)]
         objective_ps, memory_bytes = price(priced.problem, stage_of, options)
         plan = plan_of(request, model, cluster, priced, Solution(objective_ps, ends, options, memory_bytes))
