@@ -41,9 +41,13 @@ def _children(process: _Process) -> dict[int, int]:
 
 def _alive(pid: int) -> bool:
     try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0]
-    except FileNotFoundError:
+        return _state(pid) != "Z"
+    except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 def test_two_ranks_measure_every_kind_of_message_to_one_mebibyte(make_cluster, tmp_path):
@@ -165,6 +169,8 @@ def test_a_second_signal_kills_ranks_that_do_not_answer(make_cluster, tmp_path):
     sweep = _start_long_sweep(tmp_path, make_cluster((1, 1)))
     ranks = _wait_for_ranks(sweep, 1)
     os.kill(ranks[0], signal.SIGSTOP)
+    while _state(ranks[0]) != "T":
+        time.sleep(0.01)
     sweep.send_signal(signal.SIGTERM)
     time.sleep(0.2)
     started = time.monotonic()
