@@ -24,6 +24,7 @@ Section = Mapping[str, Any]
 _GIB = 1024**3
 _OWN_MODEL_KEYS = ("preset", "profile", "sequence_length")
 _MEASURE_KEYS = ("steps", "warmup_steps")
+_OPTIONAL_RESOURCES = {"partition": "slurm_partition", "account": "slurm_account", "constraint": "constraint"}
 
 
 class ConfigurationError(Exception):
@@ -103,6 +104,32 @@ class Workflow:
                 for node_type in self.node_types_of(search["cluster"])
             )
         )
+
+    def resources(self, node_type: str, num_nodes: int, runtime_min: int) -> dict[str, int | str]:
+        """What a job that starts ranks on some nodes asks for, `runtime` in minutes and `mem_mb` for each node.
+
+        Several nodes are started by srun, one task each; on one node the command starts its ranks itself.
+        """
+        slurm = self["node_types"][node_type].get("slurm", {})
+        gpus = f" --gpus-per-node={slurm['gpus_per_node']}" if "gpus_per_node" in slurm else ""
+        asked: dict[str, int | str] = {
+            "nodes": num_nodes,
+            "tasks": num_nodes,
+            "mpi": "srun --kill-on-bad-exit=1 --ntasks-per-node=1" if num_nodes > 1 else "",
+            "cpus_per_task": slurm.get("cpus_per_node", 1),
+            "mem_mb": slurm.get("mem_mb", 4000),
+            "runtime": slurm.get("runtime_min", runtime_min),
+            "slurm_extra": "--exclusive" + gpus,
+        }
+        return asked | {resource: slurm[key] for key, resource in _OPTIONAL_RESOURCES.items() if key in slurm}
+
+    def resource_names(self) -> tuple[str, ...]:
+        """The resources that some job asks for.
+
+        The optional ones are left out where no node type has them, so that a default of the cluster's profile holds.
+        """
+        names = (self.resources(node_type, 1, 1) for node_type in self["node_types"])
+        return tuple(dict.fromkeys(name for each in names for name in each))
 
     def _node_type(self, name: str, priced: bool) -> dict[str, Any]:
         node = self["node_types"][name]

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 import subprocess
 from itertools import pairwise
@@ -104,6 +105,16 @@ def test_a_misspelt_key_is_one_line_and_exit_code_2(finished):
     assert done.status == 2
     assert "error: config.yaml: searches.tight.memory_gb is no known key: did you mean memory_gib?" in done.output
     assert "Traceback" not in done.output
+
+
+def test_a_cluster_of_several_nodes_is_started_by_srun(finished):
+    finished.configure(lambda config: config["clusters"]["laptop"]["nodes"][0].update(count=2))
+    asked = finished.snakemake("all", "-n", "-p", "-F").output
+    found = r"^Shell command: srun --kill-on-bad-exit=1 --ntasks-per-node=1 (shardwright-\w+ \w+)"
+    srun = re.findall(found, asked, re.MULTILINE)
+    assert sorted(srun) == sorted(
+        ["shardwright-profile hardware", *["shardwright-train run"] * 2, *["shardwright-train measure"] * 2]
+    )
 
 
 def test_the_documents_are_what_the_configuration_says(finished):

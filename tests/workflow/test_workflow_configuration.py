@@ -129,3 +129,18 @@ def test_searches_and_profiles_are_documents_that_the_stages_read():
 
 def test_a_search_is_not_touched_by_another_ones_budget():
     assert _load(searches__tight__memory_gib=9).search_json("roomy") == _load().search_json("roomy")
+
+
+def test_a_job_asks_slurm_for_what_its_node_type_says():
+    slurm = {"partition": "gpu", "gpus_per_node": "a100:8", "cpus_per_node": 16, "mem_mb": 64000, "runtime_min": 90}
+    workflow = _load(node_types__cpu__slurm=slurm)
+    assert workflow.resources("cpu", 2, 60) == {
+        "nodes": 2, "tasks": 2, "mpi": "srun --kill-on-bad-exit=1 --ntasks-per-node=1", "cpus_per_task": 16,
+        "mem_mb": 64000, "runtime": 90, "slurm_extra": "--exclusive --gpus-per-node=a100:8", "slurm_partition": "gpu",
+    }  # fmt: skip
+    assert workflow.resources("cpu", 1, 60)["mpi"] == ""
+
+
+def test_what_no_node_type_asks_for_is_left_to_the_clusters_profile():
+    assert "slurm_partition" not in _load().resource_names()
+    assert "slurm_partition" in _load(node_types__cpu__slurm={"partition": "gpu"}).resource_names()

@@ -47,47 +47,14 @@ def all_cores(_wildcards):
 
 
 def on_nodes(node_types, num_nodes, runtime_min):
-    """Resources of a job that starts ranks, from two functions of the wildcards: its node types and number of nodes.
+    """Resources of a job that starts ranks, from two functions of the wildcards: its node types and number of nodes."""
 
-    A cluster of several nodes is started by srun, one task a node; on one node the command starts its ranks itself.
-    """
+    def asked(name):
+        return lambda wildcards: CONFIG.resources(
+            node_types(wildcards)[0], num_nodes(wildcards), runtime_min
+        ).get(name)
 
-    def asked(key, default=None):
-        return (
-            lambda wildcards: CONFIG["node_types"][node_types(wildcards)[0]]
-            .get("slurm", {})
-            .get(key, default)
-        )
-
-    def extra(wildcards):
-        gpus = asked("gpus_per_node")(wildcards)
-        return f"--exclusive --gpus-per-node={gpus}" if gpus else "--exclusive"
-
-    def mpi(wildcards):
-        return (
-            "srun --kill-on-bad-exit=1 --ntasks-per-node=1"
-            if num_nodes(wildcards) > 1
-            else ""
-        )
-
-    found = {
-        "nodes": num_nodes,
-        "tasks": num_nodes,
-        "mpi": mpi,
-        "cpus_per_task": asked("cpus_per_node", 1),
-        "mem_mb": asked("mem_mb", 4000),
-        "runtime": asked("runtime_min", runtime_min),
-        "slurm_extra": extra,
-    }
-    # Left out where nobody asks, so that a default of the cluster's profile holds.
-    for key, resource in (
-        ("partition", "slurm_partition"),
-        ("account", "slurm_account"),
-        ("constraint", "constraint"),
-    ):
-        if any(key in node.get("slurm", {}) for node in CONFIG["node_types"].values()):
-            found[resource] = asked(key)
-    return found
+    return {name: asked(name) for name in CONFIG.resource_names()}
 
 
 def on_cluster(cluster_of, runtime_min):
