@@ -82,8 +82,8 @@ class CollectiveKey(NamedTuple):
 class HardwareProfile:
     """Times against message sizes, by kind of message.
 
-    `points`, `repeats` and `rates` are the file's tables; `cluster` names what was measured, `device` and `backend` on what
-    and through what.
+    `points`, `repeats` and `rates` are the file's tables; `cluster` names what was measured, `device` and `backend`
+    on what and through what.
     """
 
     def __init__(self, *, cluster: str, device: str, backend: str, points: Table, repeats: Table, rates: Table) -> None:
