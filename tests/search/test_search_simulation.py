@@ -63,14 +63,14 @@ def pipelines(draw: st.DrawFn, same_ratio: bool) -> list[StageTimes]:
     return stages
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(pipelines(same_ratio=True), st.integers(1, 9), st.sampled_from([F1B, GPIPE]))
 def test_simulated_time_lies_between_lower_bound_and_closed_form(stages, microbatches, schedule):
     simulated = simulate(stages, schedule, microbatches).step_ps
     assert lower_bound_ps(stages, microbatches) <= simulated <= closed_form(stages, microbatches)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(pipelines(same_ratio=False), st.integers(1, 9), st.sampled_from([F1B, GPIPE]))
 def test_no_simulated_time_beats_the_lower_bound(stages, microbatches, schedule):
     assert lower_bound_ps(stages, microbatches) <= simulate(stages, schedule, microbatches).step_ps
