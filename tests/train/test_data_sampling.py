@@ -60,6 +60,13 @@ def test_every_token_but_the_first_is_a_label_once_where_the_length_divides(tmp_
     assert sorted(labels) == TOKENS[1:41].tolist()
 
 
+@pytest.mark.parametrize(("tokens", "samples"), [(6, 1), (10, 1), (11, 2), (40, 7), (41, 8)])
+def test_the_last_sample_has_its_last_label(tokens: int, samples: int, tmp_path: Path) -> None:
+    opened = open_samples(_written(tmp_path, TOKENS[:tokens]), LENGTH, seed=0)
+    assert opened.per_epoch == samples
+    assert {opened.sample(index).shape for index in range(samples)} == {(LENGTH + 1,)}
+
+
 def test_another_seed_gives_another_order_and_the_same_seed_the_same(tmp_path: Path) -> None:
     _written(tmp_path)
     orders = [open_samples(tmp_path, LENGTH, seed).global_batch(0, 8) for seed in (0, 1, 0)]
