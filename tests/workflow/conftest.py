@@ -64,19 +64,21 @@ class Workspace:
             change(config)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
 
-    def snakemake(self, *arguments: str, fails: str = "") -> Called:
-        environment = os.environ | {
+    def environment(self, fails: str = "") -> dict[str, str]:
+        return os.environ | {
             "PATH": f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(HERE),
             "STUB_CALLS": str(self.calls_file),
             "STUB_FAILS": fails,
             "XDG_CACHE_HOME": str(self.folder / "cache"),
         }
+
+    def snakemake(self, *arguments: str, fails: str = "") -> Called:
         command = [
             "snakemake", *arguments, "--snakefile", str(ROOT / "Snakefile"), "--configfile", "config.yaml",
             "--cores", "2", "--quiet", "host",
         ]  # fmt: skip
-        return _forked(command, self.folder, environment)
+        return _forked(command, self.folder, self.environment(fails))
 
     def calls(self) -> list[list[str]]:
         return [json.loads(line) for line in self.calls_file.read_text().splitlines()]

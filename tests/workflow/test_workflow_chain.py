@@ -123,15 +123,27 @@ def test_the_documents_are_what_the_configuration_says(finished):
     assert json.loads((results / "models" / "demo" / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_the_demo_says_what_it_does_what_came_of_it_and_when_it_fails(finished):
+def _demo(workspace):
+    done = subprocess.run(
+        ["bash", "workflow/scripts/demo.sh", "2"], cwd=workspace.folder, env=workspace.environment(), text=True,
+        capture_output=True, timeout=90,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_demo_says_what_it_does_what_came_of_it_and_why_it_fails(finished):
     for name in ("Snakefile", "workflow", "config", "profiles"):
-        source = ROOT / name
-        copy = shutil.copytree if source.is_dir() else shutil.copy
-        copy(source, finished.folder / name)
-    shutil.copy(finished.folder / "config.yaml", finished.folder / "config" / "config.yaml")
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, finished.folder / name)
+    status, said, _ = _demo(finished)
+    assert status == 0, said
+    assert re.search(r"^ +\d+ s  write the report$", said, re.MULTILINE)
+    assert "train demo" not in said
+    assert re.search(r"chosen +200 ms +210 ms +1\.05", said)
+    status, said, _ = _demo(finished)
+    assert said.startswith("nothing to be done: all results are up to date\n")
     config = finished.folder / "config" / "config.yaml"
-    config.write_text(config.read_text().replace("steps: 150", "stepz: 150"))
-    demo = ["bash", "workflow/scripts/demo.sh", "2"]
-    done = subprocess.run(demo, cwd=finished.folder, text=True, capture_output=True, timeout=60)
-    assert done.returncode != 0
-    assert "error: config/config.yaml: runs.demo.stepz is no known key: did you mean steps?" in done.stderr
+    config.write_text(config.read_text().replace("steps: 150 ", "stepz: 150 "))
+    status, _, complaint = _demo(finished)
+    assert status != 0
+    assert "error: config/config.yaml: runs.demo.stepz is no known key: did you mean steps?" in complaint
