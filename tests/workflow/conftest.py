@@ -73,10 +73,10 @@ class Workspace:
             "XDG_CACHE_HOME": str(self.folder / "cache"),
         }
 
-    def snakemake(self, *arguments: str, fails: str = "") -> Called:
+    def snakemake(self, *arguments: str, fails: str = "", cores: tuple[str, ...] = ("--cores", "2")) -> Called:
         command = [
             "snakemake", *arguments, "--snakefile", str(ROOT / "Snakefile"), "--configfile", "config.yaml",
-            "--cores", "2", "--quiet", "host",
+            *cores, "--quiet", "host",
         ]  # fmt: skip
         return _forked(command, self.folder, self.environment(fails))
 

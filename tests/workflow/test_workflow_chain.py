@@ -53,6 +53,12 @@ def test_a_second_call_runs_nothing(finished):
     assert "Nothing to be done" in finished.snakemake("all", "grid", "-n").output
 
 
+def test_what_would_run_is_told_without_a_number_of_cores(finished):
+    finished.configure(lambda config: config["clusters"]["laptop"].update(hardware_time_budget_s=5))
+    asked = finished.snakemake("profiles", "-n", cores=())
+    assert (asked.status, asked.jobs) == (0, {"hardware": 1})
+
+
 def test_another_memory_budget_searches_that_search_alone(finished):
     finished.configure(lambda config: config["searches"]["tight"].update(memory_gib=0.125))
     asked = finished.snakemake("plans", "-n")

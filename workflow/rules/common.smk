@@ -43,7 +43,8 @@ localrules:
 
 def all_cores(_wildcards):
     """What is timed runs alone on this machine; on a cluster the job has its nodes to itself anyway."""
-    return workflow.cores or 1
+    # workflow.cores refuses to answer where no --cores was given, as with Slurm and in dry runs.
+    return workflow.resource_settings.cores or 1
 
 
 def on_nodes(node_types, num_nodes, runtime_min):
