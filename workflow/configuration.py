@@ -24,6 +24,8 @@ Section = Mapping[str, Any]
 _GIB = 1024**3
 _OWN_MODEL_KEYS = ("preset", "profile", "sequence_length")
 _MEASURE_KEYS = ("steps", "warmup_steps")
+# Said in full: inside a job of Snakemake's plugin, srun finds no SLURM_* variable to take the numbers from.
+_SRUN = "srun --nodes={0} --ntasks={0} --ntasks-per-node=1 --kill-on-bad-exit=1"
 _OPTIONAL_RESOURCES = {"partition": "slurm_partition", "account": "slurm_account", "constraint": "constraint"}
 
 
@@ -115,7 +117,7 @@ class Workflow:
         asked: dict[str, int | str] = {
             "nodes": num_nodes,
             "tasks": num_nodes,
-            "mpi": "srun --kill-on-bad-exit=1 --ntasks-per-node=1" if num_nodes > 1 else "",
+            "mpi": _SRUN.format(num_nodes) if num_nodes > 1 else "",
             "cpus_per_task": slurm.get("cpus_per_node", 1),
             "mem_mb": slurm.get("mem_mb", 4000),
             "runtime": slurm.get("runtime_min", runtime_min),

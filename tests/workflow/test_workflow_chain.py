@@ -116,7 +116,7 @@ def test_a_misspelt_key_is_one_line_and_exit_code_2(finished):
 def test_a_cluster_of_several_nodes_is_started_by_srun(finished):
     finished.configure(lambda config: config["clusters"]["laptop"]["nodes"][0].update(count=2))
     asked = finished.snakemake("all", "-n", "-p", "-F").output
-    found = r"^Shell command: srun --kill-on-bad-exit=1 --ntasks-per-node=1 (shardwright-\w+ \w+)"
+    found = r"^Shell command: srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 (shardwright-\w+ \w+)"
     srun = re.findall(found, asked, re.MULTILINE)
     assert sorted(srun) == sorted(
         ["shardwright-profile hardware", *["shardwright-train run"] * 2, *["shardwright-train measure"] * 2]

@@ -135,7 +135,8 @@ def test_a_job_asks_slurm_for_what_its_node_type_says():
     slurm = {"partition": "gpu", "gpus_per_node": "a100:8", "cpus_per_node": 16, "mem_mb": 64000, "runtime_min": 90}
     workflow = _load(node_types__cpu__slurm=slurm)
     assert workflow.resources("cpu", 2, 60) == {
-        "nodes": 2, "tasks": 2, "mpi": "srun --kill-on-bad-exit=1 --ntasks-per-node=1", "cpus_per_task": 16,
+        "nodes": 2, "tasks": 2, "mpi": "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1",
+        "cpus_per_task": 16,
         "mem_mb": 64000, "runtime": 90, "slurm_extra": "--exclusive --gpus-per-node=a100:8", "slurm_partition": "gpu",
     }  # fmt: skip
     assert workflow.resources("cpu", 1, 60)["mpi"] == ""
