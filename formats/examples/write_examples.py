@@ -253,6 +253,8 @@ def _model_profile(model: Model) -> ModelProfile:
         "gradient_bytes": np.array([2048, 2080, 2048], "int64"),
         "optimizer_bytes": np.array([4096, 4160, 4096], "int64"),
         "optimizer_s": np.array([0.0001, 0.0001, 0.0001]),
+        "reduction_s": np.array([0.0002, 0.0002, 0.0002]),
+        "reduction_ranks": np.array([2, 2, 2], "int64"),
         "source": source,
     }
     process = {

@@ -117,6 +117,7 @@ def _check_states(
         parameters = model.types[name].parameter_count(tp_size)
         tolerance = 1e-9 * constant_s
         np.testing.assert_allclose(states["optimizer_s"][row], slope * parameters, rtol=1e-6, atol=tolerance)
+        assert states["reduction_ranks"][row] == 2 // tp_size
         if name in layer_bytes:
             assert states["parameter_bytes"][row] == layer_bytes[name]
             assert states["gradient_bytes"][row] == layer_bytes[name]
@@ -256,3 +257,20 @@ def test_every_combination_asked_for_is_in_the_profile(plans, make_measurement, 
     }
     strategies = ((1, "none"), (2, "none"), (2, "megatron"))
     assert found == {(t, s, r, m) for (t, s), r, m in product(strategies, ("none", "full"), (1, 4))}
+
+
+def test_reduction_time_is_shared_out_by_gradient_bytes(make_model, make_cluster, make_measurement, make_constants):
+    """Every probe reduces for base_s / 3: the line through zero over the probes' bytes, by least squares."""
+    constants = make_constants(base_s=0.3)
+    plans = make_probes(make_model(), make_cluster((1, 2)), "cpu-2", _settings()).plans
+    measured = make_measurement(plans, constants)
+    states = fit_profile([(Path("m.json"), measured)]).states
+    for tp_size in (1, 2):
+        sizes = [
+            max(r.memory.gradients_bytes for r in m.ranks)
+            for m in measured.plans
+            if m.plan.embedding.tp_size == tp_size
+        ]
+        rate = sum(size * 0.1 for size in sizes) / sum(size**2 for size in sizes)
+        rows = states["tp_size"] == tp_size
+        np.testing.assert_allclose(states["reduction_s"][rows], rate * states["gradient_bytes"][rows])

@@ -91,6 +91,7 @@ def make_profile(
     precision: str = "float32/float32/float32",
     process_bytes: int = 1 << 20,
     source: str = "measured",
+    reduction_s_per_parameter: float = 0.0,
 ) -> ModelProfile:
     """Times that grow with the samples; tensor parallelism adds a latency, recomputation a forward pass."""
     rows = []
@@ -126,6 +127,8 @@ def make_profile(
             "gradient_bytes": 4 * counts,
             "optimizer_bytes": 8 * counts,
             "optimizer_s": 3e-9 * counts,
+            "reduction_s": reduction_s_per_parameter * counts,
+            "reduction_ranks": np.full(len(states), 2),
             "source": np.array([b"measured"] * len(states), "S8"),
         },
         {

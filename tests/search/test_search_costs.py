@@ -129,6 +129,22 @@ def setting(make: SimpleNamespace, devices: int = 2, microbatches: int = 1, samp
     return Setting(model, cluster, make.profiles(model, cluster), Precision(), samples, microbatches)
 
 
+def test_what_a_profiled_reduction_took_beyond_its_message_comes_on_top_of_every_reduction(make):
+    """A profiled reduction of 300 us whose all_reduce of 65536 bytes takes 20 + 65.536 us waited 214.464 us."""
+    plain = setting(make)
+    waited = plain._replace(
+        profiles=make.profiles(plain.model, plain.cluster, reduction_s_per_parameter=300e-6 / 16384)
+    )
+
+    def sync_ps(which: Setting, ranks: tuple[int, ...], kind: str) -> int:
+        strategy = LayerStrategy(tp_size=1, dp_size=len(ranks), data_parallel=DataParallel(kind), type="block")
+        return element_cost(which, "block", strategy, ranks).gradient_sync_ps
+
+    for kind in ("ddp", "zero2", "zero3"):
+        assert sync_ps(waited, (0, 1), kind) - sync_ps(plain, (0, 1), kind) == pytest.approx(214_464_000)
+    assert sync_ps(waited, (0,), "ddp") == 0, "one rank waits for none"
+
+
 def test_data_parallel_traffic_by_kind(make):
     """65536 bytes of a block over 2 ranks: 20 us, and 1 ns a byte for all_reduce, half for the others."""
     costs = {

@@ -54,6 +54,8 @@ STATES = {
     "gradient_bytes": Column("int64", "bytes"),
     "optimizer_bytes": Column("int64", "bytes"),
     "optimizer_s": Column("float64", "s a step, unsharded, clipping included"),
+    "reduction_s": Column("float64", "s a step that reducing the gradients under plain ddp adds"),
+    "reduction_ranks": Column("int64", "data-parallel ranks of that reduction", positive=True),
     "source": _SOURCE,
 }
 PROCESS = {

@@ -98,7 +98,7 @@ def _layers_table(rows: Sequence[_LayerRow], sequence_length: int) -> Table:
 
 
 def _states_table(rows: Sequence[StateRow]) -> Table:
-    """Every row is `derived`: optimizer times come off a line, and the ends' bytes from a split."""
+    """Every row is `derived`: times come off a line, and the ends' bytes from a split."""
     return {
         "type": _names([row.type for row in rows]),
         "tp_size": _whole([row.tp_size for row in rows]),
@@ -106,6 +106,8 @@ def _states_table(rows: Sequence[StateRow]) -> Table:
         "gradient_bytes": _whole([row.gradient_bytes for row in rows]),
         "optimizer_bytes": _whole([row.optimizer_bytes for row in rows]),
         "optimizer_s": np.array([row.optimizer_s for row in rows]),
+        "reduction_s": np.array([row.reduction_s for row in rows]),
+        "reduction_ranks": _whole([row.reduction_ranks for row in rows]),
         "source": _names(["derived"] * len(rows)),
     }
 

@@ -21,6 +21,8 @@ class StateRow(NamedTuple):
     gradient_bytes: int
     optimizer_bytes: int
     optimizer_s: float
+    reduction_s: float
+    reduction_ranks: int
 
 
 class OptimizerLine(NamedTuple):
@@ -61,8 +63,8 @@ def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine) -> tuple[StateRo
     """One row per tp_size and layer type.
 
     A block's bytes are the difference of its probes, the most over strategies and micro-batch sizes. What the layers
-    leave over is split between embedding and head by their numbers of parameters. Probes under Ulysses are left out:
-    their parameters are not split by tp_size.
+    leave over is split between embedding and head by their numbers of parameters. Time of the gradient reduction is
+    shared out by gradient bytes. Probes under Ulysses are left out: their parameters are not split by tp_size.
     """
     usable = [pair for pair in pairs if pair.few.key.sequence_parallel is not SequenceParallel.ULYSSES]
     if not usable:
@@ -76,10 +78,30 @@ def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine) -> tuple[StateRo
 def _rows(tp_size: int, pairs: Sequence[LayerPair], line: OptimizerLine) -> Iterator[StateRow]:
     model = pairs[0].few.model
     columns = [_column(tp_size, pairs, what, bytes_of) for what, bytes_of in _BYTES]
+    probes = [probe for pair in pairs for probe in (pair.few, pair.many)]
+    ranks, rate = _reduction_ranks(probes), _reduction_s_per_byte(probes)
     for name in (EMBEDDING, *pairs[0].few.counts, HEAD):
         parameters, gradients, optimizer = (column[name] for column in columns)
         optimizer_s = line.s_per_parameter * model.types[name].parameter_count(tp_size)
-        yield StateRow(name, tp_size, parameters, gradients, optimizer, optimizer_s)
+        yield StateRow(name, tp_size, parameters, gradients, optimizer, optimizer_s, rate * gradients, ranks)
+
+
+def _reduction_ranks(probes: Sequence[ProbeResult]) -> int:
+    ranks = {probe.plan.layers[0].dp_size for probe in probes}
+    if len(ranks) > 1:
+        what = f"probes of tp_size {probes[0].key.tp_size} reduce gradients over {sorted(ranks)} ranks"
+        raise BadInput(probes[0].file, what, "fit the probes of one kind of node at a time")
+    return ranks.pop()
+
+
+def _reduction_s_per_byte(probes: Sequence[ProbeResult]) -> float:
+    """The line through zero nearest to the reduction times of the probes (least squares), and never below zero.
+
+    A time is the difference of two backward passes, so single ones may be negative from noise.
+    """
+    together = sum(probe.gradient_bytes * probe.reduction_s for probe in probes)
+    squares = sum(probe.gradient_bytes**2 for probe in probes)
+    return max(0.0, together / squares) if squares else 0.0
 
 
 def _column(

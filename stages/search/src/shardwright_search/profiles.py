@@ -14,7 +14,7 @@ from shardwright_formats.model_profile import ModelProfile, ProfileOrigin, read_
 from shardwright_formats.plan import Attention, Precision
 from shardwright_formats.tables import Table
 
-__all__ = ["LayerKey", "LayerPoints", "Profiles", "check_profiles", "index_profiles", "read_profiles"]
+__all__ = ["LayerKey", "LayerPoints", "Profiles", "States", "check_profiles", "index_profiles", "read_profiles"]
 
 
 class LayerKey(NamedTuple):
@@ -39,6 +39,15 @@ class LayerPoints(NamedTuple):
     """Where the numbers come from: measured, derived, assumed or analytic."""
 
 
+class States(NamedTuple):
+    """What one layer's parameters cost a step on one rank, under plain DDP."""
+
+    optimizer_s: float
+    reduction_s: float
+    """What reducing their gradients over `reduction_ranks` ranks added to the backward pass."""
+    reduction_ranks: int
+
+
 class Profiles(NamedTuple):
     """A hardware and a model profile, with the names of their files for messages."""
 
@@ -47,8 +56,8 @@ class Profiles(NamedTuple):
     origin: ProfileOrigin
     model_file: Path
     layers: dict[LayerKey, LayerPoints]
-    optimizer_s: dict[tuple[str, int], float]
-    """Unsharded optimizer time of a step by (type, tp_size)."""
+    states: dict[tuple[str, int], States]
+    """By (type, tp_size)."""
     process_bytes: int
     step_overhead_s: float
 
@@ -72,8 +81,12 @@ def index_profiles(
         model_file,
         _layer_points(model_profile.layers),
         {
-            (name.decode(), int(tp_size)): float(time_s)
-            for name, tp_size, time_s in zip(states["type"], states["tp_size"], states["optimizer_s"], strict=True)
+            (name.decode(), int(states["tp_size"][row])): States(
+                float(states["optimizer_s"][row]),
+                float(states["reduction_s"][row]),
+                int(states["reduction_ranks"][row]),
+            )
+            for row, name in enumerate(states["type"])
         },
         int(process["process_bytes"][0]),
         float(process["step_overhead_s"][0]),

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_formats.errors import BadInput
-from shardwright_search.profiles import LayerKey, LayerPoints, Profiles
+from shardwright_search.profiles import LayerKey, LayerPoints, Profiles, States
 
-__all__ = ["LayerCost", "layer_cost", "optimizer_time_s"]
+__all__ = ["LayerCost", "layer_cost", "optimizer_time_s", "states_of"]
 
 
 class LayerCost(NamedTuple):
@@ -52,19 +52,21 @@ def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int) -> Laye
     return LayerCost(values[0], values[1], max(0.0, values[2]), max(0.0, values[3]), warning)
 
 
-def optimizer_time_s(profiles: Profiles, type_name: str, tp_size: int, shards: int) -> float:
-    """Time of the optimizer's step over one layer, spread evenly over the ranks that share its state.
-
-    Raises BadInput when the profile has no states of that type and tp_size.
-    """
-    time_s = profiles.optimizer_s.get((type_name, tp_size))
-    if time_s is None:
+def states_of(profiles: Profiles, type_name: str, tp_size: int) -> States:
+    """What one layer's parameters cost a step; BadInput when the profile has none of that type and tp_size."""
+    states = profiles.states.get((type_name, tp_size))
+    if states is None:
         raise BadInput(
             profiles.model_file,
             f"no states for {type_name} tp_size {tp_size}",
             "add that tp_size to the profile settings and measure the probes again",
         )
-    return time_s / shards
+    return states
+
+
+def optimizer_time_s(profiles: Profiles, type_name: str, tp_size: int, shards: int) -> float:
+    """Time of the optimizer's step over one layer, spread evenly over the ranks that share its state."""
+    return states_of(profiles, type_name, tp_size).optimizer_s / shards
 
 
 def _extended(points: LayerPoints, size: int) -> list[float]:

@@ -15,7 +15,7 @@ from shardwright_formats.placement import Layout, dp_groups
 from shardwright_formats.plan import Precision
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_search.costs import memory
-from shardwright_search.costs.compute import layer_cost, optimizer_time_s
+from shardwright_search.costs.compute import layer_cost, optimizer_time_s, states_of
 from shardwright_search.costs.traffic import Duration, collective_time, redistribution_time, send_time
 from shardwright_search.profiles import LayerKey, Profiles
 
@@ -148,7 +148,8 @@ def _data_parallel_traffic(
 ) -> tuple[Duration, Duration]:
     """One ZeRO-3 gather, and what comes once a step.
 
-    DDP reduces rP with one all_reduce; ZeRO-2 and ZeRO-3 with one reduce_scatter, and ZeRO-2 gathers cP once.
+    DDP reduces rP with one all_reduce; ZeRO-2 and ZeRO-3 with one reduce_scatter, and ZeRO-2 gathers cP once. What the
+    profiled reduction took beyond its own all_reduce (copies, and ranks that wait for one another) comes on top.
     """
     count = setting.model.types[type_name].parameter_count(strategy.tp_size)
     reduced = memory.element_bytes(setting.precision.reduce) * count
@@ -158,9 +159,25 @@ def _data_parallel_traffic(
     def taken(collective: Collective, message_bytes: int) -> Duration:
         return collective_time(setting.profiles, collective, groups, setting.cluster.node_of_rank, message_bytes)
 
+    beyond_s = _reduction_beyond_its_message_s(setting, type_name, strategy, reduced)
     if strategy.data_parallel is DataParallel.DDP:
-        return Duration(0.0), taken(Collective.ALL_REDUCE, reduced)
+        reduce = taken(Collective.ALL_REDUCE, reduced)
+        return Duration(0.0), Duration(reduce.time_s + beyond_s, reduce.warning)
     scatter, gather = taken(Collective.REDUCE_SCATTER, reduced), taken(Collective.ALL_GATHER, gathered)
     if strategy.data_parallel is DataParallel.ZERO3:
-        return gather, scatter
-    return Duration(0.0), Duration(scatter.time_s + gather.time_s, scatter.warning or gather.warning)
+        return gather, Duration(scatter.time_s + beyond_s, scatter.warning)
+    return Duration(0.0), Duration(scatter.time_s + gather.time_s + beyond_s, scatter.warning or gather.warning)
+
+
+def _reduction_beyond_its_message_s(setting: Setting, type_name: str, strategy: Strategy, reduced_bytes: int) -> float:
+    """What a profiled reduction took that its all_reduce alone does not, which another reduction will take too.
+
+    A single rank waits for none: it has this time only where it was profiled with one.
+    """
+    states = states_of(setting.profiles, type_name, strategy.tp_size)
+    if strategy.dp_size == 1 < states.reduction_ranks:
+        return 0.0
+    probed = range(states.reduction_ranks * strategy.tp_size)
+    groups = dp_groups(probed, strategy.tp_size, consecutive=True)
+    message = collective_time(setting.profiles, Collective.ALL_REDUCE, groups, [0] * len(probed), reduced_bytes)
+    return max(0.0, states.reduction_s - message.time_s)
