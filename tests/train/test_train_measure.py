@@ -51,8 +51,9 @@ def test_every_rank_reports_every_segment_it_has(measured: dict[str, PlanMeasure
         ["layers", "head"],
     ]
     for rank in (rank for plan in measured.values() for rank in plan.ranks):
-        assert len(rank.step_s) == len(rank.optimizer_s) == REPEATS
-        assert all(len(s.forward_s) == len(s.backward_s) == REPEATS for s in rank.segments)
+        repeats = len(rank.step_s)
+        assert REPEATS <= repeats == len(rank.optimizer_s) <= 3 * REPEATS
+        assert all(len(s.forward_s) == len(s.backward_s) == repeats for s in rank.segments)
         assert [s.name for s in rank.memory.segments] == [s.name for s in rank.segments]
 
 

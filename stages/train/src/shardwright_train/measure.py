@@ -36,6 +36,8 @@ __all__ = ["StepTiming", "measure_plans", "segments_of_memory", "timing_of_step"
 
 # Only time and memory are of interest; the weights may go where they like, as long as they stay finite.
 _SETTINGS = Hyperparameters(learning_rate=1e-4, warmup_steps=0, steps=1, weight_decay=0.1, clip_norm=1.0)
+_SCATTER = 0.1
+_MOST_ROUNDS = 3
 _FORWARD, _BACKWARD = ".forward", ".backward"
 
 
@@ -92,12 +94,9 @@ def _measure(plan: Plan, job: MeasureJob, world: World, groups: Groups, resident
     runner = _Runner(plan, world, groups)
     for _ in range(job.warmup_steps):
         runner.step(no_mark)
-    steps = []
-    for _ in range(job.steps):
-        dist.barrier()
-        clock = clock_for(world.device)
-        runner.step(clock.mark)
-        steps.append(timing_of_step(clock.intervals()))
+    steps = [_timed(runner, world) for _ in range(job.steps)]
+    while len(steps) < _MOST_ROUNDS * job.steps and _scatter_anywhere(steps, world):
+        steps.append(_timed(runner, world))
     mine = RankMeasurement(
         rank=world.rank,
         stage=runner.place.index,
@@ -117,6 +116,22 @@ def _measure(plan: Plan, job: MeasureJob, world: World, groups: Groups, resident
     every: list[RankMeasurement | None] = [None] * world.size
     dist.all_gather_object(every, mine)
     return PlanMeasurement(plan=plan, ranks=tuple(rank for rank in every if rank is not None))
+
+
+def _timed(runner: _Runner, world: World) -> "StepTiming":
+    dist.barrier()
+    clock = clock_for(world.device)
+    runner.step(clock.mark)
+    return timing_of_step(clock.intervals())
+
+
+def _scatter_anywhere(steps: Sequence["StepTiming"], world: World) -> bool:
+    """Whether on some rank the middle half of the step times spans more than a tenth of their median."""
+    times = sorted(step.step_s for step in steps)
+    span = times[(3 * len(times)) // 4] - times[len(times) // 4]
+    worst = torch.tensor(span / statistics.median(times), device=world.device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item() > _SCATTER
 
 
 @dataclass(frozen=True)
