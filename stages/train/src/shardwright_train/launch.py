@@ -17,6 +17,7 @@ __all__ = ["Nodes", "launch"]
 
 _KNOWN_EXITS = {error.exit_code for error in (BadInput, NothingFits, RunFailed, Stopped)}
 _GRACE_S = 20.0
+_THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _INTERRUPTED = 130
 
 
@@ -38,11 +39,15 @@ class Nodes:
 def launch(command: Sequence[str], processes: int, first_rank: int, world_size: int, nodes: Nodes) -> None:
     """Run `command` once per device with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
 
+    The cores this process may use are shared out evenly among the ranks' threads.
+
     SIGINT, SIGTERM and SIGUSR1 go on to every process; a second one ends them at once. When a process fails, the
     others get a grace period and are ended. Ends by SystemExit with the first failure's own exit code, whose line that
     process has already printed, or raises RunFailed naming the rank that died of something else.
     """
     host, port = nodes.rendezvous.rsplit(":", 1) if nodes.rendezvous else ("127.0.0.1", str(_free_port()))
+    # Whatever the caller's own environment says: more threads than cores make the ranks wait for one another.
+    threads = str(max(1, len(os.sched_getaffinity(0)) // processes))
     children = [
         subprocess.Popen(
             command,
@@ -54,8 +59,8 @@ def launch(command: Sequence[str], processes: int, first_rank: int, world_size: 
                 "WORLD_SIZE": str(world_size),
                 "MASTER_ADDR": host,
                 "MASTER_PORT": port,
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            },
+            }
+            | dict.fromkeys(_THREAD_COUNTS, threads),
         )
         for local in range(processes)
     ]
