@@ -29,7 +29,7 @@ demo: $(STAMP) ## measure this machine and a small model, plan, train, report: r
 	@workflow/scripts/demo.sh $(CORES)
 
 test: $(STAMP) ## run all tests
-	@python -m pytest -q $(PYTEST)
+	@python -m pytest -q --numprocesses 2 --dist loadfile $(PYTEST)
 
 check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@ruff check -q .

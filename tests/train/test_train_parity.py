@@ -13,8 +13,8 @@ Errors = dict[str, dict[str, float]]
 PlanMaker = Callable[..., Plan]
 
 TOLERANCE = 1e-10
-ON_TWO_RANKS = 16
-ON_FOUR_RANKS = 8
+ON_TWO_RANKS = 12
+ON_FOUR_RANKS = 6
 MUTATIONS = (
     "norm_gradients_not_summed",
     "bias_added_by_every_rank",
