@@ -16,7 +16,6 @@ from shardwright_formats import model_profile as mp
 from shardwright_formats.files import sha256_of_file
 from shardwright_formats.tables import Column, Table
 
-
 EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
 
 
