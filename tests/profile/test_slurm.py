@@ -28,5 +28,6 @@ def test_node_lists_that_scontrol_does_not_resolve_are_refused(tmp_path, monkeyp
     with pytest.raises(BadInput, match=r"does not resolve 'gpu\[3-' \(invalid hostlist\): pass --rendezvous"):
         rendezvous_of_step(step)
     (tmp_path / "scontrol").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BadInput, match="pass --rendezvous"):
         rendezvous_of_step(step)

@@ -77,7 +77,7 @@ def test_another_sequence_length_profiles_that_model_again_and_does_all_below(fi
 
 
 def test_another_number_of_steps_trains_that_run_alone(finished):
-    finished.configure(lambda config: config["runs"]["demo"].update(steps=200))
+    finished.configure(lambda config: config["runs"]["demo"].update(steps=300))
     assert finished.snakemake("runs", "-n").jobs == {"run": 1}
 
 
@@ -99,7 +99,7 @@ def test_an_equal_result_reruns_nothing_below_it(finished):
 
 
 def test_a_failed_run_keeps_its_checkpoints_and_shows_its_error(finished):
-    finished.configure(lambda config: config["runs"]["demo"].update(steps=200))
+    finished.configure(lambda config: config["runs"]["demo"].update(steps=300))
     done = finished.snakemake("runs", fails="shardwright-train run")
     assert done.status == 1
     assert "error: some.json: something is wrong: do something" in done.output
