@@ -1,4 +1,4 @@
-"""AdamW, gradient clipping and the learning-rate schedule over parameters that lie on different meshes."""
+"""AdamW and gradient clipping over parameters that lie on different meshes."""
 
 import math
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardwright_train.learning_rate import LearningRateSchedule, learning_rate_at
 from shardwright_train.parallel.tensor_parallel import local_tensor
 
 __all__ = ["Hyperparameters", "ShardedAdamW"]
@@ -24,16 +25,23 @@ class Hyperparameters:
     clip_norm: float
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.COSINE
     final_fraction: float = 0.1
-    """The learning rate's share that is left at the last step."""
+    """The peak's share that is left at the last step, where the schedule decays to one."""
+    decay_fraction: float = 0.1
+    """The share of all steps in which wsd decays."""
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then half a cosine (Loshchilov & Hutter 2017); steps count from 1."""
-        if step <= self.warmup_steps:
-            return self.learning_rate * step / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * cosine)
+        """The learning rate of a step; steps count from 1."""
+        return learning_rate_at(
+            step,
+            self.learning_rate_schedule,
+            peak=self.learning_rate,
+            steps=self.steps,
+            warmup_steps=self.warmup_steps,
+            final_fraction=self.final_fraction,
+            decay_fraction=self.decay_fraction,
+        )
 
 
 class ShardedAdamW:
