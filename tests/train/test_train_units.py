@@ -1,4 +1,4 @@
-"""Small parts: schedule, utilisation, refusals, descriptions."""
+"""Small parts: utilisation, refusals, descriptions."""
 
 import json
 from collections.abc import Callable
@@ -17,20 +17,10 @@ from shardwright_formats.strategy import Recompute, SequenceParallel
 from shardwright_train.cli import app
 from shardwright_train.families import family_named
 from shardwright_train.loop import model_flops_utilisation
-from shardwright_train.optimiser import Hyperparameters
 from shardwright_train.peaks import peak_flops_per_s
 from shardwright_train.support import check_supported
 
 PlanMaker = Callable[..., Plan]
-
-
-def test_the_learning_rate_warms_up_in_a_line_and_falls_in_a_cosine() -> None:
-    settings = Hyperparameters(learning_rate=1.0, warmup_steps=4, steps=12, weight_decay=0, clip_norm=0)
-    rates = [settings.learning_rate_at(step) for step in range(1, 13)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert rates[7] == pytest.approx(0.55), "halfway down to a tenth"
-    assert rates[-1] == pytest.approx(0.1)
-    assert rates[3:] == sorted(rates[3:], reverse=True)
 
 
 def test_utilisation_is_known_only_where_the_peak_is(random_plan: PlanMaker) -> None:

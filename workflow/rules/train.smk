@@ -55,7 +55,8 @@ rule run:
     shell:
         "{resources.mpi} shardwright-train run {input.plan} --data {params.data} --steps {params.of[steps]}"
         " --checkpoints {params.checkpoints} --checkpoint-every {params.of[checkpoint_every]}"
-        " --learning-rate {params.of[learning_rate]} --warmup-steps {params.of[warmup_steps]}"
+        " --learning-rate {params.of[learning_rate]} --learning-rate-schedule {params.of[learning_rate_schedule]}"
+        " --warmup-steps {params.of[warmup_steps]}"
         " --weight-decay {params.of[weight_decay]} --clip-norm {params.of[clip_norm]} --seed {params.of[seed]}"
         " --out {params.folder} 2> {log}"
 

@@ -10,6 +10,7 @@ from shardwright_formats.errors import BadInput, one_line_errors
 from shardwright_formats.files import write_document
 from shardwright_train.jobs import RunJob
 from shardwright_train.launch import Nodes
+from shardwright_train.learning_rate import LearningRateSchedule
 from shardwright_train.start import start_measure, start_run
 
 __all__ = ["app", "main"]
@@ -78,7 +79,16 @@ def run(
         Path | None, typer.Option(help="Checkpoint folder (step-…) to continue; default: this plan's latest.")
     ] = None,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate, per step.", min=0)] = 3e-4,
-    warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up; a cosine to a tenth follows.", min=0)] = 0,
+    learning_rate_schedule: Annotated[
+        LearningRateSchedule, typer.Option(help="What follows the warm-up; wsd: constant, then a decay.")
+    ] = LearningRateSchedule.COSINE,
+    warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up to the peak.", min=0)] = 0,
+    final_fraction: Annotated[
+        float, typer.Option(help="Where cosine, linear and wsd end, as a share of the peak.", min=0, max=1)
+    ] = 0.1,
+    decay_fraction: Annotated[
+        float, typer.Option(help="How long wsd decays, as a share of all steps.", min=0, max=1)
+    ] = 0.1,
     weight_decay: Annotated[float, typer.Option(help="AdamW's decay of matrices, per learning rate.", min=0)] = 0.1,
     clip_norm: Annotated[float, typer.Option(help="Largest global 2-norm of gradients; 0: no clipping.", min=0)] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of initial weights and sample order.", min=0)] = 0,
@@ -101,7 +111,10 @@ def run(
             checkpoint_every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
             learning_rate=learning_rate,
+            learning_rate_schedule=learning_rate_schedule,
             warmup_steps=warmup_steps,
+            final_fraction=final_fraction,
+            decay_fraction=decay_fraction,
             weight_decay=weight_decay,
             clip_norm=clip_norm,
             seed=seed,

@@ -1,6 +1,7 @@
 """What the parent asks of the ranks it starts, handed over as a file."""
 
 from shardwright_formats.files import Document
+from shardwright_train.learning_rate import LearningRateSchedule
 
 __all__ = ["MeasureJob", "RunJob"]
 
@@ -19,7 +20,10 @@ class RunJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     checkpoint_every: int
     keep_checkpoints: int
     learning_rate: float
+    learning_rate_schedule: LearningRateSchedule
     warmup_steps: int
+    final_fraction: float
+    decay_fraction: float
     weight_decay: float
     clip_norm: float
     seed: int

@@ -135,6 +135,9 @@ def _build(job: RunJob, plan: Plan, world: World, samples: Samples) -> _Run:
         steps=job.steps,
         weight_decay=job.weight_decay,
         clip_norm=job.clip_norm,
+        learning_rate_schedule=job.learning_rate_schedule,
+        final_fraction=job.final_fraction,
+        decay_fraction=job.decay_fraction,
     )
     optimiser = ShardedAdamW(dict(stage.parameters_by_name(family)), settings)
     folder = folder_of_plan(Path(job.checkpoints), plan.sha256)
