@@ -1,5 +1,8 @@
 """The action list of every pipeline stage, alone and against its neighbours."""
 
+from collections import defaultdict, deque
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,42 +10,63 @@ from hypothesis import strategies as st
 from shardwright_formats.plan import Schedule
 from shardwright_formats.schedule import Action, Pass, actions, in_flight
 
-schedules = st.sampled_from([Schedule.GPIPE, Schedule.ONE_F_ONE_B])
+F1B, GPIPE, INTERLEAVED = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED_1F1B
+
+schedules = st.sampled_from([GPIPE, F1B])
 stage_counts = st.integers(1, 8)
 microbatch_counts = st.integers(1, 12)
+SIZES = list(product(range(1, 7), range(1, 14), range(1, 5)))
+"""Stages, microbatches and chunks for which the interleaved schedule is tried out."""
+
+
+class _OutOfOrderError(Exception):
+    """A stage took a message that was meant for another action."""
 
 
 def _play(lists: list[tuple[Action, ...]]) -> int:
-    """Run every stage's list as soon as its inputs are there; returns the number of actions done."""
+    """Run every stage's list with first-in first-out edges; returns the number of actions done.
+
+    A send never blocks; a stage waits for the next message of its edge before an action that needs one. That a
+    backward pass comes after its own forward pass is not looked at.
+    """
+    edges: defaultdict[tuple[Pass, int, int], deque[tuple[int, int]]] = defaultdict(deque)
+    last_range = len(lists) * (1 + max(action.chunk for own in lists for action in own)) - 1
     position = [0] * len(lists)
-    done: set[tuple[int, Action]] = set()
     moved = True
     while moved:
         moved = False
         for stage, own in enumerate(lists):
             if position[stage] == len(own):
                 continue
-            action = own[position[stage]]
-            if not _needs(action, stage, len(lists)) <= done:
-                continue
-            done.add((stage, action))
+            kind, microbatch, chunk = own[position[stage]]
+            here = chunk * len(lists) + stage
+            step = 1 if kind is Pass.FORWARD else -1
+            if 0 <= here - step <= last_range:
+                edge = edges[kind, (here - step) % len(lists), stage]
+                if not edge:
+                    continue
+                if edge.popleft() != (microbatch, here):
+                    raise _OutOfOrderError
+            if 0 <= here + step <= last_range:
+                edges[kind, stage, (here + step) % len(lists)].append((microbatch, here + step))
             position[stage] += 1
             moved = True
-    return len(done)
+    assert sum(position) < sum(len(own) for own in lists) or not any(edges.values())
+    return sum(position)
 
 
-def _needs(action: Action, stage: int, num_stages: int) -> set[tuple[int, Action]]:
-    """What must be done first: the neighbour's pass, and a backward pass's own forward pass."""
-    if action.kind is Pass.FORWARD:
-        return {(stage - 1, action)} if stage > 0 else set()
-    needed = {(stage, Action(Pass.FORWARD, action.microbatch))}
-    return needed | {(stage + 1, action)} if stage + 1 < num_stages else needed
+def _lists(schedule: Schedule, p: int, m: int, v: int = 1) -> list[tuple[Action, ...]]:
+    return [actions(schedule, p, m, stage, v) for stage in range(p)]
+
+
+def _brief(own: tuple[Action, ...]) -> str:
+    """`F0a B0a` and so on: pass, microbatch, and chunk 0 as a, 1 as b."""
+    return " ".join(f"{kind[0].upper()}{microbatch}{'abcd'[chunk]}" for kind, microbatch, chunk in own)
 
 
 @given(schedules, stage_counts, microbatch_counts)
 def test_every_microbatch_goes_forward_once_and_then_backward_once(schedule: Schedule, p: int, m: int) -> None:
-    for stage in range(p):
-        own = actions(schedule, p, m, stage)
+    for own in _lists(schedule, p, m):
         assert sorted(own) == sorted(Action(kind, i) for kind in Pass for i in range(m))
         for i in range(m):
             assert own.index(Action(Pass.FORWARD, i)) < own.index(Action(Pass.BACKWARD, i))
@@ -50,32 +74,89 @@ def test_every_microbatch_goes_forward_once_and_then_backward_once(schedule: Sch
 
 @given(schedules, stage_counts, microbatch_counts)
 def test_microbatches_keep_their_order_in_each_direction(schedule: Schedule, p: int, m: int) -> None:
-    for stage in range(p):
-        own = actions(schedule, p, m, stage)
+    for own in _lists(schedule, p, m):
         for kind in Pass:
             assert [action.microbatch for action in own if action.kind is kind] == list(range(m))
 
 
 @given(schedules, stage_counts, microbatch_counts)
 def test_no_pipeline_stage_waits_for_ever(schedule: Schedule, p: int, m: int) -> None:
-    assert _play([actions(schedule, p, m, stage) for stage in range(p)]) == 2 * m * p
+    assert _play(_lists(schedule, p, m)) == 2 * m * p
 
 
 def test_the_token_game_sees_a_deadlock() -> None:
-    lists = [actions(Schedule.GPIPE, 2, 2, stage) for stage in range(2)]
-    assert _play([lists[0], tuple(reversed(lists[1]))]) < 8
+    (one_at_a_time,), (_, last) = _lists(F1B, 1, 2), _lists(GPIPE, 2, 2)
+    assert _play([one_at_a_time, last]) == 2
+
+
+def test_the_token_game_sees_messages_in_another_order_than_they_are_taken() -> None:
+    first, last = _lists(GPIPE, 2, 2)
+    with pytest.raises(_OutOfOrderError):
+        _play([first, (last[1], last[0], *last[2:])])
 
 
 @given(stage_counts, microbatch_counts)
 def test_1f1b_holds_no_more_microbatches_than_there_are_stages_to_come(p: int, m: int) -> None:
-    assert [in_flight(Schedule.ONE_F_ONE_B, p, m, i) for i in range(p)] == [min(m, p - i) for i in range(p)]
+    assert [in_flight(F1B, p, m, i) for i in range(p)] == [min(m, p - i) for i in range(p)]
 
 
 @given(stage_counts, microbatch_counts)
 def test_gpipe_holds_every_microbatch(p: int, m: int) -> None:
-    assert {in_flight(Schedule.GPIPE, p, m, i) for i in range(p)} == {m}
+    assert {in_flight(GPIPE, p, m, i) for i in range(p)} == {m}
 
 
-def test_the_interleaved_schedule_has_no_action_list() -> None:
-    with pytest.raises(ValueError, match="interleaved_1f1b"):
-        actions(Schedule.INTERLEAVED_1F1B, 2, 4, 0)
+def test_interleaved_lists_equal_those_written_by_hand() -> None:
+    first, last = _lists(INTERLEAVED, 2, 4, 2)
+    assert _brief(first) == "F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a"
+    assert _brief(last) == "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a"
+
+
+def test_microbatches_beyond_a_multiple_of_the_stages_make_the_first_groups_larger() -> None:
+    _, last = _lists(INTERLEAVED, 2, 5, 2)
+    assert _brief(last) == "F0a F1a F2a F0b B0b F1b B1b F2b B2b F3a B0a F4a B1a F3b B2a F4b B3b B4b B3a B4a"
+
+
+def test_fewer_microbatches_than_stages_go_through_a_chunk_together() -> None:
+    lists = _lists(INTERLEAVED, 4, 2, 2)
+    assert _brief(lists[3]) == "F0a F1a F0b B0b F1b B1b B0a B1a"
+    assert [_brief(own) for own in lists[:3]] == ["F0a F1a F0b F1b B0b B1b B0a B1a"] * 3
+
+
+def test_interleaved_goes_through_every_chunk_forward_once_and_then_backward_once() -> None:
+    for p, m, v in SIZES:
+        for own in _lists(INTERLEAVED, p, m, v):
+            assert sorted(own) == sorted(Action(kind, i, c) for kind in Pass for i in range(m) for c in range(v))
+            for i, c in product(range(m), range(v)):
+                assert own.index(Action(Pass.FORWARD, i, c)) < own.index(Action(Pass.BACKWARD, i, c))
+
+
+def test_interleaved_never_waits_for_ever_and_takes_messages_in_the_order_they_are_sent() -> None:
+    for p, m, v in SIZES:
+        assert _play(_lists(INTERLEAVED, p, m, v)) == 2 * m * v * p, (p, m, v)
+
+
+def test_the_last_backward_pass_of_every_chunk_is_that_of_the_last_microbatch() -> None:
+    for p, m, v in SIZES:
+        for own in _lists(INTERLEAVED, p, m, v):
+            last = {chunk: microbatch for kind, microbatch, chunk in own if kind is Pass.BACKWARD}
+            assert last == dict.fromkeys(range(v), m - 1)
+
+
+def test_interleaved_with_one_chunk_is_1f1b() -> None:
+    for p, m, _ in SIZES:
+        assert _lists(INTERLEAVED, p, m) == _lists(F1B, p, m)
+
+
+def test_interleaved_holds_a_group_for_each_chunk_and_two_chunks_for_each_later_stage() -> None:
+    """v p + p - 1 in the first stage: Korthikanti et al. 2022."""
+    for p, groups, v in product(range(1, 7), range(1, 4), range(2, 5)):
+        m = groups * p
+        held = [in_flight(INTERLEAVED, p, m, stage, v) for stage in range(p)]
+        assert held == [min(m * v, (v - 1) * p + 2 * (p - 1 - stage) + 1) for stage in range(p)]
+    assert in_flight(INTERLEAVED, 4, 16, 0, 2) == 2 * 4 + 4 - 1
+
+
+def test_several_chunks_need_the_interleaved_schedule() -> None:
+    for schedule in (GPIPE, F1B):
+        with pytest.raises(ValueError, match=f"2 chunks need the schedule interleaved_1f1b, not {schedule}"):
+            actions(schedule, 2, 4, 0, 2)

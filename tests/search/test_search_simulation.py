@@ -1,19 +1,25 @@
 """The event simulation against timelines drawn by hand, and between its bounds."""
 
+from fractions import Fraction
+from itertools import pairwise, product
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats.plan import Schedule
+from shardwright_formats.plan import PipelineStage, Plan, Schedule
+from shardwright_formats.strategy import LayerStrategy, Strategy
 from shardwright_search.closed_form import step_time
+from shardwright_search.evaluate import evaluate
 from shardwright_search.simulate import Simulation, StageTimes, lower_bound_ps, simulate
 
-F1B, GPIPE = Schedule.ONE_F_ONE_B, Schedule.GPIPE
+F1B, GPIPE, INTERLEAVED = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED_1F1B
 
 
 def passes(simulation: Simulation, stage: int) -> str:
-    """`F0 0-2` and so on, for one pipeline stage."""
+    """`F0 0-2` and so on, for one pipeline stage; in chunk 1 `F0b`."""
     return " ".join(
-        f"{event.kind[0].upper()}{event.microbatch} {event.start_ps}-{event.end_ps}"
+        f"{event.kind[0].upper()}{event.microbatch}{'b' * (event.chunk or 0)} {event.start_ps}-{event.end_ps}"
         for event in simulation.events
         if event.stage == stage and event.microbatch is not None
     )
@@ -51,8 +57,8 @@ def test_one_stage_takes_the_sum_of_its_passes():
 
 
 @st.composite
-def pipelines(draw: st.DrawFn, same_ratio: bool) -> list[StageTimes]:
-    count = draw(st.integers(1, 5))
+def pipelines(draw: st.DrawFn, same_ratio: bool, num_chunks: int = 1) -> list[StageTimes]:
+    count = draw(st.integers(1, 5)) * num_chunks
     ratio = draw(st.integers(1, 4))
     stages = []
     for i in range(count):
@@ -80,3 +86,106 @@ def test_closed_form_is_no_upper_bound_where_stages_differ_in_their_ratio_of_pas
     """A stage with long forward passes before one with long backward passes: the two do not overlap as they would."""
     stages = [StageTimes(10, 1, 0, 0, 0), StageTimes(1, 10, 0, 0, 0), StageTimes(1, 1, 0, 0, 0)]
     assert simulate(stages, F1B, 2).step_ps == 42 > closed_form(stages, 2) == 35
+
+
+def test_interleaved_equals_a_timeline_drawn_by_hand():
+    """Two stages of two chunks: ranges 0 and 2 are on stage 0, ranges 1 and 3 on stage 1."""
+    ranges = [
+        StageTimes(2, 4, 1, 5, 1),
+        StageTimes(3, 5, 1, 2, 3),
+        StageTimes(1, 2, 1, 7, 1),
+        StageTimes(2, 3, 0, 4, 2),
+    ]
+    found = simulate(ranges, INTERLEAVED, 2, 2)
+    # Stage 0 runs four forward passes ahead, stage 1 two; chunk 1's gradients are reduced after its last backward pass.
+    assert passes(found, 0) == "F0 0-2 F1 2-4 F0b 7-8 F1b 10-11 B0b 15-17 B1b 20-22 B0 29-33 B1 34-38"
+    assert passes(found, 1) == "F0 3-6 F1 6-9 F0b 9-11 B0b 11-14 F1b 14-16 B1b 16-19 B0 23-28 B1 28-33"
+    ends = [(e.stage, e.kind, e.chunk, e.start_ps, e.end_ps) for e in found.events if e.microbatch is None]
+    assert ends[:2] == [(1, "gradient_sync", 1, 19, 23), (0, "gradient_sync", 1, 22, 29)]
+    assert ends[2:4] == [(1, "gradient_sync", 0, 33, 35), (0, "gradient_sync", 0, 38, 43)]
+    assert ends[4:] == [(0, "optimizer", None, 43, 45), (1, "optimizer", None, 43, 48)]
+    assert found.step_ps == 48
+
+
+def test_interleaving_divides_the_bubble_by_the_number_of_chunks():
+    """Narayanan et al. 2021, section 2.2.2: (p - 1) / v microbatches of a stage; nothing can be faster."""
+    for p, m, v in product(range(1, 7), range(1, 14), range(1, 5)):
+        if m >= p:  # with m not a multiple of p too, for no group is smaller than p
+            stage = 2 + 3
+            ranges = [StageTimes(2, 3, 0, 0, 0)] * (p * v)
+            found = simulate(ranges, INTERLEAVED, m, v).step_ps
+            assert Fraction(found, v * stage) == m + Fraction(p - 1, v), (p, m, v)
+            assert found == lower_bound_ps(ranges, m, v)
+
+
+def test_interleaved_sends_keep_no_stage_waiting_between_its_first_backward_and_its_last_forward_pass():
+    ranges = [StageTimes(10, 20, 5, 0, 0)] * 7 + [StageTimes(10, 20, 0, 0, 0)]
+    for stage in range(4):
+        own = [event for event in simulate(ranges, INTERLEAVED, 16, 2).events if event.stage == stage]
+        kinds = [event.kind for event in own]
+        steady = own[kinds.index("backward") : len(kinds) - kinds[::-1].index("forward")]
+        assert len(steady) > 32
+        assert all(after.start_ps == before.end_ps for before, after in pairwise(steady)), stage
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(2, 4).flatmap(lambda v: st.tuples(pipelines(False, v), st.just(v))), st.integers(1, 9))
+def test_no_interleaved_step_beats_the_lower_bound(cut, microbatches):
+    ranges, chunks = cut
+    assert lower_bound_ps(ranges, microbatches, chunks) <= simulate(ranges, INTERLEAVED, microbatches, chunks).step_ps
+
+
+def make_plan(make, ranges: list[list[list[int]]], schedule: Schedule, microbatches: int = 4) -> Plan:
+    """Two ranks, and as many samples in a microbatch as ranks in a stage."""
+    cluster, model, width = make.cluster(2), make.model(ranges[-1][-1][-1]), 2 // len(ranges)
+    return Plan(
+        name="some",
+        model=model,
+        cluster=cluster,
+        global_batch_size=microbatches * width,
+        num_microbatches=microbatches,
+        schedule=schedule,
+        stages=tuple(
+            PipelineStage(
+                ranks=tuple(range(i * width, (i + 1) * width)), layers=tuple((low, high) for low, high in own)
+            )
+            for i, own in enumerate(ranges)
+        ),
+        embedding=Strategy(tp_size=1, dp_size=width),
+        head=Strategy(tp_size=1, dp_size=width),
+        layers=tuple(LayerStrategy(type=name, tp_size=1, dp_size=width) for name in model.layers),
+    )
+
+
+def test_an_interleaved_plan_is_evaluated_range_by_range(make):
+    """In us: forward 12, 120 and 84, twice that back; a send 24.096, of which each stage has three; optimizer 49.152
+    for each of three elements; overhead 50. Activations in units of 2048 bytes: 4, 120 and 24.
+    """
+    plan = make_plan(make, [[[0, 1], [2, 3]], [[1, 2], [3, 4]]], INTERLEAVED)
+    profiles = make.profiles(plan.model, plan.cluster)
+    estimate = evaluate(plan, profiles).estimate
+    first, last = estimate.stages
+    assert first.time_s == pytest.approx((36 + 2 * 360 + 3 * 24.096) * 1e-6)
+    assert last.time_s == pytest.approx((252 + 2 * 360 + 3 * 24.096) * 1e-6)
+    filling_s = first.time_s / 2
+    assert estimate.objective_s == pytest.approx(filling_s + 4 * last.time_s + (3 * 49.152 + 50) * 1e-6)
+    # F0a F1a F0b F1b F2a B0b F3a: four microbatches in the embedding and layer 0, one in layer 2.
+    assert first.memory_terms_bytes["activations"] == (4 * (4 + 120) + 120) * 2048
+    # F0a F1a F0b: two in layer 1, one in layer 3 and the head.
+    assert last.memory_terms_bytes["activations"] == (2 * 120 + 120 + 24) * 2048
+    assert all(sum(stage.memory_terms_bytes.values()) == stage.memory_bytes for stage in estimate.stages)
+    plain = evaluate(make_plan(make, [[[0, 2]], [[2, 4]]], F1B), profiles).estimate
+    assert estimate.simulated_lower_bound_s <= estimate.simulated_step_time_s < plain.simulated_step_time_s
+
+
+def test_chunks_of_a_single_stage_change_no_time(make):
+    whole, cut = make_plan(make, [[[0, 4]]], F1B), make_plan(make, [[[0, 1], [1, 4]]], INTERLEAVED)
+    one, other = (evaluate(plan, make.profiles(plan.model, plan.cluster)).estimate for plan in (whole, cut))
+    assert (one.simulated_step_time_s, one.objective_s) == (other.simulated_step_time_s, other.objective_s)
+    assert one.stages == other.stages
+
+
+def test_the_only_microbatch_takes_the_sum_of_all_ranges(make):
+    plan = make_plan(make, [[[0, 1], [2, 3]], [[1, 2], [3, 4]]], INTERLEAVED, microbatches=1)
+    estimate = evaluate(plan, make.profiles(plan.model, plan.cluster)).estimate
+    assert estimate.simulated_step_time_s == estimate.simulated_lower_bound_s == estimate.objective_s

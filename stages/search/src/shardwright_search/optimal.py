@@ -149,8 +149,8 @@ def _order(candidate: Candidate) -> tuple[object, ...]:
 
 def _decision(plan: Plan) -> tuple[object, ...]:
     """What a plan does, whatever it is called: schedules that give the same action lists are one."""
-    count = len(plan.stages)
-    lists = tuple(actions(plan.schedule, count, plan.num_microbatches, stage) for stage in range(count))
+    count, chunks = len(plan.stages), len(plan.stages[0].layers)
+    lists = tuple(actions(plan.schedule, count, plan.num_microbatches, stage, chunks) for stage in range(count))
     return plan.stages, plan.embedding, plan.head, plan.layers, plan.num_microbatches, lists
 
 

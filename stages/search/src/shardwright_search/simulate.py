@@ -10,23 +10,24 @@ __all__ = ["Event", "Simulation", "StageTimes", "lower_bound_ps", "simulate"]
 
 
 class StageTimes(NamedTuple):
-    """What one pipeline stage does, in picoseconds."""
+    """What one layer range of a pipeline stage does, in picoseconds: the whole stage unless it is interleaved."""
 
     forward_ps: int
     """Of one microbatch; so is backward."""
     backward_ps: int
     send_ps: int
-    """Of one microbatch between this stage and the next, one way; 0 for the last."""
+    """Of one microbatch between this range and the next, one way; 0 for the last."""
     gradient_sync_ps: int
     optimizer_ps: int
 
 
 class Event(NamedTuple):
-    """Something a pipeline stage does for a while."""
+    """Something a pipeline stage does for a while; None where it is not for one microbatch or one chunk."""
 
     stage: int
     kind: str
     microbatch: int | None
+    chunk: int | None
     start_ps: int
     end_ps: int
 
@@ -38,65 +39,80 @@ class Simulation(NamedTuple):
     step_ps: int
 
 
-def simulate(stages: Sequence[StageTimes], schedule: Schedule, num_microbatches: int) -> Simulation:
+def simulate(
+    ranges: Sequence[StageTimes], schedule: Schedule, num_microbatches: int, num_chunks: int = 1
+) -> Simulation:
     """Play the schedule: an action starts when its stage is free and its message has come.
 
-    Sends are asynchronous: they delay the receiver, not the sender. After its last backward pass a stage reduces its
-    gradients; the optimizer waits for all stages, for clipping needs the norm of all gradients.
+    `ranges` are in the order a microbatch goes through them: chunk 0 of every stage, then chunk 1 of every stage.
+    Sends are asynchronous: they delay the receiver, not the sender. After a chunk's last backward pass its stage
+    reduces the chunk's gradients; the optimizer waits for all stages, for clipping needs the norm of all gradients.
     """
-    events = _passes(stages, schedule, num_microbatches)
-    reduced = []
-    for index, stage in enumerate(stages):
-        free = max(event.end_ps for event in events if event.stage == index)
-        reduced.append(free + stage.gradient_sync_ps)
-        events.append(Event(index, "gradient_sync", None, free, reduced[-1]))
-    start = max(reduced)
-    events += [Event(i, "optimizer", None, start, start + stage.optimizer_ps) for i, stage in enumerate(stages)]
+    events = _passes(ranges, schedule, num_microbatches, num_chunks)
+    start = max(event.end_ps for event in events)
+    events += [Event(i, "optimizer", None, None, start, start + last) for i, last in _optimizers(ranges, num_chunks)]
     lasting = sorted((event for event in events if event.end_ps > event.start_ps), key=lambda e: (e.start_ps, e.stage))
     return Simulation(tuple(lasting), max(event.end_ps for event in events))
 
 
-def lower_bound_ps(stages: Sequence[StageTimes], num_microbatches: int) -> int:
+def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chunks: int = 1) -> int:
     """A time no order of the passes can beat.
 
-    Stage j starts when the first microbatch has come through the stages before it, does all forward and backward
-    passes, and the last microbatch's gradient must still go back to each stage k <= j and be reduced there.
+    Range j starts when the first microbatch has come through the ranges before it. Then its stage does all forward
+    and backward passes of it and of the later ranges that the stage holds, and the last of these gradients must still
+    go back to each range k <= j and be reduced there.
     """
     bounds = []
     fill = 0
-    for j, stage in enumerate(stages):
-        drains, back = [stage.gradient_sync_ps], 0
-        for earlier in reversed(stages[:j]):
+    num_stages = len(ranges) // num_chunks
+    for j, first in enumerate(ranges):
+        own = ranges[j::num_stages]
+        drains, back = [sum(here.gradient_sync_ps for here in own)], 0
+        for earlier in reversed(ranges[:j]):
             back += earlier.send_ps + earlier.backward_ps
             drains.append(back + earlier.gradient_sync_ps)
-        bounds.append(fill + num_microbatches * (stage.forward_ps + stage.backward_ps) + max(drains))
-        fill += stage.forward_ps + stage.send_ps
-    return max(bounds) + max(stage.optimizer_ps for stage in stages)
+        work = num_microbatches * sum(here.forward_ps + here.backward_ps for here in own)
+        bounds.append(fill + work + max(drains))
+        fill += first.forward_ps + first.send_ps
+    return max(bounds) + max(last for _, last in _optimizers(ranges, num_chunks))
 
 
-def _passes(stages: Sequence[StageTimes], schedule: Schedule, num_microbatches: int) -> list[Event]:
-    """All forward and backward passes; stages take turns, each going on until it must wait."""
-    waiting = [list(reversed(actions(schedule, len(stages), num_microbatches, i))) for i in range(len(stages))]
-    ended: dict[tuple[int, Action], int] = {}
+def _optimizers(ranges: Sequence[StageTimes], num_chunks: int) -> list[tuple[int, int]]:
+    """Every stage with the time of its optimizer."""
+    num_stages = len(ranges) // num_chunks
+    return [(stage, sum(own.optimizer_ps for own in ranges[stage::num_stages])) for stage in range(num_stages)]
+
+
+def _passes(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatches: int, num_chunks: int) -> list[Event]:
+    """All forward and backward passes and gradient reductions; stages take turns, each until it must wait."""
+    num_stages = len(ranges) // num_chunks
+    lists = [actions(schedule, num_stages, num_microbatches, i, num_chunks) for i in range(num_stages)]
+    waiting = [[(a.chunk * num_stages + stage, a) for a in reversed(own)] for stage, own in enumerate(lists)]
+    ended: dict[tuple[int, Pass, int], int] = {}
     events: list[Event] = []
-    free = [0] * len(stages)
+    free = [0] * num_stages
     while any(waiting):
-        for index, stage in enumerate(stages):
-            while waiting[index] and (come := _arrival(stages, ended, index, waiting[index][-1])) is not None:
-                action = waiting[index].pop()
-                start = max(free[index], come)
-                lasts = stage.forward_ps if action.kind is Pass.FORWARD else stage.backward_ps
-                free[index] = ended[index, action] = start + lasts
-                events.append(Event(index, action.kind, action.microbatch, start, free[index]))
+        for stage, own in enumerate(waiting):
+            while own and (come := _arrival(ranges, ended, *own[-1])) is not None:
+                index, (kind, microbatch, chunk) = own.pop()
+                times = ranges[index]
+                start = max(free[stage], come)
+                free[stage] = start + (times.forward_ps if kind is Pass.FORWARD else times.backward_ps)
+                ended[index, kind, microbatch] = free[stage]
+                events.append(Event(stage, kind, microbatch, chunk, start, free[stage]))
+                if kind is Pass.BACKWARD and microbatch == num_microbatches - 1:
+                    start = free[stage]
+                    free[stage] += times.gradient_sync_ps
+                    events.append(Event(stage, "gradient_sync", None, chunk, start, free[stage]))
     return events
 
 
 def _arrival(
-    stages: Sequence[StageTimes], ended: dict[tuple[int, Action], int], index: int, action: Action
+    ranges: Sequence[StageTimes], ended: dict[tuple[int, Pass, int], int], index: int, action: Action
 ) -> int | None:
-    """When the message that an action needs has come; None when it has not been sent yet."""
+    """When the message that an action on range `index` needs has come; None when it has not been sent yet."""
     source = index - 1 if action.kind is Pass.FORWARD else index + 1
-    if not 0 <= source < len(stages):
+    if not 0 <= source < len(ranges):
         return 0
-    sent = ended.get((source, action))
-    return None if sent is None else sent + stages[min(source, index)].send_ps
+    sent = ended.get((source, action.kind, action.microbatch))
+    return None if sent is None else sent + ranges[min(source, index)].send_ps
