@@ -11,46 +11,54 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from tiny_models import batch_of, stock_logits, stock_model
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.distributed.tensor import Replicate
 
 from shardwright_formats.files import read_document
+from shardwright_formats.placement import parameter_box
 from shardwright_formats.plan import Plan, Plans
 from shardwright_train import optimiser
+from shardwright_train.element import Site
 from shardwright_train.families import family_named
+from shardwright_train.families.base import Batch
 from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
 from shardwright_train.parallel import collectives, data_parallel
 from shardwright_train.parallel.groups import Groups
-from shardwright_train.parallel.tensor_parallel import TensorParallel
-from shardwright_train.pipeline import Pipeline, run_step
-from shardwright_train.stage import _seed_of, build_stage
+from shardwright_train.parallel.randomness import seed_of
+from shardwright_train.parallel.tensor_parallel import TensorParallel, local_tensor
+from shardwright_train.pipeline import Pipeline, Step, run_step
+from shardwright_train.stage import Stage, build_stage
 from shardwright_train.world import World, joined_world
 
 STEPS = 3
 SETTINGS = Hyperparameters(learning_rate=1e-2, warmup_steps=1, steps=STEPS, weight_decay=0.1, clip_norm=0.5)
 
 
-def batches(plan: Plan) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    shape = (plan.global_batch_size, plan.model.sequence_length + 1)
-    return [torch.randint(0, plan.model.config["vocab_size"], shape, generator=generator) for _ in range(STEPS)]
+def batches(plan: Plan) -> list[Batch]:
+    return [batch_of(plan.model, plan.global_batch_size, seed) for seed in range(STEPS)]
 
 
 class Reference:
     """The stock Hugging Face model with stock clipping and AdamW in one process."""
 
     def __init__(self, plan: Plan) -> None:
-        family = family_named(plan.model.family, "plan")
-        config = {k: v for k, v in plan.model.config.items() if k != "model_type"}
-        config |= {"num_hidden_layers": len(plan.layers), "attn_implementation": "sdpa"}
-        self.model = LlamaForCausalLM(LlamaConfig(**config))
-        state = {}
+        model = plan.model
+        family = family_named(model.family, "plan")
+        self.model = stock_model(model)
+        state: dict[str, Tensor] = {}
         for name in ("embedding", *(f"layers[{i}]" for i in range(len(plan.layers))), "head"):
-            torch.manual_seed(_seed_of(0, name))
-            element = family.build(plan.model, name, "sdpa")
-            state |= {family.full_name(name, local): p for local, p in element.named_parameters()}
-        self.model.load_state_dict(state, strict=True)
+            torch.manual_seed(seed_of(0, name))
+            element = family.build(model, name, "sdpa")
+            family.initialise(model, element)
+            for local, parameter in element.named_parameters():
+                state.setdefault(family.hugging_face_name(model, name, local), parameter.detach())
+        named = dict(self.model.named_parameters())
+        assert set(named) <= set(state), set(named) - set(state)
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(state[name])
+        self.aliases = {second: first for first, second in model.tied}
         self.first_gradients: dict[str, Tensor] = {}
         self.losses: list[float] = []
         self.norms: list[float] = []
@@ -58,14 +66,16 @@ class Reference:
 
     def _train(self, plan: Plan) -> None:
         named = dict(self.model.named_parameters())
+        spared = [p for n, p in named.items() if p.dim() <= 1 or n.endswith("bias")]
+        decayed = [p for n, p in named.items() if p.dim() > 1 and not n.endswith("bias")]
         groups = [
-            {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": SETTINGS.weight_decay},
-            {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": decayed, "weight_decay": SETTINGS.weight_decay},
+            {"params": spared, "weight_decay": 0.0},
         ]
         adamw = torch.optim.AdamW(groups, betas=SETTINGS.betas, eps=SETTINGS.eps)
         for step, batch in enumerate(batches(plan), start=1):
-            logits = self.model(batch[:, :-1]).logits
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            logits = stock_logits(self.model, batch)
+            loss = nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
             adamw.zero_grad()
             loss.backward()
             if step == 1:
@@ -77,14 +87,27 @@ class Reference:
             self.losses.append(loss.item())
         self.parameters = {n: p.detach() for n, p in named.items()}
 
-
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    def part(self, values: dict[str, Tensor], stage: Stage) -> list[Tensor]:
+        """What this rank should hold of some values, parameter by parameter."""
+        model, family, me = stage.site.plan.model, stage.site.family, stage.site.me
+        found = []
+        for element in stage.elements:
+            described = {p.name: p for p in model.types[element.kind].parameters}
+            for local, _ in element.module.named_parameters():
+                parameter = described[family.described_name(element.kind, local)]
+                name = family.hugging_face_name(model, element.name, local)
+                box = parameter_box(parameter, element.strategy, me)
+                value = values[self.aliases.get(name, name)].view(parameter.shape)
+                found.append(value[tuple(slice(low, high) for low, high in box)])
+        return found
 
 
 def worst(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """The largest difference on any rank, so that replicas that disagree are seen."""
-    differences = [(whole(a).double() - b.double()).abs().max().item() for a, b in pairs]
+    """The largest difference on any rank, so that replicas that disagree are seen; padding does not count."""
+    differences = [0.0]
+    for mine, wanted in pairs:
+        cut = mine[tuple(slice(0, length) for length in wanted.shape)].double() - wanted.double()
+        differences.append(cut.abs().max().item() if cut.numel() else 0.0)
     found = torch.tensor(max(differences) if all(map(math.isfinite, differences)) else math.inf)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()
@@ -93,24 +116,26 @@ def worst(pairs: list[tuple[Tensor, Tensor]]) -> float:
 def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> dict[str, float]:
     family = family_named(plan.model.family, "plan")
     groups.prepare(plan)
-    stage = build_stage(plan, world.rank, family, groups, "sdpa", 0, world.device)
+    stage = build_stage(Site(plan, family, world.rank, groups, "sdpa", world.device, 0))
     place = Pipeline.of(plan, world.rank, groups, world.device)
-    parameters = dict(stage.parameters_by_name(family))
-    adamw = ShardedAdamW(parameters, SETTINGS)
+    parameters = stage.parameters_by_name()
+    adamw = ShardedAdamW(parameters, SETTINGS, stage.copies())
     adamw.begin(0)
     gradient_error = loss_error = norm_error = 0.0
     for step, batch in enumerate(batches(plan), start=1):
-        loss = run_step(stage, place, batch)
+        loss = run_step(stage, place, Step(batch))
         if step == 1:
-            gradient_error = worst([(p.grad, reference.first_gradients[n]) for n, p in parameters.items()])
+            mine = [local_tensor(p.grad) for p in parameters.values() if p.grad is not None]
+            gradient_error = worst(list(zip(mine, reference.part(reference.first_gradients, stage), strict=True)))
         outcome = adamw.step(step, loss, stop=False)
         loss_error = max(loss_error, abs(outcome.loss - reference.losses[step - 1]))
         norm_error = max(norm_error, abs(outcome.grad_norm - reference.norms[step - 1]))
+    mine = [local_tensor(p.detach()) for p in parameters.values()]
     return {
         "gradient": gradient_error,
         "loss": loss_error,
         "norm": norm_error,
-        "parameters": worst([(p, reference.parameters[n]) for n, p in parameters.items()]),
+        "parameters": worst(list(zip(mine, reference.part(reference.parameters, stage), strict=True))),
     }
 
 
@@ -157,16 +182,20 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     plans = read_document(Path(plans_file), Plans).plans
-    results = {}
+    results: dict[str, dict[str, float]] = {}
     with joined_world("cpu") as world:
         groups = Groups("cpu")
         references: dict[str, Reference] = {}
         for plan in plans:
             torch.set_default_dtype(getattr(torch, plan.precision.parameters))
-            key = f"{plan.model.types_sha256} {plan.model.layers} {plan.global_batch_size} {plan.precision.parameters}"
+            key = f"{plan.model.types_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
             if key not in references:
                 references[key] = Reference(plan)
-            results[plan.name] = compare(plan, references[key], groups, world)
+            try:
+                results[plan.name] = compare(plan, references[key], groups, world)
+            except Exception as error:
+                error.add_note(f"in {plan.name}")
+                raise
         for name in mutations:
             with MUTATIONS[name]():
                 results[name] = compare(plan, references[key], groups, world)

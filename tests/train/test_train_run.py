@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
+from random_plans import random_plan
+from tiny_models import tiny
 
 from shardwright_formats.files import read_document, write_document
 from shardwright_formats.plan import Plan
@@ -18,7 +18,6 @@ from shardwright_formats.run import RunResult
 from shardwright_train.data.prepare import prepare
 from shardwright_train.state.checkpoint_names import folder_of_plan, latest_checkpoint
 
-PlanMaker = Callable[..., Plan]
 STEPS = 6
 
 
@@ -34,10 +33,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plan_file(work: Path, random_plan: PlanMaker) -> Path:
-    plan = random_plan(3, 2, "float32")
-    model = msgspec.structs.replace(plan.model, config=plan.model.config | {"vocab_size": 260})
-    write_document(work / "plan.json", msgspec.structs.replace(plan, model=model))
+def plan_file(work: Path) -> Path:
+    write_document(work / "plan.json", random_plan(tiny("llama", vocab_size=260), 3, 2, "float32"))
     return work / "plan.json"
 
 

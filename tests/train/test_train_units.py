@@ -6,14 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import CONFIGS, stock_model, tiny
 from typer.testing import CliRunner
 
 from shardwright_formats.errors import BadInput
 from shardwright_formats.files import read_document
-from shardwright_formats.model import Model
 from shardwright_formats.plan import Attention, Plan, Precision
-from shardwright_formats.strategy import Recompute, SequenceParallel
 from shardwright_train.cli import app
 from shardwright_train.families import family_named
 from shardwright_train.loop import model_flops_utilisation
@@ -33,18 +31,18 @@ def test_utilisation_is_known_only_where_the_peak_is(random_plan: PlanMaker) -> 
     assert model_flops_utilisation(plan, 0.5, "NVIDIA H200") == pytest.approx(flops / 0.5 / (2 * peak))
 
 
-def test_the_description_has_every_parameter_of_the_stock_model(tiny_model: Model) -> None:
-    config = LlamaConfig(**tiny_model.config, num_hidden_layers=len(tiny_model.layers))
-    stock = {name: tuple(p.shape) for name, p in LlamaForCausalLM(config).named_parameters()}
-    family = family_named("llama", "test")
-    described = {}
-    for element in ("embedding", *(f"layers[{i}]" for i in range(len(tiny_model.layers))), "head"):
-        kind = "block" if element.startswith("layers") else element
-        for parameter in tiny_model.types[kind].parameters:
-            name = family.full_name(element, parameter.name) if kind == "block" else parameter.name
-            described[name] = parameter.shape
-    assert described == stock
-    assert tiny_model.parameter_count == sum(p.numel() for p in LlamaForCausalLM(config).parameters())
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_the_description_has_every_parameter_of_the_stock_model(name: str) -> None:
+    model = tiny(name)
+    family = family_named(name, "test")
+    stock = {name: p.numel() for name, p in stock_model(model).named_parameters()}
+    described: dict[str, int] = {}
+    for element in ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head"):
+        for local, parameter in family.build(model, element, "sdpa").named_parameters():
+            described.setdefault(family.hugging_face_name(model, element, local), parameter.numel())
+    aliases = {second for _, second in model.tied}
+    assert {name: size for name, size in described.items() if name not in aliases} == stock
+    assert model.parameter_count == sum(stock.values())
 
 
 @pytest.mark.parametrize(
@@ -52,9 +50,6 @@ def test_the_description_has_every_parameter_of_the_stock_model(tiny_model: Mode
     [
         ({"attention": Attention.FLASH_ATTENTION_2}, "flash_attention_2"),
         ({"precision": Precision(parameters="float32", compute="float16")}, "float16"),
-        ({"recompute": Recompute.MLP}, "recompute mlp"),
-        ({"sequence_parallel": SequenceParallel.ULYSSES}, "ulysses"),
-        ({"tied": (("model.embed_tokens.weight", "lm_head.weight"),)}, "tied embeddings"),
     ],
 )
 def test_what_this_version_cannot_run_is_said_before_it_starts(
@@ -62,14 +57,7 @@ def test_what_this_version_cannot_run_is_said_before_it_starts(
 ) -> None:
     plan = random_plan(0, 2, "float32")
     check_supported(plan, "plan.json")
-    key = next(iter(change))
-    if key in ("recompute", "sequence_parallel"):
-        layers = (msgspec.structs.replace(plan.layers[0], **change), *plan.layers[1:])  # type: ignore[arg-type]
-        plan = msgspec.structs.replace(plan, layers=layers)
-    elif key == "tied":
-        plan = msgspec.structs.replace(plan, model=msgspec.structs.replace(plan.model, **change))  # type: ignore[arg-type]
-    else:
-        plan = msgspec.structs.replace(plan, **change)  # type: ignore[arg-type]
+    plan = msgspec.structs.replace(plan, **change)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match=rf"plan\.json: .*{words}.* is not run by this version"):
         check_supported(plan, "plan.json")
 

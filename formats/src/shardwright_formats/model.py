@@ -22,6 +22,8 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Length of each dim of the whole tensor."""
     tp_dim: Annotated[int, Meta(ge=0)] | None = None
     """The tensor dim that tensor parallelism splits; null: each rank of the group holds the whole tensor."""
+    shared: bool = False
+    """Whether all layers of the type hold copies of one and the same parameter."""
 
     def __post_init__(self) -> None:
         if self.tp_dim is not None and self.tp_dim >= len(self.shape):
@@ -103,10 +105,12 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters, tied ones counted once."""
+        """Number of parameters, tied and shared ones counted once."""
         every = sum(self.types[name].parameter_count() for name in (EMBEDDING, *self.layers, HEAD))
         shapes = self._outer_shapes()
-        return every - sum(prod(shapes[second]) for _, second in self.tied)
+        tied = sum(prod(shapes[second]) for _, second in self.tied)
+        copies = ((self.layers.count(name) - 1, self.types[name].parameters) for name in set(self.layers))
+        return every - tied - sum(n * prod(p.shape) for n, parameters in copies for p in parameters if p.shared)
 
     def _outer_shapes(self) -> dict[str, tuple[int, ...]]:
         return {p.name: p.shape for name in (EMBEDDING, HEAD) for p in self.types[name].parameters}

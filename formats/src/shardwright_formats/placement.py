@@ -4,15 +4,20 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwright_formats.strategy import SequenceParallel, Strategy
+from shardwright_formats.model import Parameter
+from shardwright_formats.strategy import DataParallel, SequenceParallel, Strategy
 
 __all__ = [
+    "Box",
     "Layout",
     "Rectangle",
     "Route",
     "closed_groups",
     "dp_groups",
     "layout_of",
+    "overlap",
+    "parameter_box",
+    "parameter_layout",
     "routes",
     "sent_elements",
     "tp_groups",
@@ -97,6 +102,48 @@ def layout_of(strategy: Strategy) -> Layout:
     alone = strategy.tp_size in (1, size)
     split = strategy.sequence_parallel is not SequenceParallel.NONE and strategy.tp_size > 1
     return Layout(size, strategy.tp_size, strategy.tp_consecutive or alone, split)
+
+
+def parameter_layout(strategy: Strategy) -> Layout:
+    """How the ranks of a stage share the parameters of a layer; under Ulysses all of them are data-parallel."""
+    size = strategy.tp_size * strategy.dp_size
+    if strategy.sequence_parallel is SequenceParallel.ULYSSES:
+        return Layout(size, 1, True, False)
+    return layout_of(strategy)._replace(sequence_split=False)
+
+
+Box = tuple[tuple[int, int], ...]
+"""A part of a parameter: for each dim the half-open range [start, stop)."""
+
+
+def parameter_box(parameter: Parameter, strategy: Strategy, rank: int) -> Box:
+    """The part of a parameter that a rank of its pipeline stage stores, the last share of a dim cut short if need be.
+
+    Tensor parallelism cuts `tp_dim` first; ZeRO then cuts the first dim of what is left among the data-parallel ranks.
+    """
+    layout = parameter_layout(strategy)
+    dp_index, tp_index = layout.coordinates(rank)
+    ranges = [(0, length) for length in parameter.shape]
+    if parameter.tp_dim is not None:
+        ranges[parameter.tp_dim] = _share(ranges[parameter.tp_dim], layout.tp_size, tp_index)
+    if strategy.data_parallel is not DataParallel.DDP and ranges:
+        padded = -(-parameter.shape[0] // layout.tp_size) if parameter.tp_dim == 0 else parameter.shape[0]
+        start = ranges[0][0]
+        low, high = _share((start, start + padded), layout.dp_size, dp_index)
+        ranges[0] = (min(low, ranges[0][1]), min(high, ranges[0][1]))
+    return tuple(ranges)
+
+
+def overlap(first: Box, second: Box) -> Box | None:
+    """The common part of two boxes, or None."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
+    return None if any(low >= high for low, high in common) else common
+
+
+def _share(whole: tuple[int, int], parts: int, index: int) -> tuple[int, int]:
+    start, stop = whole
+    size = -(-(stop - start) // parts)
+    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
 
 def tp_groups(ranks: Sequence[int], tp_size: int, consecutive: bool) -> tuple[tuple[int, ...], ...]:

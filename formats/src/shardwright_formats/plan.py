@@ -64,7 +64,7 @@ class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Some ranks and the layers they hold."""
 
     ranks: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]
-    """Numbers of the cluster's devices, in the order that strategies count in."""
+    """Numbers of the cluster's devices, ascending; strategies count in their order."""
     layers: Annotated[tuple[tuple[int, int], ...], Meta(min_length=1)]
     """Half-open ranges of layer numbers; several when the schedule is interleaved."""
 
@@ -72,9 +72,10 @@ class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
     """Why a layer type cannot be spread this way, or None when it can."""
     kind = model.types[type_name]
-    sequence_split = strategy.sequence_parallel is not SequenceParallel.NONE
-    if sequence_split and model.sequence_length % strategy.tp_size:
-        return f"tp_size {strategy.tp_size} does not divide the sequence length {model.sequence_length}"
+    if strategy.sequence_parallel is not SequenceParallel.NONE:
+        for length in (model.sequence_length, *(tensor.sequence_length for tensor in kind.outputs)):
+            if length % strategy.tp_size:
+                return f"tp_size {strategy.tp_size} does not divide the sequence length {length}"
     ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
     for name, length in (kind.ulysses_must_divide if ulysses else kind.tp_must_divide).items():
         if length % strategy.tp_size:
@@ -172,6 +173,9 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"the stages use {used.total()} ranks, the cluster has {devices} devices")
         if sorted(used) != list(range(devices)):
             raise ValueError("the stages must use each of the cluster's ranks exactly once")
+        for i, stage in enumerate(self.stages):
+            if list(stage.ranks) != sorted(stage.ranks):
+                raise ValueError(f"stages[{i}]: its ranks do not ascend")
 
     def _check_layer_ranges(self) -> None:
         expected = self.model.layers
@@ -183,6 +187,8 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         chunks = {len(stage.layers) for stage in self.stages}
         if self.schedule is not Schedule.INTERLEAVED_1F1B and chunks != {1}:
             raise ValueError(f"several layer ranges in a stage need the schedule interleaved_1f1b, not {self.schedule}")
+        if chunks != {1} and len(self.stages) == 1:
+            raise ValueError("several layer ranges need several pipeline stages")
         if len(chunks) != 1:
             raise ValueError("every pipeline stage must have the same number of layer ranges")
         ordered = [stage.layers[chunk] for chunk in range(chunks.pop()) for stage in self.stages]

@@ -22,8 +22,8 @@ class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tokens of the global batch over the step time."""
     mfu: float | None
     """Model floating-point operations over the devices' peak; null where the peak is not known."""
-    grad_norm: float
-    """Global 2-norm of the gradients before clipping."""
+    grad_norm: float | None
+    """Global 2-norm of the gradients before clipping; null where float16 overflowed and the step updated nothing."""
     learning_rate: float
     """What the optimizer used in the step."""
     peak_memory_bytes: tuple[int, ...]

@@ -1,6 +1,7 @@
 """Training with a plan: steps, metrics, checkpoints, and an orderly stop."""
 
 import json
+import math
 import shutil
 import signal
 import time
@@ -20,15 +21,18 @@ from shardwright_formats.files import read_document, write_bytes, write_document
 from shardwright_formats.model import EMBEDDING, HEAD
 from shardwright_formats.plan import Plan
 from shardwright_formats.run import RunResult, StepMetrics
-from shardwright_train.data.sampling import Samples, open_samples
+from shardwright_train.data.batches import Batches, open_batches
+from shardwright_train.diagnose import where_not_finite
+from shardwright_train.element import Site
 from shardwright_train.families import family_named
 from shardwright_train.jobs import RunJob
+from shardwright_train.loss_scale import LossScale
 from shardwright_train.optimiser import Hyperparameters, ShardedAdamW, StepOutcome
 from shardwright_train.parallel.groups import Groups
 from shardwright_train.peaks import peak_flops_per_s
-from shardwright_train.pipeline import Pipeline, run_step
+from shardwright_train.pipeline import Pipeline, Step, run_step
 from shardwright_train.record import peak_resident_bytes
-from shardwright_train.stage import StageModule, build_stage
+from shardwright_train.stage import Stage, build_stage
 from shardwright_train.state.checkpoint import Progress, load, read_progress, save
 from shardwright_train.state.checkpoint_names import folder_of_plan, latest_checkpoint
 from shardwright_train.support import attention_kernel
@@ -46,8 +50,8 @@ class _Run:
     job: RunJob
     plan: Plan
     world: World
-    samples: Samples
-    stage: StageModule
+    batches: Batches
+    stage: Stage
     place: Pipeline
     optimiser: ShardedAdamW
     folder: Path
@@ -64,9 +68,10 @@ def train(job: RunJob, world: World) -> None:
     norm is no number, Stopped when a rank was asked to stop: then the state is saved first.
     """
     plan = read_document(Path(job.plan), Plan)
-    samples, resumed = _agreed_inputs(job, plan, world)
-    run = _build(job, plan, world, samples)
-    progress = Progress(0, plan.sha256, samples.sha256, job.seed, 0.0, 0.0)
+    batches, resumed = _agreed_inputs(job, plan, world)
+    run = _build(job, plan, world, batches)
+    scale = LossScale.for_compute(plan.precision.compute)
+    progress = Progress(0, plan.sha256, batches.sha256, job.seed, 0.0, 0.0, scale.value, 0)
     if resumed is not None:
         progress = read_progress(resumed)
     run.optimiser.begin(progress.step)
@@ -80,19 +85,19 @@ def train(job: RunJob, world: World) -> None:
         _finish(run, *final)
 
 
-def _agreed_inputs(job: RunJob, plan: Plan, world: World) -> tuple[Samples, Path | None]:
+def _agreed_inputs(job: RunJob, plan: Plan, world: World) -> tuple[Batches, Path | None]:
     problem: ShardwrightError | None = None
-    samples, resumed = None, None
+    batches, resumed = None, None
     try:
         _check_device(plan, world, job.plan)
-        samples = open_samples(Path(job.data), plan.model.sequence_length, job.seed)
-        samples.check_vocabulary(plan.model.config["vocab_size"])
-        resumed = _checkpoint_to_resume(job, plan, samples)
+        family = family_named(plan.model.family, job.plan)
+        batches = open_batches(Path(job.data), plan.model, family, job.seed)
+        resumed = _checkpoint_to_resume(job, plan, batches)
     except ShardwrightError as error:
         problem = error
     world.agree(problem)
-    assert samples is not None
-    return samples, resumed
+    assert batches is not None
+    return batches, resumed
 
 
 def _check_device(plan: Plan, world: World, file: str) -> None:
@@ -106,7 +111,7 @@ def _check_device(plan: Plan, world: World, file: str) -> None:
         )
 
 
-def _checkpoint_to_resume(job: RunJob, plan: Plan, samples: Samples) -> Path | None:
+def _checkpoint_to_resume(job: RunJob, plan: Plan, batches: Batches) -> Path | None:
     latest = latest_checkpoint(folder_of_plan(Path(job.checkpoints), plan.sha256))
     chosen = Path(job.resume_from) if job.resume_from else latest
     if chosen is None:
@@ -114,7 +119,7 @@ def _checkpoint_to_resume(job: RunJob, plan: Plan, samples: Samples) -> Path | N
     progress = read_progress(chosen)
     for what, found, wanted in (
         ("another plan", progress.plan_sha256, plan.sha256),
-        ("other data", progress.data_sha256, samples.sha256),
+        ("other data", progress.data_sha256, batches.sha256),
         ("another seed", progress.seed, job.seed),
     ):
         if found != wanted:
@@ -124,11 +129,11 @@ def _checkpoint_to_resume(job: RunJob, plan: Plan, samples: Samples) -> Path | N
     return chosen
 
 
-def _build(job: RunJob, plan: Plan, world: World, samples: Samples) -> _Run:
+def _build(job: RunJob, plan: Plan, world: World, batches: Batches) -> _Run:
     groups = Groups(world.device.type)
     groups.prepare(plan)
     family = family_named(plan.model.family, job.plan)
-    stage = build_stage(plan, world.rank, family, groups, attention_kernel(plan), job.seed, world.device)
+    stage = build_stage(Site(plan, family, world.rank, groups, attention_kernel(plan), world.device, job.seed))
     settings = Hyperparameters(
         learning_rate=job.learning_rate,
         warmup_steps=job.warmup_steps,
@@ -139,10 +144,10 @@ def _build(job: RunJob, plan: Plan, world: World, samples: Samples) -> _Run:
         final_fraction=job.final_fraction,
         decay_fraction=job.decay_fraction,
     )
-    optimiser = ShardedAdamW(dict(stage.parameters_by_name(family)), settings)
+    optimiser = ShardedAdamW(stage.parameters_by_name(), settings, stage.copies())
     folder = folder_of_plan(Path(job.checkpoints), plan.sha256)
     return _Run(
-        job, plan, world, samples, stage, Pipeline.of(plan, world.rank, groups, world.device), optimiser, folder
+        job, plan, world, batches, stage, Pipeline.of(plan, world.rank, groups, world.device), optimiser, folder
     )
 
 
@@ -150,19 +155,31 @@ def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progre
     """The training loop; returns the last progress, the last loss and the last checkpoint."""
     job, began = run.job, time.monotonic() - progress.wall_s
     saved, loss = run.folder / f"step-{progress.step:08d}", progress.first_loss
+    fixed = LossScale.for_compute(run.plan.precision.compute).fixed
+    scale = LossScale(progress.loss_scale, fixed, progress.steps_without_overflow)
     for step in range(progress.step + 1, job.steps + 1):
         started = time.perf_counter()
-        batch = torch.from_numpy(run.samples.global_batch(step - 1, run.plan.global_batch_size))
-        outcome = run.optimiser.step(step, run_step(run.stage, run.place, batch), bool(stop_asked))
+        work = Step(run.batches.batch(step, run.plan.global_batch_size), job.seed, step, scale.value)
+        loss_part = run_step(run.stage, run.place, work)
+        outcome = run.optimiser.step(step, loss_part, bool(stop_asked), scale.value)
         step_time_s = time.perf_counter() - started
-        if not outcome.finite:
-            raise RunFailed(
-                f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}: nothing of this step was saved"
-            )
+        overflowed = not scale.fixed and math.isfinite(outcome.loss) and not outcome.finite
+        if not outcome.finite and not overflowed:
+            where = where_not_finite(run.stage, run.place, work)
+            what = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
+            raise RunFailed(f"step {step}: {what}: {where}: nothing of this step was saved")
+        scale = scale.after(overflowed)
         loss = outcome.loss
         _write_metrics(run, step, outcome, step_time_s)
         first = outcome.loss if step == 1 else progress.first_loss
-        progress = replace(progress, step=step, first_loss=first, wall_s=time.monotonic() - began)
+        progress = replace(
+            progress,
+            step=step,
+            first_loss=first,
+            wall_s=time.monotonic() - began,
+            loss_scale=scale.value,
+            steps_without_overflow=scale.steps_without_overflow,
+        )
         if outcome.stop or step == job.steps or step % job.checkpoint_every == 0:
             saved = save(run.folder, run.tensors(), progress, job.keep_checkpoints)
         if outcome.stop and step < job.steps:
@@ -184,7 +201,7 @@ def _write_metrics(run: _Run, step: int, outcome: StepOutcome, step_time_s: floa
         step_time_s=step_time_s,
         tokens_per_s=tokens_per_s,
         mfu=model_flops_utilisation(plan, step_time_s, world.device_name),
-        grad_norm=outcome.grad_norm,
+        grad_norm=outcome.grad_norm if outcome.finite else None,
         learning_rate=outcome.learning_rate,
         peak_memory_bytes=tuple(int(p.item()) for p in peaks),
         time_utc=datetime.now(UTC).isoformat(timespec="milliseconds"),

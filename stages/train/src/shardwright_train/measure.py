@@ -21,14 +21,15 @@ from shardwright_formats.measurement import (
     SegmentMemory,
 )
 from shardwright_formats.plan import Plan, Plans
+from shardwright_train.element import Site
 from shardwright_train.families import family_named
 from shardwright_train.jobs import MeasureJob
 from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
 from shardwright_train.parallel.groups import Groups
 from shardwright_train.parallel.tensor_parallel import local_tensor
-from shardwright_train.pipeline import Pipeline, no_mark, run_step
+from shardwright_train.pipeline import Pipeline, Step, no_mark, run_step
 from shardwright_train.record import Interval, MemoryInterval, clock_for, peak_resident_bytes, record_memory
-from shardwright_train.stage import Mark, StageModule, build_stage
+from shardwright_train.stage import Mark, build_stage
 from shardwright_train.support import attention_kernel
 from shardwright_train.world import World
 
@@ -70,19 +71,17 @@ class _Runner:
     def __init__(self, plan: Plan, world: World, groups: Groups) -> None:
         groups.prepare(plan)
         family = family_named(plan.model.family, plan.name)
-        self.stage: StageModule = build_stage(plan, world.rank, family, groups, attention_kernel(plan), 0, world.device)
+        self.stage = build_stage(Site(plan, family, world.rank, groups, attention_kernel(plan), world.device, 0))
         self.place = Pipeline.of(plan, world.rank, groups, world.device)
-        parameters = dict(self.stage.parameters_by_name(family))
-        self.optimiser = ShardedAdamW(parameters, _SETTINGS)
+        self.optimiser = ShardedAdamW(self.stage.parameters_by_name(), _SETTINGS, self.stage.copies())
         self.optimiser.begin(0)
-        shape = (plan.global_batch_size, plan.model.sequence_length + 1)
         generator = torch.Generator().manual_seed(0)
-        self.batch = torch.randint(0, plan.model.config["vocab_size"], shape, generator=generator)
+        self.work = Step(family.random_batch(plan.model, plan.global_batch_size, generator))
 
     def step(self, mark: Mark) -> int:
         """One step; returns the bytes of its gradients on this rank once they are reduced."""
         mark("start")
-        loss = run_step(self.stage, self.place, self.batch, mark)
+        loss = run_step(self.stage, self.place, self.work, mark)
         gradients = sum(_local_bytes(p.grad) for p in self.optimiser.parameters.values() if p.grad is not None)
         mark("reduced")
         self.optimiser.step(1, loss, stop=False)

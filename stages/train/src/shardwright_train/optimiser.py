@@ -48,14 +48,17 @@ class ShardedAdamW:
     """AdamW (Loshchilov & Hutter 2019) on each rank's shards.
 
     The update is element by element, so it needs no mesh: it runs fused over plain local tensors, which share their
-    memory with the stored DTensors. Weight decay spares norms and biases, that is parameters of one dim.
+    memory with the stored DTensors. Weight decay spares norms and biases. `copies` names the parameters that count in
+    the norm elsewhere: their gradients are those of the parameter they are copies of.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], settings: Hyperparameters) -> None:
-        self.parameters, self.settings = parameters, settings
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], settings: Hyperparameters, copies: frozenset[str] = frozenset()
+    ) -> None:
+        self.parameters, self.settings, self._copies = parameters, settings, copies
         self._local = {name: nn.Parameter(local_tensor(p.detach())) for name, p in parameters.items()}
-        decayed = [self._local[n] for n, p in parameters.items() if p.dim() > 1]
-        spared = [self._local[n] for n, p in parameters.items() if p.dim() <= 1]
+        decayed = [self._local[n] for n, p in parameters.items() if _decays(n, p)]
+        spared = [self._local[n] for n, p in parameters.items() if not _decays(n, p)]
         groups = [
             {"params": decayed, "weight_decay": settings.weight_decay},
             {"params": spared, "weight_decay": 0.0},
@@ -68,20 +71,21 @@ class ShardedAdamW:
             fused=True,
         )
 
-    def step(self, step: int, loss: Tensor, stop: bool) -> "StepOutcome":
+    def step(self, step: int, loss: Tensor, stop: bool, loss_scale: float = 1.0) -> "StepOutcome":
         """Clip by the global norm, update, and forget the gradients; `step` counts from 1.
 
-        One all_reduce over the world carries the squared norm, the loss and whether any rank wants to stop. When loss
-        or norm is not finite nothing is updated.
+        The gradients are those of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
+        the loss and whether any rank wants to stop. When loss or norm is not finite nothing is updated.
         """
-        squares = torch.stack([_squared_norm(p) for p in self.parameters.values()]).sum()
+        owned = (p for name, p in self.parameters.items() if name not in self._copies)
+        squares = torch.stack([loss.new_zeros(()).to(self._device), *map(_squared_norm, owned)]).sum()
         shared = torch.stack([loss.to(squares.device), squares, squares.new_tensor(float(stop))])
         dist.all_reduce(shared)
         mean_loss, squared, stops = shared.tolist()
-        norm = math.sqrt(squared) if squared >= 0 else math.nan
+        norm = math.sqrt(squared) / loss_scale if squared >= 0 else math.nan
         outcome = StepOutcome(mean_loss, norm, self.settings.learning_rate_at(step), stops > 0)
         if outcome.finite:
-            self._update(outcome)
+            self._update(outcome, loss_scale)
         for parameter in self.parameters.values():
             parameter.grad = None
         return outcome
@@ -108,13 +112,17 @@ class ShardedAdamW:
         """Bytes of the moments on this rank."""
         return sum(2 * p.numel() * p.element_size() for p in self._local.values())
 
-    def _update(self, outcome: "StepOutcome") -> None:
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._local.values())).device
+
+    def _update(self, outcome: "StepOutcome", loss_scale: float) -> None:
         limit = self.settings.clip_norm
-        scale = min(1.0, limit / (outcome.grad_norm + 1e-6)) if limit > 0 else 1.0
+        scale = (min(1.0, limit / (outcome.grad_norm + 1e-6)) if limit > 0 else 1.0) / loss_scale
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None
             self._local[name].grad = local_tensor(parameter.grad)
-        if scale < 1.0:
+        if scale != 1.0:
             torch._foreach_mul_([p.grad for p in self._local.values() if p.grad is not None], scale)
         for group in self._adamw.param_groups:
             group["lr"] = outcome.learning_rate
@@ -138,6 +146,10 @@ class StepOutcome:
     def finite(self) -> bool:
         """Whether loss and gradient norm are numbers to go on with."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def _decays(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() > 1 and not name.endswith("bias")
 
 
 def _replicas(parameter: Tensor) -> int:

@@ -8,11 +8,18 @@ from torch import Tensor
 
 from shardwright_formats.plan import GradientReduction, Plan
 from shardwright_formats.schedule import Pass, actions
+from shardwright_formats.strategy import SequenceParallel
+from shardwright_train.families.base import Batch, States
 from shardwright_train.parallel.data_parallel import torch_dtype
 from shardwright_train.parallel.groups import Groups
-from shardwright_train.stage import Mark, StageModule, incoming_layout
+from shardwright_train.parallel.randomness import Draw
+from shardwright_train.parallel.vocabulary import IGNORED
+from shardwright_train.stage import Mark, Stage, boundary, incoming_layout
 
-__all__ = ["Pipeline", "no_mark", "run_step"]
+__all__ = ["Pipeline", "Step", "no_mark", "run_step"]
+
+Turn = tuple[int, int]
+"""A microbatch and a chunk: a range of layers of the pipeline stage."""
 
 
 def no_mark(_name: str) -> None:
@@ -20,43 +27,65 @@ def no_mark(_name: str) -> None:
 
 
 @dataclass(frozen=True)
+class _Neighbour:
+    """Whom a chunk exchanges messages with on one side, and over which groups."""
+
+    rank: int
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
 class Pipeline:
-    """A rank's place in the pipeline.
+    """A rank's place in the pipeline: for each of its chunks the neighbours and the shapes of what comes in.
 
     Sends go forward and backward over a group each, and asynchronously, so that no two ranks ever wait for each
-    other's send (with one NCCL communicator for both directions 1F1B would).
+    other's send (with one NCCL communicator for both directions 1F1B would). Rank j of a stage sends to rank j of the
+    next; interleaved, the last stage sends to the first over groups of their own.
     """
 
     plan: Plan
     index: int
-    previous: int | None
-    next: int | None
-    forward_group: dist.ProcessGroup | None
-    backward_group: dist.ProcessGroup | None
-    input_shape: tuple[int, int, int] | None
+    previous: tuple[_Neighbour | None, ...]
+    next: tuple[_Neighbour | None, ...]
+    input_shapes: tuple[tuple[tuple[int, int, int], ...], ...]
     device: torch.device
 
     @classmethod
     def of(cls, plan: Plan, rank: int, groups: Groups, device: torch.device) -> "Pipeline":
-        """The place of a rank under a plan: rank j of a stage sends to rank j of the next."""
+        """The place of a rank under a plan."""
         index = next(i for i, stage in enumerate(plan.stages) if rank in stage.ranks)
         me = plan.stages[index].ranks.index(rank)
         column = tuple(stage.ranks[me] for stage in plan.stages)
-        several = len(column) > 1
-        layout = incoming_layout(plan, index)
-        shape = None
-        if layout is not None:
-            part = layout.rectangle(me, plan.microbatch_samples, plan.model.sequence_length)
-            (boundary,) = plan.model.types[plan.model.layers[0]].outputs
-            shape = (part.batch_end - part.batch_start, part.sequence_end - part.sequence_start, boundary.features)
+        chunks = range(len(plan.stages[index].layers))
+        last = len(column) - 1
+
+        def neighbour(chunk: int, step: int) -> _Neighbour | None:
+            around = not 0 <= index + step <= last
+            if around and chunk + step not in chunks:
+                return None
+            suffix = " around" if around else ""
+            over = (groups.among(direction + suffix, column) for direction in ("forward", "backward"))
+            return _Neighbour(column[(index + step) % len(column)], *over)
+
+        def shapes(chunk: int) -> tuple[tuple[int, int, int], ...]:
+            layout = incoming_layout(plan, index, chunk)
+            if layout is None:
+                return ()
+            parts = (
+                (layout.rectangle(me, plan.microbatch_samples, tensor.sequence_length), tensor.features)
+                for tensor in boundary(plan, index, chunk)
+            )
+            return tuple(
+                (p.batch_end - p.batch_start, p.sequence_end - p.sequence_start, features) for p, features in parts
+            )
+
         return cls(
             plan=plan,
             index=index,
-            previous=column[index - 1] if index > 0 else None,
-            next=column[index + 1] if index + 1 < len(column) else None,
-            forward_group=groups.among("forward", column) if several else None,
-            backward_group=groups.among("backward", column) if several else None,
-            input_shape=shape,
+            previous=tuple(neighbour(chunk, -1) for chunk in chunks),
+            next=tuple(neighbour(chunk, 1) for chunk in chunks),
+            input_shapes=tuple(shapes(chunk) for chunk in chunks),
             device=device,
         )
 
@@ -65,70 +94,97 @@ class Pipeline:
 class _Flight:
     """What a step holds on the way: activations of microbatches not yet gone backward, and messages not yet taken."""
 
-    inputs: dict[int, Tensor | None] = field(default_factory=dict)
-    outputs: dict[int, Tensor] = field(default_factory=dict)
+    inputs: dict[Turn, States] = field(default_factory=dict)
+    outputs: dict[Turn, States] = field(default_factory=dict)
     sends: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
 
-def run_step(stage: StageModule, place: Pipeline, batch: Tensor, mark: Mark = no_mark) -> Tensor:
-    """Forward and backward of a global batch of token numbers [global_batch_size, s + 1].
+@dataclass(frozen=True)
+class Step:
+    """What one step works on: its batch, what its random numbers are for, and by how much its loss is scaled."""
 
-    Leaves the gradients of the mean cross entropy over all tokens of the batch in the parameters. Returns this rank's
-    part of that mean: the sum over all ranks is the loss, and ranks away from the last pipeline stage have 0.
+    batch: Batch
+    """Of the whole global batch."""
+    seed: int = 0
+    number: int = 0
+    loss_scale: float = 1.0
+
+
+def run_step(stage: Stage, place: Pipeline, step: Step, mark: Mark = no_mark) -> Tensor:
+    """Forward and backward of a global batch.
+
+    Leaves in the parameters the gradients of `loss_scale` times the mean loss over all labels of the batch that count.
+    Returns this rank's part of that mean, unscaled: the sum over all ranks is the loss, and ranks away from the end of
+    the model have 0.
     """
     plan = place.plan
     flight = _Flight()
-    tokens_in_batch = plan.global_batch_size * plan.model.sequence_length
+    counted = int((step.batch["labels"] != IGNORED).sum().item())
     loss = torch.zeros((), dtype=torch.float64)
-    for kind, microbatch in actions(plan.schedule, len(plan.stages), plan.num_microbatches, place.index):
+    chunks = len(stage.chunks)
+    todo = actions(plan.schedule, len(plan.stages), plan.num_microbatches, place.index, chunks)
+    every = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+    for number, (kind, microbatch, chunk) in enumerate(todo):
         if kind is Pass.FORWARD:
-            rows = batch[microbatch * plan.microbatch_samples : (microbatch + 1) * plan.microbatch_samples]
-            output = _forward(stage, place, flight, microbatch, rows.to(place.device), mark)
-            if place.next is None:
-                output = output / tokens_in_batch
+            output = _forward(stage, place, flight, (microbatch, chunk), step, mark)
+            if isinstance(output, Tensor):
+                output = output / counted
                 loss += output.detach().to("cpu", torch.float64)
-            flight.outputs[microbatch] = output
+                output = (output * step.loss_scale,)
+            flight.outputs[microbatch, chunk] = output
         else:
-            last = microbatch == plan.num_microbatches - 1
-            every = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-            stage.prepare_backward(last or every, last)
-            _backward(place, flight, microbatch, mark)
+            last = not any(kind is Pass.BACKWARD and later == chunk for kind, _, later in todo[number + 1 :])
+            stage.chunks[chunk].prepare_backward(last or every, last)
+            _backward(place, flight, (microbatch, chunk), mark)
     for work, _ in flight.sends:
         work.wait()
-    return loss / plan.head.tp_size
+    stage.finish_gradients()
+    head = plan.head
+    # Without Ulysses each rank of the head's group has computed the whole loss of its samples.
+    return loss if head.sequence_parallel is SequenceParallel.ULYSSES else loss / head.tp_size
 
 
-def _forward(stage: StageModule, place: Pipeline, flight: _Flight, microbatch: int, rows: Tensor, mark: Mark) -> Tensor:
-    x = None
-    if place.previous is not None:
-        assert place.input_shape is not None
-        x = torch.empty(place.input_shape, dtype=torch_dtype(place.plan.precision.compute), device=place.device)
-        dist.recv(x, place.previous, group=place.forward_group)
-        x.requires_grad_()
+def _forward(stage: Stage, place: Pipeline, flight: _Flight, turn: Turn, step: Step, mark: Mark) -> States | Tensor:
+    microbatch, chunk = turn
+    samples = place.plan.microbatch_samples
+    states: States = ()
+    source, target = place.previous[chunk], place.next[chunk]
+    if source is not None:
+        dtype = torch_dtype(place.plan.precision.compute)
+        states = tuple(torch.empty(shape, dtype=dtype, device=place.device) for shape in place.input_shapes[chunk])
+        for x in states:
+            dist.recv(x, source.rank, group=source.forward)
+            x.requires_grad_()
+    rows = {k: v[microbatch * samples : (microbatch + 1) * samples].to(place.device) for k, v in step.batch.items()}
     mark("forward")
-    flight.inputs[microbatch] = x
-    output: Tensor = stage(x, rows[:, :-1], rows[:, 1:], mark)
-    mark(f"{'layers' if place.next is not None else 'head'}.forward")
-    if place.next is not None:
-        _send(flight, output.detach(), place.next, place.forward_group)
+    flight.inputs[turn] = states
+    draw: Draw = (step.seed, step.number, microbatch)
+    output: States | Tensor = stage.chunks[chunk](states, rows, draw, mark)
+    mark(f"{'layers' if target is not None else 'head'}.forward")
+    if target is not None:
+        for x in output:
+            _send(flight, x.detach(), target.rank, target.forward)
     return output
 
 
-def _backward(place: Pipeline, flight: _Flight, microbatch: int, mark: Mark) -> None:
-    x, output = flight.inputs.pop(microbatch), flight.outputs.pop(microbatch)
-    grad = None
-    if place.next is not None:
-        grad = torch.empty_like(output)
-        dist.recv(grad, place.next, group=place.backward_group)
+def _backward(place: Pipeline, flight: _Flight, turn: Turn, mark: Mark) -> None:
+    states, outputs = flight.inputs.pop(turn), flight.outputs.pop(turn)
+    source, target = place.previous[turn[1]], place.next[turn[1]]
+    grads: list[Tensor | None] = [None] * len(outputs)
+    if target is not None:
+        for i, x in enumerate(outputs):
+            grads[i] = grad = torch.empty_like(x)
+            dist.recv(grad, target.rank, group=target.backward)
     mark("backward")
-    output.backward(grad)
-    mark(f"{'layers' if place.previous is not None else 'embedding'}.backward")
-    if x is not None:
-        assert x.grad is not None and place.previous is not None
-        _send(flight, x.grad, place.previous, place.backward_group)
+    torch.autograd.backward(outputs, grads)
+    mark(f"{'layers' if source is not None else 'embedding'}.backward")
+    if source is not None:
+        for x in states:
+            # What nothing here has used has no gradient, but the stage before waits for one.
+            _send(flight, torch.zeros_like(x) if x.grad is None else x.grad, source.rank, source.backward)
 
 
-def _send(flight: _Flight, x: Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
+def _send(flight: _Flight, x: Tensor, rank: int, group: dist.ProcessGroup) -> None:
     # The tensor is kept beside its request: its memory must not be used again before it has gone.
     flight.sends = [(work, sent) for work, sent in flight.sends if not work.is_completed()]
     x = x.contiguous()

@@ -1,88 +1,61 @@
-"""One rank's part of a pipeline stage, built from a plan: the one way in which `run` and `measure` build it."""
+"""One rank's part of a pipeline stage, built from a plan: the one way in which every command builds it."""
 
-import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint
 
-from shardwright_formats.model import EMBEDDING, HEAD
+from shardwright_formats.model import EMBEDDING, HEAD, BoundaryTensor
 from shardwright_formats.placement import Layout, layout_of
 from shardwright_formats.plan import Plan
-from shardwright_formats.strategy import DataParallel, Recompute, Strategy
-from shardwright_train.families import Family
-from shardwright_train.parallel.data_parallel import share_root, share_states, torch_dtype
-from shardwright_train.parallel.groups import Groups
+from shardwright_formats.strategy import DataParallel, Strategy
+from shardwright_train.element import Element, Site, build_element
+from shardwright_train.families.base import Batch, States
+from shardwright_train.parallel.data_parallel import share_root
+from shardwright_train.parallel.randomness import Draw
 from shardwright_train.parallel.redistribute import Redistribution
-from shardwright_train.parallel.tensor_parallel import TensorParallel
+from shardwright_train.parallel.tensor_parallel import local_tensor
+from shardwright_train.parallel.ties import Ties, ranks_of_ties
 
-__all__ = ["Element", "Mark", "StageModule", "build_stage", "incoming_layout"]
+__all__ = ["Chunk", "Mark", "Stage", "boundary", "build_stage", "incoming_layout"]
 
 Mark = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Element:
-    """The embedding, a block or the head on this rank; `enter` moves its input into its layout, if it must be moved."""
+class Chunk(nn.Module):
+    """The elements of one range of layers of a rank, called in order.
 
-    name: str
-    strategy: Strategy
-    module: nn.Module
-    enter: Redistribution | None
-    recompute: bool
-
-
-class StageModule(nn.Module):
-    """The elements of one rank, called in order.
-
-    Forward takes the hidden states of the previous pipeline stage (None on the first), the tokens [samples, s] and
-    labels [samples, s] of a microbatch; it returns hidden states, or on the last stage the sum of cross entropy over
-    the samples of this rank's tensor-parallel group.
+    Forward takes the states that the previous range hands over (none on the first) and the batch of a microbatch; it
+    returns states, or at the end of the model the sum of cross entropy over the samples of this rank's group.
     """
 
-    def __init__(self, elements: list[Element], me: int, block_inputs: dict[str, Any], samples: int) -> None:
+    def __init__(self, elements: list[Element]) -> None:
         super().__init__()
         self.elements = elements
         self.children_by_name = nn.ModuleDict({str(i): e.module for i, e in enumerate(elements)})
-        self.me, self.samples, self.block_inputs = me, samples, block_inputs
 
-    def forward(self, x: Tensor | None, tokens: Tensor, labels: Tensor, mark: Mark) -> Tensor:
+    def forward(self, states: States, batch: Batch, draw: Draw, mark: Mark) -> States | Tensor:
         """One microbatch."""
         for element in self.elements:
-            if element.name == EMBEDDING:
-                x = element.module(self._rows(element, tokens))
-                _mark_both_ways(x, mark, "embedding", "layers")
-                continue
-            assert x is not None
-            if element.name == HEAD:
-                _mark_both_ways(x, mark, "layers", "head")
-            if element.enter is not None:
-                x = element.enter(x)
-            if element.name == HEAD:
-                x = element.module(x, self._rows(element, labels))
-            elif element.recompute:
-                x = checkpoint(element.module, x, use_reentrant=False, **self.block_inputs)
-            else:
-                x = element.module(x, **self.block_inputs)
-        assert x is not None
-        return x
-
-    def parameters_by_name(self, family: Family) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under their Hugging Face names."""
-        for element in self.elements:
-            for name, parameter in element.module.named_parameters():
-                yield family.full_name(element.name, name), parameter
+            if element.kind == HEAD:
+                _mark_both_ways(states, mark, "layers", "head")
+                return element(states, batch, draw)
+            output = element(states, batch, draw)
+            assert isinstance(output, tuple)
+            states = output
+            if element.kind == EMBEDDING:
+                _mark_both_ways(states, mark, "embedding", "layers")
+        return states
 
     def prepare_backward(self, reduce_gradients: bool, last: bool) -> None:
         """Say of the next backward pass whether it reduces gradients and whether it is the step's last.
 
         ZeRO-3 layers give their gathered parameters back after every backward pass, the others after the last.
         """
+        if not self.elements:
+            return
         assert isinstance(self, FSDPModule)
         self.set_requires_gradient_sync(reduce_gradients)
         self.set_is_last_backward(last)
@@ -91,98 +64,119 @@ class StageModule(nn.Module):
             zero3 = element.strategy.data_parallel is DataParallel.ZERO3
             element.module.set_reshard_after_backward(last or zero3, recurse=False)
 
-    def _rows(self, element: Element, tokens: Tensor) -> Tensor:
-        part = layout_of(element.strategy).rectangle(self.me, self.samples, 1)
-        return tokens[part.batch_start : part.batch_end]
+
+@dataclass(frozen=True)
+class Stage:
+    """All that a rank holds: a chunk for each of its ranges of layers, and the copies it has of tied parameters."""
+
+    site: Site
+    chunks: tuple[Chunk, ...]
+    ties: Ties
+
+    @property
+    def elements(self) -> Iterator[Element]:
+        """The elements of all chunks."""
+        return (element for chunk in self.chunks for element in chunk.elements)
+
+    def parameters(self) -> Iterator[tuple[Element, str, nn.Parameter]]:
+        """This rank's parameters, with their element and their name in the model description."""
+        for element in self.elements:
+            for name, parameter in element.module.named_parameters():
+                yield element, element.family.described_name(element.kind, name), parameter
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters under their Hugging Face names."""
+        model, family = self.site.plan.model, self.site.family
+        return {
+            family.full_name(model, element.name, name): parameter
+            for element in self.elements
+            for name, parameter in element.module.named_parameters()
+        }
+
+    def copies(self) -> frozenset[str]:
+        """Names of the parameters that are copies of what another element owns."""
+        full = zip(self.parameters(), self.parameters_by_name(), strict=True)
+        return frozenset(name for (e, described, _), name in full if (e.name, described) in self.ties.copies)
+
+    def finish_gradients(self) -> None:
+        """Make every gradient exist, and that of every copy the sum of all copies' gradients."""
+        gradients = {}
+        for element, name, parameter in self.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients[element.name, name] = local_tensor(parameter.grad)
+        self.ties.sum_gradients(gradients)
 
 
-def build_stage(
-    plan: Plan, rank: int, family: Family, groups: Groups, attention: str, seed: int, device: torch.device
-) -> StageModule:
-    """Build what a rank holds, one element after the other, so that never more than one is whole in memory.
-
-    Initial weights depend on the seed and the element alone, not on the plan.
-    """
-    index = next(i for i, stage in enumerate(plan.stages) if rank in stage.ranks)
-    ranks = plan.stages[index].ranks
-    me = ranks.index(rank)
-    length, samples = plan.model.sequence_length, plan.microbatch_samples
-    current = incoming_layout(plan, index)
-    elements = []
-    for name, strategy in _elements_of(plan, index):
-        wanted = layout_of(strategy)
-        move = None
-        if current is not None and current != wanted:
-            move = Redistribution(current, wanted, samples, length, ranks, me, groups)
-        module = _build_element(plan, name, strategy, family, groups, attention, seed, device)
-        recompute = getattr(strategy, "recompute", Recompute.NONE) is Recompute.FULL
-        elements.append(Element(name, strategy, module, move, recompute))
-        current = wanted
-    example = torch.zeros(1, dtype=torch_dtype(plan.precision.compute), device=device)
-    stage = StageModule(elements, me, family.block_inputs(plan.model, example), samples)
-    share_root(stage, groups.mesh(plan, elements[0].strategy)["dp"])
+def build_stage(site: Site) -> Stage:
+    """Build what a rank holds, one element after the other."""
+    plan = site.plan
+    index = next(i for i, stage in enumerate(plan.stages) if site.rank in stage.ranks)
+    chunks = tuple(_build_chunk(site, index, number) for number in range(len(plan.stages[index].layers)))
+    ties = Ties(plan, site.rank, _tie_group(site))
+    stage = Stage(site, chunks, ties)
+    if site.seed is not None:
+        with torch.no_grad():
+            ties.copy_owners({(e.name, name): local_tensor(p) for e, name, p in stage.parameters()})
     return stage
 
 
-def incoming_layout(plan: Plan, stage: int) -> Layout | None:
-    """The layout in which a pipeline stage receives its input: that of the layer before it; None on the first."""
-    if stage == 0:
+def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
+    """The layout in which a range of layers receives its input: that of the layer before it; None on the first."""
+    first = plan.stages[stage].layers[chunk][0]
+    if stage == chunk == 0:
         return None
-    first = plan.stages[stage].layers[0][0]
     return layout_of(plan.layers[first - 1] if first > 0 else plan.embedding)
 
 
-def _elements_of(plan: Plan, stage: int) -> Iterator[tuple[str, Strategy]]:
-    if stage == 0:
-        yield EMBEDDING, plan.embedding
-    ((low, high),) = plan.stages[stage].layers
+def boundary(plan: Plan, stage: int, chunk: int) -> tuple[BoundaryTensor, ...]:
+    """The tensors that a range of layers receives; none on the first."""
+    first = plan.stages[stage].layers[chunk][0]
+    if stage == chunk == 0:
+        return ()
+    return plan.model.types[plan.model.layers[first - 1] if first > 0 else EMBEDDING].outputs
+
+
+def _build_chunk(site: Site, stage: int, number: int) -> Chunk:
+    plan = site.plan
+    ranks = plan.stages[stage].ranks
+    current, tensors = incoming_layout(plan, stage, number), boundary(plan, stage, number)
+    elements = []
+    for name, kind, strategy in _elements_of(plan, stage, number):
+        wanted = layout_of(strategy)
+        moves = tuple(
+            Redistribution(
+                current, wanted, plan.microbatch_samples, tensor.sequence_length, ranks, site.me, site.groups
+            )
+            if current is not None and current != wanted
+            else None
+            for tensor in tensors
+        )
+        elements.append(build_element(site, name, strategy, moves))
+        current, tensors = wanted, plan.model.types[kind].outputs
+    chunk = Chunk(elements)
+    if elements:
+        share_root(chunk, site.groups.mesh(plan, elements[0].strategy)["dp"])
+    return chunk
+
+
+def _elements_of(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:
+    if stage == chunk == 0:
+        yield EMBEDDING, EMBEDDING, plan.embedding
+    low, high = plan.stages[stage].layers[chunk]
     for i in range(low, high):
-        yield f"layers[{i}]", plan.layers[i]
-    if stage == len(plan.stages) - 1:
-        yield HEAD, plan.head
+        yield f"layers[{i}]", plan.layers[i].type, plan.layers[i]
+    if stage == len(plan.stages) - 1 and chunk == len(plan.stages[stage].layers) - 1:
+        yield HEAD, HEAD, plan.head
 
 
-def _build_element(
-    plan: Plan,
-    name: str,
-    strategy: Strategy,
-    family: Family,
-    groups: Groups,
-    attention: str,
-    seed: int,
-    device: torch.device,
-) -> nn.Module:
-    with torch.random.fork_rng(devices=[]), _default_dtype(torch_dtype(plan.precision.parameters)):
-        torch.manual_seed(_seed_of(seed, name))
-        module = family.build(plan.model, name, attention).to(device)
-    mesh = groups.mesh(plan, strategy)
-    kind = plan.model.types[getattr(strategy, "type", name)]
-    described = {p.name: p.tp_dim for p in kind.parameters}
-    inside = name not in (EMBEDDING, HEAD)
-    tp_dims = {
-        local: described[local if inside else family.full_name(name, local)] for local, _ in module.named_parameters()
-    }
-    family.split(module, name, tp_dims, TensorParallel(mesh["tp"], strategy.sequence_parallel))
-    share_states(module, strategy.data_parallel, mesh["dp"], plan.precision)
-    return module
+def _tie_group(site: Site) -> torch.distributed.ProcessGroup | None:
+    members = ranks_of_ties(site.plan)
+    return site.groups.among("ties", members) if site.rank in members else None
 
 
-def _mark_both_ways(x: Tensor, mark: Mark, ended: str, begun: str) -> None:
+def _mark_both_ways(states: States, mark: Mark, ended: str, begun: str) -> None:
     """At the border of two segments: the forward pass ended the one, and its gradient will end the other."""
     mark(f"{ended}.forward")
-    if x.requires_grad:
-        x.register_hook(lambda _grad: mark(f"{begun}.backward"))
-
-
-def _seed_of(seed: int, element: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{element}".encode()).digest()[:7])
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    if states[0].requires_grad:
+        states[0].register_hook(lambda _grad: mark(f"{begun}.backward"))

@@ -1,17 +1,25 @@
-"""The model families the runtime can train, by their Hugging Face `model_type`."""
+"""The model families the runtime can train: every file beside this one that lists its FAMILIES by `model_type`."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from pkgutil import iter_modules
 
 from shardwright_formats.errors import BadInput
 from shardwright_train.families.base import Family
-from shardwright_train.families.llama import Llama
 
 __all__ = ["Family", "family_named"]
-
-_FAMILIES: dict[str, Family] = {"llama": Llama()}
 
 
 def family_named(name: str, file: object) -> Family:
     """The family of a name that stands in `file`; BadInput when there is none."""
-    if name not in _FAMILIES:
-        known = ", ".join(sorted(_FAMILIES))
-        raise BadInput(file, f"model family {name!r} cannot be trained", f"use one of: {known}")
-    return _FAMILIES[name]
+    known: dict[str, Family] = {}
+    for families in _files():
+        if name in families:
+            return families[name]
+        known |= families
+    raise BadInput(file, f"model family {name!r} cannot be trained", f"use one of: {', '.join(sorted(known))}")
+
+
+def _files() -> Iterator[dict[str, Family]]:
+    for module in iter_modules(__path__):
+        yield getattr(import_module(f"{__name__}.{module.name}"), "FAMILIES", {})

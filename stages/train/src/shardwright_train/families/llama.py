@@ -1,202 +1,91 @@
-"""Llama (Touvron et al. 2023) on the stock modules of transformers."""
+"""Llama (Touvron et al. 2023), and Mistral and Qwen2, whose blocks are built alike."""
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
-    LlamaPreTrainedModel,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
-from shardwright_formats.model import EMBEDDING, HEAD, BoundaryTensor, LayerType, Model, Parameter
-from shardwright_train.families.base import TensorDims
-from shardwright_train.parallel.tensor_parallel import (
-    TensorParallel,
-    compute_locally,
-    local_tensor,
-    make_row_parallel,
-    shard_parameters,
-)
-from shardwright_train.parallel.vocabulary import sum_of_cross_entropy, vocabulary_embedding
+from shardwright_formats.model import EMBEDDING, HEAD
+from shardwright_train.families.base import BLOCK, Batch, Family, States
+from shardwright_train.families.causal import NextTokenHead, TokenEmbedding, rotary_constants
+from shardwright_train.parallel.split import COLUMN, ROW, VOCABULARY, Parts
 
-__all__ = ["Llama"]
-
-_Args = tuple[Any, ...]
-
-_COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_ROW = ("o_proj", "down_proj")
-_PREFIX = {
-    EMBEDDING: {"embed_tokens": "model.embed_tokens"},
-    HEAD: {"norm": "model.norm", "lm_head": "lm_head"},
-}
+__all__ = ["FAMILIES", "Llama"]
 
 
-class LlamaEmbedding(nn.Module):
-    """Tokens [b, s] to hidden states, in the layout of the embedding's strategy."""
+class Llama(Family):
+    """Column-parallel q, k, v, gate and up; row-parallel o and down; norms whole."""
 
-    tensor_parallel: TensorParallel
+    config_class: Any = LlamaConfig
+    pretrained_class: Any = llama.LlamaPreTrainedModel
+    block_class: type[nn.Module] = llama.LlamaDecoderLayer
+    norm_class: type[nn.Module] = llama.LlamaRMSNorm
+    rotary_class: type[nn.Module] = llama.LlamaRotaryEmbedding
 
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+    rules = {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), COLUMN),
+        **dict.fromkeys(("o_proj", "down_proj"), ROW),
+        **dict.fromkeys(("embed_tokens", "lm_head"), VOCABULARY),
+    }
+    parts = {BLOCK: Parts(enter=("self_attn", "mlp"), attention=("self_attn",), mlp=("mlp",))}
+    names = {
+        EMBEDDING: {"embed_tokens": "model.embed_tokens"},
+        BLOCK: "model.layers.{}.",
+        HEAD: {"norm": "model.norm", "lm_head": "lm_head"},
+    }
+    tied = (("model.embed_tokens.weight", "lm_head.weight"),)
+    divided = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Look up this rank's rows and sum over the group."""
-        weight = local_tensor(self.embed_tokens.weight)
-        return self.tensor_parallel.leave(vocabulary_embedding(tokens, weight, self.tensor_parallel.rank))
+    def check(self, config: Any, sequence_length: int) -> None:
+        """A sliding window must not be shorter than the sequence."""
+        super().check(config, sequence_length)
+        window = getattr(config, "sliding_window", None)
+        if window is not None and window < sequence_length:
+            raise ValueError(f"sequence length {sequence_length} is over the sliding window {window}")
 
+    def make(self, kind: str, config: Any, index: int) -> nn.Module:
+        """Stock blocks; token embedding; final norm and vocabulary matrix."""
+        if kind == EMBEDDING:
+            return TokenEmbedding(config)
+        if kind == HEAD:
+            return NextTokenHead(config, self.norm_class(config.hidden_size, eps=config.rms_norm_eps))
+        return self.block_class(config, index)
 
-class LlamaHead(nn.Module):
-    """Hidden states and labels [b, s] to the sum of cross entropy over the group's samples."""
+    def constants(self, config: Any, kind: str, positions: slice, example: Tensor, kernel: str) -> dict[str, Any]:
+        """Rotary cosines and sines."""
+        return rotary_constants(self.rotary_class(config), positions, example)
 
-    tensor_parallel: TensorParallel
+    def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States:
+        """Causal attention and a gated feed-forward."""
+        return (block(states[0], **constants),)
 
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        """The loss, summed; the same on each rank of the group."""
-        logits = self.lm_head(self.tensor_parallel.enter(self.norm(x)))
-        return sum_of_cross_entropy(logits, labels, self.tensor_parallel.group)
-
-
-class Llama:
-    """The Llama family."""
-
-    def describe(self, config: dict[str, Any], name: str, sequence_length: int) -> Model:
-        """Read shapes off the stock modules on the meta device."""
-        if unknown := sorted(set(config) - set(LlamaConfig().to_dict()) - {"model_type"}):
-            raise ValueError(f"unknown key {unknown[0]!r} for a llama model")
-        parsed = _parse(config)
-        if sequence_length > parsed.max_position_embeddings:
-            raise ValueError(f"sequence length {sequence_length} is over {parsed.max_position_embeddings} positions")
-        with torch.device("meta"):
-            modules = {
-                EMBEDDING: LlamaEmbedding(parsed),
-                "block": LlamaDecoderLayer(parsed, 0),
-                HEAD: LlamaHead(parsed),
-            }
-        hidden = BoundaryTensor(name="hidden_states", sequence_length=sequence_length, features=parsed.hidden_size)
-        vocabulary = {"vocab_size": parsed.vocab_size}
-        heads = {
-            "num_attention_heads": parsed.num_attention_heads,
-            "num_key_value_heads": parsed.num_key_value_heads or parsed.num_attention_heads,
-        }
-        width = {"intermediate_size": parsed.intermediate_size}
-        divisors: dict[str, dict[str, int]] = {
-            EMBEDDING: vocabulary,
-            "block": heads | width,
-            HEAD: vocabulary,
-        }
-        return Model(
-            name=name,
-            family="llama",
-            config={key: value for key, value in config.items() if key != "num_hidden_layers"},
-            sequence_length=sequence_length,
-            layers=("block",) * parsed.num_hidden_layers,
-            types={
-                kind: LayerType(
-                    parameters=_parameters(self, kind, module),
-                    forward_flops_per_sample=_forward_flops(kind, module, parsed, sequence_length),
-                    tp_must_divide=divisors[kind],
-                    ulysses_must_divide={"num_attention_heads": parsed.num_attention_heads} if kind == "block" else {},
-                    outputs=() if kind == HEAD else (hidden,),
-                )
-                for kind, module in modules.items()
-            },
-            tied=(("model.embed_tokens.weight", "lm_head.weight"),) if parsed.tie_word_embeddings else (),
-        )
-
-    def build(self, model: Model, element: str, attention: str) -> nn.Module:
-        """A stock block, or the embedding or head around stock modules, initialised as transformers does."""
-        config = _parse(model.config)
-        config._attn_implementation = attention
-        if element == EMBEDDING:
-            module: nn.Module = LlamaEmbedding(config)
-        elif element == HEAD:
-            module = LlamaHead(config)
-        else:
-            module = LlamaDecoderLayer(config, int(element[len("layers[") : -1]))
-        initialise = LlamaPreTrainedModel(config)._init_weights
-        with torch.no_grad():
-            module.apply(initialise)
-        return module
-
-    def split(self, module: nn.Module, element: str, tp_dims: TensorDims, tensor_parallel: TensorParallel) -> None:
-        """Column-parallel q, k, v, gate, up and vocabulary; row-parallel o and down; norms whole."""
-        shard_parameters(module, tp_dims, tensor_parallel.axis)
-        for name, child in module.named_modules():
-            last = name.rpartition(".")[2]
-            if isinstance(child, LlamaRMSNorm):
-                compute_locally(child, {"weight": tensor_parallel.outside_gradient})
-            elif last in _COLUMN or last == "lm_head":
-                compute_locally(child)
-            elif last in _ROW:
-                assert isinstance(child, nn.Linear)
-                make_row_parallel(child, tensor_parallel)
-        if isinstance(module, LlamaDecoderLayer):
-            _enter_before(module.self_attn, tensor_parallel)
-            _enter_before(module.mlp, tensor_parallel)
-        else:
-            assert isinstance(module, LlamaEmbedding | LlamaHead)
-            module.tensor_parallel = tensor_parallel
-
-    def block_inputs(self, model: Model, x: Tensor) -> dict[str, Any]:
-        """Rotary cosines and sines of all positions."""
-        positions = torch.arange(model.sequence_length, device=x.device)[None]
-        rotary = LlamaRotaryEmbedding(_parse(model.config)).to(x.device)
-        return {"position_embeddings": rotary(x, positions)}
-
-    def full_name(self, element: str, parameter: str) -> str:
-        """`model.layers.3.mlp.up_proj.weight` and the like."""
-        if element in _PREFIX:
-            child, _, rest = parameter.partition(".")
-            return f"{_PREFIX[element][child]}.{rest}"
-        return f"model.layers.{element[len('layers[') : -1]}.{parameter}"
+    def dropout(self, config: Any) -> float:
+        """Of the attention's weights."""
+        rate: float = config.attention_dropout
+        return rate
 
 
-def _parse(config: dict[str, Any]) -> LlamaConfig:
-    return LlamaConfig(**{key: value for key, value in config.items() if key != "model_type"})
+class Mistral(Llama):
+    """Mistral (Jiang et al. 2023), without its sliding window."""
+
+    config_class = MistralConfig
+    pretrained_class = mistral.MistralPreTrainedModel
+    block_class = mistral.MistralDecoderLayer
+    norm_class = mistral.MistralRMSNorm
+    rotary_class = mistral.MistralRotaryEmbedding
 
 
-def _enter_before(module: nn.Module, tensor_parallel: TensorParallel) -> None:
-    def hook(
-        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (tensor_parallel.enter(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": tensor_parallel.enter(kwargs["hidden_states"])}
+class Qwen2(Llama):
+    """Qwen2 (Yang et al. 2024): biases on query, key and value."""
 
-    module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _parameters(family: Llama, kind: str, module: nn.Module) -> tuple[Parameter, ...]:
-    return tuple(
-        Parameter(
-            name=name if kind == "block" else family.full_name(kind, name),
-            shape=tuple(parameter.shape),
-            tp_dim=_tp_dim(name),
-        )
-        for name, parameter in module.named_parameters()
-    )
+    config_class = Qwen2Config
+    pretrained_class = qwen2.Qwen2PreTrainedModel
+    block_class = qwen2.Qwen2DecoderLayer
+    norm_class = qwen2.Qwen2RMSNorm
+    rotary_class = qwen2.Qwen2RotaryEmbedding
 
 
-def _tp_dim(name: str) -> int | None:
-    owner, _, kind = name.rpartition(".")
-    last = owner.rpartition(".")[2]
-    if last in _COLUMN or last in ("embed_tokens", "lm_head"):
-        return 0
-    return 1 if last in _ROW and kind == "weight" else None
-
-
-def _forward_flops(kind: str, module: nn.Module, config: LlamaConfig, length: int) -> int:
-    """2 per weight of a matrix and token, and 4 s per hidden feature of the attention's query heads and token."""
-    products = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
-    width = config.num_attention_heads * (config.head_dim or 0) if kind == "block" else 0
-    return (2 * products + 4 * length * width) * length
+FAMILIES = {"llama": Llama(), "mistral": Mistral(), "qwen2": Qwen2()}

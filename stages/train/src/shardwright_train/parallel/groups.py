@@ -6,14 +6,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright_formats.placement import closed_groups, layout_of
+from shardwright_formats.placement import Layout, closed_groups, layout_of, parameter_layout
 from shardwright_formats.plan import Plan
 from shardwright_formats.strategy import Strategy
+from shardwright_train.parallel.ties import ranks_of_ties
 
-__all__ = ["Groups", "mesh_key"]
+__all__ = ["Groups"]
 
 MeshKey = tuple[tuple[tuple[int, ...], ...], int, bool]
 RankSets = tuple[tuple[int, ...], ...]
+
+_DIRECTIONS = ("forward", "backward")
+_AROUND = tuple(f"{direction} around" for direction in _DIRECTIONS)
 
 
 class Groups:
@@ -31,20 +35,32 @@ class Groups:
     def prepare(self, plan: Plan) -> None:
         """Make every mesh and group of a plan; collective over the world."""
         for strategy in (plan.embedding, *plan.layers, plan.head):
-            self._make_mesh(mesh_key(plan, strategy))
+            self._make_mesh(_key(plan, parameter_layout(strategy)))
+            self._make_mesh(_key(plan, layout_of(strategy)))
         columns = tuple(zip(*(stage.ranks for stage in plan.stages), strict=True))
         if len(plan.stages) > 1:
-            for direction in ("forward", "backward"):
+            several = len(plan.stages[0].layers) > 1
+            for direction in _DIRECTIONS + (_AROUND if several else ()):
                 self._make_sets(direction, columns)
         for ranks in (stage.ranks for stage in plan.stages):
             self._make_sets("redistribute", _exchange_sets(plan, ranks))
+        if tied := ranks_of_ties(plan):
+            self._make_sets("ties", (tied,))
 
     def mesh(self, plan: Plan, strategy: Strategy) -> DeviceMesh:
         """The mesh (pp, dp, tp) whose tp axis shards the parameters of a layer and whose dp axis replicates them."""
-        return self._meshes[mesh_key(plan, strategy)]
+        return self._meshes[_key(plan, parameter_layout(strategy))]
+
+    def sequence_axis(self, plan: Plan, strategy: Strategy) -> DeviceMesh:
+        """The axis of the tp_size ranks that one sample is spread over."""
+        return self._meshes[_key(plan, layout_of(strategy))]["tp"]
 
     def among(self, purpose: str, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """The group of some ranks for a purpose: `forward` and `backward` sends, or `redistribute`."""
+        """The group of some ranks for a purpose.
+
+        `forward` and `backward` (with ` around` for those from the last stage to the first) carry sends, `redistribute`
+        activations, `ties` gradients of parameters that have copies.
+        """
         return self._sets[purpose, tuple(ranks)]
 
     def _make_mesh(self, key: MeshKey) -> None:
@@ -65,20 +81,20 @@ class Groups:
                 self._sets[purpose, ranks] = dist.new_group(list(ranks))
 
 
-def mesh_key(plan: Plan, strategy: Strategy) -> MeshKey:
-    """What tells the meshes of two strategies apart: the pipeline stages' ranks and the tensor-parallel grid."""
-    layout = layout_of(strategy)
+def _key(plan: Plan, layout: Layout) -> MeshKey:
     return tuple(stage.ranks for stage in plan.stages), layout.tp_size, layout.consecutive
 
 
 def _exchange_sets(plan: Plan, ranks: tuple[int, ...]) -> RankSets:
     layouts = {layout_of(s) for s in (plan.embedding, *plan.layers, plan.head)}
+    lengths = {tensor.sequence_length for kind in plan.model.types.values() for tensor in kind.outputs}
     sets = {
         tuple(ranks[i] for i in group)
         for source in layouts
         for target in layouts
         if source != target
-        for group in closed_groups(source, target, plan.microbatch_samples, plan.model.sequence_length)
+        for length in lengths
+        for group in closed_groups(source, target, plan.microbatch_samples, length)
         if len(group) > 1
     }
     return tuple(sorted(sets))

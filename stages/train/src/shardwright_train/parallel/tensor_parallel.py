@@ -1,9 +1,10 @@
 """Parameters stored as DTensors over a tensor-parallel axis, computed with as plain local shards."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,25 +12,36 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from shardwright_formats.strategy import SequenceParallel
 from shardwright_train.parallel.collectives import copy_to_group, gather_sequence, scatter_sequence, sum_over_group
+from shardwright_train.parallel.randomness import Randomness
 
-__all__ = ["TensorParallel", "compute_locally", "local_tensor", "make_row_parallel", "shard_parameters"]
+__all__ = ["TensorParallel", "compute_locally", "local_tensor", "make_row_parallel", "shard_parameter"]
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The tensor-parallel group of a layer and what its ranks share besides: `axis` is the mesh's tp axis."""
+    """How the ranks that one sample is spread over share an element.
+
+    `axis` is the mesh axis that cuts parameters (of one rank under Ulysses), `sequence_axis` the one of tp_size ranks.
+    """
 
     axis: DeviceMesh
+    sequence_axis: DeviceMesh
     sequence_parallel: SequenceParallel
+    randomness: Randomness
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that share the layer's matrices."""
+        """The ranks that share the element's matrices."""
         return self.axis.get_group()
 
     @property
+    def size(self) -> int:
+        """Number of ranks that share the element's matrices."""
+        return self.axis.size()
+
+    @property
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """This rank's place among them."""
         return self.axis.get_local_rank()
 
     @property
@@ -37,13 +49,33 @@ class TensorParallel:
         """Whether each rank holds its own part of the sequence between the matrix products."""
         return self.sequence_parallel is SequenceParallel.MEGATRON
 
+    @property
+    def splits_everything(self) -> bool:
+        """Whether each rank holds its own part of the sequence in the matrix products too (Ulysses)."""
+        return self.sequence_parallel is SequenceParallel.ULYSSES
+
     def enter(self, x: Tensor) -> Tensor:
         """Before a column-parallel product: all positions, on every rank."""
+        self.randomness.inside()
         return gather_sequence(x, self.group) if self.splits_sequence else copy_to_group(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """After a row-parallel product: the sum over the ranks, split again where the sequence is."""
-        return scatter_sequence(x, self.group) if self.splits_sequence else sum_over_group(x, self.group)
+        x = scatter_sequence(x, self.group) if self.splits_sequence else sum_over_group(x, self.group)
+        self.randomness.outside()
+        return x
+
+    def positions(self, length: int) -> slice:
+        """The positions, of `length` in all, that this rank holds between the matrix products."""
+        if not (self.splits_sequence or self.splits_everything):
+            return slice(0, length)
+        share = length // self.sequence_axis.size()
+        first = self.sequence_axis.get_local_rank() * share
+        return slice(first, first + share)
+
+    def positions_inside(self, length: int) -> slice:
+        """The positions that this rank works on in the matrix products: all of them, but under Ulysses."""
+        return self.positions(length) if self.splits_everything else slice(0, length)
 
     @property
     def outside_gradient(self) -> Placement:
@@ -51,39 +83,33 @@ class TensorParallel:
         return Partial() if self.splits_sequence else Replicate()
 
 
-def shard_parameters(module: nn.Module, tp_dims: Mapping[str, int | None], axis: DeviceMesh) -> None:
-    """Replace the parameters of a module (by their names inside it) by DTensors that hold this rank's share.
+def shard_parameter(owner: nn.Module, name: str, tp_dim: int | None, axis: DeviceMesh) -> None:
+    """Replace a module's own parameter by a DTensor that holds this rank's share of `tp_dim`, or all of it.
 
-    Raises KeyError when the module has a parameter that `tp_dims` does not name.
+    A length that the axis does not divide is padded; what is in the padding is nowhere used.
     """
-    for name, parameter in list(module.named_parameters()):
-        owner = module.get_submodule(name.rpartition(".")[0])
-        tp_dim = tp_dims[name]
-        placement = Replicate() if tp_dim is None else Shard(tp_dim)
-        local = parameter.detach()
-        if tp_dim is not None:
-            local = local.chunk(axis.size(), tp_dim)[axis.get_local_rank()].clone()
-        stored = DTensor.from_local(local, axis, [placement], run_check=False)
-        owner.register_parameter(name.rpartition(".")[2], nn.Parameter(stored))
+    parameter = owner._parameters[name]
+    assert parameter is not None
+    local = parameter.detach()
+    placement: Placement = Replicate()
+    if tp_dim is not None:
+        shape = list(local.shape)
+        shape[tp_dim] = -(-shape[tp_dim] // axis.size())
+        local, placement = torch.empty(shape, dtype=local.dtype, device=local.device), Shard(tp_dim)
+    owner.register_parameter(name, nn.Parameter(DTensor.from_local(local, axis, [placement], run_check=False)))
 
 
-def compute_locally(module: nn.Module, gradients: Mapping[str, Placement] | None = None) -> None:
+def compute_locally(
+    module: nn.Module,
+    gradients: Mapping[str, Placement] | None = None,
+    change: Callable[[str, Tensor], Tensor] | None = None,
+) -> None:
     """Make a module compute with the local shards of its own (not its children's) DTensor parameters.
 
-    `gradients` says for a parameter how its gradient lies over the axis when that is not how the parameter lies.
+    `gradients` says for a parameter how its gradient lies over the axis when that is not how the parameter lies;
+    `change` is applied to each shard before it is used.
     """
-    _replace_forward(module, dict(gradients or {}), only_first={})
-
-
-def make_row_parallel(linear: nn.Linear, tensor_parallel: TensorParallel) -> None:
-    """Make a linear compute its share of a sum over the group; its bias is added by the first rank alone."""
-    keep = {"bias": float(tensor_parallel.rank == 0)}
-    _replace_forward(linear, {"bias": Partial()}, only_first=keep)
-    linear.register_forward_hook(lambda _module, _inputs, output: tensor_parallel.leave(output))
-
-
-def _replace_forward(module: nn.Module, gradients: dict[str, Placement], only_first: dict[str, float]) -> None:
-    stock = module.forward
+    stock, gradients = module.forward, dict(gradients or {})
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         stored = dict(module._parameters)
@@ -92,13 +118,24 @@ def _replace_forward(module: nn.Module, gradients: dict[str, Placement], only_fi
                 if isinstance(parameter, DTensor):
                     wanted = [gradients[name]] if name in gradients else None
                     local: Tensor = parameter.to_local(grad_placements=wanted)
-                    local = local * only_first[name] if name in only_first else local
-                    module._parameters[name] = local
+                    module._parameters[name] = change(name, local) if change else local
             return stock(*args, **kwargs)
         finally:
             module._parameters.update(stored)
 
     module.forward = forward
+
+
+def make_row_parallel(module: nn.Module, tensor_parallel: TensorParallel) -> None:
+    """Make a matrix product compute its share of a sum over the group; its bias is added by the first rank alone."""
+    keep = float(tensor_parallel.rank == 0)
+
+    def on_one_rank(name: str, local: Tensor) -> Tensor:
+        return local * keep if name == "bias" and tensor_parallel.size > 1 else local
+
+    compute_locally(module, {"bias": Partial()}, on_one_rank)
+    product = module.forward
+    module.forward = lambda *args, **kwargs: tensor_parallel.leave(product(*args, **kwargs))
 
 
 def local_tensor(parameter: Tensor) -> Tensor:

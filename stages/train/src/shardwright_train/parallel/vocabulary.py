@@ -5,49 +5,69 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["sum_of_cross_entropy", "vocabulary_embedding"]
+from shardwright_train.parallel.tensor_parallel import TensorParallel, local_tensor
+
+__all__ = ["IGNORED", "loss_of_logits", "sum_of_cross_entropy", "token_embedding"]
+
+IGNORED = -100
+"""The label of a position that does not count, as in transformers."""
 
 
-def vocabulary_embedding(tokens: Tensor, weight: Tensor, rank: int) -> Tensor:
-    """Rows of this rank's slice [v/n, h] for the tokens it covers, zeros for the others: [b, s, h] to be summed."""
-    index = tokens - rank * weight.shape[0]
+def token_embedding(embedding: nn.Embedding, tokens: Tensor, spread: TensorParallel) -> Tensor:
+    """Look up tokens [b, s] in this rank's rows and sum over the group: [b, this rank's positions, h]."""
+    weight = local_tensor(embedding.weight)
+    tokens = tokens[:, spread.positions_inside(tokens.shape[1])]
+    index = tokens - spread.rank * weight.shape[0]
     mine = (index >= 0) & (index < weight.shape[0])
     rows = F.embedding(index.where(mine, torch.zeros_like(index)), weight)
-    return rows * mine[..., None].to(rows.dtype)
+    return spread.leave(rows * mine[..., None].to(rows.dtype))
 
 
-def sum_of_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+def loss_of_logits(logits: Tensor, labels: Tensor, classes: int, spread: TensorParallel) -> Tensor:
+    """Sum of cross entropy of this rank's share [b, s, v/n] of `classes` logits; labels [b, s] are of all positions."""
+    labels = labels[:, spread.positions_inside(labels.shape[1])]
+    first = spread.rank * -(-classes // spread.size)
+    return sum_of_cross_entropy(logits, labels, first, spread.group)
+
+
+def sum_of_cross_entropy(logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
     """Sum over [b, s] of the cross entropy of logits [b, s, v/n] that lie over a group; the same on each rank.
 
-    Computed in float32 at least. Labels are token numbers; every position counts.
+    Computed in float32 at least. This rank has the classes from `first` on; labels that are IGNORED do not count.
     """
-    total: Tensor = _CrossEntropy.apply(logits, labels, group)  # type: ignore[no-untyped-call]
+    total: Tensor = _CrossEntropy.apply(logits, labels, first, group)  # type: ignore[no-untyped-call]
     return total
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dtype = logits.dtype
         wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-        highest = wide.amax(-1)
+        # A rank whose share of a padded vocabulary is empty takes part in the sums with nothing.
+        empty = wide.shape[-1] == 0
+        highest = wide.new_full(wide.shape[:-1], -torch.inf) if empty else wide.amax(-1)
         if group.size() > 1:
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
         exponentials = (wide - highest[..., None]).exp_()
-        index = labels - group.rank() * wide.shape[-1]
+        index = labels - first
         mine = (index >= 0) & (index < wide.shape[-1])
         index = index.where(mine, torch.zeros_like(index))
-        chosen = wide.gather(-1, index[..., None])[..., 0] - highest
-        sums = torch.stack([exponentials.sum(-1), chosen.where(mine, torch.zeros_like(chosen))])
+        nothing = torch.zeros_like(highest)
+        chosen = nothing if empty else wide.gather(-1, index[..., None])[..., 0] - highest
+        sums = torch.stack([exponentials.sum(-1), chosen.where(mine, nothing)])
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(exponentials.div_(sums[0][..., None]), index, mine)
-        return (sums[0].log() - sums[1]).sum()
+        counts = (labels != IGNORED).to(wide.dtype)
+        ctx.save_for_backward(exponentials.div_(sums[0][..., None]), index, mine, counts)
+        return ((sums[0].log() - sums[1]) * counts).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        probabilities, index, mine = ctx.saved_tensors
-        one_hot = -mine[..., None].to(probabilities.dtype)
-        return (probabilities.scatter_add(-1, index[..., None], one_hot) * grad).to(ctx.dtype), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, index, mine, counts = ctx.saved_tensors
+        if probabilities.shape[-1]:
+            one_hot = -mine[..., None].to(probabilities.dtype)
+            probabilities = probabilities.scatter_add(-1, index[..., None], one_hot)
+        return (probabilities * (counts[..., None] * grad)).to(ctx.dtype), None, None, None

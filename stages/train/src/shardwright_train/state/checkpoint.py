@@ -28,6 +28,8 @@ class Progress:
     seed: int
     first_loss: float
     wall_s: float
+    loss_scale: float
+    steps_without_overflow: int
 
 
 def read_progress(checkpoint: Path) -> Progress:

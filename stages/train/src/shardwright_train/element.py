@@ -1,0 +1,174 @@
+"""The embedding, a block or the head on one rank: built on the meta device, cut, shared, and then given weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright_formats.model import EMBEDDING, HEAD, Parameter
+from shardwright_formats.placement import layout_of, parameter_box
+from shardwright_formats.plan import Plan
+from shardwright_formats.strategy import Recompute, SequenceParallel, Strategy
+from shardwright_train.families import Family
+from shardwright_train.families.base import Batch, States
+from shardwright_train.parallel.data_parallel import share_states, torch_dtype
+from shardwright_train.parallel.groups import Groups
+from shardwright_train.parallel.randomness import Draw, Randomness, seed_of
+from shardwright_train.parallel.redistribute import Redistribution
+from shardwright_train.parallel.split import enter_before, recompute_part, split_module
+from shardwright_train.parallel.tensor_parallel import TensorParallel, local_tensor
+from shardwright_train.parallel.ulysses import ULYSSES_ATTENTION, exchange_around_attention
+
+__all__ = ["Element", "Site", "build_element"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where elements are built: a rank's place under a plan, and what a run settles."""
+
+    plan: Plan
+    family: Family
+    rank: int
+    groups: Groups
+    attention: str
+    device: torch.device
+    seed: int | None
+    """Of the initial weights; None leaves them as memory happens to be."""
+
+    @property
+    def me(self) -> int:
+        """This rank's number inside its pipeline stage."""
+        stage = next(stage for stage in self.plan.stages if self.rank in stage.ranks)
+        return stage.ranks.index(self.rank)
+
+
+@dataclass(frozen=True)
+class Element:
+    """An element of a pipeline stage; `enter` moves each of its inputs into its layout, where it must be moved."""
+
+    name: str
+    kind: str
+    strategy: Strategy
+    module: nn.Module
+    family: Family
+    enter: tuple[Redistribution | None, ...]
+    constants: dict[str, Any]
+    rows: slice
+    """Which samples of a microbatch this rank works on."""
+    randomness: Randomness | None
+    """None where nothing is dropped."""
+
+    def __call__(self, states: States, batch: Batch, draw: Draw) -> States | Tensor:
+        """Run the element on its layout's part of a microbatch; the head returns the loss."""
+        states = tuple(x if move is None else move(x) for x, move in zip(states, self.enter, strict=False))
+        batch = {name: x[self.rows] for name, x in batch.items()}
+        if getattr(self.strategy, "recompute", None) is Recompute.FULL:
+            recomputed: States = checkpoint(
+                lambda *states: self._run(states, batch, draw), *states, use_reentrant=False, preserve_rng_state=False
+            )
+            return recomputed
+        return self._run(states, batch, draw)
+
+    def _run(self, states: States, batch: Batch, draw: Draw) -> States | Tensor:
+        with nullcontext() if self.randomness is None else self.randomness.seeded(*draw):
+            if self.kind == EMBEDDING:
+                embedded: States = self.module(batch)
+                return embedded
+            if self.kind == HEAD:
+                loss: Tensor = self.module(states, batch)
+                return loss
+            return self.family.call(self.module, states, batch, self.constants)
+
+
+def build_element(site: Site, name: str, strategy: Strategy, enter: tuple[Redistribution | None, ...]) -> Element:
+    """Build one element of a rank's pipeline stage.
+
+    Its initial weights depend on the seed and the element alone, not on the plan; on this rank no more than one
+    element is ever whole, in host memory, while its shards are filled.
+    """
+    plan, family = site.plan, site.family
+    model, me = plan.model, site.me
+    config = family.configuration(model)
+    kind = getattr(strategy, "type", name)
+    layout = layout_of(strategy)
+    dp_index, tp_index = layout.coordinates(me)
+    ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
+    # Ranks that hold copies of the activations draw the same numbers.
+    holder = (dp_index, tp_index) if layout.sequence_split else (dp_index,)
+    randomness = Randomness(name, holder, tp_index, site.device)
+    mesh = site.groups.mesh(plan, strategy)
+    spread = TensorParallel(
+        mesh["tp"], site.groups.sequence_axis(plan, strategy), strategy.sequence_parallel, randomness
+    )
+    with torch.device("meta"), _default_dtype(torch_dtype(plan.precision.parameters)):
+        module = family.build(model, name, ULYSSES_ATTENTION if ulysses else site.attention)
+    split_module(module, family.rules, spread)
+    module.spread = spread  # type: ignore[assignment]
+    if kind in family.parts:
+        family.after_split(module, config, spread)
+        if ulysses:
+            kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            exchange_around_attention(module, spread.sequence_axis.get_group(), site.attention, kv_heads)
+        _mark_parts(module, family, kind, strategy, spread)
+    share_states(module, strategy.data_parallel, mesh["dp"], plan.precision)
+    module.to_empty(device=site.device)
+    if site.seed is not None:
+        _fill(site, module, name, kind, strategy)
+    part = layout.rectangle(me, plan.microbatch_samples, model.sequence_length)
+    example = torch.zeros(1, dtype=torch_dtype(plan.precision.compute), device=site.device)
+    positions = spread.positions_inside(model.sequence_length)
+    inside = kind in family.parts
+    return Element(
+        name=name,
+        kind=kind,
+        strategy=strategy,
+        module=module,
+        family=family,
+        enter=enter,
+        constants=family.constants(config, kind, positions, example, site.attention) if inside else {},
+        rows=slice(part.batch_start, part.batch_end),
+        randomness=randomness if family.dropout(config) > 0 else None,
+    )
+
+
+def _mark_parts(module: nn.Module, family: Family, kind: str, strategy: Strategy, spread: TensorParallel) -> None:
+    parts = family.parts[kind]
+    for name in parts.enter:
+        enter_before(module.get_submodule(name), spread)
+    recomputed = {Recompute.ATTENTION: parts.attention, Recompute.MLP: parts.mlp}
+    for name in recomputed.get(getattr(strategy, "recompute", Recompute.NONE), ()):
+        recompute_part(module, name, spread.randomness)
+
+
+def _fill(site: Site, module: nn.Module, name: str, kind: str, strategy: Strategy) -> None:
+    """Give the shards their part of the element's initial weights, and the buffers their values."""
+    model, family = site.plan.model, site.family
+    with torch.random.fork_rng(devices=[]), _default_dtype(torch_dtype(site.plan.precision.parameters)):
+        torch.manual_seed(seed_of(site.seed, name))
+        whole = family.build(model, name, site.attention)
+        family.initialise(model, whole)
+    described: dict[str, Parameter] = {p.name: p for p in model.types[kind].parameters}
+    with torch.no_grad():
+        for local_name, parameter in module.named_parameters():
+            description = described[family.described_name(kind, local_name)]
+            box = parameter_box(description, strategy, site.me)
+            source = whole.get_parameter(local_name).view(description.shape)
+            target = local_tensor(parameter).zero_()
+            window = tuple(slice(0, high - low) for low, high in box)
+            target[window].copy_(source[tuple(slice(low, high) for low, high in box)])
+        for local_name, buffer in module.named_buffers():
+            buffer.copy_(whole.get_buffer(local_name))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

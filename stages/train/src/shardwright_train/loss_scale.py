@@ -1,0 +1,33 @@
+"""Scaling the loss so that float16 gradients neither vanish nor overflow (Micikevicius et al. 2018)."""
+
+from dataclasses import dataclass
+
+__all__ = ["LossScale"]
+
+_GROWTH_STEPS = 2000
+_FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """By how much the loss is multiplied before the backward pass."""
+
+    value: float = 1.0
+    fixed: bool = True
+    steps_without_overflow: int = 0
+
+    @classmethod
+    def for_compute(cls, dtype: str) -> "LossScale":
+        """Float16 starts at 2^16 and adapts; other formats need none."""
+        return cls(2.0**16, fixed=False) if dtype == "float16" else cls()
+
+    def after(self, overflowed: bool) -> "LossScale":
+        """The scale of the next step: halved after an overflow, doubled after 2000 steps without one."""
+        if self.fixed:
+            return self
+        if overflowed:
+            return LossScale(self.value / _FACTOR, fixed=False)
+        steps = self.steps_without_overflow + 1
+        if steps == _GROWTH_STEPS:
+            return LossScale(self.value * _FACTOR, fixed=False)
+        return LossScale(self.value, fixed=False, steps_without_overflow=steps)

@@ -1,0 +1,82 @@
+"""Random numbers that ranks agree on where they hold copies, and draw apart where they hold parts."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Draw", "Randomness", "seed_of"]
+
+Draw = tuple[int, int, int]
+"""What a pass draws for: the run's seed, the step and the microbatch."""
+
+
+def seed_of(*parts: object) -> int:
+    """A generator seed that follows from what it is for."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:7])
+
+
+@dataclass
+class _Pass:
+    """What is being drawn for now; `outer` is the state to go back to while this rank draws for its own part."""
+
+    seed: tuple[object, ...]
+    outer: torch.Tensor | None = None
+    parts: int = 0
+
+
+class Randomness:
+    """The random numbers of one element (embedding, block or head) on this rank.
+
+    Each pass of a microbatch starts from a seed of its own, so that a recomputed pass draws the same numbers again.
+    Ranks that hold copies of the activations (`holder`: those of a tensor-parallel group without sequence parallelism)
+    share the seed; between `inside` and `outside`, where each has its own heads and features, they draw apart.
+    """
+
+    def __init__(self, element: str, holder: tuple[int, ...], part: int, device: torch.device) -> None:
+        self._who: tuple[object, ...] = (element, *holder)
+        self._part, self._device = part, device
+        self._now: _Pass | None = None
+
+    @property
+    def current(self) -> tuple[object, ...] | None:
+        """What is being drawn for: give it to `seeded` to draw the same again."""
+        return None if self._now is None else self._now.seed
+
+    @contextmanager
+    def seeded(self, *seed: object) -> Iterator[None]:
+        """Draw from a seed inside, and leave the process's own random state as it was."""
+        before = self._now
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            self._now = _Pass(seed)
+            torch.manual_seed(seed_of(*seed, *self._who))
+            try:
+                yield
+            finally:
+                self._now = before
+
+    def inside(self) -> None:
+        """From here on this rank computes its own part."""
+        now = self._now
+        if now is not None and now.outer is None:
+            now.outer = self._state()
+            torch.manual_seed(seed_of(*now.seed, *self._who, "part", now.parts, self._part))
+            now.parts += 1
+
+    def outside(self) -> None:
+        """From here on the ranks compute the same again."""
+        now = self._now
+        if now is not None and now.outer is not None:
+            self._restore(now.outer)
+            now.outer = None
+
+    def _state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+
+    def _restore(self, state: torch.Tensor) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(state, self._device)
+        else:
+            torch.set_rng_state(state)

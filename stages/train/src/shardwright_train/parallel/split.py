@@ -1,0 +1,163 @@
+"""Cutting the parameters of stock modules over a tensor-parallel axis, by rules that name the modules."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from shardwright_train.parallel.randomness import Randomness
+from shardwright_train.parallel.tensor_parallel import (
+    TensorParallel,
+    compute_locally,
+    make_row_parallel,
+    shard_parameter,
+)
+
+__all__ = ["COLUMN", "INSIDE", "ROW", "VOCABULARY", "Cut", "Parts", "Rule", "cuts", "recompute_part", "split_module"]
+
+_ENTERING = ("hidden_states", "key_value_states")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What tensor parallelism does to a module's own parameters; those that no rule names are held whole."""
+
+    kind: str
+    fused: int = 1
+    """Equal matrices side by side in one weight, such as query, key and value, each of which is cut by itself."""
+
+
+COLUMN = Rule("column")
+"""A matrix cut by outputs: each rank computes some heads or features (Shoeybi et al. 2019)."""
+ROW = Rule("row")
+"""A matrix cut by inputs: the ranks' products are summed."""
+VOCABULARY = Rule("vocabulary")
+"""A matrix cut by tokens or classes, padded to equal shares."""
+INSIDE = Rule("inside")
+"""A whole parameter applied to each rank's own heads or features: its gradient is a sum over the ranks."""
+
+Rules = Mapping[str, Rule]
+
+
+class Parts(NamedTuple):
+    """Callables inside a block, by dotted name: where column-parallel products begin, and what is recomputed alone."""
+
+    enter: tuple[str, ...]
+    attention: tuple[str, ...]
+    mlp: tuple[str, ...]
+
+
+class Cut(NamedTuple):
+    """How a parameter is stored: fused matrices have a dim of their own."""
+
+    name: str
+    shape: tuple[int, ...]
+    tp_dim: int | None
+
+
+def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
+    """Every parameter of a module under the rules, by its name inside the module."""
+    for owner_name, owner in module.named_modules():
+        rule = _rule_for(owner_name, rules)
+        for name, parameter in owner.named_parameters(recurse=False):
+            shape, tp_dim = _stored(owner, name, tuple(parameter.shape), rule)
+            yield Cut(f"{owner_name}.{name}".lstrip("."), shape, tp_dim)
+
+
+def split_module(module: nn.Module, rules: Rules, tensor_parallel: TensorParallel) -> None:
+    """Make every parameter a DTensor over the axis, and every module compute with its local share of them."""
+    for owner_name, owner in list(module.named_modules()):
+        rule = _rule_for(owner_name, rules)
+        lengths = {}
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            lengths[name] = parameter.shape[0]
+            shape, tp_dim = _stored(owner, name, tuple(parameter.shape), rule)
+            owner.register_parameter(name, nn.Parameter(parameter.detach().view(shape)))
+            shard_parameter(owner, name, tp_dim, tensor_parallel.axis)
+        if lengths:
+            _compute_by(owner, rule, lengths, tensor_parallel)
+
+
+def enter_before(module: nn.Module, tensor_parallel: TensorParallel) -> None:
+    """Give a module all positions of its input on every rank of the group."""
+    stock = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (tensor_parallel.enter(args[0]), *args[1:])
+        named = {name: tensor_parallel.enter(kwargs[name]) for name in _ENTERING if kwargs.get(name) is not None}
+        return stock(*args, **kwargs | named)
+
+    module.forward = forward
+
+
+def recompute_part(block: nn.Module, name: str, randomness: Randomness) -> None:
+    """Make a block compute one of its parts again in the backward pass instead of keeping its activations."""
+    owner_name, _, last = name.rpartition(".")
+    part = getattr(block.get_submodule(owner_name), last)
+    if isinstance(part, nn.Module):
+        part.forward = _recomputed(part.forward, name, randomness)
+    else:
+        setattr(block.get_submodule(owner_name), last, _recomputed(part, name, randomness))
+
+
+def _recomputed(stock: Callable[..., Any], name: str, randomness: Randomness) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        draw = randomness.current
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if draw is None:
+                return stock(*args, **kwargs)
+            with randomness.seeded(*draw, name):
+                return stock(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return call
+
+
+def _rule_for(name: str, rules: Rules) -> Rule | None:
+    """The rule of the longest key that is the end of a module's name."""
+    keys = [key for key in rules if f".{name}".endswith(f".{key}")]
+    return rules[max(keys, key=len)] if keys else None
+
+
+def _stored(
+    owner: nn.Module, name: str, shape: tuple[int, ...], rule: Rule | None
+) -> tuple[tuple[int, ...], int | None]:
+    if rule is None or rule is INSIDE or (rule.kind == "row" and name == "bias"):
+        return shape, None
+    outputs_last = name == "weight" and isinstance(owner, Conv1D | nn.Embedding) and rule.kind != "vocabulary"
+    dim = 1 if outputs_last else 0
+    if rule.kind == "row":
+        dim = 1 - dim
+    if rule.fused == 1:
+        return shape, dim
+    return (*shape[:dim], rule.fused, shape[dim] // rule.fused, *shape[dim + 1 :]), dim + 1
+
+
+def _compute_by(owner: nn.Module, rule: Rule | None, lengths: Mapping[str, int], spread: TensorParallel) -> None:
+    if rule is None or rule is INSIDE:
+        gradient = Partial() if rule is INSIDE else spread.outside_gradient
+        compute_locally(owner, dict.fromkeys(lengths, gradient))
+    elif rule.kind == "row":
+        make_row_parallel(owner, spread)
+    elif rule.kind == "vocabulary":
+        compute_locally(owner, change=lambda name, local: real_rows(local, lengths[name], spread))
+    else:
+        compute_locally(owner, change=lambda _name, local: _side_by_side(local, rule.fused))
+        if isinstance(owner, Conv1D):
+            owner.nf = owner.nf // spread.size
+
+
+def real_rows(local: Tensor, length: int, spread: TensorParallel) -> Tensor:
+    """A vocabulary's share without its padding, of `length` rows in all."""
+    return local[: max(0, min(local.shape[0], length - spread.rank * local.shape[0]))]
+
+
+def _side_by_side(local: Tensor, fused: int) -> Tensor:
+    return local if fused == 1 else local.flatten(-2)

@@ -1,0 +1,90 @@
+"""Random valid plans, drawn by number: other numbers give other plans, the same number the same."""
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.model import EMBEDDING, HEAD, Model
+from shardwright_formats.plan import GradientReduction, PipelineStage, Plan, Precision, Schedule, misfit
+from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+
+_LOW = ("bfloat16", "float16")
+
+
+def cluster_of(devices: int) -> Cluster:
+    """Some devices of one node."""
+    node = NodeType(device="cpu", devices_per_node=devices, memory_bytes=1 << 30)
+    return Cluster(name="test", nodes=(NodeGroup(node_type="cpu", count=1),), node_types={"cpu": node})
+
+
+def random_plan(model: Model, number: int, world_size: int, dtype: str = "float64", stages: int | None = None) -> Plan:
+    """A plan drawn uniformly from what every field may say."""
+    draw = random.Random(f"{model.name}/{number}/{world_size}")
+    pp_size = stages or draw.choice([size for size in (1, 2, 4) if size <= world_size])
+    chunks = draw.choice([1, 1, 2]) if len(model.layers) >= 2 * pp_size > 2 else 1
+    interleaved = chunks > 1
+    ranks = world_size // pp_size
+    numbers = list(range(world_size))
+    if draw.random() < 0.2:
+        draw.shuffle(numbers)
+    cuts = _cuts(len(model.layers), pp_size * chunks, draw)
+    embedding = Strategy(**_spread(model, EMBEDDING, ranks, draw))
+    head = Strategy(**_spread(model, HEAD, ranks, draw))
+    layers = tuple(
+        LayerStrategy(type=kind, recompute=draw.choice(list(Recompute)), **_spread(model, kind, ranks, draw))
+        for kind in model.layers
+    )
+    return Plan(
+        name=f"{model.family} {number} on {world_size} {dtype}",
+        model=model,
+        cluster=cluster_of(world_size),
+        global_batch_size=16,
+        num_microbatches=draw.choice([m for m in (1, 2, 4) if (16 // m) % ranks == 0]),
+        schedule=Schedule.INTERLEAVED_1F1B if interleaved else draw.choice([Schedule.GPIPE, Schedule.ONE_F_ONE_B]),
+        gradient_reduction=draw.choice(list(GradientReduction)),
+        precision=precision_of(dtype),
+        stages=tuple(
+            PipelineStage(
+                ranks=tuple(sorted(numbers[i * ranks : (i + 1) * ranks])),
+                layers=tuple(cuts[chunk * pp_size + i] for chunk in range(chunks)),
+            )
+            for i in range(pp_size)
+        ),
+        embedding=embedding,
+        head=head,
+        layers=layers,
+    )
+
+
+def precision_of(dtype: str) -> Precision:
+    """Everything in one format, but master weights and reductions in float32 where compute has 16 bits."""
+    stored = "float32" if dtype in _LOW else dtype
+    return Precision(parameters=stored, compute=dtype, reduce=stored)  # type: ignore[arg-type]
+
+
+def _spread(model: Model, kind: str, ranks: int, draw: random.Random) -> dict[str, object]:
+    choices = [
+        Strategy(tp_size=tp_size, dp_size=ranks // tp_size, sequence_parallel=split)
+        for tp_size in (1, 2, 4, 8)
+        if tp_size <= ranks
+        for split in SequenceParallel
+    ]
+    # Every degree is as likely as another.
+    fitting = [s for s in choices if misfit(model, kind, s) is None]
+    tp_size = draw.choice(sorted({s.tp_size for s in fitting}))
+    chosen = draw.choice([s for s in fitting if s.tp_size == tp_size])
+    return {
+        "tp_size": tp_size,
+        "dp_size": ranks // tp_size,
+        "tp_consecutive": draw.random() < 0.6,
+        "data_parallel": draw.choice(list(DataParallel)),
+        "sequence_parallel": chosen.sequence_parallel,
+    }
+
+
+def _cuts(layers: int, parts: int, draw: random.Random) -> Sequence[tuple[int, int]]:
+    """Ranges of at least one layer."""
+    inner = sorted(draw.sample(range(1, layers), parts - 1))
+    edges = [0, *inner, layers]
+    return list(pairwise(edges))

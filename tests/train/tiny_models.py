@@ -1,0 +1,58 @@
+"""A tiny model of each family, and the stock model it must train like."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardwright_formats.model import Model
+from shardwright_train.families import family_named
+from shardwright_train.families.base import Batch
+
+SEQUENCE_LENGTH = 16
+LAYERS = 4
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def tiny(family: str, **changes: Any) -> Model:
+    """The tiny model of a family, with changes to its configuration."""
+    config = CONFIGS[family] | changes
+    return family_named(family, "test").describe(family, config, f"tiny-{family}", SEQUENCE_LENGTH)
+
+
+def stock_model(model: Model, attention: str = "sdpa") -> nn.Module:
+    """The stock model of a description."""
+    config = family_named(model.family, "test").configuration(model)
+    config._attn_implementation = attention
+    classes = {LlamaConfig: LlamaForCausalLM}
+    return classes[type(config)](config)
+
+
+def stock_logits(stock: nn.Module, batch: Batch) -> Tensor:
+    """Logits whose last dim is classes, in the order of the batch's labels."""
+    match stock:
+        case LlamaForCausalLM():
+            logits = stock(batch["tokens"]).logits
+    return logits
+
+
+def batch_of(model: Model, samples: int, seed: int) -> Batch:
+    """A batch of random inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    return family_named(model.family, "test").random_batch(model, samples, generator)
