@@ -45,7 +45,7 @@ def describe(
         from shardwright_train.families import family_named
 
         try:
-            model = family_named(family, file).describe(config, name, sequence_length)
+            model = family_named(family, file).describe(family, config, name, sequence_length)
         except (ValueError, TypeError) as error:
             raise BadInput(file, str(error), "correct the configuration") from None
         write_document(out, model)
