@@ -12,6 +12,7 @@ from shardwright_train.jobs import RunJob
 from shardwright_train.launch import Nodes
 from shardwright_train.learning_rate import LearningRateSchedule
 from shardwright_train.start import start_measure, start_run
+from shardwright_train.watch import HANG_TIMEOUT_S, START_UP_S
 
 __all__ = ["app", "main"]
 
@@ -24,6 +25,14 @@ app = typer.Typer(
 
 Count = Annotated[int, typer.Option(help="Number of nodes.", min=1)]
 NodeRank = Annotated[int, typer.Option(help="This node's place in the plan's cluster, from 0.", min=0)]
+HangTimeout = Annotated[
+    float,
+    typer.Option(
+        help="Longest time of one step in s, of the first one with building and loading, of any with saving; after it"
+        f" all ranks' stacks are printed. Start-up has {START_UP_S:g} s of its own.",
+        min=1,
+    ),
+]
 Rendezvous = Annotated[str | None, typer.Option(help="host:port of the first node, where there are several.")]
 
 
@@ -92,13 +101,14 @@ def run(
     weight_decay: Annotated[float, typer.Option(help="AdamW's decay of matrices, per learning rate.", min=0)] = 0.1,
     clip_norm: Annotated[float, typer.Option(help="Largest global 2-norm of gradients; 0: no clipping.", min=0)] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of initial weights and sample order.", min=0)] = 0,
+    hang_timeout_s: HangTimeout = HANG_TIMEOUT_S,
     nnodes: Count = 1,
     node_rank: NodeRank = 0,
     rendezvous: Rendezvous = None,
 ) -> None:
     """Train; run the same command again to resume. Starts one process per device of this node itself.
 
-    Exit codes: 0 done, 2 bad input or locked, 4 failed (NaN, dead rank), 75 stopped in order, 130 second signal.
+    Exit codes: 0 done, 2 bad input or locked, 4 failed (NaN, dead rank, hang), 75 stopped in order, 130 second signal.
     """
     with one_line_errors():
         job = RunJob(
@@ -118,6 +128,7 @@ def run(
             weight_decay=weight_decay,
             clip_norm=clip_norm,
             seed=seed,
+            hang_timeout_s=hang_timeout_s,
         )
         start_run(job, Nodes(nnodes, node_rank, rendezvous))
 
@@ -131,13 +142,14 @@ def measure(
         typer.Option(help="Timed steps of each plan; up to 3 times as many where they scatter by over 10 %.", min=1),
     ] = 5,
     warmup_steps: Annotated[int, typer.Option(help="Steps before the timed ones.", min=1)] = 2,
+    hang_timeout_s: HangTimeout = HANG_TIMEOUT_S,
     nnodes: Count = 1,
     node_rank: NodeRank = 0,
     rendezvous: Rendezvous = None,
 ) -> None:
     """Run plans for some steps on random tokens and report time (s) and memory (bytes) of every rank."""
     with one_line_errors():
-        start_measure(plans, out, steps, warmup_steps, Nodes(nnodes, node_rank, rendezvous))
+        start_measure(plans, out, steps, warmup_steps, Nodes(nnodes, node_rank, rendezvous), hang_timeout_s)
 
 
 def main() -> None:

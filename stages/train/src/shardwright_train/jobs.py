@@ -27,6 +27,7 @@ class RunJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight_decay: float
     clip_norm: float
     seed: int
+    hang_timeout_s: float
 
 
 class MeasureJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,3 +40,4 @@ class MeasureJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     out: str
     steps: int
     warmup_steps: int
+    hang_timeout_s: float

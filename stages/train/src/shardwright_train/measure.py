@@ -69,6 +69,8 @@ class _Runner:
     """A plan built on this rank, with a batch to run it on."""
 
     def __init__(self, plan: Plan, world: World, groups: Groups) -> None:
+        self._watch, self._name, self._steps = world.watch, plan.name, 0
+        self._watch.begin(f"before the first step of {plan.name}")
         groups.prepare(plan)
         family = family_named(plan.model.family, plan.name)
         self.stage = build_stage(Site(plan, family, world.rank, groups, attention_kernel(plan), world.device, 0))
@@ -80,6 +82,8 @@ class _Runner:
 
     def step(self, mark: Mark) -> int:
         """One step; returns the bytes of its gradients on this rank once they are reduced."""
+        self._steps += 1
+        self._watch.begin(f"in step {self._steps} of {self._name}")
         mark("start")
         loss = run_step(self.stage, self.place, self.work, mark)
         gradients = sum(_local_bytes(p.grad) for p in self.optimiser.parameters.values() if p.grad is not None)

@@ -17,6 +17,7 @@ from shardwright_train.jobs import MeasureJob, RunJob
 from shardwright_train.launch import Nodes, launch
 from shardwright_train.state.checkpoint_names import folder_of_plan
 from shardwright_train.support import check_supported
+from shardwright_train.watch import HANG_TIMEOUT_S
 
 __all__ = ["start_measure", "start_run"]
 
@@ -29,7 +30,14 @@ def start_run(job: RunJob, nodes: Nodes) -> None:
         _start(job, plan, job.plan, nodes)
 
 
-def start_measure(files: Sequence[Path], out: Path, steps: int, warmup_steps: int, nodes: Nodes) -> None:
+def start_measure(
+    files: Sequence[Path],
+    out: Path,
+    steps: int,
+    warmup_steps: int,
+    nodes: Nodes,
+    hang_timeout_s: float = HANG_TIMEOUT_S,
+) -> None:
     """Measure every plan of the files, in one launch per world size, and write one measurement."""
     plans = [(file, plan) for file in files for plan in _plans_of(file)]
     for file, plan in plans:
@@ -41,7 +49,13 @@ def start_measure(files: Sequence[Path], out: Path, steps: int, warmup_steps: in
             batch = list(group)
             together, result = Path(scratch) / f"plans{size}.json", Path(scratch) / f"result{size}.json"
             write_document(together, Plans(plans=tuple(plan for _, plan in batch)))
-            job = MeasureJob(plans=str(together), out=str(result), steps=steps, warmup_steps=warmup_steps)
+            job = MeasureJob(
+                plans=str(together),
+                out=str(result),
+                steps=steps,
+                warmup_steps=warmup_steps,
+                hang_timeout_s=hang_timeout_s,
+            )
             _start(job, batch[0][1], batch[0][0], nodes)
             if nodes.rank == 0:
                 measurement = read_document(result, Measurement)
@@ -74,7 +88,7 @@ def _plans_of(file: Path) -> tuple[Plan, ...]:
     raise AssertionError(type(document))
 
 
-def _start(job: Document, plan: Plan, file: object, nodes: Nodes) -> None:
+def _start(job: RunJob | MeasureJob, plan: Plan, file: object, nodes: Nodes) -> None:
     on_node = [rank for rank, node in enumerate(plan.cluster.node_of_rank) if node == nodes.rank]
     if nodes.count != plan.cluster.node_of_rank[-1] + 1:
         there = plan.cluster.node_of_rank[-1] + 1
@@ -87,7 +101,7 @@ def _start(job: Document, plan: Plan, file: object, nodes: Nodes) -> None:
         job_file = Path(scratch) / "job.json"
         write_document(job_file, job)
         command = [sys.executable, "-m", "shardwright_train.worker", str(job_file), device_type]
-        launch(command, len(on_node), on_node[0], plan.world_size, nodes)
+        launch(command, len(on_node), on_node[0], plan.world_size, nodes, job.hang_timeout_s)
 
 
 @contextmanager

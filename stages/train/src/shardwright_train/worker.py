@@ -1,19 +1,26 @@
-"""One rank: `python -m shardwright_train.worker JOB`, started by the launcher with its place in the environment."""
+"""One rank: `python -m shardwright_train.worker JOB DEVICE`, started by the launcher, its place in the environment."""
 
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwright_formats.errors import ShardwrightError
 from shardwright_formats.files import read_any_document
 from shardwright_train.jobs import MeasureJob, RunJob
+from shardwright_train.watch import START_UP_S, be_watched
+
+if TYPE_CHECKING:
+    from shardwright_train.world import World
 
 __all__ = ["main"]
 
 
 def main(job_file: str, device_type: str) -> None:
-    """Do the job; an error that all ranks raise together is printed by the first and sets the exit code."""
+    """Do the job; the launcher prints an error that was raised in order, this sets its exit code."""
+    be_watched()
     # The profiler that records memory greets and takes leave on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     # PyTorch 2.13 renames two collectives; the old names are the only ones that 2.11 has.
@@ -21,20 +28,25 @@ def main(job_file: str, device_type: str) -> None:
     from shardwright_train.world import joined_world
 
     job = read_any_document(Path(job_file), RunJob, MeasureJob)
-    with joined_world(device_type) as world:
-        try:
-            if isinstance(job, RunJob):
-                from shardwright_train.loop import train
+    # Before the ranks meet, for it takes seconds: then the time that their first step is allowed begins for all.
+    assert isinstance(job, RunJob | MeasureJob)
+    work = _work_of(job)
+    try:
+        # A process group that spoke before the launcher's watch would end ranks before they showed their stacks.
+        with joined_world(device_type, timeout_s=2 * max(START_UP_S, job.hang_timeout_s)) as world:
+            work(world)
+    except ShardwrightError as error:
+        raise SystemExit(error.exit_code) from None
 
-                train(job, world)
-            elif isinstance(job, MeasureJob):
-                from shardwright_train.measure import measure_plans
 
-                measure_plans(job, world)
-        except ShardwrightError as error:
-            if world.rank == 0:
-                print(f"error: {error}", file=sys.stderr, flush=True)
-            raise SystemExit(error.exit_code) from None
+def _work_of(job: RunJob | MeasureJob) -> "Callable[[World], None]":
+    if isinstance(job, RunJob):
+        from shardwright_train.loop import train
+
+        return lambda world: train(job, world)
+    from shardwright_train.measure import measure_plans
+
+    return lambda world: measure_plans(job, world)
 
 
 if __name__ == "__main__":

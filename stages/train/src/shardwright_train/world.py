@@ -2,28 +2,29 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from shardwright_formats.errors import ShardwrightError
+from shardwright_train.watch import START_UP_S, Watch
 
 __all__ = ["World", "joined_world"]
-
-_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class World:
-    """A rank, the number of ranks, and the device this rank computes on."""
+    """A rank, the number of ranks, the device this rank computes on, and what it tells its launcher through."""
 
     rank: int
     size: int
     device: torch.device
     backend: str
+    watch: Watch
 
     @property
     def device_name(self) -> str:
@@ -40,16 +41,27 @@ class World:
 
 
 @contextmanager
-def joined_world(device_type: str) -> Iterator[World]:
-    """Join the process group that the launcher's environment names: NCCL on `cuda`, gloo on `cpu`."""
+def joined_world(device_type: str, timeout_s: float = START_UP_S) -> Iterator[World]:
+    """Join the process group that the launcher's environment names: NCCL on `cuda`, gloo on `cpu`.
+
+    `timeout_s` bounds the joining and every collective, those of groups that are made later as well. An error that the
+    world is left with is noted for the launcher.
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     backend = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=size, timeout=_TIMEOUT)
-    try:
-        yield World(rank, size, device, backend)
-    finally:
-        dist.destroy_process_group()
+    timeout = timedelta(seconds=timeout_s)
+    watch = Watch.of_environment()
+    with ExitStack() as stack:
+        # A DeviceMesh takes no timeout: its groups have the defaults, which are 10 minutes with NCCL.
+        for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            stack.callback(setattr, distributed_c10d, default, getattr(distributed_c10d, default))
+            setattr(distributed_c10d, default, timeout)
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+        stack.callback(dist.destroy_process_group)
+        stack.push(watch.note)  # before the group is destroyed, from which the peers see that this rank is gone
+        watch.begin("before the first step")
+        yield World(rank, size, device, backend, watch)

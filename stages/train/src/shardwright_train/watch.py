@@ -1,0 +1,160 @@
+"""What a rank lets its launcher see: the step it is in, its stacks when asked for them, and the error it ends with.
+
+Each is a small file in a folder of the launcher's. The launcher alone judges what is a hang, so all ranks of a node
+show where they stand at the same moment, and none of them is gone before the others have shown it.
+"""
+
+import ctypes
+import faulthandler
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from shardwright_formats.errors import ShardwrightError
+from shardwright_formats.files import write_bytes
+
+__all__ = ["HANG_TIMEOUT_S", "STACKS_SIGNAL", "START_UP_S", "NotedError", "RankFiles", "Step", "Watch", "be_watched"]
+
+HANG_TIMEOUT_S = 600.0
+"""How long a step may take where nothing else is said: an assumption."""
+START_UP_S = 600.0
+"""How long the ranks have to start and find one another: an assumption."""
+STACKS_SIGNAL = signal.SIGUSR2
+
+_FILES, _LAUNCHER = "SHARDWRIGHT_RANK_FILES", "SHARDWRIGHT_LAUNCHER"
+_RECORD_BYTES = 256
+_TEXT_CHARACTERS = 500
+_PR_SET_PDEATHSIG = 1
+# What gloo, NCCL and the store say when the rank at the other end is gone.
+_LOST_CONNECTION = re.compile(
+    r"connection (was likely )?(closed|reset|refused)|broken pipe|remote process exited|ncclRemoteError", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank is about, such as `in step 3`, and since when (`time.monotonic`, one clock for all of a node)."""
+
+    began_s: float
+    where: str
+
+
+class NotedError(msgspec.Struct, frozen=True, kw_only=True):
+    """The error that a rank ends with, noted before its peers can see it gone."""
+
+    time_s: float
+    """By `time.monotonic`."""
+    text: str
+    exit_code: int | None = None
+    """Of an error that ends a command with one line; None of any other."""
+    lost_connection: bool = False
+    """Whether another rank was gone before."""
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files of one rank, read by the launcher; they lie beside one another under one beginning of their names."""
+
+    beginning: Path
+
+    @classmethod
+    def of_rank(cls, folder: Path, rank: int) -> "RankFiles":
+        """The files of a rank in the launcher's folder."""
+        return cls(folder / f"rank{rank}")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a rank's process finds them by, and its launcher."""
+        return {_FILES: str(self.beginning), _LAUNCHER: str(os.getpid())}
+
+    @property
+    def step_file(self) -> Path:
+        """One record of a fixed length, written over at every step."""
+        return self.beginning.with_suffix(".step")
+
+    @property
+    def stacks_file(self) -> Path:
+        """The stacks of all threads of the rank, once it was sent STACKS_SIGNAL."""
+        return self.beginning.with_suffix(".stacks")
+
+    @property
+    def error_file(self) -> Path:
+        """A NotedError, as JSON."""
+        return self.beginning.with_suffix(".error")
+
+    def step(self) -> Step | None:
+        """The step the rank is in; None before it has joined the others."""
+        record = self._record()
+        while (again := self._record()) != record:  # read while it was written over
+            record = again
+        if not record:
+            return None
+        began_s, _, where = record.partition(" ")
+        return Step(float(began_s), where)
+
+    def _record(self) -> str:
+        return self.step_file.read_text(errors="replace").rstrip() if self.step_file.exists() else ""
+
+    def stacks(self) -> str:
+        """The stacks that the rank has shown; empty where it has shown none."""
+        return self.stacks_file.read_text(errors="replace").strip() if self.stacks_file.exists() else ""
+
+    def error(self) -> NotedError | None:
+        """The error that the rank ends with; None where it noted none."""
+        if not self.error_file.exists():
+            return None
+        return msgspec.json.decode(self.error_file.read_bytes(), type=NotedError)
+
+
+class Watch:
+    """A rank's side: it says what it is about and notes what it ends with."""
+
+    def __init__(self, files: RankFiles) -> None:
+        self._files = files
+        self._record = files.step_file.open("wb", buffering=0)
+
+    @classmethod
+    def of_environment(cls) -> "Watch":
+        """The watch that the launcher's environment names."""
+        return cls(RankFiles(Path(os.environ[_FILES])))
+
+    def begin(self, where: str) -> None:
+        """Say what the rank is about from now on, such as `in step 3`: the time allowed for a step starts anew."""
+        record = f"{time.monotonic()} {' '.join(where.split())}".encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES)
+        os.pwrite(self._record.fileno(), record, 0)
+
+    def note(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        """Note the error that a block is left with; to be given to `ExitStack.push`."""
+        if not isinstance(error, Exception):
+            return
+        now_s, text = time.monotonic(), " ".join(str(error).split())
+        if isinstance(error, ShardwrightError):
+            noted = NotedError(time_s=now_s, exit_code=error.exit_code, text=text)
+        else:
+            words = f"{type(error).__name__}: {text[:_TEXT_CHARACTERS]}"
+            lost_connection = _LOST_CONNECTION.search(text) is not None
+            noted = NotedError(time_s=now_s, text=words, lost_connection=lost_connection)
+        write_bytes(self._files.error_file, msgspec.json.encode(noted))
+
+
+def be_watched() -> None:
+    """Show stacks when the launcher asks, and end when it is gone; the first thing that a rank does.
+
+    Both work while the interpreter is stuck in a call of a library. Raises OSError where the system has no
+    PR_SET_PDEATHSIG (Linux 2.1.57 or later).
+    """
+    files = RankFiles(Path(os.environ[_FILES]))
+    faulthandler.register(STACKS_SIGNAL, file=files.stacks_file.open("w"), all_threads=True, chain=False)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != int(os.environ[_LAUNCHER]):  # it went before it could be watched
+        os.kill(os.getpid(), signal.SIGKILL)
