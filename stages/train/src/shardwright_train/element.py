@@ -37,7 +37,7 @@ class Site:
     attention: str
     device: torch.device
     seed: int | None
-    """Of the initial weights; None leaves them as memory happens to be."""
+    """Of the initial weights; None leaves the parameters on the meta device."""
 
     @property
     def me(self) -> int:
@@ -61,6 +61,9 @@ class Element:
     """Which samples of a microbatch this rank works on."""
     randomness: Randomness | None
     """None where nothing is dropped."""
+    spread: TensorParallel
+    partial: frozenset[str]
+    """Parameters whose gradients must be summed over the tensor-parallel group after the backward pass."""
 
     def __call__(self, states: States, batch: Batch, draw: Draw) -> States | Tensor:
         """Run the element on its layout's part of a microbatch; the head returns the loss."""
@@ -106,7 +109,7 @@ def build_element(site: Site, name: str, strategy: Strategy, enter: tuple[Redist
     )
     with torch.device("meta"), _default_dtype(torch_dtype(plan.precision.parameters)):
         module = family.build(model, name, ULYSSES_ATTENTION if ulysses else site.attention)
-    split_module(module, family.rules, spread)
+    partial = split_module(module, family.rules, spread)
     module.spread = spread  # type: ignore[assignment]
     if kind in family.parts:
         family.after_split(module, config, spread)
@@ -115,8 +118,8 @@ def build_element(site: Site, name: str, strategy: Strategy, enter: tuple[Redist
             exchange_around_attention(module, spread.sequence_axis.get_group(), site.attention, kv_heads)
         _mark_parts(module, family, kind, strategy, spread)
     share_states(module, strategy.data_parallel, mesh["dp"], plan.precision)
-    module.to_empty(device=site.device)
     if site.seed is not None:
+        module.to_empty(device=site.device)
         _fill(site, module, name, kind, strategy)
     part = layout.rectangle(me, plan.microbatch_samples, model.sequence_length)
     example = torch.zeros(1, dtype=torch_dtype(plan.precision.compute), device=site.device)
@@ -132,6 +135,8 @@ def build_element(site: Site, name: str, strategy: Strategy, enter: tuple[Redist
         constants=family.constants(config, kind, positions, example, site.attention) if inside else {},
         rows=slice(part.batch_start, part.batch_end),
         randomness=randomness if family.dropout(config) > 0 else None,
+        spread=spread,
+        partial=partial,
     )
 
 

@@ -1,6 +1,7 @@
 """One training step of a rank: its action list, with the messages to and from the neighbouring pipeline stages."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -109,6 +110,11 @@ class Step:
     number: int = 0
     loss_scale: float = 1.0
 
+    @cached_property
+    def counted(self) -> int:
+        """Number of labels that count."""
+        return int((self.batch["labels"] != IGNORED).sum().item())
+
 
 def run_step(stage: Stage, place: Pipeline, step: Step, mark: Mark = no_mark) -> Tensor:
     """Forward and backward of a global batch.
@@ -119,7 +125,6 @@ def run_step(stage: Stage, place: Pipeline, step: Step, mark: Mark = no_mark) ->
     """
     plan = place.plan
     flight = _Flight()
-    counted = int((step.batch["labels"] != IGNORED).sum().item())
     loss = torch.zeros((), dtype=torch.float64)
     chunks = len(stage.chunks)
     todo = actions(plan.schedule, len(plan.stages), plan.num_microbatches, place.index, chunks)
@@ -128,7 +133,7 @@ def run_step(stage: Stage, place: Pipeline, step: Step, mark: Mark = no_mark) ->
         if kind is Pass.FORWARD:
             output = _forward(stage, place, flight, (microbatch, chunk), step, mark)
             if isinstance(output, Tensor):
-                output = output / counted
+                output = output / step.counted
                 loss += output.detach().to("cpu", torch.float64)
                 output = (output * step.loss_scale,)
             flight.outputs[microbatch, chunk] = output

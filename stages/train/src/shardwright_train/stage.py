@@ -1,9 +1,11 @@
 """One rank's part of a pipeline stage, built from a plan: the one way in which every command builds it."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -13,6 +15,7 @@ from shardwright_formats.plan import Plan
 from shardwright_formats.strategy import DataParallel, Strategy
 from shardwright_train.element import Element, Site, build_element
 from shardwright_train.families.base import Batch, States
+from shardwright_train.parallel.collectives import sum_together
 from shardwright_train.parallel.data_parallel import share_root
 from shardwright_train.parallel.randomness import Draw
 from shardwright_train.parallel.redistribute import Redistribution
@@ -99,12 +102,18 @@ class Stage:
         return frozenset(name for (e, described, _), name in full if (e.name, described) in self.ties.copies)
 
     def finish_gradients(self) -> None:
-        """Make every gradient exist, and that of every copy the sum of all copies' gradients."""
-        gradients = {}
-        for element, name, parameter in self.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients[element.name, name] = local_tensor(parameter.grad)
+        """Make every gradient exist, and sum those that several ranks or elements have a part of."""
+        gradients, partial = {}, defaultdict[dist.ProcessGroup, list[Tensor]](list)
+        for element in self.elements:
+            for name, parameter in element.module.named_parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                local = local_tensor(parameter.grad)
+                gradients[element.name, element.family.described_name(element.kind, name)] = local
+                if name in element.partial:
+                    partial[element.spread.group].append(local)
+        for group, parts in partial.items():
+            sum_together(parts, group)
         self.ties.sum_gradients(gradients)
 
 
@@ -170,7 +179,7 @@ def _elements_of(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str,
         yield HEAD, HEAD, plan.head
 
 
-def _tie_group(site: Site) -> torch.distributed.ProcessGroup | None:
+def _tie_group(site: Site) -> dist.ProcessGroup | None:
     members = ranks_of_ties(site.plan)
     return site.groups.among("ties", members) if site.rank in members else None
 

@@ -1,12 +1,13 @@
 """Collectives inside a tensor-parallel group, each with its gradient (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["copy_to_group", "gather_sequence", "scatter_sequence", "sum_over_group"]
+__all__ = ["copy_to_group", "gather_sequence", "scatter_sequence", "sum_over_group", "sum_together"]
 
 _SEQUENCE_DIM = 1
 
@@ -29,6 +30,14 @@ def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks, the same on all; the gradient passes as it is."""
     return x if group.size() == 1 else _apply(_SumOverGroup, x, group)
+
+
+def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum each tensor over the ranks, in place, all in one message."""
+    together = torch.cat([x.reshape(-1) for x in tensors])
+    dist.all_reduce(together, group=group)
+    for x, summed in zip(tensors, together.split([x.numel() for x in tensors]), strict=True):
+        x.copy_(summed.view_as(x))
 
 
 def _apply(function: type[torch.autograd.Function], x: Tensor, group: dist.ProcessGroup) -> Tensor:

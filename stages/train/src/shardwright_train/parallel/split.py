@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed.tensor import Partial
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -68,8 +67,12 @@ def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
             yield Cut(f"{owner_name}.{name}".lstrip("."), shape, tp_dim)
 
 
-def split_module(module: nn.Module, rules: Rules, tensor_parallel: TensorParallel) -> None:
-    """Make every parameter a DTensor over the axis, and every module compute with its local share of them."""
+def split_module(module: nn.Module, rules: Rules, spread: TensorParallel) -> frozenset[str]:
+    """Make every parameter a DTensor over the axis, and every module compute with its local share of them.
+
+    Returns the names of the whole parameters whose gradients must be summed over the axis after the backward pass.
+    """
+    partial = set()
     for owner_name, owner in list(module.named_modules()):
         rule = _rule_for(owner_name, rules)
         lengths = {}
@@ -77,9 +80,12 @@ def split_module(module: nn.Module, rules: Rules, tensor_parallel: TensorParalle
             lengths[name] = parameter.shape[0]
             shape, tp_dim = _stored(owner, name, tuple(parameter.shape), rule)
             owner.register_parameter(name, nn.Parameter(parameter.detach().view(shape)))
-            shard_parameter(owner, name, tp_dim, tensor_parallel.axis)
+            shard_parameter(owner, name, tp_dim, spread.axis)
+            if tp_dim is None and spread.size > 1 and (rule is not None or spread.sums_outside):
+                partial.add(f"{owner_name}.{name}".lstrip("."))
         if lengths:
-            _compute_by(owner, rule, lengths, tensor_parallel)
+            _compute_by(owner, rule, lengths, spread)
+    return frozenset(partial)
 
 
 def enter_before(module: nn.Module, tensor_parallel: TensorParallel) -> None:
@@ -142,14 +148,13 @@ def _stored(
 
 def _compute_by(owner: nn.Module, rule: Rule | None, lengths: Mapping[str, int], spread: TensorParallel) -> None:
     if rule is None or rule is INSIDE:
-        gradient = Partial() if rule is INSIDE else spread.outside_gradient
-        compute_locally(owner, dict.fromkeys(lengths, gradient))
+        compute_locally(owner)
     elif rule.kind == "row":
         make_row_parallel(owner, spread)
     elif rule.kind == "vocabulary":
-        compute_locally(owner, change=lambda name, local: real_rows(local, lengths[name], spread))
+        compute_locally(owner, lambda name, local: real_rows(local, lengths[name], spread))
     else:
-        compute_locally(owner, change=lambda _name, local: _side_by_side(local, rule.fused))
+        compute_locally(owner, lambda _name, local: _side_by_side(local, rule.fused))
         if isinstance(owner, Conv1D):
             owner.nf = owner.nf // spread.size
 

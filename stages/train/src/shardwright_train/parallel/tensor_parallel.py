@@ -1,6 +1,6 @@
 """Parameters stored as DTensors over a tensor-parallel axis, computed with as plain local shards."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwright_formats.strategy import SequenceParallel
 from shardwright_train.parallel.collectives import copy_to_group, gather_sequence, scatter_sequence, sum_over_group
@@ -78,9 +78,9 @@ class TensorParallel:
         return self.positions(length) if self.splits_everything else slice(0, length)
 
     @property
-    def outside_gradient(self) -> Placement:
-        """How the gradient of a whole parameter lies over the ranks when it is used outside the products."""
-        return Partial() if self.splits_sequence else Replicate()
+    def sums_outside(self) -> bool:
+        """Whether the gradient of a whole parameter that is used outside the products is a sum over the ranks."""
+        return self.splits_sequence and self.size > 1
 
 
 def shard_parameter(owner: nn.Module, name: str, tp_dim: int | None, axis: DeviceMesh) -> None:
@@ -99,25 +99,19 @@ def shard_parameter(owner: nn.Module, name: str, tp_dim: int | None, axis: Devic
     owner.register_parameter(name, nn.Parameter(DTensor.from_local(local, axis, [placement], run_check=False)))
 
 
-def compute_locally(
-    module: nn.Module,
-    gradients: Mapping[str, Placement] | None = None,
-    change: Callable[[str, Tensor], Tensor] | None = None,
-) -> None:
+def compute_locally(module: nn.Module, change: Callable[[str, Tensor], Tensor] | None = None) -> None:
     """Make a module compute with the local shards of its own (not its children's) DTensor parameters.
 
-    `gradients` says for a parameter how its gradient lies over the axis when that is not how the parameter lies;
-    `change` is applied to each shard before it is used.
+    `change` is applied to each shard before it is used. Gradients are those of this rank's own computation.
     """
-    stock, gradients = module.forward, dict(gradients or {})
+    stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         stored = dict(module._parameters)
         try:
             for name, parameter in stored.items():
                 if isinstance(parameter, DTensor):
-                    wanted = [gradients[name]] if name in gradients else None
-                    local: Tensor = parameter.to_local(grad_placements=wanted)
+                    local: Tensor = parameter.to_local()
                     module._parameters[name] = change(name, local) if change else local
             return stock(*args, **kwargs)
         finally:
@@ -133,7 +127,7 @@ def make_row_parallel(module: nn.Module, tensor_parallel: TensorParallel) -> Non
     def on_one_rank(name: str, local: Tensor) -> Tensor:
         return local * keep if name == "bias" and tensor_parallel.size > 1 else local
 
-    compute_locally(module, {"bias": Partial()}, on_one_rank)
+    compute_locally(module, on_one_rank)
     product = module.forward
     module.forward = lambda *args, **kwargs: tensor_parallel.leave(product(*args, **kwargs))
 
