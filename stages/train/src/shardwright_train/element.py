@@ -19,7 +19,7 @@ from shardwright_train.parallel.data_parallel import share_states, torch_dtype
 from shardwright_train.parallel.groups import Groups
 from shardwright_train.parallel.randomness import Draw, Randomness, seed_of
 from shardwright_train.parallel.redistribute import Redistribution
-from shardwright_train.parallel.split import enter_before, recompute_part, split_module
+from shardwright_train.parallel.split import enter_before, set_apart, split_module
 from shardwright_train.parallel.tensor_parallel import TensorParallel, local_tensor
 from shardwright_train.parallel.ulysses import ULYSSES_ATTENTION, exchange_around_attention
 
@@ -145,8 +145,9 @@ def _mark_parts(module: nn.Module, family: Family, kind: str, strategy: Strategy
     for name in parts.enter:
         enter_before(module.get_submodule(name), spread)
     recomputed = {Recompute.ATTENTION: parts.attention, Recompute.MLP: parts.mlp}
-    for name in recomputed.get(getattr(strategy, "recompute", Recompute.NONE), ()):
-        recompute_part(module, name, spread.randomness)
+    again = recomputed.get(getattr(strategy, "recompute", Recompute.NONE), ())
+    for name in (*parts.attention, *parts.mlp):
+        set_apart(module, name, spread.randomness, name in again)
 
 
 def _fill(site: Site, module: nn.Module, name: str, kind: str, strategy: Strategy) -> None:

@@ -22,7 +22,10 @@ States = tuple[Tensor, ...]
 """What one layer hands to the next: tensors [samples, positions, features], as the description's `outputs` list."""
 
 # In a config.json, but of no meaning for training.
-_IGNORED_KEYS = {"model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path"}
+_IGNORED_KEYS = {
+    *("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
+    *("gradient_checkpointing", "task_specific_params"),
+}
 
 
 class Family:
@@ -34,6 +37,8 @@ class Family:
     """The class of transformers whose `_init_weights` gives initial weights."""
     counts: tuple[str, ...] = ("num_hidden_layers",)
     """The keys of the configuration that number the layers, one for each layer type."""
+    other_keys: tuple[str, ...] = ()
+    """Keys of a config.json that the configuration class takes without listing them."""
     rules: Mapping[str, Rule]
     """What tensor parallelism cuts, by the ends of modules' names; the others are held whole."""
     parts: Mapping[str, Parts]
@@ -113,6 +118,7 @@ class Family:
         Raises ValueError saying what in the configuration cannot be trained.
         """
         known = set(self.config_class().to_dict()) | set(self.config_class.attribute_map) | _IGNORED_KEYS
+        known |= set(self.other_keys)
         if unknown := sorted(set(config) - known):
             raise ValueError(f"unknown key {unknown[0]!r} for a {family} model")
         parsed = self._parsed(config)

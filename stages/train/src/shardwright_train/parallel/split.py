@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from shardwright_train.parallel.tensor_parallel import (
     shard_parameter,
 )
 
-__all__ = ["COLUMN", "INSIDE", "ROW", "VOCABULARY", "Cut", "Parts", "Rule", "cuts", "recompute_part", "split_module"]
+__all__ = ["COLUMN", "INSIDE", "ROW", "VOCABULARY", "Cut", "Parts", "Rule", "cuts", "set_apart", "split_module"]
 
 _ENTERING = ("hidden_states", "key_value_states")
 
@@ -101,17 +102,22 @@ def enter_before(module: nn.Module, tensor_parallel: TensorParallel) -> None:
     module.forward = forward
 
 
-def recompute_part(block: nn.Module, name: str, randomness: Randomness) -> None:
-    """Make a block compute one of its parts again in the backward pass instead of keeping its activations."""
+def set_apart(block: nn.Module, name: str, randomness: Randomness, recompute: bool) -> None:
+    """Make one of a block's parts draw from a seed of its own, so that it draws the same whether recomputed or not.
+
+    Where it is, it is computed again in the backward pass instead of keeping its activations.
+    """
     owner_name, _, last = name.rpartition(".")
     part = getattr(block.get_submodule(owner_name), last)
     if isinstance(part, nn.Module):
-        part.forward = _recomputed(part.forward, name, randomness)
+        part.forward = _apart(part.forward, name, randomness, recompute)
     else:
-        setattr(block.get_submodule(owner_name), last, _recomputed(part, name, randomness))
+        setattr(block.get_submodule(owner_name), last, _apart(part, name, randomness, recompute))
 
 
-def _recomputed(stock: Callable[..., Any], name: str, randomness: Randomness) -> Callable[..., Any]:
+def _apart(stock: Callable[..., Any], name: str, randomness: Randomness, recompute: bool) -> Callable[..., Any]:
+    # Some stock blocks read a part's signature.
+    @wraps(stock)
     def call(*args: Any, **kwargs: Any) -> Any:
         draw = randomness.current
 
@@ -121,6 +127,8 @@ def _recomputed(stock: Callable[..., Any], name: str, randomness: Randomness) ->
             with randomness.seeded(*draw, name):
                 return stock(*args, **kwargs)
 
+        if not recompute:
+            return run(*args, **kwargs)
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return call
