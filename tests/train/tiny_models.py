@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from shardwright_formats.model import Model
 from shardwright_train.families import family_named
@@ -27,6 +27,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "tie_word_embeddings": False,
     },
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 61,
+        "n_embd": 32,
+        "n_inner": 48,
+        "n_layer": LAYERS,
+        "n_head": 8,
+        "n_positions": 64,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
+    },
+    "bert": {
+        "model_type": "bert",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 64,
+        "pad_token_id": 59,
+        "mask_token_id": 60,
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    },
 }
 
 
@@ -40,14 +64,18 @@ def stock_model(model: Model, attention: str = "sdpa") -> nn.Module:
     """The stock model of a description."""
     config = family_named(model.family, "test").configuration(model)
     config._attn_implementation = attention
-    classes = {LlamaConfig: LlamaForCausalLM}
-    return classes[type(config)](config)
+    classes = {BertConfig: BertForMaskedLM}
+    if type(config) in classes:
+        return classes[type(config)](config)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
 def stock_logits(stock: nn.Module, batch: Batch) -> Tensor:
     """Logits whose last dim is classes, in the order of the batch's labels."""
     match stock:
-        case LlamaForCausalLM():
+        case BertForMaskedLM():
+            logits = stock(batch["tokens"], attention_mask=batch["attention_mask"]).logits
+        case _:
             logits = stock(batch["tokens"]).logits
     return logits
 

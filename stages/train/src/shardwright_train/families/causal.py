@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright_formats.plan import Attention
 from shardwright_train.families.base import Batch, States
 from shardwright_train.parallel.tensor_parallel import TensorParallel
 from shardwright_train.parallel.vocabulary import loss_of_logits, token_embedding
 
-__all__ = ["NextTokenHead", "TokenEmbedding", "rotary_constants"]
+__all__ = ["NextTokenHead", "TokenEmbedding", "causal_mask", "rotary_constants"]
 
 
 class TokenEmbedding(nn.Module):
@@ -41,6 +42,15 @@ class NextTokenHead(nn.Module):
         """The loss, summed; the same on each rank of the group (its own positions' part under Ulysses)."""
         logits = self.lm_head(self.spread.enter(self.norm(states[0])))
         return loss_of_logits(logits, batch["labels"], self.classes, self.spread)
+
+
+def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
+    """What the eager kernel must be told, to be added to scores [b, heads, s, s]; the others are causal unasked."""
+    if kernel != Attention.EAGER.value:
+        return None
+    length = tokens.shape[1]
+    after = torch.full((length, length), torch.finfo(states.dtype).min, dtype=states.dtype, device=states.device)
+    return after.triu(1)[None, None]
 
 
 def rotary_constants(rotary: nn.Module, positions: slice, example: Tensor) -> dict[str, Any]:
