@@ -118,7 +118,7 @@ def _free_port() -> int:
 def _wait(ranks: Sequence[_Rank], hang_timeout_s: float | None) -> bool:
     """Wait until all ranks have ended well, or one has not and the others had their time; whether one has not."""
     began_s = time.monotonic()
-    while any(rank.look() is None for rank in ranks):
+    while None in [rank.look() for rank in ranks]:
         now_s = time.monotonic()
         failed = [rank for rank in ranks if rank.status]
         if failed:
