@@ -1,0 +1,57 @@
+"""Dropout: the same whenever a pass is run again, the same on ranks that hold copies, and apart everywhere else."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from randomness_worker import MICROBATCHES, MODEL, RATE
+
+from shardwright_train.launch import Nodes, launch
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    result = tmp_path_factory.mktemp("randomness") / "found.json"
+    worker = Path(__file__).with_name("randomness_worker.py")
+    launch([sys.executable, str(worker), str(result)], 2, 0, 2, Nodes())
+    read: dict[str, Any] = json.loads(result.read_bytes())
+    return read
+
+
+def test_a_step_run_twice_gives_the_same_gradients_to_the_bit(found: dict[str, Any]) -> None:
+    assert found["repeated"]
+
+
+@pytest.mark.parametrize("recompute", ["full", "attention", "mlp"])
+def test_recomputing_gives_the_same_loss_and_gradients_to_the_bit(found: dict[str, Any], recompute: str) -> None:
+    assert found["recomputed"][recompute]
+
+
+@pytest.mark.parametrize("recompute", ["full", "attention", "mlp"])
+def test_a_replay_from_another_seed_is_seen(found: dict[str, Any], recompute: str) -> None:
+    assert not found["stale"][recompute]
+
+
+def test_ranks_that_hold_copies_drop_the_same_hidden_states(found: dict[str, Any]) -> None:
+    assert found["copies_equal"]
+
+
+def test_ranks_that_hold_different_heads_drop_different_attention_weights(found: dict[str, Any]) -> None:
+    assert not found["copies_attend_alike"]
+
+
+@pytest.mark.parametrize("apart", ["samples", "positions", "heads"])
+def test_ranks_that_hold_different_states_drop_different_ones(found: dict[str, Any], apart: str) -> None:
+    assert not found["ranks_alike"][apart]
+
+
+@pytest.mark.parametrize("what", ["microbatches", "layers", "samples", "steps"])
+def test_what_is_drawn_for_one_is_not_drawn_for_the_next(found: dict[str, Any], what: str) -> None:
+    assert not found[f"{what}_alike"]
+
+
+def test_a_share_of_what_embedding_attention_and_feed_forward_give_is_dropped(found: dict[str, Any]) -> None:
+    assert found["drops"] == MICROBATCHES * (1 + 2 * len(MODEL.layers))
+    assert found["kept"] == pytest.approx(1 - RATE, abs=0.01)
