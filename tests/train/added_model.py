@@ -1,0 +1,40 @@
+"""Run with a copy of the package first on PYTHONPATH: parity of a Qwen3 that the copy alone knows, as JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+from random_plans import random_plan
+from tiny_models import CONFIGS, LAYERS, tiny
+
+import shardwright_train
+from shardwright_formats.files import write_document
+from shardwright_formats.plan import Plans
+from shardwright_train.launch import Nodes, launch
+
+PLANS = 6
+CONFIGS["qwen3"] = {
+    "model_type": "qwen3",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def main(folder: Path) -> None:
+    model = tiny("qwen3")
+    plans = Plans(plans=tuple(random_plan(model, number, 2) for number in range(PLANS)))
+    write_document(folder / "plans.json", plans)
+    worker = Path(__file__).with_name("parity_worker.py")
+    launch([sys.executable, str(worker), str(folder / "plans.json"), str(folder / "errors.json")], 2, 0, 2, Nodes())
+    package = Path(shardwright_train.__file__).parent
+    (folder / "package.json").write_text(json.dumps(str(package)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
