@@ -120,11 +120,10 @@ def _wait(ranks: Sequence[_Rank], hang_timeout_s: float | None) -> bool:
     began_s = time.monotonic()
     while None in [rank.look() for rank in ranks]:
         now_s = time.monotonic()
-        failed = [rank for rank in ranks if rank.status]
+        failed = [found for found in (rank.evidence() for rank in ranks) if found.failed]
         if failed:
-            errors = [rank.files.error() for rank in failed]
-            orderly = all(error is not None and error.exit_code is not None for error in errors)
-            if now_s - min(rank.seen_s for rank in failed) > (_ORDERLY_END_S if orderly else _OTHER_END_S):
+            orderly = all(found.error is not None and found.error.exit_code is not None for found in failed)
+            if now_s - min(found.failed_s for found in failed) > (_ORDERLY_END_S if orderly else _OTHER_END_S):
                 return True
         elif hang_timeout_s is not None:
             _look_for_hang(ranks, began_s, hang_timeout_s)
@@ -150,13 +149,13 @@ def _look_for_hang(ranks: Sequence[_Rank], began_s: float, hang_timeout_s: float
 
 
 def _print_stacks(ranks: Sequence[_Rank]) -> None:
+    places = [rank.evidence().where for rank in ranks]
     for rank in ranks:
         if rank.look() is None:
             rank.process.send_signal(STACKS_SIGNAL)
     time.sleep(_STACKS_S)
-    for rank in ranks:
-        shown = rank.files.stacks() or _why_no_stack(rank)
-        print(f"rank {rank.number}, {rank.evidence().where}:\n{shown}\n", file=sys.stderr)
+    for rank, where in zip(ranks, places, strict=True):
+        print(f"rank {rank.number}, {where}:\n{rank.files.stacks() or _why_no_stack(rank)}\n", file=sys.stderr)
 
 
 def _why_no_stack(rank: _Rank) -> str:
@@ -172,6 +171,7 @@ def _fail(ranks: Sequence[_Rank], nodes: Nodes, signalled: bool) -> None:
         if nodes.rank == 0 or not found.agreed:  # what all agreed on is said once, by the first node
             print(f"error: {found.words}", file=sys.stderr)
         raise SystemExit(found.exit_code)
+    print(found.trace, end="", file=sys.stderr)
     raise RunFailed(found.words)
 
 

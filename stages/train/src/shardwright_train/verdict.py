@@ -32,6 +32,11 @@ class Evidence:
         return self.error is not None or bool(self.status)
 
     @property
+    def failed_s(self) -> float:
+        """When it failed, as well as can be known."""
+        return self.seen_s if self.error is None else self.error.time_s
+
+    @property
     def where(self) -> str:
         """In which step it was."""
         return self.step.where if self.step else "in start-up"
@@ -45,6 +50,8 @@ class Verdict:
     exit_code: int | None = None
     agreed: bool = False
     """Whether all ranks of this node reported the same."""
+    trace: str = ""
+    """The traceback of an error that the rank had no time to print itself."""
 
 
 def verdict(ranks: Sequence[Evidence], *, several_nodes: bool, signalled: bool) -> Verdict:
@@ -60,10 +67,11 @@ def verdict(ranks: Sequence[Evidence], *, several_nodes: bool, signalled: bool) 
         if error.exit_code is not None:
             agreed = all(rank.error is not None and rank.error.text == error.text for rank in ranks)
             return Verdict(error.text, error.exit_code, agreed)
+        words = f"rank {first.rank}: failed {first.where}: {error.text}"
         if error.lost_connection:
             there = "a rank of another node may have ended: look there" if several_nodes else error.text
-            return Verdict(f"rank {first.rank}: lost its connection first, {first.where}: {there}")
-        return Verdict(f"rank {first.rank}: failed {first.where}: {error.text}")
+            words = f"rank {first.rank}: lost its connection first, {first.where}: {there}"
+        return Verdict(words, trace=error.trace if status is None else "")
     assert status is not None
     if status == _SIGTERM_STATUS and signalled:
         return Verdict(f"stopped {first.where}: run the same command again", Stopped.exit_code)
@@ -80,8 +88,6 @@ def _killed(rank: Evidence) -> bool:
 def _order(rank: Evidence) -> tuple[int, float]:
     if _killed(rank) and rank.status != _SIGABRT_STATUS:
         return 0, rank.seen_s
-    if rank.error is not None and not rank.error.lost_connection:
-        return 1, rank.error.time_s
-    if _killed(rank):
-        return 1, rank.seen_s
-    return (3, rank.error.time_s) if rank.error is not None else (2, rank.seen_s)
+    if _killed(rank) or (rank.error is not None and not rank.error.lost_connection):
+        return 1, rank.failed_s
+    return (2 if rank.error is None else 3), rank.failed_s

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +56,7 @@ class NotedError(msgspec.Struct, frozen=True, kw_only=True):
     """Of an error that ends a command with one line; None of any other."""
     lost_connection: bool = False
     """Whether another rank was gone before."""
+    trace: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Watch:
         os.pwrite(self._record.fileno(), record, 0)
 
     def note(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+        self, _kind: type[BaseException] | None, error: BaseException | None, _where: TracebackType | None
     ) -> None:
         """Note the error that a block is left with; to be given to `ExitStack.push`."""
         if not isinstance(error, Exception):
@@ -141,7 +143,8 @@ class Watch:
         else:
             words = f"{type(error).__name__}: {text[:_TEXT_CHARACTERS]}"
             lost_connection = _LOST_CONNECTION.search(text) is not None
-            noted = NotedError(time_s=now_s, text=words, lost_connection=lost_connection)
+            trace = "".join(traceback.format_exception(error))
+            noted = NotedError(time_s=now_s, text=words, lost_connection=lost_connection, trace=trace)
         write_bytes(self._files.error_file, msgspec.json.encode(noted))
 
 

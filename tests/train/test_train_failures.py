@@ -1,0 +1,148 @@
+"""However a run or a measurement fails, it ends soon, says which rank and where, and leaves no process."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from random_plans import random_plan
+from tiny_models import tiny
+
+from shardwright_formats.files import write_document
+from shardwright_train.data.prepare import prepare
+from shardwright_train.watch import RankFiles
+
+COMMAND = ("-m", "shardwright_train.cli")
+HANGING_COMMAND = (str(Path(__file__).with_name("hanging_train.py")),)
+START_UP_S, END_S = 90.0, 20.0
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, and a plan that keeps both ranks in every collective."""
+    folder = tmp_path_factory.mktemp("failures")
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    prepare(str(folder / "text"), "*.txt", 260, 1.0, folder / "data")
+    plan = random_plan(tiny("llama", vocab_size=260), 1, 2, "float32", stages=1)
+    write_document(folder / "plan.json", plan)
+    return folder
+
+
+class Started:
+    """A command that runs, and its ranks, which are known by a name in their environment."""
+
+    def __init__(self, work: Path, name: str, program: tuple[str, ...], subcommand: str, *options: str) -> None:
+        self.name = f"STARTED_BY={work / name}".encode()
+        command = [sys.executable, *program, subcommand, str(work / "plan.json"), "--steps", "100000", *options]
+        self.process = subprocess.Popen(
+            command,
+            env=os.environ | {"STARTED_BY": str(work / name)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ranks(self) -> dict[int, tuple[int, RankFiles]]:
+        """Process and files of every living rank."""
+        found = {}
+        for process in Path("/proc").iterdir():
+            try:
+                pairs = (process / "environ").read_bytes().split(b"\0") if process.name.isdigit() else []
+            except OSError:
+                continue
+            if self.name in pairs:
+                environment = dict(pair.decode().split("=", 1) for pair in pairs if b"=" in pair)
+                if "RANK" in environment:
+                    files = RankFiles(Path(environment["SHARDWRIGHT_RANK_FILES"]))
+                    found[int(environment["RANK"])] = (int(process.name), files)
+        return found
+
+    def until_step(self, number: int) -> dict[int, tuple[int, RankFiles]]:
+        """The ranks, once all are in a step of this number or a later one."""
+        deadline = time.monotonic() + START_UP_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            ranks = self.ranks()
+            where = [step.where for _, files in ranks.values() if (step := files.step()) is not None]
+            numbers = [int(found[1]) for text in where if (found := re.match(r"in step (\d+)", text))]
+            if len(numbers) == 2 and min(numbers) >= number:
+                return ranks
+            time.sleep(0.05)
+        raise AssertionError(f"step {number} was not reached: {self.end().error}")
+
+    def end(self) -> "Ended":
+        """Wait for the end."""
+        began = time.monotonic()
+        _, error = self.process.communicate(timeout=START_UP_S)
+        return Ended(self.process.returncode, error, time.monotonic() - began)
+
+
+@dataclass(frozen=True)
+class Ended:
+    status: int
+    error: str
+    waited_s: float
+
+    @property
+    def last_line(self) -> str:
+        return self.error.rstrip("\n").rpartition("\n")[2]
+
+
+def run_options(work: Path, name: str, *more: str) -> tuple[str, ...]:
+    folders = ("--data", str(work / "data"), "--checkpoints", str(work / name / "kept"), "--out", str(work / name))
+    return (*folders, "--checkpoint-every", "100000", *more)
+
+
+@pytest.fixture(scope="module")
+def killed(work: Path) -> Ended:
+    """A run whose rank 1 was killed in mid-run, with a schedule of its own."""
+    schedule = ("--learning-rate", "0.01", "--warmup-steps", "1", "--learning-rate-schedule", "inverse_sqrt")
+    started = Started(work, "killed", COMMAND, "run", *run_options(work, "killed", *schedule))
+    process, _ = started.until_step(6)[1]
+    os.kill(process, signal.SIGKILL)
+    ended = started.end()
+    assert started.ranks() == {}
+    return ended
+
+
+def test_a_killed_rank_ends_all_soon_and_the_last_line_names_it(killed: Ended) -> None:
+    assert (killed.status, killed.error.count("error: ")) == (4, 1)
+    assert re.fullmatch(
+        r"error: rank 1: was killed by SIGKILL in step \d+: the other ranks were ended", killed.last_line
+    )
+    assert killed.waited_s < END_S
+
+
+def test_a_run_learns_at_the_rates_of_its_schedule(work: Path, killed: Ended) -> None:
+    (metrics,) = (work / "killed" / "kept").glob("*/metrics.jsonl")
+    rates = [json.loads(line)["learning_rate"] for line in metrics.read_text().splitlines()[:4]]
+    assert rates == pytest.approx([0.01, 0.01 / 2**0.5, 0.01 / 3**0.5, 0.005])
+
+
+def test_a_hang_prints_the_stacks_of_all_ranks_and_ends_them(work: Path) -> None:
+    started = Started(work, "hung", HANGING_COMMAND, "run", *run_options(work, "hung", "--hang-timeout-s", "10"))
+    ended = started.end()
+    assert started.ranks() == {}
+    words = "error: ranks 0 to 1, in step 3: no step ended within 10 s: the stacks of all ranks stand above"
+    assert (ended.status, ended.last_line) == (4, words), ended.error
+    _, waiting, hanging = re.split(r"^rank \d, in step 3:\n", ended.error, flags=re.MULTILINE)
+    assert "sleep_for_ever" in hanging and "sleep_for_ever" not in waiting
+    assert "in run_step" in waiting or "in all_reduce" in waiting
+
+
+def test_a_killed_launcher_takes_its_ranks_with_it(work: Path) -> None:
+    out = work / "orphaned.json"
+    started = Started(work, "orphaned", COMMAND, "measure", "--out", str(out), "--hang-timeout-s", "60")
+    started.until_step(4)
+    started.process.kill()
+    deadline = time.monotonic() + END_S
+    while started.ranks() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert started.ranks() == {}
+    assert (started.end().status, out.exists()) == (-signal.SIGKILL, False)
