@@ -1,0 +1,28 @@
+"""The kernels that run without a GPU give the same, and look ahead only where a model does."""
+
+import pytest
+import torch
+from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
+
+from shardwright_train.families import family_named
+
+
+@pytest.mark.parametrize(("name", "causal"), [("bert", False), ("gpt2", True)])
+def test_every_attention_kernel_attends_to_the_same_positions(name: str, causal: bool) -> None:
+    model, family = tiny(name), family_named(name, "test")
+    batch = batch_of(model, 4, 0)
+    states = torch.randn(4, SEQUENCE_LENGTH, 32, generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for kernel in ("sdpa", "eager"):
+        torch.manual_seed(0)
+        block = family.build(model, "layers[0]", kernel)
+        constants = family.constants(family.configuration(model), "block", slice(0, SEQUENCE_LENGTH), states, kernel)
+        (output,) = family.call(block, (states,), batch, constants)
+        outputs.append(output)
+    torch.testing.assert_close(*outputs)
+    # What comes last changes nothing before it where attention is causal, and something where it is not.
+    changed = states.clone()
+    changed[:, SEQUENCE_LENGTH // 2 :] += 1
+    (output,) = family.call(block, (changed,), batch, constants)
+    before = slice(0, SEQUENCE_LENGTH // 2)
+    assert torch.equal(output[:, before], outputs[1][:, before]) == causal

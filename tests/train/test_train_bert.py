@@ -1,0 +1,138 @@
+"""BERT's inputs and labels, what it refuses, and what each attention kernel is told of padding."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import CONFIGS, SEQUENCE_LENGTH, tiny
+from torch import Tensor
+from typer.testing import CliRunner
+
+from shardwright_formats.errors import RunFailed
+from shardwright_train.cli import app
+from shardwright_train.families import family_named
+from shardwright_train.families.base import Batch
+from shardwright_train.families.masked import Vocabulary, mask_of_kernel
+from shardwright_train.parallel.vocabulary import IGNORED
+
+VOCABULARY = Vocabulary(size=1000, mask=999, padding=0)
+LENGTH = 200
+
+
+def drawn(text: Tensor, seed: int = 0, vocabulary: Vocabulary = VOCABULARY) -> Batch:
+    return vocabulary.masked_batch(text, torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def text() -> Tensor:
+    return VOCABULARY.random_text((500, LENGTH), torch.Generator().manual_seed(7))
+
+
+def test_of_each_sample_15_percent_of_the_positions_are_labels(text: Tensor) -> None:
+    chosen = drawn(text)["labels"] != IGNORED
+    assert (chosen.sum(1) == 0.15 * LENGTH).all()
+    # Anywhere in the sample.
+    assert chosen.any(0).all()
+
+
+def test_of_the_labels_80_percent_are_masked_10_random_and_10_shown(text: Tensor) -> None:
+    batch = drawn(text)
+    chosen = batch["labels"] != IGNORED
+    tokens, labels = batch["tokens"][chosen], batch["labels"][chosen]
+    masked = (tokens == VOCABULARY.mask).float().mean().item()
+    shown = (tokens == labels).float().mean().item()
+    assert (masked, shown) == (pytest.approx(0.8, abs=0.02), pytest.approx(0.1, abs=0.02))
+    other = tokens[(tokens != VOCABULARY.mask) & (tokens != labels)]
+    # A token that stands in for another is drawn from all but padding.
+    assert other.min() > 0 and len(other.unique()) > 500
+
+
+def test_a_label_is_the_text_and_what_is_no_label_is_left_as_it_was(text: Tensor) -> None:
+    batch = drawn(text)
+    chosen = batch["labels"] != IGNORED
+    assert torch.equal(batch["labels"][chosen], text[chosen])
+    assert torch.equal(batch["tokens"][~chosen], text[~chosen])
+
+
+def test_the_generator_alone_decides_what_is_drawn(text: Tensor) -> None:
+    first, again, other = drawn(text), drawn(text), drawn(text, seed=1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["tokens"], other["tokens"])
+    assert not torch.equal(first["labels"], other["labels"])
+
+
+def test_padding_is_masked_and_never_a_label() -> None:
+    text = torch.randint(1, 999, (300, 10))
+    text[:, 4:] = 0
+    batch = drawn(text)
+    assert torch.equal(batch["attention_mask"], text != 0)
+    assert (batch["labels"][:, 4:] == IGNORED).all() and (batch["tokens"][:, 4:] == 0).all()
+    # 15 % of four positions would be none.
+    assert ((batch["labels"] != IGNORED).sum(1) == 1).all()
+
+
+def test_without_a_padding_token_every_position_counts() -> None:
+    text = torch.zeros(50, 10, dtype=torch.int64)
+    batch = drawn(text, vocabulary=Vocabulary(size=1000, mask=999, padding=None))
+    assert batch["attention_mask"].all()
+    assert ((batch["labels"] != IGNORED).sum(1) == 2).all()
+
+
+def test_a_batch_of_nothing_but_padding_ends_the_run_in_words() -> None:
+    text = torch.zeros(2, 10, dtype=torch.int64)
+    with pytest.raises(RunFailed, match="nothing but padding"):
+        drawn(text)
+    text[1, 3] = 5
+    assert ((drawn(text)["labels"] != IGNORED).sum(1) == torch.tensor([0, 1])).all()
+
+
+def test_a_sample_of_a_stream_gives_as_many_inputs_as_the_model_is_long() -> None:
+    model, family = tiny("bert"), family_named("bert", "test")
+    samples = torch.arange(3 * (SEQUENCE_LENGTH + 1)).view(3, -1) % 50
+    batch = family.batch(model, samples, torch.Generator())
+    assert {name: x.shape for name, x in batch.items()} == dict.fromkeys(
+        ("tokens", "attention_mask", "labels"), (3, SEQUENCE_LENGTH)
+    )
+    chosen = batch["labels"] != IGNORED
+    assert torch.equal(batch["labels"][chosen], samples[:, :-1][chosen])
+
+
+def test_random_batches_have_padding_behind_some_samples() -> None:
+    model, family = tiny("bert"), family_named("bert", "test")
+    mask = family.random_batch(model, 32, torch.Generator().manual_seed(0))["attention_mask"]
+    lengths = mask.sum(1)
+    assert lengths.min() < SEQUENCE_LENGTH and lengths.max() == SEQUENCE_LENGTH
+    assert torch.equal(mask, torch.arange(SEQUENCE_LENGTH) < lengths[:, None])
+
+
+def test_flash_attention_gets_the_mask_itself_and_other_kernels_what_they_add() -> None:
+    mask = torch.tensor([[True, True, False]])
+    assert mask_of_kernel(mask, torch.bfloat16, "flash_attention_2") is mask
+    for kernel in ("sdpa", "eager"):
+        added = mask_of_kernel(mask, torch.bfloat16, kernel)
+        assert (added.dtype, added.shape) == (torch.bfloat16, (1, 1, 1, 3))
+        assert added.flatten().tolist() == [0.0, 0.0, torch.finfo(torch.bfloat16).min]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mask_token_id": None}, "mask_token_id is missing: add the number of a token that no text holds"),
+        ({"mask_token_id": 61}, "mask_token_id 61 is not below vocab_size 61"),
+        ({"mask_token_id": 59}, "mask_token_id and pad_token_id are both 59"),
+        ({"pad_token_id": 61}, "pad_token_id 61 is not below vocab_size 61"),
+        ({"is_decoder": True}, "is_decoder cannot be trained"),
+        ({"chunk_size_feed_forward": 4}, "chunk_size_feed_forward cannot be trained"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings false cannot be trained"),
+    ],
+)
+def test_describe_refuses_what_cannot_be_trained_in_one_line(
+    tmp_path: Path, change: dict[str, object], words: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["bert"] | change))
+    options = ["--name", "x", "--sequence-length", "16", "--out", str(tmp_path / "model.json")]
+    ended = CliRunner().invoke(app, ["describe", str(tmp_path), *options])
+    assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
+    assert ended.stderr.startswith("error: ") and words in ended.stderr
+    assert not (tmp_path / "model.json").exists()
