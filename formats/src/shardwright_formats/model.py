@@ -1,13 +1,13 @@
 """What the planner must know of a model: its layer types, their shapes, and what must divide what."""
 
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
 from shardwright_formats.files import Document, Value, sha256_of_value
 
-__all__ = ["EMBEDDING", "HEAD", "BoundaryTensor", "LayerType", "Model", "Parameter"]
+__all__ = ["EMBEDDING", "HEAD", "BoundaryTensor", "Heads", "LayerType", "Model", "Parameter", "Region"]
 
 EMBEDDING = "embedding"
 HEAD = "head"
@@ -22,6 +22,8 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Length of each dim of the whole tensor."""
     tp_dim: Annotated[int, Meta(ge=0)] | None = None
     """The tensor dim that tensor parallelism splits; null: each rank of the group holds the whole tensor."""
+    inside: bool = False
+    """Whether a whole tensor is used inside a region, where each rank of the group has a part of its gradient."""
     shared: bool = False
     """Whether all layers of the type hold copies of one and the same parameter."""
 
@@ -48,6 +50,36 @@ class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Elements per position."""
 
 
+class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The attention of a region: what Ulysses exchanges positions for."""
+
+    queries: str
+    """The boundary tensor whose positions attend."""
+    keys: str
+    """The boundary tensor whose positions are attended to."""
+    heads: Annotated[int, Meta(ge=1)]
+    """Query heads."""
+    kv_heads: Annotated[int, Meta(ge=1)]
+    """Key and value heads."""
+    head_features: Annotated[int, Meta(ge=1)]
+    """Features of one head."""
+
+
+class Region(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A stretch of a layer in which tensor-parallel ranks hold different features (Shoeybi et al. 2019)."""
+
+    name: Literal["attention", "mlp", "lookup", "logits"]
+    """Which part of the layer it is of: `recompute` names the first two."""
+    enters: tuple[str, ...] = ()
+    """Boundary tensors whose whole sequence the region's matrices take in."""
+    leaves: str | None = None
+    """The boundary tensor that the sum over the ranks is like; null for the head, where only numbers are summed."""
+    replays_sum: tuple[Literal["full", "attention", "mlp"], ...] = ()
+    """The kinds of recomputation that repeat that sum even at their end, because something behind it is kept."""
+    attention: Heads | None = None
+    """The attention inside."""
+
+
 class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A kind of layer; layers of one type are alike in everything but their weights."""
 
@@ -61,6 +93,10 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Lengths, by name, of which the Ulysses degree must be a divisor."""
     outputs: tuple[BoundaryTensor, ...] = ()
     """What the next layer receives; empty for the head."""
+    regions: tuple[Region, ...] = ()
+    """Where tensor parallelism communicates, in order."""
+    labels: Annotated[int, Meta(ge=0)] = 0
+    """Positions per sample that the head computes a loss for; 0 elsewhere."""
 
     def parameter_count(self, tp_size: int = 1) -> int:
         """Number of parameters that one tensor-parallel rank holds."""
@@ -102,6 +138,11 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def types_sha256(self) -> str:
         """Identity of what a profile measures: family, configuration, length and types, but not the layer count."""
         return sha256_of_value([self.family, self.config, self.sequence_length, self.types])
+
+    @property
+    def boundary(self) -> tuple[BoundaryTensor, ...]:
+        """What crosses from the embedding to the first layer; all layers hand on tensors of these names."""
+        return self.types[EMBEDDING].outputs
 
     @property
     def parameter_count(self) -> int:

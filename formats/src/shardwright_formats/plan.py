@@ -11,7 +11,17 @@ from shardwright_formats.files import Document, Value, sha256_of_value
 from shardwright_formats.model import EMBEDDING, HEAD, Model
 from shardwright_formats.strategy import LayerStrategy, SequenceParallel, Strategy
 
-__all__ = ["Attention", "GradientReduction", "PipelineStage", "Plan", "Plans", "Precision", "Schedule", "misfit"]
+__all__ = [
+    "ELEMENT_BYTES",
+    "Attention",
+    "GradientReduction",
+    "PipelineStage",
+    "Plan",
+    "Plans",
+    "Precision",
+    "Schedule",
+    "misfit",
+]
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 
@@ -58,6 +68,10 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of the forward and backward pass."""
     reduce: DType = "float32"
     """Of accumulated gradients and their reduction."""
+
+
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one element of each number format."""
 
 
 class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -99,7 +99,7 @@ def build_element(site: Site, name: str, strategy: Strategy, enter: tuple[Redist
     kind = getattr(strategy, "type", name)
     layout = layout_of(strategy)
     dp_index, tp_index = layout.coordinates(me)
-    ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
+    ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES and strategy.tp_size > 1
     # Ranks that hold copies of the activations draw the same numbers.
     holder = (dp_index, tp_index) if layout.sequence_split else (dp_index,)
     randomness = Randomness(name, holder, tp_index, site.device)

@@ -10,20 +10,19 @@ from torch import Tensor
 from shardwright_formats.plan import GradientReduction, Plan
 from shardwright_formats.schedule import Pass, actions
 from shardwright_formats.strategy import SequenceParallel
+from shardwright_formats.traffic import incoming_layout
 from shardwright_train.families.base import Batch, States
 from shardwright_train.parallel.data_parallel import torch_dtype
 from shardwright_train.parallel.groups import Groups
 from shardwright_train.parallel.randomness import Draw
 from shardwright_train.parallel.vocabulary import IGNORED
-from shardwright_train.stage import Mark, Stage, boundary, incoming_layout
+from shardwright_train.record import StepMark, Turn
+from shardwright_train.stage import Stage
 
 __all__ = ["Pipeline", "Step", "no_mark", "run_step"]
 
-Turn = tuple[int, int]
-"""A microbatch and a chunk: a range of layers of the pipeline stage."""
 
-
-def no_mark(_name: str) -> None:
+def no_mark(name: str, turn: Turn | None = None) -> None:
     """Record nothing."""
 
 
@@ -75,7 +74,7 @@ class Pipeline:
                 return ()
             parts = (
                 (layout.rectangle(me, plan.microbatch_samples, tensor.sequence_length), tensor.features)
-                for tensor in boundary(plan, index, chunk)
+                for tensor in plan.model.boundary
             )
             return tuple(
                 (p.batch_end - p.batch_start, p.sequence_end - p.sequence_start, features) for p, features in parts
@@ -116,7 +115,7 @@ class Step:
         return int((self.batch["labels"] != IGNORED).sum().item())
 
 
-def run_step(stage: Stage, place: Pipeline, step: Step, mark: Mark = no_mark) -> Tensor:
+def run_step(stage: Stage, place: Pipeline, step: Step, mark: StepMark = no_mark) -> Tensor:
     """Forward and backward of a global batch.
 
     Leaves in the parameters the gradients of `loss_scale` times the mean loss over all labels of the batch that count.
@@ -149,7 +148,11 @@ def run_step(stage: Stage, place: Pipeline, step: Step, mark: Mark = no_mark) ->
     return loss if head.sequence_parallel is SequenceParallel.ULYSSES else loss / head.tp_size
 
 
-def _forward(stage: Stage, place: Pipeline, flight: _Flight, turn: Turn, step: Step, mark: Mark) -> States | Tensor:
+def _forward(stage: Stage, place: Pipeline, flight: _Flight, turn: Turn, step: Step, mark: StepMark) -> States | Tensor:
+    def at(name: str) -> None:
+        mark(name, turn)
+
+    at("forward.begin")
     microbatch, chunk = turn
     samples = place.plan.microbatch_samples
     states: States = ()
@@ -161,18 +164,20 @@ def _forward(stage: Stage, place: Pipeline, flight: _Flight, turn: Turn, step: S
             dist.recv(x, source.rank, group=source.forward)
             x.requires_grad_()
     rows = {k: v[microbatch * samples : (microbatch + 1) * samples].to(place.device) for k, v in step.batch.items()}
-    mark("forward")
+    at("forward.wait")
     flight.inputs[turn] = states
     draw: Draw = (step.seed, step.number, microbatch)
-    output: States | Tensor = stage.chunks[chunk](states, rows, draw, mark)
-    mark(f"{'layers' if target is not None else 'head'}.forward")
+    output: States | Tensor = stage.chunks[chunk](states, rows, draw, at)
+    at(f"{'layers' if target is not None else 'head'}.forward")
+    at("forward.end")
     if target is not None:
         for x in output:
             _send(flight, x.detach(), target.rank, target.forward)
     return output
 
 
-def _backward(place: Pipeline, flight: _Flight, turn: Turn, mark: Mark) -> None:
+def _backward(place: Pipeline, flight: _Flight, turn: Turn, mark: StepMark) -> None:
+    mark("backward.begin", turn)
     states, outputs = flight.inputs.pop(turn), flight.outputs.pop(turn)
     source, target = place.previous[turn[1]], place.next[turn[1]]
     grads: list[Tensor | None] = [None] * len(outputs)
@@ -180,9 +185,10 @@ def _backward(place: Pipeline, flight: _Flight, turn: Turn, mark: Mark) -> None:
         for i, x in enumerate(outputs):
             grads[i] = grad = torch.empty_like(x)
             dist.recv(grad, target.rank, group=target.backward)
-    mark("backward")
+    mark("backward.wait", turn)
     torch.autograd.backward(outputs, grads)
-    mark(f"{'layers' if source is not None else 'embedding'}.backward")
+    mark(f"{'layers' if source is not None else 'embedding'}.backward", turn)
+    mark("backward.end", turn)
     if source is not None:
         for x in states:
             # What nothing here has used has no gradient, but the stage before waits for one.

@@ -9,20 +9,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwright_formats.model import EMBEDDING, HEAD, BoundaryTensor
-from shardwright_formats.placement import Layout, layout_of
-from shardwright_formats.plan import Plan
-from shardwright_formats.strategy import DataParallel, Strategy
+from shardwright_formats.model import EMBEDDING, HEAD
+from shardwright_formats.placement import layout_of
+from shardwright_formats.strategy import DataParallel
+from shardwright_formats.ties import ranks_of_ties, ties_of
+from shardwright_formats.traffic import chunk_elements, incoming_layout
 from shardwright_train.element import Element, Site, build_element
 from shardwright_train.families.base import Batch, States
 from shardwright_train.parallel.collectives import sum_together
-from shardwright_train.parallel.data_parallel import share_root
+from shardwright_train.parallel.data_parallel import prefetch_in_backward, share_root
 from shardwright_train.parallel.randomness import Draw
 from shardwright_train.parallel.redistribute import Redistribution
 from shardwright_train.parallel.tensor_parallel import local_tensor
-from shardwright_train.parallel.ties import Ties, ranks_of_ties
+from shardwright_train.parallel.ties import Ties
 
-__all__ = ["Chunk", "Mark", "Stage", "boundary", "build_stage", "incoming_layout"]
+__all__ = ["Chunk", "Mark", "Stage", "build_stage"]
 
 Mark = Callable[[str], None]
 
@@ -130,28 +131,12 @@ def build_stage(site: Site) -> Stage:
     return stage
 
 
-def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
-    """The layout in which a range of layers receives its input: that of the layer before it; None on the first."""
-    first = plan.stages[stage].layers[chunk][0]
-    if stage == chunk == 0:
-        return None
-    return layout_of(plan.layers[first - 1] if first > 0 else plan.embedding)
-
-
-def boundary(plan: Plan, stage: int, chunk: int) -> tuple[BoundaryTensor, ...]:
-    """The tensors that a range of layers receives; none on the first."""
-    first = plan.stages[stage].layers[chunk][0]
-    if stage == chunk == 0:
-        return ()
-    return plan.model.types[plan.model.layers[first - 1] if first > 0 else EMBEDDING].outputs
-
-
 def _build_chunk(site: Site, stage: int, number: int) -> Chunk:
     plan = site.plan
     ranks = plan.stages[stage].ranks
-    current, tensors = incoming_layout(plan, stage, number), boundary(plan, stage, number)
+    current = incoming_layout(plan, stage, number)
     elements = []
-    for name, kind, strategy in _elements_of(plan, stage, number):
+    for name, _, strategy in chunk_elements(plan, stage, number):
         wanted = layout_of(strategy)
         moves = tuple(
             Redistribution(
@@ -159,28 +144,19 @@ def _build_chunk(site: Site, stage: int, number: int) -> Chunk:
             )
             if current is not None and current != wanted
             else None
-            for tensor in tensors
+            for tensor in plan.model.boundary
         )
         elements.append(build_element(site, name, strategy, moves))
-        current, tensors = wanted, plan.model.types[kind].outputs
+        current = wanted
     chunk = Chunk(elements)
     if elements:
         share_root(chunk, site.groups.mesh(plan, elements[0].strategy)["dp"])
+        prefetch_in_backward([(element.module, element.strategy.data_parallel) for element in elements])
     return chunk
 
 
-def _elements_of(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:
-    if stage == chunk == 0:
-        yield EMBEDDING, EMBEDDING, plan.embedding
-    low, high = plan.stages[stage].layers[chunk]
-    for i in range(low, high):
-        yield f"layers[{i}]", plan.layers[i].type, plan.layers[i]
-    if stage == len(plan.stages) - 1 and chunk == len(plan.stages[stage].layers) - 1:
-        yield HEAD, HEAD, plan.head
-
-
 def _tie_group(site: Site) -> dist.ProcessGroup | None:
-    members = ranks_of_ties(site.plan)
+    members = ranks_of_ties(ties_of(site.plan))
     return site.groups.among("ties", members) if site.rank in members else None
 
 

@@ -7,7 +7,7 @@ stored, computed with and reduced.
 from collections.abc import Iterable
 
 from shardwright_formats.model import LayerType, Parameter
-from shardwright_formats.plan import Precision
+from shardwright_formats.plan import ELEMENT_BYTES, Precision
 from shardwright_formats.strategy import DataParallel, Strategy
 
 __all__ = [
@@ -21,12 +21,11 @@ __all__ = [
     "transient_gradients_bytes",
 ]
 
-_ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def element_bytes(dtype: str) -> int:
     """Bytes of one element."""
-    return _ELEMENT_BYTES[dtype]
+    return ELEMENT_BYTES[dtype]
 
 
 def parameters_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:

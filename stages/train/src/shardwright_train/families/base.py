@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwright_formats.model import EMBEDDING, HEAD, BoundaryTensor, LayerType, Model, Parameter
+from shardwright_formats.model import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_train.parallel.split import Parts, Rule, cuts
 from shardwright_train.parallel.tensor_parallel import TensorParallel
 
-__all__ = ["BLOCK", "Batch", "Family", "States"]
+__all__ = ["BLOCK", "Batch", "Family", "States", "heads_of"]
 
 BLOCK = "block"
 """The layer type of families that have one."""
@@ -89,6 +89,26 @@ class Family:
 
     def attention_positions(self, kind: str, sequence_length: int) -> int:
         """Positions of keys that each position of a block attends to, all its attentions together."""
+        return sequence_length
+
+    def regions(self, kind: str, config: Any) -> tuple[Region, ...]:
+        """Where tensor parallelism communicates in an element; here as in a language model of pre-norm blocks."""
+        hidden = "hidden_states"
+        if kind == EMBEDDING:
+            return (Region(name="lookup", leaves=hidden),)
+        if kind == HEAD:
+            return (Region(name="logits", enters=(hidden,)),)
+        replays: Any = self.replays_sum(config)
+        heads = heads_of(config, hidden, hidden)
+        attention = Region(name="attention", enters=(hidden,), leaves=hidden, attention=heads, replays_sum=replays)
+        return attention, Region(name="mlp", enters=(hidden,), leaves=hidden, replays_sum=replays)
+
+    def replays_sum(self, config: Any) -> tuple[str, ...]:
+        """The kinds of recomputation whose end is not a region's sum: a dropout or norm behind it keeps something."""
+        return ()
+
+    def labels(self, sequence_length: int) -> int:
+        """Positions of a sample that the head computes a loss for."""
         return sequence_length
 
     def stream_tokens(self, sequence_length: int) -> int | None:
@@ -184,18 +204,33 @@ class Family:
         return LayerType(
             parameters=tuple(
                 Parameter(
-                    name=self.described_name(kind, name),
-                    shape=shape,
-                    tp_dim=tp_dim,
-                    shared=inside and name.endswith(self.shared),
+                    name=self.described_name(kind, cut.name),
+                    shape=cut.shape,
+                    tp_dim=cut.tp_dim,
+                    inside=cut.inside,
+                    shared=inside and cut.name.endswith(self.shared),
                 )
-                for name, shape, tp_dim in cuts(module, self.rules)
+                for cut in cuts(module, self.rules)
             ),
             forward_flops_per_sample=_forward_flops(module, config, attention) * sequence_length,
             tp_must_divide={key: getattr(config, key) for key in self.divided} if inside else {},
             ulysses_must_divide={key: getattr(config, key) for key in self.divided_by_ulysses.get(kind, ())},
             outputs=() if kind == HEAD else self.outputs(config, sequence_length),
+            regions=self.regions(kind, config),
+            labels=self.labels(sequence_length) if kind == HEAD else 0,
         )
+
+
+def heads_of(config: Any, queries: str, keys: str) -> Heads:
+    """The heads of a configuration's attention between two boundary tensors."""
+    heads = config.num_attention_heads
+    return Heads(
+        queries=queries,
+        keys=keys,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_features=getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
 
 
 def _place(model: Model, element: str) -> tuple[str, int]:

@@ -111,6 +111,10 @@ class Bert(Family):
         mask = mask_of_kernel(batch["attention_mask"], states[0].dtype, constants["kernel"])
         return (block(states[0], attention_mask=mask),)
 
+    def replays_sum(self, config: Any) -> tuple[str, ...]:
+        """Each part ends in a norm, which keeps its input."""
+        return ("full", "attention", "mlp")
+
     def dropout(self, config: Any) -> float:
         """Of hidden states and of attention's weights."""
         rate: float = max(config.hidden_dropout_prob, config.attention_probs_dropout_prob)

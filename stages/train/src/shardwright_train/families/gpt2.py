@@ -90,6 +90,10 @@ class GPT2(Family):
         rate: float = max(config.embd_pdrop, config.attn_pdrop, config.resid_pdrop)
         return rate
 
+    def replays_sum(self, config: Any) -> tuple[str, ...]:
+        """Each part ends in a dropout, which keeps its mask."""
+        return ("full", "attention", "mlp") if config.resid_pdrop > 0 else ()
+
     def _parsed(self, config: dict[str, Any]) -> Any:
         """The width of the feed-forward is four times that of the hidden states unless it is given."""
         parsed = super()._parsed(config)

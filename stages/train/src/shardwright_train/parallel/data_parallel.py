@@ -1,5 +1,7 @@
 """Data parallelism of one layer: what its ranks share, on PyTorch's FSDP2."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -9,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwright_formats.plan import Precision
 from shardwright_formats.strategy import DataParallel
 
-__all__ = ["share_root", "share_states", "torch_dtype"]
+__all__ = ["prefetch_in_backward", "share_root", "share_states", "torch_dtype"]
 
 
 _DTYPES = {
@@ -30,7 +32,7 @@ def share_states(module: nn.Module, kind: DataParallel, axis: DeviceMesh, precis
     policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(precision.compute), reduce_dtype=torch_dtype(precision.reduce)
     )
-    if kind is DataParallel.DDP:
+    if kind is DataParallel.DDP and axis.size() > 1:
         replicate(module, mesh=axis, mp_policy=policy)
     else:
         fully_shard(module, mesh=axis, mp_policy=policy, reshard_after_forward=kind is DataParallel.ZERO3)
@@ -41,6 +43,19 @@ def share_root(module: nn.Module, axis: DeviceMesh) -> None:
     """Wrap a whole pipeline stage, which has no parameters outside its layers, so that they share streams."""
     fully_shard(module, mesh=axis, reshard_after_forward=False)
     _sum_gradients(module)
+
+
+def prefetch_in_backward(modules: Sequence[tuple[nn.Module, DataParallel]]) -> None:
+    """Let the backward pass of each layer gather the parameters of the ZeRO-3 layer before it ahead of time.
+
+    By itself FSDP2 follows the order of all forward passes since the last step, and over several microbatches gathers
+    layers that are not needed.
+    """
+    for (module, _), (before, kind) in zip(modules, [modules[0], *modules], strict=False):
+        # A layer that prefetches itself, which is there already, prefetches nothing.
+        target = before if kind is DataParallel.ZERO3 else module
+        assert isinstance(module, FSDPModule) and isinstance(target, FSDPModule)
+        module.set_modules_to_backward_prefetch([target])
 
 
 def _sum_gradients(module: nn.Module) -> None:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright_formats.placement import Layout, closed_groups, layout_of, parameter_layout
 from shardwright_formats.plan import Plan
 from shardwright_formats.strategy import Strategy
-from shardwright_train.parallel.ties import ranks_of_ties
+from shardwright_formats.ties import ranks_of_ties, ties_of
 
 __all__ = ["Groups"]
 
@@ -44,7 +44,7 @@ class Groups:
                 self._make_sets(direction, columns)
         for ranks in (stage.ranks for stage in plan.stages):
             self._make_sets("redistribute", _exchange_sets(plan, ranks))
-        if tied := ranks_of_ties(plan):
+        if tied := ranks_of_ties(ties_of(plan)):
             self._make_sets("ties", (tied,))
 
     def mesh(self, plan: Plan, strategy: Strategy) -> DeviceMesh:

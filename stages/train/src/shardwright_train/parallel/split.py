@@ -57,6 +57,7 @@ class Cut(NamedTuple):
     name: str
     shape: tuple[int, ...]
     tp_dim: int | None
+    inside: bool
 
 
 def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
@@ -65,7 +66,7 @@ def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
         rule = _rule_for(owner_name, rules)
         for name, parameter in owner.named_parameters(recurse=False):
             shape, tp_dim = _stored(owner, name, tuple(parameter.shape), rule)
-            yield Cut(f"{owner_name}.{name}".lstrip("."), shape, tp_dim)
+            yield Cut(f"{owner_name}.{name}".lstrip("."), shape, tp_dim, rule is not None and tp_dim is None)
 
 
 def split_module(module: nn.Module, rules: Rules, spread: TensorParallel) -> frozenset[str]:

@@ -1,0 +1,154 @@
+"""One rank of a plan in a world that is not there: its step on tensors without data, its traffic and memory counted."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwright_formats.hardware_profile import Collective
+from shardwright_formats.plan import Plan
+from shardwright_train.element import Site
+from shardwright_train.families import Family
+from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
+from shardwright_train.parallel.groups import Groups
+from shardwright_train.parallel.tensor_parallel import local_tensor
+from shardwright_train.pipeline import Pipeline, Step, run_step
+from shardwright_train.stage import build_stage
+
+__all__ = ["FakeStep", "Traffic", "fake_step"]
+
+_SETTINGS = Hyperparameters(learning_rate=1e-4, warmup_steps=0, steps=1, weight_decay=0.1, clip_norm=1.0)
+
+
+class Traffic(NamedTuple):
+    """A kind of message."""
+
+    collective: Collective
+    group_size: int
+
+
+class FakeStep(NamedTuple):
+    """What one step of a rank moved and held."""
+
+    messages: Mapping[Traffic, int]
+    """How many messages of each kind; sends are counted by the sender."""
+    message_bytes: Mapping[Traffic, int]
+    """Their bytes together, as `hardware_profile.Collective` counts them."""
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    peak_bytes: int
+    """The most tensor memory held at once, parameters, gradients and optimizer state included."""
+
+
+def fake_step(plan: Plan, rank: int, family: Family, attention: str) -> FakeStep:
+    """Build a rank's pipeline stage as every command does, and run one step of it without data or other ranks."""
+    device = torch.device("cpu")
+    with _fake_world(rank, plan.world_size):
+        groups = Groups("cpu")
+        groups.prepare(plan)
+        stage = build_stage(Site(plan, family, rank, groups, attention, device, seed=None))
+        place = Pipeline.of(plan, rank, groups, device)
+        step = Step(family.random_batch(plan.model, plan.global_batch_size, torch.Generator().manual_seed(0)))
+        assert step.counted
+        held, sent = _HeldBytes(), _SentBytes()
+        with FakeTensorMode(allow_non_fake_inputs=True), held:
+            for chunk in stage.chunks:
+                chunk.to_empty(device=device)
+            parameters = held.now
+            optimiser = ShardedAdamW(stage.parameters_by_name(), _SETTINGS, stage.copies())
+            optimiser.begin(0)
+            states = held.now
+            with sent:
+                run_step(stage, place, step)
+            gradients = sum(_local_bytes(p) for p in stage.parameters_by_name().values())
+        return FakeStep(
+            messages=dict(sent.count),
+            message_bytes=dict(sent.bytes),
+            parameters_bytes=parameters,
+            gradients_bytes=gradients,
+            optimizer_bytes=states - parameters,
+            peak_bytes=held.peak,
+        )
+
+
+@contextmanager
+def _fake_world(rank: int, size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _SentBytes(TorchDispatchMode):
+    """Counts what every collective moves."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count: Counter[Traffic] = Counter()
+        self.bytes: Counter[Traffic] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = _COLLECTIVES.get(func._schema.name)
+        if found is not None:
+            collective, which = found
+            group = next(a for a in args if isinstance(a, torch.ScriptObject))
+            size = dist.ProcessGroup.unbox(group).size()
+            key = Traffic(collective, 2 if collective is Collective.P2P else size)
+            self.count[key] += 1
+            self.bytes[key] += sum(x.nbytes for x in tree_leaves(args[which]))
+        return func(*args, **(kwargs or {}))
+
+
+# The argument that holds the full tensor of each.
+_COLLECTIVES = {
+    "c10d::allreduce_": (Collective.ALL_REDUCE, 0),
+    "c10d::_allgather_base_": (Collective.ALL_GATHER, 0),
+    "c10d::_reduce_scatter_base_": (Collective.REDUCE_SCATTER, 1),
+    "c10d::alltoall_base_": (Collective.ALL_TO_ALL, 1),
+    "c10d::send": (Collective.P2P, 0),
+}
+
+
+class _HeldBytes(TorchDispatchMode):
+    """Follows the storages that operations make, until nothing holds them any more."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = 0
+
+    @property
+    def now(self) -> int:
+        """Bytes held now; FSDP empties storages it keeps, so each is asked for its present size."""
+        held = sum(storage.nbytes() for ref in self._storages.values() if (storage := ref()) is not None)
+        self.peak = max(self.peak, held)
+        return held
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                self._follow(x.untyped_storage())
+        _ = self.now
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
+
+
+def _local_bytes(parameter: nn.Parameter) -> int:
+    assert parameter.grad is not None
+    return local_tensor(parameter.grad).nbytes
