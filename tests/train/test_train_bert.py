@@ -64,11 +64,11 @@ def test_the_generator_alone_decides_what_is_drawn(text: Tensor) -> None:
 
 def test_padding_is_masked_and_never_a_label() -> None:
     text = torch.randint(1, 999, (300, 10))
-    text[:, 4:] = 0
+    text[:, 3:] = 0
     batch = drawn(text)
     assert torch.equal(batch["attention_mask"], text != 0)
-    assert (batch["labels"][:, 4:] == IGNORED).all() and (batch["tokens"][:, 4:] == 0).all()
-    # 15 % of four positions would be none.
+    assert (batch["labels"][:, 3:] == IGNORED).all() and (batch["tokens"][:, 3:] == 0).all()
+    # 15 % of three positions would round to none.
     assert ((batch["labels"] != IGNORED).sum(1) == 1).all()
 
 
