@@ -4,7 +4,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from shardwright_formats.model import Model
 from shardwright_train.families import family_named
@@ -51,6 +59,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mask_token_id": 60,
         **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     },
+    "t5": {
+        "model_type": "t5",
+        "vocab_size": 61,
+        "d_model": 32,
+        "d_kv": 4,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_decoder_layers": 3,
+        "num_heads": 8,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 12,
+        "feed_forward_proj": "gated-gelu",
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 3,
+    },
+    "vit": {
+        "model_type": "vit",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "image_size": [12, 20],
+        "patch_size": 4,
+        "num_labels": 5,
+    },
 }
 
 
@@ -64,7 +97,11 @@ def stock_model(model: Model, attention: str = "sdpa") -> nn.Module:
     """The stock model of a description."""
     config = family_named(model.family, "test").configuration(model)
     config._attn_implementation = attention
-    classes = {BertConfig: BertForMaskedLM}
+    classes = {
+        BertConfig: BertForMaskedLM,
+        T5Config: T5ForConditionalGeneration,
+        ViTConfig: ViTForImageClassification,
+    }
     if type(config) in classes:
         return classes[type(config)](config)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
@@ -75,6 +112,11 @@ def stock_logits(stock: nn.Module, batch: Batch) -> Tensor:
     match stock:
         case BertForMaskedLM():
             logits = stock(batch["tokens"], attention_mask=batch["attention_mask"]).logits
+        case T5ForConditionalGeneration():
+            # Stock makes the decoder's tokens from the labels itself.
+            logits = stock(batch["tokens"], labels=batch["labels"].contiguous()).logits
+        case ViTForImageClassification():
+            logits = stock(batch["pixel_values"]).logits[:, None]
         case _:
             logits = stock(batch["tokens"]).logits
     return logits

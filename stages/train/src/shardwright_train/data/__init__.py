@@ -1,1 +1,1 @@
-"""Text into tokens, and tokens into the samples of each step."""
+"""Text into tokens, and tokens or images into the samples of each step."""

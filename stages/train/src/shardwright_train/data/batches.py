@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from shardwright_formats.model import Model
+from shardwright_train.data.images import open_images
 from shardwright_train.data.sampling import Samples, open_samples
 from shardwright_train.families import Family
 from shardwright_train.families.base import Batch
@@ -43,12 +44,13 @@ class _TextBatches:
 
 
 def open_batches(folder: Path, model: Model, family: Family, seed: int) -> Batches:
-    """Open a folder of prepared data for a model.
+    """Open a folder of prepared text for a model, or of images where its family takes those.
 
     Raises BadInput when a file is damaged, holds less than one sample, or does not fit the model.
     """
     length = family.stream_tokens(model.sequence_length)
-    assert length is not None
+    if length is None:
+        return open_images(folder, family.image_form(model), seed)
     samples = open_samples(folder, length, seed)
     samples.check_vocabulary(model.config["vocab_size"])
     return _TextBatches(samples, model, family)

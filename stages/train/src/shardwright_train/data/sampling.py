@@ -12,7 +12,7 @@ from shardwright_formats.errors import BadInput
 from shardwright_train.data.description import DataFolder
 from shardwright_train.data.tokens import read_tokens
 
-__all__ = ["Samples", "open_samples"]
+__all__ = ["Samples", "open_samples", "sample_at"]
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class Samples:
 
         Raises BadInput when the stream holds a token that is not in the vocabulary.
         """
-        epoch, place = divmod(index, self.per_epoch)
-        first = int(_order(self.per_epoch, self.seed, epoch)[place]) * self.sequence_length
+        first = sample_at(index, self.per_epoch, self.seed) * self.sequence_length
         found = self.tokens[first : first + self.sequence_length + 1].astype(np.int64)
         if not 0 <= found.min() <= found.max() < self.vocab_size:
             raise BadInput(
@@ -85,6 +84,12 @@ def open_samples(folder: Path, sequence_length: int, seed: int) -> Samples:
             "prepare more text or shorten the sequence",
         )
     return Samples(folder, tokens, described.vocab_size, sequence_length, seed, described.sha256)
+
+
+def sample_at(index: int, per_epoch: int, seed: int) -> int:
+    """The sample that has a number when they are counted over all epochs, each of which has an order of its own."""
+    epoch, place = divmod(index, per_epoch)
+    return int(_order(per_epoch, seed, epoch)[place])
 
 
 @lru_cache(maxsize=2)

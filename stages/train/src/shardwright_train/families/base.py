@@ -1,7 +1,7 @@
 """What a model family is: stock modules of transformers, how they are cut, what goes in and what comes out."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from shardwright_formats.model import EMBEDDING, HEAD, BoundaryTensor, Heads, La
 from shardwright_train.parallel.split import Parts, Rule, cuts
 from shardwright_train.parallel.tensor_parallel import TensorParallel
 
-__all__ = ["BLOCK", "Batch", "Family", "States", "heads_of"]
+__all__ = ["BLOCK", "Batch", "Family", "ImageForm", "States", "heads_of"]
 
 BLOCK = "block"
 """The layer type of families that have one."""
@@ -26,6 +26,15 @@ _IGNORED_KEYS = {
     *("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
     *("gradient_checkpointing", "task_specific_params"),
 }
+
+
+class ImageForm(NamedTuple):
+    """What images a model takes, and how many classes they are told into."""
+
+    channels: int
+    height: int
+    width: int
+    classes: int
 
 
 class Family:
@@ -49,8 +58,8 @@ class Family:
     """Parameters of embedding and head that are one where the configuration says tie_word_embeddings."""
     divided: tuple[str, ...] = ("num_attention_heads",)
     """Lengths in the configuration that tensor parallelism must divide."""
-    divided_by_ulysses: Mapping[str, tuple[str, ...]] = {BLOCK: ("num_attention_heads",)}
-    """Lengths in the configuration that the Ulysses degree must divide, by layer type."""
+    divided_by_ulysses: Mapping[str, tuple[str, ...] | Mapping[str, int]] = {BLOCK: ("num_attention_heads",)}
+    """What the Ulysses degree must divide, by layer type: lengths in the configuration, or lengths that are fixed."""
     shared: tuple[str, ...] = ()
     """Ends of names of parameters that all layers of a type hold copies of."""
 
@@ -111,6 +120,14 @@ class Family:
         """Positions of a sample that the head computes a loss for."""
         return sequence_length
 
+    def computed_positions(self, kind: str, sequence_length: int) -> int:
+        """Positions that the matrices of an element are applied to."""
+        return sequence_length
+
+    def image_form(self, model: Model) -> ImageForm:
+        """What images a family of images takes."""
+        raise NotImplementedError
+
     def stream_tokens(self, sequence_length: int) -> int | None:
         """How many tokens of a text a sample takes (one more is read, as the last label); None: it is no text."""
         return sequence_length
@@ -156,7 +173,7 @@ class Family:
                 kind: self._described(parsed, kind, sequence_length)
                 for kind in (EMBEDDING, *dict.fromkeys(layers), HEAD)
             },
-            tied=self.tied if parsed.tie_word_embeddings else (),
+            tied=self.tied if self.tied and parsed.tie_word_embeddings else (),
         )
 
     def layers(self, config: Any) -> tuple[str, ...]:
@@ -201,6 +218,7 @@ class Family:
             module = self.make(kind, config, 0)
         inside = kind in self.parts
         attention = self.attention_positions(kind, sequence_length) if inside else 0
+        flops = _forward_flops(module, config, attention) * self.computed_positions(kind, sequence_length)
         return LayerType(
             parameters=tuple(
                 Parameter(
@@ -212,9 +230,9 @@ class Family:
                 )
                 for cut in cuts(module, self.rules)
             ),
-            forward_flops_per_sample=_forward_flops(module, config, attention) * sequence_length,
-            tp_must_divide={key: getattr(config, key) for key in self.divided} if inside else {},
-            ulysses_must_divide={key: getattr(config, key) for key in self.divided_by_ulysses.get(kind, ())},
+            forward_flops_per_sample=flops,
+            tp_must_divide=_lengths(config, self.divided) if inside else {},
+            ulysses_must_divide=_lengths(config, self.divided_by_ulysses.get(kind, ())),
             outputs=() if kind == HEAD else self.outputs(config, sequence_length),
             regions=self.regions(kind, config),
             labels=self.labels(sequence_length) if kind == HEAD else 0,
@@ -239,6 +257,10 @@ def _place(model: Model, element: str) -> tuple[str, int]:
         return element, 0
     number = int(element[len("layers[") : -1])
     return model.layers[number], model.layers[:number].count(model.layers[number])
+
+
+def _lengths(config: Any, named: tuple[str, ...] | Mapping[str, int]) -> dict[str, int]:
+    return dict(named) if isinstance(named, Mapping) else {name: getattr(config, name) for name in named}
 
 
 def _renamed(parameter: str, prefixes: Mapping[str, str]) -> str:

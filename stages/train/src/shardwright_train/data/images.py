@@ -1,0 +1,82 @@
+"""Images and their classes as data: a folder with images.npy and labels.npy, in NumPy's own format.
+
+images.npy: uint8 [images, channels, height, width]. labels.npy: integers [images], each the number of a class.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from tokenize import TokenError
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.format import open_memmap
+from numpy.typing import NDArray
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.files import sha256_of_file, sha256_of_value
+from shardwright_train.data.sampling import sample_at
+from shardwright_train.families.base import Batch, ImageForm
+
+__all__ = ["Images", "open_images"]
+
+_BRIGHTEST = 255
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images in another order each epoch, as samples of text are."""
+
+    pixels: NDArray[np.uint8]
+    """[images, channels, height, width], mapped from the file."""
+    labels: NDArray[np.int64]
+    """[images]: the class of each."""
+    seed: int
+    sha256: str
+    """Identity of the contents of both files."""
+
+    def batch(self, step: int, samples: int) -> Batch:
+        """`pixel_values` [samples, channels, height, width] in [-1, 1] and `labels` [samples, 1] of a step from 1."""
+        first = (step - 1) * samples
+        chosen = [sample_at(index, len(self.labels), self.seed) for index in range(first, first + samples)]
+        pixels = torch.from_numpy(self.pixels[chosen])
+        return {
+            "pixel_values": pixels.to(torch.float32) / (_BRIGHTEST / 2) - 1,
+            "labels": torch.from_numpy(self.labels[chosen])[:, None],
+        }
+
+
+def open_images(folder: Path, form: ImageForm, seed: int) -> Images:
+    """Open a folder of images for a model; they are mapped, but read once for their identity.
+
+    Raises BadInput when a file is absent or damaged, they do not belong together, or do not fit the model.
+    """
+    image_file, label_file = folder / "images.npy", folder / "labels.npy"
+    pixels, labels = _mapped(image_file), _mapped(label_file)
+    if pixels.dtype != np.uint8 or pixels.ndim != 4:
+        raise BadInput(image_file, f"is {_described(pixels)}", "write uint8 [images, channels, height, width]")
+    if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1:
+        raise BadInput(label_file, f"is {_described(labels)}", "write integers [images]")
+    if len(labels) != len(pixels) or not len(labels):
+        raise BadInput(label_file, f"{len(labels)} labels for {len(pixels)} images", "write one for each image")
+    if pixels.shape[1:] != form[:3]:
+        found, wanted = (" x ".join(map(str, shape)) for shape in (pixels.shape[1:], form[:3]))
+        raise BadInput(image_file, f"images of {found}, the model takes {wanted}", "resize them")
+    if not 0 <= labels.min() <= labels.max() < form.classes:
+        what = f"labels from {labels.min()} to {labels.max()}, the model has {form.classes} classes, from 0"
+        raise BadInput(label_file, what, "number the classes from 0, or describe a model with more")
+    identity = sha256_of_value([sha256_of_file(image_file), sha256_of_file(label_file)])
+    return Images(pixels, labels.astype(np.int64), seed, identity)
+
+
+def _mapped(path: Path) -> NDArray[Any]:
+    try:
+        return open_memmap(path, mode="r")
+    except OSError as error:
+        raise BadInput(path, error.strerror or str(error), "check the path") from None
+    except (ValueError, SyntaxError, TokenError, OverflowError) as error:  # NumPy reads a header as Python
+        raise BadInput(path, f"is no whole array ({error})", "write it with numpy.save") from None
+
+
+def _described(array: NDArray[Any]) -> str:
+    return f"{array.dtype} {list(array.shape)}"
