@@ -22,6 +22,7 @@ from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
 from shardwright_train.parallel.groups import Groups
 from shardwright_train.parallel.tensor_parallel import local_tensor
 from shardwright_train.pipeline import Pipeline, Step, run_step
+from shardwright_train.record import Turn
 from shardwright_train.stage import build_stage
 
 __all__ = ["FakeStep", "Traffic", "fake_step"]
@@ -48,6 +49,8 @@ class FakeStep(NamedTuple):
     optimizer_bytes: int
     peak_bytes: int
     """The most tensor memory held at once, parameters, gradients and optimizer state included."""
+    activation_bytes: int
+    """What the last microbatch's forward pass through a chunk left behind (the mean over chunks)."""
 
 
 def fake_step(plan: Plan, rank: int, family: Family, attention: str) -> FakeStep:
@@ -61,15 +64,19 @@ def fake_step(plan: Plan, rank: int, family: Family, attention: str) -> FakeStep
         step = Step(family.random_batch(plan.model, plan.global_batch_size, torch.Generator().manual_seed(0)))
         assert step.counted
         held, sent = _HeldBytes(), _SentBytes()
-        with FakeTensorMode(allow_non_fake_inputs=True), held:
+        left = _LeftBehind(held, plan.num_microbatches - 1)
+        with FakeTensorMode(allow_non_fake_inputs=True):
             for chunk in stage.chunks:
                 chunk.to_empty(device=device)
+            for parameter in stage.parameters_by_name().values():
+                held.follow(parameter)
             parameters = held.now
-            optimiser = ShardedAdamW(stage.parameters_by_name(), _SETTINGS, stage.copies())
-            optimiser.begin(0)
-            states = held.now
-            with sent:
-                run_step(stage, place, step)
+            with held:
+                optimiser = ShardedAdamW(stage.parameters_by_name(), _SETTINGS, stage.copies())
+                optimiser.begin(0)
+                states = held.now
+                with sent:
+                    run_step(stage, place, step, left.mark)
             gradients = sum(_local_bytes(p) for p in stage.parameters_by_name().values())
         return FakeStep(
             messages=dict(sent.count),
@@ -78,6 +85,7 @@ def fake_step(plan: Plan, rank: int, family: Family, attention: str) -> FakeStep
             gradients_bytes=gradients,
             optimizer_bytes=states - parameters,
             peak_bytes=held.peak,
+            activation_bytes=sum(left.bytes) // len(left.bytes),
         )
 
 
@@ -121,32 +129,65 @@ _COLLECTIVES = {
 
 
 class _HeldBytes(TorchDispatchMode):
-    """Follows the storages that operations make, until nothing holds them any more."""
+    """Follows the storages that operations make, until nothing holds them any more.
+
+    FSDP empties and refills storages that it keeps, which no operation shows: their sizes are asked for anew whenever
+    the sum seems to reach a peak, and when it is asked for.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._sum = 0
         self.peak = 0
 
     @property
     def now(self) -> int:
-        """Bytes held now; FSDP empties storages it keeps, so each is asked for its present size."""
-        held = sum(storage.nbytes() for ref in self._storages.values() if (storage := ref()) is not None)
-        self.peak = max(self.peak, held)
-        return held
+        """Bytes held now."""
+        for key, (ref, _) in list(self._storages.items()):
+            storage = ref()
+            if storage is not None:
+                self._storages[key] = ref, storage.nbytes()
+        self._sum = sum(size for _, size in self._storages.values())
+        self.peak = max(self.peak, self._sum)
+        return self._sum
+
+    def follow(self, x: Tensor) -> None:
+        """Count a tensor's storage from now on."""
+        # A DTensor itself pretends to a storage of the whole tensor.
+        storage = local_tensor(x).untyped_storage()
+        key = id(storage)
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, lambda _: self._forget(key)), storage.nbytes()
+            self._sum += storage.nbytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, Tensor):
-                self._follow(x.untyped_storage())
-        _ = self.now
+                self.follow(x)
+        if self._sum > self.peak:
+            _ = self.now
         return result
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key not in self._storages:
-            self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
+    def _forget(self, key: int) -> None:
+        self._sum -= self._storages.pop(key)[1]
+
+
+class _LeftBehind:
+    """What the forward passes of one microbatch leave behind."""
+
+    def __init__(self, held: _HeldBytes, microbatch: int) -> None:
+        self._held, self._microbatch, self._before = held, microbatch, 0
+        self.bytes: list[int] = []
+
+    def mark(self, name: str, turn: Turn | None = None) -> None:
+        """Note what is held where a forward pass begins and ends."""
+        if turn is not None and turn[0] == self._microbatch:
+            if name == "forward.begin":
+                self._before = self._held.now
+            elif name == "forward.end":
+                self.bytes.append(self._held.now - self._before)
 
 
 def _local_bytes(parameter: nn.Parameter) -> int:

@@ -54,7 +54,7 @@ class Pipeline:
     @classmethod
     def of(cls, plan: Plan, rank: int, groups: Groups, device: torch.device) -> "Pipeline":
         """The place of a rank under a plan."""
-        index = next(i for i, stage in enumerate(plan.stages) if rank in stage.ranks)
+        index = plan.stage_of_rank(rank)
         me = plan.stages[index].ranks.index(rank)
         column = tuple(stage.ranks[me] for stage in plan.stages)
         chunks = range(len(plan.stages[index].layers))

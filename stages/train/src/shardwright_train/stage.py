@@ -121,7 +121,7 @@ class Stage:
 def build_stage(site: Site) -> Stage:
     """Build what a rank holds, one element after the other."""
     plan = site.plan
-    index = next(i for i, stage in enumerate(plan.stages) if site.rank in stage.ranks)
+    index = plan.stage_of_rank(site.rank)
     chunks = tuple(_build_chunk(site, index, number) for number in range(len(plan.stages[index].layers)))
     ties = Ties(plan, site.rank, _tie_group(site))
     stage = Stage(site, chunks, ties)

@@ -1,0 +1,120 @@
+"""The bytes that a rank moves in a fake world are those of the formulas, for every kind of strategy, to the byte."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from random_plans import cluster_of, precision_of, random_plan
+from tiny_models import tiny
+from typer.testing import CliRunner
+
+from shardwright_formats.files import write_document
+from shardwright_formats.model import Model
+from shardwright_formats.placement import Cause
+from shardwright_formats.plan import GradientReduction, PipelineStage, Plan, Schedule
+from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.traffic import step_messages
+from shardwright_train.check import check_roles, roles_of
+from shardwright_train.cli import app
+from shardwright_train.fake_world import fake_step
+from shardwright_train.families import family_named
+
+WORLD = 8
+RANDOM = (("llama", 3), ("llama", 7), ("gpt2", 1), ("bert", 0))
+
+
+def uniform(model: Model, name: str, every: bool, recompute: Recompute, **spread: object) -> Plan:
+    """One strategy for all layers of one stage, another for embedding and head, so that layouts change too."""
+    outer = Strategy(tp_size=2, dp_size=4, data_parallel=DataParallel.ZERO2, sequence_parallel=SequenceParallel.NONE)
+    layer = {"type": "block", "recompute": recompute, **spread}
+    return Plan(
+        name=name,
+        model=model,
+        cluster=cluster_of(WORLD),
+        global_batch_size=16,
+        num_microbatches=2,
+        schedule=Schedule.ONE_F_ONE_B,
+        gradient_reduction=GradientReduction.EVERY_MICROBATCH if every else GradientReduction.DEFERRED,
+        precision=precision_of("bfloat16"),
+        stages=(PipelineStage(ranks=tuple(range(WORLD)), layers=((0, len(model.layers)),)),),
+        embedding=outer,
+        head=outer,
+        layers=tuple(LayerStrategy(**layer) for _ in model.layers),  # type: ignore[arg-type]
+    )
+
+
+def kinds_of_strategy() -> Iterator[Plan]:
+    model = tiny("llama", num_hidden_layers=2)
+    for every, data_parallel in ((every, kind) for every in (False, True) for kind in DataParallel):
+        spread = {"tp_size": 1, "dp_size": 8, "data_parallel": data_parallel}
+        yield uniform(model, f"{data_parallel} every={every}", every, Recompute.NONE, **spread)
+    for split, recompute in ((split, recompute) for split in SequenceParallel for recompute in Recompute):
+        spread = {"tp_size": 4, "dp_size": 2, "data_parallel": DataParallel.ZERO3, "sequence_parallel": split}
+        yield uniform(model, f"{split} {recompute}", False, recompute, **spread)
+    # Fewer key and value heads than the degree.
+    spread = {"tp_size": 8, "dp_size": 1, "sequence_parallel": SequenceParallel.ULYSSES}
+    yield uniform(model, "ulysses of 8", False, Recompute.NONE, **spread)
+
+
+def by_formula(plan: Plan, rank: int) -> Counter[tuple[str, int]]:
+    found: Counter[tuple[str, int]] = Counter()
+    for message in step_messages(plan, rank):
+        # The fake step ends before the optimizer's.
+        if message.cause is not Cause.NORM:
+            found[message.collective, message.group_size] += message.count * message.bytes
+    return found
+
+
+def counted(plan: Plan, rank: int) -> Counter[tuple[str, int]]:
+    step = fake_step(plan, rank, family_named(plan.model.family, "test"), "sdpa")
+    return Counter({(kind.collective, kind.group_size): size for kind, size in step.message_bytes.items()})
+
+
+@pytest.mark.parametrize("plan", list(kinds_of_strategy()), ids=lambda plan: plan.name)
+def test_every_kind_of_strategy_moves_the_bytes_of_its_formula(plan: Plan) -> None:
+    assert counted(plan, 5) == by_formula(plan, 5)
+
+
+@pytest.mark.parametrize(("family", "number"), RANDOM)
+def test_mixed_plans_with_pipelines_and_ties_move_the_bytes_of_the_formulas(family: str, number: int) -> None:
+    plan = random_plan(tiny(family), number, WORLD, "bfloat16")
+    for rank in (0, WORLD - 1):
+        assert counted(plan, rank) == by_formula(plan, rank)
+
+
+def test_a_gather_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = next(plan for plan in kinds_of_strategy() if plan.name == "zero3 every=False")
+    monkeypatch.setattr("shardwright_train.stage.prefetch_in_backward", lambda _modules: None)
+    assert counted(plan, 0) != by_formula(plan, 0)
+
+
+def test_the_check_of_a_plan_shows_every_role(tmp_path: Path) -> None:
+    plan = random_plan(tiny("llama"), 4, WORLD, "bfloat16", stages=2)
+    write_document(tmp_path / "plan.json", plan)
+    ended = CliRunner().invoke(app, ["check", str(tmp_path / "plan.json")])
+    assert ended.exit_code == 0, ended.stderr
+    assert "The bytes counted while playing the step are those of the formulas." in ended.stdout
+    assert f"played {len(roles_of(plan))} of {len(roles_of(plan))} roles" in ended.stderr
+    assert {rank for role in roles_of(plan) for rank in role.ranks} == set(range(WORLD))
+
+
+def test_a_plan_that_lacks_memory_says_how_much(tmp_path: Path) -> None:
+    plan = json.loads(msgspec.json.encode(random_plan(tiny("llama"), 4, 2, "float32")))
+    plan["cluster"]["node_types"]["cpu"]["memory_bytes"] = 1000
+    (tmp_path / "plan.json").write_text(json.dumps({"format": "shardwright.plan", "version": 1} | plan))
+    ended = CliRunner().invoke(app, ["check", str(tmp_path / "plan.json")])
+    assert ended.exit_code == 3
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and "lacks" in last and " bytes" in last
+
+
+def test_memory_of_more_microbatches_is_foretold_from_two() -> None:
+    plan = random_plan(tiny("llama"), 4, 2, "float32", stages=1)
+    plan = msgspec.structs.replace(plan, num_microbatches=4, schedule=Schedule.GPIPE)
+    (check, *_) = check_roles(plan, family_named("llama", "test"), "sdpa", lambda _done, _all: None)
+    whole = fake_step(plan, 0, family_named("llama", "test"), "sdpa")
+    assert check.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
+    assert check.parameters_bytes == whole.parameters_bytes
