@@ -8,15 +8,21 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from random_plans import random_plan
 from tiny_models import tiny
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright_formats.files import write_document
 from shardwright_train.data.prepare import prepare
 from shardwright_train.watch import RankFiles
+from shardwright_train.world import joined_world
 
 COMMAND = ("-m", "shardwright_train.cli")
 HANGING_COMMAND = (str(Path(__file__).with_name("hanging_train.py")),)
@@ -146,3 +152,20 @@ def test_a_killed_launcher_takes_its_ranks_with_it(work: Path) -> None:
         time.sleep(0.05)
     assert started.ranks() == {}
     assert (started.end().status, out.exists()) == (-signal.SIGKILL, False)
+
+
+def test_every_group_waits_longer_than_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in (place | RankFiles.of_rank(tmp_path, 0).environment).items():
+        monkeypatch.setenv(name, value)
+    defaults = (distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout)
+    with joined_world("cpu", timeout_s=4321.0):
+        groups = [
+            dist.group.WORLD,
+            dist.new_group([0]),
+            DeviceMesh("cpu", [[0]], mesh_dim_names=("a", "b")).get_group("b"),
+        ]
+        assert {group._get_backend(torch.device("cpu")).options._timeout for group in groups} == {
+            timedelta(seconds=4321)
+        }
+    assert defaults == (distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout)

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from shardwright_formats.errors import RunFailed
+from shardwright_train import cli
 from shardwright_train import launch as launching
 from shardwright_train.launch import Nodes, launch
 from shardwright_train.verdict import Evidence, verdict
@@ -65,7 +67,7 @@ def test_ranks_that_end_well_are_no_failure(launched: Launched) -> None:
         (("sleep", "fail two\nlines"), "rank 1: failed in step 1: ValueError: two lines"),
         (("lose", "later fail x"), "rank 1: failed in step 1: ValueError: x"),
         (("fail y", "later fail x"), "rank 0: failed in step 1: ValueError: y"),
-        (("lose", "exit 7"), "rank 1: ended with status 7 in step 1: its last words stand above"),
+        (("lose", "later exit 7"), "rank 1: ended with status 7 in step 1: its last words stand above"),
         (("later lose", "lose"), r"rank 1: lost its connection first, in step 1: RuntimeError: .* closed by peer .*"),
     ],
 )
@@ -189,3 +191,16 @@ def test_a_kill_that_nobody_asked_for_is_no_stop() -> None:
     for status, signalled in ((-9, True), (-15, False)):
         found = verdict([_evidence(0, status, 1.0)], several_nodes=False, signalled=signalled)
         assert found.words.startswith("rank 0: was killed by SIG") and found.exit_code is None
+
+
+def test_a_killed_rank_goes_before_what_its_peers_noted_before_its_end_was_seen() -> None:
+    failed = NotedError(time_s=1.0, text="RuntimeError: something new that gloo says")
+    found = verdict([_evidence(0, 1, 2.0, failed), _evidence(1, -9, 1.05)], several_nodes=False, signalled=False)
+    assert found.words.startswith("rank 1: was killed by SIGKILL in step 5")
+
+
+def test_a_measurement_is_watched_as_its_option_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(cli, "start_measure", lambda *arguments: asked.extend(arguments))
+    ended = CliRunner().invoke(cli.app, ["measure", "plan.json", "--out", "out.json", "--hang-timeout-s", "7.5"])
+    assert (ended.exit_code, asked.count(7.5)) == (0, 1)
