@@ -12,7 +12,11 @@ from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.files import Document, write_document
 from shardwright_formats.hardware_profile import HardwareProfile, write_hardware_profile
 from shardwright_formats.measurement import (
+    HeldMemory,
     Measurement,
+    PassTime,
+    Phase,
+    PhaseMemory,
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
@@ -24,6 +28,7 @@ from shardwright_formats.model_profile import ModelProfile, ProfileOrigin, write
 from shardwright_formats.plan import PipelineStage, Plan, Plans, Schedule
 from shardwright_formats.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
 from shardwright_formats.run import RunResult
+from shardwright_formats.schedule import Pass, actions
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 __all__ = ["write_examples"]
@@ -44,6 +49,7 @@ def write_examples(folder: Path) -> None:
             steps=100,
             first_loss=3.5,
             final_loss=1.25,
+            attention="sdpa",
             wall_s=60.0,
             checkpoint="checkpoints/example/step-100",
         ),
@@ -182,7 +188,10 @@ def _rank(plan: Plan, rank: int) -> RankMeasurement:
         parameters_bytes=1024,
         gradients_bytes=1024,
         optimizer_bytes=2048,
+        gathered_parameters_bytes=512,
+        unreduced_gradients_bytes=1024,
         peak_bytes=8192,
+        phases=tuple(_phase(phase) for phase in Phase),
         segments=tuple(
             SegmentMemory(name=name, activation_bytes=512, forward_transient_bytes=256, backward_transient_bytes=768)
             for name in names
@@ -197,8 +206,37 @@ def _rank(plan: Plan, rank: int) -> RankMeasurement:
         segments=tuple(Segment(name=name, forward_s=(0.125, 0.125), backward_s=(0.25, 0.25)) for name in names),
         gradient_reduction_s=(0.0625, 0.0625),
         optimizer_s=(0.03125, 0.03125),
+        passes=tuple(
+            PassTime(
+                kind="forward" if action.kind is Pass.FORWARD else "backward",
+                microbatch=action.microbatch,
+                chunk=action.chunk,
+                wait_s=0.0625,
+                start_s=0.125 * (number + 1),
+                time_s=0.0625,
+            )
+            for number, action in enumerate(actions(plan.schedule, len(plan.stages), plan.num_microbatches, stage))
+        ),
         memory=memory,
     )
+
+
+def _phase(phase: Phase) -> PhaseMemory:
+    held = HeldMemory(
+        parameters_bytes=1024,
+        gradients_bytes=1024 if phase is Phase.BACKWARD else 0,
+        optimizer_bytes=2048,
+        activations_bytes=2048 if phase is Phase.FORWARD else 0,
+        buffers_bytes=256,
+    )
+    peak = HeldMemory(
+        parameters_bytes=1024,
+        gradients_bytes=1024 if phase in (Phase.BACKWARD, Phase.OPTIMIZER) else 0,
+        optimizer_bytes=2048,
+        activations_bytes=2048 if phase in (Phase.FORWARD, Phase.BACKWARD) else 0,
+        buffers_bytes=2048 if phase is Phase.BACKWARD else 512,
+    )
+    return PhaseMemory(phase=phase, held=held, peak=peak)
 
 
 def _hardware_profile() -> HardwareProfile:

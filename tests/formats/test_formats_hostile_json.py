@@ -181,6 +181,17 @@ MEASUREMENTS: dict[str, tuple[Change, str]] = {
     "different repeats": (lambda m: m["plans"][0]["ranks"][0]["step_s"].append(1.0), "repeats"),
     "negative time": (lambda m: m["plans"][0]["ranks"][0].update(step_s=[-1.0]), "step_s[0]"),
     "negative memory": (lambda m: m["plans"][0]["ranks"][0]["memory"].update(peak_bytes=-1), "peak_bytes"),
+    "a rank of another stage": (lambda m: m["plans"][0]["ranks"][0].update(stage=1), "rank 0 is of stage 0, not 1"),
+    "a pass left out": (lambda m: m["plans"][0]["ranks"][0]["passes"].pop(), "not each of the plan's"),
+    "a pass twice": (
+        lambda m: m["plans"][0]["ranks"][0].update(passes=[m["plans"][0]["ranks"][0]["passes"][0]] * 4),
+        "not each of the plan's",
+    ),
+    "a phase left out": (lambda m: m["plans"][0]["ranks"][0]["memory"]["phases"].pop(), "memory of the phases"),
+    "a peak that nothing reaches": (
+        lambda m: m["plans"][0]["ranks"][0]["memory"].update(peak_bytes=9000),
+        "peak_bytes is 9000, the phases of a step reach 8192",
+    ),
     "a plan that cannot be": (lambda m: m["plans"][0]["plan"].update(num_microbatches=3), "num_microbatches 3"),
     "no plans": (lambda m: m.update(plans=[]), "`$.plans`"),
 }

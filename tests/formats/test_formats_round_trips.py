@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.files import Document, read_document, sha256_of_value, write_document
 from shardwright_formats.measurement import (
+    HeldMemory,
     Measurement,
+    PassTime,
+    Phase,
+    PhaseMemory,
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
@@ -207,11 +211,23 @@ def measurements(draw: st.DrawFn) -> Measurement:
         forward_transient_bytes=byte_counts,
         backward_transient_bytes=byte_counts,
     )
+    held_memory = st.builds(
+        HeldMemory,
+        parameters_bytes=byte_counts,
+        gradients_bytes=byte_counts,
+        optimizer_bytes=byte_counts,
+        activations_bytes=byte_counts,
+        buffers_bytes=byte_counts,
+    )
+    phases = tuple(PhaseMemory(phase=phase, held=draw(held_memory), peak=draw(held_memory)) for phase in Phase)
     memory = RankMemory(
         parameters_bytes=draw(byte_counts),
         gradients_bytes=draw(byte_counts),
         optimizer_bytes=draw(byte_counts),
-        peak_bytes=draw(byte_counts),
+        gathered_parameters_bytes=draw(byte_counts),
+        unreduced_gradients_bytes=draw(byte_counts),
+        peak_bytes=max(phase.peak.total_bytes for phase in phases[1:]),
+        phases=phases,
         segments=draw(_lists(segment_memory)),
         process_bytes=draw(byte_counts),
         resident_bytes=draw(byte_counts),
@@ -219,11 +235,24 @@ def measurements(draw: st.DrawFn) -> Measurement:
     ranks = tuple(
         RankMeasurement(
             rank=rank,
-            stage=0,
+            stage=(stage := next(i for i, stage in enumerate(plan.stages) if rank in stage.ranks)),
             step_s=draw(times),
             segments=(Segment(name=draw(names), forward_s=draw(times), backward_s=draw(times)),),
             gradient_reduction_s=draw(times),
             optimizer_s=draw(times),
+            passes=tuple(
+                PassTime(
+                    kind=kind,
+                    microbatch=microbatch,
+                    chunk=chunk,
+                    wait_s=draw(seconds),
+                    start_s=draw(seconds),
+                    time_s=draw(seconds),
+                )
+                for kind in ("backward", "forward")
+                for microbatch in range(plan.num_microbatches)
+                for chunk in range(len(plan.stages[stage].layers))
+            ),
             memory=memory,
         )
         for rank in range(plan.world_size)

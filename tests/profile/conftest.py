@@ -10,7 +10,11 @@ import pytest
 
 from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.measurement import (
+    HeldMemory,
     Measurement,
+    PassTime,
+    Phase,
+    PhaseMemory,
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
@@ -74,6 +78,9 @@ def _cluster(*nodes: tuple[int, int]) -> Cluster:
     )
 
 
+_ONE_BYTE = HeldMemory(parameters_bytes=1, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0, buffers_bytes=0)
+
+
 def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
     counts = {name: plan.model.layers.count(name) for name in constants.layer_s}
     # A microbatch twice the size takes twice as long, a backward pass twice as long as a forward pass.
@@ -108,11 +115,19 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
             ),
             gradient_reduction_s=repeats(reduction_s),
             optimizer_s=repeats(optimizer_s),
+            passes=tuple(
+                PassTime(kind=kind, microbatch=i, chunk=0, wait_s=0.0, start_s=0.0, time_s=time_s)
+                for i in range(plan.num_microbatches)
+                for kind, time_s in (("forward", pace * layers_s), ("backward", 2 * pace * layers_s))
+            ),
             memory=RankMemory(
                 parameters_bytes=constants.ends_bytes + layer_bytes,
                 gradients_bytes=constants.ends_bytes + layer_bytes,
                 optimizer_bytes=2 * (constants.ends_bytes + layer_bytes),
+                gathered_parameters_bytes=0,
+                unreduced_gradients_bytes=0,
                 peak_bytes=1,
+                phases=tuple(PhaseMemory(phase=phase, held=_ONE_BYTE, peak=_ONE_BYTE) for phase in Phase),
                 segments=tuple(
                     SegmentMemory(
                         name=name,

@@ -3,6 +3,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from shardwright_formats.errors import BadInput
-from shardwright_formats.measurement import Measurement, PlanMeasurement
+from shardwright_formats.measurement import Measurement
 from shardwright_formats.model import Model
 from shardwright_formats.model_profile import read_model_profile, write_model_profile
 from shardwright_formats.plan import GradientReduction, Precision
@@ -229,21 +230,13 @@ def test_measurements_that_cannot_be_compared_are_refused(
 
 
 def test_plans_that_are_no_probes_are_refused(plans, make_measurement, make_constants):
-    def replaced(measurement: Measurement, **changes: object) -> Measurement:
-        fields = {
-            name: getattr(measurement.plans[0].plan, name) for name in measurement.plans[0].plan.__struct_fields__
-        }
-        plan = type(measurement.plans[0].plan)(**(fields | changes))
-        changed = PlanMeasurement(plan=plan, ranks=measurement.plans[0].ranks)
-        return Measurement(
-            device="cpu", backend="gloo", torch_version="0", attention="sdpa", plans=(changed, *measurement.plans[1:])
-        )
+    def measured_with(**changes: object) -> Measurement:
+        changed = msgspec.structs.replace(plans[0], **changes)
+        return make_measurement([changed, *plans[1:]], make_constants())
 
-    measured = make_measurement(plans, make_constants())
     every = GradientReduction.EVERY_MICROBATCH
-    one_microbatch = replaced(measured, num_microbatches=1)
-    assert "its only microbatch also reduces gradients" in _refusal([one_microbatch])
-    assert "every microbatch reduces gradients" in _refusal([replaced(measured, gradient_reduction=every)])
+    assert "its only microbatch also reduces gradients" in _refusal([measured_with(num_microbatches=1)])
+    assert "every microbatch reduces gradients" in _refusal([measured_with(gradient_reduction=every)])
 
 
 def test_every_combination_asked_for_is_in_the_profile(plans, make_measurement, make_constants):

@@ -1,122 +1,427 @@
-"""Measured plans: times and memory by segment for every rank; what is counted agrees with what is known."""
+"""Measured plans: times and memory of every rank by segment, pass and phase; what is counted is what is known."""
 
-from collections.abc import Callable
+import gzip
+import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from random_plans import cluster_of
+from tiny_models import tiny
 
 from shardwright_formats.errors import BadInput
 from shardwright_formats.files import read_document, write_document
-from shardwright_formats.measurement import Measurement, PlanMeasurement
-from shardwright_formats.plan import GradientReduction, Plan, Plans
-from shardwright_formats.strategy import DataParallel, Recompute
+from shardwright_formats.measurement import HeldMemory, Measurement, PlanMeasurement, RankMeasurement
+from shardwright_formats.plan import GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
+from shardwright_formats.schedule import actions
+from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_train.launch import Nodes
-from shardwright_train.measure import segments_of_memory, timing_of_step
-from shardwright_train.record import Interval, MemoryInterval
+from shardwright_train.memory_account import Category, Change, Counters, MemoryInterval, MemoryMark, memory_intervals
+from shardwright_train.record import Interval
 from shardwright_train.start import start_measure
+from shardwright_train.step_memory import phases_of_memory, segments_of_memory
+from shardwright_train.step_times import timing_of_step
 
-PlanMaker = Callable[..., Plan]
+Measured = dict[str, PlanMeasurement]
 REPEATS = 2
+WHOLE, HALVES, IN_TURNS = (((0, 2),),), (((0, 1),), ((1, 2),)), (((0, 1), (2, 3)), ((1, 2), (3, 4)))
+FLOAT32 = Precision(parameters="float32", compute="float32", reduce="float32")
+BFLOAT16 = Precision(parameters="float32", compute="bfloat16", reduce="float32")
 
 
-def _alike(plan: Plan, name: str, **layer_fields: object) -> Plan:
-    layers = tuple(msgspec.structs.replace(layer, **layer_fields) for layer in plan.layers)  # type: ignore[arg-type]
-    return msgspec.structs.replace(
-        plan, name=name, layers=layers, num_microbatches=2, gradient_reduction=GradientReduction.DEFERRED
+class State(NamedTuple):
+    """A plan whose states are compared with a table, and the table's bytes per parameter on 2 ranks."""
+
+    kind: DataParallel
+    precision: Precision
+    num_microbatches: int
+    reduction: GradientReduction
+    parameters: int
+    gathered: int
+    unreduced: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.precision.compute} {self.num_microbatches} {self.reduction}"
+
+
+DEFERRED, EVERY = GradientReduction.DEFERRED, GradientReduction.EVERY_MICROBATCH
+DDP, ZERO2, ZERO3 = DataParallel.DDP, DataParallel.ZERO2, DataParallel.ZERO3
+STATES = (
+    State(DDP, BFLOAT16, 1, DEFERRED, 4, 2, 0, 4, 8),
+    State(DDP, BFLOAT16, 2, DEFERRED, 4, 2, 4, 4, 8),
+    State(ZERO2, BFLOAT16, 1, DEFERRED, 2, 2, 0, 2, 4),
+    State(ZERO2, BFLOAT16, 2, DEFERRED, 2, 2, 4, 2, 4),
+    State(ZERO3, BFLOAT16, 1, DEFERRED, 2, 0, 0, 2, 4),
+    State(ZERO3, BFLOAT16, 2, DEFERRED, 2, 0, 4, 2, 4),
+    State(ZERO3, BFLOAT16, 2, EVERY, 2, 0, 0, 2, 4),
+    State(DDP, FLOAT32, 2, DEFERRED, 4, 4, 4, 4, 8),
+    State(ZERO2, FLOAT32, 2, DEFERRED, 2, 4, 4, 2, 4),
+    State(ZERO3, FLOAT32, 2, DEFERRED, 2, 0, 4, 2, 4),
+)
+
+
+def _plan(
+    name: str,
+    stages: tuple[tuple[tuple[int, int], ...], ...] = WHOLE,
+    kind: DataParallel = DDP,
+    recompute: Recompute = Recompute.NONE,
+    **changes: Any,
+) -> Plan:
+
+    # Every size is even: nothing is padded on 2 ranks.
+    model = tiny("llama", vocab_size=64, num_hidden_layers=stages[-1][-1][-1])
+    dp_size = 2 // len(stages)
+    spread: dict[str, Any] = {"tp_size": 1, "dp_size": dp_size, "data_parallel": kind}
+    fields = {
+        "schedule": Schedule.INTERLEAVED_1F1B if len(stages[0]) > 1 else Schedule.ONE_F_ONE_B,
+        "global_batch_size": 16,
+        "num_microbatches": 2,
+        "gradient_reduction": DEFERRED,
+        "precision": FLOAT32,
+    }
+    return Plan(
+        name=name,
+        model=model,
+        cluster=cluster_of(2),
+        stages=tuple(
+            PipelineStage(ranks=tuple(range(i * dp_size, (i + 1) * dp_size)), layers=layers)
+            for i, layers in enumerate(stages)
+        ),
+        embedding=Strategy(**spread),
+        head=Strategy(**spread),
+        layers=tuple(LayerStrategy(type=type_, recompute=recompute, **spread) for type_ in model.layers),
+        **(fields | changes),
     )
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, random_plan: PlanMaker) -> dict[str, PlanMeasurement]:
-    folder = tmp_path_factory.mktemp("measure")
-    shared = {"tp_size": 1, "dp_size": 2, "data_parallel": DataParallel.DDP}
-    one_stage, two_stages = random_plan(1, 2, "float32", stages=1), random_plan(1, 2, "float32", stages=2)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("measure")
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path) -> Measured:
     plans = (
-        _alike(one_stage, "kept", **shared, recompute=Recompute.NONE),
-        _alike(one_stage, "recomputed", **shared, recompute=Recompute.FULL),
-        _alike(one_stage, "sharded", **(shared | {"data_parallel": DataParallel.ZERO3}), recompute=Recompute.NONE),
-        _alike(two_stages, "pipeline", recompute=Recompute.NONE),
+        _plan("kept"),
+        _plan("recomputed", recompute=Recompute.FULL),
+        _plan("pipeline", HALVES),
+        _plan("in turns", IN_TURNS, num_microbatches=4),
+        *(
+            _plan(
+                state.name,
+                kind=state.kind,
+                precision=state.precision,
+                num_microbatches=state.num_microbatches,
+                gradient_reduction=state.reduction,
+            )
+            for state in STATES
+        ),
     )
     write_document(folder / "plans.json", Plans(plans=plans))
-    start_measure([folder / "plans.json"], folder / "out.json", REPEATS, 1, Nodes())
+    start_measure([folder / "plans.json"], folder / "out.json", REPEATS, 1, Nodes(), trace=folder / "traces")
     return {m.plan.name: m for m in read_document(folder / "out.json", Measurement).plans}
 
 
-def test_every_rank_reports_every_segment_it_has(measured: dict[str, PlanMeasurement]) -> None:
+def _ranks(measured: Measured) -> list[RankMeasurement]:
+    return [rank for plan in measured.values() for rank in plan.ranks]
+
+
+def test_every_rank_reports_every_segment_it_has(measured: Measured) -> None:
     names = [[s.name for s in rank.segments] for rank in measured["kept"].ranks]
     assert names == [["embedding", "layers", "head"]] * 2
-    assert [[s.name for s in r.segments] for r in measured["pipeline"].ranks] == [
-        ["embedding", "layers"],
-        ["layers", "head"],
-    ]
-    for rank in (rank for plan in measured.values() for rank in plan.ranks):
+    for plan in ("pipeline", "in turns"):
+        assert [[s.name for s in r.segments] for r in measured[plan].ranks] == [
+            ["embedding", "layers"],
+            ["layers", "head"],
+        ]
+    for rank in _ranks(measured):
         repeats = len(rank.step_s)
         assert REPEATS <= repeats == len(rank.optimizer_s) <= 3 * REPEATS
         assert all(len(s.forward_s) == len(s.backward_s) == repeats for s in rank.segments)
         assert [s.name for s in rank.memory.segments] == [s.name for s in rank.segments]
 
 
-def test_the_parts_of_a_step_are_no_longer_than_the_step(measured: dict[str, PlanMeasurement]) -> None:
-    for rank in (rank for plan in measured.values() for rank in plan.ranks):
+def test_the_parts_of_a_step_are_no_longer_than_the_step(measured: Measured) -> None:
+    for rank in _ranks(measured):
         for i, step_s in enumerate(rank.step_s):
             assert 0 < sum(s.forward_s[i] + s.backward_s[i] for s in rank.segments) + rank.optimizer_s[i] < step_s
 
 
-def test_counted_states_are_those_of_the_shapes(measured: dict[str, PlanMeasurement]) -> None:
-    for name, shards in (("kept", 1), ("sharded", 2)):
-        model = measured[name].plan.model
-        memory = measured[name].ranks[0].memory
-        blocks = 4 * len(model.layers) * model.types["block"].parameter_count() // shards
-        embedding_and_head = (
-            measured["kept"].ranks[0].memory.parameters_bytes
-            - 4 * len(model.layers) * model.types["block"].parameter_count()
+def test_passes_come_in_the_order_of_the_schedule_and_fill_the_median_step(measured: Measured) -> None:
+    for plan in measured.values():
+        made = plan.plan
+        for rank in plan.ranks:
+            chunks = len(made.stages[rank.stage].layers)
+            wanted = actions(made.schedule, len(made.stages), made.num_microbatches, rank.stage, chunks)
+            assert [(p.kind, p.microbatch, p.chunk) for p in rank.passes] == list(wanted)
+            over_s = 0.0
+            for one in rank.passes:
+                assert over_s <= one.start_s - one.wait_s
+                over_s = one.start_s + one.time_s
+            repeat = plan.median_repeat
+            assert over_s + rank.optimizer_s[repeat] < rank.step_s[repeat]
+
+
+def test_waiting_for_a_message_is_no_part_of_a_pass(measured: Measured) -> None:
+    first, last = ({(p.kind, p.microbatch): p for p in rank.passes} for rank in measured["pipeline"].ranks)
+    # Between its own passes of a microbatch the first stage leaves the last one the time for both of its.
+    for i in range(2):
+        forward, backward = first["forward", i], first["backward", i]
+        there_s = last["forward", i].time_s + last["backward", i].time_s
+        assert backward.start_s - (forward.start_s + forward.time_s) > there_s
+    # With nobody to wait for nobody waits.
+    alone = measured["kept"].ranks[0].passes
+    assert sum(p.wait_s for p in alone) < 0.5 * sum(p.time_s for p in alone)
+
+
+@pytest.mark.parametrize("state", STATES, ids=[state.name for state in STATES])
+def test_states_take_the_bytes_of_the_table(measured: Measured, state: State) -> None:
+    model = measured[state.name].plan.model
+    count = sum(model.types[name].parameter_count() for name in ("embedding", *model.layers, "head"))
+    for rank in measured[state.name].ranks:
+        memory = rank.memory
+        found = (
+            memory.parameters_bytes,
+            memory.gathered_parameters_bytes,
+            memory.unreduced_gradients_bytes,
+            memory.gradients_bytes,
+            memory.optimizer_bytes,
         )
-        assert memory.parameters_bytes == memory.gradients_bytes == blocks + embedding_and_head
-        assert memory.optimizer_bytes == 2 * memory.parameters_bytes
+        assert found == tuple(count * size for size in state[4:])
+        model_made, forward, backward, optimizer = (phase.held for phase in memory.phases)
+        for held in (model_made, forward, backward, optimizer):
+            assert held.parameters_bytes == memory.parameters_bytes
+            assert held.optimizer_bytes == memory.optimizer_bytes
+        assert model_made.gradients_bytes == optimizer.gradients_bytes == 0
+        assert backward.gradients_bytes == memory.gradients_bytes
+        # With several microbatches the last forward pass finds the gradients of those before it.
+        several = state.num_microbatches > 1
+        assert forward.gradients_bytes == (memory.unreduced_gradients_bytes or memory.gradients_bytes) * several
+        # Where every microbatch reduces, FSDP2 keeps the last message, the embedding's, until the next pass.
+        kept = model_made.buffers_bytes + memory.gathered_parameters_bytes + 64 * 32 * 4 * (state.reduction is EVERY)
+        assert kept <= forward.buffers_bytes < kept + 100, "beside a few numbers of the loss"
 
 
-def test_recompute_trades_memory_for_time(measured: dict[str, PlanMeasurement]) -> None:
+def test_activations_are_those_of_the_microbatches_in_flight(measured: Measured) -> None:
+    def of(plan: str, rank: int) -> tuple[int, int]:
+        memory = measured[plan].ranks[rank].memory
+        return memory.phases[1].held.activations_bytes, sum(s.activation_bytes for s in memory.segments)
+
+    held, one = of("kept", 0)
+    assert held == one > 0
+    # The first of two stages is one microbatch ahead.
+    held, one = of("pipeline", 0)
+    assert held == 2 * one > 0
+    # The second has received its input, which is kept as well: 8 samples of 16 tokens of 32 numbers.
+    held, one = of("pipeline", 1)
+    assert held == one + 8 * 16 * 32 * 4
+
+
+def test_recompute_trades_memory_for_time(measured: Measured) -> None:
     kept, recomputed = (measured[name].ranks[0] for name in ("kept", "recomputed"))
     layers = [next(s for s in rank.memory.segments if s.name == "layers") for rank in (kept, recomputed)]
     assert layers[1].activation_bytes < layers[0].activation_bytes / 4
     assert recomputed.memory.peak_bytes < kept.memory.peak_bytes
+    assert recomputed.memory.peak.buffers_bytes > kept.memory.peak.buffers_bytes, "what is recomputed is held there"
 
 
-def test_replicas_count_the_same_memory(measured: dict[str, PlanMeasurement]) -> None:
-    for plan in ("kept", "recomputed", "sharded"):
-        first, second = (rank.memory for rank in measured[plan].ranks)
-        assert first.segments == second.segments
-        assert first.peak_bytes == second.peak_bytes
+def test_replicas_count_the_same_memory(measured: Measured) -> None:
+    for plan in measured.values():
+        if len(plan.plan.stages) == 1:
+            first, second = (rank.memory for rank in plan.ranks)
+            assert (first.segments, first.phases, first.peak_bytes) == (
+                second.segments,
+                second.phases,
+                second.peak_bytes,
+            )
+
+
+def test_a_trace_of_each_plan_and_rank_names_its_passes(measured: Measured, folder: Path) -> None:
+    assert len(list((folder / "traces").iterdir())) == 2 * len(measured)
+    processes, flows = [], []
+    for rank in range(2):
+        (file,) = (folder / "traces").glob(f"in-turns-*.rank{rank}.json.gz")
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        spans = [(e["ts"], e["name"]) for e in events if e.get("cat") == "user_annotation" and e["pid"] == rank]
+        made = measured["in turns"].plan
+        wanted = [f"{kind} microbatch {i} chunk {c}" for kind, i, c in actions(made.schedule, 2, 4, rank, 2)]
+        assert [name for _, name in sorted(spans) if name in wanted] == wanted
+        assert {f"wait for {name}" for name in wanted} | {"optimizer"} <= {name for _, name in spans}
+        names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+        assert names == [f"rank {rank}"]
+        processes.append({e["pid"] for e in events})
+        flows.append({e["id"] for e in events if "id" in e})
+    assert processes == [{0}, {1}]
+    assert flows[0] and flows[1] and not flows[0] & flows[1], "put together, no arrow leads from rank to rank"
+
+
+def test_a_folder_for_traces_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    write_document(tmp_path / "plan.json", _plan("kept"))
+    (tmp_path / "traces").write_text("mine")
+    with pytest.raises(BadInput, match=r"traces: is no folder"):
+        start_measure([tmp_path / "plan.json"], tmp_path / "out.json", 1, 1, Nodes(), trace=tmp_path / "traces")
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "traces"}
+
+
+def _intervals(*marks: tuple[str, tuple[int, int] | None, float]) -> list[Interval]:
+    found, start_s = [], 0.0
+    for name, turn, time_s in marks:
+        found.append(Interval(name, turn, start_s, time_s))
+        start_s += time_s
+    return found
 
 
 def test_a_step_is_cut_at_its_marks() -> None:
-    times = [
-        ("forward", 0.5), ("layers.forward", 3.0), ("forward", 0.5), ("layers.forward", 1.0),
-        ("backward", 0.25), ("layers.backward", 2.0), ("backward", 0.25), ("layers.backward", 2.5),
-        ("reduced", 0.125), ("optimizer", 4.0),
-    ]  # fmt: skip
-    timing = timing_of_step([Interval(*pair) for pair in times])
-    assert timing.forward_s == {"layers": 1.0}, "the first forward pass also gathers"
-    assert timing.backward_s == {"layers": 2.0}, "the last backward pass also reduces"
+    first, second = (0, 0), (1, 0)
+    intervals = _intervals(
+        ("forward.begin", first, 0.25), ("forward.wait", first, 0.5),
+        ("embedding.forward", first, 1.0), ("layers.forward", first, 3.0), ("forward.end", first, 0.0),
+        ("forward.begin", second, 0.25), ("forward.wait", second, 0.5),
+        ("embedding.forward", second, 0.5), ("layers.forward", second, 1.0), ("forward.end", second, 0.0),
+        ("backward.begin", first, 0.0), ("backward.wait", first, 0.25),
+        ("layers.backward", first, 2.0), ("embedding.backward", first, 0.5), ("backward.end", first, 0.0),
+        ("backward.begin", second, 0.0), ("backward.wait", second, 0.25),
+        ("layers.backward", second, 2.5), ("embedding.backward", second, 0.5), ("backward.end", second, 0.0),
+        ("reduced", None, 0.125), ("optimizer", None, 4.0),
+    )  # fmt: skip
+    timing = timing_of_step(intervals)
+    assert timing.forward_s == {"embedding": 0.5, "layers": 1.0}, "the first forward pass also gathers"
+    assert timing.backward_s == {"layers": 2.0, "embedding": 0.5}, "the last backward pass also reduces"
     assert timing.gradient_reduction_s == 0.5
     assert timing.optimizer_s == 4.0
-    assert timing.step_s == sum(time_s for _, time_s in times)
+    assert timing.step_s == sum(i.time_s for i in intervals)
+    assert [(p.kind, p.microbatch, p.wait_s, p.start_s, p.time_s) for p in timing.passes] == [
+        ("forward", 0, 0.5, 0.75, 4.0),
+        ("forward", 1, 0.5, 5.5, 1.5),
+        ("backward", 0, 0.25, 7.25, 2.5),
+        ("backward", 1, 0.25, 10.0, 3.0),
+    ]
 
 
-def test_memory_is_told_apart_by_what_stays_and_what_was_held_for_a_moment() -> None:
+def test_the_chunks_of_a_microbatch_are_added_up() -> None:
+    # The second microbatch comes before the first one's second chunk.
+    turns = [(0, 0), (1, 0), (0, 1), (1, 1)]
     intervals = [
-        MemoryInterval("layers.forward", 0, 100, 100),
-        MemoryInterval("layers.forward", 100, 150, 180),
-        MemoryInterval("layers.backward", 150, 90, 155),
-        MemoryInterval("layers.backward", 90, 20, 97),
+        *(i for n, turn in enumerate(turns) for i in _pass("forward", turn, 2.0**n)),
+        *(i for n, turn in enumerate(reversed(turns)) for i in _pass("backward", turn, 2.0**n)),
+        *_intervals(("optimizer", None, 1.0)),
+    ]
+    timing = timing_of_step(intervals)
+    assert timing.forward_s == {"layers": 2.0 + 8.0}
+    assert timing.backward_s == {"layers": 2.0 + 8.0}, "of microbatch 0, the last backward pass also reduces"
+    assert timing.gradient_reduction_s == (1.0 + 4.0) - (2.0 + 8.0)
+    assert [(p.microbatch, p.chunk, p.time_s) for p in timing.passes[:4]] == [
+        (0, 0, 1.0), (1, 0, 2.0), (0, 1, 4.0), (1, 1, 8.0)
+    ]  # fmt: skip
+
+
+def _pass(kind: str, turn: tuple[int, int], time_s: float) -> list[Interval]:
+    return _intervals((f"{kind}.wait", turn, 0.0), (f"layers.{kind}", turn, time_s), (f"{kind}.end", turn, 0.0))
+
+
+def _held(activations: int = 0, buffers: int = 0, gradients: int = 0) -> HeldMemory:
+    return HeldMemory(
+        parameters_bytes=0,
+        gradients_bytes=gradients,
+        optimizer_bytes=0,
+        activations_bytes=activations,
+        buffers_bytes=buffers,
+    )
+
+
+def test_memory_of_a_segment_is_told_apart_by_what_stays_and_what_was_held_for_a_moment() -> None:
+    def interval(name: str, turn: tuple[int, int], before: int, after: int, peak: int) -> MemoryInterval:
+        return MemoryInterval(name, turn, _held(before), _held(after), _held(peak))
+
+    intervals = [
+        interval("layers.forward", (0, 0), 0, 100, 100),
+        interval("layers.forward", (1, 0), 100, 150, 180),
+        interval("layers.forward", (1, 1), 150, 160, 191),
+        interval("layers.backward", (1, 1), 160, 150, 164),
+        interval("layers.backward", (1, 0), 150, 90, 155),
+        interval("layers.backward", (0, 0), 90, 20, 97),
     ]
     (layers,) = segments_of_memory(intervals)
-    assert (layers.activation_bytes, layers.forward_transient_bytes, layers.backward_transient_bytes) == (50, 30, 7)
+    assert (layers.activation_bytes, layers.forward_transient_bytes, layers.backward_transient_bytes) == (60, 31, 5)
 
 
-def test_a_plan_for_another_number_of_nodes_is_refused(tmp_path: Path, random_plan: PlanMaker) -> None:
-    write_document(tmp_path / "plan.json", random_plan(0, 2, "float32"))
+A_STEP: list[Change | MemoryMark] = [
+    MemoryMark("start", None, {}),
+    MemoryMark("forward.begin", (0, 0), {}),
+    Change(50, 5),  # received
+    MemoryMark("forward.wait", (0, 0), {}),
+    Change(60, 64),  # gathered
+    Change(70, 1000),  # a workspace
+    Change(80, 30),  # left for the backward pass
+    Change(70, -1000),
+    MemoryMark("head.forward", (0, 0), {Category.BUFFERS: {60: 64}}),
+    MemoryMark("forward.end", (0, 0), {Category.BUFFERS: {60: 64}}),
+    MemoryMark("backward.begin", (0, 0), {Category.BUFFERS: {60: 64}}),
+    Change(70, 2000),  # another one at the place of the first
+    Change(90, 8),  # a gradient
+    Change(80, -30),
+    Change(70, -2000),
+    MemoryMark("head.backward", (0, 0), {Category.GRADIENTS: {90: 8}, Category.BUFFERS: {60: 64}}),
+    MemoryMark("backward.end", (0, 0), {}),
+    Change(50, -5),
+    Change(60, -64),
+    MemoryMark("reduced", None, {Category.GRADIENTS: {90: 8}}),
+    Change(90, -8),
+    MemoryMark("optimizer", None, {}),
+]
+STANDING = {Category.PARAMETERS: {10: 100}, Category.OPTIMIZER: {20: 200}}
+
+
+def test_every_byte_of_a_step_is_in_one_category() -> None:
+    intervals = {i.name: i for i in memory_intervals(A_STEP, STANDING, rest_bytes=7)}
+    held = {name: msgspec.structs.astuple(i.after) for name, i in intervals.items()}
+    peak = {name: msgspec.structs.astuple(i.peak) for name, i in intervals.items()}
+    assert held["forward.begin"] == (100, 0, 200, 0, 7)
+    assert held["forward.wait"] == (100, 0, 200, 5, 7), "what was received is kept for the backward pass"
+    assert peak["head.forward"] == (100, 0, 200, 35, 7 + 64 + 1000)
+    assert held["head.forward"] == (100, 0, 200, 35, 7 + 64)
+    assert peak["head.backward"] == (100, 8, 200, 35, 7 + 64 + 2000), "a gradient from the moment it was made"
+    assert held["head.backward"] == (100, 8, 200, 5, 7 + 64)
+    assert held["reduced"] == (100, 8, 200, 0, 7)
+    assert held["optimizer"] == (100, 0, 200, 0, 7)
+    phases = phases_of_memory([intervals["forward.begin"]], list(intervals.values()))
+    assert [p.peak.total_bytes for p in phases] == [307, 307 + 35 + 1064, 307 + 43 + 2064, 307 + 8]
+    assert [p.held.total_bytes for p in phases] == [307, 307 + 35 + 64, 307 + 8, 307]
+
+
+def test_memory_that_was_not_seen_coming_or_going_is_counted_once_it_shows() -> None:
+    record = [
+        MemoryMark("start", None, {}),
+        Change(50, 5),
+        Change(50, 6),  # so the first is gone
+        Change(99, -1000),  # was there before, and is in the rest
+        MemoryMark("reduced", None, {Category.GRADIENTS: {60: 40}}),
+    ]
+    (interval,) = memory_intervals(record, {}, rest_bytes=0)
+    assert msgspec.structs.astuple(interval.after) == (0, 40, 0, 0, 6)
+
+
+def test_where_an_allocator_counts_its_counts_are_the_sum() -> None:
+    counted = [
+        MemoryMark(item.name, item.turn, item.holdings, Counters(2048, 4096)) if isinstance(item, MemoryMark) else item
+        for item in A_STEP
+    ]
+    for interval in memory_intervals(counted, STANDING, rest_bytes=0):
+        assert (interval.after.total_bytes, interval.peak.total_bytes) == (2048, 4096)
+    missed = [item for item in counted if item != Change(80, -30)]
+    last = memory_intervals(missed, STANDING, rest_bytes=0)[-1].after
+    assert last.activations_bytes == 30
+    full = [item._replace(counters=Counters(310, 4096)) if isinstance(item, MemoryMark) else item for item in missed]
+    last = memory_intervals(full, STANDING, rest_bytes=0)[-1].after
+    assert (last.activations_bytes, last.buffers_bytes) == (10, 0), "no more than the allocator leaves for them"
+
+
+def test_a_plan_for_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
+    write_document(tmp_path / "plan.json", _plan("kept"))
     with pytest.raises(BadInput, match=r"plan\.json: the plan is for 1 nodes, --nnodes is 2"):
         start_measure([tmp_path / "plan.json"], tmp_path / "out.json", 1, 1, Nodes(2, 0, "127.0.0.1:1"))
     assert not (tmp_path / "out.json").exists()

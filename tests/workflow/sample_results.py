@@ -6,7 +6,16 @@ import msgspec
 
 from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.files import write_document
-from shardwright_formats.measurement import Measurement, PlanMeasurement, RankMeasurement, RankMemory
+from shardwright_formats.measurement import (
+    HeldMemory,
+    Measurement,
+    PassTime,
+    Phase,
+    PhaseMemory,
+    PlanMeasurement,
+    RankMeasurement,
+    RankMemory,
+)
 from shardwright_formats.model import LayerType, Model, Parameter
 from shardwright_formats.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
@@ -122,8 +131,14 @@ def write_sample_results(results: Path, *, search: str = "roomy", run: str = "de
 
 
 def _measured(plan: Plan, step_time_s: float) -> PlanMeasurement:
+    held = HeldMemory(
+        parameters_bytes=8 * _MIB, gradients_bytes=8 * _MIB, optimizer_bytes=16 * _MIB, activations_bytes=20 * _MIB,
+        buffers_bytes=8 * _MIB,
+    )  # fmt: skip
     memory = RankMemory(
         parameters_bytes=8 * _MIB, gradients_bytes=8 * _MIB, optimizer_bytes=16 * _MIB, peak_bytes=60 * _MIB,
+        gathered_parameters_bytes=0, unreduced_gradients_bytes=8 * _MIB,
+        phases=tuple(PhaseMemory(phase=phase, held=held, peak=held) for phase in Phase),
         segments=(), process_bytes=0, resident_bytes=300 * _MIB,
     )  # fmt: skip
     return PlanMeasurement(
@@ -133,6 +148,10 @@ def _measured(plan: Plan, step_time_s: float) -> PlanMeasurement:
                 rank=rank, stage=rank * len(plan.stages) // plan.world_size,
                 step_s=(step_time_s, 0.9 * step_time_s, 1.3 * step_time_s),
                 segments=(), gradient_reduction_s=(), optimizer_s=(), memory=memory,
+                passes=tuple(
+                    PassTime(kind=kind, microbatch=i, chunk=0, wait_s=0.0, start_s=0.0, time_s=0.001)
+                    for i in range(plan.num_microbatches) for kind in ("forward", "backward")
+                ),
             )
             for rank in range(plan.world_size)
         ),
@@ -151,6 +170,7 @@ def _write_run(folder: Path, plan: Plan) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     done = RunResult(
-        plan_sha256=plan.sha256, steps=100, first_loss=losses[0], final_loss=losses[-1], wall_s=30.0, checkpoint="c"
-    )
+        plan_sha256=plan.sha256, steps=100, first_loss=losses[0], final_loss=losses[-1], attention="sdpa", wall_s=30.0,
+        checkpoint="c",
+    )  # fmt: skip
     write_document(folder / "DONE.json", done)

@@ -1,17 +1,20 @@
 """`shardwright-train`: describe a model, prepare text, train with a plan, measure plans."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardwright_formats.errors import BadInput, one_line_errors
-from shardwright_formats.files import write_document
+from shardwright_formats.files import read_document, write_document
+from shardwright_formats.plan import Attention, Plan
 from shardwright_train.jobs import RunJob
 from shardwright_train.launch import Nodes
 from shardwright_train.learning_rate import LearningRateSchedule
 from shardwright_train.start import start_measure, start_run
+from shardwright_train.support import check_supported
 from shardwright_train.watch import HANG_TIMEOUT_S, START_UP_S
 
 __all__ = ["app", "main"]
@@ -134,6 +137,34 @@ def run(
 
 
 @app.command()
+def check(
+    plan: Annotated[Path, typer.Argument(help="Plan to check (JSON).")],
+) -> None:
+    """Check a plan in one process, without its cluster: messages (bytes) and tensor memory (MiB) of every role.
+
+    Plays a step of one rank of each distinct role on tensors without data. Exit codes: 0 it fits, 2 the plan is not
+    valid or cannot be run, 3 a rank lacks memory (the line says how much).
+    """
+    with one_line_errors():
+        from rich.console import Console
+
+        from shardwright_train.check import check_roles, raise_if_too_large
+        from shardwright_train.check_report import print_checks
+        from shardwright_train.families import family_named
+
+        found = read_document(plan, Plan)
+        check_supported(found, plan)
+        family = family_named(found.model.family, plan)
+
+        def progress(done: int, total: int) -> None:
+            print(f"played {done} of {total} roles", file=sys.stderr, flush=True)
+
+        checks = check_roles(found, family, Attention.SDPA.value, progress)
+        print_checks(found, checks, Console())
+        raise_if_too_large(found, checks)
+
+
+@app.command()
 def measure(
     plans: Annotated[list[Path], typer.Argument(help="Files of plans; of a prediction, its runners-up.")],
     out: Annotated[Path, typer.Option(help="Measurement to write (JSON).")],
@@ -142,6 +173,14 @@ def measure(
         typer.Option(help="Timed steps of each plan; up to 3 times as many where they scatter by over 10 %.", min=1),
     ] = 5,
     warmup_steps: Annotated[int, typer.Option(help="Steps before the timed ones.", min=1)] = 2,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for Chrome traces, PLAN-HASH.rankN.json.gz for each plan and rank: PyTorch's profile of one"
+            " more step, its passes named as in `forward microbatch 0 chunk 0`. ui.perfetto.dev opens them; each rank"
+            " is a process of its own, so the `traceEvents` of several can be put together."
+        ),
+    ] = None,
     hang_timeout_s: HangTimeout = HANG_TIMEOUT_S,
     nnodes: Count = 1,
     node_rank: NodeRank = 0,
@@ -149,7 +188,8 @@ def measure(
 ) -> None:
     """Run plans for some steps on random tokens and report time (s) and memory (bytes) of every rank."""
     with one_line_errors():
-        start_measure(plans, out, steps, warmup_steps, Nodes(nnodes, node_rank, rendezvous), hang_timeout_s)
+        nodes = Nodes(nnodes, node_rank, rendezvous)
+        start_measure(plans, out, steps, warmup_steps, nodes, hang_timeout_s, trace)
 
 
 def main() -> None:

@@ -41,3 +41,5 @@ class MeasureJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     steps: int
     warmup_steps: int
     hang_timeout_s: float
+    trace: str | None
+    """A folder for traces."""

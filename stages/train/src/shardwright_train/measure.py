@@ -3,8 +3,7 @@
 import gc
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,34 +11,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright_formats.files import read_document, write_document
-from shardwright_formats.measurement import (
-    Measurement,
-    PlanMeasurement,
-    RankMeasurement,
-    RankMemory,
-    Segment,
-    SegmentMemory,
-)
+from shardwright_formats.measurement import Measurement, PlanMeasurement, RankMeasurement, RankMemory, Segment
 from shardwright_formats.plan import Plan, Plans
 from shardwright_train.element import Site
 from shardwright_train.families import family_named
 from shardwright_train.jobs import MeasureJob
+from shardwright_train.memory_account import Category, Holdings, MemoryInterval, memory_intervals
 from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
 from shardwright_train.parallel.groups import Groups
+from shardwright_train.parallel.held import gathered_parameters, unreduced_gradients
 from shardwright_train.parallel.tensor_parallel import local_tensor
 from shardwright_train.pipeline import Pipeline, Step, no_mark, run_step
-from shardwright_train.record import Interval, MemoryInterval, clock_for, peak_resident_bytes, record_memory
-from shardwright_train.stage import Mark, build_stage
+from shardwright_train.record import StepMark, Turn, clock_for, peak_resident_bytes
+from shardwright_train.record_memory import record_memory, sizes_by_address
+from shardwright_train.stage import build_stage
+from shardwright_train.step_memory import phases_of_memory, segments_of_memory
+from shardwright_train.step_times import StepTiming, timing_of_step
 from shardwright_train.support import attention_kernel
+from shardwright_train.trace import trace_file, traced
 from shardwright_train.world import World
 
-__all__ = ["StepTiming", "measure_plans", "segments_of_memory", "timing_of_step"]
+__all__ = ["measure_plans"]
 
 # Only time and memory are of interest; the weights may go where they like, as long as they stay finite.
 _SETTINGS = Hyperparameters(learning_rate=1e-4, warmup_steps=0, steps=1, weight_decay=0.1, clip_norm=1.0)
 _SCATTER = 0.1
 _MOST_ROUNDS = 3
-_FORWARD, _BACKWARD = ".forward", ".backward"
 
 
 def measure_plans(job: MeasureJob, world: World) -> None:
@@ -68,19 +65,16 @@ def measure_plans(job: MeasureJob, world: World) -> None:
 class _Runner:
     """A plan built on this rank, with a batch to run it on."""
 
-    def __init__(self, plan: Plan, world: World, groups: Groups) -> None:
+    def __init__(self, plan: Plan, work: Step, world: World, groups: Groups) -> None:
         self._watch, self._name, self._steps = world.watch, plan.name, 0
-        self._watch.begin(f"before the first step of {plan.name}")
-        groups.prepare(plan)
+        self.work = work
         family = family_named(plan.model.family, plan.name)
         self.stage = build_stage(Site(plan, family, world.rank, groups, attention_kernel(plan), world.device, 0))
         self.place = Pipeline.of(plan, world.rank, groups, world.device)
         self.optimiser = ShardedAdamW(self.stage.parameters_by_name(), _SETTINGS, self.stage.copies())
         self.optimiser.begin(0)
-        generator = torch.Generator().manual_seed(0)
-        self.work = Step(family.random_batch(plan.model, plan.global_batch_size, generator))
 
-    def step(self, mark: Mark) -> int:
+    def step(self, mark: StepMark) -> int:
         """One step; returns the bytes of its gradients on this rank once they are reduced."""
         self._steps += 1
         self._watch.begin(f"in step {self._steps} of {self._name}")
@@ -92,9 +86,40 @@ class _Runner:
         mark("optimizer")
         return gradients
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the copies of parameters for compute that are held now."""
+        return self._bytes_of(gathered_parameters)
+
+    @property
+    def unreduced_bytes(self) -> int:
+        """Bytes of the gradients that wait for their reduction now."""
+        return self._bytes_of(unreduced_gradients)
+
+    def lasting(self) -> Holdings:
+        """What parameters and optimizer hold, between steps and in them."""
+        return {
+            Category.PARAMETERS: sizes_by_address(map(local_tensor, self.optimiser.parameters.values())),
+            Category.OPTIMIZER: sizes_by_address(map(local_tensor, self.optimiser.state().values())),
+        }
+
+    @torch.no_grad()
+    def passing(self) -> Holdings:
+        """What gradients and, among the buffers, gathered parameters hold now."""
+        reduced = (p.grad for p in self.optimiser.parameters.values() if p.grad is not None)
+        unreduced = (x for chunk in self.stage.chunks for x in unreduced_gradients(chunk))
+        gathered = (x for chunk in self.stage.chunks for x in gathered_parameters(chunk))
+        return {
+            Category.GRADIENTS: sizes_by_address(map(local_tensor, (*reduced, *unreduced))),
+            Category.BUFFERS: sizes_by_address(gathered),
+        }
+
+    def _bytes_of(self, tensors_of: Callable[[torch.nn.Module], Iterable[Tensor]]) -> int:
+        return sum(sum(sizes_by_address(map(local_tensor, tensors_of(chunk))).values()) for chunk in self.stage.chunks)
+
 
 def _measure(plan: Plan, job: MeasureJob, world: World, groups: Groups, resident: int) -> PlanMeasurement:
-    runner = _Runner(plan, world, groups)
+    runner, building = _built(plan, world, groups)
     for _ in range(job.warmup_steps):
         runner.step(no_mark)
     steps = [_timed(runner, world) for _ in range(job.steps)]
@@ -114,21 +139,40 @@ def _measure(plan: Plan, job: MeasureJob, world: World, groups: Groups, resident
         ),
         gradient_reduction_s=tuple(s.gradient_reduction_s for s in steps if s.gradient_reduction_s is not None),
         optimizer_s=tuple(step.optimizer_s for step in steps),
-        memory=_memory(runner, world, resident),
+        passes=steps[_median_repeat(steps, world)].passes,
+        memory=_memory(runner, building, world, resident),
     )
+    if job.trace is not None:
+        dist.barrier()
+        with traced(world.device, world.rank, trace_file(Path(job.trace), plan, world.rank)) as mark:
+            runner.step(mark)
     every: list[RankMeasurement | None] = [None] * world.size
     dist.all_gather_object(every, mine)
     return PlanMeasurement(plan=plan, ranks=tuple(rank for rank in every if rank is not None))
 
 
-def _timed(runner: _Runner, world: World) -> "StepTiming":
+def _built(plan: Plan, world: World, groups: Groups) -> tuple[_Runner, list[MemoryInterval]]:
+    """The plan on this rank, and the memory that building it took."""
+    world.watch.begin(f"before the first step of {plan.name}")
+    groups.prepare(plan)
+    generator = torch.Generator().manual_seed(0)
+    batch = family_named(plan.model.family, plan.name).random_batch(plan.model, plan.global_batch_size, generator)
+    runner: _Runner | None = None
+    with record_memory(world.device, lambda: runner.lasting() if runner else {}) as record:
+        record.mark("start")
+        runner = _Runner(plan, Step(batch), world, groups)
+        record.mark("model")
+    return runner, memory_intervals(record.items, {}, 0)
+
+
+def _timed(runner: _Runner, world: World) -> StepTiming:
     dist.barrier()
     clock = clock_for(world.device)
     runner.step(clock.mark)
     return timing_of_step(clock.intervals())
 
 
-def _scatter_anywhere(steps: Sequence["StepTiming"], world: World) -> bool:
+def _scatter_anywhere(steps: Sequence[StepTiming], world: World) -> bool:
     """Whether on some rank the middle half of the step times spans more than a tenth of their median."""
     times = sorted(step.step_s for step in steps)
     span = times[(3 * len(times)) // 4] - times[len(times) // 4]
@@ -137,73 +181,41 @@ def _scatter_anywhere(steps: Sequence["StepTiming"], world: World) -> bool:
     return worst.item() > _SCATTER
 
 
-@dataclass(frozen=True)
-class StepTiming:
-    """The times of one step of one rank; by segment they are means over microbatches (see `Segment`)."""
-
-    step_s: float
-    forward_s: dict[str, float]
-    backward_s: dict[str, float]
-    gradient_reduction_s: float | None
-    optimizer_s: float
+def _median_repeat(steps: Sequence[StepTiming], world: World) -> int:
+    """The repeat that `PlanMeasurement.median_repeat` will name, before all ranks' measurements are put together."""
+    slowest = torch.tensor([step.step_s for step in steps], dtype=torch.float64, device=world.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    times: list[float] = slowest.tolist()
+    return times.index(statistics.median_low(times))
 
 
-def timing_of_step(intervals: Sequence[Interval]) -> StepTiming:
-    """Sort the times between the marks of one step by segment and pass."""
-    forward, backward = _by_segment(intervals, _FORWARD), _by_segment(intervals, _BACKWARD)
-    passes = [sum(times) for times in zip(*backward.values(), strict=True)]
-    return StepTiming(
-        step_s=sum(i.time_s for i in intervals),
-        forward_s={name: statistics.fmean(times[1:] or times) for name, times in forward.items()},
-        backward_s={name: statistics.fmean(times[:-1] or times) for name, times in backward.items()},
-        gradient_reduction_s=passes[-1] - statistics.fmean(passes[:-1]) if len(passes) > 1 else None,
-        optimizer_s=next(i.time_s for i in intervals if i.name == "optimizer"),
-    )
+def _memory(runner: _Runner, building: Sequence[MemoryInterval], world: World, resident: int) -> RankMemory:
+    gathered = unreduced = 0
+    standing = runner.lasting()
+    with record_memory(world.device, runner.passing) as record:
 
+        def mark(name: str, turn: Turn | None = None) -> None:
+            nonlocal gathered, unreduced
+            if name.endswith(".begin"):
+                gathered, unreduced = max(gathered, runner.gathered_bytes), max(unreduced, runner.unreduced_bytes)
+            record.mark(name, turn)
 
-def segments_of_memory(intervals: Sequence[MemoryInterval]) -> tuple[SegmentMemory, ...]:
-    """What the second microbatch (or the only one) left behind and held for a moment in each segment.
-
-    The first microbatch also gathers parameters and makes gradients, which are counted as states.
-    """
-    found = []
-    for name in dict.fromkeys(i.name.removesuffix(_FORWARD) for i in intervals if i.name.endswith(_FORWARD)):
-        forward = [i for i in intervals if i.name == name + _FORWARD][:2][-1]
-        backward = [i for i in intervals if i.name == name + _BACKWARD][:2][-1]
-        found.append(
-            SegmentMemory(
-                name=name,
-                activation_bytes=max(0, forward.after - forward.before),
-                forward_transient_bytes=forward.peak - max(forward.before, forward.after),
-                backward_transient_bytes=backward.peak - backward.before,
-            )
-        )
-    return tuple(found)
-
-
-def _by_segment(intervals: Sequence[Interval], suffix: str) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for name, time_s in intervals:
-        if name.endswith(suffix):
-            found.setdefault(name.removesuffix(suffix), []).append(time_s)
-    return found
-
-
-def _memory(runner: _Runner, world: World, resident: int) -> RankMemory:
-    parameters = sum(_local_bytes(p) for p in runner.optimiser.parameters.values())
-    held = parameters + runner.optimiser.state_bytes
-    with record_memory(world.device) as recording:
-        gradients = runner.step(recording.mark)
-    intervals = recording.intervals
+        gradients = runner.step(mark)
+    # What the model stands in beside parameters and optimizer stays as it was when the model was made.
+    intervals = memory_intervals(record.items, standing, building[-1].after.buffers_bytes)
+    phases = phases_of_memory(building, intervals)
     process = 0
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
         process = total - free - torch.cuda.memory_reserved(world.device)
     return RankMemory(
-        parameters_bytes=parameters,
+        parameters_bytes=sum(_local_bytes(p) for p in runner.optimiser.parameters.values()),
         gradients_bytes=gradients,
         optimizer_bytes=runner.optimiser.state_bytes,
-        peak_bytes=held + max(i.peak for i in intervals),
+        gathered_parameters_bytes=gathered,
+        unreduced_gradients_bytes=unreduced,
+        peak_bytes=max(i.peak.total_bytes for i in intervals),
+        phases=phases,
         segments=segments_of_memory(intervals),
         process_bytes=process,
         resident_bytes=resident,

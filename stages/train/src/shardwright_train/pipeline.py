@@ -136,6 +136,7 @@ def run_step(stage: Stage, place: Pipeline, step: Step, mark: StepMark = no_mark
                 loss += output.detach().to("cpu", torch.float64)
                 output = (output * step.loss_scale,)
             flight.outputs[microbatch, chunk] = output
+            del output  # else it would outlive its backward pass
         else:
             last = not any(kind is Pass.BACKWARD and later == chunk for kind, _, later in todo[number + 1 :])
             stage.chunks[chunk].prepare_backward(last or every, last)

@@ -37,11 +37,17 @@ def start_measure(
     warmup_steps: int,
     nodes: Nodes,
     hang_timeout_s: float = HANG_TIMEOUT_S,
+    trace: Path | None = None,
 ) -> None:
-    """Measure every plan of the files, in one launch per world size, and write one measurement."""
+    """Measure every plan of the files, in one launch per world size, and write one measurement.
+
+    Each rank writes its traces into the folder `trace`, if there is one.
+    """
     plans = [(file, plan) for file in files for plan in _plans_of(file)]
     for file, plan in plans:
         check_supported(plan, file)
+    if trace is not None and trace.exists() and not trace.is_dir():
+        raise BadInput(trace, "is no folder", "name another for the traces")
     results: dict[str, Measurement] = {}
     with tempfile.TemporaryDirectory() as scratch:
         sized = sorted(plans, key=lambda pair: pair[1].world_size)
@@ -55,6 +61,7 @@ def start_measure(
                 steps=steps,
                 warmup_steps=warmup_steps,
                 hang_timeout_s=hang_timeout_s,
+                trace=None if trace is None else str(trace),
             )
             _start(job, batch[0][1], batch[0][0], nodes)
             if nodes.rank == 0:
