@@ -1,18 +1,14 @@
 """A tiny Llama, random valid plans for it, and one launch that compares many plans with one process."""
 
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import random_plans
+import run_parity
 from tiny_models import tiny
 
-from shardwright_formats.files import write_document
 from shardwright_formats.model import Model
-from shardwright_formats.plan import Plan, Plans
-from shardwright_train.launch import Nodes, launch
+from shardwright_formats.plan import Plan
 
 PlanMaker = Callable[..., Plan]
 Errors = dict[str, dict[str, float]]
@@ -41,12 +37,6 @@ def compare(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Errors]:
     """
 
     def run(plans: list[Plan], mutations: tuple[str, ...] = ()) -> Errors:
-        folder = tmp_path_factory.mktemp("parity")
-        plans_file, result = folder / "plans.json", folder / "errors.json"
-        write_document(plans_file, Plans(plans=tuple(plans)))
-        command = [sys.executable, str(Path(__file__).with_name("parity_worker.py")), str(plans_file), str(result)]
-        launch([*command, *mutations], plans[0].world_size, 0, plans[0].world_size, Nodes())
-        errors: Errors = json.loads(result.read_bytes())
-        return errors
+        return run_parity.compare(plans, tmp_path_factory.mktemp("parity"), mutations)
 
     return run

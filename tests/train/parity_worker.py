@@ -5,6 +5,7 @@ import logging
 import math
 import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest.mock import patch
@@ -22,10 +23,11 @@ from shardwright_train.element import Site
 from shardwright_train.families import family_named
 from shardwright_train.families.base import Batch
 from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
-from shardwright_train.parallel import collectives, data_parallel
+from shardwright_train.parallel import collectives, data_parallel, redistribute
 from shardwright_train.parallel.groups import Groups
 from shardwright_train.parallel.randomness import seed_of
 from shardwright_train.parallel.tensor_parallel import TensorParallel, local_tensor
+from shardwright_train.parallel.ties import Ties
 from shardwright_train.pipeline import Pipeline, Step, run_step
 from shardwright_train.stage import Stage, build_stage
 from shardwright_train.world import World, joined_world
@@ -163,6 +165,36 @@ def _replicated_squares_counted_twice() -> AbstractContextManager[object]:
     return patch.object(optimiser, "_replicas", lambda _parameter: 1)
 
 
+def _a_route_skipped() -> AbstractContextManager[object]:
+    move = redistribute._Move.__call__
+
+    def skipping(self: redistribute._Move, x: Tensor) -> Tensor:
+        moved = move(self, x)
+        if self.receives:
+            moved[self.receives[-1][1]] = 0
+        return moved
+
+    return patch.object(redistribute._Move, "__call__", skipping)
+
+
+def _partial_gradients_reduced_twice() -> AbstractContextManager[object]:
+    once = collectives.sum_together
+
+    def twice(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        once(tensors, group)
+        once(tensors, group)
+
+    return patch("shardwright_train.stage.sum_together", twice)
+
+
+def _copies_of_tied_parameters_not_summed() -> AbstractContextManager[object]:
+    return patch.object(Ties, "sum_gradients", lambda _self, _gradients: None)
+
+
+def _copies_counted_twice_in_the_norm() -> AbstractContextManager[object]:
+    return patch.object(Stage, "copies", lambda _self: frozenset())
+
+
 MUTATIONS = {
     f.__name__.removeprefix("_"): f
     for f in (
@@ -172,6 +204,10 @@ MUTATIONS = {
         _pieces_swapped_in_redistribution,
         _sequence_gradient_scaled,
         _replicated_squares_counted_twice,
+        _a_route_skipped,
+        _partial_gradients_reduced_twice,
+        _copies_of_tied_parameters_not_summed,
+        _copies_counted_twice_in_the_norm,
     )
 }
 

@@ -4,17 +4,23 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from random_plans import random_plan
+from run_parity import TOLERANCE
+from tiny_models import CONFIGS, tiny
 
 from shardwright_formats.placement import layout_of
-from shardwright_formats.plan import Plan
+from shardwright_formats.plan import GradientReduction, Plan, Schedule
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 Errors = dict[str, dict[str, float]]
-PlanMaker = Callable[..., Plan]
+Compare = Callable[..., Errors]
 
-TOLERANCE = 1e-10
-ON_TWO_RANKS = 12
-ON_FOUR_RANKS = 6
+FAMILIES = ("llama", "gpt2", "bert", "t5", "vit")
+# Several launches of many processes on two cores.
+pytestmark = pytest.mark.timeout(900)
+
+NUMBERS = {2: range(3), 4: range(5), 8: range(1)}
+LOW_PRECISION = (("float32", 1e-5), ("bfloat16", 0.1))
 MUTATIONS = (
     "norm_gradients_not_summed",
     "bias_added_by_every_rank",
@@ -22,11 +28,21 @@ MUTATIONS = (
     "pieces_swapped_in_redistribution",
     "sequence_gradient_scaled",
     "replicated_squares_counted_twice",
+    "a_route_skipped",
+    "partial_gradients_reduced_twice",
+    "copies_of_tied_parameters_not_summed",
+    "copies_counted_twice_in_the_norm",
 )
 
 
-def _mixed_plan(plan: Plan) -> Plan:
+def _plans(world_size: int) -> list[Plan]:
+    models = [tiny(family) for family in FAMILIES]
+    return [random_plan(model, number, world_size) for number in NUMBERS[world_size] for model in models]
+
+
+def _mixed_plan() -> Plan:
     """A plan on two ranks of one stage that does everything at once, for the mutations to break."""
+    plan = random_plan(tiny("llama", tie_word_embeddings=True), 1, 2, stages=1)
     split = {"tp_size": 2, "dp_size": 1}
     shared = {"tp_size": 1, "dp_size": 2}
     layers = (
@@ -43,33 +59,38 @@ def _mixed_plan(plan: Plan) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(random_plan: PlanMaker, compare: Callable[..., Errors]) -> Errors:
-    plans = [random_plan(i, 2) for i in range(ON_TWO_RANKS)]
-    low_precision = [random_plan(i, 2, dtype) for i in (1, 3) for dtype in ("float32", "bfloat16")]
-    mixed = _mixed_plan(random_plan(1, 2, stages=1))
-    return compare([*low_precision, *plans, mixed], MUTATIONS)
+def two_ranks(compare: Compare) -> Errors:
+    low_precision = [random_plan(tiny(family), 1, 2, dtype) for family in FAMILIES for dtype, _ in LOW_PRECISION]
+    return compare([*low_precision, *_plans(2), _mixed_plan()], MUTATIONS)
 
 
 @pytest.fixture(scope="module")
-def four_ranks(random_plan: PlanMaker, compare: Callable[..., Errors]) -> Errors:
-    return compare([random_plan(i, 4) for i in range(ON_FOUR_RANKS)])
+def more_ranks(compare: Compare) -> Errors:
+    return compare(_plans(4)) | compare(_plans(8))
 
 
-def test_plans_on_two_ranks_train_exactly_as_one_process(two_ranks: Errors) -> None:
-    exact = {name: errors for name, errors in two_ranks.items() if "float64" in name or name == "mixed"}
-    assert len(exact) == ON_TWO_RANKS + 1
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plans_on_two_ranks_train_exactly_as_one_process(two_ranks: Errors, family: str) -> None:
+    exact = {name: errors for name, errors in two_ranks.items() if name.startswith(family) and "float64" in name}
+    assert len(exact) == len(NUMBERS[2])
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
-def test_plans_on_four_ranks_train_exactly_as_one_process(four_ranks: Errors) -> None:
-    assert len(four_ranks) == ON_FOUR_RANKS
-    assert {name: errors for name, errors in four_ranks.items() if max(errors.values()) > TOLERANCE} == {}
+def test_tied_parameters_in_different_layouts_train_as_one(two_ranks: Errors) -> None:
+    assert max(two_ranks["mixed"].values()) < TOLERANCE
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.1)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plans_on_more_ranks_train_exactly_as_one_process(more_ranks: Errors, family: str) -> None:
+    exact = {name: errors for name, errors in more_ranks.items() if name.startswith(family)}
+    assert len(exact) == len(NUMBERS[4]) + len(NUMBERS[8])
+    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), LOW_PRECISION)
 def test_lower_precision_stays_near_one_process(two_ranks: Errors, dtype: str, tolerance: float) -> None:
     near = {name: errors["loss"] for name, errors in two_ranks.items() if name.endswith(dtype)}
-    assert len(near) == 2
+    assert len(near) == len(FAMILIES)
     assert {name: error for name, error in near.items() if error > tolerance} == {}
 
 
@@ -78,14 +99,17 @@ def test_a_broken_runtime_is_seen(two_ranks: Errors, mutation: str) -> None:
     assert max(two_ranks[mutation].values()) > 1e-6
 
 
-def test_the_compared_plans_cover_every_value_of_every_field(random_plan: PlanMaker) -> None:
-    plans = [random_plan(i, 2) for i in range(ON_TWO_RANKS)] + [random_plan(i, 4) for i in range(ON_FOUR_RANKS)]
+def test_the_compared_plans_cover_every_value_of_every_field() -> None:
+    assert set(FAMILIES) <= set(CONFIGS)
+    plans = [plan for world_size in NUMBERS for plan in _plans(world_size)]
     layers = [layer for plan in plans for layer in plan.layers]
-    assert {layer.tp_size for layer in layers} == {1, 2, 4}
+    assert {layer.tp_size for layer in layers} == {1, 2, 4, 8}
     assert {layer.data_parallel for layer in layers if layer.dp_size > 1} == set(DataParallel)
-    assert {layer.recompute for layer in layers} == {Recompute.NONE, Recompute.FULL}
+    assert {layer.sequence_parallel for layer in layers if layer.tp_size > 1} == set(SequenceParallel)
+    assert {layer.recompute for layer in layers} == set(Recompute)
     assert {layout_of(layer).consecutive for layer in layers} == {True, False}
-    assert {layout_of(layer).sequence_split for layer in layers} == {True, False}
-    assert {len(plan.stages) for plan in plans} == {1, 2}
+    assert {len(plan.stages) for plan in plans} == {1, 2, 4}
     assert {plan.num_microbatches for plan in plans} == {1, 2, 4}
-    assert len({plan.schedule for plan in plans}) == len({plan.gradient_reduction for plan in plans}) == 2
+    assert {plan.schedule for plan in plans} == set(Schedule)
+    assert {plan.gradient_reduction for plan in plans} == set(GradientReduction)
+    assert any(plan.num_microbatches < len(plan.stages) for plan in plans)

@@ -1,0 +1,64 @@
+"""`make parity`: many random plans of every family on 2, 4 and 8 ranks against one process, in float64.
+
+python tests/train/run_parity.py [PLANS_PER_FAMILY_ON_2 ON_4 ON_8]
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from random_plans import random_plan
+from tiny_models import CONFIGS, tiny
+
+from shardwright_formats.files import write_document
+from shardwright_formats.plan import Plan, Plans
+from shardwright_train.launch import Nodes, launch
+
+__all__ = ["TOLERANCE", "compare"]
+
+TOLERANCE = 1e-10
+PLANS = (20, 20, 5)
+WORLDS = (2, 4, 8)
+
+Errors = dict[str, dict[str, float]]
+
+
+def compare(plans: Sequence[Plan], folder: Path, mutations: Sequence[str] = ()) -> Errors:
+    """Largest error of loss, gradients, norm and parameters after three steps, by plan; one launch for all.
+
+    The last plan is compared once more under each mutation, under the mutation's name.
+    """
+    plans_file, result = folder / "plans.json", folder / "errors.json"
+    write_document(plans_file, Plans(plans=tuple(plans)))
+    command = [sys.executable, str(Path(__file__).with_name("parity_worker.py")), str(plans_file), str(result)]
+    size = plans[0].world_size
+    launch([*command, *mutations], size, 0, size, Nodes())
+    errors: Errors = json.loads(result.read_bytes())
+    return errors
+
+
+def main(counts: Sequence[int]) -> int:
+    """Compare, say what was seen, and return the number of plans that differ."""
+    different = 0
+    models = [tiny(family) for family in CONFIGS]
+    for size, count in zip(WORLDS, counts, strict=True):
+        started = time.monotonic()
+        # Other numbers than those of the tests.
+        plans = [random_plan(model, 1000 + number, size) for number in range(count) for model in models]
+        with tempfile.TemporaryDirectory() as folder:
+            errors = compare(plans, Path(folder))
+        wrong = {name: found for name, found in errors.items() if max(found.values()) > TOLERANCE}
+        worst = max(max(found.values()) for found in errors.values())
+        took = time.monotonic() - started
+        print(f"{size} ranks: {len(errors)} plans, {len(wrong)} differ, largest error {worst:.1e}, {took:.0f} s")
+        for name, found in wrong.items():
+            print(f"  {name}: {found}")
+        different += len(wrong)
+    return different
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, main([int(argument) for argument in sys.argv[1:]] or PLANS)))
