@@ -10,7 +10,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
 from shardwright_formats.model import EMBEDDING, HEAD
 from shardwright_train.families.base import BLOCK, Batch, Family, States
-from shardwright_train.families.causal import NextTokenHead, TokenEmbedding, rotary_constants
+from shardwright_train.families.causal import NextTokenHead, TokenEmbedding, causal_mask, rotary_constants
 from shardwright_train.parallel.split import COLUMN, ROW, VOCABULARY, Parts
 
 __all__ = ["FAMILIES", "Llama"]
@@ -55,12 +55,13 @@ class Llama(Family):
         return self.block_class(config, index)
 
     def constants(self, config: Any, kind: str, positions: slice, example: Tensor, kernel: str) -> dict[str, Any]:
-        """Rotary cosines and sines."""
-        return rotary_constants(self.rotary_class(config), positions, example)
+        """Rotary cosines and sines, and which kernel attention uses."""
+        return {"kernel": kernel} | rotary_constants(self.rotary_class(config), positions, example)
 
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States:
         """Causal attention and a gated feed-forward."""
-        return (block(states[0], **constants),)
+        mask = causal_mask(states[0], batch["tokens"], constants["kernel"])
+        return (block(states[0], attention_mask=mask, position_embeddings=constants["position_embeddings"]),)
 
     def dropout(self, config: Any) -> float:
         """Of the attention's weights."""
