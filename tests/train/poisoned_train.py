@@ -1,0 +1,44 @@
+"""`shardwright-train` in which a weight becomes NaN: run by a test it is the command, run by the launcher a rank."""
+
+import os
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from shardwright_train import cli, start, worker
+from shardwright_train.launch import launch
+
+POISONED_RANK, POISONED_STEP, POISONED_LAYER = 1, 3, 2
+
+
+def as_command() -> None:
+    """The command, whose ranks run this file instead of the worker."""
+    with patch.object(start, "launch", lambda command, *more: launch([sys.executable, __file__, *command[3:]], *more)):
+        cli.main()
+
+
+def as_rank() -> None:
+    """The worker, in which one rank's share of a layer is no number from its third step on."""
+    from shardwright_train import loop
+    from shardwright_train.parallel.tensor_parallel import local_tensor
+
+    stock, steps = loop.run_step, 0
+
+    def poisoned(stage: Any, *arguments: Any, **named: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == POISONED_STEP:
+            element = next(e for e in stage.elements if e.name == f"layers[{POISONED_LAYER}]")
+            with torch.no_grad():
+                local_tensor(next(element.module.parameters())).fill_(torch.nan)
+        return stock(stage, *arguments, **named)
+
+    if int(os.environ["RANK"]) == POISONED_RANK:
+        loop.run_step = poisoned
+    worker.main(*sys.argv[1:])
+
+
+if __name__ == "__main__":
+    as_rank() if "RANK" in os.environ else as_command()

@@ -1,0 +1,49 @@
+"""A loss that is no number stops all ranks together, says where it came from, and is saved nowhere."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+from poisoned_train import POISONED_LAYER, POISONED_RANK, POISONED_STEP
+from random_plans import random_plan
+from tiny_models import tiny
+
+from shardwright_formats.files import write_document
+from shardwright_formats.plan import Plan
+from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, Strategy
+from shardwright_train.data.prepare import prepare
+from shardwright_train.state.checkpoint_names import folder_of_plan, latest_checkpoint
+
+
+def replicated(plan: Plan) -> Plan:
+    """Both ranks hold everything, so that only one of them is hit."""
+    spread = {"tp_size": 1, "dp_size": 2, "data_parallel": DataParallel.DDP}
+    layers = tuple(LayerStrategy(type="block", recompute=Recompute.FULL, **spread) for _ in plan.layers)
+    return msgspec.structs.replace(plan, embedding=Strategy(**spread), head=Strategy(**spread), layers=layers)
+
+
+def test_a_loss_that_is_no_number_stops_all_ranks_before_anything_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    prepare(str(tmp_path / "text"), "*.txt", 260, 1.0, tmp_path / "data")
+    plan = replicated(random_plan(tiny("llama", vocab_size=260), 1, 2, "float32", stages=1))
+    write_document(tmp_path / "plan.json", plan)
+    checkpoints = tmp_path / "checkpoints"
+    command = [sys.executable, str(Path(__file__).with_name("poisoned_train.py")), "run", str(tmp_path / "plan.json")]
+    command += ["--data", str(tmp_path / "data"), "--steps", "6", "--checkpoint-every", "1"]
+    command += ["--checkpoints", str(checkpoints), "--out", str(tmp_path / "out")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert ended.returncode == 4, ended.stderr
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    where = f"first in the output of layers[{POISONED_LAYER}] on rank {POISONED_RANK}, microbatch 0"
+    assert errors == [
+        f"error: step {POISONED_STEP}: loss nan, gradient norm nan: {where}: nothing of this step was saved"
+    ]
+    folder = folder_of_plan(checkpoints, plan.sha256)
+    latest = latest_checkpoint(folder)
+    assert latest is not None and latest.name == f"step-{POISONED_STEP - 1:08d}"
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, POISONED_STEP))
+    assert not (tmp_path / "out" / "DONE.json").exists()
