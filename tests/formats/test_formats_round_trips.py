@@ -119,7 +119,8 @@ def plans(draw: st.DrawFn) -> Plan:
     devices, layers = cluster.num_devices, len(model.layers)
     num_stages = draw(st.sampled_from(_powers_up_to(devices)))
     schedule = draw(st.sampled_from(Schedule))
-    chunks = draw(st.integers(1, 2)) if schedule is Schedule.INTERLEAVED_1F1B else 1
+    several = schedule is Schedule.INTERLEAVED_1F1B and num_stages > 1
+    chunks = draw(st.integers(1, 2)) if several else 1
     cuts = sorted(
         draw(st.lists(st.integers(0, layers), min_size=num_stages * chunks - 1, max_size=99))[: num_stages * chunks - 1]
     )
@@ -127,7 +128,7 @@ def plans(draw: st.DrawFn) -> Plan:
     ranks = draw(st.permutations(range(devices)))
     width = devices // num_stages
     stages = tuple(
-        PipelineStage(ranks=tuple(ranks[i * width : (i + 1) * width]), layers=tuple(ranges[i::num_stages]))
+        PipelineStage(ranks=tuple(sorted(ranks[i * width : (i + 1) * width])), layers=tuple(ranges[i::num_stages]))
         for i in range(num_stages)
     )
     num_microbatches = draw(st.integers(1, 4))
@@ -145,6 +146,7 @@ def plans(draw: st.DrawFn) -> Plan:
         gradient_reduction=draw(st.sampled_from(GradientReduction)),
         precision=draw(precisions),
         attention=draw(st.sampled_from(Attention)),
+        fused=draw(st.lists(st.sampled_from(["rotary", "norm", "cross_entropy"]), unique=True).map(tuple)),
         stages=stages,
         embedding=Strategy(**draw(_spread(width))),
         head=Strategy(**draw(_spread(width))),
@@ -272,6 +274,7 @@ runs = st.builds(
     steps=st.integers(1, 10**6),
     first_loss=seconds,
     final_loss=seconds,
+    attention=names,
     wall_s=seconds,
     checkpoint=names,
 )

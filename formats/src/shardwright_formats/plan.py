@@ -122,6 +122,8 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The optimizer; its settings belong to the run."""
     attention: Attention = Attention.AUTO
     """The attention kernel."""
+    fused: tuple[Literal["rotary", "norm", "cross_entropy"], ...] = ()
+    """What else kernels of the flash-attn package compute: rotary embeddings, norms, the loss."""
     stages: Annotated[tuple[PipelineStage, ...], Meta(min_length=1)]
     """The pipeline stages, first to last."""
     embedding: Strategy
@@ -138,6 +140,8 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"num_microbatches {self.num_microbatches} does not divide global_batch_size {self.global_batch_size}"
             )
+        if len(set(self.fused)) != len(self.fused):
+            raise ValueError(f"fused names something twice: {', '.join(self.fused)}")
         for where, type_name, strategy in self._strategies():
             ranks = len(self.stages[self.stage_of(where)].ranks)
             if strategy.tp_size * strategy.dp_size != ranks:
@@ -167,6 +171,10 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def sha256(self) -> str:
         """The plan's identity."""
         return sha256_of_value(self)
+
+    def stage_of_rank(self, rank: int) -> int:
+        """The pipeline stage that a rank is part of."""
+        return next(i for i, stage in enumerate(self.stages) if rank in stage.ranks)
 
     def stage_of(self, where: str) -> int:
         """The pipeline stage that holds `embedding`, `head` or `layers[i]`."""

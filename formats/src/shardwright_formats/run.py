@@ -45,6 +45,8 @@ class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Loss of step 1."""
     final_loss: float
     """Loss of the last step."""
+    attention: str
+    """The attention kernel that ran: the one taken where the plan said `auto`."""
     wall_s: float
     """Time of this process and of those it resumed, start-up and checkpoints included."""
     checkpoint: str
