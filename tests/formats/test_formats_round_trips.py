@@ -213,14 +213,7 @@ def measurements(draw: st.DrawFn) -> Measurement:
         forward_transient_bytes=byte_counts,
         backward_transient_bytes=byte_counts,
     )
-    held_memory = st.builds(
-        HeldMemory,
-        parameters_bytes=byte_counts,
-        gradients_bytes=byte_counts,
-        optimizer_bytes=byte_counts,
-        activations_bytes=byte_counts,
-        buffers_bytes=byte_counts,
-    )
+    held_memory = st.builds(HeldMemory, **dict.fromkeys(HeldMemory.__struct_fields__, byte_counts))
     phases = tuple(PhaseMemory(phase=phase, held=draw(held_memory), peak=draw(held_memory)) for phase in Phase)
     memory = RankMemory(
         parameters_bytes=draw(byte_counts),
@@ -243,16 +236,9 @@ def measurements(draw: st.DrawFn) -> Measurement:
             gradient_reduction_s=draw(times),
             optimizer_s=draw(times),
             passes=tuple(
-                PassTime(
-                    kind=kind,
-                    microbatch=microbatch,
-                    chunk=chunk,
-                    wait_s=draw(seconds),
-                    start_s=draw(seconds),
-                    time_s=draw(seconds),
-                )
+                PassTime(kind=kind, microbatch=i, chunk=chunk, wait_s=draw(seconds), start_s=1.5, time_s=draw(seconds))
                 for kind in ("backward", "forward")
-                for microbatch in range(plan.num_microbatches)
+                for i in range(plan.num_microbatches)
                 for chunk in range(len(plan.stages[stage].layers))
             ),
             memory=memory,
