@@ -1,6 +1,7 @@
 """AdamW and gradient clipping over parameters that lie on different meshes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,8 +78,7 @@ class ShardedAdamW:
         The gradients are those of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
         the loss and whether any rank wants to stop. When loss or norm is not finite nothing is updated.
         """
-        owned = (p for name, p in self.parameters.items() if name not in self._copies)
-        squares = torch.stack([loss.new_zeros(()).to(self._device), *map(_squared_norm, owned)]).sum()
+        squares = _squared_norm([p for name, p in self.parameters.items() if name not in self._copies], self._device)
         shared = torch.stack([loss.to(squares.device), squares, squares.new_tensor(float(stop))])
         dist.all_reduce(shared)
         mean_loss, squared, stops = shared.tolist()
@@ -162,11 +162,15 @@ def _replicas(parameter: Tensor) -> int:
     )
 
 
-def _squared_norm(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of the squared norm of a gradient: over all ranks the parts sum up to it."""
-    assert parameter.grad is not None
-    norm: Tensor = torch.linalg.vector_norm(local_tensor(parameter.grad), dtype=torch.float64)
-    return norm.square() / _replicas(parameter)
+def _squared_norm(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+    """This rank's part of the squared norm of all gradients: over all ranks the parts sum up to it."""
+    gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if gradients:
+        # Each norm in the format it is stored in, which is 32 bits at least; their squares are added in 64.
+        norms = torch.stack(torch._foreach_norm(gradients)).double()
+        total = (norms.square() / norms.new_tensor([_replicas(p) for p in parameters])).sum()
+    return total
 
 
 def _like(local: Tensor, parameter: nn.Parameter) -> Tensor:
