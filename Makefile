@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test parity check bench clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready
@@ -18,7 +18,7 @@ TORCH_INDEX ?=
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Several processes share the cores here; without this, each would start a thread for every core.
-demo test bench: export OMP_NUM_THREADS := 1
+demo test parity bench: export OMP_NUM_THREADS := 1
 
 help: ## list these commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -31,6 +31,9 @@ demo: $(STAMP) ## measure this machine and a small model, plan, train, report: r
 test: $(STAMP) ## run all tests
 	@python -m pytest -q --numprocesses 2 --dist loadfile $(PYTEST)
 
+parity: $(STAMP) ## 225 random plans of five families on 2, 4 and 8 ranks against one process, in float64 (long)
+	@python tests/train/run_parity.py
+
 check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@ruff check -q .
 	@ruff format -q --check . || { ruff format --check .; exit 1; }
@@ -40,10 +43,8 @@ check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@python -m shardwright_formats.schemas --check
 	@echo "all checks passed"
 
-bench: $(STAMP) ## the side-by-side runs of benchmarks/ (long)
-	@shopt -s nullglob; runs=(benchmarks/*/run.sh); \
-	[ $${#runs[@]} -gt 0 ] || { echo "no benchmark in benchmarks/ yet"; exit 0; }; \
-	for run in "$${runs[@]}"; do echo "$$run"; bash "$$run"; done
+bench: $(STAMP) ## the side-by-side runs of benchmarks/ (long; on a quiet machine)
+	@for run in benchmarks/*.py; do echo "$$run"; python "$$run"; done
 
 clean: ## remove .venv, results and caches
 	@rm -rf $(VENV) results .snakemake .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
