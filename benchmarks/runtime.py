@@ -1,0 +1,205 @@
+"""A step of the runtime beside plain PyTorch on the same work: two processes, the same Llama, the same data, in turns.
+
+    python benchmarks/runtime.py [--pairs 15] [--out FILE.json]
+
+DDP is held against `DistributedDataParallel`, ZeRO-3 against a hand-written `fully_shard` loop over the stock
+transformers model, each with clipping by the global norm and fused AdamW. Both live in the same processes and take
+turns, step by step, so that what else the machine does meets both; the ratio is the median of the pairs' ratios. The
+losses of every pair are compared: it is the same work.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
+
+from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.plan import PipelineStage, Plan, Schedule
+from shardwright_formats.strategy import DataParallel, LayerStrategy, Strategy
+from shardwright_train.element import Site
+from shardwright_train.families import family_named
+from shardwright_train.launch import Nodes, launch
+from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
+from shardwright_train.parallel.groups import Groups
+from shardwright_train.parallel.randomness import seed_of
+from shardwright_train.pipeline import Pipeline, Step, run_step
+from shardwright_train.stage import build_stage
+from shardwright_train.world import World, joined_world
+
+RANKS, BATCH, LENGTH, WARM_UP = 2, 8, 128, 2
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": False,
+}
+SETTINGS = Hyperparameters(learning_rate=1e-4, warmup_steps=0, steps=10**6, weight_decay=0.1, clip_norm=1.0)
+
+
+def the_plan(kind: DataParallel) -> Plan:
+    """One pipeline stage, data parallel alone."""
+    spread = {"tp_size": 1, "dp_size": RANKS, "data_parallel": kind}
+    model = family_named("llama", "benchmark").describe("llama", CONFIG, "benchmark", LENGTH)
+    node = NodeType(device="cpu", devices_per_node=RANKS, memory_bytes=1 << 34)
+    return Plan(
+        name=kind.value,
+        model=model,
+        cluster=Cluster(name="here", nodes=(NodeGroup(node_type="cpu", count=1),), node_types={"cpu": node}),
+        global_batch_size=BATCH,
+        num_microbatches=1,
+        schedule=Schedule.ONE_F_ONE_B,
+        stages=(PipelineStage(ranks=tuple(range(RANKS)), layers=((0, len(model.layers)),)),),
+        embedding=Strategy(**spread),
+        head=Strategy(**spread),
+        layers=tuple(LayerStrategy(type="block", **spread) for _ in model.layers),
+    )
+
+
+class Ours:
+    """The runtime, as `run` and `measure` call it."""
+
+    def __init__(self, plan: Plan, world: World, groups: Groups) -> None:
+        groups.prepare(plan)
+        family = family_named("llama", "benchmark")
+        self.stage = build_stage(Site(plan, family, world.rank, groups, "sdpa", world.device, 0))
+        self.place = Pipeline.of(plan, world.rank, groups, world.device)
+        self.adamw = ShardedAdamW(self.stage.parameters_by_name(), SETTINGS, self.stage.copies())
+        self.adamw.begin(0)
+
+    def step(self, text: Tensor) -> float:
+        """One step on tokens [batch, length + 1]; returns the mean loss over all ranks."""
+        work = Step({"tokens": text[:, :-1], "labels": text[:, 1:]})
+        return self.adamw.step(SETTINGS.steps // 2, run_step(self.stage, self.place, work), stop=False).loss
+
+
+class Plain:
+    """What one would write by hand."""
+
+    def __init__(self, plan: Plan, world: World, kind: DataParallel) -> None:
+        self.rank = world.rank
+        stock = _with_the_same_weights(plan)
+        if kind is DataParallel.DDP:
+            self.model: nn.Module = DistributedDataParallel(stock)
+        else:
+            for layer in stock.model.layers:
+                fully_shard(layer, reshard_after_forward=True)
+            self.model = fully_shard(stock)
+        named = dict(self.model.named_parameters())
+        groups = [
+            {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": SETTINGS.weight_decay},
+            {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        rate = SETTINGS.learning_rate_at(SETTINGS.steps // 2)
+        self.adamw = torch.optim.AdamW(groups, lr=rate, betas=SETTINGS.betas, eps=SETTINGS.eps, fused=True)
+
+    def step(self, text: Tensor) -> float:
+        """As `Ours.step`."""
+        mine = text.chunk(RANKS)[self.rank]
+        logits = self.model(mine[:, :-1]).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), SETTINGS.clip_norm)
+        self.adamw.step()
+        self.adamw.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return mean.item() / RANKS
+
+
+def _with_the_same_weights(plan: Plan) -> LlamaForCausalLM:
+    family = family_named("llama", "benchmark")
+    config = family.configuration(plan.model)
+    config._attn_implementation = "sdpa"
+    stock = LlamaForCausalLM(config)
+    state = {}
+    for element in ("embedding", *(f"layers[{i}]" for i in range(len(plan.layers))), "head"):
+        torch.manual_seed(seed_of(0, element))
+        module = family.build(plan.model, element, "sdpa")
+        family.initialise(plan.model, module)
+        state |= {family.full_name(plan.model, element, name): p for name, p in module.named_parameters()}
+    stock.load_state_dict(state, strict=True)
+    return stock
+
+
+def _timed(runner: Ours | Plain, text: Tensor) -> tuple[float, float]:
+    dist.barrier()
+    started = time.perf_counter()
+    loss = runner.step(text)
+    dist.barrier()
+    return time.perf_counter() - started, loss
+
+
+def worker(result: str, pairs: int) -> None:
+    """One rank: measures both, in turns, for each kind."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    found = {}
+    with joined_world("cpu") as world:
+        groups = Groups("cpu")
+        for kind in (DataParallel.DDP, DataParallel.ZERO3):
+            plan = the_plan(kind)
+            ours, plain = Ours(plan, world, groups), Plain(plan, world, kind)
+            generator = torch.Generator().manual_seed(0)
+            times: list[tuple[float, float]] = []
+            for number in range(WARM_UP + pairs):
+                text = torch.randint(0, CONFIG["vocab_size"], (BATCH, LENGTH + 1), generator=generator)
+                order = (ours, plain) if number % 2 else (plain, ours)
+                measured = {runner: _timed(runner, text) for runner in order}
+                difference = abs(measured[ours][1] - measured[plain][1])
+                if difference > 1e-3:
+                    raise SystemExit(f"{kind}: the losses differ by {difference}: it is not the same work")
+                if number >= WARM_UP:
+                    times.append((measured[ours][0], measured[plain][0]))
+            found[kind.value] = times
+            if world.rank == 0:
+                print(f"{kind.value}: {_summary(times)}", flush=True)
+        if world.rank == 0:
+            Path(result).write_text(json.dumps(found))
+
+
+def _summary(times: list[tuple[float, float]]) -> str:
+    ours, plain = (statistics.median(column) for column in zip(*times, strict=True))
+    ratios = sorted(a / b for a, b in times)
+    return (
+        f"ours {ours * 1000:.0f} ms, plain {plain * 1000:.0f} ms, ratio {statistics.median(ratios):.3f} "
+        f"(middle half {ratios[len(ratios) // 4]:.3f} to {ratios[3 * len(ratios) // 4]:.3f}, {len(ratios)} pairs)"
+    )
+
+
+def main() -> None:
+    """Start the ranks and keep what they measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=15, help="timed steps of each")
+    parser.add_argument("--out", type=Path, help="JSON of all times in seconds, [ours, plain] for each pair")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker, options.pairs)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "times.json"
+        command = [sys.executable, __file__, "--worker", str(result), "--pairs", str(options.pairs)]
+        launch(command, RANKS, 0, RANKS, Nodes())
+        if options.out:
+            head = {"device": "cpu", "torch": str(torch.__version__), "date": datetime.now(UTC).date().isoformat()}
+            options.out.write_text(json.dumps(head | {"seconds": json.loads(result.read_bytes())}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
