@@ -47,7 +47,7 @@ def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
 
 def step_messages(plan: Plan, rank: int) -> tuple[Message, ...]:
     """What one rank takes part in during one step; sends are counted by the sender."""
-    stage = next(i for i, stage in enumerate(plan.stages) if rank in stage.ranks)
+    stage = plan.stage_of_rank(rank)
     found: list[Message] = []
     for chunk in range(len(plan.stages[stage].layers)):
         found += _chunk_messages(plan, rank, stage, chunk)
