@@ -178,11 +178,9 @@ def test_an_interleaved_plan_is_evaluated_range_by_range(make):
     assert estimate.simulated_lower_bound_s <= estimate.simulated_step_time_s < plain.simulated_step_time_s
 
 
-def test_chunks_of_a_single_stage_change_no_time(make):
-    whole, cut = make_plan(make, [[[0, 4]]], F1B), make_plan(make, [[[0, 1], [1, 4]]], INTERLEAVED)
-    one, other = (evaluate(plan, make.profiles(plan.model, plan.cluster)).estimate for plan in (whole, cut))
-    assert (one.simulated_step_time_s, one.objective_s) == (other.simulated_step_time_s, other.objective_s)
-    assert one.stages == other.stages
+def test_several_ranges_in_a_single_stage_are_no_plan(make):
+    with pytest.raises(ValueError, match="several layer ranges need several pipeline stages"):
+        make_plan(make, [[[0, 1], [1, 4]]], INTERLEAVED)
 
 
 def test_the_only_microbatch_takes_the_sum_of_all_ranges(make):
