@@ -135,6 +135,15 @@ def test_every_byte_of_a_step_is_in_one_category() -> None:
     assert [p.held.total_bytes for p in phases] == [307, 307 + 35 + 64, 307 + 8, 307]
 
 
+def test_of_the_forward_passes_the_end_counts_after_which_most_was_held() -> None:
+    def interval(name: str, turn: tuple[int, int] | None, after: int) -> MemoryInterval:
+        return MemoryInterval(name, turn, _held(), _held(after), _held(after))
+
+    ends = [interval("forward.end", (i, 0), after) for i, after in enumerate((5, 9, 4))]
+    phases = phases_of_memory(ends, [*ends, interval("reduced", None, 3), interval("optimizer", None, 2)])
+    assert [phase.held.total_bytes for phase in phases] == [4, 9, 3, 2]
+
+
 def test_memory_that_was_not_seen_coming_or_going_is_counted_once_it_shows() -> None:
     record = [
         MemoryMark("start", None, {}),
