@@ -1,7 +1,6 @@
 """The command trains, saves, stops in order, resumes bit for bit, and refuses what it cannot do in one line."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -105,39 +104,3 @@ def test_a_locked_run_is_refused(work: Path, plan_file: Path) -> None:
         status, _, err = finish(start(work, plan_file, "locked"))
     assert (status, err.count("\n")) == (2, 1)
     assert "another run of this plan" in err
-
-
-def test_a_killed_rank_ends_the_run_with_its_name(work: Path, plan_file: Path) -> None:
-    process = start(work, plan_file, "killed", "--steps", "100000")
-    victim = None
-    deadline = time.monotonic() + 60
-    while victim is None and time.monotonic() < deadline:
-        for pid in (int(p) for p in os.listdir("/proc") if p.isdigit()):
-            if _parent_of(pid) == process.pid and _rank_of(pid) == "1":
-                victim = pid
-    assert victim is not None
-    while latest_checkpoint_of(work / "killed", plan_file) is None:
-        time.sleep(0.05)
-    os.kill(victim, signal.SIGKILL)
-    status, _, err = finish(process)
-    assert status == 4
-    assert "error: rank 1: was killed by SIGKILL" in err
-
-
-def latest_checkpoint_of(folder: Path, plan_file: Path) -> Path | None:
-    return latest_checkpoint(folder_of_plan(folder / "checkpoints", read_document(plan_file, Plan).sha256))
-
-
-def _parent_of(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
-
-
-def _rank_of(pid: int) -> str | None:
-    try:
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return next((pair[5:].decode() for pair in pairs if pair.startswith(b"RANK=")), None)
