@@ -11,12 +11,11 @@ from typer.testing import CliRunner
 
 from shardwright_formats.errors import BadInput
 from shardwright_formats.files import read_document
-from shardwright_formats.plan import Attention, Plan, Precision
+from shardwright_formats.plan import Plan
 from shardwright_train.cli import app
 from shardwright_train.families import family_named
 from shardwright_train.loop import model_flops_utilisation
 from shardwright_train.peaks import peak_flops_per_s
-from shardwright_train.support import check_supported
 
 PlanMaker = Callable[..., Plan]
 
@@ -43,23 +42,6 @@ def test_the_description_has_every_parameter_of_the_stock_model(name: str) -> No
     aliases = {second for _, second in model.tied}
     assert {name: size for name, size in described.items() if name not in aliases} == stock
     assert model.parameter_count == sum(stock.values())
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"attention": Attention.FLASH_ATTENTION_2}, "flash_attention_2"),
-        ({"precision": Precision(parameters="float32", compute="float16")}, "float16"),
-    ],
-)
-def test_what_this_version_cannot_run_is_said_before_it_starts(
-    random_plan: PlanMaker, change: dict[str, object], words: str
-) -> None:
-    plan = random_plan(0, 2, "float32")
-    check_supported(plan, "plan.json")
-    plan = msgspec.structs.replace(plan, **change)  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match=rf"plan\.json: .*{words}.* is not run by this version"):
-        check_supported(plan, "plan.json")
 
 
 @pytest.mark.parametrize(

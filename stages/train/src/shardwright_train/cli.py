@@ -9,12 +9,12 @@ import typer
 
 from shardwright_formats.errors import BadInput, one_line_errors
 from shardwright_formats.files import read_document, write_document
-from shardwright_formats.plan import Attention, Plan
+from shardwright_formats.plan import Plan
 from shardwright_train.jobs import RunJob
 from shardwright_train.launch import Nodes
 from shardwright_train.learning_rate import LearningRateSchedule
 from shardwright_train.start import start_measure, start_run
-from shardwright_train.support import check_supported
+from shardwright_train.support import check_supported, without_devices
 from shardwright_train.watch import HANG_TIMEOUT_S, START_UP_S
 
 __all__ = ["app", "main"]
@@ -159,7 +159,8 @@ def check(
         def progress(done: int, total: int) -> None:
             print(f"played {done} of {total} roles", file=sys.stderr, flush=True)
 
-        checks = check_roles(found, family, Attention.SDPA.value, progress)
+        playable, attention = without_devices(found)
+        checks = check_roles(playable, family, attention, progress)
         print_checks(found, checks, Console())
         raise_if_too_large(found, checks)
 

@@ -16,6 +16,7 @@ from shardwright_formats.strategy import Recompute, SequenceParallel, Strategy
 from shardwright_train.families import Family
 from shardwright_train.families.base import Batch, States
 from shardwright_train.parallel.data_parallel import share_states, torch_dtype
+from shardwright_train.parallel.fused import fuse
 from shardwright_train.parallel.groups import Groups
 from shardwright_train.parallel.randomness import Draw, Randomness, seed_of
 from shardwright_train.parallel.redistribute import Redistribution
@@ -105,10 +106,15 @@ def build_element(site: Site, name: str, strategy: Strategy, enter: tuple[Redist
     randomness = Randomness(name, holder, tp_index, site.device)
     mesh = site.groups.mesh(plan, strategy)
     spread = TensorParallel(
-        mesh["tp"], site.groups.sequence_axis(plan, strategy), strategy.sequence_parallel, randomness
+        mesh["tp"],
+        site.groups.sequence_axis(plan, strategy),
+        strategy.sequence_parallel,
+        randomness,
+        fused_loss="cross_entropy" in plan.fused,
     )
     with torch.device("meta"), _default_dtype(torch_dtype(plan.precision.parameters)):
         module = family.build(model, name, ULYSSES_ATTENTION if ulysses else site.attention)
+    fuse(module, plan.fused)
     partial = split_module(module, family.rules, spread)
     module.spread = spread  # type: ignore[assignment]
     if kind in family.parts:

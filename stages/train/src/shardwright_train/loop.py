@@ -26,6 +26,7 @@ from shardwright_train.diagnose import where_not_finite
 from shardwright_train.element import Site
 from shardwright_train.families import family_named
 from shardwright_train.jobs import RunJob
+from shardwright_train.kernels import check_kernels, settle_attention
 from shardwright_train.loss_scale import LossScale
 from shardwright_train.optimiser import Hyperparameters, ShardedAdamW, StepOutcome
 from shardwright_train.parallel.groups import Groups
@@ -35,7 +36,6 @@ from shardwright_train.record import peak_resident_bytes
 from shardwright_train.stage import Stage, build_stage
 from shardwright_train.state.checkpoint import Progress, load, read_progress, save
 from shardwright_train.state.checkpoint_names import folder_of_plan, latest_checkpoint
-from shardwright_train.support import attention_kernel
 from shardwright_train.world import World
 
 __all__ = ["train"]
@@ -50,6 +50,7 @@ class _Run:
     job: RunJob
     plan: Plan
     world: World
+    attention: str
     batches: Batches
     stage: Stage
     place: Pipeline
@@ -69,12 +70,13 @@ def train(job: RunJob, world: World) -> None:
     """
     plan = read_document(Path(job.plan), Plan)
     batches, resumed = _agreed_inputs(job, plan, world)
-    run = _build(job, plan, world, batches)
+    (attention,) = settle_attention([plan], world)
+    run = _build(job, plan, world, attention, batches)
     scale = LossScale.for_compute(plan.precision.compute)
-    progress = Progress(0, plan.sha256, batches.sha256, job.seed, 0.0, 0.0, scale.value, 0)
+    progress = Progress(0, plan.sha256, batches.sha256, job.seed, 0.0, 0.0, 0, scale.value, 0)
     if resumed is not None:
         progress = read_progress(resumed)
-    run.optimiser.begin(progress.step)
+    run.optimiser.begin(progress.updates)
     if resumed is not None:
         load(resumed, run.tensors())
     if world.rank == 0:
@@ -91,6 +93,7 @@ def _agreed_inputs(job: RunJob, plan: Plan, world: World) -> tuple[Batches, Path
     try:
         _check_device(plan, world, job.plan)
         family = family_named(plan.model.family, job.plan)
+        check_kernels(plan, family, world.device, job.plan)
         batches = open_batches(Path(job.data), plan.model, family, job.seed)
         resumed = _checkpoint_to_resume(job, plan, batches)
     except ShardwrightError as error:
@@ -129,11 +132,11 @@ def _checkpoint_to_resume(job: RunJob, plan: Plan, batches: Batches) -> Path | N
     return chosen
 
 
-def _build(job: RunJob, plan: Plan, world: World, batches: Batches) -> _Run:
+def _build(job: RunJob, plan: Plan, world: World, attention: str, batches: Batches) -> _Run:
     groups = Groups(world.device.type)
     groups.prepare(plan)
     family = family_named(plan.model.family, job.plan)
-    stage = build_stage(Site(plan, family, world.rank, groups, attention_kernel(plan), world.device, job.seed))
+    stage = build_stage(Site(plan, family, world.rank, groups, attention, world.device, job.seed))
     settings = Hyperparameters(
         learning_rate=job.learning_rate,
         warmup_steps=job.warmup_steps,
@@ -146,9 +149,8 @@ def _build(job: RunJob, plan: Plan, world: World, batches: Batches) -> _Run:
     )
     optimiser = ShardedAdamW(stage.parameters_by_name(), settings, stage.copies())
     folder = folder_of_plan(Path(job.checkpoints), plan.sha256)
-    return _Run(
-        job, plan, world, batches, stage, Pipeline.of(plan, world.rank, groups, world.device), optimiser, folder
-    )
+    place = Pipeline.of(plan, world.rank, groups, world.device)
+    return _Run(job, plan, world, attention, batches, stage, place, optimiser, folder)
 
 
 def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progress, float, Path]:
@@ -164,7 +166,7 @@ def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progre
         loss_part = run_step(run.stage, run.place, work)
         outcome = run.optimiser.step(step, loss_part, bool(stop_asked), scale.value)
         step_time_s = time.perf_counter() - started
-        overflowed = not scale.fixed and math.isfinite(outcome.loss) and not outcome.finite
+        overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite
         if not outcome.finite and not overflowed:
             where = where_not_finite(run.stage, run.place, work)
             what = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
@@ -178,6 +180,7 @@ def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progre
             step=step,
             first_loss=first,
             wall_s=time.monotonic() - began,
+            updates=progress.updates + outcome.finite,
             loss_scale=scale.value,
             steps_without_overflow=scale.steps_without_overflow,
         )
@@ -250,6 +253,7 @@ def _finish(run: _Run, progress: Progress, loss: float, checkpoint: Path) -> Non
         steps=progress.step,
         first_loss=progress.first_loss,
         final_loss=loss,
+        attention=run.attention,
         wall_s=progress.wall_s,
         checkpoint=str(checkpoint),
     )

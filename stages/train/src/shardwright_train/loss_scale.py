@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 __all__ = ["LossScale"]
 
+_START = 2.0**16
 _GROWTH_STEPS = 2000
 _FACTOR = 2.0
+_LEAST = 1.0
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,12 @@ class LossScale:
     @classmethod
     def for_compute(cls, dtype: str) -> "LossScale":
         """Float16 starts at 2^16 and adapts; other formats need none."""
-        return cls(2.0**16, fixed=False) if dtype == "float16" else cls()
+        return cls(_START, fixed=False) if dtype == "float16" else cls()
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether an overflow may have come from the scale; at 1 it comes from the model."""
+        return not self.fixed and self.value > _LEAST
 
     def after(self, overflowed: bool) -> "LossScale":
         """The scale of the next step: halved after an overflow, doubled after 2000 steps without one."""

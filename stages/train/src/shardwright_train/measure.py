@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright_formats.errors import ShardwrightError
 from shardwright_formats.files import read_document, write_document
 from shardwright_formats.measurement import Measurement, PlanMeasurement, RankMeasurement, RankMemory, Segment
-from shardwright_formats.plan import Plan, Plans
+from shardwright_formats.plan import Attention, Plan, Plans
 from shardwright_train.element import Site
 from shardwright_train.families import family_named
 from shardwright_train.jobs import MeasureJob
+from shardwright_train.kernels import check_kernels, settle_attention
 from shardwright_train.memory_account import Category, Holdings, MemoryInterval, memory_intervals
 from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
 from shardwright_train.parallel.groups import Groups
@@ -27,7 +29,6 @@ from shardwright_train.record_memory import record_memory, sizes_by_address
 from shardwright_train.stage import build_stage
 from shardwright_train.step_memory import phases_of_memory, segments_of_memory
 from shardwright_train.step_times import StepTiming, timing_of_step
-from shardwright_train.support import attention_kernel
 from shardwright_train.trace import trace_file, traced
 from shardwright_train.world import World
 
@@ -45,31 +46,44 @@ def measure_plans(job: MeasureJob, world: World) -> None:
     resident = peak_resident_bytes()
     groups = Groups(world.device.type)
     measured = []
-    for number, plan in enumerate(plans, start=1):
-        measured.append(_measure(plan, job, world, groups, resident))
+    kernels = _agreed_kernels(plans, world)
+    for number, (plan, kernel) in enumerate(zip(plans, kernels, strict=True), start=1):
+        measured.append(_measure(plan, kernel, job, world, groups, resident))
         gc.collect()
         if world.rank == 0:
             step_s = statistics.median(measured[-1].step_times_s)
             print(f"measured {number}/{len(plans)} {plan.name}: {step_s * 1000:.1f} ms a step", file=sys.stderr)
     if world.rank == 0:
+        taken = (kernel for plan, kernel in zip(plans, kernels, strict=True) if plan.attention is Attention.AUTO)
         measurement = Measurement(
             device=world.device_name,
             backend=world.backend,
             torch_version=str(torch.__version__),
-            attention=attention_kernel(plans[0]),
+            attention=next(taken, kernels[0]),
             plans=tuple(measured),
         )
         write_document(Path(job.out), measurement)
 
 
+def _agreed_kernels(plans: Sequence[Plan], world: World) -> tuple[str, ...]:
+    problem: ShardwrightError | None = None
+    try:
+        for plan in plans:
+            check_kernels(plan, family_named(plan.model.family, plan.name), world.device, plan.name)
+    except ShardwrightError as error:
+        problem = error
+    world.agree(problem)
+    return settle_attention(plans, world)
+
+
 class _Runner:
     """A plan built on this rank, with a batch to run it on."""
 
-    def __init__(self, plan: Plan, work: Step, world: World, groups: Groups) -> None:
+    def __init__(self, plan: Plan, kernel: str, work: Step, world: World, groups: Groups) -> None:
         self._watch, self._name, self._steps = world.watch, plan.name, 0
         self.work = work
         family = family_named(plan.model.family, plan.name)
-        self.stage = build_stage(Site(plan, family, world.rank, groups, attention_kernel(plan), world.device, 0))
+        self.stage = build_stage(Site(plan, family, world.rank, groups, kernel, world.device, 0))
         self.place = Pipeline.of(plan, world.rank, groups, world.device)
         self.optimiser = ShardedAdamW(self.stage.parameters_by_name(), _SETTINGS, self.stage.copies())
         self.optimiser.begin(0)
@@ -118,8 +132,8 @@ class _Runner:
         return sum(sum(sizes_by_address(map(local_tensor, tensors_of(chunk))).values()) for chunk in self.stage.chunks)
 
 
-def _measure(plan: Plan, job: MeasureJob, world: World, groups: Groups, resident: int) -> PlanMeasurement:
-    runner, building = _built(plan, world, groups)
+def _measure(plan: Plan, kernel: str, job: MeasureJob, world: World, groups: Groups, resident: int) -> PlanMeasurement:
+    runner, building = _built(plan, kernel, world, groups)
     for _ in range(job.warmup_steps):
         runner.step(no_mark)
     steps = [_timed(runner, world) for _ in range(job.steps)]
@@ -151,7 +165,7 @@ def _measure(plan: Plan, job: MeasureJob, world: World, groups: Groups, resident
     return PlanMeasurement(plan=plan, ranks=tuple(rank for rank in every if rank is not None))
 
 
-def _built(plan: Plan, world: World, groups: Groups) -> tuple[_Runner, list[MemoryInterval]]:
+def _built(plan: Plan, kernel: str, world: World, groups: Groups) -> tuple[_Runner, list[MemoryInterval]]:
     """The plan on this rank, and the memory that building it took."""
     world.watch.begin(f"before the first step of {plan.name}")
     groups.prepare(plan)
@@ -160,7 +174,7 @@ def _built(plan: Plan, world: World, groups: Groups) -> tuple[_Runner, list[Memo
     runner: _Runner | None = None
     with record_memory(world.device, lambda: runner.lasting() if runner else {}) as record:
         record.mark("start")
-        runner = _Runner(plan, Step(batch), world, groups)
+        runner = _Runner(plan, kernel, Step(batch), world, groups)
         record.mark("model")
     return runner, memory_intervals(record.items, {}, 0)
 

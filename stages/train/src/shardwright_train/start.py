@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
-from shardwright_formats.errors import BadInput
+from shardwright_formats.errors import BadInput, RunFailed
 from shardwright_formats.files import Document, read_any_document, read_document, write_document
 from shardwright_formats.measurement import Measurement
-from shardwright_formats.plan import Plan, Plans
+from shardwright_formats.plan import Attention, Plan, Plans
 from shardwright_formats.prediction import Prediction
 from shardwright_train.jobs import MeasureJob, RunJob
 from shardwright_train.launch import Nodes, launch
 from shardwright_train.state.checkpoint_names import folder_of_plan
-from shardwright_train.support import check_supported
+from shardwright_train.support import check_installed, check_supported
 from shardwright_train.watch import HANG_TIMEOUT_S
 
 __all__ = ["start_measure", "start_run"]
@@ -26,6 +26,7 @@ def start_run(job: RunJob, nodes: Nodes) -> None:
     """Train on this node's share of the ranks."""
     plan = read_document(Path(job.plan), Plan)
     check_supported(plan, job.plan)
+    check_installed(plan, job.plan)
     with _only_one(folder_of_plan(Path(job.checkpoints), plan.sha256)):
         _start(job, plan, job.plan, nodes)
 
@@ -46,6 +47,7 @@ def start_measure(
     plans = [(file, plan) for file in files for plan in _plans_of(file)]
     for file, plan in plans:
         check_supported(plan, file)
+        check_installed(plan, file)
     if trace is not None and trace.exists() and not trace.is_dir():
         raise BadInput(trace, "is no folder", "name another for the traces")
     results: dict[str, Measurement] = {}
@@ -73,12 +75,15 @@ def start_measure(
 
 def _in_order(plans: Sequence[Plan], results: dict[str, Measurement]) -> Measurement:
     found = [next(m for m in results[plan.sha256].plans if m.plan.sha256 == plan.sha256) for plan in plans]
+    taken = {results[plan.sha256].attention for plan in plans if plan.attention is Attention.AUTO}
+    if len(taken) > 1:
+        raise RunFailed(f"auto took {' and '.join(sorted(taken))}: measure in two commands, or name one in the plans")
     first = results[plans[0].sha256]
     return Measurement(
         device=first.device,
         backend=first.backend,
         torch_version=first.torch_version,
-        attention=first.attention,
+        attention=taken.pop() if taken else first.attention,
         plans=tuple(found),
     )
 

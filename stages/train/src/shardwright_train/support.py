@@ -1,29 +1,90 @@
-"""What a plan may ask that this runtime cannot do yet: said before anything starts."""
+"""What a plan may ask that no device, or no installation, can run: said before anything starts."""
 
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
 
 from shardwright_formats.errors import BadInput
+from shardwright_formats.model import HEAD
 from shardwright_formats.plan import Attention, Plan
+from shardwright_formats.strategy import SequenceParallel
 
-__all__ = ["attention_kernel", "check_supported"]
+__all__ = ["check_installed", "check_supported", "flash_attn_is_installed", "flash_obstacle", "without_devices"]
+
+_SIXTEEN_BITS = ("bfloat16", "float16")
+_MIXED_FLOAT16 = ("float32", "float16", "float32")
+_WIDEST_HEAD = 256
+"""The most features of a head that flash-attn 2 computes with."""
 
 
 def check_supported(plan: Plan, file: object) -> None:
-    """Raise BadInput naming the first thing in a plan that cannot be run."""
+    """Raise BadInput naming the first thing in a plan that cannot be run anywhere."""
     for what, remedy in _beyond(plan):
-        raise BadInput(file, f"{what} is not run by this version", remedy)
+        raise BadInput(file, what, remedy)
 
 
-def attention_kernel(plan: Plan) -> str:
-    """The kernel that runs: `auto` takes PyTorch's scaled_dot_product_attention."""
-    return Attention.SDPA.value if plan.attention is Attention.AUTO else plan.attention.value
+def check_installed(plan: Plan, file: object) -> None:
+    """Raise BadInput where a plan asks for flash-attn and this machine does not have it."""
+    wants = [f"attention {plan.attention}"] if plan.attention is Attention.FLASH_ATTENTION_2 else []
+    wants += [f"fused {name}" for name in plan.fused]
+    if wants and not flash_attn_is_installed():
+        what = f"flash-attn is not installed, and {' and '.join(wants)} needs it"
+        raise BadInput(file, what, "pip install 'shardwright-train[flash-attn]', or use sdpa and nothing fused")
+
+
+def flash_attn_is_installed() -> bool:
+    """Whether the package of flash-attn 2 is there; others have a module of the same name."""
+    try:
+        version("flash-attn")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def flash_obstacle(plan: Plan) -> str | None:
+    """Why flash_attention_2 can never run a plan, or None; what is installed, the device and the family also count."""
+    if _on_cpu(plan):
+        return "needs CUDA, the plan is for cpu"
+    if (compute := plan.precision.compute) not in _SIXTEEN_BITS:
+        return f"computes in bfloat16 or float16, the plan in {compute}"
+    heads = (region.attention for kind in plan.model.types.values() for region in kind.regions)
+    widest = max((h.head_features for h in heads if h is not None), default=0)
+    return f"has heads of up to {_WIDEST_HEAD} features, the model of {widest}" if widest > _WIDEST_HEAD else None
+
+
+def without_devices(plan: Plan) -> tuple[Plan, str]:
+    """What a world of tensors without data runs instead of a plan: the same, but for flash-attn; and its attention."""
+    eager = plan.attention is Attention.EAGER
+    return msgspec.structs.replace(plan, fused=()), (Attention.EAGER if eager else Attention.SDPA).value
 
 
 def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
     precision = plan.precision
+    formats = (precision.parameters, precision.compute, precision.reduce)
     if len({len(stage.ranks) for stage in plan.stages}) > 1:
-        yield "a pipeline of stages of different width", "use equal ones"
-    if "float16" in (precision.parameters, precision.compute, precision.reduce):
-        yield "precision float16", "use bfloat16 or float32"
-    if plan.attention is Attention.FLASH_ATTENTION_2:
-        yield "attention flash_attention_2", "use auto, sdpa or eager"
+        yield "a pipeline of stages of different width is not run by this version", "use equal ones"
+    if "float16" in formats and formats != _MIXED_FLOAT16:
+        yield f"precision {'/'.join(formats)} is not run", "keep float16 to compute, parameters and reduce in float32"
+    if plan.attention is Attention.FLASH_ATTENTION_2 and (obstacle := flash_obstacle(plan)) is not None:
+        yield f"attention {plan.attention} {obstacle}", "use auto, sdpa or eager"
+    if plan.fused and (obstacle := _fused_obstacle(plan)) is not None:
+        yield f"fused {obstacle}", "leave it out"
+
+
+def _fused_obstacle(plan: Plan) -> str | None:
+    names = ", ".join(plan.fused)
+    if _on_cpu(plan):
+        return f"{names} needs CUDA, the plan is for cpu"
+    if plan.precision.compute == "float64":
+        return f"{names} computes in float32 at most, the plan in float64"
+    tp_size = 1 if plan.head.sequence_parallel is SequenceParallel.ULYSSES else plan.head.tp_size
+    lengths = [p.shape[p.tp_dim] for p in plan.model.types[HEAD].parameters if p.tp_dim is not None]
+    odd = [length for length in lengths if length % tp_size]
+    if "cross_entropy" in plan.fused and odd:
+        return f"cross_entropy needs equal shares, the head's tp_size {tp_size} does not divide {odd[0]} classes"
+    return None
+
+
+def _on_cpu(plan: Plan) -> bool:
+    return any(plan.cluster.node_types[name].device == "cpu" for name in plan.cluster.node_type_of_rank)

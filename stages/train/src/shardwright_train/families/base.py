@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from shardwright_formats.model import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
+from shardwright_formats.plan import Attention
 from shardwright_train.parallel.split import Parts, Rule, cuts
 from shardwright_train.parallel.tensor_parallel import TensorParallel
 
@@ -62,6 +63,8 @@ class Family:
     """What the Ulysses degree must divide, by layer type: lengths in the configuration, or lengths that are fixed."""
     shared: tuple[str, ...] = ()
     """Ends of names of parameters that all layers of a type hold copies of."""
+    kernels: tuple[Attention, ...] = (Attention.SDPA, Attention.FLASH_ATTENTION_2, Attention.EAGER)
+    """The attention kernels that its blocks can use; flash_attention_2 adds nothing to the scores."""
 
     # What every family says.
 

@@ -9,6 +9,7 @@ from transformers import T5Config
 from transformers.models.t5 import modeling_t5 as t5
 
 from shardwright_formats.model import EMBEDDING, HEAD, BoundaryTensor, Model, Region
+from shardwright_formats.plan import Attention
 from shardwright_train.families.base import Batch, Family, States, heads_of
 from shardwright_train.families.causal import NextTokenHead, causal_mask
 from shardwright_train.parallel.split import COLUMN, ROW, VOCABULARY, Parts
@@ -110,6 +111,7 @@ class T5(Family):
     divided = ("num_heads", "d_ff")
     divided_by_ulysses = {_ENCODER: ("num_heads",), _DECODER: ("num_heads",)}
     shared = (_BIAS, _NORM)
+    kernels = (Attention.SDPA, Attention.EAGER)
 
     def check(self, config: Any, sequence_length: int) -> None:
         """Both stacks must be there; relative positions have no end."""

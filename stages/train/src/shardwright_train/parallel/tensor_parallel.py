@@ -22,12 +22,14 @@ class TensorParallel:
     """How the ranks that one sample is spread over share an element.
 
     `axis` is the mesh axis that cuts parameters (of one rank under Ulysses), `sequence_axis` the one of tp_size ranks.
+    `fused_loss` says that the head's cross entropy is flash-attn's.
     """
 
     axis: DeviceMesh
     sequence_axis: DeviceMesh
     sequence_parallel: SequenceParallel
     randomness: Randomness
+    fused_loss: bool = False
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -41,7 +42,8 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *ar
     exchange: _Exchange = module._ulysses  # type: ignore[assignment]
     key, value = (x.repeat_interleave(exchange.repeat, _HEADS) for x in (key, value))
     query, key, value = (_exchanged(x, _HEADS, _POSITIONS, exchange.group) for x in (query, key, value))
-    output, weights = _kernel(module, exchange.kernel)(module, query, key, value, *args, **kwargs)
+    seen = _configured_for(module, exchange.kernel)
+    output, weights = _kernel(module, exchange.kernel)(seen, query, key, value, *args, **kwargs)
     # Attention gives [b, s, heads, d].
     return _exchanged(output, 1, 2, exchange.group), weights
 
@@ -51,6 +53,14 @@ def _kernel(module: nn.Module, name: str) -> Callable[..., Any]:
     eager: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
     kernel: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     return kernel
+
+
+def _configured_for(module: nn.Module, kernel: str) -> nn.Module:
+    """The module as it would be without the exchange: flash attention reads there which package it is to use."""
+    seen = copy(module)
+    seen.config = copy(module.config)
+    seen.config._attn_implementation = kernel  # type: ignore[union-attr]
+    return seen
 
 
 def _exchanged(x: Tensor, split: int, gather: int, group: dist.ProcessGroup) -> Tensor:

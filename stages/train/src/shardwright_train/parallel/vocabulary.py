@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright_train.parallel.fused import fused_cross_entropy
 from shardwright_train.parallel.tensor_parallel import TensorParallel, local_tensor
 
 __all__ = ["IGNORED", "loss_of_logits", "sum_of_cross_entropy", "token_embedding"]
@@ -28,6 +29,8 @@ def token_embedding(embedding: nn.Embedding, tokens: Tensor, spread: TensorParal
 def loss_of_logits(logits: Tensor, labels: Tensor, classes: int, spread: TensorParallel) -> Tensor:
     """Sum of cross entropy of this rank's share [b, s, v/n] of `classes` logits; labels [b, s] are of all positions."""
     labels = labels[:, spread.positions_inside(labels.shape[1])]
+    if spread.fused_loss:
+        return fused_cross_entropy(logits, labels, IGNORED, spread.group).sum()
     first = spread.rank * -(-classes // spread.size)
     return sum_of_cross_entropy(logits, labels, first, spread.group)
 

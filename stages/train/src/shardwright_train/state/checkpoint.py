@@ -28,6 +28,8 @@ class Progress:
     seed: int
     first_loss: float
     wall_s: float
+    updates: int
+    """Steps in which the optimizer changed the weights: all but those in which float16 overflowed."""
     loss_scale: float
     steps_without_overflow: int
 

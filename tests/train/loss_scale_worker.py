@@ -1,0 +1,35 @@
+"""Run by the launcher, one process per rank: training jobs one after the other, from a given loss scale."""
+
+import math
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from shardwright_formats.errors import ShardwrightError
+from shardwright_formats.files import read_document
+from shardwright_train import loss_scale, optimiser
+from shardwright_train.jobs import RunJob
+from shardwright_train.loop import train
+from shardwright_train.world import joined_world
+
+
+def main(start: str, *job_files: str) -> None:
+    """Train; a job that fails leaves its error's words beside it, and the next one begins.
+
+    The gradients of a job called `endless` overflow at every scale.
+    """
+    with joined_world("cpu") as world, patch.object(loss_scale, "_START", float(start)):
+        for file in map(Path, job_files):
+            infinite = patch.object(optimiser, "_squared_norm", lambda *_: torch.tensor(math.inf, dtype=torch.float64))
+            try:
+                with infinite if file.stem == "endless" else nullcontext():
+                    train(read_document(file, RunJob), world)
+            except ShardwrightError as error:
+                file.with_suffix(".error").write_text(str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,341 @@
+"""Which attention kernel runs, what is said where one cannot, and flash-attn's other kernels.
+
+No kernel of flash-attn runs here, for they need a GPU: stand-ins in PyTorch take their place, and what is tested is
+what chooses and surrounds them.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from random_plans import random_plan
+from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
+from torch import Tensor, nn
+from transformers import CohereConfig
+from transformers.integrations import flash_attention
+from transformers.models.cohere.modeling_cohere import CohereAttention
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama import modeling_llama as llama
+from typer.testing import CliRunner
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.files import read_document, write_document
+from shardwright_formats.measurement import Measurement
+from shardwright_formats.plan import Attention, Plan, Plans, Precision
+from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_train import kernels, support
+from shardwright_train.cli import app
+from shardwright_train.families import family_named
+from shardwright_train.kernels import check_kernels, settle_attention
+from shardwright_train.launch import Nodes, launch
+from shardwright_train.parallel.fused import fuse, fusible
+from shardwright_train.parallel.ulysses import ULYSSES_ATTENTION, exchange_around_attention
+from shardwright_train.start import start_measure
+from shardwright_train.support import check_installed, check_supported, without_devices
+from shardwright_train.world import World
+
+AUTO, SDPA, FLASH, EAGER = Attention.AUTO, Attention.SDPA, Attention.FLASH_ATTENTION_2, Attention.EAGER
+BFLOAT16 = Precision(parameters="float32", compute="bfloat16", reduce="float32")
+EVERYTHING = ("rotary", "norm", "cross_entropy")
+CUDA = torch.device("cuda", 0)
+
+
+def planned(family: str = "llama", device: str = "NVIDIA H100 80GB HBM3", ranks: int = 1, **changes: Any) -> Plan:
+    """A plan for a device that may not be here."""
+    plan = random_plan(tiny(family, vocab_size=64), 0, ranks, "float32", stages=1)
+    types = {name: msgspec.structs.replace(node, device=device) for name, node in plan.cluster.node_types.items()}
+    cluster = msgspec.structs.replace(plan.cluster, node_types=types)
+    return msgspec.structs.replace(plan, cluster=cluster, **({"precision": BFLOAT16} | changes))
+
+
+def wide_heads() -> Plan:
+    model = tiny("llama", hidden_size=1056, num_attention_heads=2, num_key_value_heads=2)
+    return msgspec.structs.replace(planned(attention=FLASH), model=model)
+
+
+def odd_vocabulary() -> Plan:
+    plan = random_plan(tiny("llama"), 0, 2, "bfloat16", stages=1)
+    head = Strategy(tp_size=2, dp_size=1)
+    return msgspec.structs.replace(plan, cluster=planned(ranks=2).cluster, head=head, fused=("cross_entropy",))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: planned(attention=FLASH, device="cpu"), "attention flash_attention_2 needs CUDA, the plan is for cpu"),
+        (lambda: planned(attention=FLASH, precision=Precision()), "in bfloat16 or float16, the plan in float32"),
+        (wide_heads, "heads of up to 256 features, the model of 528"),
+        (lambda: planned(fused=EVERYTHING, device="cpu"), "fused rotary, norm, cross_entropy needs CUDA"),
+        (
+            lambda: planned(
+                fused=("norm",), precision=Precision(parameters="float64", compute="float64", reduce="float64")
+            ),
+            "in float32 at most, the plan in float64",
+        ),
+        (odd_vocabulary, "the head's tp_size 2 does not divide 61 classes"),
+        (lambda: planned(precision=Precision(compute="float16", reduce="float16")), "float32/float16/float16"),
+        (lambda: planned(precision=Precision(parameters="float16", compute="float16")), "float16/float16/float32"),
+    ],
+)
+def test_a_plan_that_no_device_can_run_is_refused(make: Callable[[], Plan], words: str) -> None:
+    with pytest.raises(BadInput, match=r"^plan\.json: ") as refused:
+        check_supported(make(), "plan.json")
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        planned(attention=FLASH),
+        planned(attention=EAGER, device="cpu"),
+        planned(fused=EVERYTHING),
+        planned(precision=Precision(parameters="float32", compute="float16", reduce="float32"), device="cpu"),
+        msgspec.structs.replace(odd_vocabulary(), head=Strategy(tp_size=1, dp_size=2)),
+        msgspec.structs.replace(
+            odd_vocabulary(), head=Strategy(tp_size=2, dp_size=1, sequence_parallel=SequenceParallel.ULYSSES)
+        ),
+    ],
+)
+def test_a_plan_that_some_device_can_run_is_not_refused(plan: Plan) -> None:
+    check_supported(plan, "plan.json")
+
+
+@pytest.mark.parametrize("command", ["run", "measure"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"attention": FLASH}, "attention flash_attention_2"), ({"fused": EVERYTHING}, "fused rotary and fused norm")],
+)
+def test_a_missing_flash_attn_is_one_line_that_says_how_to_install_it(
+    tmp_path: Path, command: str, change: dict[str, Any], words: str
+) -> None:
+    write_document(tmp_path / "plan.json", planned(**change))
+    options = {
+        "run": ["--data", "d", "--steps", "1", "--out", "o", "--checkpoints", str(tmp_path / "c")],
+        "measure": ["--out", str(tmp_path / "measurement.json")],
+    }
+    ended = CliRunner().invoke(app, [command, str(tmp_path / "plan.json"), *options[command]])
+    assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
+    assert f"plan.json: flash-attn is not installed, and {words}" in ended.stderr
+    assert "pip install 'shardwright-train[flash-attn]'" in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_flash_attn_is_found_by_the_name_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, found in (("flash-attn-4", False), ("flash-attn", True)):
+        (folder := tmp_path / f"{name.replace('-', '_')}-2.8.3.dist-info").mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.8.3\n")
+        assert support.flash_attn_is_installed() == found
+    check_installed(planned(attention=FLASH, fused=EVERYTHING), "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("plan", "device", "words"),
+    [
+        (planned("t5", attention=FLASH), CUDA, "is not for t5 models: use one of: auto, sdpa, eager"),
+        (planned(attention=FLASH), CUDA, "needs compute capability 8.0, Tesla V100 has 7.0"),
+        (planned(attention=FLASH), torch.device("cpu"), "needs CUDA, this is cpu"),
+        (planned("gpt2", fused=("norm", "rotary")), CUDA, "fused rotary: gpt2 models have none"),
+    ],
+)
+def test_a_rank_refuses_what_it_or_the_family_cannot_do(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan, device: torch.device, words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Tesla V100")
+    with pytest.raises(BadInput, match=r"^plan\.json: ") as refused:
+        check_kernels(plan, family_named(plan.model.family, "test"), device, "plan.json")
+    assert words in str(refused.value)
+
+
+def test_a_rank_takes_what_it_and_the_family_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    for plan in (planned(attention=FLASH, fused=EVERYTHING), planned("bert", fused=("norm",)), planned("t5")):
+        check_kernels(plan, family_named(plan.model.family, "test"), CUDA, "plan.json")
+
+
+@pytest.fixture
+def one_rank() -> Iterator[World]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(0, 1, torch.device("cpu"), "gloo", watch=None)  # type: ignore[arg-type]
+    dist.destroy_process_group()
+
+
+def test_auto_takes_sdpa_where_there_is_nothing_faster_and_says_so(
+    one_rank: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert settle_attention([planned(), planned(attention=EAGER)], one_rank) == ("sdpa", "eager")
+    assert capsys.readouterr().err == "attention: sdpa (auto), eager\n"
+
+
+@pytest.mark.parametrize(
+    ("plans", "settled"),
+    [
+        ([planned(), planned(attention=EAGER)], ("flash_attention_2", "eager")),
+        ([planned(), planned(precision=Precision())], ("sdpa", "sdpa")),
+        ([planned(), planned("t5")], ("sdpa", "sdpa")),
+        ([planned(), planned("t5", attention=SDPA)], ("flash_attention_2", "sdpa")),
+    ],
+)
+def test_auto_takes_flash_attn_where_every_such_plan_can(
+    one_rank: World, monkeypatch: pytest.MonkeyPatch, plans: list[Plan], settled: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(kernels, "_lack", lambda _device: None)
+    assert set(settle_attention(plans, one_rank)) <= {"sdpa", "eager"}  # it is not installed
+    monkeypatch.setattr(kernels, "flash_attn_is_installed", lambda: True)
+    assert settle_attention(plans, one_rank) == settled
+
+
+def test_auto_takes_what_every_rank_can(one_rank: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_lack", lambda _device: None)
+    monkeypatch.setattr(kernels, "flash_attn_is_installed", lambda: True)
+    other = kernels._FASTEST_LAST.index(SDPA)
+
+    def with_an_older_device(best: Tensor, operation: Any) -> None:
+        assert operation == dist.ReduceOp.MIN
+        best.clamp_(max=other)
+
+    monkeypatch.setattr(dist, "all_reduce", with_an_older_device)
+    assert settle_attention([planned()], one_rank) == ("sdpa",)
+
+
+def test_a_measurement_names_what_auto_took(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    cpu = {"device": "cpu", "precision": Precision(), "num_microbatches": 1, "global_batch_size": 1}
+    plans = (planned(attention=EAGER, **cpu), planned(**cpu))
+    write_document(tmp_path / "plans.json", Plans(plans=plans))
+    start_measure([tmp_path / "plans.json"], tmp_path / "measurement.json", 1, 1, Nodes())
+    assert "attention: eager, sdpa (auto)\n" in capfd.readouterr().err
+    assert read_document(tmp_path / "measurement.json", Measurement).attention == "sdpa"
+
+
+def test_what_is_checked_without_a_device_is_the_plan_without_flash_attn() -> None:
+    assert without_devices(planned(attention=EAGER)) == (planned(attention=EAGER), "eager")
+    assert without_devices(planned(attention=FLASH, fused=EVERYTHING)) == (planned(attention=FLASH), "sdpa")
+
+
+def test_ulysses_wraps_flash_attention_as_what_it_is(one_rank: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def stand_in(q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any) -> Tensor:
+        asked.append(options["attn_implementation"])
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(
+            q, k, v, scale=options["softmax_scale"], is_causal=options["is_causal"], enable_gqa=True
+        )
+        return attended.transpose(1, 2)
+
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", stand_in)
+    model, family = tiny("llama"), family_named("llama", "test")
+    batch = batch_of(model, 2, 0)
+    states = torch.randn(2, SEQUENCE_LENGTH, 32, generator=torch.Generator().manual_seed(0))
+    constants = family.constants(family.configuration(model), "block", slice(0, SEQUENCE_LENGTH), states, FLASH.value)
+    outputs = []
+    for kernel in (SDPA.value, ULYSSES_ATTENTION):
+        torch.manual_seed(0)
+        block = family.build(model, "layers[0]", kernel)
+        if kernel == ULYSSES_ATTENTION:
+            exchange_around_attention(block, dist.group.WORLD, FLASH.value, 4)
+        outputs += family.call(block, (states,), batch, constants)
+        assert block.self_attn.config._attn_implementation == kernel
+    assert asked == ["flash_attention_2"]
+    torch.testing.assert_close(*outputs)
+
+
+class AddedNorm(llama.LlamaRMSNorm):
+    """Not what the kernel computes."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states) * 2
+
+
+class DroppingNorm(llama.LlamaRMSNorm):
+    """Not what the kernel computes, though it is so in the mean."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return F.dropout(super().forward(hidden_states), 0.5, self.training)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "can"),
+    [
+        ("norm", lambda: llama.LlamaRMSNorm(32), True),
+        ("norm", lambda: AddedNorm(32), False),
+        ("norm", lambda: DroppingNorm(32), False),
+        ("norm", lambda: Gemma2RMSNorm(32), False),
+        ("norm", lambda: nn.LayerNorm(32), True),
+        ("norm", lambda: nn.LayerNorm(32, elementwise_affine=False), False),
+        ("norm", lambda: nn.Linear(32, 32, bias=False), False),
+        ("rotary", lambda: llama.LlamaAttention(tiny_config(), 0), True),
+        # It turns even features against odd ones, by a function of the same name.
+        ("rotary", lambda: CohereAttention(CohereConfig(hidden_size=32, num_attention_heads=4), 0), False),
+        ("rotary", lambda: nn.Linear(32, 32), False),
+        ("cross_entropy", lambda: nn.Linear(32, 32), True),
+    ],
+)
+def test_what_is_fused_is_what_the_kernel_computes(name: str, module: Callable[[], nn.Module], can: bool) -> None:
+    before = torch.random.get_rng_state()
+    with torch.device("meta"):
+        made = module()
+    assert fusible(made, name) == can
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def tiny_config() -> Any:
+    config = family_named("llama", "test").configuration(tiny("llama"))
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def test_one_block_is_fused_and_the_stock_class_stays_as_it_is() -> None:
+    first, second = (llama.LlamaAttention(tiny_config(), 0) for _ in range(2))
+    stock = llama.apply_rotary_pos_emb
+    fuse(first, EVERYTHING)
+    assert first.forward.__func__.__globals__["apply_rotary_pos_emb"] is not stock
+    assert second.forward.__func__ is llama.LlamaAttention.forward
+    assert second.forward.__func__.__globals__["apply_rotary_pos_emb"] is llama.apply_rotary_pos_emb is stock
+
+
+def on_two_ranks(name: str, dtype: str, family: str = "llama", vocab_size: int = 64, **spread: Any) -> Plan:
+    plan = random_plan(tiny(family, vocab_size=vocab_size), 0, 2, dtype, stages=1)
+    layers = tuple(LayerStrategy(type="block", recompute=recompute, **spread) for recompute in Recompute)
+    fused = EVERYTHING if family == "llama" else EVERYTHING[1:]
+    return msgspec.structs.replace(
+        plan, name=name, layers=layers, embedding=Strategy(**spread), head=Strategy(**spread), fused=fused
+    )
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    split, shared = {"tp_size": 2, "dp_size": 1}, {"tp_size": 1, "dp_size": 2}
+    plans = (
+        on_two_ranks("split", "float64", **split),
+        on_two_ranks("sequence split", "float64", **split, sequence_parallel=SequenceParallel.MEGATRON),
+        on_two_ranks("ulysses", "float64", vocab_size=61, **split, sequence_parallel=SequenceParallel.ULYSSES),
+        on_two_ranks("shared", "float64", vocab_size=61, **shared, data_parallel=DataParallel.ZERO3),
+        on_two_ranks("bert", "float64", "bert", **split, sequence_parallel=SequenceParallel.MEGATRON),
+        on_two_ranks("bfloat16", "bfloat16", **split),
+    )
+    folder = tmp_path_factory.mktemp("fused")
+    write_document(folder / "plans.json", Plans(plans=plans))
+    worker = Path(__file__).with_name("fused_worker.py")
+    launch([sys.executable, str(worker), str(folder / "plans.json"), str(folder / "errors.json")], 2, 0, 2, Nodes())
+    found: dict[str, dict[str, Any]] = json.loads((folder / "errors.json").read_bytes())
+    return found
+
+
+@pytest.mark.parametrize("name", ["split", "sequence split", "ulysses", "shared", "bert"])
+def test_fused_kernels_give_the_same_loss_and_gradients(compared: dict[str, dict[str, Any]], name: str) -> None:
+    found = compared[name]
+    assert found["error"] < 1e-7 < 1e-3 < found["largest"]
+    assert found["called"] == ["cross_entropy", *(["layer_norm"] if name == "bert" else ["rms_norm", "rotary"])]
+
+
+def test_fused_kernels_are_near_in_bfloat16(compared: dict[str, dict[str, Any]]) -> None:
+    assert 0 < compared["bfloat16"]["error"] < 0.02
