@@ -81,7 +81,7 @@ def prepare(
 @app.command()
 def run(
     plan: Annotated[Path, typer.Argument(help="Plan to train with (JSON).")],
-    data: Annotated[Path, typer.Option(help="Folder that `prepare` wrote.")],
+    data: Annotated[Path, typer.Option(help="Folder that `prepare` wrote, or one of images.npy and labels.npy.")],
     steps: Annotated[int, typer.Option(help="Steps in all, resumed ones included.", min=1)],
     out: Annotated[Path, typer.Option(help="Folder for metrics.jsonl and DONE.json.")],
     checkpoints: Annotated[Path, typer.Option(help="Folder for checkpoints; kept by plan inside.")],
