@@ -1,11 +1,5 @@
-"""Which attention kernel runs, what is said where one cannot, and flash-attn's other kernels.
+"""Which attention kernel runs, and what is said where one cannot: no kernel of flash-attn runs here, without a GPU."""
 
-No kernel of flash-attn runs here, for they need a GPU: stand-ins in PyTorch take their place, and what is tested is
-what chooses and surrounds them.
-"""
-
-import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,31 +11,26 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from random_plans import random_plan
 from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
-from torch import Tensor, nn
-from transformers import CohereConfig
+from torch import Tensor
 from transformers.integrations import flash_attention
-from transformers.models.cohere.modeling_cohere import CohereAttention
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-from transformers.models.llama import modeling_llama as llama
 from typer.testing import CliRunner
 
 from shardwright_formats.errors import BadInput
 from shardwright_formats.files import read_document, write_document
 from shardwright_formats.measurement import Measurement
 from shardwright_formats.plan import Attention, Plan, Plans, Precision
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.strategy import SequenceParallel, Strategy
 from shardwright_train import kernels, support
 from shardwright_train.cli import app
 from shardwright_train.families import family_named
 from shardwright_train.kernels import check_kernels, settle_attention
-from shardwright_train.launch import Nodes, launch
-from shardwright_train.parallel.fused import fuse, fusible
+from shardwright_train.launch import Nodes
 from shardwright_train.parallel.ulysses import ULYSSES_ATTENTION, exchange_around_attention
 from shardwright_train.start import start_measure
 from shardwright_train.support import check_installed, check_supported, without_devices
 from shardwright_train.world import World
 
-AUTO, SDPA, FLASH, EAGER = Attention.AUTO, Attention.SDPA, Attention.FLASH_ATTENTION_2, Attention.EAGER
+SDPA, FLASH, EAGER = Attention.SDPA, Attention.FLASH_ATTENTION_2, Attention.EAGER
 BFLOAT16 = Precision(parameters="float32", compute="bfloat16", reduce="float32")
 EVERYTHING = ("rotary", "norm", "cross_entropy")
 CUDA = torch.device("cuda", 0)
@@ -246,96 +235,3 @@ def test_ulysses_wraps_flash_attention_as_what_it_is(one_rank: World, monkeypatc
         assert block.self_attn.config._attn_implementation == kernel
     assert asked == ["flash_attention_2"]
     torch.testing.assert_close(*outputs)
-
-
-class AddedNorm(llama.LlamaRMSNorm):
-    """Not what the kernel computes."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return super().forward(hidden_states) * 2
-
-
-class DroppingNorm(llama.LlamaRMSNorm):
-    """Not what the kernel computes, though it is so in the mean."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return F.dropout(super().forward(hidden_states), 0.5, self.training)
-
-
-@pytest.mark.parametrize(
-    ("name", "module", "can"),
-    [
-        ("norm", lambda: llama.LlamaRMSNorm(32), True),
-        ("norm", lambda: AddedNorm(32), False),
-        ("norm", lambda: DroppingNorm(32), False),
-        ("norm", lambda: Gemma2RMSNorm(32), False),
-        ("norm", lambda: nn.LayerNorm(32), True),
-        ("norm", lambda: nn.LayerNorm(32, elementwise_affine=False), False),
-        ("norm", lambda: nn.Linear(32, 32, bias=False), False),
-        ("rotary", lambda: llama.LlamaAttention(tiny_config(), 0), True),
-        # It turns even features against odd ones, by a function of the same name.
-        ("rotary", lambda: CohereAttention(CohereConfig(hidden_size=32, num_attention_heads=4), 0), False),
-        ("rotary", lambda: nn.Linear(32, 32), False),
-        ("cross_entropy", lambda: nn.Linear(32, 32), True),
-    ],
-)
-def test_what_is_fused_is_what_the_kernel_computes(name: str, module: Callable[[], nn.Module], can: bool) -> None:
-    before = torch.random.get_rng_state()
-    with torch.device("meta"):
-        made = module()
-    assert fusible(made, name) == can
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def tiny_config() -> Any:
-    config = family_named("llama", "test").configuration(tiny("llama"))
-    config._attn_implementation = "sdpa"
-    return config
-
-
-def test_one_block_is_fused_and_the_stock_class_stays_as_it_is() -> None:
-    first, second = (llama.LlamaAttention(tiny_config(), 0) for _ in range(2))
-    stock = llama.apply_rotary_pos_emb
-    fuse(first, EVERYTHING)
-    assert first.forward.__func__.__globals__["apply_rotary_pos_emb"] is not stock
-    assert second.forward.__func__ is llama.LlamaAttention.forward
-    assert second.forward.__func__.__globals__["apply_rotary_pos_emb"] is llama.apply_rotary_pos_emb is stock
-
-
-def on_two_ranks(name: str, dtype: str, family: str = "llama", vocab_size: int = 64, **spread: Any) -> Plan:
-    plan = random_plan(tiny(family, vocab_size=vocab_size), 0, 2, dtype, stages=1)
-    layers = tuple(LayerStrategy(type="block", recompute=recompute, **spread) for recompute in Recompute)
-    fused = EVERYTHING if family == "llama" else EVERYTHING[1:]
-    return msgspec.structs.replace(
-        plan, name=name, layers=layers, embedding=Strategy(**spread), head=Strategy(**spread), fused=fused
-    )
-
-
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    split, shared = {"tp_size": 2, "dp_size": 1}, {"tp_size": 1, "dp_size": 2}
-    plans = (
-        on_two_ranks("split", "float64", **split),
-        on_two_ranks("sequence split", "float64", **split, sequence_parallel=SequenceParallel.MEGATRON),
-        on_two_ranks("ulysses", "float64", vocab_size=61, **split, sequence_parallel=SequenceParallel.ULYSSES),
-        on_two_ranks("shared", "float64", vocab_size=61, **shared, data_parallel=DataParallel.ZERO3),
-        on_two_ranks("bert", "float64", "bert", **split, sequence_parallel=SequenceParallel.MEGATRON),
-        on_two_ranks("bfloat16", "bfloat16", **split),
-    )
-    folder = tmp_path_factory.mktemp("fused")
-    write_document(folder / "plans.json", Plans(plans=plans))
-    worker = Path(__file__).with_name("fused_worker.py")
-    launch([sys.executable, str(worker), str(folder / "plans.json"), str(folder / "errors.json")], 2, 0, 2, Nodes())
-    found: dict[str, dict[str, Any]] = json.loads((folder / "errors.json").read_bytes())
-    return found
-
-
-@pytest.mark.parametrize("name", ["split", "sequence split", "ulysses", "shared", "bert"])
-def test_fused_kernels_give_the_same_loss_and_gradients(compared: dict[str, dict[str, Any]], name: str) -> None:
-    found = compared[name]
-    assert found["error"] < 1e-7 < 1e-3 < found["largest"]
-    assert found["called"] == ["cross_entropy", *(["layer_norm"] if name == "bert" else ["rms_norm", "rotary"])]
-
-
-def test_fused_kernels_are_near_in_bfloat16(compared: dict[str, dict[str, Any]]) -> None:
-    assert 0 < compared["bfloat16"]["error"] < 0.02
