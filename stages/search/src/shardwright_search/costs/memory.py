@@ -22,7 +22,6 @@ __all__ = [
 ]
 
 
-
 def element_bytes(dtype: str) -> int:
     """Bytes of one element."""
     return ELEMENT_BYTES[dtype]
