@@ -64,7 +64,7 @@ def by_formula(plan: Plan, rank: int) -> Counter[tuple[str, int]]:
     for message in step_messages(plan, rank):
         # The fake step ends before the optimizer's.
         if message.cause is not Cause.NORM:
-            found[message.collective, message.group_size] += message.count * message.bytes
+            found[message.collective, message.group_size] += message.times * message.bytes
     return found
 
 

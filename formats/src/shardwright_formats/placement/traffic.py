@@ -61,7 +61,7 @@ class Message(NamedTuple):
     collective: Collective
     group_size: int
     bytes: int
-    count: int = 1
+    times: int = 1
 
 
 def parameter_messages(

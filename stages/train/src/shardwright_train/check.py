@@ -103,7 +103,7 @@ def _messages(plan: Plan, role: Role) -> Mapping[tuple[Cause, Traffic], tuple[in
         for message in step_messages(plan, rank):
             key = message.cause, Traffic(message.collective, message.group_size)
             count, size = found.get(key, (0, 0))
-            found[key] = count + message.count, size + message.count * message.bytes
+            found[key] = count + message.times, size + message.times * message.bytes
         for key, (count, size) in found.items():
             most[key] = max(count, most.get(key, (0, 0))[0]), max(size, most.get(key, (0, 0))[1])
     return most
@@ -121,7 +121,7 @@ def _miscounted(plan: Plan, rank: int, step: FakeStep) -> Mapping[Traffic, tuple
     for message in step_messages(plan, rank):
         # The optimizer's own message needs numbers, which a fake step does not have.
         if message.cause is not Cause.NORM:
-            formula[Traffic(message.collective, message.group_size)] += message.count * message.bytes
+            formula[Traffic(message.collective, message.group_size)] += message.times * message.bytes
     kinds = {*formula, *step.message_bytes}
     pairs = {kind: (step.message_bytes.get(kind, 0), formula[kind]) for kind in kinds}
     return {kind: pair for kind, pair in pairs.items() if pair[0] != pair[1]}
