@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from shardwright_formats.model import EMBEDDING, HEAD, Parameter
 from shardwright_formats.placement import layout_of, parameter_box
-from shardwright_formats.plan import Plan
-from shardwright_formats.strategy import Recompute, SequenceParallel, Strategy
+from shardwright_formats.plan import GradientReduction, Plan
+from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel, Strategy
 from shardwright_train.families import Family
 from shardwright_train.families.base import Batch, States
 from shardwright_train.parallel.data_parallel import share_states, torch_dtype
@@ -20,6 +21,7 @@ from shardwright_train.parallel.fused import fuse
 from shardwright_train.parallel.groups import Groups
 from shardwright_train.parallel.randomness import Draw, Randomness, seed_of
 from shardwright_train.parallel.redistribute import Redistribution
+from shardwright_train.parallel.replicas import ReplicaSum
 from shardwright_train.parallel.split import enter_before, set_apart, split_module
 from shardwright_train.parallel.tensor_parallel import TensorParallel, local_tensor
 from shardwright_train.parallel.ulysses import ULYSSES_ATTENTION, exchange_around_attention
@@ -63,6 +65,8 @@ class Element:
     randomness: Randomness | None
     """None where nothing is dropped."""
     spread: TensorParallel
+    replicas: ReplicaSum | None
+    """Sums the gradients of a replicated layer once a step; None where FSDP2 reduces them."""
     partial: frozenset[str]
     """Parameters whose gradients must be summed over the tensor-parallel group after the backward pass."""
 
@@ -70,12 +74,19 @@ class Element:
         """Run the element on its layout's part of a microbatch; the head returns the loss."""
         states = tuple(x if move is None else move(x) for x, move in zip(states, self.enter, strict=False))
         batch = {name: x[self.rows] for name, x in batch.items()}
+        if self.replicas is not None and states and states[0].requires_grad:
+            # The gradient of its input is the last thing that a layer's backward pass computes.
+            states[0].register_hook(self._backward_is_over)
         if getattr(self.strategy, "recompute", None) is Recompute.FULL:
             recomputed: States = checkpoint(
                 lambda *states: self._run(states, batch, draw), *states, use_reentrant=False, preserve_rng_state=False
             )
             return recomputed
         return self._run(states, batch, draw)
+
+    def _backward_is_over(self, _gradient: Tensor) -> None:
+        assert self.replicas is not None
+        self.replicas.start()
 
     def _run(self, states: States, batch: Batch, draw: Draw) -> States | Tensor:
         with nullcontext() if self.randomness is None else self.randomness.seeded(*draw):
@@ -142,8 +153,15 @@ def build_element(site: Site, name: str, strategy: Strategy, enter: tuple[Redist
         rows=slice(part.batch_start, part.batch_end),
         randomness=randomness if family.dropout(config) > 0 else None,
         spread=spread,
+        replicas=_replica_sum(plan, module, strategy, mesh["dp"]),
         partial=partial,
     )
+
+
+def _replica_sum(plan: Plan, module: nn.Module, strategy: Strategy, axis: DeviceMesh) -> ReplicaSum | None:
+    once = plan.gradient_reduction is GradientReduction.DEFERRED
+    replicated = strategy.data_parallel is DataParallel.DDP and axis.size() > 1
+    return ReplicaSum(module, axis.get_group()) if once and replicated else None
 
 
 def _mark_parts(module: nn.Module, family: Family, kind: str, strategy: Strategy, spread: TensorParallel) -> None:

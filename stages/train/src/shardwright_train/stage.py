@@ -67,6 +67,9 @@ class Chunk(nn.Module):
             assert isinstance(element.module, FSDPModule)
             zero3 = element.strategy.data_parallel is DataParallel.ZERO3
             element.module.set_reshard_after_backward(last or zero3, recurse=False)
+            if element.replicas is not None:
+                element.module.set_requires_gradient_sync(False)
+                element.replicas.armed = last
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ class Stage:
         """Make every gradient exist, and sum those that several ranks or elements have a part of."""
         gradients, partial = {}, defaultdict[dist.ProcessGroup, list[Tensor]](list)
         for element in self.elements:
+            if element.replicas is not None:
+                element.replicas.finish()
             for name, parameter in element.module.named_parameters():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

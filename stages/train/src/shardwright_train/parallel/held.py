@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
 
-__all__ = ["gathered_parameters", "unreduced_gradients"]
+__all__ = ["gathered_gradients", "gathered_parameters", "unreduced_gradients"]
 
 
 def gathered_parameters(module: nn.Module) -> Iterator[Tensor]:
@@ -27,6 +28,19 @@ def unreduced_gradients(module: nn.Module) -> Iterator[Tensor]:
         gathered = getattr(parameter, "_unsharded_param", None)  # made by the first gathering
         if gathered is not None and gathered.grad is not None:
             yield gathered.grad
+
+
+def gathered_gradients(module: nn.Module) -> Iterator[tuple[DTensor, Tensor]]:
+    """Take away the gradients that wait for their reduction: each stored parameter, and its local gradient."""
+    for parameter in _parameters(module):
+        gathered, stored = getattr(parameter, "_unsharded_param", None), parameter.sharded_param
+        assert isinstance(stored, DTensor)
+        if parameter.unsharded_accumulated_grad is not None:
+            yield stored, parameter.unsharded_accumulated_grad_data
+            parameter.unsharded_accumulated_grad = None
+        elif gathered is not None and gathered.grad is not None:
+            yield stored, parameter.unsharded_grad_data
+            gathered.grad = None
 
 
 def _parameters(module: nn.Module) -> Iterator[FSDPParam]:
