@@ -226,11 +226,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
             key = f"{plan.model.types_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
             if key not in references:
                 references[key] = Reference(plan)
-            try:
-                results[plan.name] = compare(plan, references[key], groups, world)
-            except Exception as error:
-                error.add_note(f"in {plan.name}")
-                raise
+            results[plan.name] = compare(plan, references[key], groups, world)
         for name in mutations:
             with MUTATIONS[name]():
                 results[name] = compare(plan, references[key], groups, world)

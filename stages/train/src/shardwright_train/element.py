@@ -111,29 +111,14 @@ def build_element(site: Site, name: str, strategy: Strategy, enter: tuple[Redist
     kind = getattr(strategy, "type", name)
     layout = layout_of(strategy)
     dp_index, tp_index = layout.coordinates(me)
-    ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES and strategy.tp_size > 1
     # Ranks that hold copies of the activations draw the same numbers.
     holder = (dp_index, tp_index) if layout.sequence_split else (dp_index,)
     randomness = Randomness(name, holder, tp_index, site.device)
     mesh = site.groups.mesh(plan, strategy)
-    spread = TensorParallel(
-        mesh["tp"],
-        site.groups.sequence_axis(plan, strategy),
-        strategy.sequence_parallel,
-        randomness,
-        fused_loss="cross_entropy" in plan.fused,
-    )
-    with torch.device("meta"), _default_dtype(torch_dtype(plan.precision.parameters)):
-        module = family.build(model, name, ULYSSES_ATTENTION if ulysses else site.attention)
-    fuse(module, plan.fused)
-    partial = split_module(module, family.rules, spread)
-    module.spread = spread  # type: ignore[assignment]
-    if kind in family.parts:
-        family.after_split(module, config, spread)
-        if ulysses:
-            kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            exchange_around_attention(module, spread.sequence_axis.get_group(), site.attention, kv_heads)
-        _mark_parts(module, family, kind, strategy, spread)
+    sequence_axis = site.groups.sequence_axis(plan, strategy)
+    fused_loss = "cross_entropy" in plan.fused
+    spread = TensorParallel(mesh["tp"], sequence_axis, strategy.sequence_parallel, randomness, fused_loss)
+    module, partial = _cut_module(site, name, kind, strategy, spread)
     share_states(module, strategy.data_parallel, mesh["dp"], plan.precision)
     if site.seed is not None:
         module.to_empty(device=site.device)
@@ -156,6 +141,27 @@ def build_element(site: Site, name: str, strategy: Strategy, enter: tuple[Redist
         replicas=_replica_sum(plan, module, strategy, mesh["dp"]),
         partial=partial,
     )
+
+
+def _cut_module(
+    site: Site, name: str, kind: str, strategy: Strategy, spread: TensorParallel
+) -> tuple[nn.Module, frozenset[str]]:
+    """The stock modules on the meta device, cut and joined by collectives; and the names of partial gradients."""
+    plan, family = site.plan, site.family
+    config = family.configuration(plan.model)
+    ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES and strategy.tp_size > 1
+    with torch.device("meta"), _default_dtype(torch_dtype(plan.precision.parameters)):
+        module = family.build(plan.model, name, ULYSSES_ATTENTION if ulysses else site.attention)
+    fuse(module, plan.fused)
+    partial = split_module(module, family.rules, spread)
+    module.spread = spread  # type: ignore[assignment]
+    if kind in family.parts:
+        family.after_split(module, config, spread)
+        if ulysses:
+            kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            exchange_around_attention(module, spread.sequence_axis.get_group(), site.attention, kv_heads)
+        _mark_parts(module, family, kind, strategy, spread)
+    return module, partial
 
 
 def _replica_sum(plan: Plan, module: nn.Module, strategy: Strategy, axis: DeviceMesh) -> ReplicaSum | None:

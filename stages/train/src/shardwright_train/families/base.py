@@ -1,5 +1,6 @@
 """What a model family is: stock modules of transformers, how they are cut, what goes in and what comes out."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ class ImageForm(NamedTuple):
     classes: int
 
 
-class Family:
+class Family(ABC):
     """One subclass per family, in one file. What is None or empty here must be given there."""
 
     config_class: Any
@@ -68,13 +69,13 @@ class Family:
 
     # What every family says.
 
+    @abstractmethod
     def make(self, kind: str, config: Any, index: int) -> nn.Module:
         """The embedding, the head, or the block of a type with number `index` among those of its type."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States:
         """Run a block."""
-        raise NotImplementedError
 
     # What most families leave as it is.
 
@@ -87,7 +88,7 @@ class Family:
         """What every pass through a block of a type needs besides states and batch, for the positions of this rank."""
         return {}
 
-    def after_split(self, block: nn.Module, config: Any, spread: TensorParallel) -> None:
+    def after_split(self, block: nn.Module, config: Any, spread: TensorParallel) -> None:  # noqa: B027 (most: nothing)
         """Correct what a stock block remembers of its whole size."""
 
     def dropout(self, config: Any) -> float:
