@@ -49,6 +49,13 @@ def test_memory_terms_by_kind_of_data_parallelism(make, kind, microbatches, held
     )
 
 
+def test_replicated_layers_are_computed_as_they_are_stored_where_all_is_in_one_format(make):
+    block = make.model().types["block"]
+    assert memory.gathered_parameters_bytes(block, spread("ddp"), Precision()) == 0
+    assert memory.gathered_parameters_bytes(block, spread("zero2"), Precision()) == 65536
+    assert memory.gathered_parameters_bytes(block, spread("zero2", dp_size=1), Precision()) == 0
+
+
 def test_a_shard_is_rounded_up_to_whole_rows(make):
     # 256 rows over 3 ranks: 86 rows of 64
     assert memory.parameters_bytes(make.model().types["block"], spread("zero3", dp_size=3), MIXED) == 4 * 86 * 64

@@ -18,7 +18,7 @@ from shardwright_formats.plan import Plan, Plans
 from shardwright_train.element import Site
 from shardwright_train.families import family_named
 from shardwright_train.parallel.groups import Groups
-from shardwright_train.parallel.tensor_parallel import local_tensor
+from shardwright_train.parallel.stored import local_tensor
 from shardwright_train.pipeline import Pipeline, Step, run_step
 from shardwright_train.stage import build_stage
 from shardwright_train.world import World, joined_world

@@ -26,7 +26,8 @@ from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
 from shardwright_train.parallel import collectives, data_parallel, redistribute
 from shardwright_train.parallel.groups import Groups
 from shardwright_train.parallel.randomness import seed_of
-from shardwright_train.parallel.tensor_parallel import TensorParallel, local_tensor
+from shardwright_train.parallel.stored import local_tensor
+from shardwright_train.parallel.tensor_parallel import TensorParallel
 from shardwright_train.parallel.ties import Ties
 from shardwright_train.pipeline import Pipeline, Step, run_step
 from shardwright_train.stage import Stage, build_stage

@@ -54,7 +54,7 @@ STATES = (
     State(ZERO3, BFLOAT16, 1, DEFERRED, 2, 0, 0, 2, 4),
     State(ZERO3, BFLOAT16, 2, DEFERRED, 2, 0, 4, 2, 4),
     State(ZERO3, BFLOAT16, 2, EVERY, 2, 0, 0, 2, 4),
-    State(DDP, FLOAT32, 2, DEFERRED, 4, 4, 4, 4, 8),
+    State(DDP, FLOAT32, 2, DEFERRED, 4, 0, 4, 4, 8),
     State(ZERO2, FLOAT32, 2, DEFERRED, 2, 4, 4, 2, 4),
     State(ZERO3, FLOAT32, 2, DEFERRED, 2, 0, 4, 2, 4),
 )

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright_formats.model import EMBEDDING, HEAD
-from shardwright_train.parallel.tensor_parallel import local_tensor
+from shardwright_train.parallel.stored import local_tensor
 from shardwright_train.pipeline import Pipeline, Step, run_step
 from shardwright_train.stage import Stage
 
@@ -41,7 +41,7 @@ def where_not_finite(stage: Stage, place: Pipeline, step: Step) -> str:
     for hook in hooks:
         hook.remove()
     for element in stage.elements:
-        for name, parameter in element.module.named_parameters():
+        for name, parameter in element.stored.items():
             if not _finite(local_tensor(parameter.grad) if parameter.grad is not None else None):
                 # The backward pass comes from the head: what it meets last is the lowest layer.
                 found = f"in the gradient of {element.name}'s {name} on rank {rank}"

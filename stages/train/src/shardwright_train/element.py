@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from shardwright_train.parallel.groups import Groups
 from shardwright_train.parallel.randomness import Draw, Randomness, seed_of
 from shardwright_train.parallel.redistribute import Redistribution
 from shardwright_train.parallel.replicas import ReplicaSum
-from shardwright_train.parallel.split import enter_before, set_apart, split_module
-from shardwright_train.parallel.tensor_parallel import TensorParallel, local_tensor
+from shardwright_train.parallel.split import Split, enter_before, set_apart, split_module
+from shardwright_train.parallel.stored import local_tensor, stored_parameters
+from shardwright_train.parallel.tensor_parallel import TensorParallel
 from shardwright_train.parallel.ulysses import ULYSSES_ATTENTION, exchange_around_attention
 
 __all__ = ["Element", "Site", "build_element"]
@@ -67,8 +69,13 @@ class Element:
     spread: TensorParallel
     replicas: ReplicaSum | None
     """Sums the gradients of a replicated layer once a step; None where FSDP2 reduces them."""
-    partial: frozenset[str]
-    """Parameters whose gradients must be summed over the tensor-parallel group after the backward pass."""
+    split: Split
+    mesh: DeviceMesh
+
+    @cached_property
+    def stored(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters as they lie on the mesh, by their names in the module; they take the gradients."""
+        return stored_parameters(self.module, self.split.tp_dims, self.mesh)
 
     def __call__(self, states: States, batch: Batch, draw: Draw) -> States | Tensor:
         """Run the element on its layout's part of a microbatch; the head returns the loss."""
@@ -118,8 +125,8 @@ def build_element(site: Site, name: str, strategy: Strategy, enter: tuple[Redist
     sequence_axis = site.groups.sequence_axis(plan, strategy)
     fused_loss = "cross_entropy" in plan.fused
     spread = TensorParallel(mesh["tp"], sequence_axis, strategy.sequence_parallel, randomness, fused_loss)
-    module, partial = _cut_module(site, name, kind, strategy, spread)
-    share_states(module, strategy.data_parallel, mesh["dp"], plan.precision)
+    module, split = _cut_module(site, name, kind, strategy, spread)
+    share_states(module, strategy.data_parallel, mesh["dp"], plan)
     if site.seed is not None:
         module.to_empty(device=site.device)
         _fill(site, module, name, kind, strategy)
@@ -139,21 +146,22 @@ def build_element(site: Site, name: str, strategy: Strategy, enter: tuple[Redist
         randomness=randomness if family.dropout(config) > 0 else None,
         spread=spread,
         replicas=_replica_sum(plan, module, strategy, mesh["dp"]),
-        partial=partial,
+        split=split,
+        mesh=mesh,
     )
 
 
 def _cut_module(
     site: Site, name: str, kind: str, strategy: Strategy, spread: TensorParallel
-) -> tuple[nn.Module, frozenset[str]]:
-    """The stock modules on the meta device, cut and joined by collectives; and the names of partial gradients."""
+) -> tuple[nn.Module, Split]:
+    """The stock modules on the meta device, cut and joined by collectives; and what became of their parameters."""
     plan, family = site.plan, site.family
     config = family.configuration(plan.model)
     ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES and strategy.tp_size > 1
     with torch.device("meta"), _default_dtype(torch_dtype(plan.precision.parameters)):
         module = family.build(plan.model, name, ULYSSES_ATTENTION if ulysses else site.attention)
     fuse(module, plan.fused)
-    partial = split_module(module, family.rules, spread)
+    split = split_module(module, family.rules, spread)
     module.spread = spread  # type: ignore[assignment]
     if kind in family.parts:
         family.after_split(module, config, spread)
@@ -161,7 +169,7 @@ def _cut_module(
             kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
             exchange_around_attention(module, spread.sequence_axis.get_group(), site.attention, kv_heads)
         _mark_parts(module, family, kind, strategy, spread)
-    return module, partial
+    return module, split
 
 
 def _replica_sum(plan: Plan, module: nn.Module, strategy: Strategy, axis: DeviceMesh) -> ReplicaSum | None:

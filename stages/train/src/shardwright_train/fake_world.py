@@ -20,7 +20,7 @@ from shardwright_train.element import Site
 from shardwright_train.families import Family
 from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
 from shardwright_train.parallel.groups import Groups
-from shardwright_train.parallel.tensor_parallel import local_tensor
+from shardwright_train.parallel.stored import local_tensor
 from shardwright_train.pipeline import Pipeline, Step, run_step
 from shardwright_train.record import Turn
 from shardwright_train.stage import build_stage

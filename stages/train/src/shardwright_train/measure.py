@@ -22,7 +22,7 @@ from shardwright_train.memory_account import Category, Holdings, MemoryInterval,
 from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
 from shardwright_train.parallel.groups import Groups
 from shardwright_train.parallel.held import gathered_parameters, unreduced_gradients
-from shardwright_train.parallel.tensor_parallel import local_tensor
+from shardwright_train.parallel.stored import local_tensor
 from shardwright_train.pipeline import Pipeline, Step, no_mark, run_step
 from shardwright_train.record import StepMark, Turn, clock_for, peak_resident_bytes
 from shardwright_train.record_memory import record_memory, sizes_by_address
@@ -120,7 +120,8 @@ class _Runner:
     @torch.no_grad()
     def passing(self) -> Holdings:
         """What gradients and, among the buffers, gathered parameters hold now."""
-        reduced = (p.grad for p in self.optimiser.parameters.values() if p.grad is not None)
+        owned = (p for chunk in self.stage.chunks for p in chunk.parameters())
+        reduced = (p.grad for p in (*owned, *self.optimiser.parameters.values()) if p.grad is not None)
         unreduced = (x for chunk in self.stage.chunks for x in unreduced_gradients(chunk))
         gathered = (x for chunk in self.stage.chunks for x in gathered_parameters(chunk))
         return {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright_train.learning_rate import LearningRateSchedule, learning_rate_at
-from shardwright_train.parallel.tensor_parallel import local_tensor
+from shardwright_train.parallel.stored import local_tensor, placed_as
 
 __all__ = ["Hyperparameters", "ShardedAdamW"]
 
@@ -95,7 +95,7 @@ class ShardedAdamW:
         found: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             for moment in ("exp_avg", "exp_avg_sq"):
-                found[f"optim.{name}.{moment}"] = _like(self._adamw.state[self._local[name]][moment], parameter)
+                found[f"optim.{name}.{moment}"] = placed_as(parameter, self._adamw.state[self._local[name]][moment])
         return found
 
     def begin(self, step: int) -> None:
@@ -171,17 +171,3 @@ def _squared_norm(parameters: Sequence[nn.Parameter], device: torch.device) -> T
         norms = torch.stack(torch._foreach_norm(gradients)).double()
         total = (norms.square() / norms.new_tensor([_replicas(p) for p in parameters])).sum()
     return total
-
-
-def _like(local: Tensor, parameter: nn.Parameter) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return local
-    stored: Tensor = DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return stored

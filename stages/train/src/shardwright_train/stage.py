@@ -20,7 +20,7 @@ from shardwright_train.parallel.collectives import sum_together
 from shardwright_train.parallel.data_parallel import prefetch_in_backward, share_root
 from shardwright_train.parallel.randomness import Draw
 from shardwright_train.parallel.redistribute import Redistribution
-from shardwright_train.parallel.tensor_parallel import local_tensor
+from shardwright_train.parallel.stored import local_tensor, placed_as
 from shardwright_train.parallel.ties import Ties
 
 __all__ = ["Chunk", "Mark", "Stage", "build_stage"]
@@ -64,12 +64,13 @@ class Chunk(nn.Module):
         self.set_requires_gradient_sync(reduce_gradients)
         self.set_is_last_backward(last)
         for element in self.elements:
-            assert isinstance(element.module, FSDPModule)
-            zero3 = element.strategy.data_parallel is DataParallel.ZERO3
-            element.module.set_reshard_after_backward(last or zero3, recurse=False)
             if element.replicas is not None:
-                element.module.set_requires_gradient_sync(False)
                 element.replicas.armed = last
+            if isinstance(element.module, FSDPModule):
+                zero3 = element.strategy.data_parallel is DataParallel.ZERO3
+                element.module.set_reshard_after_backward(last or zero3, recurse=False)
+                if element.replicas is not None:
+                    element.module.set_requires_gradient_sync(False)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Stage:
     def parameters(self) -> Iterator[tuple[Element, str, nn.Parameter]]:
         """This rank's parameters, with their element and their name in the model description."""
         for element in self.elements:
-            for name, parameter in element.module.named_parameters():
+            for name, parameter in element.stored.items():
                 yield element, element.family.described_name(element.kind, name), parameter
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
@@ -97,7 +98,7 @@ class Stage:
         return {
             family.full_name(model, element.name, name): parameter
             for element in self.elements
-            for name, parameter in element.module.named_parameters()
+            for name, parameter in element.stored.items()
         }
 
     def copies(self) -> frozenset[str]:
@@ -111,12 +112,12 @@ class Stage:
         for element in self.elements:
             if element.replicas is not None:
                 element.replicas.finish()
-            for name, parameter in element.module.named_parameters():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                local = local_tensor(parameter.grad)
+            for name, own in element.module.named_parameters():
+                local = torch.zeros_like(local_tensor(own)) if own.grad is None else local_tensor(own.grad)
+                parameter, own.grad = element.stored[name], None
+                parameter.grad = placed_as(parameter, local)
                 gradients[element.name, element.family.described_name(element.kind, name)] = local
-                if name in element.partial:
+                if name in element.split.partial:
                     partial[element.spread.group].append(local)
         for group, parts in partial.items():
             sum_together(parts, group)
@@ -155,7 +156,7 @@ def _build_chunk(site: Site, stage: int, number: int) -> Chunk:
         current = wanted
     chunk = Chunk(elements)
     if elements:
-        share_root(chunk, site.groups.mesh(plan, elements[0].strategy)["dp"])
+        share_root(chunk, [element.module for element in elements], site.groups.mesh(plan, elements[0].strategy)["dp"])
         prefetch_in_backward([(element.module, element.strategy.data_parallel) for element in elements])
     return chunk
 

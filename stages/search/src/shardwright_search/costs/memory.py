@@ -1,4 +1,4 @@
-"""Memory of one rank, term by term, as FSDP2 holds it in this project's runtime.
+"""Memory of one rank, term by term, as this project's runtime holds it, which leaves most to FSDP2.
 
 P: parameters of a tensor-parallel rank's share of a layer; w: data-parallel size; s, c, r: bytes of an element as
 stored, computed with and reduced.
@@ -33,8 +33,8 @@ def parameters_bytes(kind: LayerType, strategy: Strategy, precision: Precision) 
 
 
 def gathered_parameters_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
-    """Copies for compute that stay all step long: cP under DDP (FSDP2 replicates by copying) and ZeRO-2."""
-    if strategy.data_parallel is DataParallel.ZERO3:
+    """Copies for compute that stay all step long: cP under ZeRO-2 and DDP, but not where what is stored serves."""
+    if strategy.data_parallel is DataParallel.ZERO3 or _as_stored(strategy, precision):
         return 0
     return element_bytes(precision.compute) * kind.parameter_count(strategy.tp_size)
 
@@ -42,7 +42,7 @@ def gathered_parameters_bytes(kind: LayerType, strategy: Strategy, precision: Pr
 def gradients_bytes(kind: LayerType, strategy: Strategy, precision: Precision, num_microbatches: int) -> int:
     """Gradients with deferred reduction: rP under DDP; sP/w when sharded, and rP while microbatches are summed up."""
     whole = element_bytes(precision.reduce) * kind.parameter_count(strategy.tp_size)
-    if strategy.data_parallel is DataParallel.DDP:
+    if strategy.data_parallel is DataParallel.DDP or _as_stored(strategy, precision):
         return whole
     shard = element_bytes(precision.parameters) * _held_elements(kind, strategy)
     return shard + (whole if num_microbatches > 1 else 0)
@@ -55,7 +55,7 @@ def optimizer_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -
 
 def transient_gather_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
     """The gathered parameters cP that a ZeRO-3 layer holds during its own forward or backward."""
-    if strategy.data_parallel is not DataParallel.ZERO3:
+    if strategy.data_parallel is not DataParallel.ZERO3 or _as_stored(strategy, precision):
         return 0
     return element_bytes(precision.compute) * kind.parameter_count(strategy.tp_size)
 
@@ -65,7 +65,7 @@ def transient_gradients_bytes(kind: LayerType, strategy: Strategy, precision: Pr
 
     With several they are held all along: `gradients_bytes` counts them.
     """
-    if strategy.data_parallel is DataParallel.DDP or num_microbatches > 1:
+    if strategy.data_parallel is DataParallel.DDP or _as_stored(strategy, precision) or num_microbatches > 1:
         return 0
     return element_bytes(precision.reduce) * kind.parameter_count(strategy.tp_size)
 
@@ -75,6 +75,12 @@ def stage_memory_bytes(
 ) -> int:
     """Peak of a pipeline stage: process, states, activations of the microbatches in flight, the largest transient."""
     return process_bytes + sum(states) + in_flight * sum(activations) + max(transients)
+
+
+def _as_stored(strategy: Strategy, precision: Precision) -> bool:
+    """Whether a layer is held whole and computed with as it is stored, without FSDP2."""
+    whole = strategy.data_parallel is DataParallel.DDP or strategy.dp_size == 1
+    return whole and precision.parameters == precision.compute == precision.reduce
 
 
 def _held_elements(kind: LayerType, strategy: Strategy) -> int:

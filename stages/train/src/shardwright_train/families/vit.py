@@ -28,7 +28,8 @@ class _Embedding(nn.Module):
 
     def forward(self, batch: Batch) -> States:
         # Every rank computes all positions and keeps its own.
-        states = self.embeddings(batch["pixel_values"])
+        # Images are read in float32.
+        states = self.embeddings(batch["pixel_values"].to(self.embeddings.cls_token.dtype))
         # A view would hold the others' positions, too.
         return (states[:, self.spread.positions(states.shape[1])].clone(),)
 

@@ -8,7 +8,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from shardwright_formats.plan import Precision
+from shardwright_formats.plan import GradientReduction, Plan
 from shardwright_formats.strategy import DataParallel
 
 __all__ = ["prefetch_in_backward", "share_root", "share_states", "torch_dtype"]
@@ -27,8 +27,15 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def share_states(module: nn.Module, kind: DataParallel, axis: DeviceMesh, precision: Precision) -> None:
-    """Wrap a layer so that the ranks of `axis` share its states; gradients are plain sums over them."""
+def share_states(module: nn.Module, kind: DataParallel, axis: DeviceMesh, plan: Plan) -> None:
+    """Make the ranks of `axis` share a layer's states; gradients are plain sums over them.
+
+    FSDP2 wraps every layer but those that are held whole and computed with as they are stored.
+    """
+    precision, whole = plan.precision, kind is DataParallel.DDP or axis.size() == 1
+    once = plan.gradient_reduction is GradientReduction.DEFERRED
+    if whole and once and precision.parameters == precision.compute == precision.reduce:
+        return
     policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(precision.compute), reduce_dtype=torch_dtype(precision.reduce)
     )
@@ -39,9 +46,10 @@ def share_states(module: nn.Module, kind: DataParallel, axis: DeviceMesh, precis
     _sum_gradients(module)
 
 
-def share_root(module: nn.Module, axis: DeviceMesh) -> None:
-    """Wrap a whole pipeline stage, which has no parameters outside its layers, so that they share streams."""
-    fully_shard(module, mesh=axis, reshard_after_forward=False)
+def share_root(module: nn.Module, layers: Sequence[nn.Module], axis: DeviceMesh) -> None:
+    """Wrap a whole pipeline stage, which has no parameters outside its layers, so that FSDP2's layers share streams."""
+    plain = {p for layer in layers if not isinstance(layer, FSDPModule) for p in layer.parameters()}
+    fully_shard(module, mesh=axis, reshard_after_forward=False, ignored_params=plain)
     _sum_gradients(module)
 
 
@@ -51,10 +59,10 @@ def prefetch_in_backward(modules: Sequence[tuple[nn.Module, DataParallel]]) -> N
     By itself FSDP2 follows the order of all forward passes since the last step, and over several microbatches gathers
     layers that are not needed.
     """
-    for (module, _), (before, kind) in zip(modules, [modules[0], *modules], strict=False):
+    wrapped = [(module, kind) for module, kind in modules if isinstance(module, FSDPModule)]
+    for (module, _), (before, kind) in zip(wrapped, [*wrapped[:1], *wrapped], strict=False):
         # A layer that prefetches itself, which is there already, prefetches nothing.
         target = before if kind is DataParallel.ZERO3 else module
-        assert isinstance(module, FSDPModule) and isinstance(target, FSDPModule)
         module.set_modules_to_backward_prefetch([target])
 
 

@@ -17,11 +17,14 @@ def gathered_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 
 def unreduced_gradients(module: nn.Module) -> Iterator[Tensor]:
-    """Gradients of gathered parameters that wait for their reduction.
+    """Gradients of parameters that are whole, for compute or always, that wait for their reduction.
 
     FSDP2 keeps them in the type they are reduced in; where that is the type of compute they stay where autograd put
     them.
     """
+    for own in module.parameters():
+        if not isinstance(own, DTensor) and own.grad is not None:
+            yield own.grad
     for parameter in _parameters(module):
         if parameter.unsharded_accumulated_grad is not None:
             yield parameter.unsharded_accumulated_grad
@@ -30,11 +33,18 @@ def unreduced_gradients(module: nn.Module) -> Iterator[Tensor]:
             yield gathered.grad
 
 
-def gathered_gradients(module: nn.Module) -> Iterator[tuple[DTensor, Tensor]]:
-    """Take away the gradients that wait for their reduction: each stored parameter, and its local gradient."""
+def gathered_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The gradients that wait for their reduction: each of a module's parameters, and its local gradient.
+
+    FSDP2 gives them away.
+    """
+    if not isinstance(module, FSDPModule):
+        for own in module.parameters():
+            if own.grad is not None:
+                yield own, own.grad
+        return
     for parameter in _parameters(module):
         gathered, stored = getattr(parameter, "_unsharded_param", None), parameter.sharded_param
-        assert isinstance(stored, DTensor)
         if parameter.unsharded_accumulated_grad is not None:
             yield stored, parameter.unsharded_accumulated_grad_data
             parameter.unsharded_accumulated_grad = None

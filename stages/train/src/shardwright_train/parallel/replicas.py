@@ -2,9 +2,9 @@
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwright_train.parallel.held import gathered_gradients
+from shardwright_train.parallel.stored import placed_as
 
 __all__ = ["ReplicaSum"]
 
@@ -20,7 +20,7 @@ class ReplicaSum:
         self.armed = False
         """Whether the next backward pass through the layer is the step's last."""
         self._module, self._group = module, group
-        self._works: list[tuple[DTensor, Tensor, dist.Work]] | None = None
+        self._works: list[tuple[nn.Parameter, Tensor, dist.Work]] | None = None
 
     def start(self) -> None:
         """Begin to sum, once the layer's last backward pass is over."""
@@ -36,12 +36,5 @@ class ReplicaSum:
         self.start()
         for parameter, gradient, work in self._works or ():
             work.wait()
-            parameter.grad = DTensor.from_local(
-                gradient.to(parameter.dtype),
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            parameter.grad = placed_as(parameter, gradient.to(parameter.dtype))
         self.armed, self._works = False, None

@@ -12,12 +12,24 @@ from transformers.pytorch_utils import Conv1D
 from shardwright_train.parallel.randomness import Randomness
 from shardwright_train.parallel.tensor_parallel import (
     TensorParallel,
-    compute_locally,
+    change_parameters,
+    cut_parameter,
     make_row_parallel,
-    shard_parameter,
 )
 
-__all__ = ["COLUMN", "INSIDE", "ROW", "VOCABULARY", "Cut", "Parts", "Rule", "cuts", "set_apart", "split_module"]
+__all__ = [
+    "COLUMN",
+    "INSIDE",
+    "ROW",
+    "VOCABULARY",
+    "Cut",
+    "Parts",
+    "Rule",
+    "Split",
+    "cuts",
+    "set_apart",
+    "split_module",
+]
 
 _ENTERING = ("hidden_states", "key_value_states")
 
@@ -69,25 +81,32 @@ def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
             yield Cut(f"{owner_name}.{name}".lstrip("."), shape, tp_dim, rule is not None and tp_dim is None)
 
 
-def split_module(module: nn.Module, rules: Rules, spread: TensorParallel) -> frozenset[str]:
-    """Make every parameter a DTensor over the axis, and every module compute with its local share of them.
+class Split(NamedTuple):
+    """What became of a module's parameters, by name."""
 
-    Returns the names of the whole parameters whose gradients must be summed over the axis after the backward pass.
-    """
-    partial = set()
+    tp_dims: Mapping[str, int | None]
+    """Which dim of each parameter is cut; None where it is held whole."""
+    partial: frozenset[str]
+    """The whole parameters whose gradients must be summed over the axis after the backward pass."""
+
+
+def split_module(module: nn.Module, rules: Rules, spread: TensorParallel) -> Split:
+    """Leave every module its share of its parameters, and make it compute with that."""
+    tp_dims, partial = {}, set()
     for owner_name, owner in list(module.named_modules()):
         rule = _rule_for(owner_name, rules)
         lengths = {}
         for name, parameter in list(owner.named_parameters(recurse=False)):
             lengths[name] = parameter.shape[0]
             shape, tp_dim = _stored(owner, name, tuple(parameter.shape), rule)
-            owner.register_parameter(name, nn.Parameter(parameter.detach().view(shape)))
-            shard_parameter(owner, name, tp_dim, spread.axis)
+            owner.register_parameter(name, cut_parameter(parameter.detach().view(shape), tp_dim, spread.size))
+            full_name = f"{owner_name}.{name}".lstrip(".")
+            tp_dims[full_name] = tp_dim
             if tp_dim is None and spread.size > 1 and (rule is not None or spread.sums_outside):
-                partial.add(f"{owner_name}.{name}".lstrip("."))
-        if lengths:
+                partial.add(full_name)
+        if lengths and rule is not None:
             _compute_by(owner, rule, lengths, spread)
-    return frozenset(partial)
+    return Split(tp_dims, frozenset(partial))
 
 
 def enter_before(module: nn.Module, tensor_parallel: TensorParallel) -> None:
@@ -155,15 +174,14 @@ def _stored(
     return (*shape[:dim], rule.fused, shape[dim] // rule.fused, *shape[dim + 1 :]), dim + 1
 
 
-def _compute_by(owner: nn.Module, rule: Rule | None, lengths: Mapping[str, int], spread: TensorParallel) -> None:
-    if rule is None or rule is INSIDE:
-        compute_locally(owner)
-    elif rule.kind == "row":
+def _compute_by(owner: nn.Module, rule: Rule, lengths: Mapping[str, int], spread: TensorParallel) -> None:
+    if rule.kind == "row":
         make_row_parallel(owner, spread)
     elif rule.kind == "vocabulary":
-        compute_locally(owner, lambda name, local: real_rows(local, lengths[name], spread))
-    else:
-        compute_locally(owner, lambda _name, local: _side_by_side(local, rule.fused))
+        change_parameters(owner, lambda name, local: real_rows(local, lengths[name], spread))
+    elif rule.kind == "column":
+        if rule.fused > 1:
+            change_parameters(owner, lambda _name, local: local.flatten(-2))
         if isinstance(owner, Conv1D):
             owner.nf = owner.nf // spread.size
 
@@ -171,7 +189,3 @@ def _compute_by(owner: nn.Module, rule: Rule | None, lengths: Mapping[str, int],
 def real_rows(local: Tensor, length: int, spread: TensorParallel) -> Tensor:
     """A vocabulary's share without its padding, of `length` rows in all."""
     return local[: max(0, min(local.shape[0], length - spread.rank * local.shape[0]))]
-
-
-def _side_by_side(local: Tensor, fused: int) -> Tensor:
-    return local if fused == 1 else local.flatten(-2)

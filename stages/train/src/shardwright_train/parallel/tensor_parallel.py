@@ -1,4 +1,4 @@
-"""Parameters stored as DTensors over a tensor-parallel axis, computed with as plain local shards."""
+"""Parameters cut over a tensor-parallel axis, and the sums that join what is computed with them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwright_formats.strategy import SequenceParallel
 from shardwright_train.parallel.collectives import copy_to_group, gather_sequence, scatter_sequence, sum_over_group
 from shardwright_train.parallel.randomness import Randomness
 
-__all__ = ["TensorParallel", "compute_locally", "local_tensor", "make_row_parallel", "shard_parameter"]
+__all__ = ["TensorParallel", "change_parameters", "cut_parameter", "make_row_parallel"]
 
 
 @dataclass(frozen=True)
@@ -85,36 +84,27 @@ class TensorParallel:
         return self.splits_sequence and self.size > 1
 
 
-def shard_parameter(owner: nn.Module, name: str, tp_dim: int | None, axis: DeviceMesh) -> None:
-    """Replace a module's own parameter by a DTensor that holds this rank's share of `tp_dim`, or all of it.
+def cut_parameter(whole: Tensor, tp_dim: int | None, size: int) -> nn.Parameter:
+    """Room for one rank's share of a parameter: of `tp_dim`, or all of it.
 
-    A length that the axis does not divide is padded; what is in the padding is nowhere used.
+    A length that the number of ranks does not divide is padded; what is in the padding is nowhere used.
     """
-    parameter = owner._parameters[name]
-    assert parameter is not None
-    local = parameter.detach()
-    placement: Placement = Replicate()
+    shape = list(whole.shape)
     if tp_dim is not None:
-        shape = list(local.shape)
-        shape[tp_dim] = -(-shape[tp_dim] // axis.size())
-        local, placement = torch.empty(shape, dtype=local.dtype, device=local.device), Shard(tp_dim)
-    owner.register_parameter(name, nn.Parameter(DTensor.from_local(local, axis, [placement], run_check=False)))
+        shape[tp_dim] = -(-shape[tp_dim] // size)
+    return nn.Parameter(torch.empty(shape, dtype=whole.dtype, device=whole.device))
 
 
-def compute_locally(module: nn.Module, change: Callable[[str, Tensor], Tensor] | None = None) -> None:
-    """Make a module compute with the local shards of its own (not its children's) DTensor parameters.
-
-    `change` is applied to each shard before it is used. Gradients are those of this rank's own computation.
-    """
+def change_parameters(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Make a module compute with its own (not its children's) parameters as `change` makes them, given the name."""
     stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         stored = dict(module._parameters)
         try:
             for name, parameter in stored.items():
-                if isinstance(parameter, DTensor):
-                    local: Tensor = parameter.to_local()
-                    module._parameters[name] = change(name, local) if change else local
+                if parameter is not None:
+                    module._parameters[name] = change(name, parameter)  # type: ignore[assignment]
             return stock(*args, **kwargs)
         finally:
             module._parameters.update(stored)
@@ -126,17 +116,7 @@ def make_row_parallel(module: nn.Module, tensor_parallel: TensorParallel) -> Non
     """Make a matrix product compute its share of a sum over the group; its bias is added by the first rank alone."""
     keep = float(tensor_parallel.rank == 0)
 
-    def on_one_rank(name: str, local: Tensor) -> Tensor:
-        return local * keep if name == "bias" and tensor_parallel.size > 1 else local
-
-    compute_locally(module, on_one_rank)
+    if tensor_parallel.size > 1:
+        change_parameters(module, lambda name, local: local * keep if name == "bias" else local)
     product = module.forward
     module.forward = lambda *args, **kwargs: tensor_parallel.leave(product(*args, **kwargs))
-
-
-def local_tensor(parameter: Tensor) -> Tensor:
-    """This rank's shard of a parameter, sharing its memory."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    local: Tensor = parameter.to_local()
-    return local

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright_train.parallel.fused import fused_cross_entropy
-from shardwright_train.parallel.tensor_parallel import TensorParallel, local_tensor
+from shardwright_train.parallel.tensor_parallel import TensorParallel
 
 __all__ = ["IGNORED", "loss_of_logits", "sum_of_cross_entropy", "token_embedding"]
 
@@ -18,7 +18,7 @@ IGNORED = -100
 
 def token_embedding(embedding: nn.Embedding, tokens: Tensor, spread: TensorParallel) -> Tensor:
     """Look up tokens [b, s] in this rank's rows and sum over the group: [b, this rank's positions, h]."""
-    weight = local_tensor(embedding.weight)
+    weight = embedding.weight
     tokens = tokens[:, spread.positions_inside(tokens.shape[1])]
     index = tokens - spread.rank * weight.shape[0]
     mine = (index >= 0) & (index < weight.shape[0])
@@ -70,7 +70,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, index, mine, counts = ctx.saved_tensors
+        # In place: nothing needs the probabilities again, and they are as large as the logits.
         if probabilities.shape[-1]:
-            one_hot = -mine[..., None].to(probabilities.dtype)
-            probabilities = probabilities.scatter_add(-1, index[..., None], one_hot)
-        return (probabilities * (counts[..., None] * grad)).to(ctx.dtype), None, None, None
+            probabilities.scatter_add_(-1, index[..., None], -mine[..., None].to(probabilities.dtype))
+        return probabilities.mul_(counts[..., None] * grad).to(ctx.dtype), None, None, None
