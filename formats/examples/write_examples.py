@@ -4,10 +4,10 @@ The numbers are made up and measure nothing. A test writes them again and compar
 """
 
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import numpy as np
-
+from shardwright_formats import hardware_profile, model_profile
 from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.files import Document, write_document
 from shardwright_formats.hardware_profile import HardwareProfile, write_hardware_profile
@@ -30,6 +30,7 @@ from shardwright_formats.prediction import Estimate, Prediction, Proof, RunnerUp
 from shardwright_formats.run import RunResult
 from shardwright_formats.schedule import Pass, actions
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.tables import Provenance, table_of
 
 __all__ = ["write_examples"]
 
@@ -175,7 +176,8 @@ def _measurement(plan: Plan) -> Measurement:
     return Measurement(
         device="cpu",
         backend="gloo",
-        torch_version="2.13.0",
+        date="2026-01-31",
+        versions="torch 2.13.0",
         attention="sdpa",
         plans=(PlanMeasurement(plan=plan, ranks=tuple(_rank(plan, rank) for rank in range(plan.world_size))),),
     )
@@ -239,69 +241,133 @@ def _phase(phase: Phase) -> PhaseMemory:
     return PhaseMemory(phase=phase, held=held, peak=peak)
 
 
+_PROVENANCE = Provenance(date="2026-01-31", versions="torch 2.13.0", notes="Made up.")
+
+
 def _hardware_profile() -> HardwareProfile:
-    points = {
-        "collective": np.array(["all_reduce", "all_reduce", "p2p"], "S16"),
-        "group_size": np.array([2, 2, 2], "int64"),
-        "consecutive": np.array([1, 1, 1], "int8"),
-        "across_nodes": np.array([0, 0, 1], "int8"),
-        "message_bytes": np.array([1024, 1048576, 1024], "int64"),
-        "source": np.array(["measured", "measured", "measured"], "S8"),
+    kinds = (("all_reduce", 0, 1024), ("all_reduce", 0, 1048576), ("p2p", 1, 1024))
+    points = (
+        {
+            "collective": collective,
+            "group_size": 2,
+            "consecutive": 1,
+            "across_nodes": across_nodes,
+            "message_bytes": message_bytes,
+            "interval": 0.02,
+            "source": "measured",
+        }
+        for collective, across_nodes, message_bytes in kinds
+    )
+    times_s = ((0.001, 0.0012), (0.01, 0.011), (0.0005, 0.0006))
+    repeats = (
+        {"point": point, "time_s": time_s, "outlier": 0} for point, times in enumerate(times_s) for time_s in times
+    )
+    pair = {"source_rank": 0, "target_rank": 1, "message_bytes": 1024, "time_s": 0.0005, "source": "measured"}
+    overlap = {
+        "collective": "all_reduce",
+        "group_size": 2,
+        "message_bytes": 1048576,
+        "compute_s": 0.01,
+        "message_s": 0.01,
+        "compute_slowdown": 1.5,
+        "message_slowdown": 1.25,
+        "source": "measured",
     }
-    repeats = {
-        "point": np.array([0, 0, 1, 1, 2, 2], "int64"),
-        "time_s": np.array([0.001, 0.0012, 0.01, 0.011, 0.0005, 0.0006]),
+    rate = {"name": "matrix_flops_per_s", "value": 1e10, "source": "measured"}
+    rows: dict[str, Iterable[Mapping[str, object]]] = {
+        "points": points,
+        "repeats": repeats,
+        "pairs": [pair],
+        "overlap": [overlap],
+        "ranks": [rate | {"rank": rank} for rank in range(2)],
+        "rates": [rate],
     }
-    rates = {
-        "name": np.array(["matmul_flops_per_s"], "S32"),
-        "value": np.array([1e10]),
-        "source": np.array(["measured"], "S8"),
-    }
-    return HardwareProfile(cluster="example", device="cpu", backend="gloo", points=points, repeats=repeats, rates=rates)
+    return HardwareProfile(
+        cluster="example",
+        device="cpu",
+        backend="gloo",
+        provenance=_PROVENANCE,
+        **{name: table_of(hardware_profile.TABLES[name], found) for name, found in rows.items()},
+    )
 
 
 def _model_profile(model: Model) -> ModelProfile:
     origin = ProfileOrigin(
         model=model.name,
-        types_sha256=model.types_sha256,
+        architecture_sha256=model.architecture_sha256,
         device="cpu",
         backend="gloo",
         precision="float32/float32/float32",
         attention="sdpa",
     )
-    types = np.array(["embedding", "block", "head"], "S32")
-    source = np.array(["measured"] * 3, "S8")
-    layers = {
-        "type": types,
-        "tp_size": np.array([1, 1, 1], "int64"),
-        "sequence_parallel": np.array(["none"] * 3, "S8"),
-        "recompute": np.array(["none"] * 3, "S9"),
-        "micro_batch_size": np.array([2, 2, 2], "int64"),
-        "sequence_length": np.array([16, 16, 16], "int64"),
-        "forward_s": np.array([0.001, 0.002, 0.003]),
-        "backward_s": np.array([0.002, 0.004, 0.006]),
-        "activation_bytes": np.array([1024, 4096, 8192], "int64"),
-        "transient_bytes": np.array([0, 512, 4096], "int64"),
-        "source": source,
-    }
-    states = {
-        "type": types,
-        "tp_size": np.array([1, 1, 1], "int64"),
-        "parameter_bytes": np.array([2048, 2080, 2048], "int64"),
-        "gradient_bytes": np.array([2048, 2080, 2048], "int64"),
-        "optimizer_bytes": np.array([4096, 4160, 4096], "int64"),
-        "optimizer_s": np.array([0.0001, 0.0001, 0.0001]),
-        "reduction_s": np.array([0.0002, 0.0002, 0.0002]),
-        "reduction_ranks": np.array([2, 2, 2], "int64"),
-        "source": source,
-    }
+    types = ("embedding", "block", "head")
+    strategy = {"tp_size": 1, "sequence_parallel": "none", "recompute": "none"}
+    layers = (
+        strategy
+        | {
+            "type": name,
+            "micro_batch_size": 2,
+            "sequence_length": 16,
+            "forward_s": 0.001 * number,
+            "forward_error_s": 0.0001,
+            "forward_source": "measured",
+            "backward_s": 0.002 * number,
+            "backward_error_s": 0.0001,
+            "backward_source": "measured",
+            "activation_bytes": 4096 * number,
+            "activation_source": "measured",
+            "transient_bytes": 0,
+            "transient_source": "absent",
+        }
+        for number, name in enumerate(types, start=1)
+    )
+    states = (
+        {
+            "type": name,
+            "tp_size": 1,
+            "parameter_bytes": 2048,
+            "gradient_bytes": 2048,
+            "optimizer_bytes": 4096,
+            "bytes_source": "measured",
+            "optimizer_s": 0.0001,
+            "optimizer_source": "derived",
+            "reduction_s": 0.0002,
+            "reduction_ranks": 2,
+            "reduction_source": "derived",
+        }
+        for name in types
+    )
     process = {
-        "process_bytes": np.array([0], "int64"),
-        "resident_bytes": np.array([1 << 20], "int64"),
-        "step_overhead_s": np.array([0.001]),
-        "source": np.array(["measured"], "S8"),
+        "process_bytes": 0,
+        "process_source": "measured",
+        "resident_bytes": 1 << 20,
+        "resident_source": "measured",
+        "step_overhead_s": 0.001,
+        "step_overhead_source": "derived",
     }
-    return ModelProfile(origin, layers, states, process)
+    fit = strategy | {
+        "type": "block",
+        "quantity": "forward_s",
+        "mode": "batch",
+        "micro_batch_size": 0,
+        "sequence_length": 16,
+        "constant": -0.0001,
+        "linear": 0.001,
+        "quadratic": 0.0,
+        "points": 3,
+        "typical_residual": 0.01,
+        "worst_residual": 0.02,
+        "left_out_points": 3,
+        "left_out_error": 0.03,
+    }
+    rows: dict[str, Iterable[Mapping[str, object]]] = {
+        "layers": layers,
+        "states": states,
+        "process": [process],
+        "fits": [fit],
+    }
+    tables = {name: table_of(columns, rows[name]) for name, columns in model_profile.TABLES.items()}
+    return ModelProfile(origin, _PROVENANCE, **tables)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ CORPUS: dict[str, tuple[Change, str]] = {
         "'shardwright.model_profile', not shardwright.hardware_profile",
     ),
     "format as a list": (lambda f: f.attrs.create("format", [FORMAT, FORMAT]), "format is"),
-    "future version": (lambda f: f.attrs.modify("version", np.int64(2)), "version 2 of shardwright.hardware_profile"),
+    "future version": (lambda f: f.attrs.modify("version", np.int64(3)), "version 3 of shardwright.hardware_profile"),
     "no version": (lambda f: f.attrs.pop("version"), "version None"),
     "version as text": (lambda f: f.attrs.create("version", "1"), "version '1'"),
     "version as a list": (lambda f: f.attrs.create("version", np.array([1, 1])), "version array([1, 1])"),

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from shardwright_formats import hardware_profile as hp
 from shardwright_formats import model_profile as mp
 from shardwright_formats.files import sha256_of_file
-from shardwright_formats.tables import Column, Table
+from shardwright_formats.tables import Column, Provenance, Table
 
+OTHERS = ("pairs", "overlap", "ranks", "rates")
 EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
 
 
 def _values(column: Column, rows: int) -> st.SearchStrategy[NDArray[Any]]:
-    least = 1 if column.positive else 0
+    least = 1 if column.positive else -(2**53) if column.signed else 0
     dtype = np.dtype(column.dtype)
     if dtype.kind == "S":
         text = (
@@ -36,7 +37,11 @@ def _values(column: Column, rows: int) -> st.SearchStrategy[NDArray[Any]]:
 
 @st.composite
 def tables(draw: st.DrawFn, columns: dict[str, Column], rows: int) -> Table:
-    return {name: draw(_values(column, rows)) for name, column in columns.items()}
+    table = {name: draw(_values(column, rows)) for name, column in columns.items()}
+    for name, column in columns.items():
+        if column.sourced_by:
+            table[name][table[column.sourced_by] == b"absent"] = 0
+    return table
 
 
 @st.composite
@@ -48,9 +53,10 @@ def hardware_profiles(draw: st.DrawFn) -> hp.HardwareProfile:
         cluster=draw(file_texts),
         device=draw(file_texts),
         backend=draw(file_texts),
+        provenance=Provenance(*(draw(file_texts) for _ in Provenance._fields)),
         points=draw(tables(hp.TABLES["points"], rows)),
         repeats=repeats,
-        rates=draw(tables(hp.TABLES["rates"], draw(st.integers(0, 3)))),
+        **{name: draw(tables(hp.TABLES[name], draw(st.integers(0, 3)))) for name in OTHERS},
     )
 
 
@@ -61,9 +67,11 @@ file_texts = st.text(st.characters(exclude_characters="\0", exclude_categories=[
 def model_profiles(draw: st.DrawFn) -> mp.ModelProfile:
     return mp.ModelProfile(
         mp.ProfileOrigin(*(draw(file_texts) for _ in mp.ProfileOrigin._fields)),
-        layers=draw(tables(mp.LAYERS, draw(st.integers(0, 4)))),
-        states=draw(tables(mp.STATES, draw(st.integers(0, 4)))),
-        process=draw(tables(mp.PROCESS, 1)),
+        Provenance(*(draw(file_texts) for _ in Provenance._fields)),
+        **{
+            name: draw(tables(columns, 1 if name == "process" else draw(st.integers(0, 4))))
+            for name, columns in mp.TABLES.items()
+        },
     )
 
 
@@ -82,7 +90,8 @@ def test_a_hardware_profile_is_read_as_it_was_written(profile: hp.HardwareProfil
         again = hp.read_hardware_profile(first)
         hp.write_hardware_profile(second, again)
         assert second.read_bytes() == first.read_bytes()
-    assert (again.cluster, again.device, again.backend) == (profile.cluster, profile.device, profile.backend)
+    for name in ("cluster", "device", "backend", "provenance"):
+        assert getattr(again, name) == getattr(profile, name)
     for name in hp.TABLES:
         assert _same(getattr(again, name), getattr(profile, name))
 
@@ -96,7 +105,7 @@ def test_a_model_profile_is_read_as_it_was_written(profile: mp.ModelProfile) -> 
         again = mp.read_model_profile(first)
         mp.write_model_profile(second, again)
         assert second.read_bytes() == first.read_bytes()
-    assert again.origin == profile.origin
+    assert (again.origin, again.provenance) == (profile.origin, profile.provenance)
     for name in mp.TABLES:
         assert _same(getattr(again, name), getattr(profile, name))
 

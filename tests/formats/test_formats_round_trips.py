@@ -248,7 +248,8 @@ def measurements(draw: st.DrawFn) -> Measurement:
     return Measurement(
         device=draw(names),
         backend=draw(names),
-        torch_version=draw(names),
+        date=draw(names),
+        versions=draw(names),
         attention=draw(names),
         plans=(PlanMeasurement(plan=plan, ranks=ranks),),
     )
@@ -314,8 +315,9 @@ def test_parameters_are_counted_with_their_tensor_parallel_share_and_ties_once()
 def test_the_layer_count_does_not_change_what_a_profile_measures() -> None:
     model = read_document(EXAMPLES / "model.json", Model)
     fields = {name: getattr(model, name) for name in model.__struct_fields__}
-    assert Model(**fields | {"layers": ("block",)}).types_sha256 == model.types_sha256
-    assert Model(**fields | {"sequence_length": 32}).types_sha256 != model.types_sha256
+    assert Model(**fields | {"layers": ("block",)}).architecture_sha256 == model.architecture_sha256
+    assert Model(**fields | {"sequence_length": 32}).architecture_sha256 == model.architecture_sha256
+    assert Model(**fields | {"family": "other"}).architecture_sha256 != model.architecture_sha256
 
 
 def test_a_measured_step_takes_as_long_as_its_slowest_rank() -> None:

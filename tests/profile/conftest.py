@@ -149,7 +149,8 @@ def _measurement(plans: Sequence[Plan], constants: Constants, device: str = "cpu
     return Measurement(
         device=device,
         backend="gloo",
-        torch_version="0",
+        date="2026-01-31",
+        versions="torch 0",
         attention="sdpa",
         plans=tuple(_measured_plan(plan, constants) for plan in plans),
     )

@@ -69,7 +69,7 @@ def test_every_probe_is_one_node_one_stage_two_microbatches_of_plain_ddp(
         assert plan.world_size == devices
         assert len(plan.stages) == 1
         assert plan.num_microbatches == 2
-        assert plan.model.types_sha256 == model.types_sha256
+        assert plan.model.architecture_sha256 == model.architecture_sha256
         spread = {(s.tp_size, s.dp_size, s.sequence_parallel) for s in (plan.embedding, plan.head, *plan.layers)}
         assert len(spread) == 1
         assert {s.data_parallel for s in (plan.embedding, plan.head, *plan.layers)} == {DataParallel.DDP}

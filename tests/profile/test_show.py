@@ -3,6 +3,7 @@ import pytest
 
 from shardwright_formats.errors import BadInput
 from shardwright_formats.hardware_profile import HardwareProfile, write_hardware_profile
+from shardwright_formats.tables import Provenance
 from shardwright_profile.show import show_profile
 from shardwright_profile.units import bytes_text, rate_text, seconds_text
 
@@ -12,17 +13,20 @@ def _profile() -> HardwareProfile:
         cluster="two",
         device="cpu",
         backend="gloo",
+        provenance=Provenance("2026-01-31", "torch 0"),
         points={
             "collective": np.array([b"p2p", b"all_reduce", b"all_reduce"], dtype="S16"),
             "group_size": np.array([2, 4, 4]),
             "consecutive": np.array([1, 0, 0], dtype=np.int8),
             "across_nodes": np.array([1, 0, 0], dtype=np.int8),
             "message_bytes": np.array([1024, 4096, 1024]),
+            "interval": np.zeros(3),
             "source": np.array([b"measured"] * 3, dtype="S8"),
         },
         repeats={
             "point": np.array([0, 1, 1, 1, 1, 1, 2]),
             "time_s": np.array([2e-3, 1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 1e-6]),
+            "outlier": np.zeros(7, dtype=np.int8),
         },
         rates={
             "name": np.array([b"matrix_flops_per_s"], dtype="S32"),

@@ -12,7 +12,8 @@ from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.files import write_document
 from shardwright_formats.hardware_profile import Collective, HardwareProfile, write_hardware_profile
 from shardwright_formats.model import BoundaryTensor, LayerType, Model, Parameter
-from shardwright_formats.model_profile import LAYERS, ModelProfile, ProfileOrigin, write_model_profile
+from shardwright_formats.model_profile import FITS, LAYERS, ModelProfile, ProfileOrigin, write_model_profile
+from shardwright_formats.tables import Provenance, table_of
 from shardwright_search.profiles import Profiles, index_profiles
 from shardwright_search.request import SearchRequest
 from shardwright_search.solver.problem import Problem
@@ -66,15 +67,21 @@ def make_hardware(cluster: Cluster, latency_s: float = 20e-6, bytes_per_s: float
         cluster=cluster.name,
         device="cpu",
         backend="gloo",
+        provenance=Provenance("2026-01-31", "torch 0"),
         points={
             "collective": np.array([name.encode() for name in columns[0]], "S16"),
             "group_size": np.array(columns[1], np.int64),
             "consecutive": np.array(columns[2], np.int8),
             "across_nodes": np.array(columns[3], np.int8),
             "message_bytes": np.array(columns[4], np.int64),
+            "interval": np.zeros(len(rows)),
             "source": np.array([b"measured"] * len(rows), "S8"),
         },
-        repeats={"point": np.arange(len(rows)), "time_s": np.array(times)},
+        repeats={
+            "point": np.arange(len(rows)),
+            "time_s": np.array(times),
+            "outlier": np.zeros(len(rows), np.int8),
+        },
         rates={
             "name": np.array([], "S32"),
             "value": np.array([], np.float64),
@@ -111,14 +118,16 @@ def make_profile(
                             held, moment = 4 * tokens, 1.1 * kept / split
                         spread = (name, tp_size, sequence_parallel, recompute, samples, LENGTH)
                         rows.append((*spread, forward, backward, held, moment))
-    columns = list(zip(*rows, strict=True))
+    values = [name for name in LAYERS if not name.endswith(("_source", "_error_s"))]
+    named = [dict(zip(values, row, strict=True)) for row in rows]
     states = [(name, tp_size) for name in ("embedding", *dict.fromkeys(model.layers), "head") for tp_size in tp_sizes]
     counts = np.array([model.types[name].parameter_count(tp_size) for name, tp_size in states])
     return ModelProfile(
-        ProfileOrigin(model.name, model.types_sha256, "cpu", "gloo", precision, "sdpa"),
+        ProfileOrigin(model.name, model.architecture_sha256, "cpu", "gloo", precision, "sdpa"),
+        Provenance("2026-01-31", "torch 0"),
         {
-            name: np.array(column, spec.dtype)
-            for (name, spec), column in zip(LAYERS.items(), (*columns, (source,) * len(rows)), strict=True)
+            name: np.array([source if name.endswith("_source") else of.get(name, 0) for of in named], spec.dtype)
+            for name, spec in LAYERS.items()
         },
         {
             "type": np.array([name for name, _ in states], "S32"),
@@ -129,14 +138,19 @@ def make_profile(
             "optimizer_s": 3e-9 * counts,
             "reduction_s": reduction_s_per_parameter * counts,
             "reduction_ranks": np.full(len(states), 2),
-            "source": np.array([b"measured"] * len(states), "S8"),
+            **dict.fromkeys(
+                ("bytes_source", "optimizer_source", "reduction_source"), np.array([b"measured"] * len(states), "S8")
+            ),
         },
         {
             "process_bytes": np.array([process_bytes]),
             "resident_bytes": np.array([1 << 28]),
             "step_overhead_s": np.array([5e-5]),
-            "source": np.array([b"measured"], "S8"),
+            **dict.fromkeys(
+                ("process_source", "resident_source", "step_overhead_source"), np.array([b"measured"], "S8")
+            ),
         },
+        table_of(FITS, []),
     )
 
 

@@ -76,8 +76,8 @@ def test_closed_form_of_one_stage_by_hand(make):
     estimate = found.chosen.evaluation.estimate
     assert found.chosen.evaluation.objective_ps == 648_000_000 + 256_608_000 + 147_456_000 + 50_000_000
     assert estimate.simulated_step_time_s == estimate.simulated_lower_bound_s == estimate.objective_s == 1102.064e-6
-    # process; five times 65536 bytes of three elements; activations; the block's transient
-    assert estimate.memory_bytes == (1 << 20) + 3 * 5 * 65536 + (4 + 120 + 24) * 2048 + 24 * 2048
+    # process; four times 65536 bytes of three elements (no copies for compute); activations; the block's transient
+    assert estimate.memory_bytes == (1 << 20) + 3 * 4 * 65536 + (4 + 120 + 24) * 2048 + 24 * 2048
     assert estimate.samples_per_s == pytest.approx(2 / 1102.064e-6)
     assert estimate.usd_per_step == pytest.approx(1102.064e-9)
 

@@ -224,7 +224,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
         references: dict[str, Reference] = {}
         for plan in plans:
             torch.set_default_dtype(getattr(torch, plan.precision.parameters))
-            key = f"{plan.model.types_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
+            key = f"{plan.model.architecture_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
             if key not in references:
                 references[key] = Reference(plan)
             results[plan.name] = compare(plan, references[key], groups, world)

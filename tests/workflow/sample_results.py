@@ -122,7 +122,7 @@ def write_sample_results(results: Path, *, search: str = "roomy", run: str = "de
     write_document(results / "plans" / f"{search}.json", plan)
     write_document(results / "plans" / f"{search}.prediction.json", prediction)
     measured = Measurement(
-        device="cpu", backend="gloo", torch_version="2.13.0", attention="sdpa",
+        device="cpu", backend="gloo", date="2026-01-31", versions="torch 2.13.0", attention="sdpa",
         plans=(_measured(plan, 0.21), _measured(others[0], 0.25)),
     )  # fmt: skip
     write_document(results / "measurements" / "plans" / f"{search}.json", measured)

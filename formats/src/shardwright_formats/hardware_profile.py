@@ -1,5 +1,6 @@
 """How long collectives and point-to-point messages take on a cluster, with every repeat kept."""
 
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from shardwright_formats.errors import BadInput
 from shardwright_formats.tables import (
     SOURCES,
     Column,
+    Provenance,
     Table,
     open_profile,
     read_attribute,
@@ -32,7 +34,7 @@ __all__ = [
 ]
 
 FORMAT = "shardwright.hardware_profile"
-VERSION = 1
+VERSION = 2
 
 
 class Collective(StrEnum):
@@ -49,7 +51,7 @@ class Collective(StrEnum):
     P2P = "p2p"
 
 
-_SOURCE = Column("S8", ", ".join(SOURCES[:-1]) + f" or {SOURCES[-1]}", among=SOURCES)
+_SOURCE = Column("S8", "name", among=SOURCES)
 
 TABLES = {
     "points": {
@@ -58,9 +60,39 @@ TABLES = {
         "consecutive": Column("int8", "0 or 1"),
         "across_nodes": Column("int8", "0 or 1"),
         "message_bytes": Column("int64", "bytes", positive=True),
+        "interval": Column(
+            "float64", "half of the 95 % confidence interval of the median, over the median; 0 for one repeat"
+        ),
         "source": _SOURCE,
     },
-    "repeats": {"point": Column("int64", "row of points"), "time_s": Column("float64", "s", positive=True)},
+    "repeats": {
+        "point": Column("int64", "row of points"),
+        "time_s": Column("float64", "s", positive=True),
+        "outlier": Column("int8", "0 or 1"),
+    },
+    "pairs": {
+        "source_rank": Column("int64", "rank"),
+        "target_rank": Column("int64", "rank"),
+        "message_bytes": Column("int64", "bytes", positive=True),
+        "time_s": Column("float64", "s, median", positive=True),
+        "source": _SOURCE,
+    },
+    "overlap": {
+        "collective": Column("S16", "name", among=tuple(Collective)),
+        "group_size": Column("int64", "ranks", positive=True),
+        "message_bytes": Column("int64", "bytes; 0 where it is not known"),
+        "compute_s": Column("float64", "s of the computation alone; 0 where it is not known"),
+        "message_s": Column("float64", "s of the message alone; 0 where it is not known"),
+        "compute_slowdown": Column("float64", "time beside the message over time alone", positive=True),
+        "message_slowdown": Column("float64", "time beside the computation over time alone", positive=True),
+        "source": _SOURCE,
+    },
+    "ranks": {
+        "rank": Column("int64", "rank"),
+        "name": Column("S32", "name"),
+        "value": Column("float64", "SI unit in the name", positive=True),
+        "source": _SOURCE,
+    },
     "rates": {
         "name": Column("S32", "name"),
         "value": Column("float64", "SI unit in the name", positive=True),
@@ -79,16 +111,26 @@ class CollectiveKey(NamedTuple):
     across_nodes: bool
 
 
+@dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """Times against message sizes, by kind of message.
+    """What a cluster's links and devices do.
 
-    `points`, `repeats` and `rates` are the file's tables; `cluster` names what was measured, `device` and `backend`
-    on what and through what.
+    `cluster` names what was measured, `device` and `backend` on what and through what. `points`: kinds of message at
+    growing sizes, and `repeats`: every time of each. `pairs`: messages between neighbours in a pipeline, link by link.
+    `overlap`: how computation and messages slow each other down. `ranks`: rates of each rank's device, and `rates`: of
+    the slowest, with what is there once a launch.
     """
 
-    def __init__(self, *, cluster: str, device: str, backend: str, points: Table, repeats: Table, rates: Table) -> None:
-        self.cluster, self.device, self.backend = cluster, device, backend
-        self.points, self.repeats, self.rates = points, repeats, rates
+    cluster: str
+    device: str
+    backend: str
+    provenance: Provenance
+    points: Table
+    repeats: Table
+    rates: Table
+    pairs: Table = field(default_factory=lambda: _empty("pairs"))
+    overlap: Table = field(default_factory=lambda: _empty("overlap"))
+    ranks: Table = field(default_factory=lambda: _empty("ranks"))
 
     @cached_property
     def curves(self) -> dict[CollectiveKey, tuple[NDArray[Any], NDArray[Any]]]:
@@ -120,10 +162,9 @@ class HardwareProfile:
 def write_hardware_profile(path: Path, profile: HardwareProfile) -> None:
     """Write the profile; the same measurements give the same bytes."""
     names = {"cluster": profile.cluster, "device": profile.device, "backend": profile.backend}
-    with write_profile(path, FORMAT, VERSION, names) as file:
-        write_table(file, "points", TABLES["points"], profile.points)
-        write_table(file, "repeats", TABLES["repeats"], profile.repeats)
-        write_table(file, "rates", TABLES["rates"], profile.rates)
+    with write_profile(path, FORMAT, VERSION, names | profile.provenance._asdict()) as file:
+        for name, columns in TABLES.items():
+            write_table(file, name, columns, getattr(profile, name))
 
 
 def read_hardware_profile(path: Path) -> HardwareProfile:
@@ -131,17 +172,18 @@ def read_hardware_profile(path: Path) -> HardwareProfile:
     with open_profile(path, FORMAT, VERSION) as file:
         tables = {name: read_table(path, file, name, columns) for name, columns in TABLES.items()}
         names = {name: read_attribute(path, file, name) for name in ("cluster", "device", "backend")}
+        provenance = Provenance(**{name: read_attribute(path, file, name) for name in Provenance._fields})
     points, repeats = tables["points"], tables["repeats"]
     for flag in ("consecutive", "across_nodes"):
         if (points[flag] > 1).any():
             raise BadInput(path, f"table points: {flag} is {points[flag].max()}, not 0 or 1", "write the profile again")
     if set(repeats["point"].tolist()) != set(range(len(points["collective"]))):
         raise BadInput(path, "points without repeats, or repeats without a point", "measure again")
-    return HardwareProfile(
-        cluster=names["cluster"],
-        device=names["device"],
-        backend=names["backend"],
-        points=points,
-        repeats=repeats,
-        rates=tables["rates"],
-    )
+    if (repeats["outlier"] > 1).any():
+        raise BadInput(path, "table repeats: outlier is neither 0 nor 1", "write the profile again")
+    cluster, device, backend = names.values()
+    return HardwareProfile(cluster=cluster, device=device, backend=backend, provenance=provenance, **tables)
+
+
+def _empty(table: str) -> Table:
+    return {name: np.zeros(0, dtype=column.dtype) for name, column in TABLES[table].items()}

@@ -240,8 +240,10 @@ class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The device's name as its driver gives it, or `cpu`."""
     backend: str
     """What carried the collectives: `gloo` or `nccl`."""
-    torch_version: str
-    """The version of PyTorch that ran the plans."""
+    date: str
+    """UTC day on which the last plan was run, as 2026-01-31."""
+    versions: str
+    """Of PyTorch, transformers and the device's driver, as `torch 2.13.0, transformers 5.17.0, driver 550.54`."""
     attention: str
     """The kernel that was taken where the plan said `auto`."""
     plans: Annotated[tuple[PlanMeasurement, ...], Meta(min_length=1)]

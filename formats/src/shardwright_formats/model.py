@@ -135,9 +135,12 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"tied {first!r} and {second!r} are no equal parameters of embedding and head")
 
     @property
-    def types_sha256(self) -> str:
-        """Identity of what a profile measures: family, configuration, length and types, but not the layer count."""
-        return sha256_of_value([self.family, self.config, self.sequence_length, self.types])
+    def architecture_sha256(self) -> str:
+        """Identity of what a profile measures: family, configuration and parameters of each type.
+
+        Neither the number of layers nor the sequence length belongs to it: one profile serves several of both.
+        """
+        return sha256_of_value([self.family, self.config, {name: t.parameters for name, t in self.types.items()}])
 
     @property
     def boundary(self) -> tuple[BoundaryTensor, ...]:

@@ -11,7 +11,7 @@ from shardwright_formats import hardware_profile, model_profile
 from shardwright_formats.field_docs import class_doc, field_docs
 from shardwright_formats.files import Document
 from shardwright_formats.run import StepMetrics
-from shardwright_formats.tables import Column
+from shardwright_formats.tables import Column, Provenance
 
 __all__ = ["described_components", "markdown"]
 
@@ -30,8 +30,8 @@ _HDF5_INTRODUCTION = """\
 
 The file's attributes are `format` (text), `version` (int64) and the texts named below. A table is a group; its columns
 are equally long one-dimensional datasets with a text attribute `unit` and a Fletcher-32 checksum. Text is ASCII.
-No number is negative, infinite or NaN. Readers refuse links, values in other files, compressed or absent values,
-and other columns, dtypes or units.
+No number is infinite or NaN; one whose source is `absent` is 0, and nobody knows it. Readers refuse links, values in
+other files, compressed or absent values, and other columns, dtypes or units.
 """
 
 
@@ -53,8 +53,16 @@ def markdown(schemas: Mapping[type[Document], Mapping[str, Any]]) -> str:
         blocks += [f"### {title}\n", f"{of['description']}\n"]
         blocks.append(_members(known[title]) if "enum" in of else _fields(of["properties"], of["required"]))
     blocks.append(_HDF5_INTRODUCTION)
-    blocks += _profile(hardware_profile, class_doc(hardware_profile.HardwareProfile), ("cluster", "device", "backend"))
-    blocks += _profile(model_profile, class_doc(model_profile.ModelProfile), model_profile.ProfileOrigin._fields)
+    blocks += _profile(
+        hardware_profile,
+        class_doc(hardware_profile.HardwareProfile),
+        ("cluster", "device", "backend", *Provenance._fields),
+    )
+    blocks += _profile(
+        model_profile,
+        class_doc(model_profile.ModelProfile),
+        (*model_profile.ProfileOrigin._fields, *Provenance._fields),
+    )
     return "\n".join(blocks)
 
 
@@ -149,9 +157,12 @@ def _profile(module: ModuleType, description: str, attributes: Iterable[str]) ->
 
 def _column(name: str, column: Column) -> str:
     text = np.dtype(column.dtype).kind == "S"
-    values = ", ".join(f"`{value}`" for value in column.among) or ("any text" if text else ">= 0")
+    values = ", ".join(f"`{value}`" for value in column.among) or (
+        "any text" if text else "any" if column.signed else ">= 0"
+    )
     dtype = f"text of at most {np.dtype(column.dtype).itemsize} bytes" if text else column.dtype
-    return f"| `{name}` | {dtype} | {column.unit} | {'> 0' if column.positive else values} |"
+    unit = column.unit + (f" (source: `{column.sourced_by}`)" if column.sourced_by else "")
+    return f"| `{name}` | {dtype} | {unit} | {'> 0' if column.positive else values} |"
 
 
 def _table(head: str, rows: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """Tables of columns in HDF5, written reproducibly and read with suspicion."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,25 +15,27 @@ from shardwright_formats.files import atomic_path
 __all__ = [
     "SOURCES",
     "Column",
+    "Provenance",
     "Table",
     "open_profile",
     "read_attribute",
     "read_table",
+    "table_of",
     "write_profile",
     "write_table",
 ]
 
 Table = dict[str, NDArray[Any]]
 
-SOURCES = ("measured", "derived", "assumed", "analytic")
-"""Where a number of a profile can come from."""
+SOURCES = ("measured", "derived", "assumed", "analytic", "absent")
+"""Where a number of a profile can come from; `absent` stands beside a 0 that nobody has measured."""
 
 _MOST_ROWS = 10_000_000
 _MOST_ATTRIBUTE_BYTES = 64 * 1024
 
 
 class Column(NamedTuple):
-    """What one column of a table holds; no value is ever negative, infinite or NaN."""
+    """What one column of a table holds; no value is ever infinite or NaN."""
 
     dtype: str
     unit: str
@@ -42,6 +44,21 @@ class Column(NamedTuple):
     """Whether zero is refused too."""
     among: tuple[str, ...] = ()
     """The only texts allowed, where not any."""
+    signed: bool = False
+    """Whether a number may be negative."""
+    sourced_by: str = ""
+    """The column that says where a number comes from; a number that is absent must be 0."""
+
+
+class Provenance(NamedTuple):
+    """When and with what a profile was made, and what there is to say about it; attributes of the file."""
+
+    date: str
+    """UTC day, as 2026-01-31; where several files were joined, the latest."""
+    versions: str
+    """Of the software and the device's driver that measured, as `torch 2.13.0, driver 550.54`."""
+    notes: str = ""
+    """Sources, assumptions and defects, one sentence a line."""
 
 
 @contextmanager
@@ -53,6 +70,18 @@ def write_profile(path: Path, format_name: str, version: int, attributes: Mappin
         for name, value in attributes.items():
             file.attrs[name] = value
         yield file
+
+
+def table_of(columns: Mapping[str, Column], rows: Iterable[Mapping[str, object]]) -> Table:
+    """A table from its rows, each of which has a value for every column."""
+    found = list(rows)
+    for row in found:
+        if set(row) != set(columns):
+            raise ValueError(f"missing or unknown columns {sorted(set(row) ^ set(columns))}")
+    return {
+        name: _exactly(name, np.array([row[name] for row in found], dtype=None if found else spec.dtype), spec.dtype)
+        for name, spec in columns.items()
+    }
 
 
 def write_table(file: h5py.File, name: str, columns: Mapping[str, Column], table: Mapping[str, ArrayLike]) -> None:
@@ -214,7 +243,7 @@ def _problem(columns: Mapping[str, Column], table: Mapping[str, NDArray[Any]]) -
         problem = _text_problem if np.dtype(spec.dtype).kind == "S" else _number_problem
         if (found := problem(spec, table[name])) is not None:
             return f"{name} is {found}"
-    return None
+    return _absent_problem(columns, table)
 
 
 def _text_problem(spec: Column, values: NDArray[Any]) -> str | None:
@@ -228,8 +257,19 @@ def _text_problem(spec: Column, values: NDArray[Any]) -> str | None:
 
 def _number_problem(spec: Column, values: NDArray[Any]) -> str | None:
     numbers = values.astype(np.float64)
-    bad = ~np.isfinite(numbers) | ((numbers <= 0) if spec.positive else (numbers < 0))
+    below = (numbers <= 0) if spec.positive else (numbers < 0) & (not spec.signed)
+    bad = ~np.isfinite(numbers) | below
     if not bad.any():
         return None
     row = int(np.flatnonzero(bad)[0])
-    return f"{values[row]} in row {row}, not {'positive' if spec.positive else 'non-negative'} and finite"
+    wanted = "finite" if spec.signed else f"{'positive' if spec.positive else 'non-negative'} and finite"
+    return f"{values[row]} in row {row}, not {wanted}"
+
+
+def _absent_problem(columns: Mapping[str, Column], table: Mapping[str, NDArray[Any]]) -> str | None:
+    for name, spec in columns.items():
+        if spec.sourced_by:
+            odd = np.flatnonzero((table[spec.sourced_by] == b"absent") & (table[name] != 0))
+            if len(odd):
+                return f"{name} is {table[name][odd[0]]} in row {odd[0]}, where {spec.sourced_by} says absent"
+    return None

@@ -1,10 +1,11 @@
 """The cost of one layer: the difference of two probes over the layers they differ by."""
 
 from collections.abc import Callable, Sequence
+from math import hypot
 from typing import NamedTuple
 
 from shardwright_formats.errors import BadInput
-from shardwright_profile.probe_results import ProbeKey, ProbeResult
+from shardwright_profile.probe_results import Duration, ProbeKey, ProbeResult
 
 __all__ = ["LayerPair", "bytes_per_layer", "layer_pairs", "seconds_per_layer"]
 
@@ -34,12 +35,12 @@ def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
     return tuple(_pair(group, name) for group in by_key.values() for name in group[0].counts)
 
 
-def seconds_per_layer(pair: LayerPair, what: str, seconds_of: Callable[[ProbeResult], float]) -> float:
+def seconds_per_layer(pair: LayerPair, what: str, seconds_of: Callable[[ProbeResult], Duration]) -> Duration:
     """Seconds of one layer; BadInput names both probes where the longer one was not slower: no layer is free."""
-    few_s, many_s = seconds_of(pair.few), seconds_of(pair.many)
-    if many_s <= few_s:
-        raise _noisy(pair, what, f"{few_s:.6g} s", f"{many_s:.6g} s")
-    return (many_s - few_s) / pair.layers
+    few, many = seconds_of(pair.few), seconds_of(pair.many)
+    if many.median_s <= few.median_s:
+        raise _noisy(pair, what, f"{few.median_s:.6g} s", f"{many.median_s:.6g} s")
+    return Duration((many.median_s - few.median_s) / pair.layers, hypot(few.error_s, many.error_s) / pair.layers)
 
 
 def bytes_per_layer(pair: LayerPair, what: str, bytes_of: Callable[[ProbeResult], int]) -> int:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from shardwright_formats.errors import BadInput, one_line_errors
 from shardwright_formats.files import canonical_json, read_document
 from shardwright_formats.hardware_profile import HardwareProfile, write_hardware_profile
+from shardwright_formats.tables import Provenance
+from shardwright_formats.versions import versions_text
 from shardwright_profile.device_rates import device_rates
 from shardwright_profile.message_kinds import message_kinds
 from shardwright_profile.sweep import TimedMessage, sweep
@@ -66,17 +68,22 @@ def _profile(
         cluster=cluster,
         device=device,
         backend=backend,
+        provenance=Provenance(
+            datetime.now(UTC).date().isoformat(), versions_text(("torch",), on_gpu=backend == "nccl")
+        ),
         points={
             "collective": np.array([key.collective.encode() for key in keys], dtype="S16"),
             "group_size": np.array([key.group_size for key in keys], dtype=np.int64),
             "consecutive": np.array([key.consecutive for key in keys], dtype=np.int8),
             "across_nodes": np.array([key.across_nodes for key in keys], dtype=np.int8),
             "message_bytes": np.array([message.message_bytes for message in timed], dtype=np.int64),
+            "interval": np.zeros(len(timed)),
             "source": np.array([b"measured"] * len(timed), dtype="S8"),
         },
         repeats={
             "point": np.repeat(np.arange(len(timed), dtype=np.int64), repeats),
             "time_s": np.concatenate([np.zeros(0), *(message.times_s for message in timed)]),
+            "outlier": np.zeros(sum(repeats), dtype=np.int8),
         },
         rates={
             "name": np.array([name.encode() for name in rates], dtype="S32"),

@@ -1,8 +1,9 @@
 """What each probe took, read out of measurements and checked to be comparable."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import NamedTuple
 
 from shardwright_formats.errors import BadInput
@@ -11,14 +12,22 @@ from shardwright_formats.model import EMBEDDING, HEAD, Model
 from shardwright_formats.model_profile import ProfileOrigin
 from shardwright_formats.plan import Attention, GradientReduction, Plan
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
+from shardwright_formats.tables import Provenance
 from shardwright_profile.probes import layer_counts
 
-__all__ = ["LAYERS", "ProbeKey", "ProbeResult", "SegmentCost", "read_probes"]
+__all__ = ["LAYERS", "Duration", "ProbeKey", "ProbeResult", "SegmentCost", "read_probes"]
 
 LAYERS = "layers"
 _SEGMENTS = (EMBEDDING, LAYERS, HEAD)
 
 Measured = tuple[Path, Measurement]
+
+
+class Duration(NamedTuple):
+    """A median over repeats and its standard error, in seconds."""
+
+    median_s: float
+    error_s: float
 
 
 class ProbeKey(NamedTuple):
@@ -28,13 +37,14 @@ class ProbeKey(NamedTuple):
     sequence_parallel: SequenceParallel
     recompute: Recompute
     micro_batch_size: int
+    sequence_length: int
 
 
 class SegmentCost(NamedTuple):
-    """One microbatch's way through a segment: medians over the repeats, of the slowest or fullest rank."""
+    """One microbatch's way through a segment, on the slowest or fullest rank."""
 
-    forward_s: float
-    backward_s: float
+    forward: Duration
+    backward: Duration
     activation_bytes: int
     transient_bytes: int
 
@@ -63,8 +73,8 @@ class ProbeResult(NamedTuple):
         return self.plan.model
 
 
-def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, tuple[ProbeResult, ...]]:
-    """The origin that all measurements share, and their probes ordered by key and layer counts.
+def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Provenance, tuple[ProbeResult, ...]]:
+    """The origin that all measurements share, when they were made, and their probes by key and layer counts.
 
     Raises BadInput where they differ in model, device, backend, precision or attention, where a plan is no probe, and
     where a probe was measured twice.
@@ -87,7 +97,9 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, tuple[
                 "pass one of them",
             )
         seen[identity] = result
-    return origin, tuple(sorted(results, key=lambda r: (r.key, sorted(r.counts.items()))))
+    every_version = sorted({measurement.versions for _, measurement in measurements})
+    provenance = Provenance(max(measurement.date for _, measurement in measurements), "; ".join(every_version))
+    return origin, provenance, tuple(sorted(results, key=lambda r: (r.key, sorted(r.counts.items()))))
 
 
 def _origin(measurement: Measurement, found: PlanMeasurement) -> ProfileOrigin:
@@ -95,7 +107,7 @@ def _origin(measurement: Measurement, found: PlanMeasurement) -> ProfileOrigin:
     precision = plan.precision
     return ProfileOrigin(
         model=plan.model.name,
-        types_sha256=plan.model.types_sha256,
+        architecture_sha256=plan.model.architecture_sha256,
         device=measurement.device,
         backend=measurement.backend,
         precision=f"{precision.parameters}/{precision.compute}/{precision.reduce}",
@@ -121,6 +133,7 @@ def _result(file: Path, found: PlanMeasurement) -> ProbeResult:
             strategy.sequence_parallel,
             strategy.recompute,
             plan.microbatch_samples // strategy.dp_size,
+            plan.model.sequence_length,
         ),
         counts=layer_counts(plan.model),
         segments={name: _segment(file, found, name) for name in _SEGMENTS},
@@ -130,8 +143,10 @@ def _result(file: Path, found: PlanMeasurement) -> ProbeResult:
         process_bytes=most(lambda rank: memory[rank].process_bytes),
         resident_bytes=most(lambda rank: memory[rank].resident_bytes),
         step_s=median(found.step_times_s),
-        reduction_s=_slowest(file, found, "gradient_reduction_s", [r.gradient_reduction_s for r in found.ranks]),
-        optimizer_s=_slowest(file, found, "optimizer_s", [r.optimizer_s for r in found.ranks]),
+        reduction_s=_slowest(
+            file, found, "gradient_reduction_s", [r.gradient_reduction_s for r in found.ranks]
+        ).median_s,
+        optimizer_s=_slowest(file, found, "optimizer_s", [r.optimizer_s for r in found.ranks]).median_s,
     )
 
 
@@ -166,14 +181,22 @@ def _segment(file: Path, found: PlanMeasurement, name: str) -> SegmentCost:
         what = f"probe {found.plan.name!r} has no segment {name!r} of every rank, in time and in memory"
         raise BadInput(file, what, "measure it again")
     return SegmentCost(
-        forward_s=_slowest(file, found, f"forward_s of {name}", [segment.forward_s for segment in times]),
-        backward_s=_slowest(file, found, f"backward_s of {name}", [segment.backward_s for segment in times]),
+        forward=_slowest(file, found, f"forward_s of {name}", [segment.forward_s for segment in times]),
+        backward=_slowest(file, found, f"backward_s of {name}", [segment.backward_s for segment in times]),
         activation_bytes=max(segment.activation_bytes for segment in memory),
         transient_bytes=max(max(s.forward_transient_bytes, s.backward_transient_bytes) for s in memory),
     )
 
 
-def _slowest(file: Path, found: PlanMeasurement, what: str, ranks: Sequence[Sequence[float]]) -> float:
+def _slowest(file: Path, found: PlanMeasurement, what: str, ranks: Sequence[Sequence[float]]) -> Duration:
     if any(not repeats for repeats in ranks):
         raise BadInput(file, f"probe {found.plan.name!r} has no repeats of {what}", "measure it with more steps")
-    return max(median(repeats) for repeats in ranks)
+    return max(Duration(median(repeats), _error_of_median(repeats)) for repeats in ranks)
+
+
+def _error_of_median(repeats: Sequence[float]) -> float:
+    """Standard error of a median, from the quartiles: 1.253 sigma / sqrt(n), sigma = IQR / 1.349 (normal scatter)."""
+    if len(repeats) < 2:
+        return 0.0
+    low, _, high = quantiles(repeats, n=4, method="inclusive")
+    return float(1.253 * (high - low) / 1.349 / sqrt(len(repeats)))

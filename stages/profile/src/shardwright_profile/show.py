@@ -1,7 +1,7 @@
 """Printing profiles as tables."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from shardwright_formats import hardware_profile, model_profile
 from shardwright_formats.errors import BadInput
 from shardwright_formats.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.model_profile import ModelProfile, read_model_profile
-from shardwright_formats.tables import Table
+from shardwright_formats.tables import Column, Table
 from shardwright_profile.units import bytes_text, rate_text, seconds_text
 
 __all__ = ["show_profile"]
@@ -102,25 +102,39 @@ def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[Printed]]:
         "layers": "one layer, one microbatch",
         "states": "one layer's parameters under plain ddp",
         "process": "once a process or a step",
+        "fits": "curves through the points",
     }
-    return title, (_columns(titles[name], getattr(profile, name)) for name in titles)
+    return title, (_columns(titles[name], model_profile.TABLES[name], getattr(profile, name)) for name in titles)
 
 
-def _columns(title: str, table: Table) -> Printed:
+def _columns(title: str, columns: Mapping[str, Column], table: Table) -> Printed:
+    """Every value with its standard error where it has one, and with its source where it is not measured."""
     printed = Printed(title=title, title_justify="left")
-    for name, values in table.items():
+    shown = [name for name in columns if not name.endswith(("_source", "_error_s"))]
+    for name in shown:
         # Spaces let the head of a narrow column break between its words.
-        printed.add_column(name.replace("_", " "), justify="left" if values.dtype.kind == "S" else "right")
-    for row in range(len(table["source"])):
-        printed.add_row(*(_cell(name, values[row]) for name, values in table.items()))
+        printed.add_column(name.replace("_", " "), justify="left" if table[name].dtype.kind == "S" else "right")
+    for row in range(len(table[shown[0]])):
+        printed.add_row(*(_cell(name, columns[name], table, row) for name in shown))
     return printed
 
 
-def _cell(name: str, value: object) -> str:
+def _cell(name: str, column: Column, table: Table, row: int) -> str:
+    source = table[column.sourced_by][row].decode() if column.sourced_by else "measured"
+    if source == "absent":
+        return "absent"
+    text = _value(name, table[name][row])
+    error_s = table.get(f"{name.removesuffix('_s')}_error_s")
+    if error_s is not None and error_s[row] > 0:
+        text += f" ± {seconds_text(float(error_s[row]))}"
+    return text if source == "measured" else f"{text} {source}"
+
+
+def _value(name: str, value: object) -> str:
     if isinstance(value, bytes):
         return value.decode()
-    if isinstance(value, np.floating) and name.endswith("_s"):
-        return seconds_text(float(value))
+    if isinstance(value, np.floating):
+        return seconds_text(float(value)) if name.endswith("_s") else f"{float(value):.3g}"
     return bytes_text(int(str(value))) if name.endswith("_bytes") else str(value)
 
 

@@ -98,7 +98,7 @@ def check_profiles(
 ) -> None:
     """Raise BadInput where a profile was made for another model, device, precision or attention kernel."""
     origin = profiles.origin
-    if origin.types_sha256 != model.types_sha256:
+    if origin.architecture_sha256 != model.architecture_sha256:
         raise BadInput(
             profiles.model_file,
             f"profiled layers of {origin.model!r} that are not those of model {model.name!r}",
@@ -124,6 +124,9 @@ def check_profiles(
             )
 
 
+_SOURCES = ("forward_source", "backward_source", "activation_source", "transient_source")
+
+
 def _layer_points(table: Table) -> dict[LayerKey, LayerPoints]:
     rows: dict[LayerKey, dict[int, int]] = {}
     for i in range(len(table["type"])):
@@ -140,7 +143,7 @@ def _layer_points(table: Table) -> dict[LayerKey, LayerPoints]:
         key: LayerPoints(
             np.array(sorted(found)),
             np.stack([column[[found[size] for size in sorted(found)]] for column in columns], 1).astype(float),
-            frozenset(table["source"][row].decode() for row in found.values()),
+            frozenset(table[name][row].decode() for row in found.values() for name in _SOURCES),
         )
         for key, found in rows.items()
     }

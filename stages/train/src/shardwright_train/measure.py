@@ -4,6 +4,7 @@ import gc
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from shardwright_formats.errors import ShardwrightError
 from shardwright_formats.files import read_document, write_document
 from shardwright_formats.measurement import Measurement, PlanMeasurement, RankMeasurement, RankMemory, Segment
 from shardwright_formats.plan import Attention, Plan, Plans
+from shardwright_formats.versions import versions_text
 from shardwright_train.element import Site
 from shardwright_train.families import family_named
 from shardwright_train.jobs import MeasureJob
@@ -58,7 +60,8 @@ def measure_plans(job: MeasureJob, world: World) -> None:
         measurement = Measurement(
             device=world.device_name,
             backend=world.backend,
-            torch_version=str(torch.__version__),
+            date=datetime.now(UTC).date().isoformat(),
+            versions=versions_text(("torch", "transformers"), on_gpu=world.device.type == "cuda"),
             attention=next(taken, kernels[0]),
             plans=tuple(measured),
         )

@@ -82,7 +82,8 @@ def _in_order(plans: Sequence[Plan], results: dict[str, Measurement]) -> Measure
     return Measurement(
         device=first.device,
         backend=first.backend,
-        torch_version=first.torch_version,
+        date=max(results[plan.sha256].date for plan in plans),
+        versions=first.versions,
         attention=taken.pop() if taken else first.attention,
         plans=tuple(found),
     )

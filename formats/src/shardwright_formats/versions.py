@@ -1,0 +1,26 @@
+"""The versions that a measurement is marked with."""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import version
+
+__all__ = ["versions_text"]
+
+
+def versions_text(packages: Sequence[str], *, on_gpu: bool) -> str:
+    """Versions of installed packages, as `torch 2.13.0, driver 550.54`; of NVIDIA's driver too on a GPU."""
+    found = [f"{package} {version(package)}" for package in packages]
+    if on_gpu:
+        found.append(f"driver {_driver_version()}")
+    return ", ".join(found)
+
+
+def _driver_version() -> str:
+    """As nvidia-smi gives it; `unknown` where that is not installed, as with AMD's devices."""
+    if shutil.which("nvidia-smi") is None:
+        return "unknown"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    lines = asked.stdout.splitlines()
+    return lines[0].strip() if asked.returncode == 0 and lines else "unknown"
