@@ -64,6 +64,22 @@ def _reduced_in_float32() -> Plan:
     return msgspec.structs.replace(_mixed_plan(), name="narrow sums", precision=precision)
 
 
+def _replicas_behind_a_cut() -> Plan:
+    """Replicated layers whose inputs come from another stage: gradients must be there before they are reduced."""
+    plan = random_plan(tiny("vit"), 4, 4, stages=2)
+    spread = {"tp_size": 1, "dp_size": 2}
+    layers = tuple(LayerStrategy(type=kind, **spread, recompute=Recompute.FULL) for kind in plan.model.layers)
+    return msgspec.structs.replace(
+        plan,
+        name="replicas behind a cut",
+        embedding=Strategy(**spread),
+        head=Strategy(**spread),
+        layers=layers,
+        gradient_reduction=GradientReduction.DEFERRED,
+        num_microbatches=1,
+    )
+
+
 @pytest.fixture(scope="module")
 def two_ranks(compare: Compare) -> Errors:
     low_precision = [random_plan(tiny(family), 1, 2, dtype) for family in FAMILIES for dtype, _ in LOW_PRECISION]
@@ -72,7 +88,7 @@ def two_ranks(compare: Compare) -> Errors:
 
 @pytest.fixture(scope="module")
 def more_ranks(compare: Compare) -> Errors:
-    return compare(_plans(4)) | compare(_plans(8))
+    return compare([*_plans(4), _replicas_behind_a_cut()]) | compare(_plans(8))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,6 +113,10 @@ def test_plans_on_more_ranks_train_exactly_as_one_process(more_ranks: Errors, fa
     exact = {name: errors for name, errors in more_ranks.items() if name.startswith(family)}
     assert len(exact) == len(NUMBERS[4]) + len(NUMBERS[8])
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+
+
+def test_replicated_layers_behind_a_pipeline_cut_train_exactly_as_one_process(more_ranks: Errors) -> None:
+    assert max(more_ranks["replicas behind a cut"].values()) < TOLERANCE
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), LOW_PRECISION)

@@ -82,7 +82,9 @@ class Element:
         states = tuple(x if move is None else move(x) for x, move in zip(states, self.enter, strict=False))
         batch = {name: x[self.rows] for name, x in batch.items()}
         if self.replicas is not None and states and states[0].requires_grad:
-            # The gradient of its input is the last thing that a layer's backward pass computes.
+            # Autograd works on what was computed last: this view is the first of the layer, so that its gradient comes
+            # after those of the layer's parameters. What was received has no such order: it is a leaf, as they are.
+            states = (states[0].view_as(states[0]), *states[1:])
             states[0].register_hook(self._backward_is_over)
         if getattr(self.strategy, "recompute", None) is Recompute.FULL:
             recomputed: States = checkpoint(

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-__all__ = ["gathered_gradients", "gathered_parameters", "unreduced_gradients"]
+__all__ = ["gathered_parameters", "take_gradients", "unreduced_gradients"]
 
 
 def gathered_parameters(module: nn.Module) -> Iterator[Tensor]:
@@ -33,15 +33,13 @@ def unreduced_gradients(module: nn.Module) -> Iterator[Tensor]:
             yield gathered.grad
 
 
-def gathered_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The gradients that wait for their reduction: each of a module's parameters, and its local gradient.
-
-    FSDP2 gives them away.
-    """
+def take_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Take away the gradients that wait for their reduction: each of a module's parameters, and its local gradient."""
     if not isinstance(module, FSDPModule):
         for own in module.parameters():
             if own.grad is not None:
                 yield own, own.grad
+                own.grad = None
         return
     for parameter in _parameters(module):
         gathered, stored = getattr(parameter, "_unsharded_param", None), parameter.sharded_param

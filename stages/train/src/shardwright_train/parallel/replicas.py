@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright_train.parallel.held import gathered_gradients
+from shardwright_train.parallel.held import take_gradients
 from shardwright_train.parallel.stored import placed_as
 
 __all__ = ["ReplicaSum"]
@@ -26,14 +26,19 @@ class ReplicaSum:
         """Begin to sum, once the layer's last backward pass is over."""
         if self.armed and self._works is None:
             self._works = []
-            for parameter, gradient in gathered_gradients(self._module):
+            for parameter, gradient in take_gradients(self._module):
                 work = dist.all_reduce(gradient, group=self._group, async_op=True)
                 assert work is not None
                 self._works.append((parameter, gradient, work))
 
     def finish(self) -> None:
-        """Wait for the sums, and make them the parameters' gradients."""
+        """Wait for the sums, and make them the parameters' gradients.
+
+        Raises RuntimeError where a gradient came after its layer's backward pass was taken to be over.
+        """
         self.start()
+        if any(True for _ in take_gradients(self._module)):
+            raise RuntimeError("a gradient came too late to be summed over the replicas")
         for parameter, gradient, work in self._works or ():
             work.wait()
             parameter.grad = placed_as(parameter, gradient.to(parameter.dtype))
