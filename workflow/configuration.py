@@ -71,6 +71,14 @@ class Workflow:
         settings = self["models"][model]
         return int(settings.get("sequence_length", self.presets[settings["preset"]]["sequence_length"]))
 
+    def further_lengths(self, model: str) -> tuple[int, ...]:
+        """The sequence lengths that a model is profiled at beside its own."""
+        settings = self.profile_of(model)
+        asked = settings.get("sequence_lengths") or ()
+        if isinstance(asked, Mapping):
+            asked = _thinned(asked, settings.get("grid", "fewest"))
+        return tuple(length for length in asked if length != self.sequence_length(model))
+
     def profile_of(self, model: str) -> Section:
         """The profile settings of a model."""
         found: Section = self["profiles"][self["models"][model]["profile"]]
@@ -141,6 +149,14 @@ class Workflow:
             "memory_bytes": int(node["memory_gib"] * _GIB),
             "usd_per_hour": node.get("usd_per_hour") if priced else None,
         }
+
+
+def _thinned(asked: Section, grid: str) -> tuple[int, ...]:
+    """The lengths of a range that `shardwright-profile probes` will ask for: all, or four of them, evenly spaced."""
+    every = range(asked["min"], asked["max"] + 1, asked["step"])
+    if grid == "full" or len(every) <= 4:
+        return tuple(every)
+    return tuple(every[round(i * (len(every) - 1) / 3)] for i in range(4))
 
 
 def load_workflow(config: Section, file: str, root: Path) -> Workflow:

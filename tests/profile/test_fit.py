@@ -37,7 +37,7 @@ def _settings(**changed: Any) -> ProfileSettings:
 
 @pytest.fixture(scope="session")
 def plans(make_model, make_cluster):
-    return make_probes(make_model(), make_cluster((1, 2)), "cpu-2", _settings()).plans
+    return make_probes([make_model()], make_cluster((1, 2)), "cpu-2", _settings()).plans
 
 
 def _rows(table: Table, name: str) -> NDArray[Any]:
@@ -86,7 +86,7 @@ def test_fit_recovers_the_constants_of_a_linear_world(
         overhead_s=overhead_s,
     )
     model = make_model(("encoder", "encoder", "decoder"))
-    plans = make_probes(model, make_cluster((1, 2)), "cpu-2", _settings(layers=layers)).plans
+    plans = make_probes([model], make_cluster((1, 2)), "cpu-2", _settings(layers=layers)).plans
     profile = fit_profile([(Path("m.json"), make_measurement(plans, constants))])
     table = profile.layers
     for name in layer_s:
@@ -152,7 +152,7 @@ def test_sources_are_measured_for_layers_and_derived_elsewhere(plans, make_measu
 
 
 def test_tied_weights_are_updated_once(make_model, make_cluster, make_measurement, make_constants):
-    plans = make_probes(make_model(tied=True), make_cluster((1, 2)), "cpu-2", _settings()).plans
+    plans = make_probes([make_model(tied=True)], make_cluster((1, 2)), "cpu-2", _settings()).plans
     profile = fit_profile([(Path("m.json"), make_measurement(plans, make_constants(overhead_s=0.0)))])
     assert profile.process["step_overhead_s"][0] == pytest.approx(4e-3, rel=1e-6)
     parameters = [plans[0].model.types["block"].parameter_count(tp_size) for tp_size in (1, 2)]
@@ -178,7 +178,7 @@ def test_probes_under_ulysses_cost_layers_but_tell_nothing_of_split_parameters(
     make_model, make_cluster, make_measurement, make_constants
 ):
     asked = _settings(sequence_parallel=(SequenceParallel.ULYSSES,))
-    plans = make_probes(make_model(), make_cluster((1, 2)), "cpu-2", asked).plans
+    plans = make_probes([make_model()], make_cluster((1, 2)), "cpu-2", asked).plans
     profile = fit_profile([(Path("m.json"), make_measurement(plans, make_constants()))])
     assert set(profile.layers["sequence_parallel"]) == {b"none", b"ulysses"}
     assert set(profile.states["tp_size"]) == {1}
@@ -221,12 +221,12 @@ def test_measurements_that_cannot_be_compared_are_refused(
     plans, make_model, make_cluster, make_measurement, make_constants
 ):
     measured = make_measurement(plans, make_constants())
-    other = make_probes(make_model(("other",) * 4), make_cluster((1, 2)), "cpu-2", _settings()).plans
+    other = make_probes([make_model(("other",) * 4)], make_cluster((1, 2)), "cpu-2", _settings()).plans
     assert "architecture_sha256 is" in _refusal([measured, make_measurement(other, make_constants())])
     other_device = make_measurement(plans, make_constants(), device="gpu")
     assert _refusal([measured, other_device]).startswith("1.json: device is 'gpu', but 'cpu' in 0.json")
     halved = _settings(precision=Precision(compute="bfloat16"))
-    in_bfloat16 = make_probes(make_model(), make_cluster((1, 2)), "cpu-2", halved).plans
+    in_bfloat16 = make_probes([make_model()], make_cluster((1, 2)), "cpu-2", halved).plans
     message = _refusal([measured, make_measurement(in_bfloat16, make_constants())])
     assert "precision is 'float32/bfloat16/float32', but 'float32/float32/float32' in 0.json" in message
 
@@ -257,7 +257,7 @@ def test_every_combination_asked_for_is_in_the_profile(plans, make_measurement, 
 def test_reduction_time_is_shared_out_by_gradient_bytes(make_model, make_cluster, make_measurement, make_constants):
     """Every probe reduces for base_s / 3: the line through zero over the probes' bytes, by least squares."""
     constants = make_constants(base_s=0.3)
-    plans = make_probes(make_model(), make_cluster((1, 2)), "cpu-2", _settings()).plans
+    plans = make_probes([make_model()], make_cluster((1, 2)), "cpu-2", _settings()).plans
     measured = make_measurement(plans, constants)
     states = fit_profile([(Path("m.json"), measured)]).states
     for tp_size in (1, 2):

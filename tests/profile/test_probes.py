@@ -10,11 +10,21 @@ from shardwright_formats.files import read_document, write_document
 from shardwright_formats.plan import Plans
 from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_profile.probes import make_probes, with_layers
-from shardwright_profile.settings import ProfileSettings
+from shardwright_profile.settings import Grid, ProfileSettings, Range
 
 
 def _subsets(values: list[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
     return st.lists(st.sampled_from(values), min_size=1, unique=True).map(tuple)
+
+
+def _settings(**changed: Any) -> ProfileSettings:
+    usual: dict[str, Any] = {
+        "tp_sizes": (1,),
+        "sequence_parallel": (SequenceParallel.NONE,),
+        "recompute": (Recompute.NONE,),
+        "micro_batch_sizes": (1, 2, 4),
+    }
+    return ProfileSettings(**(usual | changed))
 
 
 _SETTINGS = st.builds(
@@ -31,7 +41,7 @@ _LAYERS = st.lists(st.sampled_from(["block", "other"]), min_size=1, max_size=6)
 @given(settings=_SETTINGS, layers=_LAYERS, devices=st.sampled_from([1, 2, 4, 8]))
 def test_probes_cover_each_fitting_strategy_once_and_nothing_else(make_model, make_cluster, settings, layers, devices):
     model = make_model(layers)
-    made = make_probes(model, make_cluster((3, devices)), f"cpu-{devices}", settings)
+    made = make_probes([model], make_cluster((3, devices)), f"cpu-{devices}", settings)
     strategies = {
         (tp_size, kind if tp_size > 1 else SequenceParallel.NONE)
         for tp_size in settings.tp_sizes
@@ -65,7 +75,7 @@ def test_every_probe_is_one_node_one_stage_two_microbatches_of_plain_ddp(
     make_model, make_cluster, settings, layers, devices
 ):
     model = make_model(layers)
-    for plan in make_probes(model, make_cluster((3, devices)), f"cpu-{devices}", settings).plans:
+    for plan in make_probes([model], make_cluster((3, devices)), f"cpu-{devices}", settings).plans:
         assert plan.world_size == devices
         assert len(plan.stages) == 1
         assert plan.num_microbatches == 2
@@ -83,7 +93,7 @@ def test_probes_have_different_names_and_survive_their_file(make_model, make_clu
         recompute=(Recompute.NONE, Recompute.FULL),
         micro_batch_sizes=(1, 4),
     )
-    plans = make_probes(make_model(), make_cluster((1, 2)), "cpu-2", settings).plans
+    plans = make_probes([make_model()], make_cluster((1, 2)), "cpu-2", settings).plans
     assert len({plan.name for plan in plans}) == len(plans) == 3 * 2 * 2 * 2
     write_document(tmp_path / "probes.json", Plans(plans=plans))
     assert read_document(tmp_path / "probes.json", Plans).plans == plans
@@ -104,7 +114,7 @@ def test_a_strategy_that_does_not_fit_is_left_out_with_its_reason(make_model, ma
         recompute=(Recompute.NONE,),
         micro_batch_sizes=(1,),
     )
-    made = make_probes(make_model(), make_cluster((1, 16)), "cpu-16", settings)
+    made = make_probes([make_model()], make_cluster((1, 16)), "cpu-16", settings)
     assert {plan.layers[0].tp_size for plan in made.plans} == {1}
     assert [sentence.split(": ")[1] for sentence in made.left_out] == [
         "tp_size 3 does not divide the 16 devices of the node",
@@ -117,9 +127,9 @@ def test_no_fitting_strategy_and_an_unknown_node_type_are_refused(make_model, ma
         tp_sizes=(3,), sequence_parallel=(SequenceParallel.NONE,), recompute=(Recompute.NONE,), micro_batch_sizes=(1,)
     )
     with pytest.raises(BadInput, match="no strategy fits"):
-        make_probes(make_model(), make_cluster((1, 2)), "cpu-2", settings)
+        make_probes([make_model()], make_cluster((1, 2)), "cpu-2", settings)
     with pytest.raises(BadInput, match="'gpu' is none of the cluster's node types: choose from cpu-2"):
-        make_probes(make_model(), make_cluster((1, 2)), "gpu", settings)
+        make_probes([make_model()], make_cluster((1, 2)), "gpu", settings)
 
 
 @pytest.mark.parametrize(
@@ -139,3 +149,32 @@ def test_settings_that_cannot_be_fitted_are_refused(changed, problem):
     }
     with pytest.raises(ValueError, match=problem):
         ProfileSettings(**(usual | changed))
+
+
+def test_further_lengths_are_measured_with_the_smallest_micro_batch_alone_or_with_all(make_model, make_cluster):
+    models = [make_model(sequence_length=length) for length in (32, 64, 128)]
+    for grid, wanted in ((Grid.FEWEST, 3 + 1 + 1), (Grid.FULL, 9)):
+        settings = _settings(sequence_lengths=(64, 128), grid=grid)
+        plans = make_probes(models, make_cluster((1, 2)), "cpu-2", settings).plans
+        points = {(p.model.sequence_length, p.microbatch_samples // p.embedding.dp_size) for p in plans}
+        assert len(points) == wanted
+        assert {size for length, size in points if length == 32} == {1, 2, 4}
+
+
+def test_of_a_range_no_more_is_measured_than_a_curve_needs_and_one_point_to_judge_it_by():
+    every = Range(min=1, max=32, step=1)
+    settings = _settings(micro_batch_sizes=every, sequence_lengths=Range(min=64, max=512, step=64))
+    assert settings.sizes(256, own=256) == (1, 17, 32)
+    assert settings.lengths(own=256) == (256, 64, 192, 384, 512)
+    full = _settings(micro_batch_sizes=every, sequence_lengths=Range(min=64, max=512, step=64), grid=Grid.FULL)
+    assert full.sizes(512, own=256) == tuple(range(1, 33))
+    assert full.lengths(own=256) == (256, 64, 128, 192, 320, 384, 448, 512)
+
+
+def test_descriptions_at_other_lengths_or_of_other_models_are_refused(make_model, make_cluster):
+    settings = _settings(sequence_lengths=(64,))
+    with pytest.raises(BadInput, match=r"describe sequence_length \[32\], the settings ask for \[32, 64\]"):
+        make_probes([make_model()], make_cluster((1, 2)), "cpu-2", settings)
+    other = make_model(("other",), sequence_length=64)
+    with pytest.raises(BadInput, match="describe different models"):
+        make_probes([make_model(), other], make_cluster((1, 2)), "cpu-2", settings)

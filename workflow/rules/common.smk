@@ -28,6 +28,7 @@ wildcard_constraints:
     search="[^/]+?",
     run="[^/]+",
     data="[^/]+",
+    length="[0-9]+",
 
 
 localrules:

@@ -34,6 +34,29 @@ rule describe:
         " --sequence-length {params.sequence_length} --out {output.model} 2> {log}"
 
 
+# The same model at another sequence length, for its profile.
+rule describe_length:
+    input:
+        config="results/models/{model}/config.json",
+    output:
+        model="results/models/{model}@{length}.json",
+    log:
+        "results/logs/describe/{model}@{length}.log",
+    benchmark:
+        "results/benchmarks/describe/{model}@{length}.tsv"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=10,
+    params:
+        folder=lambda wildcards, input: Path(input.config).parent,
+    message:
+        "describe the model {wildcards.model} at {wildcards.length} tokens"
+    shell:
+        "shardwright-train describe {params.folder} --name {wildcards.model}"
+        " --sequence-length {wildcards.length} --out {output.model} 2> {log}"
+
+
 rule hardware:
     input:
         cluster="results/clusters/{cluster}.json",
@@ -59,7 +82,13 @@ rule hardware:
 
 rule probes:
     input:
-        model="results/models/{model}.json",
+        models=lambda wildcards: [
+            f"results/models/{wildcards.model}.json",
+            *(
+                f"results/models/{wildcards.model}@{length}.json"
+                for length in CONFIG.further_lengths(wildcards.model)
+            ),
+        ],
         cluster="results/clusters/1x{node_type}.json",
         settings=lambda wildcards: f"results/settings/{CONFIG['models'][wildcards.model]['profile']}.json",
     output:
@@ -72,10 +101,12 @@ rule probes:
     resources:
         mem_mb=2000,
         runtime=10,
+    params:
+        models=lambda wildcards, input: [f"--model {path}" for path in input.models],
     message:
         "choose what to measure of {wildcards.model} on {wildcards.node_type}"
     shell:
-        "shardwright-profile probes --model {input.model} --cluster {input.cluster} --node-type {wildcards.node_type}"
+        "shardwright-profile probes {params.models} --cluster {input.cluster} --node-type {wildcards.node_type}"
         " --settings {input.settings} --out {output.probes} 2> {log}"
 
 

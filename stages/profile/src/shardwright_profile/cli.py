@@ -51,7 +51,12 @@ def hardware(
 
 @app.command()
 def probes(
-    model: Annotated[Path, typer.Option(help="The model description, JSON (shardwright.model).")],
+    model: Annotated[
+        list[Path],
+        typer.Option(
+            help="The model description, JSON (shardwright.model); once more for each further sequence length."
+        ),
+    ],
     cluster: Annotated[Path, typer.Option(help="The cluster, JSON (shardwright.cluster).")],
     node_type: Annotated[str, typer.Option(help="The cluster's node type to measure on, with all its devices.")],
     settings: Annotated[Path, typer.Option(help="What to probe, JSON (shardwright.profile_settings).")],
@@ -67,7 +72,7 @@ def probes(
         from shardwright_profile.settings import ProfileSettings
 
         made = make_probes(
-            read_document(model, Model),
+            [read_document(path, Model) for path in model],
             read_document(cluster, Cluster),
             node_type,
             read_document(settings, ProfileSettings),

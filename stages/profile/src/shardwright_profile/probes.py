@@ -1,6 +1,6 @@
 """Probes: plans of few layers whose differences are the cost of one layer."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -24,12 +24,15 @@ class Probes(NamedTuple):
     left_out: tuple[str, ...]
 
 
-def make_probes(model: Model, cluster: Cluster, node_type: str, settings: ProfileSettings) -> Probes:
+def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, settings: ProfileSettings) -> Probes:
     """The probes of a model on one node of `node_type`, all of whose devices take part.
 
-    For each strategy and micro-batch size: one plan with `settings.layers[0]` layers of every block type, and one for
-    each block type with `settings.layers[1]` layers of it. Raises BadInput when no strategy fits model and node.
+    `models` are descriptions of one model at each length of the settings, its own first. For each strategy, length and
+    micro-batch size: one plan with `settings.layers[0]` layers of every block type, and one for each block type with
+    `settings.layers[1]` layers of it. Raises BadInput when the lengths are others, or no strategy fits model and node.
     """
+    model = models[0]
+    _check_lengths(models, settings)
     if node_type not in cluster.node_types:
         known = ", ".join(sorted(cluster.node_types))
         raise BadInput("--node-type", f"{node_type!r} is none of the cluster's node types", f"choose from {known}")
@@ -47,12 +50,22 @@ def make_probes(model: Model, cluster: Cluster, node_type: str, settings: Profil
             left_out.append(f"{_words(strategy)}: {problem}")
     if not fitting:
         raise BadInput("--settings", f"no strategy fits ({'; '.join(left_out)})", "choose other tp_sizes")
-    plans = (
-        _probe(truncated, node, settings, strategy, recompute, micro_batch_size)
-        for strategy, recompute, micro_batch_size in product(fitting, settings.recompute, settings.micro_batch_sizes)
-        for truncated in _truncations(model, settings.layers)
+    own = model.sequence_length
+    plans = tuple(
+        _probe(truncated, node, settings, strategy, recompute, size)
+        for strategy, recompute in product(fitting, settings.recompute)
+        for described in models
+        if _misfit(described, strategy) is None
+        for size in settings.sizes(described.sequence_length, own)
+        for truncated in _truncations(described, settings.layers)
     )
-    return Probes(tuple(plans), tuple(left_out))
+    left_out += [
+        f"{_words(strategy)} sequence_length={described.sequence_length}: {_misfit(described, strategy)}"
+        for strategy in fitting
+        for described in models
+        if _misfit(described, strategy) is not None
+    ]
+    return Probes(plans, tuple(left_out))
 
 
 def block_types(model: Model) -> tuple[str, ...]:
@@ -107,8 +120,22 @@ def _strategies(model: Model, devices: int, settings: ProfileSettings) -> Iterat
         if devices % tp_size:
             yield strategy, f"tp_size {tp_size} does not divide the {devices} devices of the node"
             continue
-        problems = (misfit(model, name, strategy) for name in (EMBEDDING, *block_types(model), HEAD))
-        yield strategy, next((problem for problem in problems if problem is not None), None)
+        yield strategy, _misfit(model, strategy)
+
+
+def _misfit(model: Model, strategy: Strategy) -> str | None:
+    problems = (misfit(model, name, strategy) for name in (EMBEDDING, *block_types(model), HEAD))
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _check_lengths(models: Sequence[Model], settings: ProfileSettings) -> None:
+    found = tuple(model.sequence_length for model in models)
+    wanted = settings.lengths(found[0])
+    if sorted(found) != sorted(wanted):
+        what = f"they describe sequence_length {list(found)}, the settings ask for {list(wanted)}"
+        raise BadInput("--model", what, "describe the model at each of these lengths, its own first")
+    if len({model.architecture_sha256 for model in models}) > 1:
+        raise BadInput("--model", "they describe different models", "describe one model at each length")
 
 
 def _probe(
@@ -132,7 +159,7 @@ def _probe(
     )
     return Plan(
         name=f"{model.name}@{node.name} {_words(strategy)} recompute={recompute} "
-        f"micro_batch_size={micro_batch_size} layers {counts}",
+        f"micro_batch_size={micro_batch_size} sequence_length={model.sequence_length} layers {counts}",
         model=model,
         cluster=node,
         global_batch_size=NUM_MICROBATCHES * strategy.dp_size * micro_batch_size,

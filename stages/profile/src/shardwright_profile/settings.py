@@ -1,37 +1,76 @@
 """What of a model is profiled."""
 
+from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta
 
-from shardwright_formats.files import Document
+from shardwright_formats.files import Document, Value
 from shardwright_formats.plan import Attention, Precision
 from shardwright_formats.strategy import Recompute, SequenceParallel
 
-__all__ = ["ProfileSettings"]
+__all__ = ["Grid", "ProfileSettings", "Range"]
 
 _Counts = Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(min_length=1)]
 
 
+_SIZES_OF_A_RANGE = 3
+_LENGTHS_OF_A_RANGE = 4
+
+
+class Grid(StrEnum):
+    """Which combinations of micro-batch size and sequence length are measured."""
+
+    FEWEST = "fewest"
+    """Every micro-batch size at the model's own length, and the smallest one at every other length.
+
+    Of a range only what determines a curve and leaves one point to judge it by: 3 micro-batch sizes, 4 lengths.
+    """
+    FULL = "full"
+    """All of them."""
+
+
+class Range(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Evenly spaced whole numbers: min, min + step, … up to max."""
+
+    min: Annotated[int, Meta(ge=1)]
+    max: Annotated[int, Meta(ge=1)]
+    step: Annotated[int, Meta(ge=1)]
+
+    def __post_init__(self) -> None:
+        if self.max < self.min:
+            raise ValueError(f"max {self.max} is below min {self.min}")
+
+    def values(self, most: int | None) -> tuple[int, ...]:
+        """All of them, or `most` of them: the ends and evenly between."""
+        every = range(self.min, self.max + 1, self.step)
+        if most is None or len(every) <= most:
+            return tuple(every)
+        return tuple(every[round(i * (len(every) - 1) / (most - 1))] for i in range(most))
+
+
 class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The strategies and micro-batch sizes to probe: every combination of the four lists is measured."""
+    """The strategies, micro-batch sizes and sequence lengths to probe."""
 
     FORMAT = "shardwright.profile_settings"
 
     tp_sizes: _Counts
     sequence_parallel: Annotated[tuple[SequenceParallel, ...], Meta(min_length=1)]
     recompute: Annotated[tuple[Recompute, ...], Meta(min_length=1)]
-    micro_batch_sizes: _Counts
+    micro_batch_sizes: _Counts | Range
     """Samples of one tensor-parallel group in a microbatch."""
+    sequence_lengths: _Counts | Range | None = None
+    """Tokens of a sample; the model's own length is always among them, and null means that one alone."""
+    grid: Grid = Grid.FEWEST
     layers: tuple[Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=1)]] = (1, 3)
     """Number of layers of a block type in its shorter and in its longer probe."""
     precision: Precision = Precision()
     attention: Attention = Attention.AUTO
 
     def __post_init__(self) -> None:
-        for name in ("tp_sizes", "sequence_parallel", "recompute", "micro_batch_sizes"):
+        for name in ("tp_sizes", "sequence_parallel", "recompute", "micro_batch_sizes", "sequence_lengths"):
             values = getattr(self, name)
-            if len(set(values)) != len(values):
+            if isinstance(values, tuple) and len(set(values)) != len(values):
                 raise ValueError(f"{name} holds a value twice")
         if self.layers[0] >= self.layers[1]:
             raise ValueError(
@@ -39,3 +78,18 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
             )
         if Recompute.NONE not in self.recompute:
             raise ValueError("recompute must hold 'none': embedding and head are measured in those probes")
+
+    def lengths(self, own: int) -> tuple[int, ...]:
+        """The sequence lengths that are measured of a model whose own length is `own`, which comes first."""
+        asked = self._values(self.sequence_lengths or (), _LENGTHS_OF_A_RANGE)
+        return (own, *(length for length in asked if length != own))
+
+    def sizes(self, length: int, own: int) -> tuple[int, ...]:
+        """The micro-batch sizes that are measured at a length."""
+        every = self._values(self.micro_batch_sizes, _SIZES_OF_A_RANGE)
+        return every if length == own or self.grid is Grid.FULL else (min(every),)
+
+    def _values(self, asked: tuple[int, ...] | Range, most: int) -> tuple[int, ...]:
+        if isinstance(asked, Range):
+            return asked.values(most if self.grid is Grid.FEWEST else None)
+        return asked
