@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -269,3 +271,22 @@ def test_a_plan_for_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"plan\.json: the plan is for 1 nodes, --nnodes is 2"):
         start_measure([tmp_path / "plan.json"], tmp_path / "out.json", 1, 1, Nodes(2, 0, "127.0.0.1:1"))
     assert not (tmp_path / "out.json").exists()
+
+
+def test_a_measurement_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    write_document(tmp_path / "plans.json", Plans(plans=(_plan("first", ONE_LAYER), _plan("second", ONE_LAYER))))
+    out = tmp_path / "out.json"
+    code = "from shardwright_train.cli import main; main()"
+    command = [sys.executable, "-c", code, "measure", str(tmp_path / "plans.json"), "--out", str(out), "--steps", "1"]
+    with subprocess.Popen([*command, "--warmup-steps", "1"], stderr=subprocess.PIPE, text=True) as cut_off:
+        assert cut_off.stderr is not None
+        assert any("measured 1/2" in line for line in cut_off.stderr)
+        cut_off.kill()
+    assert not out.exists()
+    again = subprocess.run([*command, "--warmup-steps", "1"], capture_output=True, text=True, check=True, timeout=120)
+    assert "1 of 2 plans were measured before" in again.stderr
+    assert "measured 1/2" not in again.stderr
+    assert [found.plan.name for found in read_document(out, Measurement).plans] == ["first", "second"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "plans.json"]
+    other = subprocess.run([*command, "--warmup-steps", "2"], capture_output=True, text=True, check=True, timeout=120)
+    assert "measured before" not in other.stderr

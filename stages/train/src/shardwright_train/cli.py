@@ -174,6 +174,9 @@ def measure(
         typer.Option(help="Timed steps of each plan; up to 3 times as many where they scatter by over 10 %.", min=1),
     ] = 5,
     warmup_steps: Annotated[int, typer.Option(help="Steps before the timed ones.", min=1)] = 2,
+    least_time_s: Annotated[
+        float, typer.Option(help="Go on with each plan for so many seconds at least, whatever the steps.", min=0)
+    ] = 0.0,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -187,10 +190,13 @@ def measure(
     node_rank: NodeRank = 0,
     rendezvous: Rendezvous = None,
 ) -> None:
-    """Run plans for some steps on random tokens and report time (s) and memory (bytes) of every rank."""
+    """Run plans for some steps on random tokens and report time (s) and memory (bytes) of every rank.
+
+    A measurement that was cut off goes on where it was when it is started again.
+    """
     with one_line_errors():
         nodes = Nodes(nnodes, node_rank, rendezvous)
-        start_measure(plans, out, steps, warmup_steps, nodes, hang_timeout_s, trace)
+        start_measure(plans, out, steps, warmup_steps, nodes, hang_timeout_s, trace, least_time_s)
 
 
 def main() -> None:

@@ -38,8 +38,12 @@ class MeasureJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     plans: str
     """A `shardwright.plans` file."""
     out: str
+    parts: str
+    """A folder for what is finished, should the measurement be cut off."""
     steps: int
     warmup_steps: int
+    least_time_s: float
+    """How long each plan is run at least, warm-up apart."""
     hang_timeout_s: float
     trace: str | None
     """A folder for traces."""

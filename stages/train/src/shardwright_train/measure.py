@@ -5,8 +5,10 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +27,7 @@ from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
 from shardwright_train.parallel.groups import Groups
 from shardwright_train.parallel.held import gathered_parameters, unreduced_gradients
 from shardwright_train.parallel.stored import local_tensor
+from shardwright_train.parts import Parts
 from shardwright_train.pipeline import Pipeline, Step, no_mark, run_step
 from shardwright_train.record import StepMark, Turn, clock_for, peak_resident_bytes
 from shardwright_train.record_memory import record_memory, sizes_by_address
@@ -47,25 +50,33 @@ def measure_plans(job: MeasureJob, world: World) -> None:
     plans = read_document(Path(job.plans), Plans).plans
     resident = peak_resident_bytes()
     groups = Groups(world.device.type)
-    measured = []
     kernels = _agreed_kernels(plans, world)
-    for number, (plan, kernel) in enumerate(zip(plans, kernels, strict=True), start=1):
-        measured.append(_measure(plan, kernel, job, world, groups, resident))
+    taken = (kernel for plan, kernel in zip(plans, kernels, strict=True) if plan.attention is Attention.AUTO)
+    head = Measurement(
+        device=world.device_name,
+        backend=world.backend,
+        date=datetime.now(UTC).date().isoformat(),
+        versions=versions_text(("torch", "transformers"), on_gpu=world.device.type == "cuda"),
+        attention=next(taken, kernels[0]),
+        plans=(),
+    )
+    settings = {name: getattr(job, name) for name in ("steps", "warmup_steps", "least_time_s")}
+    parts = Parts(Path(job.parts), settings, head)
+    measured = [world.first_says(partial(parts.find, plan)) for plan in plans]
+    if (known := sum(found is not None for found in measured)) and world.rank == 0:
+        print(f"{known} of {len(plans)} plans were measured before", file=sys.stderr)
+    for number, (plan, kernel) in enumerate(zip(plans, kernels, strict=True)):
+        if measured[number] is not None:
+            continue
+        measured[number] = found = _measure(plan, kernel, job, world, groups, resident)
         gc.collect()
         if world.rank == 0:
-            step_s = statistics.median(measured[-1].step_times_s)
-            print(f"measured {number}/{len(plans)} {plan.name}: {step_s * 1000:.1f} ms a step", file=sys.stderr)
+            parts.keep(found)
+            step_s = statistics.median(found.step_times_s)
+            print(f"measured {number + 1}/{len(plans)} {plan.name}: {step_s * 1000:.1f} ms a step", file=sys.stderr)
     if world.rank == 0:
-        taken = (kernel for plan, kernel in zip(plans, kernels, strict=True) if plan.attention is Attention.AUTO)
-        measurement = Measurement(
-            device=world.device_name,
-            backend=world.backend,
-            date=datetime.now(UTC).date().isoformat(),
-            versions=versions_text(("torch", "transformers"), on_gpu=world.device.type == "cuda"),
-            attention=next(taken, kernels[0]),
-            plans=tuple(measured),
-        )
-        write_document(Path(job.out), measurement)
+        every = tuple(found for found in measured if found is not None)
+        write_document(Path(job.out), msgspec.structs.replace(head, plans=every))
 
 
 def _agreed_kernels(plans: Sequence[Plan], world: World) -> tuple[str, ...]:
@@ -141,7 +152,7 @@ def _measure(plan: Plan, kernel: str, job: MeasureJob, world: World, groups: Gro
     for _ in range(job.warmup_steps):
         runner.step(no_mark)
     steps = [_timed(runner, world) for _ in range(job.steps)]
-    while len(steps) < _MOST_ROUNDS * job.steps and _scatter_anywhere(steps, world):
+    while _too_short(steps, job, world) or (len(steps) < _MOST_ROUNDS * job.steps and _scatter_anywhere(steps, world)):
         steps.append(_timed(runner, world))
     mine = RankMeasurement(
         rank=world.rank,
@@ -188,6 +199,13 @@ def _timed(runner: _Runner, world: World) -> StepTiming:
     clock = clock_for(world.device)
     runner.step(clock.mark)
     return timing_of_step(clock.intervals())
+
+
+def _too_short(steps: Sequence[StepTiming], job: MeasureJob, world: World) -> bool:
+    """Whether the slowest rank has not yet measured for as long as it was asked to."""
+    spent = torch.tensor(sum(step.step_s for step in steps), device=world.device)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return spent.item() < job.least_time_s
 
 
 def _scatter_anywhere(steps: Sequence[StepTiming], world: World) -> bool:

@@ -1,6 +1,7 @@
 """What the parent does for `run` and `measure`: check, start the ranks, put their results together."""
 
 import fcntl
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -39,11 +40,14 @@ def start_measure(
     nodes: Nodes,
     hang_timeout_s: float = HANG_TIMEOUT_S,
     trace: Path | None = None,
+    least_time_s: float = 0.0,
 ) -> None:
     """Measure every plan of the files, in one launch per world size, and write one measurement.
 
-    Each rank writes its traces into the folder `trace`, if there is one.
+    What is finished is kept beside it until it is whole: started again after an end, only the rest is measured. Each
+    rank writes its traces into the folder `trace`, if there is one.
     """
+    parts = out.with_name(f"{out.name}.parts")
     plans = [(file, plan) for file in files for plan in _plans_of(file)]
     for file, plan in plans:
         check_supported(plan, file)
@@ -61,7 +65,9 @@ def start_measure(
                 plans=str(together),
                 out=str(result),
                 steps=steps,
+                parts=str(parts.absolute()),
                 warmup_steps=warmup_steps,
+                least_time_s=least_time_s,
                 hang_timeout_s=hang_timeout_s,
                 trace=None if trace is None else str(trace),
             )
@@ -71,6 +77,7 @@ def start_measure(
                 results |= {m.plan.sha256: measurement for m in measurement.plans}
     if nodes.rank == 0:
         write_document(out, _in_order([plan for _, plan in plans], results))
+        shutil.rmtree(parts, ignore_errors=True)
 
 
 def _in_order(plans: Sequence[Plan], results: dict[str, Measurement]) -> Measurement:

@@ -1,10 +1,11 @@
 """This process as a rank among others."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from shardwright_formats.errors import ShardwrightError
 from shardwright_train.watch import START_UP_S, Watch
 
 __all__ = ["World", "joined_world"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,12 @@ class World:
     def device_name(self) -> str:
         """The device's name as its driver gives it, or `cpu`."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+
+    def first_says(self, ask: Callable[[], T]) -> T:
+        """What rank 0 finds, on all ranks."""
+        found = [ask() if self.rank == 0 else None]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]  # type: ignore[return-value]
 
     def agree(self, problem: ShardwrightError | None) -> None:
         """Raise on all ranks what any of them has found wrong: the lowest such rank's error."""
