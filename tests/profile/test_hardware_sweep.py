@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,8 +13,10 @@ import pytest
 
 from shardwright_formats.cluster import Cluster
 from shardwright_formats.files import write_document
-from shardwright_formats.hardware_profile import Collective, read_hardware_profile
+from shardwright_formats.hardware_profile import Collective, HardwareProfile, read_hardware_profile
+from shardwright_formats.tables import Table
 
+_RATES = {"matrix_flops_per_s", "memory_bytes_per_s"}
 _ONE_MIB = 1024 * 1024
 _Process = subprocess.Popen[str]
 
@@ -67,12 +70,53 @@ def test_two_ranks_measure_every_kind_of_message_to_one_mebibyte(make_cluster, t
         # A mebibyte moves no faster than memory does.
         assert _ONE_MIB / medians_s[5] < 1e12
     repeats = np.bincount(profile.repeats["point"])
-    assert repeats.min() >= 5
+    assert repeats.min() >= 6
     assert repeats.max() <= 100
-    assert {name.decode() for name in profile.rates["name"]} == {"matrix_flops_per_s", "memory_bytes_per_s"}
-    assert len(progress.splitlines()) == len(repeats)
-    assert progress.startswith("1/5 all_gather of 2 consecutive ranks in a node: 1 KiB in ")
+    assert {name.decode() for name in profile.rates["name"]} == {*_RATES, "startup_s"}
+    lines = progress.splitlines()
+    assert [line.split(":")[0] for line in lines[:3]] == ["1/11 devices", "1/11 devices", "hardware"]
+    # What is measured whatever the budget: points, a pair at two sizes, overlap at three.
+    assert re.match(
+        r"hardware: 30 points, 2 rounds of pairs, 9 overlaps, at least 6 repeats each: about [\d.e+]+ s needed, "
+        r"0.5 s given(: the small sizes are timed all the same)?$",
+        lines[2],
+    )
+    assert lines[3].startswith("2/11 all_gather of 2 consecutive ranks in a node: 1 KiB in ")
+    assert len([line for line in lines if not line.startswith("note: ")]) == 3 + len(repeats) + 2 + 9
+    assert profile.provenance.notes.splitlines() == [line[6:] for line in lines if line.startswith("note: ")]
+    _check_what_else_is_in_it(profile)
     assert [path.name for path in out.parent.iterdir()] == ["hardware.h5"]
+
+
+def _check_what_else_is_in_it(profile: HardwareProfile) -> None:
+    assert profile.ranks["rank"].tolist() == [0, 1, 0, 1]
+    slowest = {name.decode(): value for name, value in zip(profile.rates["name"], profile.rates["value"], strict=True)}
+    for name in _RATES:
+        assert slowest[name] == profile.ranks["value"][profile.ranks["name"] == name.encode()].min()
+        assert 1e8 < slowest[name] < 1e13
+    assert 0.1 < slowest["startup_s"] < 60
+    pairs, overlap = profile.pairs, profile.overlap
+    assert (pairs["source_rank"].tolist(), pairs["target_rank"].tolist()) == ([0, 0], [1, 1])
+    assert pairs["message_bytes"].tolist() == [1024, _ONE_MIB]
+    assert ((pairs["time_s"] > 1e-7) & (pairs["time_s"] < 1)).all()
+    kinds = sorted({(name.decode(), int(size)) for name, size in zip(*_columns(overlap, 2), strict=True)})
+    assert kinds == [("all_gather", 2), ("all_reduce", 2), ("reduce_scatter", 2)]
+    for name in (b"all_gather", b"all_reduce", b"reduce_scatter"):
+        rows = overlap["collective"] == name
+        assert sorted(overlap["message_bytes"][rows]) == sorted([4096, 65536, _ONE_MIB] * 3)
+    assert len(set(overlap["compute_s"].tolist())) == len(overlap["compute_s"])
+    medians = {
+        (key.collective.value, int(size)): time_s
+        for key, (sizes, times_s) in profile.curves.items()
+        for size, time_s in zip(sizes, times_s, strict=True)
+    }
+    for name, size, time_s in zip(*(overlap[c] for c in ("collective", "message_bytes", "message_s")), strict=True):
+        # The same message, timed in two ways on a machine that does other things too.
+        assert 0.02 < time_s / medians[name.decode(), int(size)] < 50
+
+
+def _columns(table: Table, count: int) -> list[np.ndarray]:
+    return list(table.values())[:count]
 
 
 def test_a_repeat_takes_as_long_as_on_the_slowest_rank_and_all_ranks_agree(tmp_path):

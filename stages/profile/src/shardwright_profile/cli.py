@@ -27,6 +27,7 @@ def hardware(
     out: Annotated[Path, typer.Option(help="The hardware profile to write, HDF5; node 0 writes it.")],
     min_bytes: Annotated[int, typer.Option(min=4, help="Smallest message, in bytes.")] = 1024,
     max_bytes: Annotated[int, typer.Option(min=4, help="Largest message, if time allows, in bytes.")] = 256 * 1024**2,
+    max_repeats: Annotated[int, typer.Option(min=1, help="Most repeats of each message, a number.")] = 100,
     nnodes: Annotated[
         int, typer.Option(min=1, envvar="SLURM_STEP_NUM_NODES", help="Number of nodes this command is started on.")
     ] = 1,
@@ -38,15 +39,20 @@ def hardware(
         typer.Option(help="HOST:PORT of node 0 where several nodes meet; not needed on one node, nor under srun."),
     ] = None,
 ) -> None:
-    """Time collectives and point-to-point messages on a cluster: gloo among devices named `cpu`, else NCCL.
+    """Time messages and devices, and how they slow each other down: gloo among devices named `cpu`, else NCCL.
 
     Starts one process per device of this node. All groups of one size work at the same time, as in training. Messages
-    grow fourfold, at least to 1 MiB, and as far as the time budget allows.
+    grow fourfold, at least to 1 MiB, and as far as the time budget allows; each is repeated until its median is known
+    to within 3 %, its share of the time is spent, or --max-repeats is reached. A sweep that was killed goes on when the
+    same command is run again: what it has measured lies in OUT.journal until OUT is written.
     """
     with one_line_errors():
         from shardwright_profile.start_sweep import SweepRequest, start_sweep
 
-        start_sweep(SweepRequest(cluster, time_budget, min_bytes, max_bytes, nnodes, node_rank, rendezvous, out))
+        request = SweepRequest(
+            cluster, time_budget, min_bytes, max_bytes, nnodes, node_rank, rendezvous, out, max_repeats
+        )
+        start_sweep(request)
 
 
 @app.command()

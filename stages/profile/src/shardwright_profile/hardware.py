@@ -6,23 +6,24 @@ The launcher starts it and holds its standard input open; when that closes, the 
 import os
 import sys
 import threading
-from collections.abc import Callable
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from shardwright_formats.errors import BadInput, one_line_errors
 from shardwright_formats.files import canonical_json, read_document
-from shardwright_formats.hardware_profile import HardwareProfile, write_hardware_profile
-from shardwright_formats.tables import Provenance
-from shardwright_formats.versions import versions_text
-from shardwright_profile.device_rates import device_rates
-from shardwright_profile.message_kinds import message_kinds
-from shardwright_profile.sweep import TimedMessage, sweep
-from shardwright_profile.sweep_job import CPU, Progress, SweepJob, backend_of
+from shardwright_formats.hardware_profile import write_hardware_profile
+from shardwright_profile.assemble import profile_of
+from shardwright_profile.entries import Entry, StartEntry
+from shardwright_profile.journal import Journal, Kept, journal_path, read_journal
+from shardwright_profile.process_groups import ProcessGroups
+from shardwright_profile.session import Session
+from shardwright_profile.sweep import sweep
+from shardwright_profile.sweep_job import CPU, Progress, Remark, SweepJob
+from shardwright_profile.timing import agreed
 
 __all__ = ["main"]
 
@@ -35,62 +36,44 @@ def main() -> None:
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     with one_line_errors():
         job = read_document(Path(sys.argv[1]), SweepJob)
-        rank = int(os.environ["RANK"])
-        device = _device(job.cluster.node_types[job.cluster.node_type_of_rank[rank]].device)
+        cluster, rank = job.identity.cluster, int(os.environ["RANK"])
+        device = _device(cluster.node_types[cluster.node_type_of_rank[rank]].device)
         dist.init_process_group(
-            backend_of(job.cluster),
+            job.identity.backend,
             init_method=job.rendezvous,
             rank=rank,
-            world_size=job.cluster.num_devices,
+            world_size=cluster.num_devices,
             timeout=timedelta(seconds=_HANG_S),
             device_id=device if device.type == "cuda" else None,
         )
-        profile = _measure(job, device, _tell if rank == 0 else _say_nothing)
+        dist.barrier()
+        startup_s = agreed(time.monotonic() - job.started_s, device)
+        journal = _journal(job, rank)
+        started = journal.find("start") or StartEntry(time_s=startup_s)
+        journal.add([started])
+        say = _say if rank == 0 else _say_nothing
+        entries = [started, *sweep(Session(job, device, journal, ProcessGroups()), say)]
         if rank == 0:
-            write_hardware_profile(Path(job.out), profile)
+            _write(job, entries)
+            journal.remove()
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _measure(job: SweepJob, device: torch.device, report: Callable[[Progress], None]) -> HardwareProfile:
-    rates = device_rates(device)
-    timed = sweep(message_kinds(job.cluster), job.min_bytes, job.max_bytes, job.time_budget_s, device, report)
-    devices = sorted({job.cluster.node_types[group.node_type].device for group in job.cluster.nodes})
-    return _profile(job.cluster.name, " + ".join(devices), backend_of(job.cluster), timed, rates)
+def _journal(job: SweepJob, rank: int) -> Journal:
+    """What an earlier sweep left, as rank 0 finds it: only its node need have the file."""
+    path = journal_path(Path(job.out)) if rank == 0 else None
+    kept = read_journal(path, job.identity) if path is not None else Kept((), 0)
+    shared: list[Kept] = [kept]
+    dist.broadcast_object_list(shared, src=0)
+    return Journal(path, job.identity, shared[0])
 
 
-def _profile(
-    cluster: str, device: str, backend: str, timed: list[TimedMessage], rates: dict[str, float]
-) -> HardwareProfile:
-    keys = [message.kind.key for message in timed]
-    repeats = [len(message.times_s) for message in timed]
-    return HardwareProfile(
-        cluster=cluster,
-        device=device,
-        backend=backend,
-        provenance=Provenance(
-            datetime.now(UTC).date().isoformat(), versions_text(("torch",), on_gpu=backend == "nccl")
-        ),
-        points={
-            "collective": np.array([key.collective.encode() for key in keys], dtype="S16"),
-            "group_size": np.array([key.group_size for key in keys], dtype=np.int64),
-            "consecutive": np.array([key.consecutive for key in keys], dtype=np.int8),
-            "across_nodes": np.array([key.across_nodes for key in keys], dtype=np.int8),
-            "message_bytes": np.array([message.message_bytes for message in timed], dtype=np.int64),
-            "interval": np.zeros(len(timed)),
-            "source": np.array([b"measured"] * len(timed), dtype="S8"),
-        },
-        repeats={
-            "point": np.repeat(np.arange(len(timed), dtype=np.int64), repeats),
-            "time_s": np.concatenate([np.zeros(0), *(message.times_s for message in timed)]),
-            "outlier": np.zeros(sum(repeats), dtype=np.int8),
-        },
-        rates={
-            "name": np.array([name.encode() for name in rates], dtype="S32"),
-            "value": np.array(list(rates.values()), dtype=np.float64),
-            "source": np.array([b"measured"] * len(rates), dtype="S8"),
-        },
-    )
+def _write(job: SweepJob, entries: list[Entry]) -> None:
+    profile = profile_of(job.identity, entries, datetime.now(UTC).date().isoformat())
+    write_hardware_profile(Path(job.out), profile)
+    for sentence in profile.provenance.notes.splitlines():
+        _say(Remark(words=f"note: {sentence}"))
 
 
 def _device(name: str) -> torch.device:
@@ -110,11 +93,11 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _tell(progress: Progress) -> None:
-    print(canonical_json(progress).decode(), flush=True)
+def _say(said: Progress | Remark) -> None:
+    print(canonical_json(said).decode(), flush=True)
 
 
-def _say_nothing(_: Progress) -> None:
+def _say_nothing(_: Progress | Remark) -> None:
     pass
 
 

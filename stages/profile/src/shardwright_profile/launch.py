@@ -29,6 +29,8 @@ class _Rank(NamedTuple):
     number: int
     process: "subprocess.Popen[bytes]"
     log: Path
+    reader: threading.Thread | None
+    """Passes on what rank 0 prints."""
 
 
 def run_ranks(
@@ -75,9 +77,11 @@ def _start(
             # Signals of the terminal reach the launcher alone, which passes them on.
             start_new_session=True,
         )
+    reader = None
     if process.stdout is not None:
-        threading.Thread(target=_pass_on_lines, args=(process.stdout, on_line), daemon=True).start()
-    return _Rank(number, process, log)
+        reader = threading.Thread(target=_pass_on_lines, args=(process.stdout, on_line), daemon=True)
+        reader.start()
+    return _Rank(number, process, log, reader)
 
 
 def _pass_on_lines(lines: Iterator[bytes], on_line: Callable[[bytes], None]) -> None:
@@ -89,7 +93,7 @@ def _watch(started: Sequence[_Rank], received: Sequence[int]) -> None:
     while any(rank.process.poll() is None for rank in started):
         if received:
             name = signal.Signals(received[0]).name
-            raise Stopped(f"stopped by {name}: nothing was written: run the same command again")
+            raise Stopped(f"stopped by {name}: run the same command again: it goes on with what is not measured yet")
         if any(rank.process.poll() for rank in started):
             time.sleep(_ECHO_S)
             break
@@ -128,6 +132,9 @@ def _end(started: Sequence[_Rank], received: Sequence[int]) -> None:
     for rank in started:
         rank.process.kill()
         rank.process.wait()
+        if rank.reader is not None:
+            # The last lines may be on their way still; a child of the rank could hold the pipe open for ever.
+            rank.reader.join(_GRACE_S)
     if len(received) > 1:
         raise SystemExit(SECOND_SIGNAL)
 

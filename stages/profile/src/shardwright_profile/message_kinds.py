@@ -1,18 +1,36 @@
 """Which kinds of message a cluster has, between which ranks, and at which sizes they are timed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardwright_formats.cluster import Cluster
 from shardwright_formats.hardware_profile import Collective, CollectiveKey
 from shardwright_formats.placement import tp_groups
 
-__all__ = ["ALWAYS_BYTES", "SIZE_STEP", "Groups", "MessageKind", "message_kinds", "message_sizes"]
+__all__ = [
+    "ALWAYS_BYTES",
+    "COMPUTE_RATIOS",
+    "SIZE_STEP",
+    "Groups",
+    "MessageKind",
+    "PairRound",
+    "message_kinds",
+    "message_sizes",
+    "overlap_kinds",
+    "overlap_sizes",
+    "pair_rounds",
+]
 
 ALWAYS_BYTES = 1024 * 1024
 """Sizes up to this one are timed however short the time budget is."""
 SIZE_STEP = 4
 """Each message size is so many times the one before."""
+COMPUTE_RATIOS = (0.5, 1.0, 2.0)
+"""How long the computations beside a message are, over the message alone."""
+
+_LEAST_OVERLAP_BYTES = 4096
+_OVERLAPPED = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+"""What data parallelism does beside the computation."""
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -31,6 +49,17 @@ class MessageKind(NamedTuple):
         layout = "consecutive" if self.key.consecutive else "strided"
         place = "across nodes" if self.key.across_nodes else "in a node"
         return f"{self.key.collective} of {self.key.group_size} {layout} ranks {place}"
+
+
+class PairRound(NamedTuple):
+    """Disjoint pairs (sender, receiver) one distance apart that exchange a message of one size at the same time."""
+
+    pairs: Groups
+    message_bytes: int
+
+    def __str__(self) -> str:
+        (source, target), count = self.pairs[0], len(self.pairs)
+        return f"p2p of ranks {target - source} apart ({count} at once)"
 
 
 def message_kinds(cluster: Cluster) -> tuple[MessageKind, ...]:
@@ -58,6 +87,42 @@ def message_sizes(group_size: int, min_bytes: int, max_bytes: int) -> tuple[int,
         sizes.append(-(-size // unit) * unit)
         size *= SIZE_STEP
     return tuple(dict.fromkeys(sizes))
+
+
+def overlap_kinds(kinds: Sequence[MessageKind]) -> tuple[MessageKind, ...]:
+    """The kinds that are timed beside a computation: of consecutive ranks, each group size once, the largest first.
+
+    Of groups of one size inside a node and across nodes those inside are taken.
+    """
+    found: dict[tuple[Collective, int], MessageKind] = {}
+    for kind in sorted(kinds, key=lambda kind: (-kind.key.group_size, kind.key.across_nodes, kind.key.collective)):
+        if kind.key.collective in _OVERLAPPED and kind.key.consecutive:
+            found.setdefault(kind.key[:2], kind)
+    return tuple(found.values())
+
+
+def overlap_sizes(group_size: int, min_bytes: int, max_bytes: int) -> tuple[int, ...]:
+    """Ascending sizes that are timed beside a computation: every second one of `message_sizes`, 1 MiB among them."""
+    sizes = message_sizes(group_size, min_bytes, max_bytes)
+    always = [size for size in sizes if size <= ALWAYS_BYTES + 4 * group_size] or list(sizes[:1])
+    chosen = [size for number, size in enumerate(sizes) if (number - len(always) + 1) % 2 == 0]
+    return tuple(size for size in chosen if size >= _LEAST_OVERLAP_BYTES) or tuple(chosen[-1:])
+
+
+def pair_rounds(cluster: Cluster, message_bytes: Sequence[int]) -> tuple[PairRound, ...]:
+    """Every pair of neighbours in a pipeline of as many stages as divide the ranks, at each size, in disjoint rounds.
+
+    The ranks of a stage follow one another, so that neighbours are a stage's number of ranks apart.
+    """
+    world = cluster.num_devices
+    rounds: list[PairRound] = []
+    for apart in (apart for apart in range(1, world) if world % apart == 0):
+        pairs = [(rank, rank + apart) for rank in range(world - apart)]
+        for parity in (0, 1):
+            # A rank is the receiver of one pair and the sender of the next: every second stage sends at a time.
+            if disjoint := tuple(pair for pair in pairs if pair[0] // apart % 2 == parity):
+                rounds.extend(PairRound(disjoint, size) for size in message_bytes)
+    return tuple(rounds)
 
 
 def _partitions(cluster: Cluster) -> Iterator[tuple[bool, Groups]]:

@@ -1,4 +1,4 @@
-"""Showing how far a sweep is: a bar on a terminal, else a line per kind of message."""
+"""Showing how far a sweep is: a bar on a terminal, else a line per measurement."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from shardwright_profile.sweep_job import Progress
-from shardwright_profile.units import bytes_text, seconds_text
+from shardwright_profile.sweep_job import Progress, Remark
 
 __all__ = ["shown_progress"]
 
@@ -26,16 +25,20 @@ def shown_progress() -> Iterator[Callable[[bytes], None]]:
         task = bar.add_task("starting the ranks", total=None)
 
         def update(line: bytes) -> None:
-            now = msgspec.json.decode(line, type=Progress)
-            bar.update(task, description=_words(now), total=now.kinds, completed=now.number)
+            match _said(line):
+                case Progress(step=step, steps=steps, words=words):
+                    bar.update(task, description=words, total=steps, completed=step)
+                case Remark(words=words):
+                    bar.console.print(words, markup=False, highlight=False)
 
         yield update
 
 
 def _print_line(line: bytes) -> None:
-    now = msgspec.json.decode(line, type=Progress)
-    print(f"{now.number + 1}/{now.kinds} {_words(now)}", file=sys.stderr, flush=True)
+    said = _said(line)
+    counted = f"{said.step + 1}/{said.steps} " if isinstance(said, Progress) else ""
+    print(f"{counted}{said.words}", file=sys.stderr, flush=True)
 
 
-def _words(now: Progress) -> str:
-    return f"{now.kind}: {bytes_text(now.message_bytes)} in {seconds_text(now.median_s)} ({now.repeats} repeats)"
+def _said(line: bytes) -> Progress | Remark:
+    return msgspec.json.decode(line, type=Progress | Remark)

@@ -4,16 +4,19 @@ import importlib.util
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 from shardwright_formats.cluster import Cluster
 from shardwright_formats.errors import BadInput, RunFailed
 from shardwright_formats.files import read_document, write_document
+from shardwright_formats.versions import versions_text
+from shardwright_profile.journal import journal_path, read_journal
 from shardwright_profile.launch import run_ranks
 from shardwright_profile.progress import shown_progress
 from shardwright_profile.slurm import rendezvous_of_step
-from shardwright_profile.sweep_job import CPU, SweepJob, backend_of
+from shardwright_profile.sweep_job import CPU, SweepIdentity, SweepJob, backend_of
 
 __all__ = ["SweepRequest", "start_sweep"]
 
@@ -32,11 +35,13 @@ class SweepRequest(NamedTuple):
     rendezvous: str | None
     """HOST:PORT where the nodes meet; None on one node, and where Slurm says it."""
     out: Path
+    max_repeats: int = 100
 
 
 def start_sweep(request: SweepRequest) -> None:
-    """Measure a cluster's collectives with one process per device of this node.
+    """Measure a cluster's messages and devices with one process per device of this node.
 
+    What a killed sweep of the same cluster and options has measured lies in a journal beside the output and is kept.
     Raises BadInput before anything is started where cluster, options and this machine do not go together, and
     RunFailed when a rank ends; the ranks' logs are kept then.
     """
@@ -44,16 +49,18 @@ def start_sweep(request: SweepRequest) -> None:
     if request.nnodes > 1 and request.rendezvous is None:
         request = request._replace(rendezvous=rendezvous_of_step(os.environ))
     _check(request, cluster)
+    identity = _identity(request, cluster)
+    if request.node_rank == 0:
+        read_journal(journal_path(request.out), identity)
     ranks = [rank for rank, node in enumerate(cluster.node_of_rank) if node == request.node_rank]
     folder = Path(tempfile.mkdtemp(prefix="shardwright-hardware-"))
     keep = False
     try:
         job = SweepJob(
-            cluster=cluster,
+            identity=identity,
             rendezvous=f"tcp://{request.rendezvous}" if request.rendezvous else f"file://{folder}/rendezvous",
             time_budget_s=request.time_budget_s,
-            min_bytes=request.min_bytes,
-            max_bytes=request.max_bytes,
+            started_s=time.monotonic(),
             out=str(request.out.absolute()),
         )
         write_document(folder / "job.json", job)
@@ -65,6 +72,18 @@ def start_sweep(request: SweepRequest) -> None:
     finally:
         if not keep:
             shutil.rmtree(folder)
+
+
+def _identity(request: SweepRequest, cluster: Cluster) -> SweepIdentity:
+    backend = backend_of(cluster)
+    return SweepIdentity(
+        cluster=cluster,
+        backend=backend,
+        min_bytes=request.min_bytes,
+        max_bytes=request.max_bytes,
+        max_repeats=request.max_repeats,
+        versions=versions_text(("torch",), on_gpu=backend == "nccl"),
+    )
 
 
 def _check(request: SweepRequest, cluster: Cluster) -> None:

@@ -1,93 +1,151 @@
-"""The sweep: every kind of message at growing sizes within a time budget (only the ranks of a sweep import this)."""
+"""The sweep: rates, messages, links and overlap within a time budget (only the ranks of a sweep import this)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
 
 from shardwright_formats.hardware_profile import Collective
-from shardwright_profile.collectives import message_call, my_process_group
-from shardwright_profile.message_kinds import ALWAYS_BYTES, SIZE_STEP, Groups, MessageKind, message_sizes
-from shardwright_profile.sweep_job import Progress
-from shardwright_profile.timing import LEAST_REPEATS, WARM_UP_REPEATS, agreed, repeats_within, timed_repeats
+from shardwright_profile.collectives import message_call
+from shardwright_profile.device_rates import rate_entries
+from shardwright_profile.entries import Entry, OverlapEntry, PairEntry
+from shardwright_profile.estimate import Line, Workload, estimate_words, least_s, line_through
+from shardwright_profile.message_kinds import (
+    ALWAYS_BYTES,
+    MessageKind,
+    PairRound,
+    message_kinds,
+    message_sizes,
+    overlap_kinds,
+    overlap_sizes,
+    pair_rounds,
+)
+from shardwright_profile.overlap import CASE_MESSAGES, overlap_entries
+from shardwright_profile.pairs import pair_entries
+from shardwright_profile.points import point_entries
+from shardwright_profile.session import Session
+from shardwright_profile.sweep_job import Progress, Remark
+from shardwright_profile.timing import WARM_UP_REPEATS, agreed, timed_repeats
 
-__all__ = ["TimedMessage", "sweep"]
+__all__ = ["sweep"]
+
+_POINTS_SHARE = 0.7
+"""Of the time that is left after the rates; the larger messages take most of it."""
+_PAIRS_SHARE = 1 / 3
+"""Of what is left then; overlap has the rest."""
+_PAIR_BYTES = {"cpu": ALWAYS_BYTES, "cuda": 16 * ALWAYS_BYTES}
+"""The larger message of a pair: on GPUs 1 MiB takes hardly longer than nothing."""
 
 
-class TimedMessage(NamedTuple):
-    """One kind of message at one size: seconds of every repeat on the slowest rank."""
+class _Agenda(NamedTuple):
+    """What there is to time."""
 
-    kind: MessageKind
-    message_bytes: int
-    times_s: NDArray[Any]
+    kinds: tuple[MessageKind, ...]
+    rounds: tuple[PairRound, ...]
+    overlapped: tuple[MessageKind, ...]
+
+    @property
+    def steps(self) -> int:
+        return 1 + len(self.kinds) + len(self.rounds) + len(self.overlapped)
 
 
-def sweep(
-    kinds: Sequence[MessageKind],
-    min_bytes: int,
-    max_bytes: int,
-    time_budget_s: float,
-    device: torch.device,
-    report: Callable[[Progress], None],
-) -> list[TimedMessage]:
-    """Time every kind of message; all ranks of the world call this and get the same times.
+class _Timed(NamedTuple):
+    step: int
+    what: object
+    entries: Sequence[Entry]
 
-    The kinds share the budget evenly, and what one leaves over goes to those after it. Each kind grows its messages
-    from `min_bytes`, and always to 1 MiB, until the next size would not fit its share or exceeds `max_bytes`.
+
+def sweep(session: Session, say: Callable[[Progress | Remark], None]) -> list[Entry]:
+    """Measure everything; all ranks of the world call this and get the same entries, in the same order.
+
+    Each entry is in the journal before the next is measured; what is there already is not measured again.
     """
-    started = perf_counter()
-    found: list[TimedMessage] = []
-    process_groups: dict[Groups, dist.ProcessGroup | None] = {}
-    for number, kind in enumerate(kinds):
-        if kind.key.collective is not Collective.P2P and kind.groups not in process_groups:
-            process_groups[kind.groups] = my_process_group(kind.groups)
-        left_s = time_budget_s - agreed(perf_counter() - started, device)
-        share_s = max(0.0, left_s) / (len(kinds) - number)
-        sizes = message_sizes(kind.key.group_size, min_bytes, max_bytes)
-        for timed in _sweep_kind(kind, sizes, share_s, process_groups.get(kind.groups), device):
-            found.append(timed)
-            report(
-                Progress(
-                    kind=str(kind),
-                    number=number,
-                    kinds=len(kinds),
-                    message_bytes=timed.message_bytes,
-                    median_s=float(np.median(timed.times_s)),
-                    repeats=len(timed.times_s),
-                )
-            )
+    agenda = _agenda(session)
+    found: list[Entry] = []
+    for timed in _timed(session, agenda, say):
+        if session.journal.add(timed.entries):
+            words = f"{timed.what}: {max(timed.entries, key=_worst)}"
+            say(Progress(step=timed.step, steps=agenda.steps, words=words))
+        found.extend(timed.entries)
     return found
 
 
-def _sweep_kind(
-    kind: MessageKind,
-    sizes: Sequence[int],
-    share_s: float,
-    process_group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> Iterator[TimedMessage]:
-    started = perf_counter()
-    expected_s, reached_bytes = 0.0, 0
-    for number, message_bytes in enumerate(sizes):
-        left_s = share_s - agreed(perf_counter() - started, device)
-        if expected_s > left_s and reached_bytes >= ALWAYS_BYTES:
-            return
-        call = message_call(kind, message_bytes, process_group, device)
-        times_s = _time_message(call, left_s / (len(sizes) - number), device)
-        yield TimedMessage(kind, message_bytes, times_s)
-        expected_s = SIZE_STEP * float(np.median(times_s)) * (WARM_UP_REPEATS + LEAST_REPEATS)
-        reached_bytes = message_bytes
+def _agenda(session: Session) -> _Agenda:
+    identity = session.job.identity
+    kinds = message_kinds(session.cluster)
+    small = min(-(-size // 4) * 4 for size in (identity.min_bytes, identity.max_bytes))
+    large = max(small, min(identity.max_bytes, _PAIR_BYTES[session.device.type]) // 4 * 4)
+    return _Agenda(kinds, pair_rounds(session.cluster, sorted({small, large})), overlap_kinds(kinds))
 
 
-def _time_message(call: Callable[[], None], share_s: float, device: torch.device) -> NDArray[Any]:
-    """Warm up, then repeat for about `share_s` seconds, barriers included, but at least 5 and at most 100 times."""
-    timed_repeats(call, WARM_UP_REPEATS, device)
+def _timed(session: Session, agenda: _Agenda, say: Callable[[Progress | Remark], None]) -> Iterator[_Timed]:
     started = perf_counter()
-    first_s = timed_repeats(call, LEAST_REPEATS, device)
-    one_s = agreed(perf_counter() - started, device) / LEAST_REPEATS
-    more = repeats_within(share_s, one_s) - LEAST_REPEATS
-    return np.concatenate([first_s, timed_repeats(call, more, device)]) if more else first_s
+    for rate in rate_entries(session):
+        yield _Timed(0, "devices", [rate])
+    work = _workload(session, agenda)
+    line = _calibrated(session, agenda) if agenda.kinds else Line(0.0, 0.0)
+
+    def left_s() -> float:
+        return session.job.time_budget_s - agreed(perf_counter() - started, session.device)
+
+    needed_s = session.job.time_budget_s - left_s() + least_s(work, line)
+    words = estimate_words(work, session.journal.kept_count, needed_s, session.job.time_budget_s)
+    say(Remark(words=words))
+    for kind, point in point_entries(session, agenda.kinds, _POINTS_SHARE * left_s()):
+        yield _Timed(1 + agenda.kinds.index(kind), kind, [point])
+    step = 1 + len(agenda.kinds)
+    for timed, pairs in pair_entries(session, agenda.rounds, _PAIRS_SHARE * left_s()):
+        yield _Timed(step + agenda.rounds.index(timed), timed, pairs)
+    step += len(agenda.rounds)
+    for kind, overlaps in overlap_entries(session, agenda.overlapped, left_s()):
+        yield _Timed(step + agenda.overlapped.index(kind), f"beside a computation, {kind}", overlaps)
+
+
+def _workload(session: Session, agenda: _Agenda) -> Workload:
+    """What is timed however short the budget is, less what the journal has."""
+    lowest, highest = session.job.identity.min_bytes, session.job.identity.max_bytes
+    find = session.journal.find
+
+    def always(kind: MessageKind, sizes: Callable[[int, int, int], tuple[int, ...]]) -> list[int]:
+        found = sizes(kind.key.group_size, lowest, highest)
+        return [size for size in found if size <= ALWAYS_BYTES] or list(found[:1])
+
+    return Workload(
+        points=[
+            size for kind in agenda.kinds for size in always(kind, message_sizes) if not find("point", *kind.key, size)
+        ],
+        pairs=[r.message_bytes for r in agenda.rounds if not find("pair", *r.pairs[0], r.message_bytes)],
+        overlap=[
+            size
+            for kind in agenda.overlapped
+            for size in always(kind, overlap_sizes)
+            if not find("overlap", *kind.key[:2], size, 1.0)
+        ],
+        case_messages=CASE_MESSAGES,
+        least_repeats=session.least_repeats,
+        warm_up_repeats=WARM_UP_REPEATS,
+    )
+
+
+def _calibrated(session: Session, agenda: _Agenda) -> Line:
+    """What a message takes by its size: an all_reduce of the largest group, at the smallest size and at 1 MiB."""
+    (kind, *_) = (k for k in agenda.overlapped if k.key.collective is Collective.ALL_REDUCE)
+    sizes = message_sizes(kind.key.group_size, session.job.identity.min_bytes, session.job.identity.max_bytes)
+    found = []
+    for size in (sizes[0], max(size for size in sizes if size <= ALWAYS_BYTES or size == sizes[0])):
+        call = message_call(kind, size, session.process_groups.mine(kind.groups), session.device)
+        timed_repeats(call, WARM_UP_REPEATS, session.device)
+        found.append((size, float(np.median(timed_repeats(call, WARM_UP_REPEATS, session.device)))))
+    return line_through(*found)
+
+
+def _worst(entry: Entry) -> float:
+    """Of the entries that are measured together this one is told."""
+    match entry:
+        case PairEntry():
+            return entry.time_s
+        case OverlapEntry():
+            return entry.compute_slowdown
+        case _:
+            return 0.0

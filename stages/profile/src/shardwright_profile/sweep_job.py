@@ -1,13 +1,29 @@
 """What the launcher tells its ranks, and what rank 0 tells the launcher meanwhile."""
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from shardwright_formats.cluster import Cluster
 from shardwright_formats.errors import BadInput
 from shardwright_formats.files import Document, Value
 
-__all__ = ["CPU", "Progress", "SweepJob", "backend_of"]
+__all__ = ["CPU", "Progress", "Remark", "SweepIdentity", "SweepJob", "backend_of"]
 
 CPU = "cpu"
 """The device name of nodes that compute on their processors."""
+
+
+class SweepIdentity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What must be the same for a killed sweep to be continued."""
+
+    cluster: Cluster
+    backend: str
+    min_bytes: int
+    max_bytes: int
+    max_repeats: Annotated[int, Meta(ge=1)]
+    versions: str
+    """Of the software and the device's driver that measure."""
 
 
 class SweepJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -15,25 +31,28 @@ class SweepJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     FORMAT = "shardwright.sweep_job"
 
-    cluster: Cluster
+    identity: SweepIdentity
     rendezvous: str
     """The init_method of torch.distributed: `file://…` on one node, `tcp://HOST:PORT` on several."""
     time_budget_s: float
-    min_bytes: int
-    max_bytes: int
+    started_s: float
+    """When the ranks of this node were started, on its monotonic clock."""
     out: str
 
 
-class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One timed message size; rank 0 writes it as a line of JSON."""
+class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="progress"):
+    """Something was measured; rank 0 writes it as a line of JSON."""
 
-    kind: str
-    number: int
-    """Which kind of message, from 0."""
-    kinds: int
-    message_bytes: int
-    median_s: float
-    repeats: int
+    step: int
+    """Which step of the sweep, from 0."""
+    steps: int
+    words: str
+
+
+class Remark(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="remark"):
+    """A sentence for the user; rank 0 writes it as a line of JSON."""
+
+    words: str
 
 
 def backend_of(cluster: Cluster) -> str:
