@@ -1,5 +1,6 @@
 """Printing profiles as tables."""
 
+import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -12,12 +13,13 @@ from rich.table import Table as Printed
 
 from shardwright_formats import hardware_profile, model_profile
 from shardwright_formats.errors import BadInput
+from shardwright_formats.files import atomic_path
 from shardwright_formats.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.model_profile import ModelProfile, read_model_profile
 from shardwright_formats.tables import Column, Table
 from shardwright_profile.units import bytes_text, rate_text, seconds_text
 
-__all__ = ["show_profile"]
+__all__ = ["draw_profile", "show_profile"]
 
 _PIPED_WIDTH = 140
 """Columns of the output where no terminal says how many it has."""
@@ -36,6 +38,28 @@ def show_profile(path: Path) -> None:
     console.print(title, highlight=False, markup=False)
     for table in tables:
         console.print(table)
+
+
+def draw_profile(path: Path, picture: Path) -> None:
+    """Draw a profile's points, curves and residuals into a picture; BadInput where that cannot be."""
+    if picture.suffix not in (".svg", ".png", ".pdf"):
+        raise BadInput(picture, "is no kind of picture", "name it .svg, .png or .pdf")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BadInput("--picture", "matplotlib is not installed here", "install shardwright-profile[pictures]")
+    from shardwright_profile.pictures import hardware_picture, model_picture
+
+    match _format_of(path):
+        case hardware_profile.FORMAT:
+            figure = hardware_picture(read_hardware_profile(path))
+        case model_profile.FORMAT:
+            figure = model_picture(read_model_profile(path))
+        case other:
+            raise BadInput(path, f"format is {other!r}, no profile's", "pass a hardware or a model profile")
+    with atomic_path(picture) as temporary:
+        # Neither date nor random names: the same profile gives the same picture.
+        figure.savefig(
+            temporary, format=picture.suffix[1:], metadata={"Date": None} if picture.suffix == ".svg" else None
+        )
 
 
 def _format_of(path: Path) -> object:
