@@ -21,6 +21,7 @@ __all__ = [
     "canonical_json",
     "read_any_document",
     "read_document",
+    "read_object",
     "sha256_of_file",
     "sha256_of_value",
     "write_bytes",
@@ -107,7 +108,7 @@ def read_document(path: Path, kind: type[DocumentType]) -> DocumentType:
 
 def read_any_document(path: Path, *kinds: type[DocumentType]) -> DocumentType:
     """Read a document that may be of several kinds, told apart by its `format` key."""
-    raw = _parse(path)
+    raw = read_object(path)
     by_format = {kind.FORMAT: kind for kind in kinds}
     expected = " or ".join(by_format)
     found = raw.pop("format", None)
@@ -127,10 +128,11 @@ def read_any_document(path: Path, *kinds: type[DocumentType]) -> DocumentType:
         raise BadInput(path, str(error), "correct the file or write it again") from None
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def read_object(path: Path, most_bytes: int = _MOST_JSON_BYTES) -> dict[str, Any]:
+    """Read a JSON object of any keys; BadInput where it is larger than allowed, no JSON, repeats a key or holds NaN."""
     try:
-        if path.stat().st_size > _MOST_JSON_BYTES:
-            raise BadInput(path, "larger than 256 MiB", "this is no file of ours")
+        if path.stat().st_size > most_bytes:
+            raise BadInput(path, f"larger than {most_bytes >> 20} MiB", "pass a file of the right kind")
         raw = json.loads(path.read_bytes(), object_pairs_hook=_without_repeats)
         where = _first_non_finite(raw, "$")
     except OSError as error:

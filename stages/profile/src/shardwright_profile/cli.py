@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from shardwright_formats.errors import one_line_errors
+from shardwright_profile.importers.commands import import_app
 
 __all__ = ["main"]
 
@@ -115,6 +116,9 @@ def show(
         from shardwright_profile.show import show_profile
 
         show_profile(file)
+
+
+app.add_typer(import_app, name="import")
 
 
 def main() -> None:

@@ -1,0 +1,179 @@
+"""Model profiles from the layer times that FASOP was fed with: one forward time a kind of layer, at micro-batch 1."""
+
+import csv
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.files import sha256_of_file
+from shardwright_formats.model import EMBEDDING, HEAD, Model
+from shardwright_formats.model_profile import ModelProfile, ProfileOrigin
+from shardwright_formats.strategy import Recompute, SequenceParallel
+from shardwright_formats.tables import Provenance
+from shardwright_profile.importers.fasop_constants import FasopConstants
+from shardwright_profile.importers.rows import ABSENT, LayerRow, Sourced, StateRow, profile_of
+
+__all__ = ["FasopRequest", "FasopTimes", "import_fasop", "read_fasop_times"]
+
+_COLUMNS = ["model", "gpu", "tp_size", "kind", "layers", "forward_s"]
+_MOST_BYTES = 1024**2
+_MOST_S = 1000.0
+
+Kinds = Mapping[tuple[int, str], float]
+"""Seconds by tp_size and kind of layer."""
+
+
+class FasopTimes(NamedTuple):
+    """The table of layer times, by model and GPU."""
+
+    file: Path
+    tables: Mapping[tuple[str, str], Kinds]
+
+
+class FasopRequest(NamedTuple):
+    """What to import, and what the table does not say."""
+
+    times: FasopTimes
+    constants: FasopConstants
+    fasop_model: str
+    gpu: str
+    model: Model
+    device: str
+    backward_ratio: float
+    micro_batch_sizes: tuple[int, ...]
+    precision: str
+
+
+def read_fasop_times(file: Path) -> FasopTimes:
+    """Read the table; lines that start with `#` are comments. BadInput names the line that cannot be right."""
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise BadInput(file, "larger than 1 MiB", "pass a table of layer times")
+        lines = file.read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        raise BadInput(file, error.strerror or str(error), "check the path") from None
+    except UnicodeDecodeError:
+        raise BadInput(file, "holds more than ASCII text", "pass a table of layer times") from None
+    numbered = [(i, line) for i, line in enumerate(lines, 1) if line and not line.startswith("#")]
+    if not numbered or numbered[0][1].split(",") != _COLUMNS:
+        raise BadInput(file, f"its columns are not {','.join(_COLUMNS)}", "pass a table of layer times")
+    tables: dict[tuple[str, str], dict[tuple[int, str], float]] = {}
+    for i, line in numbered[1:]:
+        model, gpu, tp_size, kind, time_s = _cells(file, i, next(csv.reader([line])))
+        kinds = tables.setdefault((model, gpu), {})
+        if (tp_size, kind) in kinds:
+            raise BadInput(file, f"line {i} repeats {kind} at tp_size {tp_size}", "leave one of them")
+        kinds[(tp_size, kind)] = time_s
+    return FasopTimes(file, tables)
+
+
+def import_fasop(request: FasopRequest) -> ModelProfile:
+    """The profile of one model on one GPU; memory, optimizer and overheads are absent.
+
+    Raises BadInput where the table has no such model or GPU, or lacks a kind of layer, and where the description is of
+    another length.
+    """
+    table = request.times.tables.get((request.fasop_model, request.gpu))
+    if table is None:
+        known = ", ".join(sorted(f"{model} on {gpu}" for model, gpu in request.times.tables))
+        what = f"no times of {request.fasop_model} on {request.gpu}, only of {known}"
+        raise BadInput(request.times.file, what, "ask for one of these")
+    length = request.constants.sequence_lengths.get(request.fasop_model)
+    if length != request.model.sequence_length:
+        what = f"{request.fasop_model} was timed at sequence_length {length}, not {request.model.sequence_length}"
+        raise BadInput(request.constants.file, what, "describe the model at that length")
+    tp_sizes = sorted({tp_size for tp_size, _ in table})
+    by_type = {tp_size: _times_by_type(request, table, tp_size) for tp_size in tp_sizes}
+    rows = [row for tp_size in tp_sizes for row in _rows(request, tp_size, by_type[tp_size])]
+    states = [StateRow(name, tp_size, ABSENT) for tp_size in tp_sizes for name in by_type[tp_size]]
+    origin = ProfileOrigin(
+        model=request.model.name,
+        architecture_sha256=request.model.architecture_sha256,
+        device=request.device,
+        backend="nccl",
+        precision=request.precision,
+        attention="auto",
+    )
+    provenance = Provenance("unknown", "not published", "\n".join(_notes(request, by_type)))
+    return profile_of(origin, provenance, rows, states)
+
+
+def _cells(file: Path, line: int, cells: Sequence[str]) -> tuple[str, str, int, str, float]:
+    try:
+        model, gpu, tp_size, kind, layers, forward_s = cells
+        size, count, time_s = int(tp_size[:9]), int(layers[:9]), float(forward_s)
+    except ValueError:
+        raise BadInput(file, f"line {line} is no row of {','.join(_COLUMNS)}", "correct it") from None
+    if size < 1 or count < 1 or not (math.isfinite(time_s) and 0 < time_s < _MOST_S):
+        raise BadInput(file, f"line {line} has an impossible number", "correct it")
+    return model, gpu, size, kind, time_s
+
+
+def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[str, Sourced]:
+    """Time of each of the model's types; what a kind adds to a plain layer belongs to the head."""
+
+    def of(kind: str) -> float:
+        if (tp_size, kind) not in table:
+            what = f"no {kind} of {request.fasop_model} on {request.gpu} at tp_size {tp_size}"
+            raise BadInput(request.times.file, what, "add that row")
+        return table[(tp_size, kind)]
+
+    types = tuple(dict.fromkeys(request.model.layers))
+    if (1, "transformer") in table:
+        kinds, embedding = ["transformer"], Sourced(of("embedding"), "measured")
+        head = Sourced(of("post_process"), "measured")
+    else:
+        kinds, embedding = ["encoder", "decoder"], Sourced(of("embedding") + of("decoder_embedding"), "derived")
+        head = Sourced(sum(of(f"{kind}_plus_post") - of(kind) for kind in kinds), "derived")
+    if len(types) != len(kinds):
+        what = f"{request.fasop_model} has {len(kinds)} types of layers, model {request.model.name!r} {len(types)}"
+        raise BadInput(request.times.file, what, "pass the description of that model")
+    if head.value <= 0:
+        raise BadInput(request.times.file, f"the head takes {head.value:g} s at tp_size {tp_size}", "measure it again")
+    blocks = {name: Sourced(of(kind), "measured") for name, kind in zip(types, kinds, strict=True)}
+    return {EMBEDDING: embedding, **blocks, HEAD: head}
+
+
+def _rows(request: FasopRequest, tp_size: int, times: Mapping[str, Sourced]) -> Iterator[LayerRow]:
+    for name, forward in times.items():
+        for recompute in (Recompute.NONE, Recompute.FULL) if name not in (EMBEDDING, HEAD) else (Recompute.NONE,):
+            passes = request.backward_ratio + (recompute is Recompute.FULL)
+            for size in sorted({1, *request.micro_batch_sizes}):
+                yield LayerRow(
+                    name,
+                    tp_size,
+                    SequenceParallel.NONE,
+                    recompute,
+                    size,
+                    request.model.sequence_length,
+                    Sourced(size * forward.value, forward.source if size == 1 else "assumed"),
+                    Sourced(passes * size * forward.value, "assumed"),
+                    ABSENT,
+                    ABSENT,
+                )
+
+
+def _notes(request: FasopRequest, by_type: Mapping[int, Mapping[str, Sourced]]) -> Iterator[str]:
+    for file in (request.times.file, request.constants.file):
+        yield f"Made from {file.name}, SHA-256 {sha256_of_file(file)}."
+    yield f"Figures of {request.constants.citation}."
+    yield "One forward time a kind of layer at micro-batch 1, tensor-parallel traffic inside; no spread is published."
+    yield (
+        f"Backward is assumed to take {request.backward_ratio:g} times forward, and with full recomputation"
+        " one forward more."
+    )
+    if request.micro_batch_sizes:
+        yield "Times at larger micro-batches are assumed to grow in proportion."
+    yield "Memory, optimizer, reduction, process and step overhead are not published: absent."
+    tp_sizes = sorted(by_type)
+    for small, large in pairwise(tp_sizes):
+        for name, time in by_type[large].items():
+            before = by_type[small][name].value
+            if name not in (EMBEDDING, HEAD) and time.value > before:
+                yield (
+                    f"{name} takes {before * 1000:.4g} ms at tp_size {small} and {time.value * 1000:.4g} ms at"
+                    f" {large}: kept as published."
+                )

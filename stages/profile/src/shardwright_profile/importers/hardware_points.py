@@ -1,0 +1,87 @@
+"""Points of a hardware profile from bandwidths and single times."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shardwright_formats.hardware_profile import TABLES, Collective, CollectiveKey, HardwareProfile
+from shardwright_formats.tables import Provenance, table_of
+
+__all__ = ["MIB", "HardwarePoint", "halves", "hardware_profile", "link_points"]
+
+MIB = 1024**2
+
+_SIZES = (1024, MIB, 1024 * MIB)
+"""Message sizes in bytes that a bandwidth is spelled out at; between them the line is straight."""
+
+
+class HardwarePoint(NamedTuple):
+    """Time of one kind of message at one size."""
+
+    key: CollectiveKey
+    message_bytes: int
+    time_s: float
+    source: str
+
+
+def link_points(
+    key: CollectiveKey, bytes_per_s: float, source: str, sizes: Sequence[int] = _SIZES
+) -> Iterator[HardwarePoint]:
+    """Time by bandwidth, without latency: of the link for p2p, of the bus for collectives, as nccl-tests defines it.
+
+    Of n ranks an all-reduce moves 2(n-1)/n of its message, the others (n-1)/n.
+    """
+    n = key.group_size
+    shares = {Collective.ALL_REDUCE: 2 * (n - 1) / n, Collective.P2P: 1.0}
+    for size in sizes:
+        yield HardwarePoint(key, size, shares.get(key.collective, (n - 1) / n) * size / bytes_per_s, source)
+
+
+def halves(reduce: HardwarePoint) -> Iterator[HardwarePoint]:
+    """The gather and the scatter that an all-reduce consists of on a ring (Patarasuk & Yuan 2009)."""
+    for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+        key = reduce.key._replace(collective=collective)
+        yield HardwarePoint(key, reduce.message_bytes, reduce.time_s / 2, "derived")
+
+
+def hardware_profile(
+    cluster: str, device: str, notes: Sequence[str], points: Sequence[HardwarePoint], overlap: tuple[int, float] | None
+) -> HardwareProfile:
+    """The profile of these points, one time each, and of one slowdown (ranks, factor) of both sides of an overlap."""
+    ordered = sorted(points)
+    return HardwareProfile(
+        cluster=cluster,
+        device=device,
+        backend="nccl",
+        provenance=Provenance("unknown", "nccl, driver unknown", "\n".join(notes)),
+        points=table_of(TABLES["points"], map(_point, ordered)),
+        repeats=table_of(
+            TABLES["repeats"], [{"point": i, "time_s": p.time_s, "outlier": 0} for i, p in enumerate(ordered)]
+        ),
+        rates=table_of(TABLES["rates"], []),
+        overlap=table_of(TABLES["overlap"], [] if overlap is None else [_slowdown(*overlap)]),
+    )
+
+
+def _point(point: HardwarePoint) -> dict[str, object]:
+    return {
+        "collective": point.key.collective.value,
+        "group_size": point.key.group_size,
+        "consecutive": int(point.key.consecutive),
+        "across_nodes": int(point.key.across_nodes),
+        "message_bytes": point.message_bytes,
+        "interval": 0.0,
+        "source": point.source,
+    }
+
+
+def _slowdown(ranks: int, factor: float) -> dict[str, object]:
+    return {
+        "collective": Collective.ALL_REDUCE.value,
+        "group_size": ranks,
+        "message_bytes": 0,
+        "compute_s": 0.0,
+        "message_s": 0.0,
+        "compute_slowdown": factor,
+        "message_slowdown": factor,
+        "source": "measured",
+    }
