@@ -121,6 +121,82 @@ def show(
 app.add_typer(import_app, name="import")
 
 
+@app.command()
+def analytic(
+    model: Annotated[
+        list[Path] | None,
+        typer.Option(help="The model, JSON (shardwright.model); repeated, the same model at other sequence lengths."),
+    ] = None,
+    settings: Annotated[
+        Path | None, typer.Option(help="What to estimate, JSON (shardwright.profile_settings), as `probes` takes it.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The model profile to write, HDF5.")] = None,
+    device: Annotated[str | None, typer.Option(help="A device of `devices`, by its key or its driver's name.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="The cluster, JSON (shardwright.cluster).")] = None,
+    node_type: Annotated[str | None, typer.Option(help="The cluster's node type whose device it is.")] = None,
+    hardware_out: Annotated[Path | None, typer.Option(help="The cluster's hardware profile to write, HDF5.")] = None,
+    inter_node_gbit_s: Annotated[
+        float | None, typer.Option(min=0.001, help="What one node sends to others, all devices together, in Gbit/s.")
+    ] = None,
+    matrix_efficiency: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Reached over published rate of matrix products.")
+    ] = 0.6,
+    memory_efficiency: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Reached over published memory bandwidth.")
+    ] = 0.75,
+    link_efficiency: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Reached over published bandwidth of links and networks.")
+    ] = 0.75,
+    matrix_tflop_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Published rate of matrix products, for the table's, in TFLOP/s.")
+    ] = None,
+    memory_gbyte_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Published memory bandwidth, for the table's, in GB/s.")
+    ] = None,
+    link_gbyte_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Published link bandwidth one way, for the table's, in GB/s.")
+    ] = None,
+    devices: Annotated[Path | None, typer.Option(help="Another table of devices, TOML.")] = None,
+) -> None:
+    """Estimate profiles of devices that nobody has measured yet, from shapes and published rates.
+
+    Every number is marked `analytic`, and the notes of the file say what was assumed and how far such numbers were from
+    measured ones. Measured profiles are to be preferred wherever there are devices to measure on.
+    """
+    with one_line_errors():
+        from shardwright_profile.analytic_rates import Efficiencies
+        from shardwright_profile.analytic_request import AnalyticRequest, write_analytic
+
+        write_analytic(
+            AnalyticRequest(
+                models=tuple(model or ()),
+                settings=settings,
+                out=out,
+                device=device,
+                cluster=cluster,
+                node_type=node_type,
+                hardware_out=hardware_out,
+                inter_node_gbit_s=inter_node_gbit_s,
+                efficiencies=Efficiencies(matrix_efficiency, memory_efficiency, link_efficiency),
+                matrix_tflop_s=matrix_tflop_s,
+                memory_gbyte_s=memory_gbyte_s,
+                link_gbyte_s=link_gbyte_s,
+                devices=devices,
+            )
+        )
+
+
+@app.command(name="devices")
+def list_devices(
+    devices: Annotated[Path | None, typer.Option(help="Another table of devices, TOML.")] = None,
+) -> None:
+    """List the devices that `analytic` knows, with the source of each figure; prices are indicative."""
+    with one_line_errors():
+        from shardwright_profile.devices import device_lines, read_devices
+
+        print("\n".join(device_lines(read_devices(devices))))
+
+
 def main() -> None:
     """Run the command line."""
     app()

@@ -1,0 +1,196 @@
+"""Model and hardware profiles of devices that nobody has measured yet, from shapes and a table of devices.
+
+Every number is marked `analytic`, and the notes say what was assumed and how far such numbers were from measured ones.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwright_formats.cluster import Cluster
+from shardwright_formats.errors import BadInput
+from shardwright_formats.hardware_profile import HardwareProfile
+from shardwright_formats.model import EMBEDDING, HEAD, Model
+from shardwright_formats.model_profile import LAYERS, PROCESS, STATES, ModelProfile, ProfileOrigin
+from shardwright_formats.plan import ELEMENT_BYTES, Precision, misfit
+from shardwright_formats.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.tables import Provenance, table_of
+from shardwright_formats.versions import versions_text
+from shardwright_profile.analytic_hardware import Network, analytic_hardware
+from shardwright_profile.analytic_layers import Machine, estimate_layer, optimizer_time_s
+from shardwright_profile.analytic_messages import Link
+from shardwright_profile.analytic_notes import PROCESS_BYTES, hardware_notes, model_notes
+from shardwright_profile.analytic_rates import Efficiencies, Rates, link_of, machine_of
+from shardwright_profile.curves import fits_table
+from shardwright_profile.probes import block_types
+from shardwright_profile.settings import ProfileSettings
+
+__all__ = ["AnalyticProfile", "hardware_profile", "model_profile"]
+
+
+class AnalyticProfile(NamedTuple):
+    """A profile, and one sentence for each strategy that was left out."""
+
+    profile: ModelProfile
+    left_out: tuple[str, ...]
+
+
+def model_profile(
+    models: Sequence[tuple[Path, Model]],
+    settings: ProfileSettings,
+    rates: Rates,
+    efficiencies: Efficiencies,
+    revised: str,
+) -> AnalyticProfile:
+    """The profile of a model at the length of each of its descriptions.
+
+    Raises BadInput where these are of different models or of one length, and where no strategy fits.
+    """
+    model = _same_model(models)
+    machine = machine_of(rates, settings.precision.compute, efficiencies)
+    asked = list(_strategies([one for _, one in models], settings))
+    strategies = [(one, strategy) for one, strategy, problem in asked if problem is None]
+    left_out = tuple(dict.fromkeys(problem for _, _, problem in asked if problem is not None))
+    if not strategies:
+        raise BadInput("--settings", f"no strategy fits ({'; '.join(left_out)})", "choose other tp_sizes")
+    rows = [row for one, strategy in strategies for row in _layer_rows(one, strategy, settings, machine)]
+    layers = table_of(LAYERS, sorted(rows, key=_place))
+    precision = settings.precision
+    formats = f"{precision.parameters}/{precision.compute}/{precision.reduce}"
+    origin = ProfileOrigin(
+        model.name, model.architecture_sha256, rates.name, "analytic", formats, str(settings.attention)
+    )
+    tp_sizes = sorted({1, *(strategy.tp_size for _, strategy in strategies)})
+    return AnalyticProfile(
+        ModelProfile(
+            origin=origin,
+            provenance=Provenance(revised, _versions(), model_notes(rates, efficiencies, precision.compute)),
+            layers=layers,
+            states=table_of(STATES, _state_rows(model, tp_sizes, precision, machine)),
+            process=table_of(PROCESS, [_process_row()]),
+            fits=fits_table(layers),
+        ),
+        left_out,
+    )
+
+
+def hardware_profile(
+    cluster: Cluster,
+    rates: Sequence[Rates],
+    efficiencies: Efficiencies,
+    inter_node_bytes_per_s: float | None,
+    revised: str,
+) -> HardwareProfile:
+    """The hardware profile of a cluster, `rates` being those of its kinds of device."""
+    links = [link_of(one, efficiencies) for one in rates]
+    link = Link(min(one.bytes_per_s for one in links), max(one.step_s for one in links))
+    across = None if inter_node_bytes_per_s is None else inter_node_bytes_per_s * efficiencies.link
+    reached = [
+        {"matrix_flops_per_s": one.matrix("float32") * efficiencies.matrix}
+        | {"memory_bytes_per_s": one.memory * efficiencies.memory}
+        for one in rates
+    ]
+    slowest = {name: min(one[name] for one in reached) for name in reached[0]}
+    notes = hardware_notes(rates, efficiencies, inter_node_bytes_per_s)
+    return analytic_hardware(cluster, Network(link, across), slowest, Provenance(revised, _versions(), notes))
+
+
+def _same_model(models: Sequence[tuple[Path, Model]]) -> Model:
+    (_, first), *others = models
+    lengths = {first.sequence_length}
+    for path, other in others:
+        if other.architecture_sha256 != first.architecture_sha256:
+            raise BadInput(path, f"is another model than {first.name!r}", "describe the same model at another length")
+        if other.sequence_length in lengths:
+            raise BadInput(path, f"sequence length {other.sequence_length} is given twice", "leave it out")
+        lengths.add(other.sequence_length)
+    return first
+
+
+def _strategies(models: Sequence[Model], settings: ProfileSettings) -> Iterator[tuple[Model, Strategy, str | None]]:
+    """Every asked strategy of one tensor-parallel group, once, with the reason why it does not fit or None."""
+    seen = set()
+    for model, tp_size, asked in product(models, settings.tp_sizes, settings.sequence_parallel):
+        kind = asked if tp_size > 1 else SequenceParallel.NONE
+        if (model.sequence_length, tp_size, kind) in seen:
+            continue
+        seen.add((model.sequence_length, tp_size, kind))
+        strategy = Strategy(tp_size=tp_size, dp_size=1, sequence_parallel=kind)
+        problems = (misfit(model, name, strategy) for name in (EMBEDDING, *block_types(model), HEAD))
+        problem = next((problem for problem in problems if problem is not None), None)
+        words = f"tp_size={tp_size} sequence_parallel={kind}: {problem}"
+        yield model, strategy, None if problem is None else words
+
+
+def _place(row: Mapping[str, object]) -> tuple[str, ...]:
+    """Where a row stands in the table: by what names it, numbers by size."""
+    return tuple(f"{v:020d}" if isinstance(v, int) else str(v) for v in list(row.values())[:6])
+
+
+def _layer_rows(
+    model: Model, strategy: Strategy, settings: ProfileSettings, machine: Machine
+) -> Iterator[dict[str, object]]:
+    asked = settings.micro_batch_sizes
+    sizes = asked if isinstance(asked, tuple) else asked.values(None)
+    sources = ("forward_source", "backward_source", "activation_source", "transient_source")
+    for name in (EMBEDDING, *block_types(model), HEAD):
+        kinds = (Recompute.NONE,) if name in (EMBEDDING, HEAD) else settings.recompute
+        for recompute, samples in product(kinds, sizes):
+            spread = LayerStrategy(
+                type=name,
+                tp_size=strategy.tp_size,
+                dp_size=1,
+                sequence_parallel=strategy.sequence_parallel,
+                recompute=recompute,
+            )
+            found = estimate_layer(model, name, spread, samples, settings.precision, settings.attention, machine)
+            yield {
+                "type": name,
+                "tp_size": strategy.tp_size,
+                "sequence_parallel": strategy.sequence_parallel,
+                "recompute": recompute,
+                "micro_batch_size": samples,
+                "sequence_length": model.sequence_length,
+                **found._asdict(),
+                "forward_error_s": 0.0,
+                "backward_error_s": 0.0,
+                **dict.fromkeys(sources, "analytic"),
+            }
+
+
+def _state_rows(
+    model: Model, tp_sizes: Sequence[int], precision: Precision, machine: Machine
+) -> Iterator[dict[str, object]]:
+    """A single rank reduces nothing: `reduction_s` is what reducing takes beyond its message, and that is 0."""
+    stored, reduced = ELEMENT_BYTES[precision.parameters], ELEMENT_BYTES[precision.reduce]
+    for name, tp_size in product((EMBEDDING, *block_types(model), HEAD), tp_sizes):
+        kind = model.types[name]
+        count = kind.parameter_count(tp_size)
+        yield {
+            "type": name,
+            "tp_size": tp_size,
+            "parameter_bytes": stored * count,
+            "gradient_bytes": reduced * count,
+            "optimizer_bytes": 2 * stored * count,
+            "optimizer_s": optimizer_time_s(kind, tp_size, precision, machine),
+            "reduction_s": 0.0,
+            "reduction_ranks": 1,
+            **dict.fromkeys(("bytes_source", "optimizer_source", "reduction_source"), "analytic"),
+        }
+
+
+def _process_row() -> dict[str, object]:
+    """No formula tells what a step takes beside its layers, nor what a process holds of the host's memory."""
+    return {
+        "process_bytes": PROCESS_BYTES,
+        "process_source": "assumed",
+        "resident_bytes": 0,
+        "resident_source": "absent",
+        "step_overhead_s": 0.0,
+        "step_overhead_source": "absent",
+    }
+
+
+def _versions() -> str:
+    return versions_text(("shardwright-profile",), on_gpu=False)

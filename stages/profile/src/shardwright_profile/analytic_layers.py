@@ -1,0 +1,169 @@
+"""Time and memory of one layer by a roofline over its parts.
+
+A matrix product takes the longer of its operations over the reached rate and its bytes over the reached bandwidth
+(Williams, Waterman and Patterson 2009). What lies between products is bound by memory: everything that is kept for the
+backward pass is written once and read once. Kernels follow one another, so their times add up, and each adds what it
+takes to start. A backward pass does twice the work of its forward pass, and repeats what was not kept.
+"""
+
+from typing import NamedTuple
+
+from shardwright_formats.model import HEAD, LayerType, Model, Region
+from shardwright_formats.placement import Message, loss_messages, region_messages
+from shardwright_formats.plan import ELEMENT_BYTES, Attention, Precision
+from shardwright_formats.strategy import Recompute, SequenceParallel, Strategy
+from shardwright_profile.analytic_messages import Link, messages_time_s
+from shardwright_profile.analytic_parts import Part, layer_parts
+
+__all__ = ["KERNEL_START_S", "LayerEstimate", "Machine", "estimate_layer", "optimizer_time_s"]
+
+KERNEL_START_S = 5e-6
+"""What every kernel adds: its launch, and the device filling and draining."""
+
+
+class Machine(NamedTuple):
+    """What a device and its links are taken to reach."""
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+    link: Link
+
+
+class LayerEstimate(NamedTuple):
+    """One microbatch through one layer on one rank, as a profile's row has it."""
+
+    forward_s: float
+    backward_s: float
+    activation_bytes: int
+    transient_bytes: int
+
+
+class _Share(NamedTuple):
+    """What one rank has of a layer."""
+
+    samples: int
+    element_bytes: int
+    inside: float
+    """Part of what tensor-parallel ranks share out."""
+    outside: float
+    """Part of what lies outside; gathered for a region, it is `entering` for a moment."""
+    entering: float
+    weights: float
+    scores_kept: bool
+
+    def kept_bytes(self, part: Part) -> float:
+        scores = part.scores * self.element_bytes + part.scores // 2 if self.scores_kept else 0
+        inside = part.inside * self.element_bytes + part.inside_bytes + scores
+        outside = part.outside * self.element_bytes + part.outside_bytes
+        return self.samples * (inside * self.inside + outside * self.outside)
+
+    def result_bytes(self, part: Part) -> float:
+        return self.samples * part.result * self.element_bytes * self.outside
+
+    def widest_bytes(self, part: Part) -> float:
+        """The largest tensor of a part and its gradient."""
+        inside = (part.widest * self.element_bytes + part.widest_bytes) * self.inside
+        return 2 * self.samples * max(inside, part.result * self.element_bytes * self.entering)
+
+
+def estimate_layer(
+    model: Model,
+    type_name: str,
+    strategy: Strategy,
+    micro_batch_size: int,
+    precision: Precision,
+    attention: Attention,
+    machine: Machine,
+) -> LayerEstimate:
+    """One layer of a type under a strategy of one tensor-parallel group; `recompute` is that of a `LayerStrategy`."""
+    share = _share(strategy, micro_batch_size, precision, attention)
+    parts = layer_parts(model, type_name)
+    recompute = getattr(strategy, "recompute", Recompute.NONE)
+    replayed = [part for part in parts if recompute in (Recompute.FULL, part.name)]
+    there, back = _messages(model, type_name, strategy, micro_batch_size, share.element_bytes)
+    forward_s = sum(_part_time_s(part, share, machine) for part in parts)
+    table_bytes = sum(part.dense_gradient for part in parts) * share.element_bytes * share.weights
+    backward_s = (
+        2 * forward_s
+        + sum(_part_time_s(part, share, machine) for part in replayed)
+        + table_bytes / machine.memory_bytes_per_s
+    )
+    kept = sum(share.kept_bytes(part) for part in parts if part not in replayed)
+    again = sum(share.kept_bytes(part) for part in replayed)
+    if recompute is Recompute.FULL:
+        held = share.result_bytes(parts[-1])
+    else:
+        held = kept + sum(share.result_bytes(part) for part in replayed)
+    return LayerEstimate(
+        forward_s + messages_time_s(there, machine.link),
+        backward_s + messages_time_s(back, machine.link),
+        round(held),
+        round(again + max(share.widest_bytes(part) for part in parts)),
+    )
+
+
+def optimizer_time_s(kind: LayerType, tp_size: int, precision: Precision, machine: Machine) -> float:
+    """AdamW over one layer's parameters, bound by memory, clipping included.
+
+    AdamW reads and writes the parameter and two moments and reads the gradient; clipping reads the gradient twice and
+    writes it once.
+    """
+    stored, reduced = ELEMENT_BYTES[precision.parameters], ELEMENT_BYTES[precision.reduce]
+    moved = kind.parameter_count(tp_size) * (6 * stored + 4 * reduced)
+    return moved / machine.memory_bytes_per_s
+
+
+def _share(strategy: Strategy, samples: int, precision: Precision, attention: Attention) -> _Share:
+    ranks, kind = strategy.tp_size, strategy.sequence_parallel
+    return _Share(
+        samples=samples,
+        element_bytes=ELEMENT_BYTES[precision.compute],
+        inside=1 / ranks,
+        outside=1.0 if kind is SequenceParallel.NONE else 1 / ranks,
+        entering=1 / ranks if kind is SequenceParallel.ULYSSES else 1.0,
+        weights=1.0 if kind is SequenceParallel.ULYSSES else 1 / ranks,
+        scores_kept=attention is Attention.EAGER,
+    )
+
+
+def _part_time_s(part: Part, share: _Share, machine: Machine) -> float:
+    """Forward, without messages."""
+    kept = share.kept_bytes(part)
+    product_bytes = part.weights * share.element_bytes * share.weights + kept if part.weights else 0.0
+    operations = part.flops * share.samples * share.inside
+    product_s = max(operations / machine.flops_per_s, product_bytes / machine.memory_bytes_per_s)
+    return product_s + 2 * kept / machine.memory_bytes_per_s + part.kernels * KERNEL_START_S
+
+
+def _messages(
+    model: Model, type_name: str, strategy: Strategy, samples: int, element_bytes: int
+) -> tuple[list[Message], list[Message]]:
+    """What tensor and sequence parallelism move forward and backward, replays in the latter.
+
+    The forward pass has what there is without recomputation, and of that: of Ulysses' exchanges half, of Megatron's
+    pairs the first, and without sequence parallelism the sums of what leaves a region.
+    """
+    every = list(region_messages(model, type_name, strategy, samples, element_bytes, 1))
+    plain = Strategy(tp_size=strategy.tp_size, dp_size=strategy.dp_size, sequence_parallel=strategy.sequence_parallel)
+    there = _forward_messages(
+        model.types[type_name], plain, list(region_messages(model, type_name, plain, samples, element_bytes, 1))
+    )
+    loss = list(loss_messages(model.types[type_name], plain, samples, element_bytes, 1)) if type_name == HEAD else []
+    # A message sent so many times less is what is left for the backward pass.
+    return [*there, *loss], [*every, *(message._replace(times=-message.times) for message in there)]
+
+
+def _forward_messages(kind: LayerType, strategy: Strategy, messages: list[Message]) -> list[Message]:
+    """Of a layer's messages without recomputation those of its forward pass; `messages` are in the regions' order."""
+    if strategy.tp_size == 1:
+        return []
+    if strategy.sequence_parallel is SequenceParallel.ULYSSES:
+        return [message._replace(times=message.times // 2) for message in messages]
+    if strategy.sequence_parallel is SequenceParallel.MEGATRON:
+        return messages[::2]
+    leaving = [end for region in kind.regions for end in (*(False for _ in region.enters), *_leaving(region))]
+    return [message for message, leaves in zip(messages, leaving, strict=True) if leaves]
+
+
+def _leaving(region: Region) -> tuple[bool, ...]:
+    return () if region.leaves is None else (True,)

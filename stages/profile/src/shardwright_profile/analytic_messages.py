@@ -1,0 +1,58 @@
+"""Time of messages by the alpha-beta model: a latency for each step of a ring, and bytes over a bandwidth.
+
+Hockney (1994) for the model; Patarasuk and Yuan (2009) for the ring: all_reduce takes 2 (n-1) steps that move
+2 (n-1)/n of the message through every rank's link, all_gather and reduce_scatter half of that. The latencies are
+rounded from NCCL's own cost model (src/graph/tuning.cc, protocol Simple).
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from shardwright_formats.hardware_profile import Collective
+from shardwright_formats.placement import Message
+
+__all__ = ["NETWORK_STEP_S", "START_S", "STEP_S", "Link", "message_time_s", "messages_time_s", "moved_bytes", "steps"]
+
+START_S = 10e-6
+"""What any message takes before its first byte."""
+STEP_S = {"nvlink": 3e-6, "xgmi": 3e-6, "pcie": 6e-6}
+"""Latency of one step between two devices of a node, by what joins them."""
+NETWORK_STEP_S = 15e-6
+"""Latency of one step between two nodes."""
+
+
+class Link(NamedTuple):
+    """What joins the ranks of a group."""
+
+    bytes_per_s: float
+    """In one direction, as reached."""
+    step_s: float
+
+
+def steps(collective: Collective, group_size: int) -> int:
+    """Messages that follow one another in a ring."""
+    match collective:
+        case Collective.ALL_REDUCE:
+            return 2 * (group_size - 1)
+        case Collective.P2P:
+            return 1
+        case _:
+            return group_size - 1
+
+
+def moved_bytes(collective: Collective, group_size: int, message_bytes: float) -> float:
+    """Bytes that each rank sends, for a message as `Collective` counts it."""
+    if collective is Collective.P2P:
+        return message_bytes
+    return steps(collective, group_size) / group_size * message_bytes
+
+
+def message_time_s(collective: Collective, group_size: int, message_bytes: float, link: Link) -> float:
+    """Start, a latency for each step, and the bytes that a rank sends over the link's bandwidth."""
+    moved = moved_bytes(collective, group_size, message_bytes)
+    return START_S + steps(collective, group_size) * link.step_s + moved / link.bytes_per_s
+
+
+def messages_time_s(messages: Iterable[Message], link: Link) -> float:
+    """Time of messages one after another."""
+    return sum(m.times * message_time_s(m.collective, m.group_size, m.bytes, link) for m in messages)

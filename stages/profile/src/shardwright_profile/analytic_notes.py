@@ -1,0 +1,85 @@
+"""What an analytic profile says about itself: assumptions, sources, and the error that was seen."""
+
+from collections.abc import Sequence
+
+from shardwright_profile.analytic_layers import KERNEL_START_S
+from shardwright_profile.analytic_messages import NETWORK_STEP_S, START_S, STEP_S
+from shardwright_profile.analytic_rates import Efficiencies, Rates
+
+__all__ = ["PROCESS_BYTES", "SEEN_ERROR", "SEEN_LINK_ERROR", "hardware_notes", "model_notes"]
+
+SEEN_ERROR = (
+    "seen against 272 measured layer times of FASOP (A100, A10) and Sailor (V100, A100, GH200): "
+    "median error 19 %, worst 82 %"
+)
+SEEN_LINK_ERROR = (
+    "seen against 154 measured all_reduce times of vTrain (A100, V100, one node): median error 23 %, worst 80 %"
+)
+"""With the default efficiencies; `benchmarks/analytic.py` computes both."""
+
+PROCESS_BYTES = 1024**3
+"""Device memory of a process outside its tensors: CUDA's context, NCCL's buffers, libraries."""
+
+
+def model_notes(rates: Rates, efficiencies: Efficiencies, compute: str) -> str:
+    """Of a model profile, one sentence a line; the first says that nothing was measured."""
+    device = rates.device
+    return "\n".join(
+        (
+            _head(SEEN_ERROR, efficiencies),
+            "Efficiencies are round numbers, not fitted: whole steps of large models reach 0.44 to 0.52 of the matrix "
+            "rate (Narayanan et al. 2021), large products alone 0.8; copies reach 0.8 to 0.9 of the memory bandwidth; "
+            "NCCL reaches 0.75 to 0.9 of NVLink.",
+            "Times are a roofline (Williams, Waterman, Patterson 2009): products by the longer of operations and "
+            "bytes, then what is kept written and read once, then kernels and messages; a backward pass is two forward "
+            "passes and what is replayed.",
+            _rate_note("matrix", rates.matrix(compute), "FLOP/s", efficiencies.matrix)
+            + f" {compute}; {_origin(rates.matrix_flops_per_s, device.peaks_source)}.",
+            _rate_note("memory", rates.memory, "bytes/s", efficiencies.memory)
+            + f"; {_origin(rates.memory_bytes_per_s, device.memory_bytes_per_s_source)}.",
+            _link_note(rates, efficiencies),
+            f"Each kernel adds {KERNEL_START_S * 1e6:g} us.",
+            "Activations are those of Korthikanti et al. (2022), told from the model's own shapes; transients are the "
+            "largest tensor of a part with its gradient, and what is replayed.",
+            "States: AdamW with two moments in the parameters' format; its step is bound by memory.",
+            f"process_bytes is {PROCESS_BYTES} by assumption; step_overhead_s and resident_bytes are absent.",
+        )
+    )
+
+
+def hardware_notes(rates: Sequence[Rates], efficiencies: Efficiencies, inter_node_bytes_per_s: float | None) -> str:
+    """Of a hardware profile, one sentence a line; the first says that nothing was measured."""
+    across = "one node, so nothing crosses nodes"
+    if inter_node_bytes_per_s is not None:
+        across = f"between nodes {inter_node_bytes_per_s:.4g} bytes/s a node (given) x {efficiencies.link:g}"
+    return "\n".join(
+        (
+            _head(SEEN_LINK_ERROR, efficiencies),
+            "Messages follow the alpha-beta model (Hockney 1994) of ring algorithms (Patarasuk, Yuan 2009): "
+            f"{START_S * 1e6:g} us, a latency a step, and the bytes a rank sends over the link.",
+            *(_link_note(one, efficiencies) for one in rates),
+            f"Between nodes a step takes {NETWORK_STEP_S * 1e6:g} us; {across}.",
+            "Overlap of messages with computation is absent.",
+        )
+    )
+
+
+def _head(seen: str, efficiencies: Efficiencies) -> str:
+    """The sentence that a prediction repeats."""
+    other = "" if efficiencies == Efficiencies() else " (with the default efficiencies, which these are not)"
+    return f"analytic, nothing was measured: {seen}{other}."
+
+
+def _link_note(rates: Rates, efficiencies: Efficiencies) -> str:
+    device = rates.device
+    source = _origin(rates.link_bytes_per_s, device.link_bytes_per_s_source)
+    reached = _rate_note(f"{device.link} link of {rates.name}", rates.link, "bytes/s", efficiencies.link)
+    return f"{reached}, {STEP_S[device.link] * 1e6:g} us a step; {source}."
+
+
+def _rate_note(what: str, rate: float, unit: str, efficiency: float) -> str:
+    return f"{what} {rate:.4g} {unit} x {efficiency:g} reached"
+
+
+def _origin(given: float | None, source: str | None) -> str:
+    return "given on the command line" if given is not None else str(source)

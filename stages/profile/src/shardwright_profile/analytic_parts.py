@@ -1,0 +1,224 @@
+"""What the parts of a layer compute and keep, told from the shapes in the model description alone.
+
+The parts are the description's regions: attention, feed-forward (mlp), lookup, logits. Matrices are those parameters
+that tensor parallelism splits; each but the lookup's multiplies the residual stream of `hidden` features, so that its
+other side is its number of elements over `hidden`. The first matrices of a block are those of its attentions, whose
+sizes the number of heads tells; what is left belongs to the feed-forward part.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.model import EMBEDDING, HEAD, LayerType, Model, Parameter, Region
+
+__all__ = ["Part", "layer_parts"]
+
+_KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15}
+"""Kernels of one forward pass of a part, about as many as an unfused Hugging Face model starts."""
+_ID_BYTES = 8
+_FLOAT32_BYTES = 4
+
+
+class Part(NamedTuple):
+    """One part of a layer; numbers of elements and bytes are those of one sample over all ranks.
+
+    What is kept for the backward pass is counted as Korthikanti et al. (2022) do, of any shape: `inside` is what
+    tensor-parallel ranks share out, `outside` what each holds whole unless the sequence is split.
+    """
+
+    name: str
+    flops: float
+    weights: int
+    """Elements of the matrices."""
+    dense_gradient: int
+    """Elements of a table whose gradient is written whole, however few rows were looked up."""
+    inside: int
+    """Elements kept in the compute format."""
+    inside_bytes: int
+    """Further bytes kept, such as those of the attention scores."""
+    scores: int
+    """Further elements kept of attention scores, where the kernel keeps them."""
+    outside: int
+    """Elements kept in the compute format: what enters the region, and the stream behind it."""
+    outside_bytes: int
+    """Further bytes kept: dropout masks."""
+    result: int
+    """Elements of the stream that leaves: all that is kept of a part that is recomputed."""
+    widest: int
+    """Elements of the largest tensor that ranks share out."""
+    widest_bytes: int
+    """Bytes of the largest float32 tensor beside them."""
+    kernels: int
+
+
+class _Attention(NamedTuple):
+    query_width: int
+    key_width: int
+    queries: int
+    keys: int
+    heads: int
+
+    @property
+    def scores(self) -> int:
+        return self.heads * self.queries * self.keys
+
+
+def layer_parts(model: Model, type_name: str) -> tuple[Part, ...]:
+    """The parts of one layer of a type, in order; together they have the type's floating-point operations.
+
+    Raises BadInput where the description does not say what flows between layers.
+    """
+    if not model.boundary:
+        raise BadInput(f"model {model.name}", "its embedding hands on no tensor", "describe it again")
+    kind, hidden = model.types[type_name], model.boundary[0].features
+    if type_name == EMBEDDING:
+        return tuple(_lookup(model, kind))
+    if type_name == HEAD:
+        return (_logits(model, kind),)
+    attentions = [_attention_of(model, region) for region in kind.regions if region.attention is not None]
+    matrices = [p for p in kind.parameters if p.tp_dim is not None and len(p.shape) > 1 and hidden in p.shape]
+    feed_forward = _without_attention(matrices, hidden, attentions)
+    parts = list(_block(model, kind, hidden, feed_forward))
+    # The description's count of operations holds; the shapes only say how it is shared out.
+    told = sum(part.flops for part in parts)
+    share = kind.forward_flops_per_sample / told if told else 0.0
+    return tuple(part._replace(flops=part.flops * share) for part in parts)
+
+
+def _block(model: Model, kind: LayerType, hidden: int, feed_forward: Sequence[Parameter]) -> Iterator[Part]:
+    regions: Sequence[Region] = kind.regions or (Region(name="mlp", leaves=model.boundary[0].name),)
+    mlps = sum(region.attention is None for region in regions)
+    for region in regions:
+        if region.attention is not None:
+            yield _attention_part(model, region, hidden)
+        else:
+            yield _mlp_part(model, region, hidden, feed_forward, mlps)
+
+
+def _attention_part(model: Model, region: Region, hidden: int) -> Part:
+    """Queries, keys, values and what is projected back: 2 (q + k) features, and the product of both."""
+    a = _attention_of(model, region)
+    stream = _stream(model, region)
+    width = 2 * a.query_width * a.queries + 2 * a.key_width * a.keys
+    drops = bool(region.replays_sum)
+    return Part(
+        name="attention",
+        flops=2.0 * hidden * width + 4.0 * a.queries * a.keys * a.query_width,
+        weights=2 * hidden * (a.query_width + a.key_width),
+        dense_gradient=0,
+        inside=width,
+        inside_bytes=0,
+        scores=(2 if drops else 1) * a.scores,
+        outside=2 * stream,
+        outside_bytes=stream if drops else 0,
+        result=stream,
+        widest=max(a.query_width * a.queries, a.key_width * a.keys),
+        widest_bytes=0,
+        kernels=_KERNELS["attention"],
+    )
+
+
+def _mlp_part(model: Model, region: Region, hidden: int, matrices: Sequence[Parameter], parts: int) -> Part:
+    """Two matrices keep what enters and what leaves the activation function; a gate, the third, its product too."""
+    stream = _stream(model, region)
+    length = stream // hidden
+    weights = sum(p.elements(1) for p in matrices) // parts
+    widths = [p.elements(1) // hidden for p in matrices]
+    widest = max(widths, default=hidden)
+    gated = len(matrices) == 3 * parts
+    drops = bool(region.replays_sum)
+    return Part(
+        name="mlp",
+        flops=2.0 * weights * length,
+        weights=weights,
+        dense_gradient=0,
+        inside=(weights // hidden + (widest if gated else 0)) * length,
+        inside_bytes=0,
+        scores=0,
+        outside=2 * stream,
+        outside_bytes=stream if drops else 0,
+        result=stream,
+        widest=widest * length,
+        widest_bytes=0,
+        kernels=_KERNELS["mlp"],
+    )
+
+
+def _lookup(model: Model, kind: LayerType) -> Iterator[Part]:
+    """One table for every tensor that it hands on; the first writes the gradient of them all."""
+    for number, tensor in enumerate(kind.outputs):
+        size = tensor.sequence_length * tensor.features
+        regions = [region for region in kind.regions if region.leaves == tensor.name]
+        drops = any(region.replays_sum for region in regions)
+        yield Part(
+            name="lookup",
+            flops=kind.forward_flops_per_sample / len(kind.outputs),
+            weights=0,
+            dense_gradient=kind.parameter_count() if number == 0 else 0,
+            inside=0,
+            inside_bytes=0,
+            scores=0,
+            outside=size,
+            outside_bytes=(size if drops else 0) + _ID_BYTES * tensor.sequence_length,
+            result=size,
+            widest=0,
+            widest_bytes=0,
+            kernels=_KERNELS["lookup"],
+        )
+
+
+def _logits(model: Model, kind: LayerType) -> Part:
+    """What the norm hands on, the logits, and their softmax in float32; their own input was counted before."""
+    tensor = model.boundary[-1]
+    names = {name for region in kind.regions for name in region.enters}
+    tensor = next((t for t in model.boundary if t.name in names), tensor)
+    weights = sum(p.elements(1) for p in kind.parameters if len(p.shape) > 1)
+    positions = kind.labels or tensor.sequence_length
+    logits = weights // tensor.features * positions
+    return Part(
+        name="logits",
+        flops=float(kind.forward_flops_per_sample),
+        weights=weights,
+        dense_gradient=0,
+        inside=logits,
+        inside_bytes=_FLOAT32_BYTES * logits,
+        scores=0,
+        outside=positions * tensor.features,
+        outside_bytes=0,
+        result=0,
+        widest=logits,
+        widest_bytes=_FLOAT32_BYTES * logits,
+        kernels=_KERNELS["logits"],
+    )
+
+
+def _without_attention(
+    matrices: Sequence[Parameter], hidden: int, attentions: Sequence[_Attention]
+) -> tuple[Parameter, ...]:
+    """The matrices behind the first that make up the attentions."""
+    wanted = sum(2 * hidden * (a.query_width + a.key_width) for a in attentions)
+    taken = count = 0
+    while count < len(matrices) and taken < wanted:
+        taken += matrices[count].elements(1)
+        count += 1
+    return tuple(matrices[count:])
+
+
+def _attention_of(model: Model, region: Region) -> _Attention:
+    heads = region.attention
+    assert heads is not None
+    lengths = {tensor.name: tensor.sequence_length for tensor in model.boundary}
+    return _Attention(
+        heads.heads * heads.head_features,
+        heads.kv_heads * heads.head_features,
+        lengths[heads.queries],
+        lengths[heads.keys],
+        heads.heads,
+    )
+
+
+def _stream(model: Model, region: Region) -> int:
+    """Elements of the stream that a region adds to."""
+    tensor = next((t for t in model.boundary if t.name == region.leaves), model.boundary[0])
+    return tensor.sequence_length * tensor.features

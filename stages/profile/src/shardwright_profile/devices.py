@@ -1,0 +1,121 @@
+"""The table of devices: what their makers say they can do, what they cost, and who says so."""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.files import Value
+
+__all__ = ["Device", "DeviceTable", "device_lines", "device_named", "read_devices"]
+
+_Rate = Annotated[float, Meta(gt=0)]
+_Text = Annotated[str, Meta(min_length=1)]
+_SOURCED = ("memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "pcie_bytes_per_s", "usd_per_hour")
+
+
+class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kind of device. A figure that nobody confirmed is absent, and each that is there has a source."""
+
+    names: Annotated[tuple[_Text, ...], Meta(min_length=1)]
+    """As its driver gives them."""
+    peaks: dict[Literal["float32", "tf32", "float16", "bfloat16"], _Rate] = {}  # noqa: RUF012 (msgspec copies it)
+    """Dense matrix products by number format, in FLOP/s."""
+    peaks_source: _Text | None = None
+    memory_bytes: Annotated[int, Meta(ge=1)] | None = None
+    memory_bytes_source: _Text | None = None
+    memory_bytes_per_s: _Rate | None = None
+    memory_bytes_per_s_source: _Text | None = None
+    link: Literal["nvlink", "xgmi", "pcie"] = "pcie"
+    """What joins the devices of a node."""
+    link_bytes_per_s: _Rate | None = None
+    """In one direction."""
+    link_bytes_per_s_source: _Text | None = None
+    pcie_bytes_per_s: _Rate | None = None
+    """In one direction."""
+    pcie_bytes_per_s_source: _Text | None = None
+    usd_per_hour: Annotated[float, Meta(ge=0)] | None = None
+    """What one provider asks for one device; indicative."""
+    usd_per_hour_source: _Text | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) is not None for name in _SOURCED} | {"peaks": bool(self.peaks)}
+        for name, there in given.items():
+            if there != (getattr(self, f"{name}_source") is not None):
+                raise ValueError(f"{name} and {name}_source need one another")
+
+
+class DeviceTable(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every known device by its short key."""
+
+    revised: Annotated[str, Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+    """Day on which the table was last changed: the date of what is made from it."""
+    devices: Annotated[dict[_Text, Device], Meta(min_length=1)]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for key, device in self.devices.items():
+            for name in (key, *device.names):
+                if name in seen:
+                    raise ValueError(f"two devices are called {name!r}")
+                seen.add(name)
+
+
+def read_devices(path: Path | None = None) -> DeviceTable:
+    """Read a table of devices, by default the one of this package; BadInput says what is wrong with it."""
+    if path is None:
+        with as_file(files("shardwright_profile") / "devices.toml") as own:
+            return read_devices(own)
+    try:
+        content: Mapping[str, object] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return msgspec.convert(content, DeviceTable)
+    except OSError as error:
+        raise BadInput(path, f"cannot be read ({error.strerror})", "check the path") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(path, f"is no TOML ({error})", "correct the file") from None
+    except msgspec.ValidationError as error:
+        raise BadInput(path, f"is no table of devices ({error})", "see devices.toml of shardwright-profile") from None
+
+
+def device_named(table: DeviceTable, name: str) -> tuple[str, Device]:
+    """A device by its key or a driver's name, with the name that profiles of it carry: the driver's.
+
+    Raises BadInput when the table has none of that name.
+    """
+    if name in table.devices:
+        return table.devices[name].names[0], table.devices[name]
+    for device in table.devices.values():
+        if name in device.names:
+            return name, device
+    known = ", ".join(table.devices)
+    raise BadInput("--device", f"{name!r} is not in the table of devices", f"choose from {known}, or give --devices")
+
+
+def device_lines(table: DeviceTable) -> Iterator[str]:
+    """Each device in lines: its key and names, and each figure with its source."""
+    for key, device in table.devices.items():
+        yield f"{key} ({', '.join(device.names)})"
+        peaks = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in device.peaks.items())
+        figures = (
+            ("matrix products, TFLOP/s", peaks or None, device.peaks_source),
+            ("memory, GiB", _scaled(device.memory_bytes, 2**30), device.memory_bytes_source),
+            ("memory, GB/s", _scaled(device.memory_bytes_per_s, 1e9), device.memory_bytes_per_s_source),
+            (
+                f"{device.link} link one way, GB/s",
+                _scaled(device.link_bytes_per_s, 1e9),
+                device.link_bytes_per_s_source,
+            ),
+            ("PCIe one way, GB/s", _scaled(device.pcie_bytes_per_s, 1e9), device.pcie_bytes_per_s_source),
+            ("USD an hour, indicative", _scaled(device.usd_per_hour, 1), device.usd_per_hour_source),
+        )
+        for what, figure, source in figures:
+            yield f"  {what}: absent" if figure is None else f"  {what}: {figure} [{source}]"
+
+
+def _scaled(value: float | None, unit: float) -> str | None:
+    return None if value is None else f"{value / unit:.4g}"

@@ -1,0 +1,82 @@
+"""The table of devices: complete, sourced, and read strictly."""
+
+import pytest
+
+from shardwright_formats.errors import BadInput
+from shardwright_profile.analytic_rates import Efficiencies, machine_of, rates_of
+from shardwright_profile.devices import device_lines, device_named, read_devices
+
+LISTED = {
+    "A100-40", "A100-80", "A10", "V100-16", "V100-32", "L4", "L40S", "RTX-4090", "H100-PCIe", "H100-SXM", "H200",
+    "B200", "MI300X",
+}  # fmt: skip
+GOOD = 'revised = "2026-01-31"\n[devices.X]\nnames = ["Device X"]\n'
+
+
+def table_in(tmp_path, text):
+    path = tmp_path / "devices.toml"
+    path.write_text(text)
+    return read_devices(path)
+
+
+def test_every_listed_device_is_there_with_what_a_roofline_needs():
+    devices = read_devices().devices
+    assert set(devices) == LISTED
+    for key, device in devices.items():
+        assert {"float32", "float16"} <= set(device.peaks), key
+        assert device.memory_bytes and device.memory_bytes_per_s and device.link_bytes_per_s, key
+        # Shorter formats are not slower, and every figure is of its unit's size.
+        peaks = [device.peaks[name] for name in ("float32", "tf32", "float16", "bfloat16") if name in device.peaks]
+        assert peaks == sorted(peaks) and 1e13 < peaks[0] and peaks[-1] < 1e16, key
+        assert 1e11 < device.memory_bytes_per_s < 1e13 and 1e10 < device.link_bytes_per_s < 1e12, key
+        assert device.link == "pcie" or device.link_bytes_per_s > 1e11, key
+        assert device.usd_per_hour is None or 0.1 < device.usd_per_hour < 20, key
+
+
+def test_each_figure_has_a_source_of_a_year_and_absent_ones_say_so():
+    lines = list(device_lines(read_devices()))
+    figures = [line for line in lines if line.startswith("  ") and not line.endswith(": absent")]
+    assert len(figures) > 5 * len(LISTED)
+    for line in figures:
+        assert line.endswith("]") and "20" in line.split("[")[1], line
+    assert sum(line.endswith("USD an hour, indicative: absent") for line in lines) == 4
+
+
+def test_a_device_is_found_by_its_key_and_by_its_drivers_name():
+    table = read_devices()
+    assert device_named(table, "H100-SXM")[0] == "NVIDIA H100 80GB HBM3"
+    assert device_named(table, "A100-SXM4-40GB") == ("A100-SXM4-40GB", table.devices["A100-40"])
+    with pytest.raises(BadInput, match="'H100' is not in the table of devices"):
+        device_named(table, "H100")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("revised = ", "is no TOML"),
+        (GOOD + "memory_bytes = 5\n", "memory_bytes and memory_bytes_source need one another"),
+        (GOOD + 'link_bytes_per_s_source = "me"\n', "link_bytes_per_s and link_bytes_per_s_source need one another"),
+        (GOOD + "peaks = { float8 = 1e12 }\n", "float8"),
+        (GOOD + "memory_byte_per_s = 1e9\n", "memory_byte_per_s"),
+        (GOOD + 'peaks = { float16 = 0.0 }\npeaks_source = "me"\n', "> 0"),
+        (GOOD + '[devices.Y]\nnames = ["Device X"]\n', "two devices are called 'Device X'"),
+        ('revised = "today"\n[devices.X]\nnames = ["Device X"]\n', "revised"),
+    ],
+)
+def test_a_wrong_table_is_refused(tmp_path, text, problem):
+    with pytest.raises(BadInput, match=problem.replace("(", r"\(")):
+        table_in(tmp_path, text)
+
+
+def test_a_missing_figure_is_asked_for_and_one_given_stands_in_for_the_table(tmp_path):
+    table = table_in(tmp_path, GOOD)
+    with pytest.raises(BadInput, match="no rate for bfloat16 matrix products: give --matrix-tflop-s"):
+        machine_of(rates_of(table, "X", None, 1e12, 1e11), "bfloat16", Efficiencies())
+    with pytest.raises(BadInput, match="no memory bandwidth: give --memory-gbyte-s"):
+        machine_of(rates_of(table, "X", 1e14, None, 1e11), "bfloat16", Efficiencies())
+    with pytest.raises(BadInput, match="no link bandwidth: give --link-gbyte-s"):
+        machine_of(rates_of(table, "X", 1e14, 1e12), "bfloat16", Efficiencies())
+    given = machine_of(rates_of(table, "X", 1e14, 1e12, 1e11), "bfloat16", Efficiencies(0.5, 0.25, 0.1))
+    assert (given.flops_per_s, given.memory_bytes_per_s, given.link.bytes_per_s) == (5e13, 2.5e11, 1e10)
+    own = rates_of(read_devices(), "A100-40", memory_bytes_per_s=1e12)
+    assert own.memory == 1e12 and own.matrix("bfloat16") == 312e12
