@@ -97,11 +97,6 @@ def test_a_missing_combination_is_named_with_its_remedy(make):
         optimizer_time_s(profiles, "block", 2, 1)
 
 
-def test_assumed_numbers_are_told(make):
-    profiles = make.profiles(make.model(), make.cluster(), source="assumed")
-    assert str(layer_cost(profiles, BLOCK, 4).warning).startswith("assumed: block")
-
-
 def test_message_time_follows_the_measured_curve(make):
     profiles = make.profiles(make.model(), make.cluster())
 

@@ -6,6 +6,7 @@ import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from sample_results import a_plan, an_estimate, write_sample_results
 
@@ -75,6 +76,21 @@ def test_text_from_files_cannot_become_markup(results):
     page = report.page([read_search(results, "roomy")], [])
     assert "&lt;beyond&gt;" in page
     assert "<beyond>" not in page
+
+
+def test_numbers_that_nobody_measured_are_marked_where_they_stand(results):
+    before = read_search(results, "roomy")
+    assert "<strong>" not in report.page([before], []) and "predicted step<" in report.page([before], [])
+    seen = "analytic: forward_s of m.h5: nothing was measured: median error 19 %"
+    prediction = msgspec.structs.replace(
+        before.prediction, warnings=(seen, "analytic: messages of h.h5", "absent: optimizer_s: counted as <0>")
+    )
+    page = report.page([before._replace(prediction=prediction)], [])
+    assert "<p><strong>analytic</strong>: forward_s of m.h5: nothing was measured: median error 19 %</p>" in page
+    assert "<p><strong>absent</strong>: optimizer_s: counted as &lt;0&gt;</p>" in page
+    assert page.count("predicted step, analytic, absent") == 1
+    alone = before._replace(prediction=prediction, comparisons=(before.comparisons[0]._replace(measured=None),))
+    assert "roomy: predicted step, analytic, absent, not measured" in report.page([alone], [])
 
 
 def test_the_same_results_give_the_same_page(results):

@@ -49,7 +49,8 @@ def _summary(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> s
         chosen = search.comparisons[0]
         time_s = chosen.estimate.simulated_step_time_s
         if chosen.measured_time_s is None:
-            tiles.append((seconds_text(time_s), f"{search.name}: predicted step, not measured"))
+            words = "".join(f", {kind}" for kind in _marks(search))
+            tiles.append((seconds_text(time_s), f"{search.name}: predicted step{words}, not measured"))
         else:
             words = f"{search.name}: measured step, {ratio_text(time_s, chosen.measured_time_s)} × predicted"
             tiles.append((seconds_text(chosen.measured_time_s), words))
@@ -69,7 +70,7 @@ def _search_section(search: SearchOutcome, colours: StrategyColours) -> str:
     )
     estimate = prediction.estimate
     tiles = [
-        (seconds_text(estimate.simulated_step_time_s), "predicted step"),
+        (seconds_text(estimate.simulated_step_time_s), ", ".join(("predicted step", *_marks(search)))),
         (f"{estimate.samples_per_s:.3g}/s", "samples, predicted"),
         (bytes_text(estimate.memory_bytes), f"memory of {bytes_text(budget)}" if budget else "memory of a rank"),
     ]
@@ -79,6 +80,7 @@ def _search_section(search: SearchOutcome, colours: StrategyColours) -> str:
         (
             f"<h2>Plan: {escape(search.name)}</h2><p class='soft'>{escape(facts)}</p>",
             f"<p>{escape(plan_text(plan))}</p>",
+            "".join(f"<p><strong>{kind}</strong>{escape(words)}</p>" for kind, words in _marks(search).items()),
             '<div class="tiles">' + "".join(_tile(*tile) for tile in tiles) + "</div>",
             _figure("Layers and pipeline stages", draw_plan(plan, colours)),
             _figure("Predicted memory of a rank, by pipeline stage", draw_memory(estimate, budget)),
@@ -87,6 +89,16 @@ def _search_section(search: SearchOutcome, colours: StrategyColours) -> str:
             _beliefs(search),
         )
     )
+
+
+def _marks(search: SearchOutcome) -> dict[str, str]:
+    """What of a prediction nobody measured, by kind: the first warning of each, which says how far that may be off."""
+    found: dict[str, str] = {}
+    for warning in search.prediction.warnings:
+        for kind in ("analytic", "assumed", "absent"):
+            if warning.startswith(f"{kind}: "):
+                found.setdefault(kind, warning.removeprefix(kind))
+    return found
 
 
 def _run_section(run: RunOutcome) -> str:

@@ -22,6 +22,7 @@ from shardwright_search.costs.table import (
     redistribution_cost,
     send_cost,
 )
+from shardwright_search.marks import marks
 from shardwright_search.profiles import Profiles, check_profiles
 from shardwright_search.simulate import Simulation, StageTimes, lower_bound_ps, simulate
 
@@ -113,7 +114,7 @@ def evaluate(plan: Plan, profiles: Profiles) -> Evaluation:
     doubts = {doubt for own in ranges for doubt in own.warnings}
     if plan.model.tied:
         doubts.add("tied weights are counted as separate ones, and adding up their gradients is not priced")
-    return Evaluation(estimate, objective_ps, tuple(sorted(doubts)))
+    return Evaluation(estimate, objective_ps, (*marks(plan, profiles), *sorted(doubts)))
 
 
 def _closed_form_ps(stages: Sequence[_StageCosts], num_microbatches: int, num_chunks: int) -> int:

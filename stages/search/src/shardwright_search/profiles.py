@@ -1,5 +1,6 @@
 """The profiles a plan is priced with, indexed, and the checks that they belong to its model and machine."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,16 @@ from shardwright_formats.model_profile import ModelProfile, ProfileOrigin, read_
 from shardwright_formats.plan import Attention, Precision
 from shardwright_formats.tables import Table
 
-__all__ = ["LayerKey", "LayerPoints", "Profiles", "States", "check_profiles", "index_profiles", "read_profiles"]
+__all__ = [
+    "LayerKey",
+    "LayerPoints",
+    "Profiles",
+    "Sources",
+    "States",
+    "check_profiles",
+    "index_profiles",
+    "read_profiles",
+]
 
 
 class LayerKey(NamedTuple):
@@ -27,6 +37,10 @@ class LayerKey(NamedTuple):
     sequence_length: int
 
 
+Sources = frozenset[tuple[str, str]]
+"""Numbers of a profile by name, each with where it comes from: measured, derived, assumed, analytic or absent."""
+
+
 class LayerPoints(NamedTuple):
     """Measured points of one curve, by ascending micro_batch_size [points]; `values` [points, columns].
 
@@ -35,8 +49,8 @@ class LayerPoints(NamedTuple):
 
     micro_batch_sizes: NDArray[Any]
     values: NDArray[Any]
-    sources: frozenset[str]
-    """Where the numbers come from: measured, derived, assumed or analytic."""
+    sources: Sources
+    """Of the four columns, over all points."""
 
 
 class States(NamedTuple):
@@ -46,6 +60,7 @@ class States(NamedTuple):
     reduction_s: float
     """What reducing their gradients over `reduction_ranks` ranks added to the backward pass."""
     reduction_ranks: int
+    sources: Sources
 
 
 class Profiles(NamedTuple):
@@ -60,6 +75,10 @@ class Profiles(NamedTuple):
     """By (type, tp_size)."""
     process_bytes: int
     step_overhead_s: float
+    sources: Sources
+    """Of these two."""
+    notes: str
+    """Of the model profile, one sentence a line."""
 
 
 def read_profiles(hardware_file: Path, model_file: Path) -> Profiles:
@@ -85,11 +104,14 @@ def index_profiles(
                 float(states["optimizer_s"][row]),
                 float(states["reduction_s"][row]),
                 int(states["reduction_ranks"][row]),
+                _sources(states, row, _STATE_SOURCES),
             )
             for row, name in enumerate(states["type"])
         },
         int(process["process_bytes"][0]),
         float(process["step_overhead_s"][0]),
+        _sources(process, 0, _PROCESS_SOURCES),
+        model_profile.provenance.notes,
     )
 
 
@@ -124,7 +146,18 @@ def check_profiles(
             )
 
 
-_SOURCES = ("forward_source", "backward_source", "activation_source", "transient_source")
+_LAYER_SOURCES = {
+    "forward_s": "forward_source",
+    "backward_s": "backward_source",
+    "activation_bytes": "activation_source",
+    "transient_bytes": "transient_source",
+}
+_STATE_SOURCES = {"optimizer_s": "optimizer_source", "reduction_s": "reduction_source"}
+_PROCESS_SOURCES = {"process_bytes": "process_source", "step_overhead_s": "step_overhead_source"}
+
+
+def _sources(table: Table, row: int, columns: Mapping[str, str]) -> Sources:
+    return frozenset((name, table[source][row].decode()) for name, source in columns.items())
 
 
 def _layer_points(table: Table) -> dict[LayerKey, LayerPoints]:
@@ -138,12 +171,12 @@ def _layer_points(table: Table) -> dict[LayerKey, LayerPoints]:
             int(table["sequence_length"][i]),
         )
         rows.setdefault(key, {})[int(table["micro_batch_size"][i])] = i
-    columns = [table[name] for name in ("forward_s", "backward_s", "activation_bytes", "transient_bytes")]
+    columns = [table[name] for name in _LAYER_SOURCES]
     return {
         key: LayerPoints(
             np.array(sorted(found)),
             np.stack([column[[found[size] for size in sorted(found)]] for column in columns], 1).astype(float),
-            frozenset(table[name][row].decode() for row in found.values() for name in _SOURCES),
+            frozenset().union(*(_sources(table, row, _LAYER_SOURCES) for row in found.values())),
         )
         for key, found in rows.items()
     }

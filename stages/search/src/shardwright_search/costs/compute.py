@@ -39,8 +39,7 @@ def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int) -> Laye
         forward_s, backward_s, held, moment = (
             float(np.interp(micro_batch_size, sizes, column)) for column in points.values.T
         )
-        doubtful = sorted(points.sources - {"measured", "derived"})
-        return LayerCost(forward_s, backward_s, held, moment, f"{doubtful[0]}: {named}" if doubtful else None)
+        return LayerCost(forward_s, backward_s, held, moment, None)
     values = _extended(points, micro_batch_size) if len(sizes) > 1 else [-1.0]
     if min(values[:2]) <= 0:
         raise BadInput(

@@ -1,0 +1,95 @@
+"""A prediction says which of its numbers nobody measured, once for each kind and profile."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwright_formats.plan import PipelineStage, Plan, Schedule
+from shardwright_formats.strategy import LayerStrategy, Strategy
+from shardwright_search.evaluate import evaluate
+from shardwright_search.profiles import index_profiles
+
+SEEN = "analytic, nothing was measured: median error 19 %."
+
+
+@pytest.fixture
+def priced(make):
+    """Prices a plan of two tensor-parallel ranks with profiles that a test has marked."""
+    model, cluster = make.model(), make.cluster()
+    spread = {"tp_size": 2, "dp_size": 1}
+    plan = Plan(
+        name="p", model=model, cluster=cluster, global_batch_size=4, num_microbatches=1,
+        schedule=Schedule.ONE_F_ONE_B, stages=(PipelineStage(ranks=(0, 1), layers=((0, 4),)),),
+        embedding=Strategy(**spread), head=Strategy(**spread),
+        layers=tuple(LayerStrategy(type="block", **spread) for _ in range(4)),
+    )  # fmt: skip
+
+    def warnings(profile=None, hardware=None, notes=""):
+        layers = make.profile(model) if profile is None else profile
+        layers = layers._replace(provenance=layers.provenance._replace(notes=notes))
+        links = make.hardware(cluster) if hardware is None else hardware
+        return evaluate(plan, index_profiles(links, Path("d/h.h5"), layers, Path("d/m.h5"))).warnings
+
+    return warnings
+
+
+def marked(make, table, columns, source, rows=slice(None)):
+    """The usual profile with the sources of some numbers replaced, and 0 for what is absent."""
+    profile = make.profile(make.model())
+    changed = {name: values.copy() for name, values in getattr(profile, table).items()}
+    for number, column in columns.items():
+        changed[column][rows] = source
+        if source == "absent":
+            changed[number][rows] = 0
+    return profile._replace(**{table: changed})
+
+
+def test_measured_profiles_leave_nothing_to_say(priced):
+    assert priced() == ()
+
+
+def test_an_analytic_profile_is_told_in_one_line_with_the_error_that_was_seen(priced, make):
+    (line,) = priced(make.profile(make.model(), source="analytic"), notes=f"made in January\n{SEEN}\nmore")
+    assert line == (
+        "analytic: activation_bytes, backward_s, forward_s, transient_bytes of m.h5: "
+        "nothing was measured: median error 19 %"
+    )
+
+
+def test_assumed_and_analytic_numbers_of_one_profile_have_a_line_each(priced, make):
+    profile = marked(make, "states", {"optimizer_s": "optimizer_source"}, "assumed")
+    layers = make.profile(make.model(), source="analytic").layers
+    assert [line.partition(":")[0] for line in priced(profile._replace(layers=layers))] == ["analytic", "assumed"]
+    assert priced(profile) == ("assumed: optimizer_s of m.h5",)
+
+
+def test_numbers_that_the_plan_does_not_lean_on_are_not_told(priced, make):
+    profile = make.profile(make.model())
+    for name, count in (("tp_size", 1), ("tp_size", 4)):
+        rows = profile.layers[name] == count
+        assert priced(marked(make, "layers", {"forward_s": "forward_source"}, "assumed", rows)) == ()
+    rows = profile.layers["tp_size"] == 2
+    told = priced(marked(make, "layers", {"forward_s": "forward_source"}, "assumed", rows))
+    assert told == ("assumed: forward_s of m.h5",)
+
+
+def test_the_hardware_profile_is_told_too(priced, make):
+    hardware = make.hardware(make.cluster())
+    points = hardware.points | {"source": np.array([b"analytic"] * len(hardware.points["source"]), "S8")}
+    provenance = hardware.provenance._replace(notes="analytic, nothing was measured: median error 23 %.")
+    told = priced(hardware=replace(hardware, points=points, provenance=provenance))
+    assert told == ("analytic: messages of h.h5: nothing was measured: median error 23 %",)
+
+
+def test_what_is_absent_is_told_once_for_each_kind(priced, make):
+    profile = marked(make, "states", {"optimizer_s": "optimizer_source", "reduction_s": "reduction_source"}, "absent")
+    process = {name: values.copy() for name, values in profile.process.items()}
+    process["step_overhead_source"][:], process["step_overhead_s"][:] = "absent", 0
+    process["resident_source"][:], process["resident_bytes"][:] = "absent", 0
+    assert priced(profile._replace(process=process)) == (
+        "absent: optimizer_s: counted as 0",
+        "absent: reduction_s: counted as 0",
+        "absent: step_overhead_s: counted as 0",
+    )
