@@ -245,7 +245,7 @@ def _wait_for_ranks(sweep: _Process, count: int) -> dict[int, int]:
         try:
             if len(ranks := _children(sweep)) == count:
                 return ranks
-        except (StopIteration, FileNotFoundError):
+        except (StopIteration, FileNotFoundError, ProcessLookupError):
             pass  # a rank between fork and exec
         time.sleep(0.05)
     raise AssertionError("the ranks were not started")

@@ -5,7 +5,14 @@ from hypothesis import strategies as st
 
 from shardwright_formats.hardware_profile import Collective, CollectiveKey
 from shardwright_formats.placement import dp_groups, tp_groups
-from shardwright_profile.message_kinds import message_kinds, message_sizes
+from shardwright_profile.message_kinds import (
+    always_sizes,
+    message_kinds,
+    message_sizes,
+    overlap_kinds,
+    overlap_sizes,
+    pair_rounds,
+)
 
 _NODES = st.lists(st.tuples(st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 8])), min_size=1, max_size=2)
 
@@ -64,3 +71,53 @@ def test_message_sizes_grow_fourfold_and_split_evenly_into_float32(group_size, m
     assert all(a < b and abs(b - 4 * a) <= 16 * group_size for a, b in pairwise(sizes))
     assert all(size < max_bytes + 4 * group_size for size in sizes)
     assert all(size > max_bytes / 4 for size in sizes[-1:])
+
+
+@given(_NODES)
+def test_each_rank_has_a_link_to_its_neighbour_in_every_pipeline_and_one_message_at_a_time(make_cluster, nodes):
+    cluster = make_cluster(*nodes)
+    world = cluster.num_devices
+    rounds = pair_rounds(cluster, (1024, 4096))
+    for message_bytes in (1024, 4096):
+        of_size = [r.pairs for r in rounds if r.message_bytes == message_bytes]
+        wanted = [
+            (rank, rank + world // stages)
+            for stages in range(2, world + 1)
+            if world % stages == 0
+            for rank in range(world - world // stages)
+        ]
+        assert sorted(pair for pairs in of_size for pair in pairs) == sorted(wanted)
+        for pairs in of_size:
+            ranks = [rank for pair in pairs for rank in pair]
+            assert len(ranks) == len(set(ranks))
+            assert len({target - source for source, target in pairs}) == 1
+
+
+def test_overlap_is_timed_once_a_group_size_from_the_whole_world_down_and_inside_nodes_where_it_can_be(make_cluster):
+    found = overlap_kinds(message_kinds(make_cluster((2, 4))))
+    assert [(str(key.collective), key.group_size, key.across_nodes) for key, _ in found] == [
+        (collective, size, across)
+        for size, across in ((8, True), (4, False), (2, False))
+        for collective in ("all_gather", "all_reduce", "reduce_scatter")
+    ]
+    assert all(key.consecutive for key, _ in found)
+
+
+def test_overlap_is_timed_at_every_second_size_with_one_mebibyte_among_them():
+    assert overlap_sizes(2, 1024, 64 * 2**20) == (4096, 65536, 2**20, 16 * 2**20)
+    assert overlap_sizes(2, 1024, 65536) == (4096, 65536)
+    assert overlap_sizes(2, 1024, 2048) == (1024,)
+    # Three ranks share whole numbers: the mebibyte is rounded up.
+    assert overlap_sizes(3, 1024, 2**22) == (4104, 65544, 1048584)
+
+
+@given(st.integers(2, 9), st.integers(4, 10**8), st.integers(1, 10**8))
+def test_what_is_always_timed_reaches_one_mebibyte_and_no_further(group_size, min_bytes, max_bytes):
+    sizes = message_sizes(group_size, min_bytes, max_bytes)
+    always = always_sizes(group_size, min_bytes, max_bytes)
+    assert always == sizes[: len(always)]
+    assert all(size < 2**20 for size in always[:-1])
+    assert always == sizes or always[-1] >= 2**20
+    beside = overlap_sizes(group_size, min_bytes, max_bytes)
+    assert set(beside) <= set(sizes)
+    assert bool(beside) == bool(sizes)

@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardwright_formats.hardware_profile import TABLES, Collective
+from shardwright_formats.hardware_profile import TABLES, Collective, write_hardware_profile
 from shardwright_formats.tables import table_of
 from shardwright_profile.assemble import profile_of
 from shardwright_profile.entries import OverlapEntry, PairEntry, PointEntry, RateEntry, StartEntry
 from shardwright_profile.findings import bad_links, findings, slow_ranks, unsettled_points
+from shardwright_profile.show import show_profile
 from shardwright_profile.sweep_job import SweepIdentity
 
 _MIB = 2**20
@@ -144,3 +145,24 @@ def test_every_entry_has_its_row_and_outliers_are_kept_and_marked(made):
         assert {c: getattr(profile, name)[c].dtype for c in columns} == {
             c: np.dtype(spec.dtype) for c, spec in columns.items()
         }
+
+
+def test_show_prints_the_notes_and_what_was_measured_of_links_overlap_and_ranks(made, tmp_path, capsys):
+    overlap = {"compute_ratio": 0.5, "compute_s": 0.25, "message_s": 2.0, "compute_slowdown": 1.125}
+    kind = {"collective": Collective.ALL_REDUCE, "group_size": 4, "message_bytes": 4096}
+    profile, _ = made(
+        RateEntry(name="matrix_flops_per_s", values=(4e12, 4e12, 4e12, 1e12)),
+        _point(1.0),
+        OverlapEntry(**kind, **overlap, message_slowdown=1.75),
+        *_pairs(1, {0: 1e-3, 1: 1e-3, 2: 1.6e-3}),
+    )
+    write_hardware_profile(tmp_path / "h.h5", profile)
+    show_profile(tmp_path / "h.h5")
+    lines = capsys.readouterr().out.splitlines()
+    notes = profile.provenance.notes.splitlines()
+    assert len(notes) == 3
+    assert lines[1:4] == [f"note: {note}" for note in notes]
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    assert ["2", "3", "1 MiB", "1.6 ms", "measured"] in rows
+    assert ["all_reduce", "4", "4 KiB", "250 ms", "2 s", "1.12", "1.75", "measured"] in rows
+    assert ["3", "matrix_flops_per_s", "1e+12", "measured"] in rows

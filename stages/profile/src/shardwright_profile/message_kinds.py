@@ -14,6 +14,7 @@ __all__ = [
     "Groups",
     "MessageKind",
     "PairRound",
+    "always_sizes",
     "message_kinds",
     "message_sizes",
     "overlap_kinds",
@@ -102,10 +103,13 @@ def overlap_kinds(kinds: Sequence[MessageKind]) -> tuple[MessageKind, ...]:
 
 
 def overlap_sizes(group_size: int, min_bytes: int, max_bytes: int) -> tuple[int, ...]:
-    """Ascending sizes that are timed beside a computation: every second one of `message_sizes`, 1 MiB among them."""
+    """Ascending sizes that are timed beside a computation: every second one of `message_sizes`.
+
+    The largest of `always_sizes` is among them; those under 4 KiB are not, unless there are no others.
+    """
     sizes = message_sizes(group_size, min_bytes, max_bytes)
-    always = [size for size in sizes if size <= ALWAYS_BYTES + 4 * group_size] or list(sizes[:1])
-    chosen = [size for number, size in enumerate(sizes) if (number - len(always) + 1) % 2 == 0]
+    always = len(always_sizes(group_size, min_bytes, max_bytes))
+    chosen = [size for number, size in enumerate(sizes, start=1) if (number - always) % 2 == 0]
     return tuple(size for size in chosen if size >= _LEAST_OVERLAP_BYTES) or tuple(chosen[-1:])
 
 
@@ -123,6 +127,12 @@ def pair_rounds(cluster: Cluster, message_bytes: Sequence[int]) -> tuple[PairRou
             if disjoint := tuple(pair for pair in pairs if pair[0] // apart % 2 == parity):
                 rounds.extend(PairRound(disjoint, size) for size in message_bytes)
     return tuple(rounds)
+
+
+def always_sizes(group_size: int, min_bytes: int, max_bytes: int) -> tuple[int, ...]:
+    """The sizes that are timed however short the time budget is: up to the first that reaches 1 MiB."""
+    sizes = message_sizes(group_size, min_bytes, max_bytes)
+    return sizes[: 1 + sum(size < ALWAYS_BYTES for size in sizes)]
 
 
 def _partitions(cluster: Cluster) -> Iterator[tuple[bool, Groups]]:

@@ -11,16 +11,15 @@ from numpy.typing import NDArray
 from shardwright_profile.both import Both, Start, both_clock
 from shardwright_profile.collectives import message_call
 from shardwright_profile.entries import OverlapEntry, PointEntry
-from shardwright_profile.message_kinds import ALWAYS_BYTES, COMPUTE_RATIOS, MessageKind, overlap_sizes
+from shardwright_profile.message_kinds import COMPUTE_RATIOS, MessageKind, always_sizes, overlap_sizes
 from shardwright_profile.session import Session
 from shardwright_profile.timing import WARM_UP_REPEATS, agreed, aligned, gathered, repeated
 
 __all__ = ["CASE_MESSAGES", "overlap_entries"]
 
-CASE_MESSAGES = 1 + sum(ratio + max(1.0, ratio) for ratio in COMPUTE_RATIOS)
-"""How many times a message's own time one case takes that does not slow down: it alone, each computation, and both."""
+CASE_MESSAGES = sum(ratio + 1 + max(1.0, ratio) for ratio in COMPUTE_RATIOS)
+"""How many times a message's own time one repeat of all ratios takes that does not slow down: each alone, and both."""
 
-_SERIES = 1 + 2 * len(COMPUTE_RATIOS)
 _SIDES = {"cpu": (32, 64, 128, 256, 512), "cuda": (256, 512, 1024, 2048, 4096)}
 _DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 _PRODUCTS_IN_MESSAGE = 8
@@ -51,6 +50,7 @@ def overlap_entries(
     identity = session.job.identity
     computations: list[_Computation] = []
     for number, kind in enumerate(kinds):
+        always = always_sizes(kind.key.group_size, identity.min_bytes, identity.max_bytes)
         for message_bytes in overlap_sizes(kind.key.group_size, identity.min_bytes, identity.max_bytes):
             point = session.journal.find("point", *kind.key, message_bytes)
             if not isinstance(point, PointEntry):
@@ -60,10 +60,10 @@ def overlap_entries(
             if len(kept) < len(keys):
                 left_s = (time_s - agreed(perf_counter() - started, session.device)) / (len(kinds) - number)
                 repeats = WARM_UP_REPEATS + session.least_repeats
-                if message_bytes > ALWAYS_BYTES and left_s < CASE_MESSAGES * repeats * float(np.median(point.times_s)):
+                if message_bytes not in always and left_s < CASE_MESSAGES * repeats * float(np.median(point.times_s)):
                     break
                 computations = computations or _computations(clock, session.device)
-                kept = _timed(session, clock, computations, kind, message_bytes, left_s / 2)
+                kept = _timed(session, clock, computations, kind, point, left_s / 2)
             yield kind, kept
 
 
@@ -72,58 +72,60 @@ def _timed(
     clock: Both,
     computations: Sequence[_Computation],
     kind: MessageKind,
-    message_bytes: int,
+    point: PointEntry,
     share_s: float,
 ) -> list[OverlapEntry]:
-    """The message alone, and per length of computation: that alone, and both at once."""
+    """The message beside computations of each length."""
     device = session.device
-    start = message_call(kind, message_bytes, session.process_groups.mine(kind.groups), device, wait=False)
-
-    def medians_s(start: Start | None, computation: _Computation, products: int) -> NDArray[Any]:
-        """Of the computation and of the message on the slowest rank: [2]; of one that is not there 0."""
-
-        def measure(repeats: int) -> NDArray[Any]:
-            return _times(clock, start, computation, products, repeats, device)
-
-        measure(WARM_UP_REPEATS)
-        there = [products > 0, start is not None]
-        times_s = repeated(lambda n: measure(n)[there], share_s / _SERIES, session.most_repeats, device)
-        found = np.zeros(2)
-        found[there] = np.median(times_s, axis=1)
-        return found
-
-    message_s = float(medians_s(start, computations[0], 0)[1])
-    fitting = [c for c in computations if c.time_s * _PRODUCTS_IN_MESSAGE <= message_s]
+    start = message_call(kind, point.message_bytes, session.process_groups.mine(kind.groups), device, wait=False)
+    point_s = float(np.median(point.times_s))
+    fitting = [c for c in computations if c.time_s * _PRODUCTS_IN_MESSAGE <= point_s]
     computation = fitting[-1] if fitting else computations[0]
     entries = []
     for ratio in COMPUTE_RATIOS:
-        products = max(1, round(ratio * message_s / computation.time_s))
-        compute_s = float(medians_s(None, computation, products)[0])
-        both_s = medians_s(start, computation, products)
+        # Alone and at once by turns: what else the machine does meanwhile slows all of them alike.
+        products = max(1, round(ratio * point_s / computation.time_s))
+        turns = _Turns(
+            clock, device, ((None, computation, products), (start, computation, 0), (start, computation, products))
+        )
+        turns.measure(WARM_UP_REPEATS)
+        times_s = repeated(turns.measure, share_s / len(COMPUTE_RATIOS), session.most_repeats, device)
+        compute_s, message_s, slowed_compute_s, slowed_message_s = np.median(times_s, axis=1).tolist()
         entries.append(
             OverlapEntry(
                 collective=kind.key.collective,
                 group_size=kind.key.group_size,
-                message_bytes=message_bytes,
+                message_bytes=point.message_bytes,
                 compute_ratio=ratio,
                 compute_s=compute_s,
                 message_s=message_s,
-                compute_slowdown=float(both_s[0]) / compute_s,
-                message_slowdown=float(both_s[1]) / message_s,
+                compute_slowdown=slowed_compute_s / compute_s,
+                message_slowdown=slowed_message_s / message_s,
             )
         )
     return entries
 
 
-def _times(
-    clock: Both, start: Start | None, computation: _Computation, products: int, repeats: int, device: torch.device
-) -> NDArray[Any]:
-    """Seconds of the computation and of the message on the slowest rank, repeat by repeat: [2, repeats]."""
-    mine = torch.zeros(2, repeats, dtype=torch.float64)
-    for i in range(repeats):
-        aligned(device)
-        mine[:, i] = torch.tensor(clock(start, computation.once, products), dtype=torch.float64)
-    return np.asarray(gathered(mine, device).max(axis=0))
+class _Turns(NamedTuple):
+    """What is timed by turns: a message or None, a computation, and how many products of it."""
+
+    clock: Both
+    device: torch.device
+    turns: Sequence[tuple[Start | None, _Computation, int]]
+
+    def measure(self, repeats: int) -> NDArray[Any]:
+        """Seconds on the slowest rank of each turn's computation and message, of those that have them.
+
+        [series, repeats] float64: turn by turn, the computation before the message.
+        """
+        mine = torch.zeros(len(self.turns), 2, repeats, dtype=torch.float64)
+        for repeat in range(repeats):
+            for turn, (start, computation, products) in enumerate(self.turns):
+                aligned(self.device)
+                times_s = self.clock(start, computation.once, products)
+                mine[turn, :, repeat] = torch.tensor(times_s, dtype=torch.float64)
+        there = np.array([[products > 0, start is not None] for start, _, products in self.turns])
+        return np.asarray(gathered(mine, self.device).max(axis=0)[there])
 
 
 def _computations(clock: Both, device: torch.device) -> list[_Computation]:
@@ -132,7 +134,8 @@ def _computations(clock: Both, device: torch.device) -> list[_Computation]:
     for side in _SIDES[device.type]:
         factor = torch.ones(side, side, dtype=_DTYPES[device.type], device=device)
         untimed = _Computation(factor, torch.empty_like(factor), 0.0)
-        _times(clock, None, untimed, _TRIES, 1, device)
-        times_s = _times(clock, None, untimed, _TRIES, _TRIES, device)
+        turns = _Turns(clock, device, ((None, untimed, _TRIES),))
+        turns.measure(1)
+        times_s = turns.measure(_TRIES)
         made.append(untimed._replace(time_s=float(np.median(times_s[0])) / _TRIES))
     return made

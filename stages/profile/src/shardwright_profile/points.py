@@ -8,7 +8,7 @@ import numpy as np
 from shardwright_formats.hardware_profile import Collective
 from shardwright_profile.collectives import message_call
 from shardwright_profile.entries import PointEntry
-from shardwright_profile.message_kinds import ALWAYS_BYTES, SIZE_STEP, MessageKind, message_sizes
+from shardwright_profile.message_kinds import SIZE_STEP, MessageKind, always_sizes, message_sizes
 from shardwright_profile.session import Session
 from shardwright_profile.timing import WARM_UP_REPEATS, agreed, repeated, timed_repeats
 
@@ -50,17 +50,17 @@ def _done_before(session: Session, kinds: Sequence[MessageKind]) -> int:
 def _of_kind(session: Session, kind: MessageKind, share_s: float) -> Iterator[PointEntry]:
     started = perf_counter()
     sizes = message_sizes(kind.key.group_size, session.job.identity.min_bytes, session.job.identity.max_bytes)
-    expected_s, reached_bytes = 0.0, 0
+    always = always_sizes(kind.key.group_size, session.job.identity.min_bytes, session.job.identity.max_bytes)
+    expected_s = 0.0
     for number, message_bytes in enumerate(sizes):
         entry = session.journal.find("point", *kind.key, message_bytes)
         if not isinstance(entry, PointEntry):
             left_s = share_s - agreed(perf_counter() - started, session.device)
-            if expected_s > left_s and reached_bytes >= ALWAYS_BYTES:
+            if expected_s > left_s and message_bytes not in always:
                 return
             entry = _timed(session, kind, message_bytes, left_s / (len(sizes) - number))
         yield entry
         expected_s = SIZE_STEP * float(np.median(entry.times_s)) * (WARM_UP_REPEATS + session.least_repeats)
-        reached_bytes = message_bytes
 
 
 def _timed(session: Session, kind: MessageKind, message_bytes: int, share_s: float) -> PointEntry:

@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 import h5py
@@ -73,10 +73,16 @@ def _format_of(path: Path) -> object:
 
 
 def _hardware_tables(profile: HardwareProfile) -> tuple[str, Iterator[Printed]]:
-    return (
-        f"hardware profile of cluster {profile.cluster}: device {profile.device}, backend {profile.backend}",
-        iter((_messages(profile), _rates(profile))),
-    )
+    title = f"hardware profile of cluster {profile.cluster}: device {profile.device}, backend {profile.backend}"
+    notes = [f"note: {sentence}" for sentence in profile.provenance.notes.splitlines()]
+    titles = {
+        "pairs": "messages between neighbours in a pipeline",
+        "overlap": "a computation and a message at once, over each alone",
+        "ranks": "rates of every rank's device",
+    }
+    filled = (name for name in titles if len(getattr(profile, name)["source"]))
+    others = (_columns(titles[name], hardware_profile.TABLES[name], getattr(profile, name)) for name in filled)
+    return "\n".join([title, *notes]), chain([_messages(profile), _rates(profile)], others)
 
 
 def _messages(profile: HardwareProfile) -> Printed:

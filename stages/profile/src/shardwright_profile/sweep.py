@@ -15,8 +15,8 @@ from shardwright_profile.message_kinds import (
     ALWAYS_BYTES,
     MessageKind,
     PairRound,
+    always_sizes,
     message_kinds,
-    message_sizes,
     overlap_kinds,
     overlap_sizes,
     pair_rounds,
@@ -107,20 +107,20 @@ def _workload(session: Session, agenda: _Agenda) -> Workload:
     lowest, highest = session.job.identity.min_bytes, session.job.identity.max_bytes
     find = session.journal.find
 
-    def always(kind: MessageKind, sizes: Callable[[int, int, int], tuple[int, ...]]) -> list[int]:
-        found = sizes(kind.key.group_size, lowest, highest)
-        return [size for size in found if size <= ALWAYS_BYTES] or list(found[:1])
+    def always(kind: MessageKind) -> tuple[int, ...]:
+        return always_sizes(kind.key.group_size, lowest, highest)
+
+    def beside(kind: MessageKind) -> tuple[int, ...]:
+        return overlap_sizes(kind.key.group_size, lowest, highest)
 
     return Workload(
-        points=[
-            size for kind in agenda.kinds for size in always(kind, message_sizes) if not find("point", *kind.key, size)
-        ],
+        points=[size for kind in agenda.kinds for size in always(kind) if not find("point", *kind.key, size)],
         pairs=[r.message_bytes for r in agenda.rounds if not find("pair", *r.pairs[0], r.message_bytes)],
         overlap=[
             size
             for kind in agenda.overlapped
-            for size in always(kind, overlap_sizes)
-            if not find("overlap", *kind.key[:2], size, 1.0)
+            for size in beside(kind)
+            if size in always(kind) and not find("overlap", *kind.key[:2], size, 1.0)
         ],
         case_messages=CASE_MESSAGES,
         least_repeats=session.least_repeats,
@@ -131,9 +131,9 @@ def _workload(session: Session, agenda: _Agenda) -> Workload:
 def _calibrated(session: Session, agenda: _Agenda) -> Line:
     """What a message takes by its size: an all_reduce of the largest group, at the smallest size and at 1 MiB."""
     (kind, *_) = (k for k in agenda.overlapped if k.key.collective is Collective.ALL_REDUCE)
-    sizes = message_sizes(kind.key.group_size, session.job.identity.min_bytes, session.job.identity.max_bytes)
+    sizes = always_sizes(kind.key.group_size, session.job.identity.min_bytes, session.job.identity.max_bytes)
     found = []
-    for size in (sizes[0], max(size for size in sizes if size <= ALWAYS_BYTES or size == sizes[0])):
+    for size in (sizes[0], sizes[-1]):
         call = message_call(kind, size, session.process_groups.mine(kind.groups), session.device)
         timed_repeats(call, WARM_UP_REPEATS, session.device)
         found.append((size, float(np.median(timed_repeats(call, WARM_UP_REPEATS, session.device)))))
