@@ -8,6 +8,7 @@ import ast
 import difflib
 import importlib.util
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ Section = Mapping[str, Any]
 
 _GIB = 1024**3
 _OWN_MODEL_KEYS = ("preset", "profile", "sequence_length")
-_MEASURE_KEYS = ("steps", "warmup_steps")
+_MEASURE_KEYS = ("source", "steps", "warmup_steps")
+_ANALYTIC = "analytic"
+_NO_NAME = "(?!)"
 # Said in full: inside a job of Snakemake's plugin, srun finds no SLURM_* variable to take the numbers from.
 _SRUN = "srun --nodes={0} --ntasks={0} --ntasks-per-node=1 --kill-on-bad-exit=1"
 _OPTIONAL_RESOURCES = {"partition": "slurm_partition", "account": "slurm_account", "constraint": "constraint"}
@@ -83,6 +86,16 @@ class Workflow:
         """The profile settings of a model."""
         found: Section = self["profiles"][self["models"][model]["profile"]]
         return found
+
+    def analytic_models(self) -> str:
+        """A regular expression of the models whose profiles are estimated, not measured."""
+        names = (name for name in self["models"] if self.profile_of(name).get("source") == _ANALYTIC)
+        return "|".join(map(re.escape, names)) or _NO_NAME
+
+    def analytic_clusters(self) -> str:
+        """A regular expression of the clusters whose hardware is estimated, not measured."""
+        names = (name for name, cluster in self["clusters"].items() if cluster.get("hardware") == _ANALYTIC)
+        return "|".join(map(re.escape, names)) or _NO_NAME
 
     def profile_json(self, name: str) -> str:
         """The document of profile settings: which strategies and micro-batch sizes are measured."""
@@ -218,6 +231,10 @@ def _check_references(config: Section, file: str) -> None:
     for name, cluster in config["clusters"].items():
         for group in cluster["nodes"]:
             _refer(f"clusters.{name}.nodes", group["node_type"], config["node_types"], "node_types", file)
+        several = sum(group["count"] for group in cluster["nodes"]) > 1
+        if several and cluster.get("hardware") == _ANALYTIC and "inter_node_gbit_s" not in cluster:
+            what = f"clusters.{name}: its hardware is analytic and it has several nodes"
+            raise ConfigurationError(file, what, "give inter_node_gbit_s, what one node sends to others")
     for name, model in config["models"].items():
         _refer(f"models.{name}.profile", model["profile"], config["profiles"], "profiles", file)
     for name, search in config["searches"].items():

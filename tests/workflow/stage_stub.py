@@ -26,7 +26,8 @@ def main() -> None:
     for given, following in pairwise(arguments):
         if given in ("--cluster", "--model", "--hardware", "--profile", "--search", "--settings", "--data"):
             Path(following).stat()
-    out = Path(arguments[arguments.index("--out") + 1])
+    option = "--hardware-out" if "--hardware-out" in arguments else "--out"
+    out = Path(arguments[arguments.index(option) + 1])
     for target, content in _outputs(called, out, arguments).items():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)

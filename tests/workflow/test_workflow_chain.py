@@ -92,6 +92,26 @@ def test_a_new_model_leaves_what_is_there_alone(finished):
     }  # fmt: skip
 
 
+def test_what_is_analytic_is_estimated_and_not_measured(finished):
+    def planned(config):
+        config["profiles"]["cpu"] |= {"source": "analytic", "sequence_lengths": [64]}
+        config["clusters"]["laptop"] |= {"hardware": "analytic", "inter_node_gbit_s": 400}
+
+    finished.configure(planned)
+    done = finished.snakemake("plans")
+    assert done.status == 0, done.output
+    assert {"analytic_hardware", "analytic_profile"} <= set(done.jobs)
+    assert not {"hardware", "probes", "measure", "fit"} & set(done.jobs)
+    calls = [_options(call) for call in _of(finished.calls(), "shardwright-profile analytic")]
+    (hardware,) = [options for options in calls if "--hardware-out" in options]
+    (profile,) = [options for options in calls if "--out" in options]
+    assert (hardware["--hardware-out"], hardware["--inter-node-gbit-s"]) == ("results/hardware/laptop.h5", "400")
+    assert (profile["--out"], profile["--node-type"]) == ("results/profiles/demo@cpu.h5", "cpu")
+    assert profile["--settings"] == "results/settings/cpu.json" and profile["--model"] == "results/models/demo@64.json"
+    finished.configure()
+    assert {"hardware", "probes", "measure", "fit"} <= set(finished.snakemake("plans", "-n").jobs)
+
+
 def test_an_equal_result_reruns_nothing_below_it(finished):
     profile = finished.folder / "results" / "profiles" / "demo@cpu.h5"
     profile.write_bytes(profile.read_bytes())

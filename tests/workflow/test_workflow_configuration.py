@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,11 @@ from shardwright_formats.files import Document
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "config" / "models").glob("*.yaml"))
 DEFAULT = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+
+
+def _without(*keys, **more):
+    """The default profile with some keys left out."""
+    return {key: value for key, value in DEFAULT["profiles"]["cpu"].items() if key not in keys} | more
 
 
 def _load(**changes):
@@ -52,6 +58,13 @@ def _read(text: str, kind: type[Document]):
         ({"clusters__laptop__nodes": [{"node_type": "gpu", "count": 1}]}, "'gpu' is not under node_types"),
         ({"models__demo__preset": "lama-2m"}, "there is no config/models/lama-2m.yaml: did you mean llama-2m?"),
         ({"models__demo__num_hidden_layer": 4}, "num_hidden_layer is no known key: did you mean num_hidden_layers?"),
+        ({"clusters__laptop": {"nodes": DEFAULT["clusters"]["laptop"]["nodes"]}}, "'hardware_time_budget_s' is"),
+        ({"profiles__cpu": _without("steps")}, "profiles.cpu: 'steps' is a required property"),
+        ({"profiles__cpu__source": "guessed"}, "profiles.cpu.source: 'guessed' is not one of"),
+        (
+            {"clusters__laptop": {"nodes": [{"node_type": "cpu", "count": 2}], "hardware": "analytic"}},
+            "clusters.laptop: its hardware is analytic and it has several nodes: give inter_node_gbit_s",
+        ),
         ({"data__stdlib__vocab_size": 4096}, "runs.demo: its data has 4096 tokens, its model's vocabulary 2048"),
     ],
 )  # fmt: skip
@@ -125,6 +138,17 @@ def test_searches_and_profiles_are_documents_that_the_stages_read():
     assert (request.name, request.memory_gib) == ("tight", DEFAULT["searches"]["tight"]["memory_gib"])
     assert request.precision == settings.precision
     assert set(request.recompute) <= set(settings.recompute)
+
+
+def test_what_is_analytic_needs_no_time_to_measure_and_is_told_by_name():
+    assert re.fullmatch(_load().analytic_models(), "demo") is None
+    assert re.fullmatch(_load().analytic_clusters(), "laptop") is None
+    config = _load(
+        profiles__cpu=_without("layers", "steps", "warmup_steps", source="analytic"),
+        clusters__laptop={"nodes": [{"node_type": "cpu", "count": 1}], "hardware": "analytic"},
+    )
+    assert re.fullmatch(config.analytic_models(), "demo") and re.fullmatch(config.analytic_clusters(), "laptop")
+    assert json.loads(config.profile_json("cpu")).keys().isdisjoint({"source", "steps", "layers"})
 
 
 def test_a_search_is_not_touched_by_another_ones_budget():

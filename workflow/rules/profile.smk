@@ -1,4 +1,8 @@
-# What the machines and the models do: measured, never assumed.
+# What the machines and the models do: measured; or estimated where the configuration says `analytic`, and so marked.
+ruleorder: analytic_hardware > hardware
+ruleorder: analytic_profile > fit
+
+
 rule profiles:
     input:
         [
@@ -78,6 +82,66 @@ rule hardware:
     shell:
         "{resources.mpi} shardwright-profile hardware --cluster {input.cluster}"
         " --time-budget {params.time_budget_s} --out {output.hardware} 2> {log}"
+
+
+rule analytic_hardware:
+    input:
+        cluster="results/clusters/{cluster}.json",
+    output:
+        hardware="results/hardware/{cluster}.h5",
+    log:
+        "results/logs/analytic_hardware/{cluster}.log",
+    benchmark:
+        "results/benchmarks/analytic_hardware/{cluster}.tsv"
+    wildcard_constraints:
+        cluster=CONFIG.analytic_clusters(),
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime=10,
+    params:
+        network=lambda wildcards: (
+            f"--inter-node-gbit-s {CONFIG['clusters'][wildcards.cluster]['inter_node_gbit_s']}"
+            if "inter_node_gbit_s" in CONFIG["clusters"][wildcards.cluster]
+            else ""
+        ),
+    message:
+        "estimate what messages cost on {wildcards.cluster}: analytic, not measured"
+    shell:
+        "shardwright-profile analytic --cluster {input.cluster} {params.network}"
+        " --hardware-out {output.hardware} 2> {log}"
+
+
+rule analytic_profile:
+    input:
+        models=lambda wildcards: [
+            f"results/models/{wildcards.model}.json",
+            *(
+                f"results/models/{wildcards.model}@{length}.json"
+                for length in CONFIG.further_lengths(wildcards.model)
+            ),
+        ],
+        cluster="results/clusters/1x{node_type}.json",
+        settings=lambda wildcards: f"results/settings/{CONFIG['models'][wildcards.model]['profile']}.json",
+    output:
+        profile="results/profiles/{model}@{node_type}.h5",
+    log:
+        "results/logs/analytic_profile/{model}@{node_type}.log",
+    benchmark:
+        "results/benchmarks/analytic_profile/{model}@{node_type}.tsv"
+    wildcard_constraints:
+        model=CONFIG.analytic_models(),
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime=10,
+    params:
+        models=lambda wildcards, input: [f"--model {path}" for path in input.models],
+    message:
+        "estimate the profile of {wildcards.model} on {wildcards.node_type}: analytic, not measured"
+    shell:
+        "shardwright-profile analytic {params.models} --settings {input.settings} --cluster {input.cluster}"
+        " --node-type {wildcards.node_type} --out {output.profile} 2> {log}"
 
 
 rule probes:
