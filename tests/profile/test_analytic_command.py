@@ -167,7 +167,10 @@ def test_a_search_can_plan_with_analytic_profiles(written, tmp_path):
     finished = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert finished.returncode == 0, finished.stderr
     warnings = json.loads((tmp_path / "plan.prediction.json").read_text())["warnings"]
-    assert any(warning.startswith("analytic: ") for warning in warnings)
+    said = [(warning.partition(":")[0], name) for warning in warnings for name in ("m.h5", "h.h5") if name in warning]
+    assert said == [("analytic", "m.h5"), ("assumed", "m.h5"), ("analytic", "h.h5")]
+    assert SEEN_ERROR in warnings[0] and SEEN_LINK_ERROR in warnings[2] and "1073741824 bytes" in warnings[1]
+    assert warnings[3:] == ["absent: step_overhead_s: counted as 0"]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ def model_notes(rates: Rates, efficiencies: Efficiencies, compute: str) -> str:
             "Activations are those of Korthikanti et al. (2022), told from the model's own shapes; transients are the "
             "largest tensor of a part with its gradient, and what is replayed.",
             "States: AdamW with two moments in the parameters' format; its step is bound by memory.",
-            f"process_bytes is {PROCESS_BYTES} by assumption; step_overhead_s and resident_bytes are absent.",
+            f"assumed: {PROCESS_BYTES} bytes for CUDA's context, NCCL's buffers and libraries.",
+            "step_overhead_s and resident_bytes are absent.",
         )
     )
 
