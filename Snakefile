@@ -15,6 +15,7 @@ include: "workflow/rules/profile.smk"
 include: "workflow/rules/search.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/report.smk"
+include: "workflow/rules/reference.smk"
 
 
 rule all:

@@ -147,6 +147,9 @@ def _heading(request: GalvatronRequest) -> Iterator[str]:
         )
     if request.micro_batch_sizes:
         yield "Micro-batches that were asked for but not measured are off a line through those measured (derived)."
+    asked = {lengths_of(request.computation, model.sequence_length) for model in request.models}
+    if others := sorted({forward.lengths for forward in request.computation.forwards} - asked):
+        yield f"Times of {len(others)} further lengths are in the file and were not asked for."
     unknown = (*request.computation.unknown, *(request.memory.unknown if request.memory else ()))
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""

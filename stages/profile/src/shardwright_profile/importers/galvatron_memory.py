@@ -82,7 +82,9 @@ def model_memory(memory: Memory, lengths: Lengths, types: int) -> ModelMemory:
                 notes += _disagreements(index, sequence, given, raw)
     ends = {s: memory.ends[(s, lengths)] for s in (False, True) if (s, lengths) in memory.ends}
     if not layers:
-        notes.append(f"{memory.file.name} says nothing of lengths {list(lengths)}: memory is absent.")
+        notes.append(
+            f"{memory.file.name} has neither table nor all raw rows of lengths {list(lengths)}: memory is absent."
+        )
     elif not ends:
         notes.append(f"{memory.file.name} has no table of embedding and head: their memory is absent.")
     return ModelMemory(layers, ends, {s: _measured_tp_sizes(memory, s) for s in (False, True)}, tuple(notes))
