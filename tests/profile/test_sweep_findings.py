@@ -58,8 +58,9 @@ def test_a_rank_under_four_fifths_of_the_median_is_named_with_what_it_is_slow_at
 
 
 def test_a_rank_is_held_against_those_on_its_own_type_of_node(made):
-    rates = RateEntry(name="matrix_flops_per_s", values=(9e12, 9e12, 1e12, 1e12, 1e12))
-    assert slow_ranks(*made(rates, nodes=((1, 2), (1, 3)))) == ()
+    rates = RateEntry(name="matrix_flops_per_s", values=(9e12, 9e12, 9e12, 1e12, 1e12))
+    assert slow_ranks(*made(rates, nodes=((1, 3), (1, 2)))) == ()
+    assert len(slow_ranks(*made(rates, nodes=((1, 5),)))) == 2
 
 
 def test_a_link_is_named_that_takes_half_as_long_again_as_its_like(made):
