@@ -24,7 +24,7 @@ Section = Mapping[str, Any]
 
 _GIB = 1024**3
 _OWN_MODEL_KEYS = ("preset", "profile", "sequence_length")
-_MEASURE_KEYS = ("source", "steps", "warmup_steps")
+_MEASURE_KEYS = ("source", "steps", "warmup_steps", "least_time_s")
 _ANALYTIC = "analytic"
 _NO_NAME = "(?!)"
 # Said in full: inside a job of Snakemake's plugin, srun finds no SLURM_* variable to take the numbers from.

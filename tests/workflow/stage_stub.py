@@ -11,6 +11,7 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
+import sample_results
 from sample_results import write_sample_results
 
 _TOKEN_FILES = ("tokenizer.json", "tokens.bin", "tokens.idx", "data.json")
@@ -26,7 +27,7 @@ def main() -> None:
     for given, following in pairwise(arguments):
         if given in ("--cluster", "--model", "--hardware", "--profile", "--search", "--settings", "--data"):
             Path(following).stat()
-    option = "--hardware-out" if "--hardware-out" in arguments else "--out"
+    option = next(name for name in ("--hardware-out", "--picture", "--out") if name in arguments)
     out = Path(arguments[arguments.index(option) + 1])
     for target, content in _outputs(called, out, arguments).items():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -34,6 +35,8 @@ def main() -> None:
 
 
 def _outputs(called: str, out: Path, arguments: list[str]) -> dict[Path, bytes]:
+    if "results/profiles/" in str(out):
+        return {out: (Path(sample_results.__file__).parents[2] / "formats/examples/model_profile.h5").read_bytes()}
     if called == "shardwright-train prepare":
         return {out / name: name.encode() for name in _TOKEN_FILES}
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +46,7 @@ def _outputs(called: str, out: Path, arguments: list[str]) -> dict[Path, bytes]:
         if called == "shardwright-search plan":
             prediction = (plans / "roomy.prediction.json").read_bytes()
             return {out: (plans / "roomy.json").read_bytes(), out.with_suffix(".prediction.json"): prediction}
-        if called == "shardwright-train measure" and len(arguments) > 7:
+        if called == "shardwright-train measure" and "plans" in arguments[0]:
             return {out: (sample / "measurements" / "plans" / "roomy.json").read_bytes()}
         if called == "shardwright-train run":
             checkpoints = Path(arguments[arguments.index("--checkpoints") + 1])

@@ -72,7 +72,8 @@ def test_another_memory_budget_searches_that_search_alone(finished):
 def test_another_sequence_length_profiles_that_model_again_and_does_all_below(finished):
     finished.configure(lambda config: config["models"]["demo"].update(sequence_length=64))
     assert finished.snakemake("all", "-n").jobs == {
-        "describe": 1, "probes": 1, "measure": 1, "fit": 1, "search": 2, "run": 2, "validate": 2, "report": 1,
+        "describe": 1, "probes": 1, "measure": 1, "fit": 1, "picture": 1, "search": 2, "run": 2, "validate": 2,
+        "report": 1,
     }  # fmt: skip
 
 

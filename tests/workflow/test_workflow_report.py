@@ -1,9 +1,11 @@
 """The report, the summary and the grid, over made-up results."""
 
+import base64
 import csv
 import io
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
@@ -15,6 +17,7 @@ import report
 import summary
 from loss_picture import draw_loss
 from plan_picture import StrategyColours, draw_plan, plan_file
+from profile_section import read_profile
 from results import bytes_text, layers_text, read_run, read_search, seconds_text
 from shardwright_formats.errors import BadInput
 from stage_pictures import draw_memory, draw_timeline
@@ -186,3 +189,17 @@ def test_ticks_start_at_nothing_and_stay_within(largest):
     assert found[0] == 0
     assert 3 <= len(found) <= 7
     assert found[-1] <= largest * (1 + 1e-9)
+
+
+def test_a_profile_is_told_with_its_sources_and_how_well_curves_explain_it(tmp_path):
+    example = Path(__file__).parents[2] / "formats" / "examples" / "model_profile.h5"
+    for name, content in (("profiles/demo@cpu.h5", example.read_bytes()), ("pictures/demo@cpu.svg", b"<svg>&</svg>")):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(content)
+    page = report.page([], [], [read_profile(tmp_path, "demo@cpu")])
+    assert "<h2>Profile: demo@cpu</h2>" in page
+    assert "3 points, absent, measured; 2026-01-31, torch 2.13.0" in page
+    assert "<li>Made up.</li>" in page
+    row = '<tr><td>forward</td><td>line in the micro-batch size</td><td class="number">1</td>'
+    assert row + '<td class="number">1.0%</td><td class="number">2.0%</td><td class="number">3.0%</td></tr>' in page
+    assert f'src="data:image/svg+xml;base64,{base64.b64encode(b"<svg>&</svg>").decode()}"' in page

@@ -36,6 +36,7 @@ localrules:
     write_model_config,
     write_profile_settings,
     write_search,
+    picture,
     all,
     profiles,
     plans,

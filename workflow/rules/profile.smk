@@ -15,6 +15,15 @@ rule profiles:
         ],
 
 
+def described(wildcards):
+    """The descriptions of a model at each length that it is profiled at, its own first."""
+    further = CONFIG.further_lengths(wildcards.model)
+    return [
+        f"results/models/{wildcards.model}.json",
+        *(f"results/models/{wildcards.model}@{length}.json" for length in further),
+    ]
+
+
 rule describe:
     input:
         config="results/models/{model}/config.json",
@@ -114,13 +123,7 @@ rule analytic_hardware:
 
 rule analytic_profile:
     input:
-        models=lambda wildcards: [
-            f"results/models/{wildcards.model}.json",
-            *(
-                f"results/models/{wildcards.model}@{length}.json"
-                for length in CONFIG.further_lengths(wildcards.model)
-            ),
-        ],
+        models=described,
         cluster="results/clusters/1x{node_type}.json",
         settings=lambda wildcards: f"results/settings/{CONFIG['models'][wildcards.model]['profile']}.json",
     output:
@@ -146,13 +149,7 @@ rule analytic_profile:
 
 rule probes:
     input:
-        models=lambda wildcards: [
-            f"results/models/{wildcards.model}.json",
-            *(
-                f"results/models/{wildcards.model}@{length}.json"
-                for length in CONFIG.further_lengths(wildcards.model)
-            ),
-        ],
+        models=described,
         cluster="results/clusters/1x{node_type}.json",
         settings=lambda wildcards: f"results/settings/{CONFIG['models'][wildcards.model]['profile']}.json",
     output:
@@ -195,11 +192,15 @@ rule measure:
         warmup_steps=lambda wildcards: CONFIG.profile_of(wildcards.model)[
             "warmup_steps"
         ],
+        least_time_s=lambda wildcards: CONFIG.profile_of(wildcards.model).get(
+            "least_time_s", 0
+        ),
     message:
         "measure {wildcards.model} on {wildcards.node_type}"
     shell:
         "{resources.mpi} shardwright-train measure {input.probes} --steps {params.steps}"
-        " --warmup-steps {params.warmup_steps} --out {output.measurement} 2> {log}"
+        " --warmup-steps {params.warmup_steps} --least-time-s {params.least_time_s}"
+        " --out {output.measurement} 2> {log}"
 
 
 rule fit:
@@ -219,3 +220,22 @@ rule fit:
         "fit the profile of {wildcards.model} on {wildcards.node_type}"
     shell:
         "shardwright-profile fit --measurements {input.measurement} --out {output.profile} 2> {log}"
+
+
+rule picture:
+    input:
+        profile="results/profiles/{model}@{node_type}.h5",
+    output:
+        picture="results/pictures/{model}@{node_type}.svg",
+    log:
+        "results/logs/picture/{model}@{node_type}.log",
+    benchmark:
+        "results/benchmarks/picture/{model}@{node_type}.tsv"
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime=10,
+    message:
+        "draw the profile of {wildcards.model} on {wildcards.node_type}"
+    shell:
+        "shardwright-profile show {input.profile} --no-tables --picture {output.picture} 2> {log}"

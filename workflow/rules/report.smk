@@ -16,6 +16,11 @@ rule report:
             run=CONFIG["runs"],
             file=["metrics.jsonl", "DONE.json"],
         ),
+        profiles=[
+            f"results/{folder}/{model}@{node_type}.{kind}"
+            for model, node_type in CONFIG.profiled_pairs()
+            for folder, kind in (("profiles", "h5"), ("pictures", "svg"))
+        ],
     output:
         page="results/report.html",
         summary="results/summary.txt",
@@ -31,8 +36,9 @@ rule report:
         scripts=ROOT / "workflow/scripts",
         of="--results results"
         f" --searches {' '.join(CONFIG['searches'])} --runs {' '.join(CONFIG['runs'])}",
+        profiles=" ".join("@".join(pair) for pair in CONFIG.profiled_pairs()),
     message:
         "write the report"
     shell:
-        "( python {params.scripts}/report.py {params.of} --out {output.page}"
+        "( python {params.scripts}/report.py {params.of} --profiles {params.profiles} --out {output.page}"
         " && python {params.scripts}/summary.py {params.of} > {output.summary} ) 2> {log}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from loss_picture import draw_loss
 from plan_picture import StrategyColours, draw_plan, plan_file
+from profile_section import ProfileOutcome, profile_section, read_profile
 from results import (
     Comparison,
     RunOutcome,
@@ -30,11 +31,15 @@ from svg import STYLE
 __all__ = ["main", "page"]
 
 
-def page(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> str:
+def page(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome], profiles: Sequence[ProfileOutcome] = ()) -> str:
     """The whole page."""
     colours = StrategyColours(search.plan for search in searches)
     css = STYLE + (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-    sections = [*(_search_section(search, colours) for search in searches), *(_run_section(run) for run in runs)]
+    sections = [
+        *(_search_section(search, colours) for search in searches),
+        *(_run_section(run) for run in runs),
+        *(profile_section(profile) for profile in profiles),
+    ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -170,19 +175,23 @@ def _tile(value: str, words: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the results and write the page, or the picture of the first search's plan."""
     parser = argparse.ArgumentParser(description="Write one HTML page about searches and runs.")
-    parser.add_argument("--results", type=Path, required=True, help="folder of plans/, measurements/ and runs/")
+    parser.add_argument(
+        "--results", type=Path, required=True, help="folder of plans/, measurements/, runs/, profiles/ and pictures/"
+    )
     parser.add_argument("--searches", nargs="*", default=[], help="names of searches, in the order of the page")
     parser.add_argument("--runs", nargs="*", default=[], help="names of runs")
+    parser.add_argument("--profiles", nargs="*", default=[], help="names of profiles, MODEL@NODE_TYPE")
     parser.add_argument("--out", type=Path, help="the page to write")
     parser.add_argument("--plan-svg", type=Path, help="write the picture of the first search's plan here")
     asked = parser.parse_args(arguments)
     with one_line_errors():
         searches = [read_search(asked.results, name) for name in asked.searches]
         runs = [read_run(asked.results, name) for name in asked.runs]
+        profiles = [read_profile(asked.results, name) for name in asked.profiles]
         if asked.plan_svg is not None and searches:
             write_bytes(asked.plan_svg, plan_file(searches[0].plan).encode())
         if asked.out is not None:
-            write_bytes(asked.out, page(searches, runs).encode())
+            write_bytes(asked.out, page(searches, runs, profiles).encode())
 
 
 if __name__ == "__main__":

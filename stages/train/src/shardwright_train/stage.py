@@ -44,13 +44,12 @@ class Chunk(nn.Module):
         """One microbatch."""
         for element in self.elements:
             if element.kind == HEAD:
-                _mark_both_ways(states, mark, "layers", "head")
-                return element(states, batch, draw)
+                return element(_marked_both_ways(states, mark, "layers", "head"), batch, draw)
             output = element(states, batch, draw)
             assert isinstance(output, tuple)
             states = output
             if element.kind == EMBEDDING:
-                _mark_both_ways(states, mark, "embedding", "layers")
+                states = _marked_both_ways(states, mark, "embedding", "layers")
         return states
 
     def prepare_backward(self, reduce_gradients: bool, last: bool) -> None:
@@ -166,8 +165,16 @@ def _tie_group(site: Site) -> dist.ProcessGroup | None:
     return site.groups.among("ties", members) if site.rank in members else None
 
 
-def _mark_both_ways(states: States, mark: Mark, ended: str, begun: str) -> None:
-    """At the border of two segments: the forward pass ended the one, and its gradient will end the other."""
+def _marked_both_ways(states: States, mark: Mark, ended: str, begun: str) -> States:
+    """At the border of two segments: the forward pass ended the one, and their gradients will end the other.
+
+    Views, because a state may have other uses before the border, and none behind it: the other segment's backward pass
+    is over when the gradients are there that it makes.
+    """
     mark(f"{ended}.forward")
-    if states[0].requires_grad:
-        states[0].register_hook(lambda _grad: mark(f"{begun}.backward"))
+    if not states[0].requires_grad:
+        return states
+    views = tuple(x.view_as(x) for x in states)
+    for view in views:
+        view.register_hook(lambda _grad: mark(f"{begun}.backward"))
+    return views
