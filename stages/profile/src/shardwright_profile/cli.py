@@ -91,6 +91,43 @@ def probes(
 
 
 @app.command()
+def model(
+    folder: Annotated[Path, typer.Argument(help="Folder that holds a Hugging Face config.json.")],
+    name: Annotated[str, typer.Option(help="What the model is called; the profile carries it.")],
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens (or patches) of one sample.")],
+    cluster: Annotated[Path, typer.Option(help="The cluster, JSON (shardwright.cluster).")],
+    node_type: Annotated[str, typer.Option(help="The cluster's node type to measure on: this node, all its devices.")],
+    settings: Annotated[Path, typer.Option(help="What to probe, JSON (shardwright.profile_settings).")],
+    out: Annotated[Path, typer.Option(help="The model profile to write, HDF5.")],
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each probe, at least.")] = 5,
+    warmup_steps: Annotated[int, typer.Option(min=1, help="Steps before the timed ones.")] = 2,
+    least_time_s: Annotated[float, typer.Option(min=0, help="Time of each probe, at least, in seconds.")] = 1.0,
+) -> None:
+    """Profile a model in one go: describe it, write its probes, measure them on this node, and fit.
+
+    Needs shardwright-train. What was measured is kept in OUT.work until the profile is there: started again, the
+    command goes on.
+    """
+    with one_line_errors():
+        from shardwright_profile.one_go import ModelRequest, profile_model
+
+        profile_model(
+            ModelRequest(
+                folder,
+                name,
+                sequence_length,
+                cluster,
+                node_type,
+                settings,
+                steps,
+                warmup_steps,
+                least_time_s,
+                out,
+            )
+        )
+
+
+@app.command()
 def fit(
     measurements: Annotated[
         list[Path], typer.Option(help="What the probes took, JSON (shardwright.measurement); may be repeated.")
@@ -110,12 +147,20 @@ def fit(
 @app.command()
 def show(
     file: Annotated[Path, typer.Argument(help="A hardware profile or a model profile, HDF5.")],
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw points, fits and residuals too, into this file: .svg, .png or .pdf; needs matplotlib."),
+    ] = None,
+    tables: Annotated[bool, typer.Option(help="Whether to print the tables.")] = True,
 ) -> None:
     """Print a profile as tables: times in s, ms or us, memory in KiB, MiB or GiB, bandwidth in MB/s or GB/s."""
     with one_line_errors():
-        from shardwright_profile.show import show_profile
+        from shardwright_profile.show import draw_profile, show_profile
 
-        show_profile(file)
+        if tables:
+            show_profile(file)
+        if picture is not None:
+            draw_profile(file, picture)
 
 
 app.add_typer(import_app, name="import")
