@@ -30,7 +30,7 @@ from shardwright_formats.prediction import Estimate, Prediction, Proof, RunnerUp
 from shardwright_formats.run import RunResult
 from shardwright_formats.schedule import Pass, actions
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_formats.tables import Provenance, table_of
+from shardwright_formats.tables import Column, Provenance, Table, table_of
 
 __all__ = ["write_examples"]
 
@@ -247,47 +247,24 @@ _PROVENANCE = Provenance(date="2026-01-31", versions="torch 2.13.0", notes="Made
 def _hardware_profile() -> HardwareProfile:
     kinds = (("all_reduce", 0, 1024), ("all_reduce", 0, 1048576), ("p2p", 1, 1024))
     points = (
-        {
-            "collective": collective,
-            "group_size": 2,
-            "consecutive": 1,
-            "across_nodes": across_nodes,
-            "message_bytes": message_bytes,
-            "interval": 0.02,
-            "source": "measured",
-        }
+        (collective, 2, 1, across_nodes, message_bytes, 0.02, "measured")
         for collective, across_nodes, message_bytes in kinds
     )
     times_s = ((0.001, 0.0012), (0.01, 0.011), (0.0005, 0.0006))
-    repeats = (
-        {"point": point, "time_s": time_s, "outlier": 0} for point, times in enumerate(times_s) for time_s in times
-    )
-    pair = {"source_rank": 0, "target_rank": 1, "message_bytes": 1024, "time_s": 0.0005, "source": "measured"}
-    overlap = {
-        "collective": "all_reduce",
-        "group_size": 2,
-        "message_bytes": 1048576,
-        "compute_s": 0.01,
-        "message_s": 0.01,
-        "compute_slowdown": 1.5,
-        "message_slowdown": 1.25,
-        "source": "measured",
-    }
-    rate = {"name": "matrix_flops_per_s", "value": 1e10, "source": "measured"}
-    rows: dict[str, Iterable[Mapping[str, object]]] = {
+    rows: dict[str, Iterable[tuple[object, ...]]] = {
         "points": points,
-        "repeats": repeats,
-        "pairs": [pair],
-        "overlap": [overlap],
-        "ranks": [rate | {"rank": rank} for rank in range(2)],
-        "rates": [rate],
+        "repeats": ((point, time_s, 0) for point, times in enumerate(times_s) for time_s in times),
+        "pairs": [(0, 1, 1024, 0.0005, "measured")],
+        "overlap": [("all_reduce", 2, 1048576, 0.01, 0.01, 1.5, 1.25, "measured")],
+        "ranks": [(rank, "matrix_flops_per_s", 1e10, "measured") for rank in range(2)],
+        "rates": [("matrix_flops_per_s", 1e10, "measured")],
     }
     return HardwareProfile(
         cluster="example",
         device="cpu",
         backend="gloo",
         provenance=_PROVENANCE,
-        **{name: table_of(hardware_profile.TABLES[name], found) for name, found in rows.items()},
+        **_tables(hardware_profile.TABLES, rows),
     )
 
 
@@ -301,73 +278,27 @@ def _model_profile(model: Model) -> ModelProfile:
         attention="sdpa",
     )
     types = ("embedding", "block", "head")
-    strategy = {"tp_size": 1, "sequence_parallel": "none", "recompute": "none"}
-    layers = (
-        strategy
-        | {
-            "type": name,
-            "micro_batch_size": 2,
-            "sequence_length": 16,
-            "forward_s": 0.001 * number,
-            "forward_error_s": 0.0001,
-            "forward_source": "measured",
-            "backward_s": 0.002 * number,
-            "backward_error_s": 0.0001,
-            "backward_source": "measured",
-            "activation_bytes": 4096 * number,
-            "activation_source": "measured",
-            "transient_bytes": 0,
-            "transient_source": "absent",
-        }
-        for number, name in enumerate(types, start=1)
-    )
-    states = (
-        {
-            "type": name,
-            "tp_size": 1,
-            "parameter_bytes": 2048,
-            "gradient_bytes": 2048,
-            "optimizer_bytes": 4096,
-            "bytes_source": "measured",
-            "optimizer_s": 0.0001,
-            "optimizer_source": "derived",
-            "reduction_s": 0.0002,
-            "reduction_ranks": 2,
-            "reduction_source": "derived",
-        }
-        for name in types
-    )
-    process = {
-        "process_bytes": 0,
-        "process_source": "measured",
-        "resident_bytes": 1 << 20,
-        "resident_source": "measured",
-        "step_overhead_s": 0.001,
-        "step_overhead_source": "derived",
+    time_s, size = (0.0001, "measured"), (4096, "measured", 0, "absent")
+    rows: dict[str, Iterable[tuple[object, ...]]] = {
+        "layers": (
+            (name, 1, "none", "none", 2, 16, 0.001 * number, *time_s, 0.002 * number, *time_s, *size)
+            for number, name in enumerate(types, start=1)
+        ),
+        "states": ((name, 1, 2048, 2048, 4096, "measured", 0.0001, "derived", 0.0002, 2, "derived") for name in types),
+        "process": [(0, "measured", 1 << 20, "measured", 0.001, "derived")],
+        "fits": [("block", 1, "none", "none", "forward_s", "batch", 0, 16, -1e-4, 1e-3, 0.0, 3, 0.01, 0.02, 3, 0.03)],
     }
-    fit = strategy | {
-        "type": "block",
-        "quantity": "forward_s",
-        "mode": "batch",
-        "micro_batch_size": 0,
-        "sequence_length": 16,
-        "constant": -0.0001,
-        "linear": 0.001,
-        "quadratic": 0.0,
-        "points": 3,
-        "typical_residual": 0.01,
-        "worst_residual": 0.02,
-        "left_out_points": 3,
-        "left_out_error": 0.03,
+    return ModelProfile(origin, _PROVENANCE, **_tables(model_profile.TABLES, rows))
+
+
+def _tables(
+    tables: Mapping[str, Mapping[str, Column]], rows: Mapping[str, Iterable[tuple[object, ...]]]
+) -> dict[str, Table]:
+    """Each row's values in the order of its table's columns."""
+    return {
+        name: table_of(columns, (dict(zip(columns, row, strict=True)) for row in rows[name]))
+        for name, columns in tables.items()
     }
-    rows: dict[str, Iterable[Mapping[str, object]]] = {
-        "layers": layers,
-        "states": states,
-        "process": [process],
-        "fits": [fit],
-    }
-    tables = {name: table_of(columns, rows[name]) for name, columns in model_profile.TABLES.items()}
-    return ModelProfile(origin, _PROVENANCE, **tables)
 
 
 if __name__ == "__main__":
