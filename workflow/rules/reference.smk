@@ -23,7 +23,7 @@ REFERENCE_MODELS = {
 localrules:
     reference,
     reference_sdist,
-    reference_config,
+    write_reference_config,
 
 
 wildcard_constraints:
@@ -112,7 +112,7 @@ rule reference_sdist:
         " && rm {output.folder}/*.tar.gz ) > {log} 2>&1"
 
 
-rule reference_config:
+rule write_reference_config:
     output:
         "results/reference/models/{described}/config.json",
     params:

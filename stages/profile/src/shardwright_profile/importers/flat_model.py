@@ -31,7 +31,7 @@ class FlatType(NamedTuple):
 def parse_type(text: str) -> FlatType:
     """From NAME,LAYERS,POSITIONS,FEATURES,HEADS."""
     name, *numbers = text.split(",")
-    good = len(numbers) == 4 and all(n.isascii() and n.isdigit() and 0 < int(n) < 10**8 for n in numbers)
+    good = len(numbers) == 4 and all(len(n) < 9 and n.isascii() and n.isdigit() and int(n) for n in numbers)
     if not good or not name.isidentifier() or name in (EMBEDDING, HEAD):
         raise BadInput("--type", f"{text!r} is no type", "write NAME,LAYERS,POSITIONS,FEATURES,HEADS")
     return FlatType(name, *map(int, numbers))

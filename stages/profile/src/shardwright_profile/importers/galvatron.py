@@ -76,11 +76,15 @@ def import_galvatron(request: GalvatronRequest) -> ModelProfile:
     lengths = [_length(request, model) for model in request.models]
     notes = list(_heading(request))
     rows: list[LayerRow] = []
+    said_at: dict[str, list[int]] = {}
     for length in lengths:
-        at = f"At sequence_length {length.model.sequence_length}: " if len(lengths) > 1 else ""
         found = [*length.times.notes, *length.memory.notes]
         rows += _rows(length, found)
-        notes += [at + note for note in dict.fromkeys(found)]
+        for note in dict.fromkeys(found):
+            said_at.setdefault(note, []).append(length.model.sequence_length)
+    for note, where in said_at.items():
+        everywhere = len(where) == len(lengths)
+        notes.append(note if everywhere else f"At sequence_length {', '.join(map(str, where))}: {note}")
     origin = ProfileOrigin(
         model=first.name,
         architecture_sha256=first.architecture_sha256,
@@ -252,10 +256,13 @@ def _bytes(held: Activation | None, micro_batch_size: int) -> Sourced:
 
 
 def _left_out(missing: _Missing) -> Iterator[str]:
+    names: dict[tuple[SequenceParallel, Recompute, tuple[int, ...]], list[str]] = {}
     for (name, sequence_parallel, recompute), tp_sizes in missing.items():
+        names.setdefault((sequence_parallel, recompute, tuple(tp_sizes)), []).append(name)
+    for (sequence_parallel, recompute, tp_sizes), found in names.items():
         yield (
-            f"{name} at tp_size {', '.join(map(str, tp_sizes))} with sequence_parallel {sequence_parallel.value},"
-            f" recompute {recompute.value} is left out: its memory is in no table."
+            f"Left out at tp_size {', '.join(map(str, tp_sizes))} with sequence_parallel {sequence_parallel.value},"
+            f" recompute {recompute.value}, because their memory is in no table: {', '.join(found)}."
         )
 
 

@@ -185,7 +185,7 @@ def _positive(file: Path, key: str, value: float) -> float:
 
 def _count(file: Path, text: str) -> int:
     # Checked as text first: a number of a million digits is not worth reading.
-    if len(text) > len(str(_MOST_COUNT)) or int(text) > _MOST_COUNT:
+    if not text.isdecimal() or len(text) > len(str(_MOST_COUNT)) or int(text) > _MOST_COUNT:
         raise BadInput(file, f"a key declares a size of {text[:20]}", "pass a file as Galvatron writes it")
     return int(text)
 

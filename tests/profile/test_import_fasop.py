@@ -1,0 +1,174 @@
+from pathlib import Path
+
+import pytest
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.hardware_profile import Collective, CollectiveKey, read_hardware_profile
+from shardwright_formats.model_profile import read_model_profile
+from shardwright_profile.importers.fasop import FasopRequest, import_fasop, read_fasop_times
+from shardwright_profile.importers.fasop_constants import fasop_hardware, read_fasop_constants
+
+REFERENCE = Path(__file__).parents[2] / "config" / "reference"
+TIMES = REFERENCE / "fasop-layer-times.csv"
+CONSTANTS = REFERENCE / "fasop-constants.json"
+HEADER = "model,gpu,tp_size,kind,layers,forward_s\n"
+
+
+@pytest.fixture
+def profile_of(make_model):
+    def made(fasop_model="gpt2XL", gpu="A100", times=TIMES, layers=("block",), length=1024, sizes=()):
+        model = make_model(layers, sequence_length=length)
+        constants = read_fasop_constants(CONSTANTS)
+        request = (
+            read_fasop_times(times),
+            constants,
+            fasop_model,
+            gpu,
+            model,
+            gpu,
+            2.0,
+            sizes,
+            "float32/float16/float32",
+        )
+        return import_fasop(FasopRequest(*request))
+
+    return made
+
+
+def rows_of(profile):
+    table = profile.layers
+    return {
+        (table["type"][i].decode(), int(table["tp_size"][i]), table["recompute"][i].decode(), int(size)): {
+            name: column[i] for name, column in table.items()
+        }
+        for i, size in enumerate(table["micro_batch_size"])
+    }
+
+
+def test_the_table_has_the_72_figures_of_18_arrays():
+    tables = read_fasop_times(TIMES).tables
+    assert len(tables) == 6
+    assert sum(len(kinds) for kinds in tables.values()) == 72
+    lines = [line.split(",") for line in TIMES.read_text().splitlines() if not line.startswith("#")][1:]
+    lengths = {}
+    for model, gpu, tp_size, _, layers, _ in lines:
+        lengths[(model, gpu, tp_size)] = lengths.get((model, gpu, tp_size), 0) + int(layers)
+    assert {(key[0], length) for key, length in lengths.items()} == {("gpt2XL", 50), ("bert", 26), ("T5", 50)}
+    assert len(lengths) == 18
+
+
+def test_times_are_in_seconds_at_micro_batch_1_with_the_traffic_inside(profile_of):
+    rows = rows_of(profile_of())
+    for tp_size, forward_s in ((1, 0.0016384583333333331), (2, 0.0015983830416666667), (4, 0.001452470833333333)):
+        row = rows[("block", tp_size, "none", 1)]
+        assert (row["forward_s"], row["forward_source"]) == (forward_s, b"measured")
+        assert (row["backward_s"], row["backward_source"]) == (2 * forward_s, b"assumed")
+        assert rows[("block", tp_size, "full", 1)]["backward_s"] == pytest.approx(3 * forward_s)
+    assert rows[("embedding", 4, "none", 1)]["forward_s"] == 0.000749588
+    assert rows[("head", 1, "none", 1)]["forward_s"] == 0.00073
+
+
+def test_what_t5s_last_layers_have_more_than_others_is_the_heads(profile_of):
+    rows = rows_of(profile_of("T5", "A100", layers=("encoder", "decoder"), length=512))
+    head = rows[("head", 1, "none", 1)]
+    assert head["forward_s"] == pytest.approx(0.0011881197 - 0.001170739 + 0.0021149037 - 0.002099025)
+    assert head["forward_source"] == b"derived"
+    assert rows[("embedding", 1, "none", 1)]["forward_s"] == pytest.approx(0.000190997 + 0.000220585)
+    assert rows[("decoder", 1, "none", 1)]["forward_s"] == 0.002099025
+
+
+def test_what_is_not_published_is_absent_and_larger_micro_batches_are_assumed(profile_of):
+    profile = profile_of(sizes=(4,))
+    for name in ("activation_source", "transient_source"):
+        assert set(profile.layers[name]) == {b"absent"}
+    assert set(profile.states["bytes_source"]) == set(profile.process["process_source"]) == {b"absent"}
+    row = rows_of(profile)[("block", 1, "none", 4)]
+    assert (row["forward_s"], row["forward_source"]) == (4 * 0.0016384583333333331, b"assumed")
+    assert "93cb38bb1a88d1e3f58a0dbe1fe2d87f60a77254" in profile.provenance.notes
+
+
+def test_tensor_parallelism_that_slows_a_layer_down_is_named(profile_of):
+    notes = profile_of("bert", "A100", length=512).provenance.notes
+    assert "block takes 1.444 ms at tp_size 1 and 1.64 ms at 2: kept as published." in notes
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "its columns are not"),
+        ("model,gpu\n", "its columns are not"),
+        (HEADER + "m,g,1,transformer,1\n", "line 2 is no row"),
+        (HEADER + "m,g,x,transformer,1,1.0\n", "line 2 is no row"),
+        (HEADER + "m,g,1,transformer,1,nan\n", "line 2 has an impossible number"),
+        (HEADER + "m,g,1,transformer,1,-1\n", "line 2 has an impossible number"),
+        (HEADER + "m,g,0,transformer,1,1\n", "line 2 has an impossible number"),
+        (HEADER + "m,g,1,transformer,1,1e9\n", "line 2 has an impossible number"),
+        (HEADER + "m,g,1,transformer,1,1.0\n" * 2, "line 3 repeats transformer"),
+        (HEADER + "gpt2XL,A100,1,transformer,1,1.0\n", "no embedding of gpt2XL on A100 at tp_size 1"),
+        (HEADER + "gpt2XL,A10,1,transformer,1,1.0\n", "no times of gpt2XL on A100, only of gpt2XL on A10"),
+        ("é", "more than ASCII"),
+    ],
+)
+def test_an_impossible_table_is_one_clear_line(profile_of, tmp_path, text, problem):
+    (tmp_path / "times.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(BadInput, match=problem):
+        profile_of(times=tmp_path / "times.csv")
+
+
+@pytest.mark.parametrize(
+    ("replaced", "problem"),
+    [
+        ({"length": 512}, "timed at sequence_length 1024, not 512"),
+        ({"layers": ("encoder", "decoder")}, "has 1 types of layers, model 'toy' 2"),
+    ],
+)
+def test_another_model_is_refused(profile_of, replaced, problem):
+    with pytest.raises(BadInput, match=problem):
+        profile_of(**replaced)
+
+
+def test_a_bandwidth_is_in_bits_and_divided_as_fasop_divides_it():
+    profile = fasop_hardware(read_fasop_constants(CONSTANTS), "default", "A100", 2, "toys", "A100")
+    mib = 1024**2
+
+    def at(collective, ranks, across):
+        sizes, times_s = profile.curves[CollectiveKey(collective, ranks, True, across)]
+        return times_s[sizes.tolist().index(mib)]
+
+    assert at(Collective.P2P, 2, False) == pytest.approx(mib * 8 / (1840e9 / 3.5))
+    assert at(Collective.P2P, 2, True) == pytest.approx(mib * 8 / (40e9 / 1.05))
+    assert at(Collective.ALL_REDUCE, 4, False) == pytest.approx(2 * 3 / 4 * mib * 8 / (1840e9 / 3.5))
+    assert at(Collective.ALL_GATHER, 8, True) == pytest.approx(7 / 8 * mib * 8 / (40e9 / 1.05))
+    assert set(profile.points["source"]) == {b"derived"}
+    assert CollectiveKey(Collective.ALL_REDUCE, 8, True, False) not in profile.curves
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "not valid JSON"),
+        ("{}", "missing required field"),
+        (CONSTANTS.read_text().replace("3.5", "0"), "Expected `float` > 0"),
+        (CONSTANTS.read_text().replace("3.5", "-1"), "Expected `float` > 0"),
+        (CONSTANTS.read_text().replace("40.0e9", "NaN", 1), "not a finite number"),
+    ],
+)
+def test_impossible_constants_are_one_clear_line(tmp_path, text, problem):
+    (tmp_path / "constants.json").write_text(text)
+    with pytest.raises(BadInput, match=problem):
+        read_fasop_constants(tmp_path / "constants.json")
+
+
+def test_the_commands_write_what_can_be_read(command, tmp_path, make_model):
+    from shardwright_formats.files import write_document
+
+    write_document(tmp_path / "model.json", make_model(sequence_length=1024))
+    of = ("--constants", str(CONSTANTS), "--gpu", "A10", "--device", "A10")
+    model = ("--times", str(TIMES), "--model-name", "gpt2XL", "--model", str(tmp_path / "model.json"))
+    done = command("import", "fasop", *of, *model, "--backward-ratio", "2", "--out", str(tmp_path / "m.h5"))
+    assert done.returncode == 0, done.stderr
+    assert read_model_profile(tmp_path / "m.h5").origin.device == "A10"
+    links = ("--setting", "pareto", "--nodes", "2", "--cluster", "toys", "--out", str(tmp_path / "h.h5"))
+    done = command("import", "fasop-hardware", *of, *links)
+    assert done.returncode == 0, done.stderr
+    assert read_hardware_profile(tmp_path / "h.h5").cluster == "toys"
