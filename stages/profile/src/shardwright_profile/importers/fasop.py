@@ -14,7 +14,7 @@ from shardwright_formats.model_profile import ModelProfile, ProfileOrigin
 from shardwright_formats.strategy import Recompute, SequenceParallel
 from shardwright_formats.tables import Provenance
 from shardwright_profile.importers.fasop_constants import FasopConstants
-from shardwright_profile.importers.rows import ABSENT, LayerRow, Sourced, StateRow, profile_of
+from shardwright_profile.importers.rows import ABSENT, LayerRow, Sourced, StateRow, noted, profile_of
 
 __all__ = ["FasopRequest", "FasopTimes", "import_fasop", "read_fasop_times"]
 
@@ -97,7 +97,7 @@ def import_fasop(request: FasopRequest) -> ModelProfile:
         precision=request.precision,
         attention="auto",
     )
-    provenance = Provenance("unknown", "not published", "\n".join(_notes(request, by_type)))
+    provenance = Provenance("unknown", "not published", noted(_notes(request, by_type)))
     return profile_of(origin, provenance, rows, states)
 
 

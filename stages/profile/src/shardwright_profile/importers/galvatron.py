@@ -15,7 +15,7 @@ from shardwright_profile.importers.galvatron_keys import Computation, Memory
 from shardwright_profile.importers.galvatron_memory import Activation, ModelMemory, model_memory
 from shardwright_profile.importers.galvatron_times import LayerTimes, layer_times, lengths_of
 from shardwright_profile.importers.points import Point, completed
-from shardwright_profile.importers.rows import ABSENT, LayerRow, Sourced, StateRow, profile_of, weaker
+from shardwright_profile.importers.rows import ABSENT, LayerRow, Sourced, StateRow, noted, profile_of, weaker
 from shardwright_profile.importers.traffic import Hardware, LayerTraffic, layer_traffic
 
 __all__ = ["FLAT_FAMILY", "GalvatronRequest", "flat_galvatron_model", "import_galvatron"]
@@ -93,7 +93,7 @@ def import_galvatron(request: GalvatronRequest) -> ModelProfile:
         precision=request.precision,
         attention=request.attention,
     )
-    provenance = Provenance("unknown", "hetu-galvatron 2.4.0 or like it; torch, driver unknown", "\n".join(notes))
+    provenance = Provenance("unknown", "hetu-galvatron 2.4.0 or like it; torch, driver unknown", noted(notes))
     return profile_of(origin, provenance, rows, list(_states(lengths[0])))
 
 
@@ -102,7 +102,7 @@ def flat_galvatron_model(name: str, computation: Computation, memory: Memory, ty
     lengths = lengths_of(computation, types[0].positions)
     found = model_memory(memory, lengths, len(types))
     sizes = [found.parameters_bytes(index) for index in range(len(types))]
-    ends, _ = found.ends_at(1, sequence=False)
+    ends = found.ends_at(1, sequence=False).parameters_bytes
     if ends is None or None in sizes:
         raise BadInput(memory.file, "lacks the sizes of some types", "pass --model in place of --type")
     by_name = {kind.name: size for kind, size in zip(types, sizes, strict=True) if size is not None}
@@ -151,13 +151,15 @@ def _heading(request: GalvatronRequest) -> Iterator[str]:
         )
     if request.micro_batch_sizes:
         yield "Micro-batches that were asked for but not measured are off a line through those measured (derived)."
+    if all(not forward.lengths for forward in request.computation.forwards):
+        yield "The file of times does not say its sequence_length: the model's is taken on trust."
     asked = {lengths_of(request.computation, model.sequence_length) for model in request.models}
     if others := sorted({forward.lengths for forward in request.computation.forwards} - asked):
         yield f"Times of {len(others)} further lengths are in the file and were not asked for."
     unknown = (*request.computation.unknown, *(request.memory.unknown if request.memory else ()))
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-        yield f"Keys that are not understood were passed over: {', '.join(key[:60] for key in unknown[:5])}{more}."
+        yield f"Keys that are not understood were passed over: {', '.join(unknown[:5])}{more}."
 
 
 def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
@@ -187,7 +189,7 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
 def _end_rows(length: _Length, rest: Sequence[Point], missing: _Missing, notes: list[str]) -> Iterator[LayerRow]:
     for name in (EMBEDDING, HEAD):
         for tp_size, sequence_parallel in _spreads(length, name, notes):
-            _, held = length.memory.ends_at(tp_size, sequence_parallel is SequenceParallel.MEGATRON)
+            held = length.memory.ends_at(tp_size, sequence_parallel is SequenceParallel.MEGATRON).activation
             if held is None and tp_size > 1:
                 missing.setdefault((name, sequence_parallel, Recompute.NONE), []).append(tp_size)
                 continue
@@ -259,9 +261,9 @@ def _left_out(missing: _Missing) -> Iterator[str]:
     names: dict[tuple[SequenceParallel, Recompute, tuple[int, ...]], list[str]] = {}
     for (name, sequence_parallel, recompute), tp_sizes in missing.items():
         names.setdefault((sequence_parallel, recompute, tuple(tp_sizes)), []).append(name)
-    for (sequence_parallel, recompute, tp_sizes), found in names.items():
+    for (sequence_parallel, recompute, sizes), found in names.items():
         yield (
-            f"Left out at tp_size {', '.join(map(str, tp_sizes))} with sequence_parallel {sequence_parallel.value},"
+            f"Left out at tp_size {', '.join(map(str, sizes))} with sequence_parallel {sequence_parallel.value},"
             f" recompute {recompute.value}, because their memory is in no table: {', '.join(found)}."
         )
 
@@ -272,8 +274,9 @@ def _states(length: _Length) -> Iterator[StateRow]:
         for index, name in enumerate(_block_types(length.model)):
             whole = length.memory.parameters_bytes(index)
             yield StateRow(name, tp_size, ABSENT if whole is None else Sourced(whole / tp_size, "derived"))
-        ends, _ = length.memory.ends_at(tp_size, sequence=False)
-        if ends is None:
-            ends, _ = length.memory.ends_at(tp_size, sequence=True)
+        ends = ABSENT
+        for share in (length.memory.ends_at(tp_size, sequence) for sequence in (True, False)):
+            if share.parameters_bytes is not None:
+                ends = Sourced(share.parameters_bytes / 2, share.source)
         for name in (EMBEDDING, HEAD):
-            yield StateRow(name, tp_size, ABSENT if ends is None else Sourced(ends / 2, "derived"))
+            yield StateRow(name, tp_size, ends)

@@ -170,7 +170,7 @@ def _matches(file: Path, grammar: re.Pattern[str], notes: list[str]) -> Iterator
         if found := grammar.fullmatch(key):
             yield found, value
         else:
-            unknown.append(key[:60])
+            unknown.append(key)
     if unknown:
         notes.append(f"Keys of {file.name} that are not understood were passed over: {', '.join(unknown[:5])}.")
 

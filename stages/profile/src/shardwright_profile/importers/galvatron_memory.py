@@ -19,6 +19,15 @@ class Activation(NamedTuple):
     source: str
 
 
+class EndsShare(NamedTuple):
+    """Embedding and head together, on one GPU."""
+
+    parameters_bytes: float | None
+    """In float32."""
+    activation: Activation | None
+    source: str
+
+
 class ModelMemory(NamedTuple):
     """What a memory file says of one length."""
 
@@ -53,17 +62,18 @@ class ModelMemory(NamedTuple):
                 return Activation(entry.activations[tp_size] * MIB, "derived" if measured else "assumed")
         return None
 
-    def ends_at(self, tp_size: int, sequence: bool) -> tuple[float | None, Activation | None]:
-        """Bytes of the parameters in float32 and activation of embedding and head together, a sample."""
+    def ends_at(self, tp_size: int, sequence: bool) -> EndsShare:
+        """What the file says of embedding and head at that tp_size of the vocabulary."""
         for table in (sequence, not sequence) if tp_size == 1 else (sequence,):
             if (entry := self.ends.get(table)) is not None:
                 states, held = entry.states.get(tp_size), entry.activations.get(tp_size)
                 source = "derived" if tp_size in self.measured_tp_sizes[table] else "assumed"
-                return (
+                return EndsShare(
                     None if states is None else states * MIB / 4,
                     None if held is None else Activation(held * MIB, source),
+                    source,
                 )
-        return None, None
+        return EndsShare(None, None, "absent")
 
 
 def model_memory(memory: Memory, lengths: Lengths, types: int) -> ModelMemory:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from shardwright_formats.hardware_profile import TABLES, Collective, CollectiveKey, HardwareProfile
 from shardwright_formats.tables import Provenance, table_of
+from shardwright_profile.importers.rows import noted
 
 __all__ = ["MIB", "HardwarePoint", "halves", "hardware_profile", "link_points"]
 
@@ -52,7 +53,7 @@ def hardware_profile(
         cluster=cluster,
         device=device,
         backend="nccl",
-        provenance=Provenance("unknown", "nccl, driver unknown", "\n".join(notes)),
+        provenance=Provenance("unknown", "nccl, driver unknown", noted(notes)),
         points=table_of(TABLES["points"], map(_point, ordered)),
         repeats=table_of(
             TABLES["repeats"], [{"point": i, "time_s": p.time_s, "outlier": 0} for i, p in enumerate(ordered)]

@@ -1,5 +1,6 @@
 """The rows of a model profile that importers write: numbers with their sources, everything else absent."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardwright_formats.model_profile import LAYERS, PROCESS, STATES, ModelProfile, ProfileOrigin
@@ -7,7 +8,7 @@ from shardwright_formats.strategy import Recompute, SequenceParallel
 from shardwright_formats.tables import Provenance, table_of
 from shardwright_profile.curves import fits_table
 
-__all__ = ["ABSENT", "LayerRow", "Sourced", "StateRow", "profile_of", "weaker"]
+__all__ = ["ABSENT", "LayerRow", "Sourced", "StateRow", "noted", "profile_of", "weaker"]
 
 
 class Sourced(NamedTuple):
@@ -18,6 +19,10 @@ class Sourced(NamedTuple):
 
 
 ABSENT = Sourced(0.0, "absent")
+
+_MOST_NOTES = 150
+_MOST_CHARACTERS = 400
+"""Together they stay within what a profile's reader accepts."""
 
 _WEAKNESS = ("measured", "derived", "assumed", "absent")
 
@@ -43,6 +48,14 @@ class StateRow(NamedTuple):
     type: str
     tp_size: int
     parameter_bytes: Sourced
+
+
+def noted(notes: Iterable[str]) -> str:
+    """The notes as a profile keeps them, one sentence a line; a file of defects is not retold whole."""
+    lines = [" ".join(note.split()) for note in notes]
+    cut = [line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..." for line in lines[:_MOST_NOTES]]
+    left = len(lines) - len(cut)
+    return "\n".join([*cut, f"{left} further notes are left out."] if left else cut)
 
 
 def weaker(first: str, second: str) -> str:

@@ -8,7 +8,7 @@ from shardwright_formats.model_profile import read_model_profile
 from shardwright_profile.importers.fasop import FasopRequest, import_fasop, read_fasop_times
 from shardwright_profile.importers.fasop_constants import fasop_hardware, read_fasop_constants
 
-REFERENCE = Path(__file__).parents[2] / "config" / "reference"
+REFERENCE = Path(__file__).parents[3] / "config" / "reference"
 TIMES = REFERENCE / "fasop-layer-times.csv"
 CONSTANTS = REFERENCE / "fasop-constants.json"
 HEADER = "model,gpu,tp_size,kind,layers,forward_s\n"
