@@ -180,6 +180,13 @@ def test_memory_without_a_table_is_recomputed_from_the_raw_rows(request_for, mem
     assert "recomputed from the raw rows" in profile.provenance.notes
 
 
+def test_raw_rows_under_tensor_parallelism_are_of_a_share_of_the_layer(request_for, memory_file, states_of):
+    rows = memory_file["1_1_2"]
+    states = states_of(import_galvatron(request_for(memory={"1_2_2": rows})))
+    # 16 MiB of four parts a layer, on one of 4 GPUs.
+    assert states[("block", 1)]["parameter_bytes"] == 16 * MIB
+
+
 def test_a_table_that_is_not_what_its_raw_rows_give_is_named(request_for, memory_file):
     memory_file["layertype_0"]["32"]["tp_activation_per_bsz_dict"]["1"] = 11.0
     notes = import_galvatron(request_for(memory=memory_file)).provenance.notes
