@@ -55,7 +55,7 @@ def profiles(make_cluster: Callable[..., object], tmp_path_factory: pytest.TempP
     except BadInput as error:
         # On a machine that is busy with other work: what the error says to do.
         assert "measure both with more --steps" in str(error)
-        return _fitted(files, out, 40)
+        return _fitted(files, out, 20)
 
 
 def _fitted(files: list[Path], out: Path, steps: int) -> dict[str, ModelProfile]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -14,7 +15,7 @@ from shardwright_formats.hardware_profile import HardwareProfile
 from shardwright_formats.model_profile import FitMode, ModelProfile
 from shardwright_profile.curves import design_of
 
-__all__ = ["hardware_picture", "model_picture"]
+__all__ = ["hardware_picture", "model_picture", "save_picture"]
 
 _STYLE: Any = {
     "svg.hashsalt": "shardwright",
@@ -98,6 +99,12 @@ def hardware_picture(profile: HardwareProfile) -> Figure:
             axis.set(title=name, xscale="log", yscale="log", xlabel="message, bytes", ylabel="time, ms")
             axis.legend()
     return figure
+
+
+def save_picture(figure: Figure, path: Path, kind: str) -> None:
+    """Write a picture as `svg`, `png` or `pdf`; the same figure gives the same SVG, without date or random names."""
+    with mpl.rc_context(_STYLE):
+        figure.savefig(path, format=kind, metadata={"Date": None} if kind == "svg" else None)
 
 
 def _draw(above: Axes, below: Axes, series: _Series, scale: float, number: int) -> None:

@@ -46,7 +46,7 @@ def draw_profile(path: Path, picture: Path) -> None:
         raise BadInput(picture, "is no kind of picture", "name it .svg, .png or .pdf")
     if importlib.util.find_spec("matplotlib") is None:
         raise BadInput("--picture", "matplotlib is not installed here", "install shardwright-profile[pictures]")
-    from shardwright_profile.pictures import hardware_picture, model_picture
+    from shardwright_profile.pictures import hardware_picture, model_picture, save_picture
 
     match _format_of(path):
         case hardware_profile.FORMAT:
@@ -56,10 +56,7 @@ def draw_profile(path: Path, picture: Path) -> None:
         case other:
             raise BadInput(path, f"format is {other!r}, no profile's", "pass a hardware or a model profile")
     with atomic_path(picture) as temporary:
-        # Neither date nor random names: the same profile gives the same picture.
-        figure.savefig(
-            temporary, format=picture.suffix[1:], metadata={"Date": None} if picture.suffix == ".svg" else None
-        )
+        save_picture(figure, temporary, picture.suffix[1:])
 
 
 def _format_of(path: Path) -> object:
