@@ -27,10 +27,10 @@ from shardwright_formats.hardware_profile import Collective
 from shardwright_formats.model import Model
 from shardwright_formats.plan import Attention, Precision, misfit
 from shardwright_formats.strategy import LayerStrategy, Strategy
-from shardwright_profile.analytic_layers import LayerEstimate, Machine, estimate_layer
-from shardwright_profile.analytic_messages import message_time_s
-from shardwright_profile.analytic_rates import Efficiencies, machine_of, rates_of
-from shardwright_profile.devices import read_devices
+from shardwright_profile.analytic.devices import read_devices
+from shardwright_profile.analytic.layers import LayerEstimate, Machine, estimate_layer
+from shardwright_profile.analytic.messages import message_time_s
+from shardwright_profile.analytic.rates import Efficiencies, machine_of, rates_of
 from shardwright_train.families import family_named
 
 FASOP_MODELS = {

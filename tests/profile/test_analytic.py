@@ -9,9 +9,9 @@ from shardwright_formats.errors import BadInput
 from shardwright_formats.model import BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_formats.plan import Attention, Precision
 from shardwright_formats.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_profile.analytic_layers import KERNEL_START_S, Machine, estimate_layer, optimizer_time_s
-from shardwright_profile.analytic_messages import START_S, Link
-from shardwright_profile.analytic_parts import layer_parts
+from shardwright_profile.analytic.layers import KERNEL_START_S, Machine, estimate_layer, optimizer_time_s
+from shardwright_profile.analytic.messages import START_S, Link
+from shardwright_profile.analytic.parts import layer_parts
 
 HIDDEN, LENGTH, HEADS, VOCABULARY = 64, 32, 8, 256
 TOKENS = HIDDEN * LENGTH

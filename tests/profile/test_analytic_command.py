@@ -16,12 +16,12 @@ from shardwright_formats.hardware_profile import Collective, CollectiveKey, read
 from shardwright_formats.model_profile import read_model_profile
 from shardwright_formats.plan import Precision
 from shardwright_formats.strategy import Recompute, SequenceParallel
-from shardwright_profile.analytic_messages import NETWORK_STEP_S, START_S
-from shardwright_profile.analytic_notes import SEEN_ERROR, SEEN_LINK_ERROR
-from shardwright_profile.analytic_rates import Efficiencies
+from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S
+from shardwright_profile.analytic.notes import SEEN_ERROR, SEEN_LINK_ERROR
+from shardwright_profile.analytic.rates import Efficiencies
 from shardwright_profile.cli import analytic
 from shardwright_profile.message_kinds import message_kinds
-from shardwright_profile.settings import ProfileSettings
+from shardwright_profile.model.settings import ProfileSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "NVIDIA A100-SXM4-80GB"

@@ -3,8 +3,8 @@
 import pytest
 
 from shardwright_formats.errors import BadInput
-from shardwright_profile.analytic_rates import Efficiencies, machine_of, rates_of
-from shardwright_profile.devices import device_lines, device_named, read_devices
+from shardwright_profile.analytic.devices import device_lines, device_named, read_devices
+from shardwright_profile.analytic.rates import Efficiencies, machine_of, rates_of
 
 LISTED = {
     "A100-40", "A100-80", "A10", "V100-16", "V100-32", "L4", "L40S", "RTX-4090", "H100-PCIe", "H100-SXM", "H200",

@@ -17,9 +17,9 @@ from shardwright_formats.model_profile import read_model_profile, write_model_pr
 from shardwright_formats.plan import GradientReduction, Precision
 from shardwright_formats.strategy import Recompute, SequenceParallel
 from shardwright_formats.tables import Table
-from shardwright_profile.fit import fit_profile
-from shardwright_profile.probes import make_probes
-from shardwright_profile.settings import ProfileSettings
+from shardwright_profile.model.fit import fit_profile
+from shardwright_profile.model.probes import make_probes
+from shardwright_profile.model.settings import ProfileSettings
 
 _SECONDS = st.floats(1e-6, 1.0)
 _BYTES = st.integers(0, 10**9)

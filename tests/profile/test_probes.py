@@ -9,8 +9,8 @@ from shardwright_formats.errors import BadInput
 from shardwright_formats.files import read_document, write_document
 from shardwright_formats.plan import Plans
 from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
-from shardwright_profile.probes import make_probes, with_layers
-from shardwright_profile.settings import Grid, ProfileSettings, Range
+from shardwright_profile.model.probes import make_probes, with_layers
+from shardwright_profile.model.settings import Grid, ProfileSettings, Range
 
 
 def _subsets(values: list[Any]) -> st.SearchStrategy[tuple[Any, ...]]:

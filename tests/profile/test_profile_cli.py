@@ -10,7 +10,7 @@ from shardwright_formats.files import read_document, write_document
 from shardwright_formats.measurement import Measurement
 from shardwright_formats.model_profile import read_model_profile
 from shardwright_formats.plan import Plans
-from shardwright_profile.start_sweep import SweepRequest, start_sweep
+from shardwright_profile.sweep.start import SweepRequest, start_sweep
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,9 @@ def test_help_comes_at_once(command):
 
 
 def test_only_the_ranks_of_a_sweep_import_torch():
-    modules = "cli, start_sweep, launch, progress, probes, fit, show, settings, message_kinds"
-    code = f"import sys\nfrom shardwright_profile import {modules}\nassert 'torch' not in sys.modules"
+    parts = {"": "cli, message_kinds, show", ".sweep": "start, launch, progress", ".model": "probes, fit, settings"}
+    imports = "".join(f"from shardwright_profile{part} import {modules}\n" for part, modules in parts.items())
+    code = f"import sys\n{imports}assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

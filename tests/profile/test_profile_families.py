@@ -17,9 +17,9 @@ from shardwright_formats.measurement import Measurement
 from shardwright_formats.model_profile import ModelProfile, read_model_profile
 from shardwright_formats.plan import Plans
 from shardwright_formats.strategy import Recompute, SequenceParallel
-from shardwright_profile.fit import fit_profile
-from shardwright_profile.probes import make_probes
-from shardwright_profile.settings import ProfileSettings
+from shardwright_profile.model.fit import fit_profile
+from shardwright_profile.model.probes import make_probes
+from shardwright_profile.model.settings import ProfileSettings
 from shardwright_profile.show import draw_profile
 
 FAMILIES = ("llama", "gpt2", "bert", "t5", "vit")

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from shardwright_formats.errors import BadInput
-from shardwright_profile.slurm import rendezvous_of_step
+from shardwright_profile.sweep.slurm import rendezvous_of_step
 
 
 def _scontrol(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,11 @@ import pytest
 
 from shardwright_formats.hardware_profile import TABLES, Collective, write_hardware_profile
 from shardwright_formats.tables import table_of
-from shardwright_profile.assemble import profile_of
-from shardwright_profile.entries import OverlapEntry, PairEntry, PointEntry, RateEntry, StartEntry
-from shardwright_profile.findings import bad_links, findings, slow_ranks, unsettled_points
 from shardwright_profile.show import show_profile
-from shardwright_profile.sweep_job import SweepIdentity
+from shardwright_profile.sweep.assemble import profile_of
+from shardwright_profile.sweep.entries import OverlapEntry, PairEntry, PointEntry, RateEntry, StartEntry
+from shardwright_profile.sweep.findings import bad_links, findings, slow_ranks, unsettled_points
+from shardwright_profile.sweep.job import SweepIdentity
 
 _MIB = 2**20
 

@@ -48,7 +48,7 @@ def hardware(
     same command is run again: what it has measured lies in OUT.journal until OUT is written.
     """
     with one_line_errors():
-        from shardwright_profile.start_sweep import SweepRequest, start_sweep
+        from shardwright_profile.sweep.start import SweepRequest, start_sweep
 
         request = SweepRequest(
             cluster, time_budget, min_bytes, max_bytes, nnodes, node_rank, rendezvous, out, max_repeats
@@ -75,8 +75,8 @@ def probes(
         from shardwright_formats.files import read_document, write_document
         from shardwright_formats.model import Model
         from shardwright_formats.plan import Plans
-        from shardwright_profile.probes import make_probes
-        from shardwright_profile.settings import ProfileSettings
+        from shardwright_profile.model.probes import make_probes
+        from shardwright_profile.model.settings import ProfileSettings
 
         made = make_probes(
             [read_document(path, Model) for path in model],
@@ -109,7 +109,7 @@ def model(
     command goes on.
     """
     with one_line_errors():
-        from shardwright_profile.one_go import ModelRequest, profile_model
+        from shardwright_profile.model.one_go import ModelRequest, profile_model
 
         profile_model(
             ModelRequest(
@@ -139,7 +139,7 @@ def fit(
         from shardwright_formats.files import read_document
         from shardwright_formats.measurement import Measurement
         from shardwright_formats.model_profile import write_model_profile
-        from shardwright_profile.fit import fit_profile
+        from shardwright_profile.model.fit import fit_profile
 
         write_model_profile(out, fit_profile([(path, read_document(path, Measurement)) for path in measurements]))
 
@@ -209,8 +209,8 @@ def analytic(
     measured ones. Measured profiles are to be preferred wherever there are devices to measure on.
     """
     with one_line_errors():
-        from shardwright_profile.analytic_rates import Efficiencies
-        from shardwright_profile.analytic_request import AnalyticRequest, write_analytic
+        from shardwright_profile.analytic.rates import Efficiencies
+        from shardwright_profile.analytic.request import AnalyticRequest, write_analytic
 
         write_analytic(
             AnalyticRequest(
@@ -237,7 +237,7 @@ def list_devices(
 ) -> None:
     """List the devices that `analytic` knows, with the source of each figure; prices are indicative."""
     with one_line_errors():
-        from shardwright_profile.devices import device_lines, read_devices
+        from shardwright_profile.analytic.devices import device_lines, read_devices
 
         print("\n".join(device_lines(read_devices(devices))))
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardwright_formats.hardware_profile import HardwareProfile
 from shardwright_formats.model_profile import FitMode, ModelProfile
-from shardwright_profile.curves import design_of
+from shardwright_profile.model.curves import design_of
 
 __all__ = ["hardware_picture", "model_picture", "save_picture"]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from shardwright_formats.model_profile import LAYERS, PROCESS, STATES, ModelProfile, ProfileOrigin
 from shardwright_formats.strategy import Recompute, SequenceParallel
 from shardwright_formats.tables import Provenance, table_of
-from shardwright_profile.curves import fits_table
+from shardwright_profile.model.curves import fits_table
 
 __all__ = ["ABSENT", "LayerRow", "Sourced", "StateRow", "noted", "profile_of", "weaker"]
 

@@ -12,10 +12,10 @@ from shardwright_formats.model_profile import LAYERS as LAYER_COLUMNS
 from shardwright_formats.model_profile import PROCESS, STATES, ModelProfile
 from shardwright_formats.strategy import Recompute
 from shardwright_formats.tables import table_of
-from shardwright_profile.curves import fits_table
-from shardwright_profile.differences import LayerPair, bytes_per_layer, layer_pairs, seconds_per_layer
-from shardwright_profile.fit_states import OptimizerLine, StateRow, fit_optimizer_line, fit_states
-from shardwright_profile.probe_results import LAYERS, Duration, ProbeKey, ProbeResult, SegmentCost, read_probes
+from shardwright_profile.model.curves import fits_table
+from shardwright_profile.model.differences import LayerPair, bytes_per_layer, layer_pairs, seconds_per_layer
+from shardwright_profile.model.fit_states import OptimizerLine, StateRow, fit_optimizer_line, fit_states
+from shardwright_profile.model.probe_results import LAYERS, Duration, ProbeKey, ProbeResult, SegmentCost, read_probes
 
 __all__ = ["fit_profile"]
 

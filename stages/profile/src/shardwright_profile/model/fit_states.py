@@ -6,8 +6,8 @@ from typing import NamedTuple
 from shardwright_formats.errors import BadInput
 from shardwright_formats.model import EMBEDDING, HEAD, Model
 from shardwright_formats.strategy import SequenceParallel
-from shardwright_profile.differences import LayerPair, bytes_per_layer
-from shardwright_profile.probe_results import ProbeResult
+from shardwright_profile.model.differences import LayerPair, bytes_per_layer
+from shardwright_profile.model.probe_results import ProbeResult
 
 __all__ = ["OptimizerLine", "StateRow", "fit_optimizer_line", "fit_states"]
 

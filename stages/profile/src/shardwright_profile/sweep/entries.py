@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from shardwright_formats.files import Value
 from shardwright_formats.hardware_profile import Collective, CollectiveKey
-from shardwright_profile.statistics import median_interval
+from shardwright_profile.sweep.statistics import median_interval
 from shardwright_profile.units import bytes_text, seconds_text
 
 __all__ = ["Entry", "Key", "OverlapEntry", "PairEntry", "PointEntry", "RateEntry", "StartEntry"]

@@ -7,10 +7,6 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_formats.hardware_profile import Collective
-from shardwright_profile.collectives import message_call
-from shardwright_profile.device_rates import rate_entries
-from shardwright_profile.entries import Entry, OverlapEntry, PairEntry
-from shardwright_profile.estimate import Line, Workload, estimate_words, least_s, line_through
 from shardwright_profile.message_kinds import (
     ALWAYS_BYTES,
     MessageKind,
@@ -21,12 +17,16 @@ from shardwright_profile.message_kinds import (
     overlap_sizes,
     pair_rounds,
 )
-from shardwright_profile.overlap import CASE_MESSAGES, overlap_entries
-from shardwright_profile.pairs import pair_entries
-from shardwright_profile.points import point_entries
-from shardwright_profile.session import Session
-from shardwright_profile.sweep_job import Progress, Remark
-from shardwright_profile.timing import WARM_UP_REPEATS, agreed, timed_repeats
+from shardwright_profile.sweep.collectives import message_call
+from shardwright_profile.sweep.device_rates import rate_entries
+from shardwright_profile.sweep.entries import Entry, OverlapEntry, PairEntry
+from shardwright_profile.sweep.estimate import Line, Workload, estimate_words, least_s, line_through
+from shardwright_profile.sweep.job import Progress, Remark
+from shardwright_profile.sweep.overlap import CASE_MESSAGES, overlap_entries
+from shardwright_profile.sweep.pairs import pair_entries
+from shardwright_profile.sweep.points import point_entries
+from shardwright_profile.sweep.session import Session
+from shardwright_profile.sweep.timing import WARM_UP_REPEATS, agreed, timed_repeats
 
 __all__ = ["sweep"]
 

@@ -6,11 +6,11 @@ from time import perf_counter
 import numpy as np
 
 from shardwright_formats.hardware_profile import Collective
-from shardwright_profile.collectives import message_call
-from shardwright_profile.entries import PointEntry
 from shardwright_profile.message_kinds import SIZE_STEP, MessageKind, always_sizes, message_sizes
-from shardwright_profile.session import Session
-from shardwright_profile.timing import WARM_UP_REPEATS, agreed, repeated, timed_repeats
+from shardwright_profile.sweep.collectives import message_call
+from shardwright_profile.sweep.entries import PointEntry
+from shardwright_profile.sweep.session import Session
+from shardwright_profile.sweep.timing import WARM_UP_REPEATS, agreed, repeated, timed_repeats
 
 __all__ = ["point_entries"]
 

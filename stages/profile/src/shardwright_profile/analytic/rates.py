@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 from shardwright_formats.errors import BadInput
-from shardwright_profile.analytic_layers import Machine
-from shardwright_profile.analytic_messages import STEP_S, Link
-from shardwright_profile.devices import Device, DeviceTable, device_named
+from shardwright_profile.analytic.devices import Device, DeviceTable, device_named
+from shardwright_profile.analytic.layers import Machine
+from shardwright_profile.analytic.messages import STEP_S, Link
 
 __all__ = ["Efficiencies", "Rates", "link_of", "machine_of", "rates_of"]
 

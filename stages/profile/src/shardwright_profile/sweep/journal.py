@@ -9,8 +9,8 @@ import msgspec
 
 from shardwright_formats.errors import BadInput
 from shardwright_formats.files import Value, canonical_json
-from shardwright_profile.entries import Entry, Key
-from shardwright_profile.sweep_job import SweepIdentity
+from shardwright_profile.sweep.entries import Entry, Key
+from shardwright_profile.sweep.job import SweepIdentity
 
 __all__ = ["Journal", "Kept", "journal_path", "read_journal"]
 

@@ -9,7 +9,7 @@ from shardwright_formats.errors import BadInput
 from shardwright_formats.model import EMBEDDING, HEAD, Model
 from shardwright_formats.plan import PipelineStage, Plan, Schedule, misfit
 from shardwright_formats.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_profile.settings import ProfileSettings
+from shardwright_profile.model.settings import ProfileSettings
 
 __all__ = ["NUM_MICROBATCHES", "Probes", "block_types", "layer_counts", "make_probes", "with_layers"]
 

@@ -10,10 +10,10 @@ from shardwright_formats.files import read_document
 from shardwright_formats.hardware_profile import HardwareProfile, write_hardware_profile
 from shardwright_formats.model import Model
 from shardwright_formats.model_profile import ModelProfile, write_model_profile
-from shardwright_profile.analytic import hardware_profile, model_profile
-from shardwright_profile.analytic_rates import Efficiencies, Rates, rates_of
-from shardwright_profile.devices import DeviceTable, read_devices
-from shardwright_profile.settings import ProfileSettings
+from shardwright_profile.analytic.devices import DeviceTable, read_devices
+from shardwright_profile.analytic.profile import hardware_profile, model_profile
+from shardwright_profile.analytic.rates import Efficiencies, Rates, rates_of
+from shardwright_profile.model.settings import ProfileSettings
 
 __all__ = ["AnalyticRequest", "write_analytic"]
 

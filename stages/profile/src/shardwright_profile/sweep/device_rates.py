@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from shardwright_profile.entries import RateEntry
-from shardwright_profile.session import Session
-from shardwright_profile.timing import WARM_UP_REPEATS, rank_times
+from shardwright_profile.sweep.entries import RateEntry
+from shardwright_profile.sweep.session import Session
+from shardwright_profile.sweep.timing import WARM_UP_REPEATS, rank_times
 
 __all__ = ["rate_entries"]
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from shardwright_formats.hardware_profile import TABLES, HardwareProfile
 from shardwright_formats.tables import Provenance, table_of
-from shardwright_profile.entries import Entry, OverlapEntry, PairEntry, PointEntry, RateEntry, StartEntry
-from shardwright_profile.findings import findings
-from shardwright_profile.statistics import median_interval, outliers
-from shardwright_profile.sweep_job import SweepIdentity
+from shardwright_profile.sweep.entries import Entry, OverlapEntry, PairEntry, PointEntry, RateEntry, StartEntry
+from shardwright_profile.sweep.findings import findings
+from shardwright_profile.sweep.job import SweepIdentity
+from shardwright_profile.sweep.statistics import median_interval, outliers
 
 __all__ = ["profile_of"]
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_profile.collectives import p2p_call
-from shardwright_profile.entries import PairEntry
 from shardwright_profile.message_kinds import PairRound
-from shardwright_profile.session import Session
-from shardwright_profile.timing import WARM_UP_REPEATS, agreed, rank_times, repeated
+from shardwright_profile.sweep.collectives import p2p_call
+from shardwright_profile.sweep.entries import PairEntry
+from shardwright_profile.sweep.session import Session
+from shardwright_profile.sweep.timing import WARM_UP_REPEATS, agreed, rank_times, repeated
 
 __all__ = ["pair_entries"]
 

@@ -8,7 +8,7 @@ from shardwright_formats.cluster import Cluster
 from shardwright_formats.errors import BadInput
 from shardwright_formats.hardware_profile import TABLES, Collective, HardwareProfile
 from shardwright_formats.tables import Provenance, table_of
-from shardwright_profile.analytic_messages import NETWORK_STEP_S, START_S, Link, moved_bytes, steps
+from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, steps
 from shardwright_profile.message_kinds import MessageKind, message_kinds, message_sizes
 
 __all__ = ["Network", "analytic_hardware", "kind_time_s"]

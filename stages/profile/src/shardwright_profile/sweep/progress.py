@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from shardwright_profile.sweep_job import Progress, Remark
+from shardwright_profile.sweep.job import Progress, Remark
 
 __all__ = ["shown_progress"]
 

@@ -69,7 +69,7 @@ class DeviceTable(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def read_devices(path: Path | None = None) -> DeviceTable:
     """Read a table of devices, by default the one of this package; BadInput says what is wrong with it."""
     if path is None:
-        with as_file(files("shardwright_profile") / "devices.toml") as own:
+        with as_file(files("shardwright_profile.analytic") / "devices.toml") as own:
             return read_devices(own)
     try:
         content: Mapping[str, object] = tomllib.loads(path.read_text(encoding="utf-8"))

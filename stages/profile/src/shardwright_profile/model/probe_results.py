@@ -13,7 +13,7 @@ from shardwright_formats.model_profile import ProfileOrigin
 from shardwright_formats.plan import Attention, GradientReduction, Plan
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
 from shardwright_formats.tables import Provenance
-from shardwright_profile.probes import layer_counts
+from shardwright_profile.model.probes import layer_counts
 
 __all__ = ["LAYERS", "Duration", "ProbeKey", "ProbeResult", "SegmentCost", "read_probes"]
 

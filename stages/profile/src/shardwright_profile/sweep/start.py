@@ -12,15 +12,15 @@ from shardwright_formats.cluster import Cluster
 from shardwright_formats.errors import BadInput, RunFailed
 from shardwright_formats.files import read_document, write_document
 from shardwright_formats.versions import versions_text
-from shardwright_profile.journal import journal_path, read_journal
-from shardwright_profile.launch import run_ranks
-from shardwright_profile.progress import shown_progress
-from shardwright_profile.slurm import rendezvous_of_step
-from shardwright_profile.sweep_job import CPU, SweepIdentity, SweepJob, backend_of
+from shardwright_profile.sweep.job import CPU, SweepIdentity, SweepJob, backend_of
+from shardwright_profile.sweep.journal import journal_path, read_journal
+from shardwright_profile.sweep.launch import run_ranks
+from shardwright_profile.sweep.progress import shown_progress
+from shardwright_profile.sweep.slurm import rendezvous_of_step
 
 __all__ = ["SweepRequest", "start_sweep"]
 
-_WORKER = "shardwright_profile.hardware"
+_WORKER = "shardwright_profile.sweep.hardware"
 
 
 class SweepRequest(NamedTuple):

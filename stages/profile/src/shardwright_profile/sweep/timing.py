@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from shardwright_profile.statistics import LEAST_REPEATS, more_repeats, settled
+from shardwright_profile.sweep.statistics import LEAST_REPEATS, more_repeats, settled
 
 __all__ = ["WARM_UP_REPEATS", "agreed", "aligned", "gathered", "rank_times", "repeated", "synchronise", "timed_repeats"]
 

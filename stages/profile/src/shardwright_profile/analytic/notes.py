@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from shardwright_profile.analytic_layers import KERNEL_START_S
-from shardwright_profile.analytic_messages import NETWORK_STEP_S, START_S, STEP_S
-from shardwright_profile.analytic_rates import Efficiencies, Rates
+from shardwright_profile.analytic.layers import KERNEL_START_S
+from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S, STEP_S
+from shardwright_profile.analytic.rates import Efficiencies, Rates
 
 __all__ = ["PROCESS_BYTES", "SEEN_ERROR", "SEEN_LINK_ERROR", "hardware_notes", "model_notes"]
 

@@ -17,14 +17,14 @@ from shardwright_formats.plan import ELEMENT_BYTES, Precision, misfit
 from shardwright_formats.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_formats.tables import Provenance, table_of
 from shardwright_formats.versions import versions_text
-from shardwright_profile.analytic_hardware import Network, analytic_hardware
-from shardwright_profile.analytic_layers import Machine, estimate_layer, optimizer_time_s
-from shardwright_profile.analytic_messages import Link
-from shardwright_profile.analytic_notes import PROCESS_BYTES, hardware_notes, model_notes
-from shardwright_profile.analytic_rates import Efficiencies, Rates, link_of, machine_of
-from shardwright_profile.curves import fits_table
-from shardwright_profile.probes import block_types
-from shardwright_profile.settings import ProfileSettings
+from shardwright_profile.analytic.hardware import Network, analytic_hardware
+from shardwright_profile.analytic.layers import Machine, estimate_layer, optimizer_time_s
+from shardwright_profile.analytic.messages import Link
+from shardwright_profile.analytic.notes import PROCESS_BYTES, hardware_notes, model_notes
+from shardwright_profile.analytic.rates import Efficiencies, Rates, link_of, machine_of
+from shardwright_profile.model.curves import fits_table
+from shardwright_profile.model.probes import block_types
+from shardwright_profile.model.settings import ProfileSettings
 
 __all__ = ["AnalyticProfile", "hardware_profile", "model_profile"]
 

@@ -1,4 +1,4 @@
-"""One rank of a hardware sweep: `RANK=0 LOCAL_RANK=0 python -m shardwright_profile.hardware JOB.json`.
+"""One rank of a hardware sweep: `RANK=0 LOCAL_RANK=0 python -m shardwright_profile.sweep.hardware JOB.json`.
 
 The launcher starts it and holds its standard input open; when that closes, the launcher is gone and the rank ends too.
 """
@@ -16,14 +16,14 @@ import torch.distributed as dist
 from shardwright_formats.errors import BadInput, one_line_errors
 from shardwright_formats.files import canonical_json, read_document
 from shardwright_formats.hardware_profile import write_hardware_profile
-from shardwright_profile.assemble import profile_of
-from shardwright_profile.entries import Entry, StartEntry
-from shardwright_profile.journal import Journal, Kept, journal_path, read_journal
-from shardwright_profile.process_groups import ProcessGroups
-from shardwright_profile.session import Session
-from shardwright_profile.sweep import sweep
-from shardwright_profile.sweep_job import CPU, Progress, Remark, SweepJob
-from shardwright_profile.timing import agreed
+from shardwright_profile.sweep.assemble import profile_of
+from shardwright_profile.sweep.entries import Entry, StartEntry
+from shardwright_profile.sweep.job import CPU, Progress, Remark, SweepJob
+from shardwright_profile.sweep.journal import Journal, Kept, journal_path, read_journal
+from shardwright_profile.sweep.process_groups import ProcessGroups
+from shardwright_profile.sweep.session import Session
+from shardwright_profile.sweep.sweep import sweep
+from shardwright_profile.sweep.timing import agreed
 
 __all__ = ["main"]
 

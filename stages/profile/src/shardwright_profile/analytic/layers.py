@@ -12,8 +12,8 @@ from shardwright_formats.model import HEAD, LayerType, Model, Region
 from shardwright_formats.placement import Message, loss_messages, region_messages
 from shardwright_formats.plan import ELEMENT_BYTES, Attention, Precision
 from shardwright_formats.strategy import Recompute, SequenceParallel, Strategy
-from shardwright_profile.analytic_messages import Link, messages_time_s
-from shardwright_profile.analytic_parts import Part, layer_parts
+from shardwright_profile.analytic.messages import Link, messages_time_s
+from shardwright_profile.analytic.parts import Part, layer_parts
 
 __all__ = ["KERNEL_START_S", "LayerEstimate", "Machine", "estimate_layer", "optimizer_time_s"]
 

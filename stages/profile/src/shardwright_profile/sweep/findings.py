@@ -7,7 +7,7 @@ import numpy as np
 
 from shardwright_formats.cluster import Cluster
 from shardwright_formats.hardware_profile import HardwareProfile
-from shardwright_profile.statistics import SETTLED
+from shardwright_profile.sweep.statistics import SETTLED
 from shardwright_profile.units import bytes_text, seconds_text
 
 __all__ = ["bad_links", "findings", "slow_ranks", "unsettled_points"]

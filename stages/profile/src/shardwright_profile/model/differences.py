@@ -5,7 +5,7 @@ from math import hypot
 from typing import NamedTuple
 
 from shardwright_formats.errors import BadInput
-from shardwright_profile.probe_results import Duration, ProbeKey, ProbeResult
+from shardwright_profile.model.probe_results import Duration, ProbeKey, ProbeResult
 
 __all__ = ["LayerPair", "bytes_per_layer", "layer_pairs", "seconds_per_layer"]
 

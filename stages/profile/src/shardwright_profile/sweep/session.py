@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 
 from shardwright_formats.cluster import Cluster
-from shardwright_profile.journal import Journal
-from shardwright_profile.process_groups import ProcessGroups
-from shardwright_profile.statistics import LEAST_REPEATS
-from shardwright_profile.sweep_job import SweepJob
+from shardwright_profile.sweep.job import SweepJob
+from shardwright_profile.sweep.journal import Journal
+from shardwright_profile.sweep.process_groups import ProcessGroups
+from shardwright_profile.sweep.statistics import LEAST_REPEATS
 
 __all__ = ["Session"]
 

@@ -13,9 +13,9 @@ from shardwright_formats.measurement import Measurement
 from shardwright_formats.model import Model
 from shardwright_formats.model_profile import write_model_profile
 from shardwright_formats.plan import Plans
-from shardwright_profile.fit import fit_profile
-from shardwright_profile.probes import make_probes
-from shardwright_profile.settings import ProfileSettings
+from shardwright_profile.model.fit import fit_profile
+from shardwright_profile.model.probes import make_probes
+from shardwright_profile.model.settings import ProfileSettings
 
 __all__ = ["ModelRequest", "profile_model"]
 

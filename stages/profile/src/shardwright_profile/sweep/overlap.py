@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardwright_profile.both import Both, Start, both_clock
-from shardwright_profile.collectives import message_call
-from shardwright_profile.entries import OverlapEntry, PointEntry
 from shardwright_profile.message_kinds import COMPUTE_RATIOS, MessageKind, always_sizes, overlap_sizes
-from shardwright_profile.session import Session
-from shardwright_profile.timing import WARM_UP_REPEATS, agreed, aligned, gathered, repeated
+from shardwright_profile.sweep.both import Both, Start, both_clock
+from shardwright_profile.sweep.collectives import message_call
+from shardwright_profile.sweep.entries import OverlapEntry, PointEntry
+from shardwright_profile.sweep.session import Session
+from shardwright_profile.sweep.timing import WARM_UP_REPEATS, agreed, aligned, gathered, repeated
 
 __all__ = ["CASE_MESSAGES", "overlap_entries"]
 

@@ -1,0 +1,1 @@
+"""Profiles estimated from shapes and a table of devices."""

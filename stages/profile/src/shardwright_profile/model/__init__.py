@@ -1,0 +1,1 @@
+"""Model profiles: probes, what they took, and the curves through it."""

@@ -1,0 +1,1 @@
+"""The hardware sweep: what messages and devices do, measured."""
