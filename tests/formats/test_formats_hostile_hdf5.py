@@ -199,6 +199,22 @@ MODEL_CORPUS: dict[str, tuple[Change, str]] = {
         "table layers: sequence_parallel is 'ring'",
     ),
     "negative forward time": (lambda f: _set(f, "layers/forward_s", 0, -1.0), "table layers: forward_s is -1.0"),
+    "a forward time that is no number": (lambda f: _set(f, "layers/forward_s", 0, np.nan), "forward_s is nan in row 0"),
+    "a value that is absent": (
+        lambda f: _set(f, "layers/transient_bytes", 1, 5),
+        "transient_bytes is 5 in row 1, where transient_source says absent",
+    ),
+    "unknown source": (lambda f: _set(f, "layers/forward_source", 0, b"guessed"), "forward_source is 'guessed'"),
+    "a coefficient that is no number": (lambda f: _set(f, "fits/constant", 0, np.inf), "constant is inf in row 0"),
+    "a point twice": (lambda f: _set(f, "layers/type", 0, b"block"), "block, 1, none, none, 16, 2 is there twice"),
+    "activations that shrink": (
+        lambda f: (
+            _set(f, "layers/type", 0, b"block"),
+            _set(f, "layers/micro_batch_size", 0, 4),
+            _set(f, "layers/activation_bytes", 0, 100),
+        ),
+        "block, 1, none, none, 16, 4: activation_bytes fall from 4096 to 100 as the micro-batch grows",
+    ),
     "a hardware profile": (lambda f: f.attrs.modify("format", FORMAT), "not shardwright.model_profile"),
 }
 

@@ -65,13 +65,16 @@ file_texts = st.text(st.characters(exclude_characters="\0", exclude_categories=[
 
 @st.composite
 def model_profiles(draw: st.DrawFn) -> mp.ModelProfile:
+    made = {
+        name: draw(tables(columns, 1 if name == "process" else draw(st.integers(0, 4))))
+        for name, columns in mp.TABLES.items()
+    }
+    # No point is there twice.
+    made["layers"]["type"] = np.array([f"type {row}" for row in range(len(made["layers"]["type"]))], "S32")
     return mp.ModelProfile(
         mp.ProfileOrigin(*(draw(file_texts) for _ in mp.ProfileOrigin._fields)),
         Provenance(*(draw(file_texts) for _ in Provenance._fields)),
-        **{
-            name: draw(tables(columns, 1 if name == "process" else draw(st.integers(0, 4))))
-            for name, columns in mp.TABLES.items()
-        },
+        **made,
     )
 
 

@@ -97,6 +97,7 @@ PROCESS = {
     "step_overhead_s": _sourced("float64", "s a step", "step_overhead_source"),
     "step_overhead_source": _SOURCE,
 }
+_POINT = ("type", "tp_size", "sequence_parallel", "recompute", "sequence_length", "micro_batch_size")
 FITS = {
     "type": Column("S32", "name"),
     "tp_size": Column("int64", "ranks", positive=True),
@@ -164,4 +165,24 @@ def read_model_profile(path: Path) -> ModelProfile:
         tables = {name: read_table(path, file, name, columns) for name, columns in TABLES.items()}
     if (rows := len(tables["process"]["process_bytes"])) != 1:
         raise BadInput(path, f"table process has {rows} rows, not 1", "write the profile again")
+    _check_points(path, tables["layers"])
     return ModelProfile(origin, provenance, **tables)
+
+
+def _check_points(path: Path, layers: Table) -> None:
+    """Refuse a point that is there twice, and activations that shrink as the micro-batch grows."""
+    held: dict[tuple[object, ...], int] = {}
+    rows = sorted(range(len(layers["type"])), key=lambda row: tuple(layers[name][row] for name in _POINT))
+    for row in rows:
+        *curve, size = (layers[name][row] for name in _POINT)
+        where = f"table layers: {', '.join(v.decode() if isinstance(v, bytes) else str(v) for v in (*curve, size))}"
+        if (*curve, size) in held:
+            raise BadInput(path, f"{where} is there twice", "write the profile again")
+        held[*curve, size] = row
+        before = held.get((*curve, None))
+        if before is not None and layers["activation_source"][row] != b"absent":
+            less, more = (int(layers["activation_bytes"][i]) for i in (before, row))
+            if more < less:
+                what = f"{where}: activation_bytes fall from {less} to {more} as the micro-batch grows"
+                raise BadInput(path, what, "measure these points again")
+        held[*curve, None] = row

@@ -14,6 +14,7 @@ from shardwright_formats.strategy import Recompute
 from shardwright_formats.tables import table_of
 from shardwright_profile.model.curves import fits_table
 from shardwright_profile.model.differences import LayerPair, bytes_per_layer, layer_pairs, seconds_per_layer
+from shardwright_profile.model.falls import falling_times
 from shardwright_profile.model.fit_states import OptimizerLine, StateRow, fit_optimizer_line, fit_states
 from shardwright_profile.model.probe_results import LAYERS, Duration, ProbeKey, ProbeResult, SegmentCost, read_probes
 
@@ -41,7 +42,7 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
     layers = table_of(LAYER_COLUMNS, map(_layer, rows))
     return ModelProfile(
         origin=origin,
-        provenance=provenance,
+        provenance=provenance._replace(notes="\n".join(falling_times(layers))),
         layers=layers,
         states=table_of(STATES, map(_state, sorted(fit_states(pairs, line)))),
         process=table_of(PROCESS, [_process(probes, line)]),

@@ -1,0 +1,27 @@
+from pathlib import Path
+
+import numpy as np
+
+from shardwright_formats.model_profile import read_model_profile
+from shardwright_formats.tables import Table
+from shardwright_profile.model.falls import falling_times
+
+
+def _layers(times_s: tuple[float, ...], error_s: float) -> Table:
+    example = read_model_profile(Path(__file__).parents[2] / "formats" / "examples" / "model_profile.h5").layers
+    table = {name: np.repeat(values[1:2], len(times_s)) for name, values in example.items()}
+    changed = {"micro_batch_size": range(1, len(times_s) + 1), "forward_s": times_s, "forward_error_s": [error_s] * 3}
+    return table | {name: np.array(list(values)) for name, values in changed.items()}
+
+
+def test_a_time_that_falls_by_more_than_chance_is_told_in_one_sentence():
+    (told,) = falling_times(_layers((0.010, 0.008, 0.020), 0.0001))
+    assert told == (
+        "not monotone: forward time of block (tp_size 1, sequence_parallel none, recompute none, sequence_length 16)"
+        " falls from 0.01 s to 0.008 s as micro_batch_size grows from 1 to 2"
+    )
+
+
+def test_what_chance_explains_and_what_grows_is_not_told():
+    assert list(falling_times(_layers((0.010, 0.0098, 0.020), 0.0001))) == []
+    assert list(falling_times(_layers((0.010, 0.011, 0.020), 0.0))) == []
