@@ -40,12 +40,14 @@ def gathered_parameters_bytes(kind: LayerType, strategy: Strategy, precision: Pr
 
 
 def gradients_bytes(kind: LayerType, strategy: Strategy, precision: Precision, num_microbatches: int) -> int:
-    """Gradients with deferred reduction: rP under DDP; sP/w when sharded, and rP while microbatches are summed up."""
+    """Gradients with deferred reduction: rP under DDP and while microbatches are summed up; sP/w when sharded.
+
+    In the last backward pass reduced gradients take the place of unreduced ones layer by layer.
+    """
     whole = element_bytes(precision.reduce) * kind.parameter_count(strategy.tp_size)
     if strategy.data_parallel is DataParallel.DDP or _as_stored(strategy, precision):
         return whole
-    shard = element_bytes(precision.parameters) * _held_elements(kind, strategy)
-    return shard + (whole if num_microbatches > 1 else 0)
+    return whole if num_microbatches > 1 else element_bytes(precision.parameters) * _held_elements(kind, strategy)
 
 
 def optimizer_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
@@ -61,12 +63,11 @@ def transient_gather_bytes(kind: LayerType, strategy: Strategy, precision: Preci
 
 
 def transient_gradients_bytes(kind: LayerType, strategy: Strategy, precision: Precision, num_microbatches: int) -> int:
-    """The unsharded gradients rP of a sharded layer while they wait for their reduction, if there is one microbatch.
-
-    With several they are held all along: `gradients_bytes` counts them.
-    """
-    if strategy.data_parallel is DataParallel.DDP or _as_stored(strategy, precision) or num_microbatches > 1:
+    """What a sharded layer's reduction holds beside `gradients_bytes`: rP with one microbatch, with several sP/w."""
+    if strategy.data_parallel is DataParallel.DDP or _as_stored(strategy, precision):
         return 0
+    if num_microbatches > 1:
+        return element_bytes(precision.parameters) * _held_elements(kind, strategy)
     return element_bytes(precision.reduce) * kind.parameter_count(strategy.tp_size)
 
 
