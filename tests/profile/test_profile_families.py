@@ -1,4 +1,4 @@
-"""Every family is profiled: its real layers, measured on a rank of this machine, become a readable profile."""
+"""Every family is profiled: its real layers, measured on two ranks of this machine, become a readable profile."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ SETTINGS = ProfileSettings(
     sequence_parallel=(SequenceParallel.NONE,),
     recompute=(Recompute.NONE,),
     micro_batch_sizes=(1, 4),
-    layers=(1, 8),
+    layers=(1, 5),
 )
 
 pytestmark = pytest.mark.timeout(400)
@@ -45,7 +45,7 @@ def profiles(make_cluster: Callable[..., object], tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("families")
     files = []
     for family in FAMILIES:
-        made = make_probes([tiny(family)], make_cluster((1, 1)), "cpu-1", SETTINGS)
+        made = make_probes([tiny(family)], make_cluster((1, 2)), "cpu-2", SETTINGS)
         assert made.left_out == ()
         files.append(folder / f"{family}.json")
         write_document(files[-1], Plans(plans=made.plans))
@@ -117,11 +117,11 @@ def test_a_profile_is_drawn_and_drawn_alike_again(profiles: dict[str, ModelProfi
 def test_one_command_profiles_a_model_at_two_lengths(make_cluster: Callable[..., object], tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIGS["llama"]))
-    write_document(tmp_path / "cluster.json", make_cluster((1, 1)))  # type: ignore[arg-type]
+    write_document(tmp_path / "cluster.json", make_cluster((1, 2)))  # type: ignore[arg-type]
     settings = msgspec.structs.replace(SETTINGS, micro_batch_sizes=(2, 4), sequence_lengths=(32,))
     write_document(tmp_path / "settings.json", settings)
     asked = (
-        *("--name", "tiny", "--sequence-length", 16, "--cluster", tmp_path / "cluster.json", "--node-type", "cpu-1"),
+        *("--name", "tiny", "--sequence-length", 16, "--cluster", tmp_path / "cluster.json", "--node-type", "cpu-2"),
         *("--settings", tmp_path / "settings.json", "--steps", 2, "--warmup-steps", 2, "--least-time-s", 0.5),
         *("--out", tmp_path / "profile.h5"),
     )
@@ -138,12 +138,12 @@ def test_what_the_train_stage_refuses_ends_the_one_command_in_its_one_line(
     make_cluster: Callable[..., object], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
-    write_document(tmp_path / "cluster.json", make_cluster((1, 1)))  # type: ignore[arg-type]
+    write_document(tmp_path / "cluster.json", make_cluster((1, 2)))  # type: ignore[arg-type]
     write_document(tmp_path / "settings.json", SETTINGS)
     told = _command(
         "profile",
         *("model", tmp_path, "--name", "tiny", "--sequence-length", 16, "--cluster", tmp_path / "cluster.json"),
-        *("--node-type", "cpu-1", "--settings", tmp_path / "settings.json", "--out", tmp_path / "profile.h5"),
+        *("--node-type", "cpu-2", "--settings", tmp_path / "settings.json", "--out", tmp_path / "profile.h5"),
     )
     assert told.returncode == 2
     assert [line for line in told.stderr.splitlines() if line.startswith("error: ")] == [told.stderr.splitlines()[-1]]
