@@ -177,7 +177,10 @@ class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     segments: tuple[Segment, ...]
     """The time of each segment that the rank's pipeline stage has."""
     gradient_reduction_s: tuple[float, ...]
-    """How much longer the last microbatch's backward pass took than the others' mean; empty with one microbatch."""
+    """How much longer the last microbatch's backward pass took than the others' mean, with the waiting after it.
+
+    Empty with one microbatch.
+    """
     optimizer_s: tuple[Seconds, ...]
     """Gradient clipping and the optimizer's step."""
     passes: tuple[PassTime, ...]

@@ -28,11 +28,13 @@ def timing_of_step(intervals: Sequence[Interval]) -> StepTiming:
     """Sort the times between the marks of one step by segment and pass; a microbatch's chunks are added up."""
     forward, backward = _by_segment(intervals, _FORWARD), _by_segment(intervals, _BACKWARD)
     passes = [sum(times) for times in zip(*backward.values(), strict=True)]
+    # Reductions begin in the last backward pass and are waited for after it.
+    waited_s = sum(i.time_s for i in intervals if i.name == "reduced")
     return StepTiming(
         step_s=sum(i.time_s for i in intervals),
         forward_s={name: statistics.fmean(times[1:] or times) for name, times in forward.items()},
         backward_s={name: statistics.fmean(times[:-1] or times) for name, times in backward.items()},
-        gradient_reduction_s=passes[-1] - statistics.fmean(passes[:-1]) if len(passes) > 1 else None,
+        gradient_reduction_s=passes[-1] - statistics.fmean(passes[:-1]) + waited_s if len(passes) > 1 else None,
         optimizer_s=next(i.time_s for i in intervals if i.name == "optimizer"),
         passes=tuple(_passes(intervals)),
     )
