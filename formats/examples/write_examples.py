@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardwright_formats import hardware_profile, model_profile
 from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.correction import Correction, CorrectionFactor, Term
 from shardwright_formats.files import Document, write_document
 from shardwright_formats.hardware_profile import HardwareProfile, write_hardware_profile
 from shardwright_formats.measurement import (
@@ -45,6 +46,7 @@ def write_examples(folder: Path) -> None:
         "plans": Plans(plans=(plan, _gpipe_plan(plan))),
         "prediction": _prediction(plan),
         "measurement": _measurement(plan),
+        "correction": _correction(plan),
         "run": RunResult(
             plan_sha256=plan.sha256,
             steps=100,
@@ -180,6 +182,18 @@ def _measurement(plan: Plan) -> Measurement:
         versions="torch 2.13.0",
         attention="sdpa",
         plans=(PlanMeasurement(plan=plan, ranks=tuple(_rank(plan, rank) for rank in range(plan.world_size))),),
+    )
+
+
+def _correction(plan: Plan) -> Correction:
+    factor = CorrectionFactor(factor=1.125, lowest=0.875, highest=1.25, num_plans=3, num_ranks=12)
+    return Correction(
+        factors={Term.FORWARD: factor, Term.MEMORY: factor},
+        plans_sha256=(plan.sha256,),
+        measurements_sha256=("0" * 64,),
+        hardware_sha256="0" * 64,
+        profiles_sha256=("0" * 64,),
+        warnings=("an example: nothing here was measured",),
     )
 
 

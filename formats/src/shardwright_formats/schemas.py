@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwright_formats import reference
 from shardwright_formats.cluster import Cluster
+from shardwright_formats.correction import Correction
 from shardwright_formats.errors import BadInput, one_line_errors
 from shardwright_formats.files import Document, write_bytes
 from shardwright_formats.measurement import Measurement
@@ -23,7 +24,7 @@ from shardwright_formats.run import RunResult
 
 __all__ = ["DOCUMENTS", "generated", "json_schema", "main"]
 
-DOCUMENTS: tuple[type[Document], ...] = (Model, Cluster, Plan, Plans, Prediction, Measurement, RunResult)
+DOCUMENTS: tuple[type[Document], ...] = (Model, Cluster, Plan, Plans, Prediction, Measurement, Correction, RunResult)
 """Every kind of JSON file, in the order of the documentation."""
 
 _COMMAND = "python -m shardwright_formats.schemas"
