@@ -150,7 +150,7 @@ def _estimate(step_time_s: float) -> Estimate:
         samples_per_s=8 / step_time_s,
         usd_per_step=0.00025,
         stages=(stage, stage),
-        timeline=(TimelineEvent(stage=0, kind="forward", microbatch=0, start_s=0.0, end_s=0.125),),
+        timeline=(TimelineEvent(stage=0, kind="forward", microbatch=0, chunk=0, start_s=0.0, end_s=0.125),),
     )
 
 

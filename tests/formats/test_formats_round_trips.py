@@ -166,6 +166,7 @@ events = st.builds(
     stage=st.integers(0, 7),
     kind=names,
     microbatch=st.none() | st.integers(0, 7),
+    chunk=st.none() | st.integers(0, 3),
     start_s=seconds,
     end_s=seconds,
 )

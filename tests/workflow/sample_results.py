@@ -71,13 +71,16 @@ def an_estimate(plan: Plan, step_time_s: float) -> Estimate:
                     stage=stage,
                     kind=str(action.kind),
                     microbatch=action.microbatch,
+                    chunk=action.chunk,
                     start_s=clock,
                     end_s=clock + length,
                 )
             )
             clock += length
         timeline.append(
-            TimelineEvent(stage=stage, kind="optimizer", microbatch=None, start_s=clock, end_s=clock + unit / 2)
+            TimelineEvent(
+                stage=stage, kind="optimizer", microbatch=None, chunk=None, start_s=clock, end_s=clock + unit / 2
+            )
         )
     terms = {
         "parameters": 8 * _MIB,

@@ -30,11 +30,14 @@ class TimelineEvent(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One action of the simulated step."""
 
     stage: int
-    """The pipeline stage."""
+    """The pipeline stage; of a message the one that sends it."""
     kind: str
-    """What it does, such as `forward` or `backward`."""
+    """`forward`, `backward`, `send_forward` (to the next stage), `send_backward` (to the previous one),
+    `gradient_sync`, which may go on beside a backward pass, or `optimizer`."""
     microbatch: int | None
-    """The microbatch it is done for; null for the end of the step."""
+    """The microbatch it is done for; null where it is for all of them."""
+    chunk: int | None
+    """Number of the layer range in the stage's `layers`; null where it is for all of them."""
     start_s: Seconds
     """Time since the step began."""
     end_s: Seconds
