@@ -246,6 +246,7 @@ def _timeline(simulation: Simulation) -> tuple[TimelineEvent, ...]:
             stage=event.stage,
             kind=event.kind,
             microbatch=event.microbatch,
+            chunk=event.chunk,
             start_s=event.start_ps / _PER_SECOND,
             end_s=event.end_ps / _PER_SECOND,
         )
