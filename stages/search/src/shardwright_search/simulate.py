@@ -1,12 +1,14 @@
 """Event-driven simulation of one step: the very action lists that the runtime executes."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from shardwright_formats.plan import Schedule
-from shardwright_formats.schedule import Action, Pass, actions
+from shardwright_formats.schedule import Pass, actions
+from shardwright_search.reduction import BackwardPass, Overlap, Reduction, backward_pass
 
-__all__ = ["Event", "Simulation", "StageTimes", "lower_bound_ps", "simulate"]
+__all__ = ["Event", "Simulation", "StageTimes", "lower_bound_ps", "simulate", "step_time_ps"]
 
 
 class StageTimes(NamedTuple):
@@ -18,11 +20,32 @@ class StageTimes(NamedTuple):
     send_ps: int
     """Of one microbatch between this range and the next, one way; 0 for the last."""
     gradient_sync_ps: int
+    """What is reduced when the last microbatch's backward pass and its `reductions` are over."""
     optimizer_ps: int
+    reductions: tuple[Reduction, ...] = ()
+    """The elements of the last microbatch's backward pass, in forward order; () where no element reduces in it."""
+    early_reductions: tuple[Reduction, ...] = ()
+    """The same for every other microbatch's backward pass; () where reduction is deferred."""
+    overlap: Overlap | None = None
+    """None where nothing is reduced before the backward pass is over."""
+
+    def backward_pass(self, last: bool) -> BackwardPass:
+        """The backward pass of the last microbatch, or of another one.
+
+        Raises ValueError where the elements' backward passes are not together `backward_ps`.
+        """
+        elements = (self.reductions if last else self.early_reductions) or (Reduction(self.backward_ps, 0),)
+        together_ps = sum(element.backward_ps for element in elements)
+        if together_ps != self.backward_ps:
+            raise ValueError(f"the elements' backward passes take {together_ps} ps, the range's {self.backward_ps}")
+        return backward_pass(elements, self.overlap, self.gradient_sync_ps if last else 0)
 
 
 class Event(NamedTuple):
-    """Something a pipeline stage does for a while; None where it is not for one microbatch or one chunk."""
+    """Something a pipeline stage does for a while; None where it is not for one microbatch or one chunk.
+
+    `send_forward` and `send_backward` are on the stage's link to the next or to the previous stage.
+    """
 
     stage: int
     kind: str
@@ -45,36 +68,66 @@ def simulate(
     """Play the schedule: an action starts when its stage is free and its message has come.
 
     `ranges` are in the order a microbatch goes through them: chunk 0 of every stage, then chunk 1 of every stage.
-    Sends are asynchronous: they delay the receiver, not the sender. After a chunk's last backward pass its stage
-    reduces the chunk's gradients; the optimizer waits for all stages, for clipping needs the norm of all gradients.
+
+    Sends are asynchronous: they delay the receiver, not the sender; a link carries one message of a direction at a
+    time. What a backward pass reduces goes on beside it (see `backward_pass`): its message leaves when the backward
+    pass is over, the stage's next pass begins when the reductions are over too. The optimizer waits for all stages,
+    for clipping needs the norm of all gradients.
     """
-    events = _passes(ranges, schedule, num_microbatches, num_chunks)
-    start = max(event.end_ps for event in events)
-    events += [Event(i, "optimizer", None, None, start, start + last) for i, last in _optimizers(ranges, num_chunks)]
-    lasting = sorted((event for event in events if event.end_ps > event.start_ps), key=lambda e: (e.start_ps, e.stage))
-    return Simulation(tuple(lasting), max(event.end_ps for event in events))
+    num_stages = len(ranges) // num_chunks
+    order = _order(schedule, num_stages, num_microbatches, num_chunks)
+    steps = _steps(ranges)
+    played = _play(order, steps, num_stages, num_microbatches)
+    events = []
+    for slot, step, stage, _ in order:
+        here, microbatch = steps[step], slot % num_microbatches
+        start, there, chunk = (
+            played.starts[slot],
+            played.arrivals[slot + num_microbatches],
+            here.range_number // num_stages,
+        )
+        which = None if here.last else microbatch
+        events += [
+            Event(stage, here.kind, microbatch, chunk, start, start + here.times.message_ps),
+            Event(stage, f"send_{here.kind}", microbatch, chunk, there - here.send_ps, there),
+            *(Event(stage, "gradient_sync", which, chunk, start + a, start + b) for a, b in here.times.reductions_ps),
+        ]
+    over = max(played.free)
+    events += [Event(i, "optimizer", None, None, over, over + last) for i, last in _optimizers(ranges, num_chunks)]
+    step_ps = max(event.end_ps for event in events[-num_stages:])
+    return Simulation(tuple(sorted((e for e in events if e.end_ps > e.start_ps), key=_by_start)), step_ps)
+
+
+def step_time_ps(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatches: int, num_chunks: int = 1) -> int:
+    """When the last event of `simulate` ends, without making its events."""
+    num_stages = len(ranges) // num_chunks
+    order = _order(schedule, num_stages, num_microbatches, num_chunks)
+    played = _play(order, _steps(ranges), num_stages, num_microbatches)
+    return max(played.free) + max(last for _, last in _optimizers(ranges, num_chunks))
 
 
 def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chunks: int = 1) -> int:
-    """A time no order of the passes can beat.
+    """A time that no order of the passes can beat, as long as every range's last one is of the last microbatch.
 
-    Range j starts when the first microbatch has come through the ranges before it. Then its stage does all forward
-    and backward passes of it and of the later ranges that the stage holds, and the last of these gradients must still
-    go back to each range k <= j and be reduced there.
+    Range j starts when the first microbatch has come through the ranges before it. Then its stage does all passes of it
+    and of the later ranges that the stage holds, with their reductions. The last of these passes is a backward pass:
+    its message, which waits for no reduction, must still go back to each range k < j and be reduced there.
     """
     bounds = []
     fill = 0
     num_stages = len(ranges) // num_chunks
+    early, last = ([here.backward_pass(is_last) for here in ranges] for is_last in (False, True))
     for j, first in enumerate(ranges):
-        own = ranges[j::num_stages]
-        drains, back = [sum(here.gradient_sync_ps for here in own)], 0
-        for earlier in reversed(ranges[:j]):
-            back += earlier.send_ps + earlier.backward_ps
-            drains.append(back + earlier.gradient_sync_ps)
-        work = num_microbatches * sum(here.forward_ps + here.backward_ps for here in own)
-        bounds.append(fill + work + max(drains))
+        own = range(j, len(ranges), num_stages)
+        forward = sum(ranges[i].forward_ps for i in own)
+        reduced = sum((num_microbatches - 1) * early[i].busy_ps + last[i].busy_ps for i in own)
+        drains, back = [0], -max(last[i].busy_ps - last[i].message_ps for i in own)
+        for k in reversed(range(j)):
+            drains.append(back + ranges[k].send_ps + last[k].busy_ps)
+            back += ranges[k].send_ps + last[k].message_ps
+        bounds.append(fill + num_microbatches * forward + reduced + max(drains))
         fill += first.forward_ps + first.send_ps
-    return max(bounds) + max(last for _, last in _optimizers(ranges, num_chunks))
+    return max(bounds) + max(last_ps for _, last_ps in _optimizers(ranges, num_chunks))
 
 
 def _optimizers(ranges: Sequence[StageTimes], num_chunks: int) -> list[tuple[int, int]]:
@@ -83,36 +136,98 @@ def _optimizers(ranges: Sequence[StageTimes], num_chunks: int) -> list[tuple[int
     return [(stage, sum(own.optimizer_ps for own in ranges[stage::num_stages])) for stage in range(num_stages)]
 
 
-def _passes(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatches: int, num_chunks: int) -> list[Event]:
-    """All forward and backward passes and gradient reductions; stages take turns, each until it must wait."""
-    num_stages = len(ranges) // num_chunks
-    lists = [actions(schedule, num_stages, num_microbatches, i, num_chunks) for i in range(num_stages)]
-    waiting = [[(a.chunk * num_stages + stage, a) for a in reversed(own)] for stage, own in enumerate(lists)]
-    ended: dict[tuple[int, Pass, int], int] = {}
-    events: list[Event] = []
-    free = [0] * num_stages
+def _by_start(event: Event) -> tuple[int, int]:
+    return event.start_ps, event.stage
+
+
+class _Step(NamedTuple):
+    """What a microbatch's way through one range, forward or backward, takes."""
+
+    kind: Pass
+    range_number: int
+    last: bool
+    """Whether it is the last microbatch's."""
+    times: BackwardPass
+    send_ps: int
+
+
+def _steps(ranges: Sequence[StageTimes]) -> list[_Step]:
+    """A microbatch's steps in order, forward through all ranges and back, then once more those of the last one."""
+    sends = [here.send_ps for here in ranges[:-1]]
+    forward = list(enumerate(zip(ranges, [*sends, 0], strict=True)))
+    backward = list(enumerate(zip(ranges, [0, *sends], strict=True)))[::-1]
+    found = []
+    for last in (False, True):
+        for i, (here, send) in forward:
+            found.append(_Step(Pass.FORWARD, i, last, BackwardPass(here.forward_ps, here.forward_ps), send))
+        for i, (here, send) in backward:
+            found.append(_Step(Pass.BACKWARD, i, last, here.backward_pass(last), send))
+    return found
+
+
+class _Turn(NamedTuple):
+    """One action in its place among all stages' actions."""
+
+    slot: int
+    """Number of the step on a microbatch's way x microbatches + the microbatch; its message is for the next step."""
+    step: int
+    """Number in `_steps`."""
+    stage: int
+    link: int
+    """Number of what carries its message."""
+
+
+@lru_cache(maxsize=16)
+def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[_Turn, ...]:
+    """The actions of all stages, each behind those it waits for; kept, for a search simulates many such plans."""
+    way = 2 * num_stages * num_chunks
+
+    def turn(kind: Pass, microbatch: int, chunk: int, stage: int) -> _Turn:
+        through = chunk * num_stages + stage
+        forward = kind is Pass.FORWARD
+        step = through if forward else way - 1 - through
+        link = 2 * stage + forward
+        if through == (way // 2 - 1 if forward else 0):
+            # The model's end is handed to the stage itself, and the way's end to nobody: no link carries that.
+            link = 2 * num_stages + forward
+        last = microbatch == num_microbatches - 1
+        return _Turn(step * num_microbatches + microbatch, step + last * way, stage, link)
+
+    lists = [actions(schedule, num_stages, num_microbatches, stage, num_chunks) for stage in range(num_stages)]
+    waiting = [[turn(*action, stage) for action in reversed(own)] for stage, own in enumerate(lists)]
+    come = set(range(num_microbatches))
+    order: list[_Turn] = []
     while any(waiting):
-        for stage, own in enumerate(waiting):
-            while own and (come := _arrival(ranges, ended, *own[-1])) is not None:
-                index, (kind, microbatch, chunk) = own.pop()
-                times = ranges[index]
-                start = max(free[stage], come)
-                free[stage] = start + (times.forward_ps if kind is Pass.FORWARD else times.backward_ps)
-                ended[index, kind, microbatch] = free[stage]
-                events.append(Event(stage, kind, microbatch, chunk, start, free[stage]))
-                if kind is Pass.BACKWARD and microbatch == num_microbatches - 1:
-                    start = free[stage]
-                    free[stage] += times.gradient_sync_ps
-                    events.append(Event(stage, "gradient_sync", None, chunk, start, free[stage]))
-    return events
+        for own in waiting:
+            while own and own[-1].slot in come:
+                order.append(own.pop())
+                come.add(order[-1].slot + num_microbatches)
+    return tuple(order)
 
 
-def _arrival(
-    ranges: Sequence[StageTimes], ended: dict[tuple[int, Pass, int], int], index: int, action: Action
-) -> int | None:
-    """When the message that an action on range `index` needs has come; None when it has not been sent yet."""
-    source = index - 1 if action.kind is Pass.FORWARD else index + 1
-    if not 0 <= source < len(ranges):
-        return 0
-    sent = ended.get((source, action.kind, action.microbatch))
-    return None if sent is None else sent + ranges[min(source, index)].send_ps
+class _Played(NamedTuple):
+    """When each slot's action started and its message came, and when each stage is free at last."""
+
+    starts: list[int]
+    arrivals: list[int]
+    free: list[int]
+
+
+def _play(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: int, num_microbatches: int) -> _Played:
+    """Go through the actions once; plain lists, for this is the search's innermost loop."""
+    lengths = [step.times.message_ps for step in steps]
+    busy = [step.times.busy_ps for step in steps]
+    sends = [step.send_ps for step in steps]
+    slots = (len(steps) // 2 + 1) * num_microbatches
+    starts, arrivals, free, sent = [0] * slots, [0] * slots, [0] * num_stages, [0] * (2 * num_stages + 2)
+    for slot, step, stage, link in order:
+        start = arrivals[slot]
+        if free[stage] > start:
+            start = free[stage]
+        starts[slot] = start
+        free[stage] = start + busy[step]
+        leaves = start + lengths[step]
+        if sent[link] > leaves:
+            leaves = sent[link]
+        sent[link] = arrivals[slot + num_microbatches] = leaves + sends[step]
+    return _Played(starts, arrivals, free)
