@@ -25,7 +25,10 @@ class Term(StrEnum):
 
 
 class CorrectionFactor(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measured over predicted: the median over the measured plans, each plan being the median of its ranks."""
+    """Measured over predicted: the median over the measured plans, each plan being the median of its ranks.
+
+    Of the end of a step, where all ranks wait for the slowest, a plan is the least of its ranks.
+    """
 
     factor: Positive
     """The median over the plans."""
@@ -51,8 +54,8 @@ class Correction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     factors: dict[Term, CorrectionFactor]
     """By term; one of which no measured plan tells anything is left out.
 
-    `forward` and `backward`: one microbatch's pass over a rank, gathers and moves between layouts included;
-    `gradient_sync`: what reducing gradients adds to a step; `step_end`: the optimizer's step with the step's overhead,
+    `forward` and `backward`: one microbatch's pass through a rank's layers, less what gathers and moves between layouts
+    are predicted to take; `gradient_sync`: what reducing gradients adds to a step; `step_end`: the optimizer's step with the step's overhead,
     which holds the optimizer's fixed part; `memory`: the peak of a rank, process included.
     """
     plans_sha256: Annotated[tuple[Sha256, ...], Meta(min_length=1)]

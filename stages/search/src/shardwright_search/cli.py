@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,16 +13,18 @@ from shardwright_formats.cluster import Cluster
 from shardwright_formats.errors import BadInput, NothingFits, one_line_errors
 from shardwright_formats.files import atomic_path, read_document, write_document
 from shardwright_formats.model import Model
-from shardwright_formats.plan import Attention, Plan, Precision, Schedule
+from shardwright_formats.plan import Plan
 from shardwright_formats.prediction import Prediction, RunnerUp
-from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.correct_cli import correct_command
 from shardwright_search.evaluate import evaluate
 from shardwright_search.explain import explanation, plan_summary, show
+from shardwright_search.interop.cli import export_command, import_app
 from shardwright_search.optimal import Infeasible, find_best, memory_budget_bytes
 from shardwright_search.predict import prediction_of_evaluated, prediction_of_searched, prediction_path
 from shardwright_search.profiles import read_profiles
 from shardwright_search.request import SearchRequest
-from shardwright_search.uniform import UniformRequest, uniform_plan
+from shardwright_search.select_cli import select_command
+from shardwright_search.uniform_cli import uniform_command
 
 __all__ = ["app", "main"]
 
@@ -38,7 +40,6 @@ ModelFile = Annotated[Path, typer.Option("--model", help="Model description (sha
 HardwareFile = Annotated[Path, typer.Option("--hardware", help="Hardware profile of the cluster (HDF5).")]
 ProfileFile = Annotated[Path, typer.Option("--profile", help="Model profile on the cluster's device (HDF5).")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file (shardwright.plan, JSON).")]
-DType = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 def main() -> None:
@@ -71,47 +72,6 @@ def plan_command(
         show(plan_summary(found.chosen.plan, prediction))
 
 
-@app.command("uniform")
-def uniform_command(
-    model: ModelFile,
-    cluster: ClusterFile,
-    global_batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")],
-    out: Annotated[Path, typer.Option(help="Plan file to write.")],
-    num_microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a step.")] = 1,
-    tp: Annotated[int, typer.Option(min=1, help="tp_size: ranks of a tensor-parallel group.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="pp_size: pipeline stages.")] = 1,
-    data_parallel: Annotated[DataParallel, typer.Option(help="What data-parallel ranks share.")] = DataParallel.DDP,
-    sequence_parallel: Annotated[
-        SequenceParallel, typer.Option(help="How a tensor-parallel group shares the sequence.")
-    ] = SequenceParallel.NONE,
-    recompute: Annotated[
-        Recompute, typer.Option(help="Which activations are computed again in backward.")
-    ] = Recompute.NONE,
-    schedule: Annotated[Schedule, typer.Option(help="Order of the microbatches.")] = Schedule.ONE_F_ONE_B,
-    precision_parameters: Annotated[DType, typer.Option(help="Type of stored parameters.")] = "float32",
-    precision_compute: Annotated[DType, typer.Option(help="Type of forward and backward.")] = "float32",
-    precision_reduce: Annotated[DType, typer.Option(help="Type of gradient reduction.")] = "float32",
-    attention: Annotated[Attention, typer.Option(help="Attention kernel.")] = Attention.AUTO,
-    name: Annotated[str | None, typer.Option(help="Name of the plan; by default the file's.")] = None,
-) -> None:
-    """Write the plan that spreads every layer alike; no profiles are needed."""
-    with one_line_errors():
-        request = UniformRequest(
-            name=name or out.stem,
-            global_batch_size=global_batch_size,
-            num_microbatches=num_microbatches,
-            tp_size=tp,
-            pp_size=pp,
-            data_parallel=data_parallel,
-            sequence_parallel=sequence_parallel,
-            recompute=recompute,
-            schedule=schedule,
-            precision=Precision(parameters=precision_parameters, compute=precision_compute, reduce=precision_reduce),
-            attention=attention,
-        )
-        write_document(out, uniform_plan(request, read_document(model, Model), read_document(cluster, Cluster)))
-
-
 @app.command("evaluate")
 def evaluate_command(
     plan: PlanFile,
@@ -138,6 +98,13 @@ def explain_command(plan: PlanFile, hardware: HardwareFile, profile: ProfileFile
         evaluation = evaluate(given, read_profiles(hardware, profile))
         budget_bytes, runners_up = _believed(plan, given)
         show(explanation(given, evaluation.estimate, evaluation.warnings, budget_bytes, runners_up))
+
+
+app.command("correct")(correct_command)
+app.command("export")(export_command)
+app.command("select")(select_command)
+app.command("uniform")(uniform_command)
+app.add_typer(import_app, name="import")
 
 
 def _believed(path: Path, plan: Plan) -> tuple[int | None, tuple[RunnerUp, ...]]:

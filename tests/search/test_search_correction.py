@@ -1,0 +1,362 @@
+"""What measured plans teach: factors come back as they were put in, and the measured winner is taken."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shardwright_formats.correction import Correction, Term
+from shardwright_formats.errors import BadInput
+from shardwright_formats.files import read_document, sha256_of_file, write_document
+from shardwright_formats.hardware_profile import write_hardware_profile
+from shardwright_formats.measurement import (
+    HeldMemory,
+    Measurement,
+    PassTime,
+    Phase,
+    PhaseMemory,
+    PlanMeasurement,
+    RankMeasurement,
+    RankMemory,
+    Segment,
+)
+from shardwright_formats.model_profile import write_model_profile
+from shardwright_formats.plan import Attention, Plan, Precision, Schedule
+from shardwright_formats.prediction import Estimate, Prediction, RunnerUp
+from shardwright_formats.schedule import Pass, actions
+from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.correct_cli import correct_command
+from shardwright_search.correction import check_learned_from, corrected, evidence_of, factor_of, learned
+from shardwright_search.evaluate import evaluate
+from shardwright_search.select_cli import select_command
+from shardwright_search.uniform import UniformRequest, uniform_plan
+
+FACTORS = {
+    Term.FORWARD: 1.5,
+    Term.BACKWARD: 1.25,
+    Term.GRADIENT_SYNC: 2.0,
+    Term.STEP_END: 3.0,
+    Term.MEMORY: 1.125,
+}
+PLAIN = dict.fromkeys(Term, 1.0)
+
+
+@pytest.fixture
+def world(make):
+    """A model, a cluster of four devices and their profiles."""
+    model, cluster = make.model(), make.cluster(4)
+    return model, cluster, make.profiles(model, cluster, reduction_s_per_parameter=1e-8)
+
+
+def a_plan(world, *, pp=2, tp=1, microbatches=4, data_parallel=DataParallel.DDP) -> Plan:
+    model, cluster, _ = world
+    request = UniformRequest(
+        "plan", 16, microbatches, tp, pp, data_parallel, SequenceParallel.NONE, Recompute.NONE,
+        Schedule.ONE_F_ONE_B, Precision(), Attention.AUTO,
+    )  # fmt: skip
+    return uniform_plan(request, model, cluster)
+
+
+def measured_as(plan: Plan, profiles, factors, repeats=3) -> PlanMeasurement:
+    """The plan as if it had taken what is predicted of each term, times a factor."""
+    estimate = evaluate(plan, profiles).estimate
+    ranks = tuple(
+        _rank(plan, rank, estimate, profiles.step_overhead_s, factors, repeats) for rank in range(plan.world_size)
+    )
+    return PlanMeasurement(plan=plan, ranks=ranks)
+
+
+def _rank(plan, rank, estimate: Estimate, overhead_s, factors, repeats) -> RankMeasurement:
+    index = next(i for i, stage in enumerate(plan.stages) if rank in stage.ranks)
+    stage = estimate.stages[index]
+    terms, several = stage.time_terms_s, plan.num_microbatches > 1
+    beside = (terms["gathers"] + terms["redistribution"]) / 2
+    forward = factors[Term.FORWARD] * terms["forward"] + beside
+    backward = factors[Term.BACKWARD] * terms["backward"] + beside
+    sync = factors[Term.GRADIENT_SYNC] * terms["gradient_sync"]
+    end = factors[Term.STEP_END] * (terms["optimizer"] + overhead_s)
+    passes = tuple(
+        PassTime(
+            kind=str(action.kind), microbatch=action.microbatch, chunk=0, wait_s=0.001, start_s=0.0,
+            # Half of the reduction is waited for in the last backward pass, half after it.
+            time_s=(forward if action.kind is Pass.FORWARD else backward)
+            + (sync / 2 if action.kind is Pass.BACKWARD and action.microbatch == plan.num_microbatches - 1 else 0),
+        )
+        for action in actions(plan.schedule, len(plan.stages), plan.num_microbatches, index)
+    )  # fmt: skip
+    # The later stage waits for the first at the end of the step.
+    step = sum(each.wait_s + each.time_s for each in passes) + sync / 2 + end + index
+    return RankMeasurement(
+        rank=rank, stage=index, step_s=(step,) * repeats,
+        segments=(Segment(name="layers", forward_s=(forward,) * repeats, backward_s=(backward,) * repeats),),
+        gradient_reduction_s=(sync,) * repeats if several else (), optimizer_s=(end,) * repeats, passes=passes,
+        memory=_memory(round(factors[Term.MEMORY] * stage.memory_bytes)),
+    )  # fmt: skip
+
+
+def _memory(peak_bytes: int) -> RankMemory:
+    held = HeldMemory(
+        parameters_bytes=peak_bytes, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0, buffers_bytes=0
+    )
+    return RankMemory(
+        parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0, gathered_parameters_bytes=0,
+        unreduced_gradients_bytes=0, peak_bytes=peak_bytes, segments=(), process_bytes=0, resident_bytes=0,
+        phases=tuple(PhaseMemory(phase=phase, held=held, peak=held) for phase in Phase),
+    )  # fmt: skip
+
+
+def three_plans(world) -> tuple[Plan, ...]:
+    return tuple(
+        a_plan(world, data_parallel=kind, microbatches=count)
+        for kind, count in ((DataParallel.DDP, 4), (DataParallel.ZERO3, 4), (DataParallel.DDP, 2))
+    )
+
+
+def correction_of(factors, hardware: Path, profile: Path) -> Correction:
+    return Correction(
+        factors=factors, plans_sha256=("0" * 64,), measurements_sha256=("0" * 64,),
+        hardware_sha256=sha256_of_file(hardware), profiles_sha256=(sha256_of_file(profile),), warnings=(),
+    )  # fmt: skip
+
+
+def test_the_factors_that_were_put_in_come_out(world):
+    measured = [measured_as(plan, world[2], FACTORS) for plan in three_plans(world)]
+    factors, warnings = learned(one for each in measured for one in evidence_of(each, world[2]))
+    assert {term: of.factor for term, of in factors.items()} == pytest.approx(FACTORS, rel=1e-5)
+    assert {(of.num_plans, of.num_ranks) for of in factors.values()} == {(3, 12)}
+    assert warnings == ()
+
+
+@pytest.mark.parametrize("reduction_s_per_parameter", [0.0, 1e-8])
+def test_corrected_profiles_predict_what_was_measured(world, make, tmp_path, reduction_s_per_parameter):
+    model, cluster, _ = world
+    profiles = make.profiles(model, cluster, reduction_s_per_parameter=reduction_s_per_parameter)
+    plan = a_plan(world, pp=2, data_parallel=DataParallel.DDP)
+    factors, _ = learned(evidence_of(measured_as(plan, profiles, FACTORS), profiles))
+    (tmp_path / "p").write_text("p")
+    correction = correction_of(factors, tmp_path / "p", tmp_path / "p")
+    usual, better = (evaluate(plan, each).estimate for each in (profiles, corrected(profiles, correction)))
+    for before, after in zip(usual.stages, better.stages, strict=True):
+        for term in (Term.FORWARD, Term.BACKWARD, Term.GRADIENT_SYNC):
+            assert after.time_terms_s[term] == pytest.approx(FACTORS[term] * before.time_terms_s[term], rel=1e-6)
+        assert after.time_terms_s["optimizer"] == pytest.approx(3 * before.time_terms_s["optimizer"], rel=1e-6)
+        assert after.memory_bytes == before.memory_bytes
+    assert corrected(profiles, correction).step_overhead_s == pytest.approx(3 * profiles.step_overhead_s)
+    assert factor_of(correction, Term.MEMORY) == pytest.approx(1.125, rel=1e-5)
+
+
+def test_what_was_not_learned_stays_as_it_is(world, tmp_path):
+    (tmp_path / "p").write_text("p")
+    nothing = correction_of({}, tmp_path / "p", tmp_path / "p")
+    plan = a_plan(world)
+    assert evaluate(plan, corrected(world[2], nothing)) == evaluate(plan, world[2])
+
+
+def test_one_microbatch_tells_forward_and_memory_alone(world):
+    measured = measured_as(a_plan(world, pp=1, microbatches=1), world[2], FACTORS)
+    factors, warnings = learned(evidence_of(measured, world[2]))
+    assert factors.keys() == {Term.FORWARD, Term.MEMORY}
+    assert "backward: no measured plan tells it apart, so that it stays as predicted" in warnings
+    assert "forward: thin: 1 plan(s)" in warnings
+
+
+def test_where_nothing_was_predicted_nothing_is_learned(world):
+    measured = measured_as(a_plan(world, pp=2, tp=2), world[2], FACTORS)
+    factors, _ = learned(evidence_of(measured, world[2]))
+    assert factors.keys() == set(Term) - {Term.GRADIENT_SYNC}
+
+
+def test_plans_that_contradict_one_another_are_told(world):
+    slow, fast, middle = (PLAIN | {Term.FORWARD: factor} for factor in (1.5, 0.5, 1.25))
+    measured = [
+        measured_as(plan, world[2], factors)
+        for plan, factors in zip(three_plans(world), (slow, fast, middle), strict=True)
+    ]
+    factors, warnings = learned(one for each in measured for one in evidence_of(each, world[2]))
+    assert factors[Term.FORWARD].factor == pytest.approx(1.25)
+    assert (factors[Term.FORWARD].lowest, factors[Term.FORWARD].highest) == pytest.approx((0.5, 1.5))
+    assert [w for w in warnings if w.startswith("forward: plans contradict")] == [
+        "forward: plans contradict one another: from 0.50 to 1.50 of what is predicted"
+    ]
+
+
+def test_a_reduction_lost_in_noise_gives_no_factor(world):
+    measured = measured_as(a_plan(world), world[2], PLAIN | {Term.GRADIENT_SYNC: -0.5})
+    factors, warnings = learned(evidence_of(measured, world[2]))
+    assert Term.GRADIENT_SYNC not in factors
+    assert "gradient_sync: noise outweighs it in the measured plans, so that it stays as predicted" in warnings
+
+
+def test_a_plan_measured_twice_is_one_plan(world):
+    evidence = evidence_of(measured_as(a_plan(world), world[2], FACTORS), world[2])
+    factors, _ = learned((*evidence, *evidence))
+    assert (factors[Term.FORWARD].num_plans, factors[Term.FORWARD].num_ranks) == (1, 8)
+
+
+def test_a_correction_holds_for_the_profiles_it_was_learned_from_alone(tmp_path):
+    paths = [tmp_path / name for name in ("h.h5", "m.h5", "other.h5")]
+    for path in paths:
+        path.write_text(path.name)
+    hardware, profile, other = paths
+    correction = correction_of({}, hardware, profile)
+    check_learned_from(correction, tmp_path / "c.json", hardware, [profile])
+    with pytest.raises(BadInput, match=r"c\.json: was learned from other profiles than h\.h5, other\.h5"):
+        check_learned_from(correction, tmp_path / "c.json", hardware, [other])
+
+
+def run(command, *arguments):
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def measurement(world, make, tmp_path):
+    """Files of both profiles and of three measured plans."""
+    model, cluster, profiles = world
+    write_hardware_profile(tmp_path / "h.h5", make.hardware(cluster))
+    write_model_profile(tmp_path / "m.h5", make.profile(model, reduction_s_per_parameter=1e-8))
+    measured = tuple(measured_as(plan, profiles, FACTORS) for plan in three_plans(world))
+    document = Measurement(
+        device="cpu", backend="gloo", date="2026-01-31", versions="torch 0", attention="sdpa", plans=measured
+    )
+    write_document(tmp_path / "meas.json", document)
+    return document
+
+
+def test_the_command_leaves_the_profiles_alone_and_names_what_it_learned_from(measurement, tmp_path):
+    before = [(tmp_path / name).read_bytes() for name in ("h.h5", "m.h5")]
+    called = run(
+        correct_command, "--hardware", tmp_path / "h.h5", "--profile", tmp_path / "m.h5", tmp_path / "meas.json",
+        "--out", tmp_path / "c.json",
+    )  # fmt: skip
+    assert called.exit_code == 0, called.output
+    assert "forward: 1.500 x predicted (1.500 to 1.500; 3 plans)" in called.output
+    correction = read_document(tmp_path / "c.json", Correction)
+    assert correction.measurements_sha256 == (sha256_of_file(tmp_path / "meas.json"),)
+    assert correction.plans_sha256 == tuple(each.plan.sha256 for each in measurement.plans)
+    check_learned_from(correction, tmp_path / "c.json", tmp_path / "h.h5", [tmp_path / "m.h5"])
+    assert [(tmp_path / name).read_bytes() for name in ("h.h5", "m.h5")] == before
+
+
+def test_a_measurement_of_another_device_is_refused(measurement, tmp_path):
+    write_document(tmp_path / "meas.json", msgspec.structs.replace(measurement, device="H100"))
+    called = run(
+        correct_command, "--hardware", tmp_path / "h.h5", "--profile", tmp_path / "m.h5", tmp_path / "meas.json",
+        "--out", tmp_path / "c.json",
+    )  # fmt: skip
+    assert called.exit_code == 2
+    assert "was measured on 'H100', the profile on 'cpu'" in called.output
+    assert not (tmp_path / "c.json").exists()
+
+
+def _scaled(measured: PlanMeasurement, step_s: float, peak_bytes: int) -> PlanMeasurement:
+    ranks = tuple(
+        msgspec.structs.replace(rank, step_s=(step_s, step_s, 9.0), memory=_memory(peak_bytes))
+        for rank in measured.ranks
+    )
+    return msgspec.structs.replace(measured, ranks=ranks)
+
+
+@pytest.fixture
+def select(world, measurement, tmp_path):
+    """Runs the command over three plans of which each took some seconds a step and some bytes."""
+
+    def called(taken, budget_bytes=100, left_out=0, second=None):
+        chosen, *others = measurement.plans
+        estimates = [evaluate(each.plan, world[2]).estimate for each in measurement.plans]
+        prediction = Prediction(
+            plan_sha256=chosen.plan.sha256, memory_budget_bytes=budget_bytes, estimate=estimates[0], proof=None,
+            runners_up=tuple(
+                RunnerUp(plan=each.plan, estimate=estimate)
+                for each, estimate in zip(others, estimates[1:], strict=True)
+            ),
+            warnings=(), inputs_sha256={},
+        )  # fmt: skip
+        plans = tuple(_scaled(each, *of) for each, of in zip(measurement.plans, taken, strict=True))[left_out:]
+        if second is not None:
+            plans = (plans[0], msgspec.structs.replace(plans[1], plan=second(plans[1].plan)), *plans[2:])
+        write_document(tmp_path / "p.json", chosen.plan)
+        write_document(tmp_path / "p.prediction.json", prediction)
+        write_document(tmp_path / "meas.json", msgspec.structs.replace(measurement, plans=plans))
+        paths = ("--plan", tmp_path / "p.json", "--out", tmp_path / "won.json")
+        return run(select_command, tmp_path / "meas.json", *paths)
+
+    return called
+
+
+def test_the_measured_winner_is_taken_and_told(select, measurement, tmp_path):
+    called = select([(1.0, 90), (0.8, 90), (0.9, 90)])
+    assert called.exit_code == 0, called.output
+    assert read_document(tmp_path / "won.json", Plan) == measurement.plans[1].plan
+    assert called.output.strip() == (
+        "plan: runner-up 1 (2 pipeline stage(s), 4 microbatch(es)) is the measured best, 800.0 ms a step; the "
+        "predicted best (2 pipeline stage(s), 4 microbatch(es)) takes +25.0% time a sample and 90 bytes a rank"
+    )
+
+
+def test_a_faster_plan_that_does_not_fit_is_not_taken(select, measurement, tmp_path):
+    called = select([(1.0, 90), (0.8, 101), (0.9, 100)])
+    assert "runner-up 2" in called.output
+    assert read_document(tmp_path / "won.json", Plan) == measurement.plans[2].plan
+
+
+def test_the_predicted_best_stays_where_it_is_the_measured_best(select, measurement, tmp_path):
+    called = select([(0.5, 90), (0.8, 90), (0.9, 90)])
+    assert "the predicted best (2 pipeline stage(s), 4 microbatch(es)) is the measured best" in called.output
+    assert "runner-up 1 (2 pipeline stage(s), 4 microbatch(es)) takes +60.0% time a sample" in called.output
+    assert read_document(tmp_path / "won.json", Plan) == measurement.plans[0].plan
+
+
+def test_of_different_batches_the_least_time_a_sample_wins(select, tmp_path):
+    def doubled(plan):
+        return msgspec.structs.replace(plan, global_batch_size=32)
+
+    called = select([(1.0, 90), (1.5, 90), (1.1, 90)], second=doubled)
+    assert "1500.0 ms a step; the predicted best" in called.output
+    assert read_document(tmp_path / "won.json", Plan).global_batch_size == 32
+
+
+def test_plans_for_another_cluster_are_refused(select, make, tmp_path):
+    def moved(plan):
+        return msgspec.structs.replace(plan, cluster=make.cluster(4, memory_bytes=1 << 20))
+
+    called = select([(1.0, 90), (0.5, 90), (1.1, 90)], second=moved)
+    assert called.exit_code == 2
+    assert "holds a plan of made-up on some: measure apart" in called.output
+    assert not (tmp_path / "won.json").exists()
+
+
+def test_the_prediction_of_another_plan_is_refused(select, measurement, tmp_path):
+    select([(0.5, 90), (0.8, 90), (0.9, 90)])
+    write_document(tmp_path / "p.json", measurement.plans[1].plan)
+    called = run(select_command, tmp_path / "meas.json", "--plan", tmp_path / "p.json", "--out", tmp_path / "new.json")
+    assert called.exit_code == 2
+    assert "p.prediction.json: is the prediction of another plan than p.json" in called.output
+    assert not (tmp_path / "new.json").exists()
+
+
+def test_where_nothing_fits_it_says_by_how_much_and_writes_nothing(select, tmp_path):
+    called = select([(0.5, 190), (0.8, 140), (0.9, 150)])
+    assert called.exit_code == 3
+    assert "no measured plan fits 100 bytes a rank: even the leanest took 40 bytes more" in called.output
+    assert not (tmp_path / "won.json").exists()
+
+
+def test_a_measurement_without_the_plan_is_refused(select, tmp_path):
+    called = select([(0.5, 90), (0.8, 90), (0.9, 90)], left_out=1)
+    assert called.exit_code == 2
+    assert "meas.json: does not hold the plan plan: measure the plan and its prediction again" in called.output
+    assert not (tmp_path / "won.json").exists()
+
+
+def test_a_plan_without_a_budget_is_refused(select, tmp_path):
+    select([(0.5, 90), (0.8, 90), (0.9, 90)])
+    path = tmp_path / "p.prediction.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"memory_budget_bytes": None}))
+    called = run(select_command, tmp_path / "meas.json", "--plan", tmp_path / "p.json", "--out", tmp_path / "won.json")
+    assert called.exit_code == 2
+    assert "p.prediction.json: has no memory budget: take a plan that was searched" in called.output
