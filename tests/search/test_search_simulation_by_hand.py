@@ -162,7 +162,7 @@ def test_reductions_beside_a_backward_pass_that_slow_nothing_down_take_no_longer
 
 
 def test_a_message_round_the_pipeline_has_a_link_of_its_own() -> None:
-    """Stage 1 hands chunk 0 to stage 0, and gradients too: neither waits for the other, nor the model's end for them."""
+    """Stage 1 hands chunk 0 to stage 0, and gradients too: neither waits for the other, nor the end for both."""
     ranges = [StageTimes(1, 1, 9, 0, 0)] * 3 + [StageTimes(1, 1, 0, 0, 0)]
     lanes = drawn(simulate(ranges, INTERLEAVED, 1, 2), 2)
     assert lanes["0 to 1"] == "S0 1-10 S0b 21-30 S0b 42-51"
