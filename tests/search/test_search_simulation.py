@@ -29,15 +29,17 @@ def test_one_stage_takes_the_sum_of_its_passes():
 
 @st.composite
 def pipelines(draw: st.DrawFn, same_ratio: bool, num_chunks: int = 1) -> list[StageTimes]:
+    """Ranges of any times, or such that share their ratio of passes and send no longer than the passes take."""
     count = draw(st.integers(1, 5)) * num_chunks
     ratio = draw(st.integers(1, 4))
-    stages = []
-    for i in range(count):
+    passes = []
+    for _ in range(count):
         forward = draw(st.integers(1, 60))
-        backward = ratio * forward if same_ratio else draw(st.integers(1, 200))
-        send = draw(st.integers(0, 99)) if i < count - 1 else 0
-        stages.append(StageTimes(forward, backward, send, draw(st.integers(0, 50)), draw(st.integers(0, 50))))
-    return stages
+        passes.append((forward, ratio * forward if same_ratio else draw(st.integers(1, 200))))
+    longest = [min(f, b) if same_ratio else 99 for (f, _), (_, b) in pairwise(passes)]
+    sends = [*(draw(st.integers(0, send)) for send in longest), 0]
+    ends = st.tuples(st.integers(0, 50), st.integers(0, 50))
+    return [StageTimes(*own, send, *draw(ends)) for own, send in zip(passes, sends, strict=True)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -57,6 +59,12 @@ def test_closed_form_is_no_upper_bound_where_stages_differ_in_their_ratio_of_pas
     """A stage with long forward passes before one with long backward passes: the two do not overlap as they would."""
     stages = [StageTimes(10, 1, 0, 0, 0), StageTimes(1, 10, 0, 0, 0), StageTimes(1, 1, 0, 0, 0)]
     assert simulate(stages, F1B, 2).step_ps == 42 > closed_form(stages, 2) == 35
+
+
+def test_closed_form_is_no_upper_bound_where_messages_wait_for_a_link():
+    """Four messages of 9 one after the other, forward and then back: no stage takes that long for a microbatch."""
+    stages = [StageTimes(1, 1, 9, 0, 0), StageTimes(1, 1, 0, 0, 0)]
+    assert simulate(stages, GPIPE, 4).step_ps == 1 + 4 * 9 + 1 + 1 + 4 * 9 + 1 == 76 > closed_form(stages, 4) == 55
 
 
 def test_interleaving_divides_the_bubble_by_the_number_of_chunks():
