@@ -42,6 +42,12 @@ def _rectangles(drawing):
     ]
 
 
+def _cells(page, number):
+    """The cells of one of the tables, row by row."""
+    body = page.split("<tbody>")[number + 1].partition("</tbody>")[0]
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr.*?</tr>", body)]
+
+
 def test_the_page_stands_alone_and_is_well_formed(results):
     page = report.page([read_search(results, "roomy")], [read_run(results, "demo")])
     assert not re.search(r"""(src|href)\s*=|@import|url\((?!#)|<script""", page)
@@ -65,14 +71,47 @@ def test_the_page_stands_alone_and_is_well_formed(results):
 
 def test_the_page_tells_predicted_from_measured(results):
     page = report.page([read_search(results, "roomy")], [])
-    rows = re.findall(r"<tr.*?</tr>", page.partition("<tbody>")[2])
-    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
+    cells = _cells(page, 0)
     assert [(row[0], row[2], row[3], row[4]) for row in cells] == [
         ("chosen", "200 ms", "210 ms", "1.05"),
         ("runner-up 1", "220 ms", "250 ms", "1.14"),
         ("runner-up 2", "250 ms", "–", "–"),
     ]
     assert cells[0][5:] == ["57 MiB", "60 MiB", "1.05"]
+
+
+def test_every_rank_that_was_measured_is_held_against_its_pipeline_stage(results):
+    cells = _cells(report.page([read_search(results, "roomy")], []), 1)
+    assert [row[0] for row in cells] == ["chosen"] * 8 + ["runner-up 1"] * 8
+    assert [(row[1], row[2]) for row in cells[:8]] == [(str(rank), str(rank // 4)) for rank in range(8)]
+    assert cells[3][3:] == ["200 ms", "210 ms", "1.05", "57 MiB", "60 MiB", "1.05"]
+    # The second pipeline stage is predicted to hold fewer activations in flight.
+    assert cells[4][3:] == ["200 ms", "210 ms", "1.05", "41 MiB", "60 MiB", "1.46"]
+
+
+def test_the_measured_winner_is_marked_where_runs_take_it(results):
+    usual, selected = (read_search(results, "roomy", selected=taken) for taken in (False, True))
+    assert [row[0] for row in _cells(report.page([selected], []), 0)] == [
+        "chosen", "runner-up 1, selected", "runner-up 2",
+    ]  # fmt: skip
+    assert "selected" not in report.page([usual], [])
+    assert re.search(r"runner-up 1, selected +220 ms +250 ms", summary.summary([selected], []))
+
+
+def test_what_was_learned_is_shown_with_its_evidence(results):
+    page = report.page([read_search(results, "roomy")], [])
+    assert _cells(page, 2) == [
+        ["forward", "1.250", "0.750 to 1.500", "2", "16"],
+        ["step end", "3.000", "3.000 to 3.000", "1", "8"],
+    ]
+    assert "<li>forward: thin: 2 plan(s) &lt;of&gt; many</li>" in page
+
+
+def test_what_other_plans_taught_is_not_shown(results):
+    path = results / "corrections" / "roomy.json"
+    path.write_text(path.read_text().replace(read_search(results, "roomy").plan.sha256, "f" * 64))
+    assert read_search(results, "roomy").correction is None
+    assert "What was learned" not in report.page([read_search(results, "roomy")], [])
 
 
 def test_text_from_files_cannot_become_markup(results):
@@ -131,6 +170,16 @@ def test_a_budget_out_of_reach_is_said_in_words():
 def test_the_timeline_shows_every_event():
     estimate = an_estimate(a_plan(), 0.2)
     assert len(_rectangles(draw_timeline(estimate))) == len(estimate.timeline)
+
+
+def test_a_reduction_beside_a_backward_pass_hides_nothing_and_messages_are_left_out():
+    estimate = an_estimate(a_plan(), 0.2)
+    (*_, backward) = (event for event in estimate.timeline if event.kind == "backward")
+    beside = [msgspec.structs.replace(backward, kind=kind) for kind in ("gradient_sync", "send_backward")]
+    drawing = draw_timeline(msgspec.structs.replace(estimate, timeline=(backward, *beside)))
+    bars = [bar for bar in ElementTree.fromstring(drawing).iter(f"{SVG}rect") if bar.find(f"{SVG}title") is not None]
+    one, other = ((float(bar.get("y")), float(bar.get("height"))) for bar in bars)
+    assert sum(one) <= other[0] < sum(other)
 
 
 def test_the_loss_curve_falls_when_the_loss_falls(results):

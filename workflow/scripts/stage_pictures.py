@@ -7,6 +7,8 @@ from svg import PALETTE, bar, element, legend, line, picture, text, ticks
 __all__ = ["draw_memory", "draw_timeline"]
 
 _WIDTH, _LEFT, _RIGHT, _ROW, _GAP = 960.0, 76.0, 84.0, 28.0, 10.0
+_STRIP = 7.0
+"""Height of what goes on beside the passes of a stage, at the bottom of its row."""
 _KIND_COLOURS = {"forward": PALETTE[0], "backward": PALETTE[2]}
 
 
@@ -44,8 +46,8 @@ def draw_memory(estimate: Estimate, budget_bytes: int | None) -> str:
 
 
 def draw_timeline(estimate: Estimate) -> str:
-    """Draw what each pipeline stage does in the simulated step."""
-    events = estimate.timeline
+    """Draw what each pipeline stage does in the simulated step, and below it what it reduces at the same time."""
+    events = [event for event in estimate.timeline if not event.kind.startswith("send_")]
     end_s = max([estimate.simulated_step_time_s, *(event.end_s for event in events)])
     scale = (_WIDTH - _LEFT - 12) / (end_s or 1.0)
     bottom = 6 + len(estimate.stages) * (_ROW + _GAP)
@@ -65,10 +67,13 @@ def draw_timeline(estimate: Estimate) -> str:
 def _event(event: TimelineEvent, y: float, scale: float, colour: str) -> str:
     x, width = _LEFT + event.start_s * scale, (event.end_s - event.start_s) * scale
     number = "" if event.microbatch is None else str(event.microbatch)
-    title = f"{_words(event.kind)} {number}: {seconds_text(event.start_s)} to {seconds_text(event.end_s)}"
-    drawn = bar(x, y, width, _ROW, title, fill=colour, stroke="var(--paper)", stroke_width=0.8)
-    if number and width > 7 * len(number) + 4:
-        drawn += text(x + width / 2, y + 18, number, text_anchor="middle", class_="on")
+    chunk = f", chunk {event.chunk}" if event.chunk else ""
+    title = f"{_words(event.kind)} {number}{chunk}: {seconds_text(event.start_s)} to {seconds_text(event.end_s)}"
+    beside = event.kind == "gradient_sync"
+    y, height = (y + _ROW - _STRIP, _STRIP) if beside else (y, _ROW - _STRIP)
+    drawn = bar(x, y, width, height, title, fill=colour, stroke="var(--paper)", stroke_width=0.8)
+    if number and not beside and width > 7 * len(number) + 4:
+        drawn += text(x + width / 2, y + 15, number, text_anchor="middle", class_="on")
     return drawn
 
 
