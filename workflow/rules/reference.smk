@@ -108,7 +108,7 @@ rule reference_sdist:
         " && python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary {params.name}"
         " --require-hashes --requirement {output.folder}/requirements.txt --dest {output.folder}"
         " && tar --extract --gzip --file {output.folder}/*.tar.gz --directory {output.folder} --strip-components=1"
-        " --wildcards '*/configs/*_profiling_*.json' '*/hardware_configs/*.json'"
+        " --wildcards '*/configs/*_profiling_*.json' '*/configs/galvatron_config_*.json' '*/hardware_configs/*.json'"
         " && rm {output.folder}/*.tar.gz ) > {log} 2>&1"
 
 

@@ -1,0 +1,1 @@
+"""Plans from and for other systems."""

@@ -1,0 +1,234 @@
+"""Plans from and for Galvatron: what the numbers of its strategy file mean.
+
+Layers are spread as `core/runtime/hybrid_parallel_config.py` and `comm_groups.py` of hetu-galvatron 2.4.0 spread them:
+pipeline stages are equal blocks of ranks, `dp_types_enc` is 1 for ZeRO-3 and 0 for `default_dp_type`, and whether
+tensor parallelism shares the sequence is an option of the run, not of the file.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from shardwright_formats.cluster import Cluster
+from shardwright_formats.errors import BadInput
+from shardwright_formats.model import EMBEDDING, HEAD, Model
+from shardwright_formats.plan import Attention, GradientReduction, PipelineStage, Plan, Precision, Schedule
+from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_search.effective import effective
+from shardwright_search.interop.galvatron_file import (
+    DataParallelType,
+    GalvatronLayer,
+    GalvatronStrategy,
+    galvatron_keys,
+)
+from shardwright_search.interop.stages import Exported, Target, check_stages, elements, kernel_notes
+
+__all__ = ["Unsaid", "galvatron_file", "galvatron_strategy", "plan_of_galvatron"]
+
+_TARGET = "Galvatron"
+_DEFAULTS: dict[DataParallel, DataParallelType] = {DataParallel.DDP: "ddp", DataParallel.ZERO2: "zero2"}
+_UNUSED_DEFAULT: DataParallelType = "zero2"
+"""Written where nothing is left to `default_dp_type`; Galvatron's own launch scripts ask for it."""
+
+
+class Unsaid(NamedTuple):
+    """What a plan needs and Galvatron's file leaves to the options of a run."""
+
+    name: str
+    tensor_sequence_parallel: Literal["none", "megatron"] | None
+    """Whether the run has `--sequence-parallel`; None: not told."""
+    gradient_reduction: GradientReduction
+    """every_microbatch is its `--no_async_grad_reduce`."""
+    precision: Precision
+    attention: Attention
+    num_microbatches: int | None
+    """Instead of the file's `chunks`."""
+
+
+def plan_of_galvatron(given: GalvatronStrategy, model: Model, cluster: Cluster, unsaid: Unsaid, file: Path) -> Plan:
+    """The plan that Galvatron would run.
+
+    Raises BadInput where the model or the cluster is another one, and where microbatches would differ in size.
+    """
+    pp_size = len(given.pp_division)
+    if cluster.num_devices % pp_size:
+        what = f"pp_deg {pp_size} does not divide the {cluster.num_devices} devices of cluster {cluster.name}"
+        raise BadInput(file, what, "pass the cluster it was made for")
+    if len(given.layers) != len(model.layers):
+        what = f"it has {len(given.layers)} layers, model {model.name} {len(model.layers)}"
+        raise BadInput(file, what, "pass the model it was made for")
+    width = cluster.num_devices // pp_size
+    vocabulary = _strategy("vtp", given.vocabulary, given, width, unsaid, file)
+    cuts = [sum(given.pp_division[:i]) for i in range(pp_size + 1)]
+    try:
+        return Plan(
+            name=unsaid.name,
+            model=model,
+            cluster=cluster,
+            global_batch_size=given.global_bsz,
+            num_microbatches=unsaid.num_microbatches or _num_microbatches(given, vocabulary.dp_size, file),
+            # Without a pipeline Galvatron ignores pipeline_type and takes one microbatch after the other.
+            schedule=Schedule.GPIPE if given.pipeline_type == "gpipe" and pp_size > 1 else Schedule.ONE_F_ONE_B,
+            gradient_reduction=unsaid.gradient_reduction,
+            precision=unsaid.precision,
+            attention=unsaid.attention,
+            stages=tuple(
+                PipelineStage(ranks=tuple(range(i * width, (i + 1) * width)), layers=((cuts[i], cuts[i + 1]),))
+                for i in range(pp_size)
+            ),
+            embedding=vocabulary,
+            head=vocabulary,
+            layers=tuple(
+                _layer(_strategy(f"tp_sizes_enc of layer {i}", layer, given, width, unsaid, file), layer, kind)
+                for i, (layer, kind) in enumerate(zip(given.layers, model.layers, strict=True))
+            ),
+        )
+    except ValueError as error:
+        raise BadInput(file, str(error), "pass the model and cluster it was made for") from None
+
+
+def galvatron_file(plan: Plan, plan_file: object) -> Exported:
+    """Galvatron's strategy file of a plan, and the options that its run needs.
+
+    Raises BadInput naming the first thing that the file cannot say.
+    """
+    given = galvatron_strategy(plan, plan_file)
+    text = json.dumps(galvatron_keys(given), indent=4) + "\n"
+    return Exported(text, (f"run it on {plan.world_size} ranks with {' '.join(_options(plan))}", *kernel_notes(plan)))
+
+
+def galvatron_strategy(plan: Plan, plan_file: object) -> GalvatronStrategy:
+    """What Galvatron's file says of a plan; BadInput names the first thing that it cannot say."""
+    target = Target(_TARGET, plan_file)
+    check_stages(plan, target)
+    _check_ranges(plan, target)
+    _check_precision(plan, target)
+    default = _check_elements(plan, target)
+    vocabulary = effective(plan.embedding)
+    return GalvatronStrategy(
+        layers=tuple(_galvatron_layer(effective(layer), layer.recompute) for layer in plan.layers),
+        vocabulary=_galvatron_layer(vocabulary, Recompute.NONE),
+        pp_division=tuple(high - low for stage in plan.stages for low, high in stage.layers),
+        global_bsz=plan.global_batch_size,
+        chunks=plan.num_microbatches,
+        pipeline_type="gpipe" if plan.schedule is Schedule.GPIPE else "pipedream_flush",
+        default_dp_type=default,
+    )
+
+
+def _num_microbatches(given: GalvatronStrategy, dp_size: int, file: Path) -> int:
+    """Microbatches that torch's `chunk` makes of a data-parallel rank's samples.
+
+    Raises BadInput where the last is smaller: a plan's are equal.
+    """
+    samples, left = divmod(given.global_bsz, dp_size)
+    if left:
+        what = f"global_bsz {given.global_bsz} is not shared out evenly to the {dp_size} ranks of embedding and head"
+        raise BadInput(file, what, "pass the cluster it was made for")
+    size = -(-samples // given.chunks)
+    if samples % size:
+        raise BadInput(
+            file,
+            f"chunks {given.chunks} cuts a rank's {samples} samples into microbatches of {size} and one of "
+            f"{samples % size}, which no plan can say",
+            "choose --num-microbatches yourself",
+        )
+    return samples // size
+
+
+def _strategy(
+    where: str, layer: GalvatronLayer, given: GalvatronStrategy, width: int, unsaid: Unsaid, file: Path
+) -> Strategy:
+    if layer.tp_size < 1 or width % layer.tp_size:
+        what = f"{where}: {layer.tp_size} does not divide the {width} ranks of a pipeline stage"
+        raise BadInput(file, what, "pass the cluster it was made for")
+    sequence_parallel = SequenceParallel.ULYSSES if layer.ulysses else SequenceParallel.NONE
+    if layer.tp_size > 1 and not layer.ulysses:
+        if unsaid.tensor_sequence_parallel is None:
+            what = f"{where} is {layer.tp_size}, and the file does not say whether such layers share the sequence"
+            raise BadInput(file, what, "say it: --sequence-parallel none or megatron")
+        sequence_parallel = SequenceParallel(unsaid.tensor_sequence_parallel)
+    return effective(
+        Strategy(
+            tp_size=layer.tp_size,
+            # Galvatron makes every group of Ulysses of neighbours, whatever the flag.
+            tp_consecutive=layer.tp_consecutive or layer.ulysses,
+            dp_size=width // layer.tp_size,
+            data_parallel=DataParallel.ZERO3 if layer.zero3 else DataParallel(given.default_dp_type),
+            sequence_parallel=sequence_parallel,
+        )
+    )
+
+
+def _layer(strategy: Strategy, layer: GalvatronLayer, kind: str) -> LayerStrategy:
+    fields = {name: getattr(strategy, name) for name in Strategy.__struct_fields__}
+    return LayerStrategy(**fields, type=kind, recompute=Recompute.FULL if layer.checkpoint else Recompute.NONE)
+
+
+def _galvatron_layer(strategy: Strategy, recompute: Recompute) -> GalvatronLayer:
+    return GalvatronLayer(
+        tp_size=strategy.tp_size,
+        tp_consecutive=strategy.tp_consecutive,
+        zero3=strategy.data_parallel is DataParallel.ZERO3,
+        ulysses=strategy.sequence_parallel is SequenceParallel.ULYSSES,
+        checkpoint=recompute is Recompute.FULL,
+    )
+
+
+def _check_ranges(plan: Plan, target: Target) -> None:
+    for i, stage in enumerate(plan.stages):
+        if len(stage.layers) > 1:
+            raise target.refusal("several layer ranges in a pipeline stage", "choose the schedule 1f1b or gpipe")
+        if any(low == high for low, high in stage.layers):
+            raise target.refusal(f"stages[{i}] without a layer", "give every pipeline stage a layer")
+
+
+def _check_precision(plan: Plan, target: Target) -> None:
+    kept, used, reduced = plan.precision.parameters, plan.precision.compute, plan.precision.reduce
+    if kept != "float32" or used not in _PRECISIONS or reduced not in ("float32", used):
+        what = f"precision {kept}/{used}/{reduced}"
+        raise target.refusal(what, "keep parameters in float32, and reduce in float32 or as computed")
+
+
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def _check_elements(plan: Plan, target: Target) -> DataParallelType:
+    """The file's `default_dp_type`; BadInput names the first element that the file has no place for."""
+    default: tuple[str, DataParallel] | None = None
+    sharing: tuple[str, SequenceParallel] | None = None
+    for where, own in elements(plan):
+        if not own.tp_consecutive and (where in (EMBEDDING, HEAD) or own.sequence_parallel is SequenceParallel.ULYSSES):
+            raise target.refusal(f"{where}: strided groups there", "make them consecutive")
+        if own.data_parallel is not DataParallel.ZERO3 and _shares_parameters(own):
+            default = default or (where, own.data_parallel)
+            if own.data_parallel is not default[1]:
+                what = f"{where}: {own.data_parallel}, where {default[0]} has {default[1]}"
+                raise target.refusal(what, "use zero3 beside one of ddp and zero2")
+        if own.tp_size > 1 and own.sequence_parallel is not SequenceParallel.ULYSSES:
+            sharing = sharing or (where, own.sequence_parallel)
+            if own.sequence_parallel is not sharing[1]:
+                what = f"{where}: sequence_parallel {own.sequence_parallel}, where {sharing[0]} has {sharing[1]}"
+                raise target.refusal(what, "use one kind wherever tp_size is above 1")
+    for i, layer in enumerate(plan.layers):
+        if layer.recompute not in (Recompute.NONE, Recompute.FULL):
+            raise target.refusal(f"layers[{i}]: recompute {layer.recompute}", "recompute all of it or nothing")
+    if effective(plan.embedding) != effective(plan.head):
+        raise target.refusal("a head spread otherwise than the embedding", "spread them alike")
+    return _UNUSED_DEFAULT if default is None else _DEFAULTS[default[1]]
+
+
+def _shares_parameters(strategy: Strategy) -> bool:
+    return strategy.dp_size > 1 or strategy.sequence_parallel is SequenceParallel.ULYSSES
+
+
+def _options(plan: Plan) -> Iterator[str]:
+    """The options of Galvatron's run that the plan needs beside the file."""
+    yield f"--mixed_precision {_PRECISIONS[plan.precision.compute]}"
+    if plan.precision.reduce == "float32" != plan.precision.compute:
+        yield "--reduce_in_fp32"
+    if any(own.sequence_parallel is SequenceParallel.MEGATRON for _, own in elements(plan)):
+        yield "--sequence-parallel"
+    if plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH and plan.num_microbatches > 1:
+        yield "--no_async_grad_reduce"

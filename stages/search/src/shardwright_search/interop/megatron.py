@@ -1,0 +1,139 @@
+"""A plan as command-line arguments of Megatron-LM.
+
+Names and meanings are those of `megatron/training/arguments.py` and `megatron/core/transformer/` in its main branch of
+late 2025. Ranks are numbered as its default order `tp-cp-ep-dp-pp` numbers them.
+
+Data parallelism. DDP is Megatron's own. ZeRO-2 whose gradients are reduced once a step is its distributed optimizer:
+the same messages, one reduce-scatter and one all-gather a step, and the whole gradients that deferred reduction holds
+anyway. ZeRO-3, and ZeRO-2 that reduces after every microbatch, is Megatron-FSDP, which does so. DDP that reduces after
+every microbatch, and ZeRO-3 that holds whole gradients over several, it has not.
+"""
+
+import shlex
+from collections.abc import Iterator
+
+from shardwright_formats.plan import GradientReduction, Plan, Schedule
+from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.interop.degrees import Degrees, uniform_degrees
+from shardwright_search.interop.stages import Exported, Target, kernel_notes
+
+__all__ = ["megatron_arguments"]
+
+_TARGET = "Megatron-LM"
+
+
+def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
+    """The arguments that a plan decides, one option a line; those of the model itself and of the data are the user's.
+
+    Raises BadInput naming the first thing that Megatron-LM cannot express.
+    """
+    target = Target(_TARGET, plan_file)
+    degrees = uniform_degrees(plan, target)
+    if plan.schedule is Schedule.GPIPE and degrees.pp_size > 1:
+        raise target.refusal("the schedule gpipe", "choose 1f1b or interleaved_1f1b")
+    options = [
+        *_sizes(plan, degrees),
+        *_partition(degrees),
+        *_data_parallel(plan, degrees, target),
+        *_recompute(plan, degrees, target),
+        *_precision(plan, target),
+    ]
+    notes = [f"run it on {plan.world_size} ranks", *_buffer_note(plan, degrees), *kernel_notes(plan)]
+    return Exported("".join(f"{shlex.join(option)}\n" for option in options), tuple(notes))
+
+
+def _sizes(plan: Plan, degrees: Degrees) -> Iterator[list[str]]:
+    yield ["--num-layers", str(len(plan.layers))]
+    yield ["--seq-length", str(plan.model.sequence_length)]
+    if not plan.model.tied:
+        yield ["--untie-embeddings-and-output-weights"]
+    yield ["--tensor-model-parallel-size", str(degrees.tp_size)]
+    yield ["--pipeline-model-parallel-size", str(degrees.pp_size)]
+    if degrees.sequence_parallel is SequenceParallel.MEGATRON:
+        yield ["--sequence-parallel"]
+    yield ["--micro-batch-size", str(degrees.micro_batch_size)]
+    yield ["--global-batch-size", str(plan.global_batch_size)]
+    yield ["--optimizer", "adam"]
+
+
+def _partition(degrees: Degrees) -> Iterator[list[str]]:
+    """How layers are cut; the layout string where equal ranges, or a first and a last one of their own, do not do."""
+    sizes = degrees.range_sizes
+    if len(set(sizes)) == 1:
+        if degrees.chunks > 1:
+            yield ["--num-layers-per-virtual-pipeline-stage", str(sizes[0])]
+    elif degrees.chunks == 1 and min(sizes) > 0 and len(set(sizes[1:-1])) <= 1:
+        yield ["--decoder-first-pipeline-num-layers", str(sizes[0])]
+        yield ["--decoder-last-pipeline-num-layers", str(sizes[-1])]
+    else:
+        ranges = [f"t*{size}" if size else "" for size in sizes]
+        yield ["--pipeline-model-parallel-layout", f"E{'|'.join(ranges)}L"]
+
+
+def _data_parallel(plan: Plan, degrees: Degrees, target: Target) -> Iterator[list[str]]:
+    if degrees.dp_size == 1:
+        return
+    once = plan.num_microbatches == 1 or plan.gradient_reduction is GradientReduction.DEFERRED
+    if degrees.data_parallel is DataParallel.DDP:
+        if not once:
+            what = "layers[0]: ddp that reduces gradients after every microbatch"
+            raise target.refusal(what, "choose gradient_reduction deferred")
+    elif degrees.data_parallel is DataParallel.ZERO2 and once:
+        yield ["--use-distributed-optimizer"]
+    elif degrees.data_parallel is DataParallel.ZERO3 and once and plan.num_microbatches > 1:
+        what = "layers[0]: zero3 that holds whole gradients over several microbatches"
+        raise target.refusal(what, "choose gradient_reduction every_microbatch")
+    else:
+        sharded = "optim_grads" if degrees.data_parallel is DataParallel.ZERO2 else "optim_grads_params"
+        yield ["--use-megatron-fsdp"]
+        yield ["--data-parallel-sharding-strategy", sharded]
+        # What Megatron-FSDP demands beside it.
+        yield ["--use-distributed-optimizer"]
+        yield ["--no-gradient-accumulation-fusion"]
+        yield ["--ckpt-format", "fsdp_dtensor"]
+
+
+def _buffer_note(plan: Plan, degrees: Degrees) -> Iterator[str]:
+    if degrees.dp_size > 1 and degrees.data_parallel is DataParallel.ZERO2 and plan.num_microbatches == 1:
+        yield "its distributed optimizer holds whole gradients with one microbatch too, 4 bytes a parameter"
+
+
+def _recompute(plan: Plan, degrees: Degrees, target: Target) -> Iterator[list[str]]:
+    """Every layer, or as many first layers of each range: Megatron's methods `uniform` and `block`."""
+    again = [layer.recompute is Recompute.FULL for layer in plan.layers]
+    if not any(again):
+        return
+    yield ["--recompute-granularity", "full"]
+    if all(again):
+        yield ["--recompute-method", "uniform"]
+        yield ["--recompute-num-layers", "1"]
+        return
+    most = max(sum(again[low:high]) for low, high in degrees.ranges)
+    for low, high in degrees.ranges:
+        for i in range(low, high):
+            if again[i] != (i - low < most):
+                had = "recompute full" if again[i] else "recompute none"
+                what = f"layers[{i}]: {had}, where another pipeline stage recomputes its first {most} layers"
+                raise target.refusal(what, "recompute as many first layers of every pipeline stage")
+    yield ["--recompute-method", "block"]
+    yield ["--recompute-num-layers", str(most)]
+
+
+def _precision(plan: Plan, target: Target) -> Iterator[list[str]]:
+    """Parameters and optimizer state stay in float32; beside bfloat16 gradients do by themselves."""
+    match plan.precision.parameters, plan.precision.compute, plan.precision.reduce:
+        case "float32", "float32", "float32":
+            return
+        case "float32", "bfloat16", "float32":
+            yield ["--bf16"]
+        case "float32", "bfloat16", "bfloat16":
+            yield ["--bf16"]
+            yield ["--grad-reduce-in-bf16"]
+        case "float32", "float16", "float32":
+            yield ["--fp16"]
+            yield ["--accumulate-allreduce-grads-in-fp32"]
+        case "float32", "float16", "float16":
+            yield ["--fp16"]
+        case kept, used, reduced:
+            what = f"precision {kept}/{used}/{reduced}"
+            raise target.refusal(what, "keep parameters in float32, and reduce in float32 or as computed")

@@ -1,0 +1,152 @@
+"""A plan as a TOML configuration of torchtitan.
+
+Sections and keys are those of its `config/job_config.py` as of late 2025; what they do is read from
+`models/llama3/infra/parallelize.py` and `distributed/{pipeline_parallel,activation_checkpoint,parallel_dims}.py`. Later
+versions are configured in Python, with fields of the same names.
+
+Ranks are numbered pipeline stage first, then data-parallel rank, then tensor-parallel rank, as in a plan.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from shardwright_formats.plan import GradientReduction, Plan, Schedule
+from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.interop.degrees import Degrees, uniform_degrees
+from shardwright_search.interop.stages import Exported, Target, kernel_notes
+
+__all__ = ["torchtitan_toml"]
+
+Toml = str | int | Sequence[Sequence[str]]
+
+_TARGET = "torchtitan"
+
+
+def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
+    """The sections that a plan decides; model, data and learning rate are the user's.
+
+    Raises BadInput naming the first thing that torchtitan cannot express.
+    """
+    target = Target(_TARGET, plan_file)
+    degrees = uniform_degrees(plan, target)
+    _check_parallelism(plan, degrees, target)
+    _check_pipeline(plan, degrees, target)
+    sections: dict[str, Mapping[str, Toml]] = {
+        "optimizer": {"name": "AdamW"},
+        "training": {**_batch(plan, degrees), **_precision(plan, degrees, target)},
+        "parallelism": _parallelism(plan, degrees),
+        "activation_checkpoint": _recompute(plan, degrees, target),
+    }
+    return Exported(
+        "\n".join("".join(_section(name, keys)) for name, keys in sections.items()),
+        (f"run it on {plan.world_size} ranks", *kernel_notes(plan)),
+    )
+
+
+def _check_parallelism(plan: Plan, degrees: Degrees, target: Target) -> None:
+    if degrees.tp_size > 1 and degrees.sequence_parallel is not SequenceParallel.MEGATRON:
+        what = "embedding: tensor parallelism without sequence_parallel megatron"
+        raise target.refusal(what, "choose sequence_parallel megatron")
+    alone = degrees.tp_size == degrees.pp_size == 1
+    if degrees.dp_size > 1 and degrees.data_parallel is DataParallel.DDP and not alone:
+        what = "embedding: ddp beside tensor or pipeline parallelism"
+        raise target.refusal(what, "choose zero2 or zero3")
+    if degrees.dp_size == 1 or plan.num_microbatches == 1:
+        return
+    # Accumulating gradients it reduces each microbatch's; torch's pipeline schedules reduce with the last one.
+    reduced = GradientReduction.EVERY_MICROBATCH if degrees.pp_size == 1 else GradientReduction.DEFERRED
+    if plan.gradient_reduction is not reduced:
+        where = "without a pipeline" if degrees.pp_size == 1 else "in a pipeline"
+        raise target.refusal(f"gradient_reduction {plan.gradient_reduction} {where}", f"choose {reduced}")
+
+
+def _check_pipeline(plan: Plan, degrees: Degrees, target: Target) -> None:
+    """What torch's schedules refuse, and what torchtitan cannot cut."""
+    if degrees.pp_size == 1:
+        return
+    one_range = plan.schedule is not Schedule.GPIPE and degrees.chunks == 1
+    if one_range and plan.num_microbatches < degrees.pp_size:
+        what = f"1f1b with {plan.num_microbatches} microbatches in {degrees.pp_size} pipeline stages"
+        raise target.refusal(what, "choose as many microbatches or more")
+    if plan.model.tied:
+        raise target.refusal("tied embedding and head in several pipeline stages", "untie them or choose one stage")
+
+
+def _batch(plan: Plan, degrees: Degrees) -> dict[str, Toml]:
+    """Without a pipeline a microbatch is what one accumulation step takes, with one it is cut from the local batch."""
+    passes = plan.num_microbatches if degrees.pp_size > 1 else 1
+    return {
+        "local_batch_size": degrees.micro_batch_size * passes,
+        "global_batch_size": plan.global_batch_size,
+        "seq_len": plan.model.sequence_length,
+    }
+
+
+def _precision(plan: Plan, degrees: Degrees, target: Target) -> dict[str, Toml]:
+    kept, used, reduced = plan.precision.parameters, plan.precision.compute, plan.precision.reduce
+    if kept != "float32" or used not in ("float32", "bfloat16") or reduced != "float32":
+        what = f"precision {kept}/{used}/{reduced}"
+        raise target.refusal(what, "compute in float32 or bfloat16, and keep and reduce in float32")
+    if used != kept and degrees.dp_size == 1 and max(degrees.tp_size, degrees.pp_size) > 1:
+        what = f"precision {kept}/{used}/{reduced} without data-parallel ranks: its FSDP casts"
+        raise target.refusal(what, "choose dp_size 2 or more, or compute in float32")
+    return {"mixed_precision_param": used, "mixed_precision_reduce": reduced}
+
+
+def _parallelism(plan: Plan, degrees: Degrees) -> dict[str, Toml]:
+    replicated = degrees.data_parallel is DataParallel.DDP
+    keys: dict[str, Toml] = {
+        "data_parallel_replicate_degree": degrees.dp_size if replicated else 1,
+        "data_parallel_shard_degree": 1 if replicated else degrees.dp_size,
+        "tensor_parallel_degree": degrees.tp_size,
+        "pipeline_parallel_degree": degrees.pp_size,
+        "context_parallel_degree": 1,
+    }
+    if not replicated:
+        keys["fsdp_reshard_after_forward"] = "always" if degrees.data_parallel is DataParallel.ZERO3 else "never"
+    if degrees.pp_size > 1:
+        single = "GPipe" if plan.schedule is Schedule.GPIPE else "1F1B"
+        keys["pipeline_parallel_schedule"] = single if degrees.chunks == 1 else "Interleaved1F1B"
+        keys["pipeline_parallel_microbatch_size"] = degrees.micro_batch_size
+        keys["module_fqns_per_model_part"] = _parts(degrees)
+    return keys
+
+
+def _parts(degrees: Degrees) -> list[list[str]]:
+    """The modules of every stage and chunk, by the names that torchtitan's decoders share."""
+    parts = [[f"layers.{i}" for i in range(low, high)] for low, high in degrees.ranges]
+    return [["tok_embeddings", *parts[0]], *parts[1:-1], [*parts[-1], "norm", "output"]]
+
+
+def _recompute(plan: Plan, degrees: Degrees, target: Target) -> dict[str, Toml]:
+    """All, none, or every n-th of the layers that a rank holds: it counts them as it wraps them."""
+    counted = [
+        [i for low, high in degrees.ranges[stage :: degrees.pp_size] for i in range(low, high)]
+        for stage in range(degrees.pp_size)
+    ]
+    again = {i for i, layer in enumerate(plan.layers) if layer.recompute is Recompute.FULL}
+    if not again:
+        return {"mode": "none"}
+    if len(again) == len(plan.layers):
+        return {"mode": "full"}
+    every = min(n for own in counted for n, i in enumerate(own, 1) if i in again)
+    for own in counted:
+        for n, i in enumerate(own, 1):
+            if (i in again) != (n % every == 0):
+                what = f"layers[{i}]: recompute {plan.layers[i].recompute}, number {n} of its rank"
+                raise target.refusal(what, "recompute all layers, none, or every n-th of each rank")
+    return {"mode": "selective", "selective_ac_option": str(every)}
+
+
+def _section(name: str, keys: Mapping[str, Toml]) -> Iterator[str]:
+    yield f"[{name}]\n"
+    for key, value in keys.items():
+        yield f"{key} = {_toml(value)}\n"
+
+
+def _toml(value: Toml) -> str:
+    """A value in TOML; its strings are names, which need no escapes."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, int):
+        return str(value)
+    return "[" + ", ".join("[" + ", ".join(_toml(name) for name in part) + "]" for part in value) + "]"
