@@ -24,6 +24,7 @@ from shardwright_search.predict import prediction_of_evaluated, prediction_of_se
 from shardwright_search.profiles import read_profiles
 from shardwright_search.request import SearchRequest
 from shardwright_search.select_cli import select_command
+from shardwright_search.simulate_cli import simulate_command
 from shardwright_search.uniform_cli import uniform_command
 
 __all__ = ["app", "main"]
@@ -103,6 +104,7 @@ def explain_command(plan: PlanFile, hardware: HardwareFile, profile: ProfileFile
 app.command("correct")(correct_command)
 app.command("export")(export_command)
 app.command("select")(select_command)
+app.command("simulate")(simulate_command)
 app.command("uniform")(uniform_command)
 app.add_typer(import_app, name="import")
 
