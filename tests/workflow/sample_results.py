@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.correction import Correction, CorrectionFactor, Term
 from shardwright_formats.files import write_document
 from shardwright_formats.measurement import (
     HeldMemory,
@@ -105,7 +106,10 @@ def an_estimate(plan: Plan, step_time_s: float) -> Estimate:
 
 
 def write_sample_results(results: Path, *, search: str = "roomy", run: str = "demo", budget_mib: int = 64) -> Plan:
-    """Write a search of three plans, two of them measured, and a finished run; return the chosen plan."""
+    """Write a search of three plans, two of them measured, what they taught, and a finished run.
+
+    Returns the chosen plan; the first runner-up is the one that was selected.
+    """
     plan = a_plan(name=search)
     others = [a_plan(num_microbatches=8, name=search), a_plan(pp_size=1, num_microbatches=1, recomputed=0, name=search)]
     prediction = Prediction(
@@ -129,6 +133,16 @@ def write_sample_results(results: Path, *, search: str = "roomy", run: str = "de
         plans=(_measured(plan, 0.21), _measured(others[0], 0.25)),
     )  # fmt: skip
     write_document(results / "measurements" / "plans" / f"{search}.json", measured)
+    write_document(results / "selected" / f"{search}.json", others[0])
+    learned = Correction(
+        factors={
+            Term.FORWARD: CorrectionFactor(factor=1.25, lowest=0.75, highest=1.5, num_plans=2, num_ranks=16),
+            Term.STEP_END: CorrectionFactor(factor=3.0, lowest=3.0, highest=3.0, num_plans=1, num_ranks=8),
+        },
+        plans_sha256=(plan.sha256, others[0].sha256), measurements_sha256=("0" * 64,), hardware_sha256="0" * 64,
+        profiles_sha256=("0" * 64,), warnings=("forward: thin: 2 plan(s) <of> many",),
+    )  # fmt: skip
+    write_document(results / "corrections" / f"{search}.json", learned)
     _write_run(results / "runs" / run, plan)
     return plan
 

@@ -14,6 +14,9 @@ from pathlib import Path
 import sample_results
 from sample_results import write_sample_results
 
+_INPUTS = (
+    "--cluster", "--model", "--hardware", "--profile", "--search", "--settings", "--data", "--plan", "--correction",
+)  # fmt: skip
 _TOKEN_FILES = ("tokenizer.json", "tokens.bin", "tokens.idx", "data.json")
 
 
@@ -25,7 +28,17 @@ def main() -> None:
     if called == os.environ.get("STUB_FAILS"):
         sys.exit("error: some.json: something is wrong: do something")
     for given, following in pairwise(arguments):
-        if given in ("--cluster", "--model", "--hardware", "--profile", "--search", "--settings", "--data"):
+        if given in (
+            "--cluster",
+            "--model",
+            "--hardware",
+            "--profile",
+            "--search",
+            "--settings",
+            "--data",
+            "--plan",
+            "--correction",
+        ):
             Path(following).stat()
     option = next(name for name in ("--hardware-out", "--picture", "--out") if name in arguments)
     out = Path(arguments[arguments.index(option) + 1])
@@ -46,6 +59,9 @@ def _outputs(called: str, out: Path, arguments: list[str]) -> dict[Path, bytes]:
         if called == "shardwright-search plan":
             prediction = (plans / "roomy.prediction.json").read_bytes()
             return {out: (plans / "roomy.json").read_bytes(), out.with_suffix(".prediction.json"): prediction}
+        if called in ("shardwright-search select", "shardwright-search correct"):
+            folder_of = {"select": "selected", "correct": "corrections"}[called.split()[1]]
+            return {out: (sample / folder_of / "roomy.json").read_bytes()}
         if called == "shardwright-train measure" and "plans" in arguments[0]:
             return {out: (sample / "measurements" / "plans" / "roomy.json").read_bytes()}
         if called == "shardwright-train run":

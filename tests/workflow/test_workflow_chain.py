@@ -73,8 +73,36 @@ def test_another_sequence_length_profiles_that_model_again_and_does_all_below(fi
     finished.configure(lambda config: config["models"]["demo"].update(sequence_length=64))
     assert finished.snakemake("all", "-n").jobs == {
         "describe": 1, "probes": 1, "measure": 1, "fit": 1, "picture": 1, "search": 2, "run": 2, "validate": 2,
-        "report": 1,
+        "correct": 2, "report": 1,
     }  # fmt: skip
+
+
+def test_a_run_waits_for_the_measured_winner_where_it_is_told_to(finished):
+    finished.configure(lambda config: config["searches"]["tight"].update(select="measured"))
+    done = finished.snakemake("runs")
+    assert (done.status, done.jobs) == (0, {"select": 1, "run": 1}), done.output
+    (selected,) = _of(finished.calls(), "shardwright-search select")
+    assert selected[0] == "results/measurements/plans/tight.json"
+    assert _options(selected) == {"--plan": "results/plans/tight.json", "--out": "results/selected/tight.json"}
+    assert _of(finished.calls(), "shardwright-train run")[-1][0] == "results/selected/tight.json"
+    assert "report" in finished.snakemake("all").jobs
+    assert re.search(r"runner-up 1, selected", (finished.folder / "results" / "summary.txt").read_text())
+
+
+def test_what_one_search_taught_is_given_to_another_that_asks_for_it(finished):
+    taught = [call for call in _of(finished.calls(), "shardwright-search correct") if "roomy" in call[0]]
+    assert [_options(call) for call in taught] == [
+        {
+            "--hardware": "results/hardware/laptop.h5", "--profile": "results/profiles/demo@cpu.h5",
+            "--out": "results/corrections/roomy.json",
+        }
+    ]  # fmt: skip
+    assert not any("--correction" in call for call in _of(finished.calls(), "shardwright-search plan"))
+    finished.configure(lambda config: config["searches"]["tight"].update(correction="roomy"))
+    done = finished.snakemake("plans")
+    assert (done.status, done.jobs) == (0, {"search": 1}), done.output
+    (*_, search) = _of(finished.calls(), "shardwright-search plan")
+    assert _options(search)["--correction"] == "results/corrections/roomy.json"
 
 
 def test_another_number_of_steps_trains_that_run_alone(finished):

@@ -51,6 +51,21 @@ def _read(text: str, kind: type[Document]):
         ({"searches__tight__memory_gib": 0}, "searches.tight.memory_gib: 0 is less than or equal to the minimum of 0"),
         ({"searches__tight__recompute": ["ful"]}, "searches.tight.recompute.0: 'ful' is not one of"),
         ({"searches__tight__pp_sizes": [0]}, "searches.tight.pp_sizes"),
+        ({"searches__tight__select": "best"}, "searches.tight.select: 'best' is not one of"),
+        ({"searches__tight__correction": "romy"}, "searches.tight.correction: 'romy' is not under searches: did you"),
+        ({"searches__tight__correction": "tight"}, "searches.tight.correction: tight needs tight: learn from a search without a correction"),
+        (
+            {"searches__tight__correction": "roomy", "searches__roomy__correction": "tight"},
+            "searches.roomy.correction: roomy needs tight needs roomy: learn from",
+        ),
+        (
+            {
+                "searches__tight__correction": "roomy",
+                "models__other": DEFAULT["models"]["demo"],
+                "searches__tight__model": "other",
+            },
+            "searches.tight.correction: roomy has another model, and so other profiles: take a search of other",
+        ),
         ({"searches__a/b": DEFAULT["searches"]["tight"]}, "'a/b' does not match"),
         ({"searches__tight__model": "dema"}, "searches.tight.model: 'dema' is not under models: did you mean demo?"),
         ({"runs__demo__search": "romy"}, "runs.demo.search: 'romy' is not under searches: did you mean roomy?"),
@@ -149,6 +164,27 @@ def test_what_is_analytic_needs_no_time_to_measure_and_is_told_by_name():
     )
     assert re.fullmatch(config.analytic_models(), "demo") and re.fullmatch(config.analytic_clusters(), "laptop")
     assert json.loads(config.profile_json("cpu")).keys().isdisjoint({"source", "steps", "layers"})
+
+
+def test_how_plans_are_selected_and_corrected_is_no_part_of_a_search_document():
+    changed = _load(searches__roomy__select="measured", searches__tight__correction="roomy")
+    assert [changed.search_json(name) for name in ("roomy", "tight")] == [
+        _load().search_json(name) for name in ("roomy", "tight")
+    ]
+
+
+def test_runs_take_the_predicted_best_unless_they_are_told_to_wait_for_the_measured_one():
+    assert _load().plan_of("roomy") == "results/plans/roomy.json"
+    assert _load(searches__roomy__select="measured").plan_of("roomy") == "results/selected/roomy.json"
+
+
+def test_what_others_rest_on_is_measured_without_being_asked_for():
+    def measured(**changes):
+        return _load(validate__searches=[], **changes).measured_searches()
+
+    assert measured() == ()
+    assert measured(searches__tight__select="measured") == ("tight",)
+    assert measured(searches__tight__correction="roomy") == ("roomy",)
 
 
 def test_a_search_is_not_touched_by_another_ones_budget():

@@ -73,6 +73,12 @@ def cluster_of_search(wildcards):
     return CONFIG["searches"][wildcards.search]["cluster"]
 
 
+def profiles_of_search(wildcards):
+    model = CONFIG["searches"][wildcards.search]["model"]
+    node_types = CONFIG.node_types_of(cluster_of_search(wildcards))
+    return [f"results/profiles/{model}@{node_type}.h5" for node_type in node_types]
+
+
 def cluster_of_run(wildcards):
     return CONFIG["searches"][CONFIG["runs"][wildcards.run]["search"]]["cluster"]
 

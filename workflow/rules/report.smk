@@ -8,9 +8,15 @@ rule report:
             "results/plans/{search}.prediction.json", search=CONFIG["searches"]
         ),
         measurements=expand(
-            "results/measurements/plans/{search}.json",
-            search=CONFIG["validate"]["searches"],
+            "results/{folder}/{search}.json",
+            folder=["measurements/plans", "corrections"],
+            search=CONFIG.measured_searches(),
         ),
+        selected=[
+            CONFIG.plan_of(search)
+            for search in CONFIG["searches"]
+            if CONFIG.selects(search)
+        ],
         runs=expand(
             "results/runs/{run}/{file}",
             run=CONFIG["runs"],
@@ -35,7 +41,8 @@ rule report:
     params:
         scripts=ROOT / "workflow/scripts",
         of="--results results"
-        f" --searches {' '.join(CONFIG['searches'])} --runs {' '.join(CONFIG['runs'])}",
+        f" --searches {' '.join(CONFIG['searches'])} --runs {' '.join(CONFIG['runs'])}"
+        f" --selected {' '.join(filter(CONFIG.selects, CONFIG['searches']))}",
         profiles=" ".join("@".join(pair) for pair in CONFIG.profiled_pairs()),
     message:
         "write the report"

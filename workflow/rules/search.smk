@@ -9,11 +9,9 @@ rule search:
         cluster=lambda wildcards: f"results/clusters/{cluster_of_search(wildcards)}.json",
         model=lambda wildcards: f"results/models/{CONFIG['searches'][wildcards.search]['model']}.json",
         hardware=lambda wildcards: f"results/hardware/{cluster_of_search(wildcards)}.h5",
-        profiles=lambda wildcards: [
-            f"results/profiles/{CONFIG['searches'][wildcards.search]['model']}@{node_type}.h5"
-            for node_type in CONFIG.node_types_of(cluster_of_search(wildcards))
-        ],
+        profiles=profiles_of_search,
         search="results/searches/{search}.json",
+        correction=lambda wildcards: CONFIG.correction_of(wildcards.search) or [],
     output:
         plan="results/plans/{search}.json",
         prediction="results/plans/{search}.prediction.json",
@@ -29,11 +27,14 @@ rule search:
         profiles=lambda wildcards, input: [
             f"--profile {path}" for path in input.profiles
         ],
+        correction=lambda wildcards, input: (
+            f"--correction {input.correction}" if input.correction else ""
+        ),
     message:
         "search the plan {wildcards.search}"
     shell:
         "shardwright-search plan --cluster {input.cluster} --model {input.model} --hardware {input.hardware}"
-        " {params.profiles} --search {input.search} --out {output.plan} 2> {log}"
+        " {params.profiles} {params.correction} --search {input.search} --out {output.plan} 2> {log}"
 
 
 rule grid:

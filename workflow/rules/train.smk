@@ -32,7 +32,7 @@ rule prepare:
 # that another plan starts afresh.
 rule run:
     input:
-        plan=lambda wildcards: f"results/plans/{CONFIG['runs'][wildcards.run]['search']}.json",
+        plan=lambda wildcards: CONFIG.plan_of(CONFIG["runs"][wildcards.run]["search"]),
         data=lambda wildcards: f"results/data/{CONFIG['runs'][wildcards.run]['data']}/data.json",
         tokens=lambda wildcards: f"results/data/{CONFIG['runs'][wildcards.run]['data']}/tokens.bin",
     output:
@@ -82,3 +82,52 @@ rule validate:
     shell:
         "{resources.mpi} shardwright-train measure {input.plan} {input.prediction} --steps {params.steps}"
         " --warmup-steps {params.warmup_steps} --out {output.measurement} 2> {log}"
+
+
+# For searches with `select: measured`: what their runs train with.
+rule select:
+    input:
+        measurement="results/measurements/plans/{search}.json",
+        plan="results/plans/{search}.json",
+        prediction="results/plans/{search}.prediction.json",
+    output:
+        plan="results/selected/{search}.json",
+    log:
+        "results/logs/select/{search}.log",
+    benchmark:
+        "results/benchmarks/select/{search}.tsv"
+    threads: 1
+    resources:
+        mem_mb=1000,
+        runtime=10,
+    message:
+        "select the measured winner of {wildcards.search}"
+    shell:
+        "shardwright-search select {input.measurement} --plan {input.plan} --out {output.plan} > {log} 2>&1"
+
+
+# A file of its own: the profiles stay as they were measured, and a search takes it only where it is told to.
+rule correct:
+    input:
+        measurement="results/measurements/plans/{search}.json",
+        hardware=lambda wildcards: f"results/hardware/{cluster_of_search(wildcards)}.h5",
+        profiles=profiles_of_search,
+    output:
+        correction="results/corrections/{search}.json",
+    log:
+        "results/logs/correct/{search}.log",
+    benchmark:
+        "results/benchmarks/correct/{search}.tsv"
+    threads: 1
+    resources:
+        mem_mb=1000,
+        runtime=10,
+    params:
+        profiles=lambda wildcards, input: [
+            f"--profile {path}" for path in input.profiles
+        ],
+    message:
+        "learn what the measured plans of {wildcards.search} teach"
+    shell:
+        "shardwright-search correct {input.measurement} --hardware {input.hardware} {params.profiles}"
+        " --out {output.correction} > {log} 2>&1"

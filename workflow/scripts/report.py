@@ -12,8 +12,8 @@ from pathlib import Path
 from loss_picture import draw_loss
 from plan_picture import StrategyColours, draw_plan, plan_file
 from profile_section import ProfileOutcome, profile_section, read_profile
+from reality_section import reality_section
 from results import (
-    Comparison,
     RunOutcome,
     SearchOutcome,
     bytes_text,
@@ -90,7 +90,7 @@ def _search_section(search: SearchOutcome, colours: StrategyColours) -> str:
             _figure("Layers and pipeline stages", draw_plan(plan, colours)),
             _figure("Predicted memory of a rank, by pipeline stage", draw_memory(estimate, budget)),
             _figure(f"Simulated step ({escape(plan.schedule)})", draw_timeline(estimate)),
-            _comparison_table(search.comparisons),
+            reality_section(search),
             _beliefs(search),
         )
     )
@@ -115,38 +115,6 @@ def _run_section(run: RunOutcome) -> str:
         f"{run.result.final_loss:.3f} ({change:+.0%})"
     )
     return f"<h2>Run: {escape(run.name)}</h2><p class='soft'>{escape(facts)}</p>{_figure('Loss', draw_loss(run))}"
-
-
-def _comparison_table(comparisons: Sequence[Comparison]) -> str:
-    head = "".join(
-        f'<th{cls}>{name}</th>'
-        for name, cls in (
-            ("", ""), ("plan", ""),
-            *((name, ' class="number"') for name in (
-                "step, predicted", "measured", "ratio", "memory, predicted", "measured", "ratio")),
-        )
-    )  # fmt: skip
-    rows = "".join(_comparison_row(comparison) for comparison in comparisons)
-    return (
-        "<h3>Predicted against measured (ratio: measured over predicted)</h3>"
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-    )
-
-
-def _comparison_row(comparison: Comparison) -> str:
-    time_s, size = comparison.estimate.simulated_step_time_s, comparison.estimate.memory_bytes
-    measured_s, measured_bytes = comparison.measured_time_s, comparison.measured_bytes
-    numbers = (
-        seconds_text(time_s),
-        "–" if measured_s is None else seconds_text(measured_s),
-        ratio_text(time_s, measured_s),
-        bytes_text(size),
-        "–" if measured_bytes is None else bytes_text(measured_bytes),
-        ratio_text(size, measured_bytes),
-    )
-    cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
-    style = ' class="chosen"' if comparison.role == "chosen" else ""
-    return f"<tr{style}><td>{comparison.role}</td><td>{escape(plan_text(comparison.plan))}</td>{cells}</tr>"
 
 
 def _beliefs(search: SearchOutcome) -> str:
@@ -180,12 +148,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--searches", nargs="*", default=[], help="names of searches, in the order of the page")
     parser.add_argument("--runs", nargs="*", default=[], help="names of runs")
+    parser.add_argument("--selected", nargs="*", default=[], help="searches whose measured winner runs take")
     parser.add_argument("--profiles", nargs="*", default=[], help="names of profiles, MODEL@NODE_TYPE")
     parser.add_argument("--out", type=Path, help="the page to write")
     parser.add_argument("--plan-svg", type=Path, help="write the picture of the first search's plan here")
     asked = parser.parse_args(arguments)
     with one_line_errors():
-        searches = [read_search(asked.results, name) for name in asked.searches]
+        searches = [read_search(asked.results, name, selected=name in asked.selected) for name in asked.searches]
         runs = [read_run(asked.results, name) for name in asked.runs]
         profiles = [read_profile(asked.results, name) for name in asked.profiles]
         if asked.plan_svg is not None and searches:

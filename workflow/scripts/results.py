@@ -1,6 +1,7 @@
 """What a page or a table about results needs of them: read, matched with one another, and put in words."""
 
 import json
+from collections.abc import Set
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -8,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from shardwright_formats.correction import Correction
 from shardwright_formats.errors import BadInput
 from shardwright_formats.files import read_document
 from shardwright_formats.measurement import Measurement, PlanMeasurement
@@ -41,6 +43,13 @@ class Comparison(NamedTuple):
     plan: Plan
     estimate: Estimate
     measured: PlanMeasurement | None
+    taken: bool = False
+    """Whether it was the fastest that fits once measured, and runs take it for that."""
+
+    @property
+    def name(self) -> str:
+        """The plan's role, and whether it was selected."""
+        return f"{self.role}, selected" if self.taken else self.role
 
     @property
     def measured_time_s(self) -> float | None:
@@ -60,6 +69,8 @@ class SearchOutcome(NamedTuple):
     plan: Plan
     prediction: Prediction
     comparisons: tuple[Comparison, ...]
+    correction: Correction | None = None
+    """What these measured plans taught."""
 
 
 class RunOutcome(NamedTuple):
@@ -70,10 +81,11 @@ class RunOutcome(NamedTuple):
     steps: tuple[StepMetrics, ...]
 
 
-def read_search(results: Path, name: str) -> SearchOutcome:
-    """Read a search's plan, its prediction and, where there is one, the measurement of it.
+def read_search(results: Path, name: str, *, selected: bool = False) -> SearchOutcome:
+    """Read a search's plan, its prediction and, where there are any, its measurement and what that taught.
 
-    Raises BadInput when a file cannot be read, or when the prediction belongs to another plan.
+    Where the plan that runs take was `selected` among the measured ones, it is marked. Raises BadInput when a file
+    cannot be read, or when the prediction belongs to another plan.
     """
     plan = read_document(results / "plans" / f"{name}.json", Plan)
     path = results / "plans" / f"{name}.prediction.json"
@@ -84,12 +96,24 @@ def read_search(results: Path, name: str) -> SearchOutcome:
     measurement_path = results / "measurements" / "plans" / f"{name}.json"
     if measurement_path.exists():
         measured = {each.plan.sha256: each for each in read_document(measurement_path, Measurement).plans}
-    chosen = Comparison("chosen", plan, prediction.estimate, measured.get(plan.sha256))
-    others = tuple(
-        Comparison(f"runner-up {number}", other.plan, other.estimate, measured.get(other.plan.sha256))
+    taken = read_document(results / "selected" / f"{name}.json", Plan).sha256 if selected else None
+    believed = [("chosen", plan, prediction.estimate)]
+    believed += [
+        (f"runner-up {number}", other.plan, other.estimate)
         for number, other in enumerate(prediction.runners_up, start=1)
+    ]
+    comparisons = tuple(
+        Comparison(role, each, estimate, measured.get(each.sha256), each.sha256 == taken)
+        for role, each, estimate in believed
     )
-    return SearchOutcome(name, plan, prediction, (chosen, *others))
+    return SearchOutcome(name, plan, prediction, comparisons, _correction(results, name, measured.keys()))
+
+
+def _correction(results: Path, name: str, measured: Set[str]) -> Correction | None:
+    """What the plans of a search taught; nothing where the file is about others, measured before."""
+    path = results / "corrections" / f"{name}.json"
+    found = read_document(path, Correction) if path.exists() else None
+    return found if found is not None and measured >= set(found.plans_sha256) else None
 
 
 def read_run(results: Path, name: str) -> RunOutcome:
