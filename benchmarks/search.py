@@ -1,0 +1,262 @@
+"""Our search beside hetu-galvatron 2.4.0 on its own measured profiles: CPU seconds, and both plans priced by both.
+
+    snakemake --cores 1 reference                  # once: the imported profiles
+    python benchmarks/search.py [--work results/benchmark-search] [--reference results/reference]
+                                [--cases NAME ...] [--out benchmarks/results/search.json]
+
+Both search, in a process of their own with one thread, one batch size over the same space: powers of two, consecutive
+tensor-parallel groups, ZeRO-2 and ZeRO-3, full recomputation or none, every divisor of the batch, 1F1B. The peer's own
+environment is made in the work folder, where its answers are kept too (17 to 108 CPU seconds each);
+`benchmarks/peers/galvatron.py` says what of its profiles had to be given other keys to load at all.
+
+Bytes: above 20 GB the peer sets 20 % aside, and counts 1 GiB for the process, which the imported profiles do not have.
+Ours gets what remains (`usable`), and in a second search the whole budget (`whole`). Only the first is compared.
+
+Prices: the peer's plan is imported and evaluated by our cost model and simulator; ours is exported and priced by the
+peer's cost-model classes. Where its model prefers its own plan, each of its known defects is mended in turn, and the
+one after which it no longer does is named (`benchmarks/peers/galvatron_mends.py`).
+"""
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from peers import galvatron
+from peers.cases import CASES, Case
+from peers.galvatron_mends import DEFECTS, DIFFERENCES
+
+from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.files import read_document, write_document
+from shardwright_formats.plan import Plan
+from shardwright_formats.prediction import Prediction
+from shardwright_formats.strategy import Strategy
+
+MIB = 1 << 20
+CONTEXT_MIB = 1024
+"""What the peer counts for the process on every device (`pytorch_context_mem`)."""
+SHARDWRIGHT = str(Path(sys.executable).with_name("shardwright-search"))
+
+
+class Files(NamedTuple):
+    """What a search of ours reads."""
+
+    cluster: Path
+    model: Path
+    hardware: Path
+    profile: Path
+
+    @property
+    def profiles(self) -> list[str]:
+        """The options that evaluate needs too."""
+        return ["--hardware", str(self.hardware), "--profile", str(self.profile)]
+
+    @property
+    def machines(self) -> list[str]:
+        """The options that an import needs."""
+        return ["--cluster", str(self.cluster), "--model", str(self.model)]
+
+
+def files_of(case: Case, reference: Path, folder: Path) -> Files:
+    """The imported profiles of a case, and its cluster written beside its answers."""
+    node = NodeType(device="A100", devices_per_node=case.devices_per_node, memory_bytes=80 << 30)
+    nodes = (NodeGroup(node_type="a100", count=case.nodes),)
+    cluster = folder / "cluster.json"
+    write_document(cluster, Cluster(name=case.hardware, nodes=nodes, node_types={"a100": node}))
+    models, profiles = reference / "models", reference / "profiles"
+    hardware = reference / "hardware" / f"{case.hardware}.h5"
+    return Files(cluster, models / f"{case.model}.json", hardware, profiles / f"{case.profile}.h5")
+
+
+def powers_of_two(greatest: int) -> list[int]:
+    """1, 2, 4, ... up to a power of two."""
+    return [1 << i for i in range(greatest.bit_length())]
+
+
+def search_ours(case: Case, files: Files, folder: Path, name: str, budget_mib: int) -> dict[str, Any]:
+    """Our best plan within a budget; null where nothing fits."""
+    request = {
+        "format": "shardwright.search",
+        "version": 1,
+        "name": f"{case.name}-{name}",
+        "global_batch_size": case.global_batch_size,
+        "memory_gib": budget_mib / 1024,
+        "pp_sizes": powers_of_two(case.max_pp_size),
+        "tp_sizes": powers_of_two(case.max_tp_size),
+        "data_parallel": ["zero2", "zero3"],
+        "sequence_parallel": [case.sequence_parallel],
+        "precision": {"parameters": "float32", "compute": "bfloat16", "reduce": "float32"},
+    }
+    asked, plan = folder / f"{name}.search.json", folder / f"{name}.json"
+    asked.write_text(json.dumps(request, indent=1))
+    command = [SHARDWRIGHT, "plan", *files.machines, *files.profiles, "--search", str(asked), "--out", str(plan)]
+    code, ran = galvatron.run(command, folder / f"{name}.log", expected=(0, 3))
+    found = {"budget_mib": budget_mib, "ran": ran._asdict()}
+    if code == 3:
+        return found | {"plan": None, "why": (folder / f"{name}.log").read_text().splitlines()[-1]}
+    prediction = read_document(folder / f"{name}.prediction.json", Prediction)
+    proof = prediction.proof
+    assert proof is not None
+    kept = {"gap": proof.gap, "examined": proof.examined, "solved": proof.solved}
+    return found | {"plan": summary(read_document(plan, Plan)), "priced": priced(prediction), "proof": kept}
+
+
+def priced(prediction: Prediction) -> dict[str, Any]:
+    """Seconds and MiB of a plan under our cost model."""
+    estimate = prediction.estimate
+    return {
+        "simulated_s": estimate.simulated_step_time_s,
+        "closed_form_s": estimate.objective_s,
+        "memory_mib": [round(stage.memory_bytes / MIB) for stage in estimate.stages],
+        "warnings": list(prediction.warnings),
+    }
+
+
+def evaluate_theirs(config: dict[str, Any], case: Case, files: Files, folder: Path) -> dict[str, Any]:
+    """The peer's plan under our cost model and simulator."""
+    written, plan, out = (folder / f"theirs.{end}" for end in ("config.json", "json", "prediction.json"))
+    written.write_text(json.dumps(config, indent=1))
+    said = ["--sequence-parallel", case.sequence_parallel, "--precision-reduce", "float32"]
+    galvatron.run(
+        [SHARDWRIGHT, "import", "galvatron", str(written), *files.machines, *said, "--out", str(plan)],
+        folder / "import.log",
+    )
+    galvatron.run([SHARDWRIGHT, "evaluate", str(plan), *files.profiles, "--out", str(out)], folder / "evaluate.log")
+    return {"plan": summary(read_document(plan, Plan)), "priced": priced(read_document(out, Prediction))}
+
+
+def exported(folder: Path, name: str) -> dict[str, Any] | str:
+    """Our plan as the peer's config, or why its format cannot say it."""
+    out, log = folder / f"{name}.config.json", folder / "export.log"
+    command = [SHARDWRIGHT, "export", str(folder / f"{name}.json"), "--to", "galvatron", "--out", str(out)]
+    code, _ = galvatron.run(command, log, expected=(0, 2))
+    return dict(json.loads(out.read_text())) if code == 0 else log.read_text().splitlines()[-1]
+
+
+def summary(plan: Plan) -> str:
+    """One line: pipeline stages, microbatches, and the runs of equal layers, embedding and head at the ends."""
+
+    def said(strategy: Strategy) -> str:
+        recompute = getattr(strategy, "recompute", "none")
+        kind = f"tp{strategy.tp_size} dp{strategy.dp_size} {strategy.data_parallel}"
+        return kind + (" recomputed" if recompute != "none" else "")
+
+    runs = [f"{len(list(run))} x {text}" for text, run in groupby(map(said, plan.layers))]
+    cut = ",".join(str(sum(b - a for a, b in stage.layers)) for stage in plan.stages)
+    ends = f"embedding {said(plan.embedding)}; head {said(plan.head)}"
+    return f"pp{len(plan.stages)} ({cut}), {plan.num_microbatches} microbatches: {', '.join(runs)}; {ends}"
+
+
+def verdict(peer: dict[str, Any], case: Case) -> str:
+    """What the peer's model says of our plan beside its own, and the defect that makes it prefer its own."""
+    if "ours" not in peer:
+        return f"its format cannot say our plan: {peer['refused']}"
+    ours, theirs, usable = peer["ours"], peer["theirs"], peer["theirs"]["usable_mib"]
+    most = max(ours["memory_mib"])
+    memory = f"memory {most} MiB, " + ("fits" if most <= usable else f"{most - usable} MiB over")
+    ratio = ours["step_s"] / theirs["step_s"]
+    if ratio <= 1:
+        return f"prefers our plan by {1 / ratio - 1:.1%}; {memory}"
+    turned = [names for names, s in ours["step_s_mended"].items() if s <= theirs["step_s_mended"][names]]
+    return f"prefers its own by {ratio - 1:.1%}, {cause(turned)}; {memory}"
+
+
+def cause(turned: list[str]) -> str:
+    """What makes the peer's model prefer its own plan, from all that turns the preference when mended.
+
+    One defect is named before several, and defects before the differences that are none.
+    """
+    for kind, names in (("defect", DEFECTS), ("difference", DIFFERENCES)):
+        alone = [name for name in names if name in turned]
+        if alone:
+            return f"for the {kind} {' or '.join(alone)}"
+        if " ".join(names) in turned:
+            return f"for its {kind}s together ({', '.join(names)})"
+    together = " ".join((*DEFECTS, *DIFFERENCES)) in turned
+    return "for its defects and differences together" if together else "why is not determined"
+
+
+
+def compare(case: Case, python: Path, work: Path, reference: Path) -> dict[str, Any]:
+    """Both searches of a case and all prices."""
+    folder = work / case.name
+    told = case._asdict() | {"layers": [layers._asdict() for layers in case.layers]}
+    peer_case = galvatron.write_case(told, reference / "hetu-galvatron", folder)
+    found = galvatron.search(python, peer_case)
+    if found["config"] is None:
+        raise SystemExit(f"{case.name}: the peer finds no plan")
+    files = files_of(case, reference, folder)
+    own = galvatron.price(python, peer_case, {"theirs": found["config"]})["theirs"]
+    reserve_mib = case.memory_gib * 1024 - own["usable_mib"]
+    if abs(own["step_s"] - found["believed"]["step_s"]) > 1e-9 or max(own["memory_mib"]) + reserve_mib != max(
+        found["believed"]["memory_mib"]
+    ):
+        raise SystemExit(f"{case.name}: the peer's answer, priced again, is not what its search printed")
+    usable = search_ours(case, files, folder, "usable", own["usable_mib"] - CONTEXT_MIB)
+    whole = search_ours(case, files, folder, "whole", case.memory_gib * 1024)
+    theirs = evaluate_theirs(found["config"], case, files, folder)
+    config = exported(folder, "usable") if usable["plan"] else "nothing fits"
+    plans = {"theirs": found["config"]} | ({"ours": config} if isinstance(config, dict) else {})
+    peer = galvatron.price(python, peer_case, plans) | ({"refused": config} if isinstance(config, str) else {})
+    return {
+        "case": told,
+        "peer": {"ran": found["ran"], "plan": theirs["plan"], "reserve_mib": reserve_mib},
+        "usable": usable,
+        "whole": whole,
+        "our_price_of_theirs": theirs["priced"],
+        "their_prices": peer,
+        "their_verdict": verdict(peer, case),
+    }
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """The results as a table in Markdown."""
+    head = ["case", "CPU s: theirs", "ours", "s a step, simulated: theirs", "ours", "MiB: theirs", "ours", "budget"]
+    lines = [[*head, "s a step, its model: theirs", "ours", "its verdict"], ["---"] * (len(head) + 3)]
+    for row in rows:
+        ours, theirs, peer = row["usable"], row["our_price_of_theirs"], row["their_prices"]
+        mine = ours.get("priced", {"simulated_s": float("nan"), "memory_mib": [0]})
+        lines.append([
+            row["case"]["name"], f"{row['peer']['ran']['cpu_s']:.1f}", f"{ours['ran']['cpu_s']:.2f}",
+            f"{theirs['simulated_s']:.4f}", f"{mine['simulated_s']:.4f}",
+            str(max(theirs["memory_mib"])), str(max(mine["memory_mib"])), str(ours["budget_mib"]),
+            f"{peer['theirs']['step_s']:.4f}", f"{peer['ours']['step_s']:.4f}" if "ours" in peer else "-",
+            row["their_verdict"],
+        ])  # fmt: skip
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def machine() -> dict[str, str]:
+    """Where and when it ran."""
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    name = models[0].partition(":")[2].strip() if models else platform.machine()
+    return {"cpu": name, "python": platform.python_version(), "date": datetime.now(UTC).date().isoformat()}
+
+
+def main() -> None:
+    """Run the cases one after another and keep what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("results/benchmark-search"), help="environment and answers")
+    parser.add_argument("--reference", type=Path, default=Path("results/reference"), help="imported profiles")
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="by default all")
+    parser.add_argument("--out", type=Path, help="JSON of everything that was found")
+    options = parser.parse_args()
+    if not (options.reference / "hardware").is_dir():
+        raise SystemExit(f"error: {options.reference}: no imported profiles: run snakemake --cores 1 reference")
+    python, rows = galvatron.environment(options.work), []
+    for case in CASES:
+        if options.cases is None or case.name in options.cases:
+            rows.append(compare(case, python, options.work, options.reference))
+            print(f"{case.name}: {rows[-1]['their_verdict']}", file=sys.stderr, flush=True)
+    print(table(rows))
+    if options.out:
+        options.out.write_text(json.dumps({"machine": machine(), "cases": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
