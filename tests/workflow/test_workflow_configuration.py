@@ -53,7 +53,10 @@ def _read(text: str, kind: type[Document]):
         ({"searches__tight__pp_sizes": [0]}, "searches.tight.pp_sizes"),
         ({"searches__tight__select": "best"}, "searches.tight.select: 'best' is not one of"),
         ({"searches__tight__correction": "romy"}, "searches.tight.correction: 'romy' is not under searches: did you"),
-        ({"searches__tight__correction": "tight"}, "searches.tight.correction: tight needs tight: learn from a search without a correction"),
+        (
+            {"searches__tight__correction": "tight"},
+            "searches.tight.correction: tight needs tight: learn from a search without a correction",
+        ),
         (
             {"searches__tight__correction": "roomy", "searches__roomy__correction": "tight"},
             "searches.roomy.correction: roomy needs tight needs roomy: learn from",
