@@ -11,8 +11,8 @@ from shardwright_search.timeline.lanes import BACK, FORTH, GRADIENTS, PASSES, La
 __all__ = ["timeline_svg"]
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 1200.0, 92.0, 84.0, 56.0
-_HEIGHTS = {PASSES: 26.0, GRADIENTS: 9.0, FORTH: 6.0, BACK: 6.0}
-_GAP = 3.0
+_HEIGHTS = {PASSES: 26.0, GRADIENTS: 10.0, FORTH: 10.0, BACK: 10.0}
+_GAP = 2.0
 _PER_MS = 1e3
 
 # Mid-tones of Okabe & Ito's colours, which any reader can tell apart, on white as on black.
@@ -58,9 +58,8 @@ def timeline_svg(plan: Plan, estimate: Estimate) -> str:
             drawn.append(_text(_WIDTH - 8, y + height / 2 + 5, f"idle {share:.1%}", text_anchor="end"))
     for lane, own in by_lane(events).items():
         drawn.extend(_event(event, rows[lane], _HEIGHTS[lane.kind], scale, chunks) for event in own)
-    drawn.extend(_legend({event.kind for event in events}, chunks, bottom + 32))
-    label = f"timeline of a simulated step of {plan.name}"
-    return _picture("".join(drawn), bottom + 56, label)
+    legend, height = _legend({event.kind for event in events}, chunks, bottom + 32)
+    return _picture("".join((*drawn, legend)), height, f"timeline of a simulated step of {plan.name}")
 
 
 def _rows(lanes: set[Lane], num_stages: int) -> tuple[dict[Lane, float], float]:
@@ -72,7 +71,7 @@ def _rows(lanes: set[Lane], num_stages: int) -> tuple[dict[Lane, float], float]:
             if lane in lanes:
                 found[lane] = y
                 y += _HEIGHTS[lane.kind] + _GAP
-        y += 2 * _GAP
+        y += 3 * _GAP
     return found, y
 
 
@@ -103,15 +102,20 @@ def _event(event: TimelineEvent, y: float, height: float, scale: float, chunks: 
     return drawn
 
 
-def _legend(kinds: set[str], chunks: int, y: float) -> Iterator[str]:
-    x = _LEFT
+def _legend(kinds: set[str], chunks: int, y: float) -> tuple[str, float]:
+    """Marks with words, as many in a row as fit; the drawing and its bottom."""
+    drawn, x = [], _LEFT
     for kind in (kind for kind in _COLOURS if kind in kinds):
         chunked = chunks if kind in ("forward", "backward") else 1
         for chunk in range(chunked):
             words = _words(kind) + (f", chunk {chunk}" if chunked > 1 else "")
-            yield _element("rect", x=x, y=y, width=13.0, height=13.0, fill=_colour(kind, chunk, chunks))
-            yield _text(x + 19, y + 11, words)
-            x += 38 + 7.0 * len(words)
+            width = 38 + 7.0 * len(words)
+            if x + width > _WIDTH:
+                x, y = _LEFT, y + 22
+            drawn.append(_element("rect", x=x, y=y, width=13.0, height=13.0, fill=_colour(kind, chunk, chunks)))
+            drawn.append(_text(x + 19, y + 11, words))
+            x += width
+    return "".join(drawn), y + 22
 
 
 def _colour(kind: str, chunk: int, chunks: int) -> str:
