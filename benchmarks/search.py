@@ -152,7 +152,17 @@ def summary(plan: Plan) -> str:
     return f"pp{len(plan.stages)} ({cut}), {plan.num_microbatches} microbatches: {', '.join(runs)}; {ends}"
 
 
-def verdict(peer: dict[str, Any], case: Case) -> str:
+def our_verdict(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """What our simulator says of the peer's plan beside ours, and whether it is within the bytes that ours had."""
+    if ours["plan"] is None:
+        return ours["why"]
+    ratio = theirs["simulated_s"] / ours["priced"]["simulated_s"]
+    over_mib = max(theirs["memory_mib"]) - ours["budget_mib"]
+    said = f"ours is {ratio - 1:.1%} faster" if ratio >= 1 else f"ours is {1 / ratio - 1:.1%} slower"
+    return said + (f"; theirs is {over_mib} MiB over the budget" if over_mib > 0 else "")
+
+
+def verdict(peer: dict[str, Any]) -> str:
     """What the peer's model says of our plan beside its own, and the defect that makes it prefer its own."""
     if "ours" not in peer:
         return f"its format cannot say our plan: {peer['refused']}"
@@ -181,7 +191,6 @@ def cause(turned: list[str]) -> str:
     return "for its defects and differences together" if together else "why is not determined"
 
 
-
 def compare(case: Case, python: Path, work: Path, reference: Path) -> dict[str, Any]:
     """Both searches of a case and all prices."""
     folder = work / case.name
@@ -193,9 +202,8 @@ def compare(case: Case, python: Path, work: Path, reference: Path) -> dict[str, 
     files = files_of(case, reference, folder)
     own = galvatron.price(python, peer_case, {"theirs": found["config"]})["theirs"]
     reserve_mib = case.memory_gib * 1024 - own["usable_mib"]
-    if abs(own["step_s"] - found["believed"]["step_s"]) > 1e-9 or max(own["memory_mib"]) + reserve_mib != max(
-        found["believed"]["memory_mib"]
-    ):
+    printed, again = found["believed"], [mib + reserve_mib for mib in own["memory_mib"]]
+    if abs(own["step_s"] - printed["step_s"]) > 1e-9 or again != printed["memory_mib"]:
         raise SystemExit(f"{case.name}: the peer's answer, priced again, is not what its search printed")
     usable = search_ours(case, files, folder, "usable", own["usable_mib"] - CONTEXT_MIB)
     whole = search_ours(case, files, folder, "whole", case.memory_gib * 1024)
@@ -210,13 +218,15 @@ def compare(case: Case, python: Path, work: Path, reference: Path) -> dict[str, 
         "whole": whole,
         "our_price_of_theirs": theirs["priced"],
         "their_prices": peer,
-        "their_verdict": verdict(peer, case),
+        "our_verdict": our_verdict(usable, theirs["priced"]),
+        "their_verdict": verdict(peer),
     }
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """The results as a table in Markdown."""
     head = ["case", "CPU s: theirs", "ours", "s a step, simulated: theirs", "ours", "MiB: theirs", "ours", "budget"]
+    head += ["so"]
     lines = [[*head, "s a step, its model: theirs", "ours", "its verdict"], ["---"] * (len(head) + 3)]
     for row in rows:
         ours, theirs, peer = row["usable"], row["our_price_of_theirs"], row["their_prices"]
@@ -224,7 +234,7 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
         lines.append([
             row["case"]["name"], f"{row['peer']['ran']['cpu_s']:.1f}", f"{ours['ran']['cpu_s']:.2f}",
             f"{theirs['simulated_s']:.4f}", f"{mine['simulated_s']:.4f}",
-            str(max(theirs["memory_mib"])), str(max(mine["memory_mib"])), str(ours["budget_mib"]),
+            str(max(theirs["memory_mib"])), str(max(mine["memory_mib"])), str(ours["budget_mib"]), row["our_verdict"],
             f"{peer['theirs']['step_s']:.4f}", f"{peer['ours']['step_s']:.4f}" if "ours" in peer else "-",
             row["their_verdict"],
         ])  # fmt: skip

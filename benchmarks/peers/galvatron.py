@@ -32,7 +32,7 @@ __all__ = [
     "write_case",
 ]
 
-REQUIREMENT = "hetu-galvatron==2.4.0"
+REQUIREMENT = "hetu-galvatron==2.4.0 --hash=sha256:452a1964f9c2e1649886c427537f61e7e8b1c6e82163813a25b275c42ec8a662\n"
 NEEDED = ("numpy==2.4.6", "scipy==1.17.1", "tqdm==4.70.1", "pybind11==3.1.0", "setuptools==80.9.0", "wheel==0.48.0")
 HERE = Path(__file__).parent
 
@@ -70,11 +70,12 @@ def environment(work: Path) -> Path:
     if not ready.exists():
         work.mkdir(parents=True, exist_ok=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        hashed = work / "requirements.txt"
+        hashed.write_text(REQUIREMENT)
+        built = ["--no-deps", "--no-build-isolation", "--no-binary", "hetu-galvatron", "--require-hashes"]
         run([sys.executable, "-m", "venv", "--clear", str(work / "venv")], work / "venv.log")
         run([*pip, *NEEDED], work / "needed.log")
-        run(
-            [*pip, "--no-deps", "--no-build-isolation", "--no-binary", "hetu-galvatron", REQUIREMENT], work / "peer.log"
-        )
+        run([*pip, *built, "--requirement", str(hashed)], work / "peer.log")
         ready.touch()
     return python
 

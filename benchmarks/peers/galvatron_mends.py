@@ -37,8 +37,9 @@ def time_model(shipped: type, mended: frozenset[str], num_types: int) -> type:
 
         def estimate_dp_communication_cost(self) -> None:
             super().estimate_dp_communication_cost()
-            if "zero3_gathers" in mended and self.args.no_comm:
-                self.fsdp_allgather_message_size *= 2
+            if "zero3_gathers" in mended and self.args.no_comm and self.fsdp:
+                # Beside the backward pass, as the peer counts it where gradients are reduced too.
+                self.dp_message_size = self.fsdp_allgather_message_size
 
         def estimate_tp_communication_cost(self) -> None:
             super().estimate_tp_communication_cost()
