@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 import typer
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +11,7 @@ from typer.testing import CliRunner
 
 from shardwright_formats.errors import BadInput
 from shardwright_formats.files import read_document, write_document
-from shardwright_formats.plan import Attention, GradientReduction, PipelineStage, Plan, Precision, Schedule
+from shardwright_formats.plan import Attention, GradientReduction, Plan, Precision, Schedule
 from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.interop.cli import export_command, import_app
 from shardwright_search.interop.galvatron import Unsaid, galvatron_file, galvatron_strategy, plan_of_galvatron
@@ -27,43 +26,11 @@ app.command("export")(export_command)
 app.add_typer(import_app, name="import")
 
 
-def config(**changes: object) -> dict[str, object]:
-    """A file of five layers, cut unevenly, for 16 ranks: every kind of layer that Galvatron has."""
-    return {
-        "pp_deg": 2,
-        "tp_sizes_enc": "4,2,1,8,2",
-        "tp_consecutive_flags": "0,1,1,1,1",
-        "dp_types_enc": "0,1,1,0,0",
-        "use_sp": "0,0,0,0,1",
-        "checkpoint": "1,0,1,0,0",
-        "global_bsz": 64,
-        "chunks": 4,
-        "pp_division": "2,3",
-        "pipeline_type": "gpipe",
-        "default_dp_type": "ddp",
-        "vtp": 2,
-        "vsp": 1,
-        "embed_sdp": 1,
-    } | changes
-
-
 def without(raw: dict[str, object], *names: str) -> dict[str, object]:
     return {name: value for name, value in raw.items() if name not in names}
 
 
-@pytest.fixture
-def read(tmp_path, make):
-    """Imports such a file for a model of as many layers and a cluster of 16 devices."""
-
-    def plan_of(raw: dict[str, object], unsaid: Unsaid = UNSAID, layers: int = 5, devices: int = 16) -> Plan:
-        path = tmp_path / "galvatron_config.json"
-        path.write_text(json.dumps(raw))
-        return plan_of_galvatron(read_galvatron(path), make.model(layers), make.cluster(devices, 2), unsaid, path)
-
-    return plan_of
-
-
-def test_a_file_becomes_the_plan_that_galvatron_would_run(read):
+def test_a_file_becomes_the_plan_that_galvatron_would_run(read, config):
     plan = read(config())
     assert [stage.layers for stage in plan.stages] == [((0, 2),), ((2, 5),)]
     assert [stage.ranks for stage in plan.stages] == [tuple(range(8)), tuple(range(8, 16))]
@@ -80,7 +47,7 @@ def test_a_file_becomes_the_plan_that_galvatron_would_run(read):
     assert plan.precision == BF16
 
 
-def test_what_is_imported_is_exported_with_every_key_as_it_was(read):
+def test_what_is_imported_is_exported_with_every_key_as_it_was(read, config):
     raw = config()
     exported = json.loads(galvatron_file(read(raw), PLAN).text)
     newer = {"cp_sizes_enc": "1,1,1,1,1", "vcp": 1, "vocab_sdp": 1}
@@ -88,7 +55,7 @@ def test_what_is_imported_is_exported_with_every_key_as_it_was(read):
     assert json.loads(galvatron_file(read(exported), PLAN).text) == exported
 
 
-def test_keys_that_older_files_lack_have_the_value_their_reader_takes(read):
+def test_keys_that_older_files_lack_have_the_value_their_reader_takes(read, config):
     older = without(config(tp_consecutive_flags="1,1,1,1,1"), "use_sp", "checkpoint", "vtp", "vsp", "embed_sdp")
     exported = json.loads(galvatron_file(read(without(older, "pp_division")), PLAN).text)
     absent = {"use_sp": "0,0,0,0,0", "checkpoint": "0,0,0,0,0", "vtp": 1, "vsp": 0, "embed_sdp": 0, "vocab_sdp": 0}
@@ -96,23 +63,23 @@ def test_keys_that_older_files_lack_have_the_value_their_reader_takes(read):
 
 
 @pytest.mark.parametrize("name", ["embed_sdp", "vocab_sdp"])
-def test_both_names_for_the_vocabularys_zero3_are_read(read, name):
+def test_both_names_for_the_vocabularys_zero3_are_read(read, name, config):
     raw = without(config(), "embed_sdp")
     assert read(raw).embedding.data_parallel is DataParallel.DDP
     assert read(raw | {name: 1}).embedding.data_parallel is DataParallel.ZERO3
 
 
-def test_galvatron_has_no_strided_ulysses_groups_whatever_the_flag(read):
+def test_galvatron_has_no_strided_ulysses_groups_whatever_the_flag(read, config):
     assert read(config(tp_consecutive_flags="0,1,1,1,0")).layers[4].tp_consecutive
 
 
-def test_without_a_pipeline_its_type_says_nothing(read):
+def test_without_a_pipeline_its_type_says_nothing(read, config):
     alone = config(pp_deg=1, pp_division="5", tp_consecutive_flags="0,1,1,0,1")
     assert read(alone).schedule is Schedule.ONE_F_ONE_B
     assert read(alone | {"pipeline_type": "pipedream_flush"}) == read(alone)
 
 
-def test_microbatches_are_those_that_torchs_chunk_makes(read):
+def test_microbatches_are_those_that_torchs_chunk_makes(read, config):
     flat = config(vtp=8, vsp=0, tp_sizes_enc="8,8,8,8,8", use_sp="0,0,0,0,0", tp_consecutive_flags="1,1,1,1,1")
     assert read(flat | {"global_bsz": 6, "chunks": 4}).num_microbatches == 3  # of 2 samples: four would be 2, 2, 2, 0
     with pytest.raises(BadInput, match="chunks 4 cuts a rank's 7 samples into microbatches of 2 and one of 1"):
@@ -144,19 +111,19 @@ def test_microbatches_are_those_that_torchs_chunk_makes(read):
         ({"zero_stage": 3}, "unknown field `zero_stage`"),
     ],
 )
-def test_what_no_plan_can_say_is_refused_by_name(read, changes, words):
+def test_what_no_plan_can_say_is_refused_by_name(read, changes, words, config):
     with pytest.raises(BadInput) as error:
         read(config(**changes))
     assert words in str(error.value) and "galvatron_config.json" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["pp_deg", "chunks", "pipeline_type", "default_dp_type"])
-def test_a_key_that_only_the_run_would_decide_must_be_there(read, name):
+def test_a_key_that_only_the_run_would_decide_must_be_there(read, name, config):
     with pytest.raises(BadInput, match=f"missing required field `{name}`"):
         read(without(config(), name))
 
 
-def test_another_model_or_cluster_is_refused(read):
+def test_another_model_or_cluster_is_refused(read, config):
     with pytest.raises(BadInput, match="it has 5 layers, model made-up 4"):
         read(config(), layers=4)
     with pytest.raises(BadInput, match="tp_sizes_enc of layer 3: 8 does not divide the 4 ranks"):
@@ -165,7 +132,7 @@ def test_another_model_or_cluster_is_refused(read):
         read(config(chunks=16))
 
 
-def test_tensor_parallelism_needs_the_word_whether_it_shares_the_sequence(read):
+def test_tensor_parallelism_needs_the_word_whether_it_shares_the_sequence(read, config):
     silent = UNSAID._replace(tensor_sequence_parallel=None)
     with pytest.raises(
         BadInput, match=r"tp_sizes_enc of layer 0 is 4, and the file does not say .*--sequence-parallel"
@@ -176,90 +143,17 @@ def test_tensor_parallelism_needs_the_word_whether_it_shares_the_sequence(read):
     assert read(config(), UNSAID._replace(tensor_sequence_parallel="none")).layers[0].sequence_parallel == "none"
 
 
-def changed(plan: Plan, **changes: object) -> Plan:
-    return msgspec.structs.replace(plan, **changes)
-
-
-def layer_changed(plan: Plan, index: int, **changes: object) -> Plan:
-    layers = list(plan.layers)
-    layers[index] = msgspec.structs.replace(layers[index], **changes)
-    return changed(plan, layers=tuple(layers))
-
-
-REFUSED = {
-    "layers[1]: recompute attention": lambda p: layer_changed(p, 1, recompute=Recompute.ATTENTION),
-    "layers[0]: recompute mlp": lambda p: layer_changed(p, 0, recompute=Recompute.MLP),
-    "layers[4]: zero2, where layers[0] has ddp": lambda p: layer_changed(p, 4, data_parallel=DataParallel.ZERO2),
-    "layers[1]: sequence_parallel none, where layers[0] has megatron": lambda p: layer_changed(
-        p, 1, sequence_parallel=SequenceParallel.NONE
-    ),
-    "layers[4]: strided groups": lambda p: layer_changed(p, 4, tp_consecutive=False),
-    "embedding: strided groups": lambda p: changed(
-        p, embedding=msgspec.structs.replace(p.embedding, tp_consecutive=False)
-    ),
-    "a head spread otherwise": lambda p: changed(p, head=msgspec.structs.replace(p.head, tp_size=4, dp_size=2)),
-    "precision float64/float64/float64": lambda p: changed(
-        p, precision=Precision(parameters="float64", compute="float64", reduce="float64")
-    ),
-    "precision float32/float32/bfloat16": lambda p: changed(p, precision=Precision(reduce="bfloat16")),
-    "stages[1] without a layer": lambda p: changed(
-        p, stages=(PipelineStage(ranks=p.stages[0].ranks, layers=((0, 5),)),
-                   PipelineStage(ranks=p.stages[1].ranks, layers=((5, 5),)))
-    ),
-    "stages[0]: its ranks are not 0 to 7": lambda p: changed(
-        p, stages=tuple(PipelineStage(ranks=tuple(range(i, 16, 2)), layers=s.layers) for i, s in enumerate(p.stages))
-    ),
-    "several layer ranges": lambda p: changed(
-        p, schedule=Schedule.INTERLEAVED_1F1B,
-        stages=(PipelineStage(ranks=p.stages[0].ranks, layers=((0, 1), (2, 3))),
-                PipelineStage(ranks=p.stages[1].ranks, layers=((1, 2), (3, 5)))),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_the_file_cannot_say_is_refused_by_name(read, words):
-    with pytest.raises(BadInput) as error:
-        galvatron_file(REFUSED[words](read(config())), PLAN)
-    assert str(error.value).startswith(f"plan.json: Galvatron cannot express {words}")
-
-
-def test_gpipe_in_one_stage_is_refused_for_galvatron_never_holds_several_microbatches_there(read):
-    alone = read(config(pp_deg=1, pp_division="5"))
-    with pytest.raises(BadInput, match="gpipe in a single pipeline stage"):
-        galvatron_file(changed(alone, schedule=Schedule.GPIPE), PLAN)
-
-
-def test_stages_of_unequal_width_are_refused(read):
-    plan = read(config(tp_sizes_enc="1,1,1,1,1", use_sp="0,0,0,0,0", global_bsz=48, chunks=1, vtp=1, vsp=0))
-    narrow = {"tp_size": 1, "dp_size": 4}
-    stages = (
-        PipelineStage(ranks=tuple(range(4)), layers=((0, 2),)),
-        PipelineStage(ranks=tuple(range(4, 16)), layers=((2, 5),)),
-    )
-    layers = tuple(
-        msgspec.structs.replace(layer, **narrow | ({"dp_size": 12} if i > 1 else {}))
-        for i, layer in enumerate(plan.layers)
-    )
-    ends = {
-        "embedding": msgspec.structs.replace(plan.embedding, **narrow),
-        "head": msgspec.structs.replace(plan.head, dp_size=12),
-    }
-    with pytest.raises(BadInput, match=r"stages\[1\]: 12 ranks, stages\[0\] has 4"):
-        galvatron_file(changed(plan, stages=stages, layers=layers, **ends), PLAN)
-
-
-def test_choices_that_do_nothing_hinder_no_export(read):
+def test_choices_that_do_nothing_hinder_no_export(read, config, change):
     plan = read(config())
-    idle = layer_changed(plan, 3, data_parallel=DataParallel.ZERO2, tp_consecutive=False)  # dp_size 1: nothing to share
-    idle = layer_changed(idle, 2, tp_consecutive=False)  # tp_size 1: no group
+    idle = change.layer(plan, 3, data_parallel=DataParallel.ZERO2, tp_consecutive=False)  # dp_size 1: nothing to share
+    idle = change.layer(idle, 2, tp_consecutive=False)  # tp_size 1: no group
     assert galvatron_strategy(idle, PLAN) == galvatron_strategy(plan, PLAN)
 
 
-def test_the_options_of_the_run_are_told(read):
+def test_the_options_of_the_run_are_told(read, config, change):
     plan = read(config())
     assert galvatron_file(plan, PLAN).notes == ("run it on 16 ranks with --mixed_precision bf16 --sequence-parallel",)
-    other = changed(
+    other = change.plan(
         plan,
         precision=Precision(compute="float16"),
         gradient_reduction=GradientReduction.EVERY_MICROBATCH,
@@ -316,7 +210,7 @@ def test_every_file_comes_back_from_its_plan(make, tmp_path, strategy, sequence_
     assert galvatron_strategy(plan, PLAN) == strategy
 
 
-def test_the_commands_read_and_write_files(make, tmp_path):
+def test_the_commands_read_and_write_files(make, tmp_path, config, change):
     paths = {name: tmp_path / f"{name}.json" for name in ("config", "model", "cluster", "out", "back")}
     paths["config"].write_text(json.dumps(config()))
     write_document(paths["model"], make.model(5))
@@ -339,7 +233,7 @@ def test_the_commands_read_and_write_files(make, tmp_path):
     assert "--reduce_in_fp32 --sequence-parallel" in exported.output
     assert json.loads(paths["back"].read_text()).items() >= config().items()
     paths["back"].unlink()
-    write_document(paths["out"], layer_changed(plan, 1, recompute=Recompute.MLP))
+    write_document(paths["out"], change.layer(plan, 1, recompute=Recompute.MLP))
     refused = call("export", paths["out"], "--to", "galvatron", "--out", paths["back"])
     assert refused.exit_code == 2 and not paths["back"].exists()
     assert refused.stderr.startswith(f"error: {paths['out']}: Galvatron cannot express layers[1]: recompute mlp")

@@ -1,0 +1,110 @@
+"""Plans to export, and files in Galvatron's format to import."""
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from shardwright_formats.plan import Attention, GradientReduction, Plan, Precision, Schedule
+from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.interop.galvatron import Unsaid, plan_of_galvatron
+from shardwright_search.interop.galvatron_file import read_galvatron
+from shardwright_search.uniform import UniformRequest, uniform_plan
+
+BF16 = Precision(compute="bfloat16", reduce="bfloat16")
+UNSAID = Unsaid("imported", "megatron", GradientReduction.DEFERRED, BF16, Attention.AUTO, None)
+BASE = UniformRequest(
+    name="base",
+    global_batch_size=32,
+    num_microbatches=4,
+    tp_size=2,
+    pp_size=2,
+    data_parallel=DataParallel.ZERO2,
+    sequence_parallel=SequenceParallel.MEGATRON,
+    recompute=Recompute.NONE,
+    schedule=Schedule.ONE_F_ONE_B,
+    precision=Precision(compute="bfloat16"),
+    attention=Attention.AUTO,
+)
+"""For eight ranks: tp 2, dp 2, pp 2."""
+
+
+def recomputing(plan: Plan, *which: int) -> Plan:
+    """The plan that recomputes these layers and no others."""
+    layers = [
+        msgspec.structs.replace(layer, recompute=Recompute.FULL if i in which else Recompute.NONE)
+        for i, layer in enumerate(plan.layers)
+    ]
+    return msgspec.structs.replace(plan, layers=tuple(layers))
+
+
+def cut(plan: Plan, *sizes: int) -> Plan:
+    """The plan with that many layers in each pipeline stage."""
+    stages, low = [], 0
+    for stage, size in zip(plan.stages, sizes, strict=True):
+        stages.append(msgspec.structs.replace(stage, layers=((low, low + size),)))
+        low += size
+    return msgspec.structs.replace(plan, stages=tuple(stages))
+
+
+def layer_changed(plan: Plan, index: int, **changes: object) -> Plan:
+    """The plan with one layer's strategy changed."""
+    layers = list(plan.layers)
+    layers[index] = msgspec.structs.replace(layers[index], **changes)
+    return msgspec.structs.replace(plan, layers=tuple(layers))
+
+
+def galvatron_config(**changes: object) -> dict[str, object]:
+    """A file of five layers, cut unevenly, for 16 ranks: every kind of layer that Galvatron has."""
+    return {
+        "pp_deg": 2,
+        "tp_sizes_enc": "4,2,1,8,2",
+        "tp_consecutive_flags": "0,1,1,1,1",
+        "dp_types_enc": "0,1,1,0,0",
+        "use_sp": "0,0,0,0,1",
+        "checkpoint": "1,0,1,0,0",
+        "global_bsz": 64,
+        "chunks": 4,
+        "pp_division": "2,3",
+        "pipeline_type": "gpipe",
+        "default_dp_type": "ddp",
+        "vtp": 2,
+        "vsp": 1,
+        "embed_sdp": 1,
+    } | changes
+
+
+@pytest.fixture
+def change() -> SimpleNamespace:
+    """What tests change in a plan."""
+    return SimpleNamespace(cut=cut, layer=layer_changed, plan=msgspec.structs.replace, recomputing=recomputing)
+
+
+@pytest.fixture
+def planned(make) -> Callable[..., Plan]:
+    """A uniform plan for eight ranks, with changes to the request."""
+
+    def plan_of(layers: int = 8, devices: int = 8, **changes: object) -> Plan:
+        return uniform_plan(BASE._replace(**changes), make.model(layers), make.cluster(devices))
+
+    return plan_of
+
+
+@pytest.fixture
+def config() -> Callable[..., dict[str, object]]:
+    """A file in Galvatron's format, with changes."""
+    return galvatron_config
+
+
+@pytest.fixture
+def read(tmp_path, make) -> Callable[..., Plan]:
+    """Imports such a file for a model of as many layers and a cluster of 16 devices."""
+
+    def plan_of(raw: dict[str, object], unsaid: Unsaid = UNSAID, layers: int = 5, devices: int = 16) -> Plan:
+        path = tmp_path / "galvatron_config.json"
+        path.write_text(json.dumps(raw))
+        return plan_of_galvatron(read_galvatron(path), make.model(layers), make.cluster(devices, 2), unsaid, path)
+
+    return plan_of

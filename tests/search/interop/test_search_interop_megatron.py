@@ -1,0 +1,170 @@
+"""Plans for Megatron-LM: its arguments, read back, say what the plan says, or one line says why not."""
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.plan import GradientReduction, Plan, Precision, Schedule
+from shardwright_formats.strategy import DataParallel, Recompute
+from shardwright_search.interop.megatron import megatron_arguments
+
+PLAN = Path("plan.json")
+EVERY = GradientReduction.EVERY_MICROBATCH
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of Megatron-LM's arguments.py that a plan can set, with its types."""
+    own = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    for name in (
+        "num-layers", "seq-length", "tensor-model-parallel-size", "pipeline-model-parallel-size", "micro-batch-size",
+        "global-batch-size", "recompute-num-layers", "num-layers-per-virtual-pipeline-stage",
+        "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
+    ):  # fmt: skip
+        own.add_argument(f"--{name}", type=int)
+    for name in (
+        "sequence-parallel", "use-distributed-optimizer", "untie-embeddings-and-output-weights", "bf16", "fp16",
+        "grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32", "use-megatron-fsdp",
+        "no-gradient-accumulation-fusion",
+    ):  # fmt: skip
+        own.add_argument(f"--{name}", action="store_true")
+    own.add_argument("--recompute-granularity", choices=["full", "selective"])
+    own.add_argument("--recompute-method", choices=["uniform", "block"])
+    own.add_argument("--data-parallel-sharding-strategy", default="no_shard")
+    own.add_argument("--pipeline-model-parallel-layout")
+    own.add_argument("--ckpt-format", default="torch_dist")
+    own.add_argument("--optimizer", choices=["adam", "sgd"])
+    return own
+
+
+def megatron(plan: Plan) -> argparse.Namespace:
+    return parser().parse_args(shlex.split(megatron_arguments(plan, PLAN).text))
+
+
+def test_megatron_is_told_degrees_batch_precision_and_weights(planned):
+    given = megatron(planned())
+    assert (given.tensor_model_parallel_size, given.pipeline_model_parallel_size) == (2, 2)
+    assert (given.micro_batch_size, given.global_batch_size, given.seq_length, given.num_layers) == (4, 32, 32, 8)
+    assert given.global_batch_size // (given.micro_batch_size * 2) == 4  # dp_size 2: Megatron derives the microbatches
+    assert given.sequence_parallel and given.untie_embeddings_and_output_weights and given.optimizer == "adam"
+    assert given.bf16 and not (given.fp16 or given.grad_reduce_in_bf16)
+    assert given.use_distributed_optimizer and not given.use_megatron_fsdp
+    assert (given.recompute_granularity, given.pipeline_model_parallel_layout) == (None, None)
+
+
+def test_megatrons_weights_are_tied_where_the_models_are(planned):
+    model = planned().model
+    named = {
+        name: msgspec.structs.replace(model.types[name], parameters=(parameter,))
+        for name, parameter in (
+            (name, msgspec.structs.replace(model.types[name].parameters[0], name=f"{name}.weight"))
+            for name in ("embedding", "head")
+        )
+    }
+    tied = msgspec.structs.replace(model, types=model.types | named, tied=(("embedding.weight", "head.weight"),))
+    plan = msgspec.structs.replace(planned(), model=tied)
+    assert not megatron(plan).untie_embeddings_and_output_weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "sharding", "distributed"),
+    [
+        ({"data_parallel": DataParallel.DDP}, "no_shard", False),
+        ({"data_parallel": DataParallel.ZERO2}, "no_shard", True),
+        ({"data_parallel": DataParallel.ZERO2, "gradient_reduction": EVERY}, "optim_grads", True),
+        ({"data_parallel": DataParallel.ZERO3, "gradient_reduction": EVERY}, "optim_grads_params", True),
+        ({"data_parallel": DataParallel.ZERO3, "num_microbatches": 1}, "optim_grads_params", True),
+        ({"data_parallel": DataParallel.ZERO3, "devices": 4}, "no_shard", False),  # dp_size 1: nothing to shard
+    ],
+)
+def test_each_kind_of_data_parallelism_has_its_megatron(planned, changes, sharding, distributed):
+    given = megatron(planned(**changes))
+    assert (given.data_parallel_sharding_strategy, given.use_distributed_optimizer) == (sharding, distributed)
+    fsdp = sharding != "no_shard"
+    assert given.use_megatron_fsdp is given.no_gradient_accumulation_fusion is fsdp
+    assert given.ckpt_format == ("fsdp_dtensor" if fsdp else "torch_dist")
+
+
+def test_where_megatron_holds_more_gradients_the_user_is_told(planned):
+    words = "whole gradients with one microbatch too"
+    assert any(words in note for note in megatron_arguments(planned(num_microbatches=1), PLAN).notes)
+    assert not any(words in note for note in megatron_arguments(planned(), PLAN).notes)
+    assert megatron_arguments(planned(), PLAN).notes == ("run it on 8 ranks",)
+
+
+@pytest.mark.parametrize(
+    ("precision", "flags"),
+    [
+        (Precision(), set()),
+        (Precision(compute="bfloat16"), {"bf16"}),
+        (Precision(compute="bfloat16", reduce="bfloat16"), {"bf16", "grad_reduce_in_bf16"}),
+        (Precision(compute="float16"), {"fp16", "accumulate_allreduce_grads_in_fp32"}),
+        (Precision(compute="float16", reduce="float16"), {"fp16"}),
+    ],
+)
+def test_each_precision_has_its_megatron(planned, precision, flags):
+    given = vars(megatron(planned(precision=precision)))
+    every = {"bf16", "fp16", "grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"}
+    assert {name for name in every if given[name]} == flags
+
+
+def layout_sizes(layout: str) -> list[int]:
+    """Decoder layers of each range of `--pipeline-model-parallel-layout`, checked as Megatron checks it."""
+    ranges = layout.split("|")
+    assert ranges[0].startswith("E") and ranges[-1].endswith("L") and layout.count("E") == layout.count("L") == 1
+    counts = [re.fullmatch(r"E?(?:t\*(\d+))?L?", one).group(1) for one in ranges]
+    return [int(count or 0) for count in counts]
+
+
+def test_megatron_cuts_layers_as_the_plan_does(planned, change):
+    even = megatron(planned())
+    assert even.decoder_first_pipeline_num_layers is even.pipeline_model_parallel_layout is None
+    two = megatron(change.cut(planned(), 3, 5))
+    assert (two.decoder_first_pipeline_num_layers, two.decoder_last_pipeline_num_layers) == (3, 5)
+    four = planned(pp_size=4, layers=12, data_parallel=DataParallel.DDP)
+    ends = megatron(change.cut(four, 2, 4, 4, 2))
+    assert (ends.decoder_first_pipeline_num_layers, ends.decoder_last_pipeline_num_layers) == (2, 2)
+    odd = megatron(change.cut(four, 2, 4, 3, 3))
+    assert layout_sizes(odd.pipeline_model_parallel_layout) == [2, 4, 3, 3]
+    assert odd.decoder_first_pipeline_num_layers is None
+    assert layout_sizes(megatron(change.cut(four, 0, 6, 6, 0)).pipeline_model_parallel_layout) == [0, 6, 6, 0]
+    interleaved = {"schedule": Schedule.INTERLEAVED_1F1B, "layer_ranges": 2}
+    assert megatron(planned(**interleaved)).num_layers_per_virtual_pipeline_stage == 2
+    uneven = megatron(planned(layers=7, **interleaved))
+    assert layout_sizes(uneven.pipeline_model_parallel_layout) == [1, 2, 2, 2]
+    assert megatron(planned(schedule=Schedule.INTERLEAVED_1F1B)) == even  # one range: it is 1F1B
+
+
+def test_megatron_recomputes_every_layer_or_the_first_of_each_stage(planned, change):
+    every = megatron(planned(recompute=Recompute.FULL))
+    assert (every.recompute_granularity, every.recompute_method, every.recompute_num_layers) == ("full", "uniform", 1)
+    first = megatron(change.recomputing(planned(), 0, 1, 4, 5))
+    assert (first.recompute_granularity, first.recompute_method, first.recompute_num_layers) == ("full", "block", 2)
+    short = megatron(change.recomputing(change.cut(planned(), 2, 6), 0, 1, 2, 3, 4))
+    assert (short.recompute_method, short.recompute_num_layers) == ("block", 3)  # more than the first stage has
+    with pytest.raises(BadInput, match=r"layers\[4\]: recompute none, where another pipeline stage recomputes its fir"):
+        megatron(change.recomputing(planned(), 0, 1))
+    with pytest.raises(BadInput, match=r"layers\[0\]: recompute none"):
+        megatron(change.recomputing(planned(), 1, 5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schedule": Schedule.GPIPE}, "the schedule gpipe"),
+        ({"schedule": Schedule.GPIPE, "pp_size": 1}, "gpipe in a single pipeline stage"),
+        ({"data_parallel": DataParallel.DDP, "gradient_reduction": EVERY}, "layers[0]: ddp that reduces gradients"),
+        ({"data_parallel": DataParallel.ZERO3}, "layers[0]: zero3 that holds whole gradients"),
+        (
+            {"schedule": Schedule.INTERLEAVED_1F1B, "layer_ranges": 2, "num_microbatches": 1},
+            "1 interleaved microbatches",
+        ),
+    ],
+)
+def test_what_megatron_alone_has_not_is_refused(planned, changes, words):
+    with pytest.raises(BadInput, match=re.escape(f"Megatron-LM cannot express {words}")):
+        megatron(planned(**changes))
