@@ -40,6 +40,8 @@ from shardwright_formats.strategy import Strategy
 MIB = 1 << 20
 CONTEXT_MIB = 1024
 """What the peer counts for the process on every device (`pytorch_context_mem`)."""
+ALIKE = 5e-4
+"""Closer times are said to be alike; the figures are in the JSON."""
 SHARDWRIGHT = str(Path(sys.executable).with_name("shardwright-search"))
 
 
@@ -159,6 +161,7 @@ def our_verdict(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     ratio = theirs["simulated_s"] / ours["priced"]["simulated_s"]
     over_mib = max(theirs["memory_mib"]) - ours["budget_mib"]
     said = f"ours is {ratio - 1:.1%} faster" if ratio >= 1 else f"ours is {1 / ratio - 1:.1%} slower"
+    said = "both alike" if abs(ratio - 1) < ALIKE else said
     return said + (f"; theirs is {over_mib} MiB over the budget" if over_mib > 0 else "")
 
 
@@ -170,7 +173,9 @@ def verdict(peer: dict[str, Any]) -> str:
     most = max(ours["memory_mib"])
     memory = f"memory {most} MiB, " + ("fits" if most <= usable else f"{most - usable} MiB over")
     ratio = ours["step_s"] / theirs["step_s"]
-    if ratio <= 1:
+    if abs(ratio - 1) < ALIKE:
+        return f"prices both alike; {memory}"
+    if ratio < 1:
         return f"prefers our plan by {1 / ratio - 1:.1%}; {memory}"
     turned = [names for names, s in ours["step_s_mended"].items() if s <= theirs["step_s_mended"][names]]
     return f"prefers its own by {ratio - 1:.1%}, {cause(turned)}; {memory}"

@@ -51,6 +51,7 @@ CASES = (
     Case("llama-7b-2x8", *LLAMA, 32, 36, nodes=2),
     Case("gpt-6.7b-2x8", *GPT, 32, 36, nodes=2),
     Case("bert-large-1x8", *BERT, 128, 16, time_model="sequence"),
+    Case("bert-large-1x8-3gib", *BERT, 128, 3, time_model="sequence"),
     # Memory at tp_size 8 is in none of ViT's tables.
     Case("vit-xhuge-1x8", *VIT, 64, 36, sequence_parallel="none", time_model="static", max_tp_size=4),
     Case("t5-3b-1x8", *T5, 64, 34),
