@@ -67,6 +67,8 @@ def in_flight(schedule: Schedule, num_stages: int, num_microbatches: int, stage:
     With one chunk that is the number of microbatches; with several the unit is what one chunk, not the whole stage,
     keeps of a microbatch.
     """
+    if num_chunks == 1:
+        return num_microbatches if schedule is Schedule.GPIPE else min(num_microbatches, num_stages - stage)
     held = most = 0
     for action in actions(schedule, num_stages, num_microbatches, stage, num_chunks):
         held += 1 if action.kind is Pass.FORWARD else -1

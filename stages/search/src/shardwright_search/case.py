@@ -1,161 +1,331 @@
 """From a case of the search to the solver's numbers, and from the solver's answer to a plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.model import EMBEDDING, HEAD, Model
+from shardwright_formats.model import EMBEDDING, HEAD
 from shardwright_formats.placement import Layout, layout_of
 from shardwright_formats.plan import PipelineStage, Plan
-from shardwright_formats.schedule import in_flight
-from shardwright_formats.strategy import LayerStrategy, Strategy
-from shardwright_search.costs.table import Setting, element_cost, redistribution_cost, send_cost
-from shardwright_search.profiles import Profiles
+from shardwright_formats.schedule import Pass, actions, in_flight
+from shardwright_formats.strategy import LayerStrategy, SequenceParallel, Strategy
+from shardwright_search.costs.model import CostModel
+from shardwright_search.costs.ranks import Lie, lie_of
+from shardwright_search.costs.ties import tie_class, tie_cost_ps
 from shardwright_search.request import SearchRequest
-from shardwright_search.solver.problem import Options, Problem, Solution, StageTable
-from shardwright_search.space import Case, strategies
+from shardwright_search.solver.interleaved import Flight, Interleaved, InterleavedProblem
+from shardwright_search.solver.optimise import Solvable
+from shardwright_search.solver.partition import Pipeline
+from shardwright_search.solver.problem import Options, Place, Problem, Solution
+from shardwright_search.solver.windows import CostsOf
+from shardwright_search.space import Case, spreads
 
-__all__ = ["PricedCase", "plan_of", "priced_case", "restricted"]
+__all__ = ["Nothing", "Pricing"]
 
 
-class PricedCase(NamedTuple):
-    """A case with the strategies of each type, by the type's number, and their costs."""
+class Nothing:
+    """A case without any plan: some layer cannot be spread evenly."""
 
-    case: Case
-    types: tuple[str, ...]
+    lower_ps = np.inf
+
+    def solve_below(self, *_: object) -> tuple[()]:
+        """There is none."""
+        return ()
+
+
+class _Spread(msgspec.Struct, frozen=True, eq=False):
+    """The strategies of each type in a case, and the layouts they use."""
+
     strategies: tuple[tuple[Strategy, ...], ...]
-    problem: Problem
+    layouts: tuple[Layout, ...]
 
 
-def priced_case(
-    request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, case: Case, budget_bytes: int
-) -> PricedCase | None:
-    """Price every strategy of a case; None when some type of layer cannot be spread evenly in any way.
+class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
+    """A request with the cost model that prices it, and all that was priced so far."""
 
-    `budget_bytes` is that of a rank, the process's own memory included.
-    """
-    samples = request.global_batch_size // case.num_microbatches
-    width = cluster.num_devices // case.pp_size
-    types = tuple(dict.fromkeys((EMBEDDING, *model.layers, HEAD)))
-    spreads = tuple(strategies(request, model, name, width, samples) for name in types)
-    if not all(spreads):
-        return None
-    setting = Setting(model, cluster, profiles, request.precision, samples, case.num_microbatches)
-    layouts = sorted({layout_of(strategy) for found in spreads for strategy in found})
-    stages = _stage_ranks(cluster, case.pp_size)
-    tables: dict[tuple[int, ...], StageTable] = {}
-    for ranks in stages:
-        if (pattern := _node_pattern(cluster, ranks)) not in tables:
-            tables[pattern] = _stage_table(setting, types, spreads, layouts, ranks)
-    sends = [
-        [[send_cost(setting, name, layout, here, there).time_ps for layout in layouts] for name in types]
-        for here, there in pairwise(stages)
-    ]
-    problem = Problem(
-        elements=tuple(types.index(name) for name in (EMBEDDING, *model.layers, HEAD)),
-        tables=tuple(tables[_node_pattern(cluster, ranks)] for ranks in stages),
-        sends_ps=np.array(sends, np.int64).reshape(case.pp_size - 1, len(types), len(layouts)),
-        in_flight=tuple(in_flight(case.schedule, case.pp_size, case.num_microbatches, i) for i in range(case.pp_size)),
-        num_microbatches=case.num_microbatches,
-        budget_bytes=budget_bytes - profiles.process_bytes,
-    )
-    return PricedCase(case, types, spreads, problem)
+    request: SearchRequest
+    """Narrowed."""
+    costs: CostModel
+    budgets: dict[str, int]
+    """Bytes of a rank by node type, without the process's own memory."""
 
+    @cached_property
+    def types(self) -> tuple[str, ...]:
+        """The model's layer types; the solver knows them by number."""
+        return tuple(dict.fromkeys((EMBEDDING, *self.costs.model.layers, HEAD)))
 
-def restricted(priced: PricedCase, allowed: Callable[[Strategy], bool]) -> PricedCase | None:
-    """The same case with some of the strategies only; None when a type is left without any."""
-    kept = [[i for i, strategy in enumerate(found) if allowed(strategy)] for found in priced.strategies]
-    if not all(kept):
-        return None
-    tables = {
-        id(table): StageTable(
-            tuple(
-                Options(*(column[rows] for column in options))
-                for options, rows in zip(table.options, kept, strict=True)
+    def has_plans(self, case: Case) -> bool:
+        """Whether every layer of a case can be spread in some way."""
+        return all(self._spread(case).strategies)
+
+    def stage_ranks(self, pp_size: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each pipeline stage."""
+        width = self.costs.cluster.num_devices // pp_size
+        return tuple(tuple(range(i * width, (i + 1) * width)) for i in range(pp_size))
+
+    def solvable(self, case: Case) -> Solvable:
+        """The case, bounded and ready to be solved."""
+        spread = self._spread(case)
+        if not all(spread.strategies):
+            return Nothing()
+        if case.num_chunks > 1:
+            problem = self._interleaved(case, spread)
+            return Nothing() if problem is None else Interleaved(problem)
+        return Pipeline(self.problem(case), self._costs_of)
+
+    def problem(self, case: Case) -> Problem:
+        """The numbers of a case of GPipe or 1F1B."""
+        spread, stages = self._spread(case), self.stage_ranks(case.pp_size)
+        lies = tuple(dict.fromkeys(self._lies(case.pp_size)))
+        sends = np.array([self._sends(case, spread, here, there) for here, there in pairwise(stages)], float)
+        return Problem(
+            elements=tuple(self.types.index(name) for name in (EMBEDDING, *self.costs.model.layers, HEAD)),
+            places=tuple(self._place(case, spread, lie) for lie in lies),
+            available=tuple(self._lies(case.pp_size).count(lie) for lie in lies),
+            allowed=tuple((lies.index(lie),) for lie in self._lies(case.pp_size)),
+            sends_ps=np.broadcast_to(
+                sends.reshape(len(stages) - 1, 1, 1, len(self.types), len(spread.layouts)),
+                (len(stages) - 1, len(lies), len(lies), len(self.types), len(spread.layouts)),
             ),
-            table.redistribution_ps,
+            in_flight=tuple(
+                in_flight(case.schedule, case.pp_size, case.num_microbatches, i) for i in range(case.pp_size)
+            ),
+            num_microbatches=case.num_microbatches,
+            tie_ps=self._ties(case, spread),
         )
-        for table in priced.problem.tables
-    }
-    fields = {name: getattr(priced.problem, name) for name in Problem.__struct_fields__}
-    return PricedCase(
-        priced.case,
-        priced.types,
-        tuple(tuple(found[i] for i in rows) for found, rows in zip(priced.strategies, kept, strict=True)),
-        Problem(**fields | {"tables": tuple(tables[id(table)] for table in priced.problem.tables)}),
-    )
 
+    def plan(self, case: Case, solution: Solution) -> Plan:
+        """The plan that a solution of a case stands for."""
+        model, request = self.costs.model, self.request
+        names = (EMBEDDING, *model.layers, HEAD)
+        strategies = self._spread(case).strategies
+        embedding, *layers, head = (
+            strategies[self.types.index(name)][option] for name, option in zip(names, solution.options, strict=True)
+        )
+        return Plan(
+            name=request.name,
+            model=model,
+            cluster=self.costs.cluster,
+            global_batch_size=case.global_batch_size,
+            num_microbatches=case.num_microbatches,
+            schedule=case.schedule,
+            gradient_reduction=request.gradient_reduction,
+            precision=request.precision,
+            attention=request.attention,
+            stages=self._stages(case, solution),
+            embedding=embedding,
+            head=head,
+            layers=tuple(layer for layer in layers if isinstance(layer, LayerStrategy)),
+        )
 
-def plan_of(request: SearchRequest, model: Model, cluster: Cluster, priced: PricedCase, solution: Solution) -> Plan:
-    """The plan that a solution of the case stands for."""
-    chosen = [
-        priced.strategies[kind][option] for kind, option in zip(priced.problem.elements, solution.options, strict=True)
-    ]
-    cuts = (0, *(end - 1 for end in solution.ends[:-1]), len(model.layers))
-    embedding, *layers, head = chosen
-    return Plan(
-        name=request.name,
-        model=model,
-        cluster=cluster,
-        global_batch_size=request.global_batch_size,
-        num_microbatches=priced.case.num_microbatches,
-        schedule=priced.case.schedule,
-        gradient_reduction=request.gradient_reduction,
-        precision=request.precision,
-        attention=request.attention,
-        stages=tuple(
-            PipelineStage(ranks=ranks, layers=((cuts[i], cuts[i + 1]),))
-            for i, ranks in enumerate(_stage_ranks(cluster, priced.case.pp_size))
-        ),
-        embedding=embedding,
-        head=head,
-        layers=tuple(layer for layer in layers if isinstance(layer, LayerStrategy)),
-    )
+    def layer_strategies(self, case: Case) -> tuple[LayerStrategy, ...]:
+        """What all layers of a case can share: strategies that every type of layer has, told by the first type's."""
+        spread = dict(zip(self.types, self._spread(case).strategies, strict=True))
+        first, *others = dict.fromkeys(self.costs.model.layers)
+        return tuple(
+            s
+            for s in spread[first]
+            if isinstance(s, LayerStrategy) and all(replace(s, type=other) in spread[other] for other in others)
+        )
 
+    def buffer_tokens(self, case: Case) -> tuple[int, ...]:
+        """The sizes that Megatron's gather buffer can have, in tokens; 0 without sequence parallelism."""
+        spread = self._spread(case).strategies
+        return tuple(sorted({0} | {_gathered(s, case.microbatch_samples) * self._length for f in spread for s in f}))
 
-def _stage_ranks(cluster: Cluster, pp_size: int) -> tuple[tuple[int, ...], ...]:
-    width = cluster.num_devices // pp_size
-    return tuple(tuple(range(i * width, (i + 1) * width)) for i in range(pp_size))
+    @property
+    def _length(self) -> int:
+        return self.costs.model.sequence_length
 
+    @cached_property
+    def _costs_of(self) -> CostsOf:
+        return CostsOf()
 
-def _node_pattern(cluster: Cluster, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Which ranks share a node: stages alike in this have the same costs."""
-    nodes = [cluster.node_of_rank[rank] for rank in ranks]
-    return tuple(node - nodes[0] for node in nodes)
+    @cached_property
+    def _known_lies(self) -> dict[int, tuple[Lie, ...]]:
+        return {}
 
+    @cached_property
+    def _known_spreads(self) -> dict[tuple[object, ...], _Spread]:
+        return {}
 
-def _stage_table(
-    setting: Setting,
-    types: Sequence[str],
-    spreads: Sequence[Sequence[Strategy]],
-    layouts: Sequence[Layout],
-    ranks: Sequence[int],
-) -> StageTable:
-    options = []
-    for name, found in zip(types, spreads, strict=True):
-        costs = [element_cost(setting, name, strategy, ranks) for strategy in found]
+    @cached_property
+    def _known_places(self) -> dict[tuple[object, ...], Place]:
+        return {}
+
+    @cached_property
+    def _known_sends(self) -> dict[tuple[object, ...], list[list[float]]]:
+        return {}
+
+    def _lies(self, pp_size: int) -> tuple[Lie, ...]:
+        """By pipeline stage."""
+        if pp_size not in self._known_lies:
+            self._known_lies[pp_size] = tuple(lie_of(self.costs.cluster, ranks) for ranks in self.stage_ranks(pp_size))
+        return self._known_lies[pp_size]
+
+    def _spread(self, case: Case) -> _Spread:
+        width, samples = self.costs.cluster.num_devices // case.pp_size, case.microbatch_samples
+        key = width, samples, case.layers, case.buffer_tokens
+        if key not in self._known_spreads:
+            found = tuple(
+                tuple(s for s in self._spreads(name, width) if self._possible(s, case, name)) for name in self.types
+            )
+            layouts = tuple(sorted({layout_of(strategy) for strategies in found for strategy in strategies}))
+            self._known_spreads[key] = _Spread(found, layouts)
+        return self._known_spreads[key]
+
+    def _spreads(self, type_name: str, width: int) -> tuple[Strategy, ...]:
+        if (type_name, width) not in self._all_spreads:
+            self._all_spreads[type_name, width] = spreads(self.request, self.costs.model, type_name, width)
+        return self._all_spreads[type_name, width]
+
+    @cached_property
+    def _all_spreads(self) -> dict[tuple[str, int], tuple[Strategy, ...]]:
+        return {}
+
+    def _possible(self, strategy: Strategy, case: Case, type_name: str) -> bool:
+        """Whether it shares a microbatch's samples out evenly, and is what the case fixes."""
+        if case.microbatch_samples % strategy.dp_size:
+            return False
+        if case.buffer_tokens is not None and (
+            _gathered(strategy, case.microbatch_samples) * self._length > case.buffer_tokens
+        ):
+            return False
+        if case.layers is None or not isinstance(strategy, LayerStrategy):
+            return True
+        return strategy == replace(case.layers, type=type_name)
+
+    def _place(self, case: Case, spread: _Spread, lie: Lie) -> Place:
+        one = case.num_microbatches == 1
+        key = lie, case.microbatch_samples, one, case.layers, case.buffer_tokens
+        if key not in self._known_places:
+            options = tuple(
+                self._options(name, found, spread, case, lie)
+                for name, found in zip(self.types, spread.strategies, strict=True)
+            )
+            moves = np.array([self._moves(name, spread, case.microbatch_samples, lie) for name in self.types])
+            budget = self.budgets[lie.node_type] - self._buffer_bytes(case)
+            self._known_places[key] = Place(options, moves, budget)
+        return self._known_places[key]
+
+    def _buffer_bytes(self, case: Case) -> int:
+        features = max(tensor.features for tensor in self.costs.model.boundary)
+        return (case.buffer_tokens or 0) * features * self.costs.compute_bytes
+
+    def _options(self, name: str, found: Sequence[Strategy], spread: _Spread, case: Case, lie: Lie) -> Options:
+        costs = [
+            self.costs.element(name, strategy, lie, case.microbatch_samples, case.num_microbatches)
+            for strategy in found
+        ]
         columns = [
             [cost.microbatch_ps for cost in costs],
-            [cost.gradient_sync_ps for cost in costs],
-            [cost.optimizer_ps for cost in costs],
+            [cost.sync_ps + cost.optimizer_ps for cost in costs],
             [cost.state_bytes for cost in costs],
+            [cost.moment.late_bytes for cost in costs],
             [cost.activation_bytes for cost in costs],
             [cost.transient_bytes for cost in costs],
-            [layouts.index(layout_of(strategy)) for strategy in found],
         ]
-        options.append(Options(*(np.array(column, np.int64) for column in columns)))
-    moves = [
-        [
-            [
-                redistribution_cost(setting, name, source, target, ranks).time_ps
-                + redistribution_cost(setting, name, target, source, ranks).time_ps
-                for target in layouts
+        layouts = np.array([spread.layouts.index(layout_of(strategy)) for strategy in found])
+        known = list(self._tie_classes(found))
+        classes = np.array([known.index(tie_class(strategy)) for strategy in found] if known else [0] * len(found))
+        takes = classes if name == EMBEDDING else layouts
+        gives = classes if name == HEAD else layouts
+        return Options(*(np.array(column, float) for column in columns), takes, gives)
+
+    def _moves(self, name: str, spread: _Spread, samples: int, lie: Lie) -> list[list[float]]:
+        """[layouts, layouts]: there in forward and back in backward."""
+        one_way = {
+            (a, b): self.costs.redistribution(name, a, b, lie, samples).time_ps
+            for a in spread.layouts
+            for b in spread.layouts
+        }
+        return [[float(one_way[a, b] + one_way[b, a]) for b in spread.layouts] for a in spread.layouts]
+
+    def _sends(self, case: Case, spread: _Spread, here: Sequence[int], there: Sequence[int]) -> list[list[float]]:
+        """[types, layouts]."""
+        samples = case.microbatch_samples
+        key = self.costs.link(here, there), spread.layouts, samples
+        if key not in self._known_sends:
+            self._known_sends[key] = [
+                [float(self.costs.send(name, layout, key[0], samples).time_ps) for layout in spread.layouts]
+                for name in self.types
             ]
-            for source in layouts
-        ]
-        for name in types
-    ]
-    return StageTable(tuple(options), np.array(moves, np.int64))
+        return self._known_sends[key]
+
+    def _ties(self, case: Case, spread: _Spread) -> np.ndarray:
+        """[classes of the embedding, of the head]."""
+        if not self.costs.model.tied:
+            return np.zeros((1, 1))
+        stages = self.stage_ranks(case.pp_size)
+        first, last = (
+            self._tie_classes(spread.strategies[self.types.index(name)]).values() for name in (EMBEDDING, HEAD)
+        )
+        return np.array([[tie_cost_ps(self.costs, a, b, stages[0], stages[-1]) for b in last] for a in first], float)
+
+    def _tie_classes(self, found: Sequence[Strategy]) -> dict[object, Strategy]:
+        """A strategy of each class that ties tell apart; none where nothing is tied."""
+        return {tie_class(strategy): strategy for strategy in found} if self.costs.model.tied else {}
+
+    def _stages(self, case: Case, solution: Solution) -> tuple[PipelineStage, ...]:
+        ranks, total = self.stage_ranks(case.pp_size), len(self.costs.model.layers)
+        if case.num_chunks > 1:
+            share = total // (case.pp_size * case.num_chunks)
+            starts = range(0, total, share)
+            return tuple(
+                PipelineStage(ranks=own, layers=tuple((s, s + share) for s in starts[i :: case.pp_size]))
+                for i, own in enumerate(ranks)
+            )
+        cuts = (0, *(end - 1 for end in solution.ends[:-1]), total)
+        return tuple(PipelineStage(ranks=own, layers=((cuts[i], cuts[i + 1]),)) for i, own in enumerate(ranks))
+
+    def _interleaved(self, case: Case, spread: _Spread) -> InterleavedProblem | None:
+        """None where stages lie differently on the nodes, or chunks hold different types of layers."""
+        layers, stages = self.costs.model.layers, self.stage_ranks(case.pp_size)
+        share = len(layers) // (case.pp_size * case.num_chunks)
+        lies = set(self._lies(case.pp_size))
+        if len(lies) > 1 or any(layers[i : i + share] != layers[:share] for i in range(0, len(layers), share)):
+            return None
+        around = (*pairwise(stages), (stages[-1], stages[0]))
+        moments = [_flights(case, stage) for stage in (0, min(1, case.pp_size - 1), case.pp_size - 1)]
+        middle = moments[1] if case.pp_size > 2 else (*moments[0], *moments[2])
+        return InterleavedProblem(
+            embedding=self.types.index(EMBEDDING),
+            positions=tuple(self.types.index(name) for name in layers[:share]),
+            head=self.types.index(HEAD),
+            place=self._place(case, spread, next(iter(lies))),
+            pp_size=case.pp_size,
+            num_chunks=case.num_chunks,
+            num_microbatches=case.num_microbatches,
+            sends_ps=np.array([self._sends(case, spread, *pair) for pair in around], float),
+            flights=(moments[0], middle, moments[2]),
+            tie_ps=self._ties(case, spread),
+        )
+
+
+def _gathered(strategy: Strategy, samples: int) -> int:
+    """Samples that Megatron's sequence parallelism gathers whole."""
+    return samples // strategy.dp_size if strategy.sequence_parallel is SequenceParallel.MEGATRON else 0
+
+
+def _flights(case: Case, stage: int) -> tuple[Flight, ...]:
+    """The moments of a stage's action list that no other exceeds in all counts."""
+    outer = 0 if stage == 0 else case.num_chunks - 1
+    held = [0] * case.num_chunks
+    found: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
+    lists = actions(case.schedule, case.pp_size, case.num_microbatches, stage, case.num_chunks)
+    for action in lists:
+        if action.kind is Pass.BACKWARD:
+            held[action.chunk] -= 1
+        found[action.chunk == outer].add((sum(held), held[outer]))
+        if action.kind is Pass.FORWARD:
+            held[action.chunk] += 1
+    return tuple(
+        Flight(chunks, of_outer, at_outer)
+        for at_outer, counts in found.items()
+        for chunks, of_outer in sorted(counts)
+        if not any((chunks, of_outer) != other and chunks <= other[0] and of_outer <= other[1] for other in counts)
+    )

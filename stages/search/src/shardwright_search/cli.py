@@ -19,7 +19,8 @@ from shardwright_search.correct_cli import correct_command
 from shardwright_search.evaluate import evaluate
 from shardwright_search.explain import explanation, plan_summary, show
 from shardwright_search.interop.cli import export_command, import_app
-from shardwright_search.optimal import Infeasible, find_best, memory_budget_bytes
+from shardwright_search.budget import Infeasible, budgets_of
+from shardwright_search.optimal import find_best
 from shardwright_search.predict import prediction_of_evaluated, prediction_of_searched, prediction_path
 from shardwright_search.profiles import read_profiles
 from shardwright_search.request import SearchRequest
@@ -67,7 +68,7 @@ def plan_command(
         if isinstance(found, Infeasible):
             raise NothingFits(f"{search}: {found.reason}")
         files = {"cluster": cluster, "model": model, "hardware": hardware, "profile": profile, "search": search}
-        budget_bytes = memory_budget_bytes(request, machines, search)
+        budget_bytes = min(budgets_of(request, machines, search).values())
         prediction = prediction_of_searched(found, request, budget_bytes, files)
         _write_both(out, found.chosen.plan, prediction)
         show(plan_summary(found.chosen.plan, prediction))

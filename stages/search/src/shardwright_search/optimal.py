@@ -1,29 +1,39 @@
-"""The best plan of the asked space: every case solved, compared, and told about."""
+"""The best plan of the asked space: every case bounded, the promising ones solved, compared, and told about."""
 
-from collections.abc import Callable, Iterator, Sequence
-from math import ceil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
+
+import numpy as np
 
 from shardwright_formats.cluster import Cluster
 from shardwright_formats.errors import BadInput
 from shardwright_formats.model import Model
 from shardwright_formats.plan import Plan, Schedule
 from shardwright_formats.schedule import actions
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute
-from shardwright_search.case import PricedCase, plan_of, priced_case, restricted
-from shardwright_search.evaluate import Evaluation, evaluate
+from shardwright_formats.strategy import LayerStrategy
+from shardwright_search.budget import Infeasible, budgets_of, infeasible
+from shardwright_search.case import Pricing
+from shardwright_search.costs.model import CostModel
+from shardwright_search.evaluate import Evaluation, evaluate, offset_ps
+from shardwright_search.parts import range_costs
 from shardwright_search.profiles import Profiles, check_profiles
-from shardwright_search.request import SearchRequest, check_supported
-from shardwright_search.solver.optimise import least_memory, solve
-from shardwright_search.space import Case, cases
+from shardwright_search.request import Objective, SearchRequest
+from shardwright_search.simulate import step_time_ps
+from shardwright_search.solver.optimise import Best, Optimum, Target, optimise
+from shardwright_search.space import Case, cases, narrowed
 
-__all__ = ["NEAR", "Candidate", "Found", "Infeasible", "find_best", "memory_budget_bytes"]
+__all__ = ["NEAR", "Candidate", "Found", "Infeasible", "find_best", "pricing_of", "targets_of"]
 
 NEAR = 0.01
 """Among plans whose closed form is within this share of the optimum, the least simulated time decides."""
+_MOST_NEAR = 64
+_MOST_ACTIONS = 100_000
+"""Passes that are simulated to tell near plans apart."""
 _MOST_RUNNERS_UP = 5
-_GIB = 2**30
+
+Report = Callable[[str], None]
 
 
 class Candidate(NamedTuple):
@@ -34,36 +44,33 @@ class Candidate(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The chosen plan, the least closed form of the space, and the best plans of other cases."""
+    """The chosen plan, what is proven, and plans that differ from it."""
 
     chosen: Candidate
     optimum_s: float
+    """The least closed form found, as a step of the chosen batch size."""
+    bound_s: float
+    """What no plan of the space is below, likewise."""
     runners_up: tuple[Candidate, ...]
     examined: int
     solved: int
+    near: int
+    """Plans within `NEAR` of the optimum that were found."""
+    simulated: int
+    """How many of them were simulated."""
+    stopped: bool
+    """Whether the search ended before it was done."""
 
 
-class Infeasible(NamedTuple):
-    """No plan fits: why, how much is missing on a rank, and the least budget with which one fits."""
+def pricing_of(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> Pricing:
+    """A request with the cost model that prices it.
 
-    reason: str
-    missing_bytes: int
-    least_bytes: int
-
-
-def memory_budget_bytes(request: SearchRequest, cluster: Cluster, file: Path) -> int:
-    """What one rank may use: the request's `memory_gib`, or all memory of the cluster's smallest device.
-
-    Raises BadInput when the request allows more than a device has.
+    Raises BadInput for profiles that do not fit the request, or a budget that no device has.
     """
-    device_bytes = min(cluster.node_types[group.node_type].memory_bytes for group in cluster.nodes)
-    if request.memory_gib is None:
-        return device_bytes
-    budget = int(request.memory_gib * _GIB)
-    if budget > device_bytes:
-        what = f"memory_gib {request.memory_gib:g} is more than a device has, {device_bytes / _GIB:.6g}"
-        raise BadInput(file, what, "lower memory_gib or leave it null")
-    return budget
+    check_profiles(profiles, model, cluster, request.precision, request.attention)
+    costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
+    budgets = {name: size - profiles.process_bytes for name, size in budgets_of(request, cluster, file).items()}
+    return Pricing(narrowed(request, cluster.num_devices), costs, budgets)
 
 
 def find_best(
@@ -72,130 +79,148 @@ def find_best(
     cluster: Cluster,
     profiles: Profiles,
     file: Path,
-    on_case: Callable[[str], None],
+    report: Report,
+    time_limit_s: float | None = None,
 ) -> Found | Infeasible:
-    """Solve every case of the request; `on_case` hears a line before each, `file` names the request in errors.
+    """The best plan of a request; `report` hears of the progress, `file` names the request in errors.
 
-    Raises BadInput for a request that is not planned yet or names no plan, and for profiles that do not fit it.
+    Raises BadInput for a request that names no plan, and for profiles that do not fit it.
     """
-    check_supported(request, file)
-    check_profiles(profiles, model, cluster, request.precision, request.attention)
-    budget_bytes = memory_budget_bytes(request, cluster, file)
-    asked = cases(request, model, cluster, file)
-    priced: list[PricedCase] = []
-    best: list[Candidate] = []
-    for number, case in enumerate(asked, 1):
-        known = min((c.evaluation.estimate.objective_s for c in best), default=None)
-        so_far = "" if known is None else f", best {known * 1e3:.3f} ms a step so far"
-        on_case(f"case {number}/{len(asked)}: {_words(case)}{so_far}")
-        if (here := priced_case(request, model, cluster, profiles, case, budget_bytes)) is None:
-            continue
-        priced.append(here)
-        best += _solved(request, model, cluster, profiles, here)
-    if not priced:
-        raise BadInput(file, "no strategy divides the batch, the model and the devices evenly", "allow other sizes")
-    if not best:
-        return _infeasible(priced, budget_bytes, profiles.process_bytes)
-    best.sort(key=_order)
-    optimum_ps = best[0].evaluation.objective_ps
-    near = [c for c in best if c.evaluation.objective_ps <= optimum_ps * (1 + NEAR)]
-    chosen = min(near, key=lambda c: (c.evaluation.estimate.simulated_step_time_s, _order(c)))
-    plain = [c for here in priced for c in _plain_plans(request, model, cluster, profiles, here)]
-    runners_up = _diverse(chosen, best, sorted(plain, key=_order)[:1])
-    return Found(chosen, best[0].evaluation.estimate.objective_s, runners_up, len(asked), len(priced))
-
-
-def _solved(
-    request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, priced: PricedCase
-) -> Iterator[Candidate]:
-    """The best plan of a case, if one fits."""
-    if (solution := solve(priced.problem)) is not None:
-        plan = plan_of(request, model, cluster, priced, solution)
-        yield Candidate(plan, evaluate(plan, profiles))
-
-
-def _plain_plans(
-    request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, priced: PricedCase
-) -> Iterator[Candidate]:
-    """The best plans of a case that spread every layer alike, with plain DDP and without recomputation."""
-    spreads = {(s.tp_size, s.sequence_parallel) for found in priced.strategies for s in found}
-    for spread in sorted(spreads):
-        plain = restricted(
-            priced,
-            lambda s, spread=spread: (  # type: ignore[misc]
-                (s.tp_size, s.sequence_parallel) == spread
-                and s.data_parallel is DataParallel.DDP
-                and not (isinstance(s, LayerStrategy) and s.recompute is not Recompute.NONE)
-            ),
-        )
-        if plain is not None:
-            yield from _solved(request, model, cluster, profiles, plain)
-
-
-def _order(candidate: Candidate) -> tuple[object, ...]:
-    """Less time, less memory, 1F1B, fewer microbatches, smaller strategies."""
-    plan, evaluation = candidate
-    return (
-        evaluation.objective_ps,
-        evaluation.estimate.memory_bytes,
-        plan.schedule is not Schedule.ONE_F_ONE_B,
-        plan.num_microbatches,
-        len(plan.stages),
-        plan.layers,
-        plan.embedding,
-        plan.head,
+    deadline = None if time_limit_s is None else monotonic() + time_limit_s
+    pricing = pricing_of(request, model, cluster, profiles, file)
+    targets = targets_of(pricing, file)
+    optimum = _optimum(pricing, targets, deadline, report)
+    if optimum.best is None and optimum.stopped:
+        raise BadInput(file, "no plan was found before the search was stopped", "give it more time")
+    if optimum.best is None:
+        return infeasible(pricing, [target.case for target in targets], file)
+    report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
+    near, chosen = _least_simulated(pricing, optimum.near)
+    candidate = _candidate(pricing, chosen)
+    others = () if optimum.stopped else tuple(_others(pricing, optimum, chosen, deadline))
+    runners_up = _runners_up(candidate, [_candidate(pricing, one) for one in (*others, *near[:_MOST_RUNNERS_UP])])
+    scale = chosen.target.scale * 1e12
+    return Found(
+        candidate,
+        optimum.best.score / scale,
+        optimum.bound / scale,
+        runners_up,
+        optimum.bounded,
+        optimum.solved,
+        len(optimum.near),
+        len(near),
+        optimum.stopped,
     )
+
+
+def targets_of(pricing: Pricing, file: Path) -> tuple[Target[Case], ...]:
+    """Every case of a request, and how it is scored: seconds of a step, or of a sample.
+
+    Raises BadInput where no case has a plan, whatever the memory.
+    """
+    request, costs = pricing.request, pricing.costs
+    every = _expanded(pricing, cases(request, costs.model, costs.cluster, file))
+    offsets: dict[int, int] = {}
+    found = []
+    for case in every:
+        if case.pp_size not in offsets:
+            offsets[case.pp_size] = offset_ps(costs, pricing.stage_ranks(case.pp_size))
+        scale = 1.0 if request.objective is Objective.STEP_TIME else 1.0 / case.global_batch_size
+        found.append(Target(case, float(offsets[case.pp_size]), scale))
+    if not found:
+        raise BadInput(file, "no strategy divides the batch, the model and the devices evenly", "allow other sizes")
+    return tuple(found)
+
+
+def _expanded(pricing: Pricing, every: Iterable[Case]) -> Iterator[Case]:
+    """The cases in which something has a plan, split where all layers share a strategy or a buffer is counted."""
+    for case in every:
+        if not pricing.has_plans(case):
+            continue
+        shared: Sequence[LayerStrategy | None] = [None]
+        if not pricing.request.fine_grained:
+            shared = pricing.layer_strategies(case)
+        for layers in shared:
+            split = case._replace(layers=layers)
+            if not pricing.request.megatron_gather_buffer:
+                yield split
+                continue
+            for tokens in pricing.buffer_tokens(split):
+                if pricing.has_plans(here := split._replace(buffer_tokens=tokens)):
+                    yield here
+
+
+def _optimum(
+    pricing: Pricing, targets: Sequence[Target[Case]], deadline: float | None, report: Report
+) -> Optimum[Case]:
+    def progress(best: float, bound: float, left: int) -> None:
+        known = "no plan yet" if not np.isfinite(best) else f"best {best * 1e-9:.6g} ms, gap {best / bound - 1:.2%}"
+        unit = "step" if pricing.request.objective is Objective.STEP_TIME else "sample"
+        report(f"{left} cases left: {known}, bound {bound * 1e-9:.6g} ms a {unit}")
+
+    report(f"bounding {len(targets)} cases")
+    return optimise(targets, pricing.solvable, NEAR, _MOST_NEAR, deadline, progress)
+
+
+def _least_simulated(pricing: Pricing, near: Sequence[Best[Case]]) -> tuple[list[Best[Case]], Best[Case]]:
+    """The near plans that were simulated, the least score by simulation first, and that one."""
+    scores: list[tuple[float, int, Best[Case]]] = []
+    actions_left = _MOST_ACTIONS
+    for number, best in enumerate(near[:_MOST_NEAR]):
+        case = best.target.case
+        actions_left -= 2 * case.num_microbatches * case.pp_size * case.num_chunks
+        if scores and actions_left < 0:
+            break
+        plan = pricing.plan(case, best.found.solution)
+        times = [own.times for own in range_costs(plan, pricing.costs)]
+        step_ps = step_time_ps(times, plan.schedule, plan.num_microbatches, case.num_chunks)
+        scores.append((best.target.score(step_ps), number, best))
+    scores.sort(key=lambda one: one[:2])
+    return [best for _, _, best in scores], scores[0][2]
+
+
+def _candidate(pricing: Pricing, best: Best[Case]) -> Candidate:
+    plan = pricing.plan(best.target.case, best.found.solution)
+    return Candidate(plan, evaluate(plan, pricing.costs.profiles, pricing.costs))
+
+
+def _others(
+    pricing: Pricing, optimum: Optimum[Case], chosen: Best[Case], deadline: float | None
+) -> Iterator[Best[Case]]:
+    """The best plans of the most promising case of other pipeline degrees, and of other microbatch counts."""
+    case = chosen.target.case
+    sizes = _firsts(optimum, lambda other: other.pp_size, case.pp_size)
+    counts = _firsts(optimum, lambda other: other.num_microbatches, case.num_microbatches)
+    for target in dict.fromkeys((*sizes[:_MOST_RUNNERS_UP], *counts[:2])):
+        found = optimise([target], pricing.solvable, deadline=deadline)
+        if found.best is not None and not found.stopped:
+            yield found.best
+
+
+def _firsts(optimum: Optimum[Case], shape: Callable[[Case], int], own: int) -> list[Target[Case]]:
+    """The case with the least bound of each shape but one's own, the least first."""
+    found: dict[int, Target[Case]] = {}
+    for _, target in optimum.bounds:
+        if shape(target.case) != own:
+            found.setdefault(shape(target.case), target)
+    return list(found.values())
+
+
+def _runners_up(chosen: Candidate, others: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """A few plans that do something else than the chosen one and one another, by ascending closed form."""
+    known = {_decision(chosen.plan)}
+    taken: list[Candidate] = []
+    for candidate in others:
+        if len(taken) < _MOST_RUNNERS_UP and (what := _decision(candidate.plan)) not in known:
+            known.add(what)
+            taken.append(candidate)
+    return tuple(sorted(taken, key=lambda c: c.evaluation.objective_ps / c.plan.global_batch_size))
 
 
 def _decision(plan: Plan) -> tuple[object, ...]:
     """What a plan does, whatever it is called: schedules that give the same action lists are one."""
     count, chunks = len(plan.stages), len(plan.stages[0].layers)
-    lists = tuple(actions(plan.schedule, count, plan.num_microbatches, stage, chunks) for stage in range(count))
-    return plan.stages, plan.embedding, plan.head, plan.layers, plan.num_microbatches, lists
-
-
-def _diverse(chosen: Candidate, best: Sequence[Candidate], plain: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """A few of the cases' best plans, by ascending closed form: such as differ most from the chosen one come first.
-
-    First the best of each other pp_size, then the best plain plan, then of each other microbatch count, then the rest.
-    """
-    other_sizes = _firsts(chosen, best, lambda plan: len(plan.stages))
-    other_counts = _firsts(chosen, best, lambda plan: plan.num_microbatches)
-    taken: list[Candidate] = []
-    known = {_decision(chosen.plan)}
-    for candidate in (*other_sizes[: _MOST_RUNNERS_UP - len(plain)], *plain, *other_counts, *best):
-        if len(taken) < _MOST_RUNNERS_UP and _decision(candidate.plan) not in known:
-            known.add(_decision(candidate.plan))
-            taken.append(candidate)
-    return tuple(sorted(taken, key=_order))
-
-
-def _firsts(chosen: Candidate, best: Sequence[Candidate], shape: Callable[[Plan], int]) -> list[Candidate]:
-    """The best candidate of each shape but the chosen one's."""
-    seen = {shape(chosen.plan)}
-    firsts = []
-    for candidate in best:
-        if (this := shape(candidate.plan)) not in seen:
-            seen.add(this)
-            firsts.append(candidate)
-    return firsts
-
-
-def _infeasible(priced: Sequence[PricedCase], budget_bytes: int, process_bytes: int) -> Infeasible:
-    """What the case with the smallest need lacks."""
-    needs = [(least_memory(here.problem), here.case) for here in priced]
-    need, case = min(needs, key=lambda found: found[0].memory_bytes)
-    least_bytes = need.memory_bytes + process_bytes
-    missing_bytes = least_bytes - budget_bytes
-    # Rounded up to a number that is read back as enough.
-    least_gib = ceil(least_bytes / _GIB * 1e6) / 1e6
-    return Infeasible(
-        f"no plan fits {budget_bytes} bytes a rank: even the leanest ({_words(case)}) lacks {missing_bytes} bytes "
-        f"in pipeline stage {need.stage}: raise memory_gib to at least {least_gib:.6f}",
-        missing_bytes,
-        least_bytes,
-    )
-
-
-def _words(case: Case) -> str:
-    return f"pp_size {case.pp_size}, {case.num_microbatches} microbatches, {case.schedule}"
+    schedule: object = plan.schedule
+    if plan.schedule is not Schedule.INTERLEAVED_1F1B and min(count, plan.num_microbatches) == 1:
+        schedule = actions(plan.schedule, count, plan.num_microbatches, 0, chunks)
+    return plan.stages, plan.embedding, plan.head, plan.layers, plan.global_batch_size, plan.num_microbatches, schedule

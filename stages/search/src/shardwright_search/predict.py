@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardwright_formats.files import sha256_of_file
-from shardwright_formats.plan import Plan
+from shardwright_formats.plan import Plan, Schedule
 from shardwright_formats.prediction import Prediction, Proof, RunnerUp
 from shardwright_search.evaluate import Evaluation
 from shardwright_search.optimal import NEAR, Found
-from shardwright_search.request import SearchRequest
+from shardwright_search.request import Objective, SearchRequest
 
 __all__ = ["prediction_of_evaluated", "prediction_of_searched", "prediction_path"]
 
@@ -36,17 +36,16 @@ def prediction_of_searched(
 ) -> Prediction:
     """What is believed about a plan that was searched, with the proof and the plans it was preferred to."""
     plan, evaluation = found.chosen
-    objective_s = evaluation.estimate.objective_s
     return Prediction(
         plan_sha256=plan.sha256,
         memory_budget_bytes=budget_bytes,
         estimate=evaluation.estimate,
         proof=Proof(
-            objective="closed form",
-            objective_s=objective_s,
-            objective_bound_s=found.optimum_s,
-            gap=objective_s / found.optimum_s - 1,
-            scope=_scope(request),
+            objective="closed form" if request.objective is Objective.STEP_TIME else "closed form / batch size",
+            objective_s=found.optimum_s,
+            objective_bound_s=found.bound_s,
+            gap=found.optimum_s / found.bound_s - 1 if found.bound_s else float(2**53),
+            scope=_scope(request, found),
             examined=found.examined,
             solved=found.solved,
         ),
@@ -56,16 +55,25 @@ def prediction_of_searched(
     )
 
 
-def _scope(request: SearchRequest) -> str:
+def _scope(request: SearchRequest, found: Found) -> str:
     def names(field: str) -> str:
         return ", ".join(str(value) for value in getattr(request, field) or ("every divisor",))
 
-    fields = ("pp_sizes", "tp_sizes", "num_microbatches", "schedules")
-    kinds = ("data_parallel", "sequence_parallel", "recompute")
-    listed = "; ".join(f"{field} {names(field)}" for field in (*fields, *kinds))
+    fields = ("pp_sizes", "tp_sizes", "num_microbatches", "schedules", "tp_consecutive")
+    kinds = ("data_parallel", "sequence_parallel", "recompute", "disable")
+    listed = "; ".join(f"{field} {names(field)}" for field in (*fields, *kinds) if getattr(request, field) != ())
+    layers = "any strategy for each layer" if request.fine_grained else "one strategy for all layers"
+    interleaved = (
+        ""
+        if Schedule.INTERLEAVED_1F1B not in request.schedules
+        else (
+            f"; interleaved schedules with {', '.join(map(str, request.chunks_per_stage))} equal chunks a stage and the "
+            "same strategies at each position of a chunk"
+        )
+    )
     return (
-        "no plan of this space has a smaller closed form than objective_bound_s: any cut of the layers into pipeline "
-        "stages of equal width with a layer or more each, any strategy for each layer, the embedding and the head, "
-        f"consecutive tensor-parallel ranks, {listed}; among the cases' best plans within {NEAR:.0%} of it "
-        "the one with the least simulated time was taken"
+        f"space {request.space}: no plan of it has a smaller closed form than objective_bound_s: any cut of the layers "
+        f"into pipeline stages of equal width with a layer or more each, {layers}, the embedding and the head, "
+        f"{listed}{interleaved}; of {found.near} plans found within {NEAR:.0%} of the optimum {found.simulated} were "
+        "simulated, and the one with the least simulated time was taken"
     )

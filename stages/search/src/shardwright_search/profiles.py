@@ -11,11 +11,12 @@ from shardwright_formats.cluster import Cluster
 from shardwright_formats.errors import BadInput
 from shardwright_formats.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.model import Model
-from shardwright_formats.model_profile import ModelProfile, ProfileOrigin, read_model_profile
+from shardwright_formats.model_profile import FitMode, ModelProfile, ProfileOrigin, read_model_profile
 from shardwright_formats.plan import Attention, Precision
 from shardwright_formats.tables import Table
 
 __all__ = [
+    "Curve",
     "LayerKey",
     "LayerPoints",
     "Profiles",
@@ -53,9 +54,21 @@ class LayerPoints(NamedTuple):
     """Of the four columns, over all points."""
 
 
+class Curve(NamedTuple):
+    """One fitted curve of a quantity."""
+
+    mode: FitMode
+    micro_batch_size: int
+    """0 where it varies; so is the length."""
+    sequence_length: int
+    coefficients: tuple[float, float, float]
+    """constant, linear, quadratic."""
+
+
 class States(NamedTuple):
     """What one layer's parameters cost a step on one rank, under plain DDP."""
 
+    tp_size: int
     optimizer_s: float
     reduction_s: float
     """What reducing their gradients over `reduction_ranks` ranks added to the backward pass."""
@@ -73,6 +86,8 @@ class Profiles(NamedTuple):
     layers: dict[LayerKey, LayerPoints]
     states: dict[tuple[str, int], States]
     """By (type, tp_size)."""
+    fits: dict[tuple[str, int, str, str, str], tuple[Curve, ...]]
+    """By type, tp_size, sequence_parallel, recompute and quantity."""
     process_bytes: int
     step_overhead_s: float
     sources: Sources
@@ -101,6 +116,7 @@ def index_profiles(
         _layer_points(model_profile.layers),
         {
             (name.decode(), int(states["tp_size"][row])): States(
+                int(states["tp_size"][row]),
                 float(states["optimizer_s"][row]),
                 float(states["reduction_s"][row]),
                 int(states["reduction_ranks"][row]),
@@ -108,6 +124,7 @@ def index_profiles(
             )
             for row, name in enumerate(states["type"])
         },
+        _curves(model_profile.fits),
         int(process["process_bytes"][0]),
         float(process["step_overhead_s"][0]),
         _sources(process, 0, _PROCESS_SOURCES),
@@ -180,3 +197,18 @@ def _layer_points(table: Table) -> dict[LayerKey, LayerPoints]:
         )
         for key, found in rows.items()
     }
+
+
+def _curves(table: Table) -> dict[tuple[str, int, str, str, str], tuple[Curve, ...]]:
+    found: dict[tuple[str, int, str, str, str], list[Curve]] = {}
+    for i in range(len(table["type"])):
+        names = (table[name][i].decode() for name in ("sequence_parallel", "recompute", "quantity"))
+        key = (table["type"][i].decode(), int(table["tp_size"][i]), *names)
+        curve = Curve(
+            FitMode(table["mode"][i].decode()),
+            int(table["micro_batch_size"][i]),
+            int(table["sequence_length"][i]),
+            (float(table["constant"][i]), float(table["linear"][i]), float(table["quadratic"][i])),
+        )
+        found.setdefault(key, []).append(curve)  # type: ignore[arg-type]
+    return {key: tuple(curves) for key, curves in found.items()}

@@ -1,22 +1,25 @@
 """Memory of one rank, term by term, as this project's runtime holds it, which leaves most to FSDP2.
 
-P: parameters of a tensor-parallel rank's share of a layer; w: data-parallel size; s, c, r: bytes of an element as
-stored, computed with and reduced.
+P: parameters of a rank's share of a layer before ZeRO (under Ulysses the whole layer); w: the ranks that share them by
+data parallelism; s, c, r: bytes of an element as stored, computed with and reduced.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from shardwright_formats.model import LayerType, Parameter
+from shardwright_formats.placement import parameter_layout
 from shardwright_formats.plan import ELEMENT_BYTES, Precision
 from shardwright_formats.strategy import DataParallel, Strategy
 
 __all__ = [
+    "Moment",
     "element_bytes",
     "gathered_parameters_bytes",
     "gradients_bytes",
     "optimizer_bytes",
     "parameters_bytes",
-    "stage_memory_bytes",
+    "peak_bytes",
     "transient_gather_bytes",
     "transient_gradients_bytes",
 ]
@@ -36,18 +39,18 @@ def gathered_parameters_bytes(kind: LayerType, strategy: Strategy, precision: Pr
     """Copies for compute that stay all step long: cP under ZeRO-2 and DDP, but not where what is stored serves."""
     if strategy.data_parallel is DataParallel.ZERO3 or _as_stored(strategy, precision):
         return 0
-    return element_bytes(precision.compute) * kind.parameter_count(strategy.tp_size)
+    return element_bytes(precision.compute) * _whole_elements(kind, strategy)
 
 
-def gradients_bytes(kind: LayerType, strategy: Strategy, precision: Precision, num_microbatches: int) -> int:
-    """Gradients with deferred reduction: rP under DDP and while microbatches are summed up; sP/w when sharded.
+def gradients_bytes(kind: LayerType, strategy: Strategy, precision: Precision, deferred: bool) -> int:
+    """Gradients: rP under DDP and, `deferred`, while several microbatches are summed up; sP/w when sharded.
 
     In the last backward pass reduced gradients take the place of unreduced ones layer by layer.
     """
-    whole = element_bytes(precision.reduce) * kind.parameter_count(strategy.tp_size)
+    whole = element_bytes(precision.reduce) * _whole_elements(kind, strategy)
     if strategy.data_parallel is DataParallel.DDP or _as_stored(strategy, precision):
         return whole
-    return whole if num_microbatches > 1 else element_bytes(precision.parameters) * _held_elements(kind, strategy)
+    return whole if deferred else element_bytes(precision.parameters) * _held_elements(kind, strategy)
 
 
 def optimizer_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
@@ -59,34 +62,56 @@ def transient_gather_bytes(kind: LayerType, strategy: Strategy, precision: Preci
     """The gathered parameters cP that a ZeRO-3 layer holds during its own forward or backward."""
     if strategy.data_parallel is not DataParallel.ZERO3 or _as_stored(strategy, precision):
         return 0
-    return element_bytes(precision.compute) * kind.parameter_count(strategy.tp_size)
+    return element_bytes(precision.compute) * _whole_elements(kind, strategy)
 
 
-def transient_gradients_bytes(kind: LayerType, strategy: Strategy, precision: Precision, num_microbatches: int) -> int:
-    """What a sharded layer's reduction holds beside `gradients_bytes`: rP with one microbatch, with several sP/w."""
+def transient_gradients_bytes(kind: LayerType, strategy: Strategy, precision: Precision, deferred: bool) -> int:
+    """What a sharded layer's reduction holds beside `gradients_bytes`: rP reduced at once, `deferred` only sP/w."""
     if strategy.data_parallel is DataParallel.DDP or _as_stored(strategy, precision):
         return 0
-    if num_microbatches > 1:
+    if deferred:
         return element_bytes(precision.parameters) * _held_elements(kind, strategy)
-    return element_bytes(precision.reduce) * kind.parameter_count(strategy.tp_size)
+    return element_bytes(precision.reduce) * _whole_elements(kind, strategy)
 
 
-def stage_memory_bytes(
-    process_bytes: int, states: Iterable[int], activations: Iterable[int], in_flight: int, transients: Iterable[int]
-) -> int:
-    """Peak of a pipeline stage: process, states, activations of the microbatches in flight, the largest transient."""
-    return process_bytes + sum(states) + in_flight * sum(activations) + max(transients)
+class Moment(NamedTuple):
+    """What one element adds to the memory of a microbatch on its way."""
+
+    activation_bytes: int
+    """Held from the element's forward pass to its backward pass."""
+    transient_bytes: int
+    """Held for a moment in either."""
+    late_bytes: int
+    """Held from its backward pass on: gradients, where a step has one microbatch."""
+
+
+def peak_bytes(moments: Sequence[Moment]) -> int:
+    """The most that one microbatch holds on its way through a chain of elements.
+
+    While element j works, the activations of the elements up to j are there, j's own transient, and the late bytes of
+    j and of the elements behind it.
+    """
+    peak = held = 0
+    for moment in moments:
+        peak = moment.late_bytes + max(peak, held + moment.activation_bytes + moment.transient_bytes)
+        held += moment.activation_bytes
+    return peak
 
 
 def _as_stored(strategy: Strategy, precision: Precision) -> bool:
     """Whether a layer is held whole and computed with as it is stored, without FSDP2."""
-    whole = strategy.data_parallel is DataParallel.DDP or strategy.dp_size == 1
+    whole = strategy.data_parallel is DataParallel.DDP or parameter_layout(strategy).dp_size == 1
     return whole and precision.parameters == precision.compute == precision.reduce
 
 
+def _whole_elements(kind: LayerType, strategy: Strategy) -> int:
+    return kind.parameter_count(parameter_layout(strategy).tp_size)
+
+
 def _held_elements(kind: LayerType, strategy: Strategy) -> int:
-    shards = 1 if strategy.data_parallel is DataParallel.DDP else strategy.dp_size
-    return sum(_shard_elements(p, strategy.tp_size, shards) for p in kind.parameters)
+    layout = parameter_layout(strategy)
+    shards = 1 if strategy.data_parallel is DataParallel.DDP else layout.dp_size
+    return sum(_shard_elements(p, layout.tp_size, shards) for p in kind.parameters)
 
 
 def _shard_elements(parameter: Parameter, tp_size: int, shards: int) -> int:

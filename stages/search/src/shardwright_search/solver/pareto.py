@@ -1,17 +1,22 @@
-"""Pareto filters over integer columns."""
+"""Pareto filters over columns of whole numbers."""
+
+from bisect import bisect_right
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ints", "non_dominated"]
+__all__ = ["Ints", "Numbers", "non_dominated"]
 
 Ints = NDArray[np.int64]
+Numbers = NDArray[np.float64]
+"""Whole numbers of picoseconds or bytes: sums below 2^53 are exact in float64, and infinity is one of them."""
 
 _BLOCK = 256
 _EARLIER = np.triu(np.ones((_BLOCK, _BLOCK), bool), 1)
 
 
-def non_dominated(columns: Ints, key: Ints) -> Ints:
+def non_dominated(columns: NDArray[Any], key: Ints) -> Ints:
     """Indices of the rows of `columns` [rows, columns] that no other row of the same `key` [rows] matches or beats.
 
     A row is beaten by one that is no larger in any column; of equal rows the first is kept. The answer is in ascending
@@ -20,16 +25,18 @@ def non_dominated(columns: Ints, key: Ints) -> Ints:
     if len(key) <= 1:
         return np.arange(len(key))
     order = np.lexsort((*columns.T[::-1], key))
-    sorted_columns, sorted_key = columns[order], key[order]
-    starts = np.flatnonzero(np.r_[True, sorted_key[1:] != sorted_key[:-1]])
-    kept = [
-        first + _front(sorted_columns[first:last])
-        for first, last in zip(starts, np.r_[starts[1:], len(key)], strict=True)
-    ]
-    return order[np.concatenate(kept)]
+    rows, keys = columns[order], key[order]
+    if len(key) <= _BLOCK:
+        beaten = _EARLIER[: len(key), : len(key)] & (keys[:, None] == keys)
+        for column in rows.T[1:]:
+            beaten &= column[:, None] <= column
+        return order[~beaten.any(0)]
+    starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
+    fronts = (first + _front(rows[first:last]) for first, last in zip(starts, np.r_[starts[1:], len(key)], strict=True))
+    return order[np.concatenate(list(fronts))]
 
 
-def _front(rows: Ints) -> Ints:
+def _front(rows: NDArray[Any]) -> Ints:
     """Indices of the non-dominated rows, which are sorted lexicographically: only an earlier row can beat a later."""
     varying = [column for column in rows.T if (column != column[0]).any()]
     if len(varying) <= 1:
@@ -37,21 +44,41 @@ def _front(rows: Ints) -> Ints:
     if len(varying) == 2:
         best_before = np.minimum.accumulate(varying[1])[:-1]
         return np.flatnonzero(np.r_[True, varying[1][1:] < best_before])
-    return _front_of_many(np.stack(varying, 1))
+    if len(varying) == 3:
+        return _front_of_three(varying[1].tolist(), varying[2].tolist())
+    return _front_of_many(np.stack(varying[1:], 1))
 
 
-def _front_of_many(rows: Ints) -> Ints:
-    """As `_front`, block by block; the first column is sorted and need not be compared."""
-    front = np.empty((len(rows), rows.shape[1] - 1), np.int64)
+def _front_of_three(second: list[float], third: list[float]) -> Ints:
+    """As `_front`, of rows whose first column ascends: those below the staircase of all rows before."""
+    kept: list[int] = []
+    steps: list[float] = []
+    heights: list[float] = []
+    for row, (x, y) in enumerate(zip(second, third, strict=True)):
+        place = bisect_right(steps, x)
+        if place and heights[place - 1] <= y:
+            continue
+        kept.append(row)
+        start = place - 1 if place and steps[place - 1] == x else place
+        end = start
+        while end < len(heights) and heights[end] >= y:
+            end += 1
+        steps[start:end], heights[start:end] = [x], [y]
+    return np.array(kept)
+
+
+def _front_of_many(rows: NDArray[Any]) -> Ints:
+    """As `_front`, block by block, of rows without their first column, which is sorted and need not be compared."""
+    front = np.empty(rows.shape, rows.dtype)
     kept: list[Ints] = []
     size = 0
     for start in range(0, len(rows), _BLOCK):
-        block = rows[start : start + _BLOCK, 1:]
+        block = rows[start : start + _BLOCK]
         alive = np.flatnonzero(~_beaten(front[:size], block))
         block = block[alive]
         inner = _EARLIER[: len(block), : len(block)].copy()
         for column in block.T:
-            inner &= column[:, None] <= column[None, :]
+            inner &= column[:, None] <= column
         final = ~inner.any(0)
         count = int(final.sum())
         front[size : size + count] = block[final]
@@ -60,12 +87,12 @@ def _front_of_many(rows: Ints) -> Ints:
     return np.concatenate(kept)
 
 
-def _beaten(front: Ints, block: Ints) -> NDArray[np.bool_]:
+def _beaten(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
     beaten = np.zeros(len(block), bool)
     for start in range(0, len(front), 16 * _BLOCK):
         part = front[start : start + 16 * _BLOCK]
         below = np.ones((len(part), len(block)), bool)
         for mine, theirs in zip(part.T, block.T, strict=True):
-            below &= mine[:, None] <= theirs[None, :]
+            below &= mine[:, None] <= theirs
         beaten |= below.any(0)
     return beaten

@@ -1,82 +1,117 @@
-"""One case as bare numbers: what the solver sees of a model, a cluster and their costs."""
+"""One case as bare numbers: what the solver sees of a model, a cluster and their costs.
 
+All numbers are whole (picoseconds and bytes, in float64): sums are exact whatever their order, and plans of equal cost
+are recognised as equal.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from shardwright_search.solver.pareto import Ints
+from shardwright_search.solver.pareto import Ints, Numbers
 
-__all__ = ["Options", "Problem", "Solution", "StageTable"]
+__all__ = ["Options", "Place", "Price", "Problem", "Solution", "price"]
 
 
 class Options(NamedTuple):
-    """The strategies of one element type on the ranks of a pipeline stage, one column of numbers each [options]."""
+    """The strategies of one element type on one kind of place, one column each [options]."""
 
-    microbatch_ps: Ints
+    time_ps: Numbers
     """Forward and backward of one microbatch."""
-    gradient_sync_ps: Ints
-    optimizer_ps: Ints
-    state_bytes: Ints
-    activation_bytes: Ints
+    end_ps: Numbers
+    """What comes once a step: reduction of the gradients as far as it is exposed, and the optimizer."""
+    state_bytes: Numbers
+    """Held all step long."""
+    late_bytes: Numbers
+    """Held from the element's own last backward pass on: gradients, where a step has one microbatch."""
+    activation_bytes: Numbers
     """Of one microbatch in flight."""
-    transient_bytes: Ints
-    layout: Ints
-    """Number of the layout of the activations."""
+    transient_bytes: Numbers
+    """Held for a moment, in the element's own forward or backward pass."""
+    takes: Ints
+    """Number of the layout the element works in; of the embedding the class that ties tell apart."""
+    gives: Ints
+    """Number of the layout of what it gives out; of the head the class that ties tell apart."""
+
+    def take(self, rows: Ints) -> "Options":
+        """Some of the options."""
+        return Options(*(column[rows] for column in self))
 
 
-class StageTable(NamedTuple):
-    """Costs on the ranks of one pipeline stage."""
+class Place(NamedTuple):
+    """Costs on the ranks of one kind of pipeline stage: node type, width, and how its ranks lie on the nodes."""
 
     options: tuple[Options, ...]
     """By type number."""
-    redistribution_ps: Ints
+    redistribution_ps: Numbers
     """[types, layouts, layouts]: outputs of that type from a layout to another, forward and backward together."""
+    budget_bytes: int
+    """Of one rank, without the process's own memory."""
 
 
 class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """A chain of elements (embedding, layers, head) to cut into pipeline stages and to give one option each.
+    """A chain of elements (embedding, layers, head) to cut into pipeline stages, each on a place, one option each.
 
-    Stage i's time of a microbatch is A'_i: the options' time, redistribution before each of its elements, and the
-    sends at both of its ends. Minimised is T = sum A' + (m - 1) max A' + max U + max O, with m microbatches, U the sum
-    of gradient_sync and O that of optimizer in a stage. A stage's memory is the sum of its options' state and of
-    in_flight times their activations, plus the largest transient; it must not exceed the budget.
+    Minimised is T = sum A' + (m - 1) max A' + max U + tie, with m microbatches. A'_i: time of a microbatch in stage i,
+    with the redistribution before each of its elements and the sends at both of its ends; U_i: the sum of its `end_ps`.
+
+    With k microbatches in flight the memory of a stage is its state, (k - 1) times its activations and the most that
+    the last microbatch holds on its way: at element j the activations of the elements up to j, j's transient, and the
+    late bytes of the elements from j on, whose backward passes are over or in progress.
     """
 
     elements: tuple[int, ...]
     """Type number of each; the first is in the first stage and the last in the last, each with one layer or more."""
-    tables: tuple[StageTable, ...]
-    """By pipeline stage; stages with the same costs may share one object, and then share work."""
-    sends_ps: Ints
-    """[stages - 1, types, layouts]: outputs of that type in that layout over the cut after the stage, one way."""
+    places: tuple[Place, ...]
+    available: tuple[int, ...]
+    """How many stages can be on each place."""
+    allowed: tuple[tuple[int, ...], ...]
+    """By pipeline stage: the places it can be on."""
+    sends_ps: Numbers
+    """[stages - 1, places, places, types, layouts]: outputs of that type and layout over the cut after the stage."""
     in_flight: tuple[int, ...]
     """By pipeline stage."""
     num_microbatches: int
-    budget_bytes: int
-    """Of one rank, without the process's own memory."""
+    tie_ps: Numbers
+    """[classes of the embedding, classes of the head]: what tied parameters cost once a step."""
 
     @property
     def pp_size(self) -> int:
         """Number of pipeline stages."""
-        return len(self.tables)
+        return len(self.in_flight)
 
     @property
     def num_layouts(self) -> int:
         """Number of layouts."""
-        return int(self.tables[0].redistribution_ps.shape[1])
+        return int(self.places[0].redistribution_ps.shape[1])
 
-    @property
-    def weights(self) -> Ints:
-        """The combinations [combinations, 3] of (A, U, O) in which one stage must not be worse to replace another.
+    def objectives(self, time_ps: Numbers, end_ps: Numbers) -> list[Numbers]:
+        """The numbers in which one stage must be no worse to replace another: A and U, of one stage m A + U."""
+        return [self.num_microbatches * time_ps + end_ps] if self.pp_size == 1 else [time_ps, end_ps]
 
-        With one stage T is m A + U + O. With several, taking (A, U, O) for (A', U', O') lowers the sum of times by
-        A' - A, raises no largest time if A <= A', and raises the largest U and O by at most (U - U')+ and (O - O')+.
-        So it never hurts if A' - A >= (U - U')+ + (O - O')+, which says that A, A + U, A + O and A + U + O are each
-        no larger.
-        """
-        if self.pp_size == 1:
-            return np.array([[self.num_microbatches, 1, 1]])
-        return np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1], [1, 1, 1]])
+    @cached_property
+    def usages(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """By number of stages placed: how many of them can be on each place, such that the rest can be placed too."""
+        found: list[set[tuple[int, ...]]] = [{(0,) * len(self.places)}]
+        for allowed in self.allowed:
+            found.append({after for used in found[-1] for _, after in self._next(used, allowed)})
+        for stage in range(self.pp_size - 1, -1, -1):
+            alive = found[stage + 1]
+            found[stage] = {
+                used
+                for used in found[stage]
+                if any(after in alive for _, after in self._next(used, self.allowed[stage]))
+            }
+        return tuple(tuple(sorted(used)) for used in found)
+
+    def placements(self, stage: int, used: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Where a stage can be when the ones before it use so many of each place, and what is used then."""
+        alive = set(self.usages[stage + 1])
+        return tuple((place, after) for place, after in self._next(used, self.allowed[stage]) if after in alive)
 
     def ends(self, stage: int, start: int) -> range:
         """Where a pipeline stage that starts at element `start` can end, so that each stage gets a layer."""
@@ -85,14 +120,60 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
             return range(total, total + 1) if start <= total - 2 else range(0)
         return range(2 if stage == 0 else start + 1, total - 1 - later + 1)
 
+    def _next(self, used: tuple[int, ...], allowed: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+        return [
+            (place, tuple(n + (i == place) for i, n in enumerate(used)))
+            for place in allowed
+            if used[place] < self.available[place]
+        ]
+
 
 class Solution(NamedTuple):
-    """A best plan of one case."""
+    """One plan of a case."""
 
-    objective_ps: int
     ends: tuple[int, ...]
     """The element after the last of each pipeline stage."""
     options: tuple[int, ...]
     """The option of each element."""
-    memory_bytes: int
-    """Of the fullest stage, without the process's own memory."""
+    places: tuple[int, ...]
+    """The place of each pipeline stage."""
+
+
+class Price(NamedTuple):
+    """What a plan costs."""
+
+    objective_ps: int
+    memory_bytes: tuple[int, ...]
+    """By pipeline stage, without the process's own memory."""
+
+
+def price(problem: Problem, solution: Solution) -> Price:
+    """T and memory of one plan, added up element by element."""
+    bounds = (0, *solution.ends)
+    time, end, memory = [0.0] * problem.pp_size, [0.0] * problem.pp_size, []
+    for stage, ((first, last), number) in enumerate(zip(pairwise(bounds), solution.places, strict=True)):
+        place, k = problem.places[number], problem.in_flight[stage]
+        most = held = 0.0
+        for e in range(first, last):
+            kind, option = problem.elements[e], solution.options[e]
+            own = place.options[kind]
+            time[stage] += own.time_ps[option]
+            end[stage] += own.end_ps[option]
+            if e:
+                before = problem.elements[e - 1]
+                source = solution.places[stage - 1] if e == first else number
+                gives = problem.places[source].options[before].gives[solution.options[e - 1]]
+                time[stage] += place.redistribution_ps[before, gives, own.takes[option]]
+                if e == first:
+                    send = problem.sends_ps[stage - 1, source, number, before, gives]
+                    time[stage] += send
+                    time[stage - 1] += send
+            state = own.state_bytes[option] + (k - 1) * own.activation_bytes[option]
+            activation, late = own.activation_bytes[option], own.late_bytes[option]
+            most = state + late + max(most, held + activation + own.transient_bytes[option])
+            held += state + activation
+        memory.append(int(most))
+    first_class = problem.places[solution.places[0]].options[problem.elements[0]].takes[solution.options[0]]
+    last_class = problem.places[solution.places[-1]].options[problem.elements[-1]].gives[solution.options[-1]]
+    objective = sum(time) + (problem.num_microbatches - 1) * max(time) + max(end)
+    return Price(int(objective + problem.tie_ps[first_class, last_class]), tuple(memory))

@@ -1,0 +1,290 @@
+"""All costs of one element of a plan (embedding, layer or head) under one strategy, as exact integers.
+
+Times are whole picoseconds and memory whole bytes, so that sums do not depend on their order and equal plans are
+recognised as equal.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from math import ceil
+from typing import NamedTuple
+
+import msgspec
+
+from shardwright_formats.cluster import Cluster
+from shardwright_formats.hardware_profile import Collective
+from shardwright_formats.model import Model
+from shardwright_formats.placement import (
+    Cause,
+    Layout,
+    Message,
+    parameter_layout,
+    parameter_messages,
+    partial_gradient_bytes,
+    region_messages,
+)
+from shardwright_formats.plan import GradientReduction, Precision
+from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, Strategy
+from shardwright_search.costs import memory
+from shardwright_search.costs.compute import LayerCost, layer_cost, states_of
+from shardwright_search.costs.messages import Duration, Slowdowns, beside, collective_time, slowdowns_of
+from shardwright_search.costs.ranks import GroupKind, Lie, dp_group_kinds, tp_group_kinds
+from shardwright_search.costs.traffic import redistribution_time, send_time
+from shardwright_search.profiles import LayerKey, Profiles
+from shardwright_search.request import TimeModel
+
+__all__ = ["Cost", "CostModel", "ElementCost", "picoseconds"]
+
+
+class Cost(NamedTuple):
+    """A time in picoseconds, one way, and what is doubtful about it."""
+
+    time_ps: int
+    warning: str | None
+
+
+class ElementCost(NamedTuple):
+    """Costs of one element on one rank; times in picoseconds."""
+
+    forward_ps: int
+    """One microbatch, tensor and sequence parallel traffic included; so is backward."""
+    backward_ps: int
+    gather_forward_ps: int
+    """What a ZeRO-3 gather adds to the forward pass of each microbatch; the backward pass likewise."""
+    gather_backward_ps: int
+    sync_every_ps: int
+    """What reducing the gradients adds to every microbatch's backward pass; 0 when they are reduced once a step."""
+    message_ps: int
+    """The reduction's message alone, where it goes on beside the backward pass and that was not measured; else 0."""
+    beside_ps: int
+    """What it adds to the last backward pass by the measured slowdowns; inside `sync_ps`."""
+    sync_ps: int
+    """Once a step: what reducing the gradients adds, ZeRO-2's gather, and sums of whole parameters' gradients."""
+    optimizer_ps: int
+    parameters_bytes: int
+    gathered_parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    late: bool
+    """Whether the gradients are only there from the element's own backward pass on."""
+    activation_bytes: int
+    """Of one microbatch in flight."""
+    transient_bytes: int
+    warnings: tuple[str, ...]
+
+    @property
+    def microbatch_ps(self) -> int:
+        """Forward and backward of one microbatch with what gathers and reductions add to them."""
+        gathers = self.gather_forward_ps + self.gather_backward_ps
+        return self.forward_ps + self.backward_ps + gathers + self.sync_every_ps
+
+    @property
+    def state_bytes(self) -> int:
+        """What is held all step long."""
+        static = self.parameters_bytes + self.gathered_parameters_bytes + self.optimizer_bytes
+        return static if self.late else static + self.gradients_bytes
+
+    @property
+    def moment(self) -> memory.Moment:
+        """What comes and goes with a microbatch."""
+        late = self.gradients_bytes if self.late else 0
+        return memory.Moment(self.activation_bytes, self.transient_bytes, late)
+
+
+def picoseconds(time_s: float) -> int:
+    """Seconds as whole picoseconds."""
+    return round(time_s * 1e12)
+
+
+class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
+    """What is the same for every element of a plan, with everything priced so far."""
+
+    model: Model
+    cluster: Cluster
+    profiles: Profiles
+    precision: Precision
+    gradient_reduction: GradientReduction = GradientReduction.DEFERRED
+    time_model: TimeModel = TimeModel.INTERPOLATE
+
+    def element(
+        self, type_name: str, strategy: Strategy, lie: Lie, microbatch_samples: int, num_microbatches: int
+    ) -> ElementCost:
+        """Every cost of an element of that type on the ranks of a pipeline stage.
+
+        Raises BadInput when a profile lacks a point.
+        """
+        one = num_microbatches == 1
+        key = type_name, strategy, lie, microbatch_samples, one
+        if key not in self._elements:
+            self._elements[key] = self._element(type_name, strategy, lie, microbatch_samples, one)
+        return self._elements[key]
+
+    def redistribution(self, type_name: str, source: Layout, target: Layout, lie: Lie, samples: int) -> Cost:
+        """Bringing the outputs of an element of that type from one layout to another, one way.
+
+        Forward goes from the element's layout to the next one's, backward the other way round.
+        """
+        outputs = self.model.types[type_name].outputs
+        taken = redistribution_time(self.profiles, lie, source, target, samples, outputs, self.compute_bytes)
+        return Cost(picoseconds(taken.time_s), taken.warning)
+
+    def reduction_kind(self, strategy: Strategy) -> tuple[Collective, int] | None:
+        """Which collective reduces gradients among how many ranks; None where one rank has all."""
+        ranks = parameter_layout(strategy).dp_size
+        if ranks == 1:
+            return None
+        ddp = strategy.data_parallel is DataParallel.DDP
+        return (Collective.ALL_REDUCE if ddp else Collective.REDUCE_SCATTER), ranks
+
+    def link(self, senders: Sequence[int], receivers: Sequence[int]) -> tuple[bool, bool]:
+        """How two pipeline stages lie to each other: neighbouring ranks or not, across nodes where any pair is."""
+        nodes = self.cluster.node_of_rank
+        across = any(nodes[a] != nodes[b] for a, b in zip(senders, receivers, strict=True))
+        return receivers[0] == senders[0] + 1, across
+
+    def send(self, type_name: str, layout: Layout, link: tuple[bool, bool], samples: int) -> Cost:
+        """Handing the outputs of an element of that type to the next pipeline stage, one way."""
+        outputs = self.model.types[type_name].outputs
+        taken = send_time(self.profiles, *link, layout, samples, outputs, self.compute_bytes)
+        return Cost(picoseconds(taken.time_s), taken.warning)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of one element of an activation."""
+        return memory.element_bytes(self.precision.compute)
+
+    @cached_property
+    def _elements(self) -> dict[tuple[str, Strategy, Lie, int, bool], ElementCost]:
+        return {}
+
+    @cached_property
+    def _layers(self) -> dict[tuple[LayerKey, int], LayerCost]:
+        return {}
+
+    @cached_property
+    def _slowdowns(self) -> dict[tuple[Collective, int], Slowdowns | None]:
+        return {}
+
+    def _element(self, type_name: str, strategy: Strategy, lie: Lie, samples: int, one: bool) -> ElementCost:
+        profiles, precision, kind = self.profiles, self.precision, self.model.types[type_name]
+        every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+        deferred = not (one or every)
+        layer = self._layer(type_name, strategy, samples // strategy.dp_size)
+        further = self._further_traffic(type_name, strategy, lie, samples)
+        compute = layer.forward_s + further[0].time_s, layer.backward_s + further[1].time_s
+        messages = {m.collective: m for m in self._parameter_messages(type_name, strategy, one)}
+        layout = parameter_layout(strategy)
+        groups = dp_group_kinds(lie, layout.tp_size, strategy.tp_consecutive)
+        gather = self._message(messages.get(Collective.ALL_GATHER), groups)
+        zero3 = messages.get(Collective.ALL_GATHER) is not None and strategy.data_parallel is DataParallel.ZERO3
+        gathers = [self._beside(t, gather, Collective.ALL_GATHER, layout.dp_size) for t in compute]
+        reduction, message, warning = self._reduction_s(type_name, strategy, compute[1], messages, groups)
+        once = self._partial_sum_s(type_name, strategy, lie) + (0.0 if zero3 else gathers[0])
+        shards = 1 if strategy.data_parallel is DataParallel.DDP else layout.dp_size
+        transient = memory.transient_gather_bytes(kind, strategy, precision)
+        transient += memory.transient_gradients_bytes(kind, strategy, precision, deferred)
+        doubts = (layer.warning, further[0].warning, further[1].warning, gather.warning, warning)
+        return ElementCost(
+            forward_ps=picoseconds(compute[0]),
+            backward_ps=picoseconds(compute[1]),
+            gather_forward_ps=picoseconds(gathers[0]) if zero3 else 0,
+            gather_backward_ps=picoseconds(gathers[1]) if zero3 else 0,
+            sync_every_ps=picoseconds(reduction) if every else 0,
+            message_ps=0 if every else picoseconds(message),
+            beside_ps=0 if every or not message else picoseconds(reduction),
+            sync_ps=picoseconds(once) + (0 if every else picoseconds(reduction)),
+            optimizer_ps=picoseconds(states_of(profiles, type_name, layout.tp_size).optimizer_s / shards),
+            parameters_bytes=memory.parameters_bytes(kind, strategy, precision),
+            gathered_parameters_bytes=memory.gathered_parameters_bytes(kind, strategy, precision),
+            gradients_bytes=memory.gradients_bytes(kind, strategy, precision, deferred),
+            optimizer_bytes=memory.optimizer_bytes(kind, strategy, precision),
+            late=one,
+            activation_bytes=ceil(layer.activation_bytes),
+            transient_bytes=ceil(layer.transient_bytes) + transient,
+            warnings=tuple(dict.fromkeys(doubt for doubt in doubts if doubt is not None)),
+        )
+
+    def _layer(self, type_name: str, strategy: Strategy, micro_batch_size: int) -> LayerCost:
+        recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
+        length = self.model.sequence_length
+        key = LayerKey(type_name, strategy.tp_size, strategy.sequence_parallel, recompute, length)
+        if (key, micro_batch_size) not in self._layers:
+            cost = layer_cost(self.profiles, key, micro_batch_size, self.time_model)
+            self._layers[key, micro_batch_size] = cost
+        return self._layers[key, micro_batch_size]
+
+    def _parameter_messages(self, type_name: str, strategy: Strategy, one: bool) -> Iterable[Message]:
+        sizes = (memory.element_bytes(d) for d in (self.precision.compute, self.precision.reduce))
+        every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+        return parameter_messages(self.model.types[type_name], strategy, *sizes, 1 if one else 2, every)
+
+    def _message(self, message: Message | None, groups: Iterable[GroupKind]) -> Duration:
+        """The time of one of them alone."""
+        if message is None:
+            return Duration(0.0)
+        return collective_time(self.profiles, message.collective, groups, message.bytes)
+
+    def _beside(self, compute_s: float, message: Duration, collective: Collective, group_size: int) -> float:
+        """What a message adds to a pass that it goes on beside."""
+        if message.time_s == 0:
+            return 0.0
+        if (collective, group_size) not in self._slowdowns:
+            self._slowdowns[collective, group_size] = slowdowns_of(self.profiles, collective, group_size)
+        return beside(compute_s, message.time_s, self._slowdowns[collective, group_size])
+
+    def _reduction_s(
+        self,
+        type_name: str,
+        strategy: Strategy,
+        backward_s: float,
+        messages: dict[Collective, Message],
+        groups: Sequence[GroupKind],
+    ) -> tuple[float, float, str | None]:
+        """What reducing the gradients adds to a backward pass, and the message alone where that was not measured.
+
+        Where the profile measured that beside its backward pass, it is scaled from the profiled all_reduce's message
+        to this one; else the message goes on beside the backward pass with the measured slowdowns.
+        """
+        reduces = messages.get(Collective.ALL_REDUCE) or messages.get(Collective.REDUCE_SCATTER)
+        if reduces is None:
+            return 0.0, 0.0, None
+        alone = self._message(reduces, groups)
+        states = states_of(self.profiles, type_name, parameter_layout(strategy).tp_size)
+        if ("reduction_s", "measured") not in states.sources or states.reduction_ranks == 1:
+            added = self._beside(backward_s, alone, reduces.collective, reduces.group_size)
+            return added, alone.time_s, alone.warning
+        probed = self._message(
+            Message(Cause.GRADIENTS, Collective.ALL_REDUCE, states.reduction_ranks, reduces.bytes),
+            [GroupKind(states.reduction_ranks, states.tp_size == 1, False)],
+        )
+        return states.reduction_s * alone.time_s / probed.time_s, 0.0, alone.warning
+
+    def _partial_sum_s(self, type_name: str, strategy: Strategy, lie: Lie) -> float:
+        """Summing gradients of whole parameters over a tensor-parallel group, one message for all layers alike."""
+        kind, stored = self.model.types[type_name], memory.element_bytes(self.precision.parameters)
+        size = partial_gradient_bytes(kind, strategy, 0, stored)
+        if not size:
+            return 0.0
+        layers = max(1, self.model.layers.count(type_name))
+        groups = tp_group_kinds(lie, strategy.tp_size, strategy.tp_consecutive)
+        return collective_time(self.profiles, Collective.ALL_REDUCE, groups, size * layers).time_s / layers
+
+    def _further_traffic(self, type_name: str, strategy: Strategy, lie: Lie, samples: int) -> tuple[Duration, Duration]:
+        """What tensor and sequence parallelism take longer forward and backward than where they were profiled.
+
+        They were profiled, and are inside the layer's times, among neighbours inside a node.
+        """
+        groups = tp_group_kinds(lie, strategy.tp_size, strategy.tp_consecutive)
+        profiled = (GroupKind(strategy.tp_size, True, False),)
+        if strategy.tp_size == 1 or groups == profiled:
+            return Duration(0.0), Duration(0.0)
+        if not self.model.types[type_name].regions:
+            doubt = f"absent: what {type_name} sends among ranks that lie apart: counted as among neighbours"
+            return Duration(0.0, doubt), Duration(0.0)
+        size, longer, warning = self.compute_bytes, 0.0, None
+        for message in region_messages(self.model, type_name, strategy, samples, size, 1):
+            here = collective_time(self.profiles, message.collective, groups, message.bytes)
+            there = collective_time(self.profiles, message.collective, profiled, message.bytes)
+            longer += max(0.0, here.time_s - there.time_s) * message.times
+            warning = warning or here.warning
+        return Duration(longer / 2, warning), Duration(longer / 2, warning)

@@ -1,0 +1,222 @@
+"""All ways worth keeping to give options to the elements of one pipeline stage.
+
+A label is one way to treat a run of elements: its time A, end U, memory, the layout it comes in (that of what the stage
+before gives out) and the one it gives out. A label is dropped only if it exceeds the budget, if bounds show that no plan
+through it stays below the window, or if another label of the same run and the same two layouts is no worse in A, U and
+both numbers of memory: whatever follows adds the same to both, or takes the same maxima. Memory that can no longer bind
+is set to the largest amount that cannot. While a stage goes on, a label may also be replaced by one with another layout
+that is no worse after paying for the redistribution; at the end of a stage it may not, for that would move the payment
+into another stage, past the maximum.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwright_search.solver.costs import PlaceCosts, Weights, weightings
+from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
+from shardwright_search.solver.problem import Problem
+from shardwright_search.solver.runs import Run, runs_of
+from shardwright_search.solver.windows import StageKind, Target
+
+__all__ = ["Labels", "stage_fronts"]
+
+_FEW = 8
+
+
+class Labels(NamedTuple):
+    """Labels of one run, one entry per label in each column; those of the run without its last element behind them."""
+
+    time_ps: Numbers
+    end_ps: Numbers
+    held_bytes: Numbers
+    peak_bytes: Numbers
+    comes: Ints
+    gives: Ints
+    parent: Ints
+    option: Ints
+    """The option of the last element, as the problem counts them."""
+    behind: "Labels | None"
+
+    def take(self, rows: Ints) -> "Labels":
+        """Some of the labels."""
+        return Labels(*(column[rows] for column in self[:-1]), self.behind)
+
+    def options_of(self, label: int) -> tuple[int, ...]:
+        """The option of each element under a label."""
+        found: list[int] = []
+        labels: Labels | None = self
+        while labels is not None and labels.behind is not None:
+            found.append(int(labels.option[label]))
+            label, labels = int(labels.parent[label]), labels.behind
+        return tuple(reversed(found))
+
+
+class _Step(NamedTuple):
+    """What is the same for all labels of a stage kind."""
+
+    problem: Problem
+    costs: PlaceCosts
+    weights: tuple[Weights, ...]
+    first: bool
+    num_layouts: int
+    most_static: Numbers
+    """By type: the most that an element adds to held or peak."""
+    most_moment: float
+
+
+def stage_fronts(
+    problem: Problem, kind: StageKind, costs: PlaceCosts, targets: Sequence[Target], tick: Callable[[], None]
+) -> dict[int, Labels]:
+    """By run, the labels of every target worth being a whole stage, where memory no longer matters; `tick` is called between steps and may raise to stop."""
+    moments = [o.activation_bytes + o.transient_bytes for o in costs.options]
+    static = [
+        (x + np.maximum(o.activation_bytes, o.late_bytes)).max()
+        for x, o in zip(costs.static, costs.options, strict=True)
+    ]
+    step = _Step(
+        problem,
+        costs,
+        weightings(problem),
+        kind.first,
+        max(int(max(o.gives.max(), o.takes.max())) for o in costs.options) + 1,
+        np.array(static),
+        float(max(m.max() for m in moments)),
+    )
+    found: dict[int, Labels] = {}
+    runs = runs_of(problem.elements).runs
+    ordered = sorted(targets, key=lambda target: runs[target.run])
+    for _, group in groupby(ordered, key=lambda target: runs[target.run].before):
+        _extend(step, _start(step), 0, list(group), found, tick)
+    return found
+
+
+def _start(step: _Step) -> Labels:
+    count = 1 if step.first else step.problem.num_layouts
+    none, layouts = np.zeros(count), np.arange(count)
+    return Labels(none, none, none, none, layouts, layouts, layouts, layouts, None)
+
+
+def _extend(
+    step: _Step,
+    labels: Labels,
+    depth: int,
+    targets: list[Target],
+    found: dict[int, Labels],
+    tick: Callable[[], None],
+) -> None:
+    """Follow the tree of all target runs from the labels of their common beginning."""
+    tick()
+    runs = runs_of(step.problem.elements).runs
+    for target in targets:
+        if len(runs[target.run].elements) == depth:
+            found[target.run] = _front(step, labels, target)
+    onward = [target for target in targets if len(runs[target.run].elements) > depth]
+    if not onward:
+        return
+    before = runs[onward[0].run].elements[depth - 1] if depth else runs[onward[0].run].before
+    rows = _worth_extending(step, labels, before) if depth else np.arange(len(labels.gives))
+    for kind, same in groupby(onward, key=lambda target: runs[target.run].elements[depth]):
+        group = list(same)
+        following = _following(step, labels, rows, before, kind, [(t, runs[t.run]) for t in group], depth)
+        if len(following.gives):
+            _extend(step, following, depth + 1, group, found, tick)
+
+
+def _front(step: _Step, labels: Labels, target: Target) -> Labels:
+    below = np.ones(len(labels.gives), bool)
+    for (time, end), cap in zip(step.weights, target.caps, strict=True):
+        below &= time * labels.time_ps + end * labels.end_ps < cap
+    kept = labels.take(np.flatnonzero(below))
+    key = kept.comes * step.num_layouts + kept.gives
+    columns = step.problem.objectives(kept.time_ps, kept.end_ps)
+    return kept.take(np.sort(non_dominated(np.stack(columns, 1), key)))
+
+
+def _following(
+    step: _Step, labels: Labels, rows: Ints, before: int, kind: int, targets: list[tuple[Target, Run]], depth: int
+) -> Labels:
+    """Every label with every option of the next element, as far as some target can still be reached."""
+    options, static = step.costs.options[kind], step.costs.static[kind]
+    parent = np.repeat(rows, len(options.takes))
+    option = np.tile(np.arange(len(options.takes)), len(rows))
+    time = labels.time_ps[parent] + options.time_ps[option]
+    if before >= 0:
+        time = time + step.costs.place.redistribution_ps[before][labels.gives[parent], options.takes[option]]
+    moment = labels.held_bytes[parent] + (options.activation_bytes + options.transient_bytes)[option]
+    following = Labels(
+        time,
+        labels.end_ps[parent] + options.end_ps[option],
+        labels.held_bytes[parent] + (static + options.activation_bytes)[option],
+        (static + options.late_bytes)[option] + np.maximum(labels.peak_bytes[parent], moment),
+        options.takes[option] if before < 0 else labels.comes[parent],
+        options.gives[option],
+        parent,
+        step.costs.useful[kind][option],
+        labels,
+    )
+    following = following.take(_reaching(step, following, targets, depth + 1))
+    rests = [sum(step.most_static[k] for k in run.elements[depth + 1 :]) for _, run in targets]
+    budget, most = step.costs.place.budget_bytes, max(rests)
+    columns = [
+        *step.problem.objectives(following.time_ps, following.end_ps),
+        np.maximum(following.peak_bytes, budget - most),
+        np.maximum(following.held_bytes, budget - most - step.most_moment if most else np.inf),
+    ]
+    key = following.comes * step.num_layouts + following.gives
+    return following.take(np.sort(non_dominated(np.stack(columns, 1), key)))
+
+
+def _reaching(step: _Step, labels: Labels, targets: list[tuple[Target, Run]], depth: int) -> Ints:
+    """The labels that fit, and that by the bounds can stay within some target's caps."""
+    budget = step.costs.place.budget_bytes
+    fitting = labels.peak_bytes <= budget
+    keep = np.zeros(len(fitting), bool)
+    for target, run in targets:
+        rows = np.flatnonzero(fitting & ~keep)
+        if not len(rows):
+            break
+        rest = run.elements[depth:]
+        counts = np.bincount(rest, minlength=len(step.costs.options)).astype(float) if rest else None
+        for (time, end), cap in zip(step.weights, target.caps, strict=True):
+            cost = time * labels.time_ps[rows] + end * labels.end_ps[rows]
+            if counts is not None:
+                cost = cost + _least_rest(step.costs, (time, end), counts, rest[-1], labels, rows)
+            rows = rows[cost < cap]
+        keep[rows] = True
+    return np.flatnonzero(keep)
+
+
+def _least_rest(costs: PlaceCosts, weights: Weights, counts: Numbers, last: int, labels: Labels, rows: Ints) -> Numbers:
+    """What the elements that are still to come cost at least, in the memory that each label leaves them."""
+    least = np.zeros(len(rows))
+    for measure, dual in zip(costs.measures, costs.duals(weights), strict=True):
+        taken = measure.share * labels.held_bytes[rows] + (1 - measure.share) * labels.peak_bytes[rows]
+        least = np.maximum(least, dual.rest(counts, costs.place.budget_bytes - measure.last[last] - taken))
+    return least
+
+
+def _worth_extending(step: _Step, labels: Labels, before: int) -> Ints:
+    """The labels that none of another layout replaces after paying for the redistribution to theirs."""
+    moves = step.costs.place.redistribution_ps[before] if before >= 0 else None
+    rows = np.arange(len(labels.gives))
+    if moves is None or len(rows) <= _FEW or not _triangular(moves):
+        return rows
+    for layout in np.unique(labels.gives):
+        mine, others = rows[labels.gives[rows] == layout], rows[labels.gives[rows] != layout]
+        both = np.r_[others, mine]
+        if not len(others) or not len(mine):
+            continue
+        paid = np.r_[moves[labels.gives[others], layout], np.zeros(len(mine))]
+        objectives = step.problem.objectives(labels.time_ps[both] + paid, labels.end_ps[both])
+        columns = np.stack([*objectives, labels.peak_bytes[both], labels.held_bytes[both]], 1)
+        kept = non_dominated(columns, labels.comes[both])
+        rows = np.r_[others, both[np.sort(kept[kept >= len(others)])]]
+    return np.sort(rows)
+
+
+def _triangular(moves: Numbers) -> bool:
+    """Whether no detour over a third layout is cheaper."""
+    return bool((moves[:, None, :] <= moves[:, :, None] + moves[None, :, :]).all())

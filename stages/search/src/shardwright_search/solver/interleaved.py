@@ -1,0 +1,249 @@
+"""The best plan of an interleaved schedule in a stated space: equal chunks, the same strategies at each position.
+
+All stages lie alike, every chunk holds the same types of layers, and layer j of every chunk has the same option;
+embedding and head are free. A label is one way to treat the positions so far: time, U, state, activations and the most
+that a microbatch holds on its way through the chunk, with the layouts of its first and its last position. Everything
+that matters grows with each of these numbers, so non-dominated labels are enough.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from shardwright_search.closed_form import interleaved_step_time
+from shardwright_search.solver.dual import Dual
+from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
+from shardwright_search.solver.partition import Found
+from shardwright_search.solver.problem import Options, Place, Solution
+
+__all__ = ["Flight", "Interleaved", "InterleavedProblem"]
+
+_MOST_AT_ONCE = 100_000
+
+
+class Flight(NamedTuple):
+    """A moment of a stage's action list: what is in flight beside the microbatch and chunk that is worked on."""
+
+    chunks: int
+    """Activations held, each of one microbatch in one chunk."""
+    outer: int
+    """How many of them are of the chunk that the embedding or the head is with."""
+    at_outer: bool
+    """Whether that chunk is the one worked on."""
+
+
+class InterleavedProblem(msgspec.Struct, frozen=True, eq=False):
+    """Positions of a chunk, and how often and where a chunk is."""
+
+    embedding: int
+    """Type numbers."""
+    positions: tuple[int, ...]
+    head: int
+    place: Place
+    pp_size: int
+    num_chunks: int
+    num_microbatches: int
+    sends_ps: Numbers
+    """[cuts, types, layouts]: over the cut after each stage, one way; the last from the last stage to the first."""
+    flights: tuple[tuple[Flight, ...], ...]
+    """Of the first stage, one in the middle (the first again if there is none), and the last."""
+    tie_ps: Numbers
+
+
+class _Labels(NamedTuple):
+    time_ps: Numbers
+    end_ps: Numbers
+    state_bytes: Numbers
+    activation_bytes: Numbers
+    peak_bytes: Numbers
+    takes: Ints
+    gives: Ints
+    parent: Ints
+    option: Ints
+
+    def take(self, rows: Ints) -> "_Labels":
+        return _Labels(*(column[rows] for column in self))
+
+
+class _Whole(NamedTuple):
+    """Labels with an embedding and a head, one entry each."""
+
+    objective_ps: Numbers
+    label: Ints
+    embedding: Ints
+    head: Ints
+
+
+class Interleaved:
+    """A case of the interleaved schedule, bounded and ready to be solved."""
+
+    def __init__(self, problem: InterleavedProblem) -> None:
+        self._problem = problem
+        costs = [o.time_ps for o in problem.place.options]
+        busiest = problem.num_chunks, max(f.chunks + 1 for f in problem.flights[1])
+        memory = [busiest[0] * o.state_bytes + busiest[1] * o.activation_bytes for o in problem.place.options]
+        counts = np.bincount(problem.positions, minlength=len(costs)).astype(float)[None, :]
+        least = Dual(costs, memory).runs(counts, np.array([float(problem.place.budget_bytes)]))
+        self.lower_ps = float(self._lower(max(0.0, least[0])) if np.isfinite(least[0]) else np.inf)
+
+    def solve_below(self, below_ps: float, most: int, tick: Callable[[], None]) -> tuple[Found, ...]:
+        """Plans with T < below_ps: the best one first and up to `most`; none: there is none in the space."""
+        levels = [self._first()]
+        for position in range(1, len(self._problem.positions)):
+            tick()
+            levels.append(self._next(levels[-1], position, below_ps))
+        tick()
+        found: list[Found] = []
+        block = max(1, _MOST_AT_ONCE // (len(self._outer[0].gives) * len(self._outer[1].takes)))
+        for start in range(0, len(levels[-1].gives), block):
+            whole = self._whole(levels[-1], np.arange(start, min(start + block, len(levels[-1].gives))))
+            rows = np.flatnonzero(whole.objective_ps < below_ps)
+            best = rows[np.argsort(whole.objective_ps[rows], kind="stable")][:most]
+            found += [Found(float(whole.objective_ps[row]), self._decoded(levels, whole, int(row))) for row in best]
+        return tuple(sorted(found, key=lambda one: one.objective_ps)[:most])
+
+    @cached_property
+    def _outer(self) -> tuple[Options, Options]:
+        options = self._problem.place.options
+        return options[self._problem.embedding], options[self._problem.head]
+
+    @cached_property
+    def _rest(self) -> Numbers:
+        """[positions + 1]: the least time of the positions from one on."""
+        least = [float(self._problem.place.options[kind].time_ps.min()) for kind in self._problem.positions]
+        return np.array([sum(least[position:]) for position in range(len(least) + 1)])
+
+    def _lower(self, chunk_ps: Numbers | float) -> Numbers:
+        """No plan with a chunk of at least that time has a lower T."""
+        problem, (embedding, head) = self._problem, self._outer
+        outer = float(embedding.time_ps.min()), float(head.time_ps.min())
+        total = problem.pp_size * problem.num_chunks * np.asarray(chunk_ps) + sum(outer)
+        slowest = problem.num_chunks * np.asarray(chunk_ps) + max(outer)
+        zero = np.zeros_like(total)
+        return np.asarray(interleaved_step_time(total, slowest, zero, problem.num_microbatches, problem.num_chunks))
+
+    def _first(self) -> _Labels:
+        options = self._problem.place.options[self._problem.positions[0]]
+        rows = np.arange(len(options.takes))
+        return self._filtered(
+            _Labels(
+                options.time_ps,
+                options.end_ps,
+                options.state_bytes + options.late_bytes,
+                options.activation_bytes,
+                options.activation_bytes + options.transient_bytes,
+                options.takes,
+                options.gives,
+                rows,
+                rows,
+            )
+        )
+
+    def _next(self, before: _Labels, position: int, below_ps: float) -> _Labels:
+        problem = self._problem
+        options = problem.place.options[problem.positions[position]]
+        moves = problem.place.redistribution_ps[problem.positions[position - 1]]
+        parent = np.repeat(np.arange(len(before.gives)), len(options.takes))
+        option = np.tile(np.arange(len(options.takes)), len(before.gives))
+        held = before.activation_bytes[parent] + options.activation_bytes[option]
+        labels = _Labels(
+            before.time_ps[parent] + moves[before.gives[parent], options.takes[option]] + options.time_ps[option],
+            before.end_ps[parent] + options.end_ps[option],
+            before.state_bytes[parent] + (options.state_bytes + options.late_bytes)[option],
+            held,
+            np.maximum(before.peak_bytes[parent], held + options.transient_bytes[option]),
+            before.takes[parent],
+            options.gives[option],
+            parent,
+            option,
+        )
+        fits = self._memory(labels, problem.flights[1]) <= problem.place.budget_bytes
+        within = self._lower(labels.time_ps + self._rest[position + 1]) + problem.num_chunks * labels.end_ps < below_ps
+        return self._filtered(labels.take(np.flatnonzero(fits & within)))
+
+    def _filtered(self, labels: _Labels) -> _Labels:
+        key = labels.takes * self._problem.place.redistribution_ps.shape[1] + labels.gives
+        return labels.take(np.sort(non_dominated(np.stack(labels[:5], 1), key)))
+
+    def _memory(
+        self,
+        labels: _Labels,
+        flights: Sequence[Flight],
+        outer: Numbers | float = 0.0,
+        outer_activation: Numbers | float = 0.0,
+        outer_peak: Numbers | None = None,
+    ) -> Numbers:
+        """The most that a stage holds; `outer_peak` is the peak of the chunk that the embedding or the head is with."""
+        most = np.zeros(1)
+        for flight in flights:
+            peak = labels.peak_bytes if outer_peak is None or not flight.at_outer else outer_peak
+            most = np.maximum(most, flight.chunks * labels.activation_bytes + flight.outer * outer_activation + peak)
+        return np.asarray(self._problem.num_chunks * labels.state_bytes + outer + most)
+
+    def _whole(self, chains: _Labels, rows: Ints) -> _Whole:
+        """Some labels with every embedding and head that fit."""
+        problem, (embedding, head) = self._problem, self._outer
+        index, first, last = np.indices((len(rows), len(embedding.gives), len(head.takes))).reshape(3, -1)
+        label = rows[index]
+        labels = chains.take(label)
+        times = self._stage_times(labels, first, last)
+        ends = problem.num_chunks * labels.end_ps
+        end = ends + np.maximum(embedding.end_ps[first], head.end_ps[last])
+        objective = interleaved_step_time(times.sum(0), times.max(0), end, problem.num_microbatches, problem.num_chunks)
+        objective = objective + problem.tie_ps[embedding.takes[first], head.gives[last]]
+        fits = self._fits(labels, first, last)
+        return _Whole(np.where(fits, objective, np.inf), label, first, last)
+
+    def _stage_times(self, labels: _Labels, first: Ints, last: Ints) -> Numbers:
+        """[stages, labels]: A' of every stage."""
+        problem, (embedding, head) = self._problem, self._outer
+        p, v, moves = problem.pp_size, problem.num_chunks, problem.place.redistribution_ps
+        kind = problem.positions[-1]
+        wrap = moves[kind][labels.gives, labels.takes]
+        sends = problem.sends_ps[:, kind][:, labels.gives]
+        times = v * (labels.time_ps + wrap)[None, :] + np.zeros((p, 1))
+        times[:-1] += v * sends[:-1]
+        times[1:] += v * sends[:-1]
+        times[0] += (v - 1) * sends[-1] + embedding.time_ps[first] - wrap
+        times[0] += moves[problem.embedding][embedding.gives[first], labels.takes]
+        times[-1] += (v - 1) * sends[-1] + head.time_ps[last] + moves[kind][labels.gives, head.takes[last]]
+        return np.asarray(times)
+
+    def _fits(self, labels: _Labels, first: Ints, last: Ints) -> np.ndarray:
+        """Whether the first, the last and all other stages stay within the budget."""
+        problem, (embedding, head) = self._problem, self._outer
+        ahead = embedding.activation_bytes[first] + np.maximum(embedding.transient_bytes[first], labels.peak_bytes)
+        behind = labels.activation_bytes + (head.activation_bytes + head.transient_bytes)[last]
+        needs = (
+            self._memory(
+                labels,
+                problem.flights[0],
+                (embedding.state_bytes + embedding.late_bytes)[first],
+                embedding.activation_bytes[first],
+                ahead,
+            ),
+            self._memory(labels, problem.flights[1]),
+            self._memory(
+                labels,
+                problem.flights[2],
+                (head.state_bytes + head.late_bytes)[last],
+                head.activation_bytes[last],
+                np.maximum(labels.peak_bytes, behind),
+            ),
+        )
+        return np.logical_and.reduce([need <= problem.place.budget_bytes for need in needs])
+
+    def _decoded(self, levels: Sequence[_Labels], whole: _Whole, row: int) -> Solution:
+        problem = self._problem
+        label, chain = int(whole.label[row]), list[int]()
+        for level in reversed(levels):
+            chain.insert(0, int(level.option[label]))
+            label = int(level.parent[label])
+        layers = chain * (problem.pp_size * problem.num_chunks)
+        share = len(layers) // problem.pp_size
+        ends = tuple(1 + share * (stage + 1) for stage in range(problem.pp_size - 1))
+        options = (int(whole.embedding[row]), *layers, int(whole.head[row]))
+        return Solution((*ends, len(options)), options, (0,) * problem.pp_size)
