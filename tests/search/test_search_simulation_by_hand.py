@@ -161,10 +161,12 @@ def test_reductions_beside_a_backward_pass_that_slow_nothing_down_take_no_longer
     assert lanes["gradients 0"] == "G 29-32 G 35-39 G 39-42"
 
 
-def test_a_message_round_the_pipeline_has_a_link_of_its_own() -> None:
-    """Stage 1 hands chunk 0 to stage 0, and gradients too: neither waits for the other, nor the end for both."""
-    ranges = [StageTimes(1, 1, 9, 0, 0)] * 3 + [StageTimes(1, 1, 0, 0, 0)]
-    lanes = drawn(simulate(ranges, INTERLEAVED, 1, 2), 2)
-    assert lanes["0 to 1"] == "S0 1-10 S0b 21-30 S0b 42-51"
-    assert lanes["1 to 0"] == "S0 11-20 S0b 32-41 S0 52-61"
-    assert lanes["stage 1"] == "F0 10-11 F0b 30-31 B0b 31-32 B0 51-52"
+def test_messages_of_two_kinds_between_the_same_stages_do_not_wait_for_one_another() -> None:
+    """While activations go round from stage 1 to stage 0, gradients go there, and stage 1 hands itself the end."""
+    ranges = [StageTimes(1, 1, send, 0, 0) for send in (0, 9, 1, 0)]
+    assert drawn(simulate(ranges, INTERLEAVED, 2, 2), 2) == {
+        "stage 0": "F0 0-1 F1 1-2 F0b 11-12 F1b 20-21 B0b 21-22 B1b 25-26 B0 32-33 B1 41-42",
+        "0 to 1": "S0b 12-13 S1b 21-22 S0b 22-31 S1b 31-40",
+        "stage 1": "F0 1-2 F1 2-3 F0b 13-14 B0b 14-15 F1b 22-23 B1b 23-24 B0 31-32 B1 40-41",
+        "1 to 0": "S0 2-11 S1 11-20 S0b 15-16 S1b 24-25",
+    }

@@ -191,7 +191,7 @@ def test_a_stage_idles_while_it_neither_computes_nor_reduces():
         event("forward", 1, 3),
         event("send_forward", 3, 5),
         event("backward", 5, 9),
-        event("gradient_sync", 8, 8.5),
+        event("gradient_sync", 6, 8),
         event("gradient_sync", 8.5, 11),
         event("forward", 3, 4, stage=1),
         event("optimizer", 11, 12),
