@@ -23,14 +23,15 @@ from shardwright_formats.measurement import (
     RankMemory,
     Segment,
 )
-from shardwright_formats.model_profile import write_model_profile
-from shardwright_formats.plan import Attention, Plan, Precision, Schedule
+from shardwright_formats.model_profile import FitMode, write_model_profile
+from shardwright_formats.plan import Attention, GradientReduction, Plan, Precision, Schedule
 from shardwright_formats.prediction import Estimate, Prediction, RunnerUp
 from shardwright_formats.schedule import Pass, actions
 from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.correct_cli import correct_command
 from shardwright_search.correction import check_learned_from, corrected, evidence_of, factor_of, learned
 from shardwright_search.evaluate import evaluate
+from shardwright_search.profiles import Curve
 from shardwright_search.select_cli import select_command
 from shardwright_search.uniform import UniformRequest, uniform_plan
 
@@ -75,7 +76,7 @@ def _rank(plan, rank, estimate: Estimate, overhead_s, factors, repeats) -> RankM
     terms, several = stage.time_terms_s, plan.num_microbatches > 1
     beside = (terms["gathers"] + terms["redistribution"]) / 2
     forward = factors[Term.FORWARD] * terms["forward"] + beside
-    backward = factors[Term.BACKWARD] * terms["backward"] + beside
+    backward = factors[Term.BACKWARD] * terms["backward"] + beside + terms["gradient_sync_every_microbatch"]
     sync = factors[Term.GRADIENT_SYNC] * terms["gradient_sync"]
     end = factors[Term.STEP_END] * (terms["optimizer"] + overhead_s)
     passes = tuple(
@@ -146,6 +147,27 @@ def test_corrected_profiles_predict_what_was_measured(world, make, tmp_path, red
         assert after.memory_bytes == before.memory_bytes
     assert corrected(profiles, correction).step_overhead_s == pytest.approx(3 * profiles.step_overhead_s)
     assert factor_of(correction, Term.MEMORY) == pytest.approx(1.125, rel=1e-5)
+
+
+def test_curves_of_a_profile_are_corrected_like_its_points(world, tmp_path):
+    (tmp_path / "p").write_text("p")
+    factors, _ = learned(evidence_of(measured_as(a_plan(world), world[2], FACTORS), world[2]))
+    names = ("forward_s", "backward_s", "activation_bytes")
+    curve = Curve(FitMode.BATCH, 0, 32, (1.0, 2.0, 4.0))
+    profiles = world[2]._replace(fits={("block", 1, "none", "none", name): (curve,) for name in names})
+    found = corrected(profiles, correction_of(factors, tmp_path / "p", tmp_path / "p")).fits
+    by_name = {key[-1]: curves[0].coefficients for key, curves in found.items()}
+    assert by_name["forward_s"] == pytest.approx((1.5, 3.0, 6.0))
+    assert by_name["backward_s"] == pytest.approx((1.25, 2.5, 5.0))
+    assert by_name["activation_bytes"] == (1.0, 2.0, 4.0)
+
+
+def test_what_every_microbatch_reduces_is_no_part_of_its_backward_pass(world):
+    plan = a_plan(world, data_parallel=DataParallel.ZERO2)
+    plan = msgspec.structs.replace(plan, gradient_reduction=GradientReduction.EVERY_MICROBATCH)
+    factors, _ = learned(evidence_of(measured_as(plan, world[2], FACTORS), world[2]))
+    assert factors[Term.BACKWARD].factor == pytest.approx(1.25)
+    assert Term.GRADIENT_SYNC not in factors
 
 
 def test_what_was_not_learned_stays_as_it_is(world, tmp_path):

@@ -1,5 +1,6 @@
 """What measured plans teach about predictions, and profiles with it applied."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from shardwright_formats.errors import BadInput
 from shardwright_formats.files import sha256_of_file
 from shardwright_formats.hardware_profile import Collective, HardwareProfile
 from shardwright_formats.measurement import PlanMeasurement, RankMeasurement
+from shardwright_formats.plan import GradientReduction
 from shardwright_formats.prediction import StagePrediction
 from shardwright_search.evaluate import evaluate
 from shardwright_search.profiles import Profiles
@@ -36,7 +38,8 @@ class Evidence(NamedTuple):
 def evidence_of(measured: PlanMeasurement, profiles: Profiles) -> tuple[Evidence, ...]:
     """Everything that a measured plan tells apart; nothing where nothing was predicted.
 
-    With one microbatch backward and reduction are one, and so neither is told. Raises BadInput as `evaluate` does.
+    With one microbatch backward and reduction are one, and so neither is told; nor is a reduction that every microbatch
+    does, whose predicted time is subtracted from backward. Raises BadInput as `evaluate` does.
     """
     stages = evaluate(measured.plan, profiles).estimate.stages
     return tuple(
@@ -104,9 +107,14 @@ def corrected(profiles: Profiles, correction: Correction) -> Profiles:
     forward, backward, sync, end = (
         factor_of(correction, term) for term in (Term.FORWARD, Term.BACKWARD, Term.GRADIENT_SYNC, Term.STEP_END)
     )
+    by_quantity = defaultdict(lambda: 1.0, forward_s=forward, backward_s=backward)
     layers = {
         key: points._replace(values=points.values * (forward, backward, 1.0, 1.0))
         for key, points in profiles.layers.items()
+    }
+    fits = {
+        key: tuple(curve._replace(coefficients=_times(curve.coefficients, by_quantity[key[-1]])) for curve in curves)
+        for key, curves in profiles.fits.items()
     }
     states = {
         key: of._replace(optimizer_s=of.optimizer_s * end, reduction_s=of.reduction_s * sync)
@@ -115,9 +123,15 @@ def corrected(profiles: Profiles, correction: Correction) -> Profiles:
     return profiles._replace(
         hardware=_with_reductions_times(profiles.hardware, sync),
         layers=layers,
+        fits=fits,
         states=states,
         step_overhead_s=profiles.step_overhead_s * end,
     )
+
+
+def _times(coefficients: tuple[float, float, float], factor: float) -> tuple[float, float, float]:
+    constant, linear, quadratic = coefficients
+    return constant * factor, linear * factor, quadratic * factor
 
 
 def _with_reductions_times(hardware: HardwareProfile, factor: float) -> HardwareProfile:
@@ -139,8 +153,10 @@ def _terms(
     if measured.plan.num_microbatches == 1:
         return
     backward_s = sum(median(segment.backward_s) for segment in rank.segments)
+    beside_s += terms["gradient_sync_every_microbatch"]
     yield Term.BACKWARD, backward_s - beside_s, terms["backward"]
-    yield Term.GRADIENT_SYNC, median(rank.gradient_reduction_s), terms["gradient_sync"]
+    if measured.plan.gradient_reduction is GradientReduction.DEFERRED:
+        yield Term.GRADIENT_SYNC, median(rank.gradient_reduction_s), terms["gradient_sync"]
     yield Term.STEP_END, _step_end_s(rank, measured.median_repeat), terms["optimizer"] + overhead_s
 
 
