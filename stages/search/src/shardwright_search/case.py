@@ -221,20 +221,19 @@ class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
             self.costs.element(name, strategy, lie, case.microbatch_samples, case.num_microbatches)
             for strategy in found
         ]
-        columns = [
-            [cost.microbatch_ps for cost in costs],
-            [cost.sync_ps + cost.optimizer_ps for cost in costs],
-            [cost.state_bytes for cost in costs],
-            [cost.moment.late_bytes for cost in costs],
-            [cost.activation_bytes for cost in costs],
-            [cost.transient_bytes for cost in costs],
-        ]
         layouts = np.array([spread.layouts.index(layout_of(strategy)) for strategy in found])
         known = list(self._tie_classes(found))
         classes = np.array([known.index(tie_class(strategy)) for strategy in found] if known else [0] * len(found))
-        takes = classes if name == EMBEDDING else layouts
-        gives = classes if name == HEAD else layouts
-        return Options(*(np.array(column, float) for column in columns), takes, gives)
+        return Options(
+            np.array([cost.microbatch_ps for cost in costs], float),
+            np.array([cost.sync_ps + cost.optimizer_ps for cost in costs], float),
+            np.array([cost.state_bytes for cost in costs], float),
+            np.array([cost.moment.late_bytes for cost in costs], float),
+            np.array([cost.activation_bytes for cost in costs], float),
+            np.array([cost.transient_bytes for cost in costs], float),
+            takes=classes if name == EMBEDDING else layouts,
+            gives=classes if name == HEAD else layouts,
+        )
 
     def _moves(self, name: str, spread: _Spread, samples: int, lie: Lie) -> list[list[float]]:
         """[layouts, layouts]: there in forward and back in backward."""

@@ -15,11 +15,11 @@ from shardwright_formats.files import atomic_path, read_document, write_document
 from shardwright_formats.model import Model
 from shardwright_formats.plan import Plan
 from shardwright_formats.prediction import Prediction, RunnerUp
+from shardwright_search.budget import Infeasible, budgets_of
 from shardwright_search.correct_cli import correct_command
 from shardwright_search.evaluate import evaluate
 from shardwright_search.explain import explanation, plan_summary, show
 from shardwright_search.interop.cli import export_command, import_app
-from shardwright_search.budget import Infeasible, budgets_of
 from shardwright_search.optimal import find_best
 from shardwright_search.predict import prediction_of_evaluated, prediction_of_searched, prediction_path
 from shardwright_search.profiles import read_profiles

@@ -29,4 +29,4 @@ def interleaved_step_time(total: Times, slowest: Times, end: Times, num_microbat
     filling, chunk = -(-(total - slowest) // num_chunks), -(-slowest // num_chunks)
     full = step_time(filling + slowest, slowest, end, num_microbatches)
     few = step_time(total, chunk, end, num_microbatches)
-    return np.maximum(full, few) if isinstance(full, np.ndarray) else max(full, few)  # type: ignore[return-value]
+    return np.maximum(full, few) if isinstance(full, np.ndarray) else max(full, few)

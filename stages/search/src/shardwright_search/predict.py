@@ -67,8 +67,8 @@ def _scope(request: SearchRequest, found: Found) -> str:
         ""
         if Schedule.INTERLEAVED_1F1B not in request.schedules
         else (
-            f"; interleaved schedules with {', '.join(map(str, request.chunks_per_stage))} equal chunks a stage and the "
-            "same strategies at each position of a chunk"
+            f"; interleaved schedules with {', '.join(map(str, request.chunks_per_stage))} equal chunks a stage and "
+            "the same strategies at each position of a chunk"
         )
     )
     return (

@@ -210,5 +210,5 @@ def _curves(table: Table) -> dict[tuple[str, int, str, str, str], tuple[Curve, .
             int(table["sequence_length"][i]),
             (float(table["constant"][i]), float(table["linear"][i]), float(table["quadratic"][i])),
         )
-        found.setdefault(key, []).append(curve)  # type: ignore[arg-type]
+        found.setdefault(key, []).append(curve)
     return {key: tuple(curves) for key, curves in found.items()}

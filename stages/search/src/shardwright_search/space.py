@@ -15,7 +15,7 @@ from shardwright_search.request import Dimension, OuterSpace, SearchRequest, Spa
 
 __all__ = ["Case", "cases", "divisors", "narrowed", "spreads"]
 
-_PLAIN = {"data_parallel": (DataParallel.DDP,), "recompute": (Recompute.NONE,)}
+_PLAIN: dict[str, object] = {"data_parallel": (DataParallel.DDP,), "recompute": (Recompute.NONE,)}
 
 
 class Case(NamedTuple):
@@ -54,13 +54,13 @@ def narrowed(request: SearchRequest, devices: int) -> SearchRequest:
     """The request with its named space and its disabled dimensions told by the other options."""
     space: dict[Space, dict[str, object]] = {
         Space.FULL: {},
-        Space.DP: {"pp_sizes": (1,), "tp_sizes": (1,)} | _PLAIN,
+        Space.DP: {"pp_sizes": (1,), "tp_sizes": (1,), **_PLAIN},
         Space.ZERO: {"pp_sizes": (1,), "tp_sizes": (1,), "data_parallel": (DataParallel.ZERO2, DataParallel.ZERO3)},
-        Space.TP: {"pp_sizes": (1,), "tp_sizes": (devices,)} | _PLAIN,
-        Space.PP: {"pp_sizes": (devices,), "tp_sizes": (1,)} | _PLAIN,
-        Space.DP_TP: {"pp_sizes": (1,)} | _PLAIN,
-        Space.DP_PP: {"tp_sizes": (1,)} | _PLAIN,
-        Space.THREE_D: {"fine_grained": False} | _PLAIN,
+        Space.TP: {"pp_sizes": (1,), "tp_sizes": (devices,), **_PLAIN},
+        Space.PP: {"pp_sizes": (devices,), "tp_sizes": (1,), **_PLAIN},
+        Space.DP_TP: {"pp_sizes": (1,), **_PLAIN},
+        Space.DP_PP: {"tp_sizes": (1,), **_PLAIN},
+        Space.THREE_D: {"fine_grained": False, **_PLAIN},
     }
     without: dict[Dimension, dict[str, object]] = {
         Dimension.DATA_PARALLEL: {"max_dp_size": 1},

@@ -214,9 +214,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return self._layers[key, micro_batch_size]
 
     def _parameter_messages(self, type_name: str, strategy: Strategy, one: bool) -> Iterable[Message]:
-        sizes = (memory.element_bytes(d) for d in (self.precision.compute, self.precision.reduce))
+        reduced = memory.element_bytes(self.precision.reduce)
         every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-        return parameter_messages(self.model.types[type_name], strategy, *sizes, 1 if one else 2, every)
+        kind = self.model.types[type_name]
+        return parameter_messages(kind, strategy, self.compute_bytes, reduced, 1 if one else 2, every)
 
     def _message(self, message: Message | None, groups: Iterable[GroupKind]) -> Duration:
         """The time of one of them alone."""

@@ -60,7 +60,7 @@ def send_time(
     outputs: Sequence[BoundaryTensor],
     element_bytes: int,
 ) -> Duration:
-    """Time to hand a microbatch to the next pipeline stage, one way: each rank sends its rectangle to its counterpart."""
+    """Time to hand a microbatch to the next pipeline stage, one way: a rank sends its rectangle to its counterpart."""
     total, warning = 0.0, None
     for tensor in outputs:
         tokens = layout.rectangle(0, samples, tensor.sequence_length).tokens

@@ -7,6 +7,7 @@ no less.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -52,4 +53,4 @@ def _hull_slopes(cost: Numbers, memory: Numbers) -> list[float]:
         ):
             hull.pop()
         hull.append((x, y))
-    return [(a[1] - b[1]) / (b[0] - a[0]) for a, b in zip(hull, hull[1:], strict=False) if b[0] > a[0]]
+    return [(a[1] - b[1]) / (b[0] - a[0]) for a, b in pairwise(hull) if b[0] > a[0]]

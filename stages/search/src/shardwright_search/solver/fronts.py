@@ -1,12 +1,12 @@
 """All ways worth keeping to give options to the elements of one pipeline stage.
 
 A label is one way to treat a run of elements: its time A, end U, memory, the layout it comes in (that of what the stage
-before gives out) and the one it gives out. A label is dropped only if it exceeds the budget, if bounds show that no plan
-through it stays below the window, or if another label of the same run and the same two layouts is no worse in A, U and
-both numbers of memory: whatever follows adds the same to both, or takes the same maxima. Memory that can no longer bind
-is set to the largest amount that cannot. While a stage goes on, a label may also be replaced by one with another layout
-that is no worse after paying for the redistribution; at the end of a stage it may not, for that would move the payment
-into another stage, past the maximum.
+before gives out) and the one it gives out. A label is dropped only if it exceeds the budget, if bounds show that no
+plan through it stays below the window, or if another label of the same run and the same two layouts is no worse in A, U
+and both numbers of memory: whatever follows adds the same to both, or takes the same maxima. Memory that can no longer
+bind is set to the largest amount that cannot. While a stage goes on, a label may also be replaced by one with another
+layout that is no worse after paying for the redistribution; at the end of a stage it may not, for that would move the
+payment into another stage, past the maximum.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class Labels(NamedTuple):
 
     def take(self, rows: Ints) -> "Labels":
         """Some of the labels."""
-        return Labels(*(column[rows] for column in self[:-1]), self.behind)
+        return Labels._make((*(column[rows] for column in self[:-1]), self.behind))
 
     def options_of(self, label: int) -> tuple[int, ...]:
         """The option of each element under a label."""
@@ -70,7 +70,10 @@ class _Step(NamedTuple):
 def stage_fronts(
     problem: Problem, kind: StageKind, costs: PlaceCosts, targets: Sequence[Target], tick: Callable[[], None]
 ) -> dict[int, Labels]:
-    """By run, the labels of every target worth being a whole stage, where memory no longer matters; `tick` is called between steps and may raise to stop."""
+    """By run, the labels of every target worth being a whole stage, where memory no longer matters.
+
+    `tick` is called between steps and may raise to stop.
+    """
     moments = [o.activation_bytes + o.transient_bytes for o in costs.options]
     static = [
         (x + np.maximum(o.activation_bytes, o.late_bytes)).max()

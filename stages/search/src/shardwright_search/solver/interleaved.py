@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright_search.closed_form import interleaved_step_time
 from shardwright_search.solver.dual import Dual
@@ -65,7 +66,7 @@ class _Labels(NamedTuple):
     option: Ints
 
     def take(self, rows: Ints) -> "_Labels":
-        return _Labels(*(column[rows] for column in self))
+        return _Labels._make(column[rows] for column in self)
 
 
 class _Whole(NamedTuple):
@@ -212,7 +213,7 @@ class Interleaved:
         times[-1] += (v - 1) * sends[-1] + head.time_ps[last] + moves[kind][labels.gives, head.takes[last]]
         return np.asarray(times)
 
-    def _fits(self, labels: _Labels, first: Ints, last: Ints) -> np.ndarray:
+    def _fits(self, labels: _Labels, first: Ints, last: Ints) -> NDArray[np.bool_]:
         """Whether the first, the last and all other stages stay within the budget."""
         problem, (embedding, head) = self._problem, self._outer
         ahead = embedding.activation_bytes[first] + np.maximum(embedding.transient_bytes[first], labels.peak_bytes)
@@ -234,7 +235,7 @@ class Interleaved:
                 np.maximum(labels.peak_bytes, behind),
             ),
         )
-        return np.logical_and.reduce([need <= problem.place.budget_bytes for need in needs])
+        return np.asarray(np.maximum.reduce(needs) <= problem.place.budget_bytes)
 
     def _decoded(self, levels: Sequence[_Labels], whole: _Whole, row: int) -> Solution:
         problem = self._problem

@@ -24,16 +24,16 @@ def non_dominated(columns: NDArray[Any], key: Ints) -> Ints:
     """
     if len(key) <= 1:
         return np.arange(len(key))
-    order = np.lexsort((*columns.T[::-1], key))
+    order: Ints = np.lexsort((*columns.T[::-1], key))
     rows, keys = columns[order], key[order]
     if len(key) <= _BLOCK:
         beaten = _EARLIER[: len(key), : len(key)] & (keys[:, None] == keys)
         for column in rows.T[1:]:
             beaten &= column[:, None] <= column
-        return order[~beaten.any(0)]
+        return np.asarray(order[~beaten.any(0)])
     starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
     fronts = (first + _front(rows[first:last]) for first, last in zip(starts, np.r_[starts[1:], len(key)], strict=True))
-    return order[np.concatenate(list(fronts))]
+    return np.asarray(order[np.concatenate(list(fronts))])
 
 
 def _front(rows: NDArray[Any]) -> Ints:
