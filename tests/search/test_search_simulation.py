@@ -16,8 +16,9 @@ F1B, GPIPE, INTERLEAVED = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLE
 def closed_form(stages: list[StageTimes], microbatches: int) -> int:
     sends = [0, *(stage.send_ps for stage in stages)]
     times = [s.forward_ps + s.backward_ps + sends[i] + sends[i + 1] for i, s in enumerate(stages)]
-    sync, optimizer = max(s.gradient_sync_ps for s in stages), max(s.optimizer_ps for s in stages)
-    return step_time(sum(times), max(times), sync, optimizer, microbatches)
+    # The optimizer waits for every stage's gradients: the largest of both may be of different stages.
+    end = max(s.gradient_sync_ps for s in stages) + max(s.optimizer_ps for s in stages)
+    return step_time(sum(times), max(times), end, microbatches)
 
 
 def test_one_stage_takes_the_sum_of_its_passes():
