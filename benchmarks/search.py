@@ -9,6 +9,8 @@ tensor-parallel groups, ZeRO-2 and ZeRO-3, full recomputation or none, every div
 environment is made in the work folder, where its answers are kept too (17 to 108 CPU seconds each);
 `benchmarks/peers/galvatron.py` says what of its profiles had to be given other keys to load at all.
 
+Profiles: ours are imported from the tables that the peer reads (`benchmarks/peers/same_tables.py`).
+
 Bytes: above 20 GB the peer sets 20 % aside, and counts 1 GiB for the process, which the imported profiles do not have.
 Ours gets what remains (`usable`), and in a second search the whole budget (`whole`). Only the first is compared.
 
@@ -29,7 +31,8 @@ from typing import Any, NamedTuple
 
 from peers import galvatron
 from peers.cases import CASES, Case
-from peers.galvatron_mends import DEFECTS, DIFFERENCES
+from peers.same_tables import imported_profile
+from peers.verdicts import our_verdict, their_verdict
 
 from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.files import read_document, write_document
@@ -40,8 +43,6 @@ from shardwright_formats.strategy import Strategy
 MIB = 1 << 20
 CONTEXT_MIB = 1024
 """What the peer counts for the process on every device (`pytorch_context_mem`)."""
-ALIKE = 5e-4
-"""Closer times are said to be alike; the figures are in the JSON."""
 SHARDWRIGHT = str(Path(sys.executable).with_name("shardwright-search"))
 
 
@@ -70,9 +71,8 @@ def files_of(case: Case, reference: Path, folder: Path) -> Files:
     nodes = (NodeGroup(node_type="a100", count=case.nodes),)
     cluster = folder / "cluster.json"
     write_document(cluster, Cluster(name=case.hardware, nodes=nodes, node_types={"a100": node}))
-    models, profiles = reference / "models", reference / "profiles"
-    hardware = reference / "hardware" / f"{case.hardware}.h5"
-    return Files(cluster, models / f"{case.model}.json", hardware, profiles / f"{case.profile}.h5")
+    model, hardware = reference / "models" / f"{case.model}.json", reference / "hardware" / f"{case.hardware}.h5"
+    return Files(cluster, model, hardware, imported_profile(case, reference, folder))
 
 
 def powers_of_two(greatest: int) -> list[int]:
@@ -80,9 +80,12 @@ def powers_of_two(greatest: int) -> list[int]:
     return [1 << i for i in range(greatest.bit_length())]
 
 
-def search_ours(case: Case, files: Files, folder: Path, name: str, budget_mib: int) -> dict[str, Any]:
-    """Our best plan within a budget; null where nothing fits."""
-    request = {
+def search_ours(
+    case: Case, files: Files, folder: Path, name: str, budget_mib: int, outer: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Our best plan within a budget, null where nothing fits; `outer` is what embedding and head both must be."""
+    narrowed = {} if outer is None else {"embedding": outer, "head": outer}
+    request = narrowed | {
         "format": "shardwright.search",
         "version": 1,
         "name": f"{case.name}-{name}",
@@ -98,7 +101,7 @@ def search_ours(case: Case, files: Files, folder: Path, name: str, budget_mib: i
     asked.write_text(json.dumps(request, indent=1))
     command = [SHARDWRIGHT, "plan", *files.machines, *files.profiles, "--search", str(asked), "--out", str(plan)]
     code, ran = galvatron.run(command, folder / f"{name}.log", expected=(0, 3))
-    found = {"budget_mib": budget_mib, "ran": ran._asdict()}
+    found = {"name": name, "budget_mib": budget_mib, "ran": ran._asdict()}
     if code == 3:
         return found | {"plan": None, "why": (folder / f"{name}.log").read_text().splitlines()[-1]}
     prediction = read_document(folder / f"{name}.prediction.json", Prediction)
@@ -137,7 +140,28 @@ def exported(folder: Path, name: str) -> dict[str, Any] | str:
     out, log = folder / f"{name}.config.json", folder / "export.log"
     command = [SHARDWRIGHT, "export", str(folder / f"{name}.json"), "--to", "galvatron", "--out", str(out)]
     code, _ = galvatron.run(command, log, expected=(0, 2))
-    return dict(json.loads(out.read_text())) if code == 0 else log.read_text().splitlines()[-1]
+    return dict(json.loads(out.read_text())) if code == 0 else log.read_text().splitlines()[-1].partition(".json: ")[2]
+
+
+def sayable(case: Case, files: Files, folder: Path, usable: dict[str, Any]) -> dict[str, Any]:
+    """Our plan with the peer's config of it; where its format cannot say it, our best that it can.
+
+    It has one strategy for embedding and head: each of them is searched with, and the fastest plan is taken.
+    """
+    config = exported(folder, usable["name"])
+    if isinstance(config, dict):
+        return usable | {"config": config}
+    kinds = [(tp_size, kind) for tp_size in powers_of_two(case.max_tp_size) for kind in ("zero2", "zero3")]
+    tried = [
+        search_ours(
+            case, files, folder, f"alike-tp{tp_size}-{kind}", usable["budget_mib"],
+            {"tp_sizes": [tp_size], "data_parallel": [kind]},
+        )
+        for tp_size, kind in kinds
+    ]  # fmt: skip
+    best = min((found for found in tried if found["plan"]), key=lambda found: found["priced"]["simulated_s"])
+    alike = exported(folder, best["name"])
+    return best | {"refused": config} | ({"config": alike} if isinstance(alike, dict) else {"refused_too": alike})
 
 
 def summary(plan: Plan) -> str:
@@ -152,48 +176,6 @@ def summary(plan: Plan) -> str:
     cut = ",".join(str(sum(b - a for a, b in stage.layers)) for stage in plan.stages)
     ends = f"embedding {said(plan.embedding)}; head {said(plan.head)}"
     return f"pp{len(plan.stages)} ({cut}), {plan.num_microbatches} microbatches: {', '.join(runs)}; {ends}"
-
-
-def our_verdict(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """What our simulator says of the peer's plan beside ours, and whether it is within the bytes that ours had."""
-    if ours["plan"] is None:
-        return ours["why"]
-    ratio = theirs["simulated_s"] / ours["priced"]["simulated_s"]
-    over_mib = max(theirs["memory_mib"]) - ours["budget_mib"]
-    said = f"ours is {ratio - 1:.1%} faster" if ratio >= 1 else f"ours is {1 / ratio - 1:.1%} slower"
-    said = "both alike" if abs(ratio - 1) < ALIKE else said
-    return said + (f"; theirs is {over_mib} MiB over the budget" if over_mib > 0 else "")
-
-
-def verdict(peer: dict[str, Any]) -> str:
-    """What the peer's model says of our plan beside its own, and the defect that makes it prefer its own."""
-    if "ours" not in peer:
-        return f"its format cannot say our plan: {peer['refused']}"
-    ours, theirs, usable = peer["ours"], peer["theirs"], peer["theirs"]["usable_mib"]
-    most = max(ours["memory_mib"])
-    memory = f"memory {most} MiB, " + ("fits" if most <= usable else f"{most - usable} MiB over")
-    ratio = ours["step_s"] / theirs["step_s"]
-    if abs(ratio - 1) < ALIKE:
-        return f"prices both alike; {memory}"
-    if ratio < 1:
-        return f"prefers our plan by {1 / ratio - 1:.1%}; {memory}"
-    turned = [names for names, s in ours["step_s_mended"].items() if s <= theirs["step_s_mended"][names]]
-    return f"prefers its own by {ratio - 1:.1%}, {cause(turned)}; {memory}"
-
-
-def cause(turned: list[str]) -> str:
-    """What makes the peer's model prefer its own plan, from all that turns the preference when mended.
-
-    One defect is named before several, and defects before the differences that are none.
-    """
-    for kind, names in (("defect", DEFECTS), ("difference", DIFFERENCES)):
-        alone = [name for name in names if name in turned]
-        if alone:
-            return f"for the {kind} {' or '.join(alone)}"
-        if " ".join(names) in turned:
-            return f"for its {kind}s together ({', '.join(names)})"
-    together = " ".join((*DEFECTS, *DIFFERENCES)) in turned
-    return "for its defects and differences together" if together else "why is not determined"
 
 
 def compare(case: Case, python: Path, work: Path, reference: Path) -> dict[str, Any]:
@@ -213,18 +195,19 @@ def compare(case: Case, python: Path, work: Path, reference: Path) -> dict[str, 
     usable = search_ours(case, files, folder, "usable", own["usable_mib"] - CONTEXT_MIB)
     whole = search_ours(case, files, folder, "whole", case.memory_gib * 1024)
     theirs = evaluate_theirs(found["config"], case, files, folder)
-    config = exported(folder, "usable") if usable["plan"] else "nothing fits"
-    plans = {"theirs": found["config"]} | ({"ours": config} if isinstance(config, dict) else {})
-    peer = galvatron.price(python, peer_case, plans) | ({"refused": config} if isinstance(config, str) else {})
+    said = sayable(case, files, folder, usable) if usable["plan"] else {}
+    plans = {"theirs": found["config"]} | ({"ours": said["config"]} if "config" in said else {})
+    peer = galvatron.price(python, peer_case, plans)
     return {
         "case": told,
         "peer": {"ran": found["ran"], "plan": theirs["plan"], "reserve_mib": reserve_mib},
         "usable": usable,
         "whole": whole,
+        "sayable": said,
         "our_price_of_theirs": theirs["priced"],
         "their_prices": peer,
         "our_verdict": our_verdict(usable, theirs["priced"]),
-        "their_verdict": verdict(peer),
+        "their_verdict": their_verdict(peer, said),
     }
 
 

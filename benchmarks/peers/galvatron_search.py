@@ -201,16 +201,29 @@ class Priced:
 
         vocabulary, buffer = cost(0, 0)["other"][self.vocab_tp], 0.0
         if engine.args.sequence_parallel:
-            buffer = (
-                self.mbsz / self.min_tp * self.max_tp * engine.args.hidden_size * max(engine.seqlen_list) * 2 / 2**20
-            )
+            hidden, length = engine.args.hidden_size, max(engine.seqlen_list)
+            buffer = self.mbsz / self.min_tp * self.max_tp * hidden * length * 2 / 2**20
         found, first = [], 0
         for stage, count in enumerate(self.division):
-            layers = sum(int(np.ceil(cost(i, stage)["enc_total"])) for i in range(first, first + count))
-            replayed = [self._replay_mib(i) for i in range(first, first + count)] if "replay" in mended else []
-            found.append(layers + int(np.ceil(vocabulary[stage])) + int(buffer) + int(max(replayed, default=0)))
+            indices = range(first, first + count)
+            costs = [cost(i, stage) for i in indices]
+            layers = sum(int(np.ceil(layer["enc_total"])) for layer in costs)
+            if "replay" in mended:
+                layers += int(max(self._replay_mib(i) for i in indices))
+            if "late_gradients" in mended and self.config["chunks"] == 1:
+                layers -= int(self._saved_mib(costs, indices))
+            found.append(layers + int(np.ceil(vocabulary[stage])) + int(buffer))
             first += count
         return found
+
+    def _saved_mib(self, costs: list[dict[str, Any]], indices: range) -> float:
+        """What one microbatch saves if a layer's gradients come when its activations go; its model adds up both."""
+        shards = [self.strategies[i][2] for i in indices]
+        gradients = [layer["parameter"] / shard for layer, shard in zip(costs, shards, strict=True)]
+        activations = [layer["activation"] for layer in costs]
+        counts = range(len(costs))
+        peak = max(sum(activations[: j + 1]) + sum(gradients[j:]) for j in counts)
+        return sum(activations) + sum(gradients) - peak
 
     def _replay_mib(self, index: int) -> float:
         """What a recomputed layer holds while its backward pass runs, which its memory model leaves out."""
@@ -233,6 +246,7 @@ class Priced:
             "step_s_mended": {" ".join(names): self.step_s(frozenset(names)) for names in mended},
             "memory_mib": self.memory_mib(),
             "memory_mib_with_replay": self.memory_mib(frozenset({"replay"})),
+            "memory_mib_late_gradients": self.memory_mib(frozenset({"late_gradients"})),
             "usable_mib": self.usable_mib(),
         }
 
