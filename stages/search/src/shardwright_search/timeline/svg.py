@@ -94,7 +94,7 @@ def _event(event: TimelineEvent, y: float, height: float, scale: float, chunks: 
     number = "" if event.microbatch is None else str(event.microbatch)
     chunk = f", chunk {event.chunk}" if chunks > 1 and event.chunk is not None else ""
     span_ms = f"{event.start_s * _PER_MS:.6g} to {event.end_s * _PER_MS:.6g} ms"
-    title = _element("title", escape(f"{_words(event.kind)} {number}{chunk}: {span_ms}"))
+    title = _element("title", escape(f"{f'{_words(event.kind)} {number}'.strip()}{chunk}: {span_ms}"))
     look = {"fill": _colour(event.kind, event.chunk or 0, chunks), "stroke": "var(--paper)"}
     drawn = _element("rect", title, x=x, y=y, width=width, height=height, stroke_width=min(0.8, width / 4), **look)
     if number and height == _HEIGHTS[PASSES] and width > 7 * len(number) + 2:
