@@ -103,6 +103,7 @@ def test_microbatches_are_those_that_torchs_chunk_makes(read, config):
         ({"pp_division": "2,2"}, "pp_division 2,2 does not share 5 layers out to 2 pipeline stages"),
         ({"pp_division": "5,0"}, "pp_division 5,0 does not share 5 layers out"),
         ({"pp_deg": 3}, "pp_division 2,3 does not share 5 layers out to 3"),
+        ({"pp_deg": 3, "pp_division": "2,2,1"}, "pp_deg 3 does not divide the 16 devices"),
         ({"pipeline_type": "zb"}, "Invalid enum value 'zb' - at `$.pipeline_type`"),
         ({"default_dp_type": "sdp"}, "Invalid enum value 'sdp'"),
         ({"chunks": -1}, "Expected `int` >= 1 - at `$.chunks`"),
@@ -160,6 +161,8 @@ def test_the_options_of_the_run_are_told(read, config, change):
         attention=Attention.EAGER,
         fused=("norm",),
     )
+    once = change.plan(other, num_microbatches=1)
+    assert "--no_async_grad_reduce" not in galvatron_file(once, PLAN).notes[0]
     first, *kernels = galvatron_file(other, PLAN).notes
     assert first.endswith("--mixed_precision fp16 --reduce_in_fp32 --sequence-parallel --no_async_grad_reduce")
     assert kernels == ["the attention kernel eager is not in the file", "kernels that compute norm are not in the file"]

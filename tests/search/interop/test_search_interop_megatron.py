@@ -78,6 +78,8 @@ def test_megatrons_weights_are_tied_where_the_models_are(planned):
         ({"data_parallel": DataParallel.ZERO2, "gradient_reduction": EVERY}, "optim_grads", True),
         ({"data_parallel": DataParallel.ZERO3, "gradient_reduction": EVERY}, "optim_grads_params", True),
         ({"data_parallel": DataParallel.ZERO3, "num_microbatches": 1}, "optim_grads_params", True),
+        ({"data_parallel": DataParallel.ZERO2, "num_microbatches": 1, "gradient_reduction": EVERY}, "no_shard", True),
+        ({"data_parallel": DataParallel.DDP, "devices": 4, "gradient_reduction": EVERY}, "no_shard", False),
         ({"data_parallel": DataParallel.ZERO3, "devices": 4}, "no_shard", False),  # dp_size 1: nothing to shard
     ],
 )
@@ -123,6 +125,7 @@ def layout_sizes(layout: str) -> list[int]:
 def test_megatron_cuts_layers_as_the_plan_does(planned, change):
     even = megatron(planned())
     assert even.decoder_first_pipeline_num_layers is even.pipeline_model_parallel_layout is None
+    assert even.num_layers_per_virtual_pipeline_stage is None
     two = megatron(change.cut(planned(), 3, 5))
     assert (two.decoder_first_pipeline_num_layers, two.decoder_last_pipeline_num_layers) == (3, 5)
     four = planned(pp_size=4, layers=12, data_parallel=DataParallel.DDP)

@@ -83,6 +83,9 @@ REFUSED = {
     "embedding: strided groups": lambda p: changed(
         p, embedding=msgspec.structs.replace(p.embedding, tp_consecutive=False)
     ),
+    "head: strided groups": lambda p: changed(
+        p, head=msgspec.structs.replace(p.head, tp_consecutive=False, sequence_parallel=SequenceParallel.MEGATRON)
+    ),
     "a head spread otherwise": lambda p: changed(p, head=msgspec.structs.replace(p.head, tp_size=4, dp_size=2)),
     "precision float64/float64/float64": lambda p: changed(
         p, precision=Precision(parameters="float64", compute="float64", reduce="float64")
@@ -108,6 +111,18 @@ def test_what_the_file_cannot_say_is_refused_by_name(read, words, config):
     with pytest.raises(BadInput) as error:
         galvatron_file(REFUSED[words](read(config())), PLAN)
     assert str(error.value).startswith(f"plan.json: Galvatron cannot express {words}")
+
+
+def test_a_single_microbatch_has_no_order(planned):
+    alone = planned(pp_size=1, num_microbatches=1, schedule=Schedule.GPIPE)
+    for export in (galvatron_file, megatron_arguments, torchtitan_toml):
+        export(alone, PLAN)
+
+
+@pytest.mark.parametrize(("name", "export"), [("Megatron-LM", megatron_arguments), ("torchtitan", torchtitan_toml)])
+def test_ulysses_everywhere_is_refused_as_well(planned, name, export):
+    with pytest.raises(BadInput, match=f"{name} cannot express embedding: sequence_parallel ulysses"):
+        export(planned(sequence_parallel=SequenceParallel.ULYSSES), PLAN)
 
 
 def test_gpipe_in_one_stage_is_refused_for_galvatron_never_holds_several_microbatches_there(read, config):

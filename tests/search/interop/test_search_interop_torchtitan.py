@@ -136,3 +136,10 @@ def test_torchtitan_ties_no_weights_across_a_pipeline(planned, change):
     with pytest.raises(BadInput, match="torchtitan cannot express tied embedding and head in several pipeline stages"):
         titan(change.plan(planned(), model=tied))
     titan(change.plan(planned(pp_size=1, gradient_reduction=EVERY), model=tied))
+
+
+def test_torchtitan_takes_few_microbatches_with_gpipe_and_needs_no_casts_in_float32(planned):
+    given = titan(planned(schedule=Schedule.GPIPE, num_microbatches=1))["parallelism"]
+    assert (given["pipeline_parallel_schedule"], given["pipeline_parallel_microbatch_size"]) == ("GPipe", 16)
+    plain = titan(planned(devices=4, precision=Precision()))["training"]
+    assert plain["mixed_precision_param"] == "float32"
