@@ -55,5 +55,5 @@ CASES = (
     # Memory at tp_size 8 is in none of ViT's tables.
     Case("vit-xhuge-1x8", *VIT, 64, 36, sequence_parallel="none", time_model="static", max_tp_size=4),
     Case("t5-3b-1x8", *T5, 64, 34),
-    Case("swin-huge-1x8", *SWIN, 256, 16, sequence_parallel="none", time_model="static"),
+    Case("swin-huge-1x8", *SWIN, 64, 5, sequence_parallel="none", time_model="static"),
 )

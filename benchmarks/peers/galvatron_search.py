@@ -253,14 +253,16 @@ class Priced:
 
 def search(case: dict[str, Any]) -> dict[str, Any]:
     """The peer's best plan, as its own config, and what it believes of it."""
-    engine = engine_of(case)
+    engine, folder = engine_of(case), Path(case["folder"])
+    for old in folder.glob("galvatron_config_*.json"):
+        old.unlink()
     found: dict[str, Any] = {}
     engine.save_results = lambda result, batch, chunk, division: found.update(
-        result=result, written=peer.GalvatronSearchEngine.save_results(engine, result, batch, chunk, division)
+        result=result, none=peer.GalvatronSearchEngine.save_results(engine, result, batch, chunk, division)
     )
     if engine.parallelism_optimization() <= 0:
         return {"config": None}
-    (path,) = Path(case["folder"]).glob("galvatron_config_*.json")
+    (path,) = folder.glob("galvatron_config_*.json")
     result = found["result"]
     believed = {"step_s": float(result["min_cost"]), "memory_mib": [int(m) for m in result["mem_cost"]]}
     return {"config": json.loads(path.read_text()), "believed": believed}
