@@ -75,9 +75,9 @@ def test_megatrons_weights_are_tied_where_the_models_are(planned):
     [
         ({"data_parallel": DataParallel.DDP}, "no_shard", False),
         ({"data_parallel": DataParallel.ZERO2}, "no_shard", True),
-        ({"data_parallel": DataParallel.ZERO2, "gradient_reduction": EVERY}, "optim_grads", True),
-        ({"data_parallel": DataParallel.ZERO3, "gradient_reduction": EVERY}, "optim_grads_params", True),
-        ({"data_parallel": DataParallel.ZERO3, "num_microbatches": 1}, "optim_grads_params", True),
+        ({"data_parallel": DataParallel.ZERO2, "gradient_reduction": EVERY, "pp_size": 1}, "optim_grads", True),
+        ({"data_parallel": DataParallel.ZERO3, "gradient_reduction": EVERY, "pp_size": 1}, "optim_grads_params", True),
+        ({"data_parallel": DataParallel.ZERO3, "num_microbatches": 1, "pp_size": 1}, "optim_grads_params", True),
         ({"data_parallel": DataParallel.ZERO2, "num_microbatches": 1, "gradient_reduction": EVERY}, "no_shard", True),
         ({"data_parallel": DataParallel.DDP, "devices": 4, "gradient_reduction": EVERY}, "no_shard", False),
         ({"data_parallel": DataParallel.ZERO3, "devices": 4}, "no_shard", False),  # dp_size 1: nothing to shard
@@ -91,11 +91,20 @@ def test_each_kind_of_data_parallelism_has_its_megatron(planned, changes, shardi
     assert given.ckpt_format == ("fsdp_dtensor" if fsdp else "torch_dist")
 
 
-def test_where_megatron_holds_more_gradients_the_user_is_told(planned):
-    words = "whole gradients with one microbatch too"
-    assert any(words in note for note in megatron_arguments(planned(num_microbatches=1), PLAN).notes)
-    assert not any(words in note for note in megatron_arguments(planned(), PLAN).notes)
-    assert megatron_arguments(planned(), PLAN).notes == ("run it on 8 ranks",)
+def test_what_megatron_needs_beside_its_arguments_is_told(planned):
+    def notes(**changes: object) -> tuple[str, ...]:
+        return megatron_arguments(planned(**changes), PLAN).notes
+
+    ranks, connections = (
+        "run it on 8 ranks",
+        "set CUDA_DEVICE_MAX_CONNECTIONS=1 where the GPUs are older than Blackwell",
+    )
+    assert notes() == (ranks, connections)
+    assert notes(tp_size=1) == (ranks,)
+    whole = "its distributed optimizer holds whole gradients with one microbatch too, 4 bytes a parameter"
+    assert notes(num_microbatches=1) == (ranks, connections, whole)
+    zero3 = {"data_parallel": DataParallel.ZERO3, "num_microbatches": 1, "pp_size": 1}
+    assert notes(**zero3) == (ranks, "unset CUDA_DEVICE_MAX_CONNECTIONS, as Megatron-FSDP wants it")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +170,9 @@ def test_megatron_recomputes_every_layer_or_the_first_of_each_stage(planned, cha
         ({"schedule": Schedule.GPIPE}, "the schedule gpipe"),
         ({"schedule": Schedule.GPIPE, "pp_size": 1}, "gpipe in a single pipeline stage"),
         ({"data_parallel": DataParallel.DDP, "gradient_reduction": EVERY}, "layers[0]: ddp that reduces gradients"),
-        ({"data_parallel": DataParallel.ZERO3}, "layers[0]: zero3 that holds whole gradients"),
+        ({"data_parallel": DataParallel.ZERO3, "pp_size": 1}, "layers[0]: zero3 that holds whole gradients"),
+        ({"data_parallel": DataParallel.ZERO3}, "layers[0]: zero3 in several pipeline stages"),
+        ({"gradient_reduction": EVERY}, "layers[0]: zero2 that reduces gradients after every microbatch in several"),
         (
             {"schedule": Schedule.INTERLEAVED_1F1B, "layer_ranges": 2, "num_microbatches": 1},
             "1 interleaved microbatches",

@@ -5,8 +5,9 @@ late 2025. Ranks are numbered as its default order `tp-cp-ep-dp-pp` numbers them
 
 Data parallelism. DDP is Megatron's own. ZeRO-2 whose gradients are reduced once a step is its distributed optimizer:
 the same messages, one reduce-scatter and one all-gather a step, and the whole gradients that deferred reduction holds
-anyway. ZeRO-3, and ZeRO-2 that reduces after every microbatch, is Megatron-FSDP, which does so. DDP that reduces after
-every microbatch, and ZeRO-3 that holds whole gradients over several, it has not.
+anyway. ZeRO-3, and ZeRO-2 that reduces after every microbatch, is Megatron-FSDP, which does so, and which is documented
+beside tensor parallelism but not beside a pipeline. DDP that reduces after every microbatch, and ZeRO-3 that holds
+whole gradients over several, it has not.
 """
 
 import shlex
@@ -20,6 +21,7 @@ from shardwright_search.interop.stages import Exported, Target, kernel_notes
 __all__ = ["megatron_arguments"]
 
 _TARGET = "Megatron-LM"
+_FSDP = "--use-megatron-fsdp"
 
 
 def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
@@ -38,8 +40,8 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
         *_recompute(plan, degrees, target),
         *_precision(plan, target),
     ]
-    notes = [f"run it on {plan.world_size} ranks", *_buffer_note(plan, degrees), *kernel_notes(plan)]
-    return Exported("".join(f"{shlex.join(option)}\n" for option in options), tuple(notes))
+    text = "".join(f"{shlex.join(option)}\n" for option in options)
+    return Exported(text, tuple(_notes(plan, degrees, options)))
 
 
 def _sizes(plan: Plan, degrees: Degrees) -> Iterator[list[str]]:
@@ -80,22 +82,38 @@ def _data_parallel(plan: Plan, degrees: Degrees, target: Target) -> Iterator[lis
             raise target.refusal(what, "choose gradient_reduction deferred")
     elif degrees.data_parallel is DataParallel.ZERO2 and once:
         yield ["--use-distributed-optimizer"]
-    elif degrees.data_parallel is DataParallel.ZERO3 and once and plan.num_microbatches > 1:
-        what = "layers[0]: zero3 that holds whole gradients over several microbatches"
-        raise target.refusal(what, "choose gradient_reduction every_microbatch")
     else:
-        sharded = "optim_grads" if degrees.data_parallel is DataParallel.ZERO2 else "optim_grads_params"
-        yield ["--use-megatron-fsdp"]
-        yield ["--data-parallel-sharding-strategy", sharded]
-        # What Megatron-FSDP demands beside it.
-        yield ["--use-distributed-optimizer"]
-        yield ["--no-gradient-accumulation-fusion"]
-        yield ["--ckpt-format", "fsdp_dtensor"]
+        yield from _fsdp(plan, degrees, once, target)
 
 
-def _buffer_note(plan: Plan, degrees: Degrees) -> Iterator[str]:
-    if degrees.dp_size > 1 and degrees.data_parallel is DataParallel.ZERO2 and plan.num_microbatches == 1:
+def _fsdp(plan: Plan, degrees: Degrees, once: bool, target: Target) -> Iterator[list[str]]:
+    kind = degrees.data_parallel
+    if degrees.pp_size > 1:
+        how = kind if kind is DataParallel.ZERO3 else f"{kind} that reduces gradients after every microbatch"
+        what = f"layers[0]: {how} in several pipeline stages"
+        raise target.refusal(what, "choose zero2 with gradient_reduction deferred, or one pipeline stage")
+    if once and plan.num_microbatches > 1:
+        what = f"layers[0]: {kind} that holds whole gradients over several microbatches"
+        raise target.refusal(what, "choose gradient_reduction every_microbatch")
+    yield [_FSDP]
+    sharded = "optim_grads_params" if kind is DataParallel.ZERO3 else "optim_grads"
+    yield ["--data-parallel-sharding-strategy", sharded]
+    # What Megatron-FSDP demands beside it.
+    yield ["--use-distributed-optimizer"]
+    yield ["--no-gradient-accumulation-fusion"]
+    yield ["--ckpt-format", "fsdp_dtensor"]
+
+
+def _notes(plan: Plan, degrees: Degrees, options: list[list[str]]) -> Iterator[str]:
+    fsdp = [_FSDP] in options
+    yield f"run it on {plan.world_size} ranks"
+    if fsdp:
+        yield "unset CUDA_DEVICE_MAX_CONNECTIONS, as Megatron-FSDP wants it"
+    elif degrees.tp_size > 1:
+        yield "set CUDA_DEVICE_MAX_CONNECTIONS=1 where the GPUs are older than Blackwell"
+    if plan.num_microbatches == 1 and ["--use-distributed-optimizer"] in options and not fsdp:
         yield "its distributed optimizer holds whole gradients with one microbatch too, 4 bytes a parameter"
+    yield from kernel_notes(plan)
 
 
 def _recompute(plan: Plan, degrees: Degrees, target: Target) -> Iterator[list[str]]:
