@@ -1,0 +1,105 @@
+"""How far predictions are from measured step times and memory: own plans on this machine, Sailor's, Aceso's.
+
+    python benchmarks/accuracy.py                                    # all three
+    python benchmarks/accuracy.py sailor --rows
+    python benchmarks/accuracy.py own --plans 30 --seed 1 --work /tmp/accuracy       # some 20 minutes on 2 cores
+    python benchmarks/accuracy.py own --measurement M.json --hardware H.h5 --profile P.h5
+
+`own` draws plans on two processes from the whole space, predicts them, and measures them with the searched one.
+`sailor` and `aceso` read what others measured, which is no part of this repository; each is left out where its folder
+is absent.
+Errors are |predicted / measured - 1|. No constant is fitted to what was measured.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from accuracy_parts import aceso, own, sailor
+from accuracy_parts.figures import Compared, figures, show, write_json
+
+from shardwright_formats.errors import one_line_errors
+from shardwright_formats.versions import versions_text
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("own", "sailor", "aceso")
+
+
+def main() -> None:
+    """Compare, print and keep what was asked for."""
+    asked = _arguments()
+    with one_line_errors():
+        if "own" in asked.parts:
+            _own(asked)
+        if "sailor" in asked.parts and (folder := _reference(asked.reference / "sailor")):
+            variants = ("validation", "planner")
+            _keep(asked, "sailor", [row for variant in variants for row in sailor.compared(folder, variant)])
+        if "aceso" in asked.parts and (folder := _reference(asked.reference / "aceso")):
+            _keep(asked, "aceso", list(aceso.compared(folder)))
+
+
+def _own(asked: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        work = asked.work or Path(place)
+        work.mkdir(parents=True, exist_ok=True)
+        inputs = own.prepare(work, ROOT, asked.hardware, asked.profile)
+        settings = {"steps": asked.steps, "warmup-steps": 2, "least-time-s": asked.least_time_s}
+        measurement = asked.measurement or own.measured(work, inputs, asked.plans, asked.seed, settings)
+        rows = own.compared(measurement, inputs)
+    found = own.verdict(rows)
+    _keep(
+        asked,
+        "own",
+        rows,
+        plans=asked.plans,
+        seed=asked.seed,
+        measured=settings,
+        **found,
+        rows=[row._asdict() for row in rows],
+    )
+    print(f"rank correlation (Spearman) of predicted and measured step times: {found['spearman']:.3f}")
+    print(f"the searched plan takes {found['chosen_over_best_measured']:.3f} x the best measured one's time")
+
+
+def _keep(asked: argparse.Namespace, part: str, found: list[Compared], **more: object) -> None:
+    sets = figures(found)
+    show(found, sets, asked.rows)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    versions = versions_text(("torch", "shardwright-search"), on_gpu=False)
+    write_json(asked.out / f"accuracy-{part}.json", sets, versions=versions, **more)
+
+
+def _reference(folder: Path) -> Path | None:
+    if folder.is_dir():
+        return folder
+    print(f"left out: {folder} is absent")
+    return None
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Hold predictions against measured step times and memory.")
+    parser.add_argument("parts", nargs="*", metavar="own|sailor|aceso", help="default: all three")
+    parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the figures")
+    parser.add_argument(
+        "--reference", type=Path, default=ROOT.parent / "shared" / "reference", help="folder of what others measured"
+    )
+    parser.add_argument("--plans", type=int, default=30, help="random plans to draw")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each plan")
+    parser.add_argument("--least-time-s", type=float, default=3.0, help="each plan is measured for so many s at least")
+    parser.add_argument("--work", type=Path, help="folder to keep profiles and measurements in, and to go on from")
+    parser.add_argument("--hardware", type=Path, help="hardware profile, instead of measuring one")
+    parser.add_argument("--profile", type=Path, help="model profile of the demo's model, instead of measuring one")
+    parser.add_argument(
+        "--measurement", type=Path, help="what `own` measured before; the first plan is the searched one"
+    )
+    asked = parser.parse_args()
+    asked.parts = asked.parts or list(PARTS)
+    if odd := sorted(set(asked.parts) - set(PARTS)):
+        parser.error(f"no part {odd[0]!r}: known are {', '.join(PARTS)}")
+    return asked
+
+
+if __name__ == "__main__":
+    main()

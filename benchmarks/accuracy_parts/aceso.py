@@ -1,0 +1,97 @@
+"""Aceso's rows: what its own model predicted, and the one row whose plan was published, priced by this project.
+
+Aceso (EuroSys'24) published measured and predicted time and memory of five GPT and five ResNet sizes on V100s, each
+for the plan that its planner chose. Those plans are not shipped, so no other model can be held against them, but for
+GPT 350M: one GPU, micro-batch size 8, everything recomputed. That row is priced with an analytic profile of a V100 (no
+profile of one is shipped either): nothing is measured in it and nothing fitted.
+"""
+
+import csv
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from accuracy_parts.commands import run, write_json_document
+from accuracy_parts.figures import Compared
+
+from shardwright_formats.files import read_document
+from shardwright_formats.prediction import Estimate, Prediction
+
+__all__ = ["compared"]
+
+FAMILIES = {"gpt": "GPT", "resnet": "ResNet"}
+MIB = 2**20
+GPT_350M = {
+    "model_type": "gpt2",
+    "vocab_size": 51200,
+    "n_positions": 2048,
+    "n_embd": 1024,
+    "n_layer": 24,
+    "n_head": 16,
+}
+PRECISION = {"parameters": "float32", "compute": "float16", "reduce": "float32"}
+BATCH, MICRO_BATCH_SIZE, LENGTH = 1024, 8, 2048
+
+
+def compared(folder: Path) -> Iterator[Compared]:
+    """Time in s and memory in MiB. The README names ResNet's times, all predicted too short, as what stands out."""
+    for family, name in FAMILIES.items():
+        for kind in ("time", "mem"):
+            rows = _rows(folder / f"perf_model_{kind}_large_{family}.csv")
+            for size, measured in rows["actual"].items():
+                predicted = sum(row[size] for title, row in rows.items() if title.startswith("predict"))
+                what = "time" if kind == "time" else "memory"
+                yield Compared(f"Aceso's own, {what}", f"{name} {size}", measured, predicted)
+                if family == "gpt":
+                    yield Compared(f"Aceso's own, {what}, without ResNet", f"{name} {size}", measured, predicted)
+    estimate = estimated_350m()
+    for kind, predicted in (("time", estimate.simulated_step_time_s), ("mem", estimate.memory_bytes / MIB)):
+        what = "time" if kind == "time" else "memory"
+        measured = _rows(folder / f"perf_model_{kind}_large_gpt.csv")["actual"]["350M"]
+        yield Compared(f"Aceso's GPT 350M, {what}, ours (analytic)", "GPT 350M", measured, predicted)
+
+
+def estimated_350m() -> Estimate:
+    """GPT 350M on a V100 of 32 GB, from the shapes and the table of devices."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        node = {"device": "Tesla V100-SXM2-32GB", "devices_per_node": 1, "memory_bytes": 32 * 2**30}
+        cluster = write_json_document(
+            folder / "cluster.json",
+            "cluster",
+            name="v100",
+            nodes=[{"node_type": "v100", "count": 1}],
+            node_types={"v100": node},
+        )
+        settings = write_json_document(
+            folder / "settings.json",
+            "profile_settings",
+            tp_sizes=[1],
+            sequence_parallel=["none"],
+            recompute=["none", "full"],
+            micro_batch_sizes=[MICRO_BATCH_SIZE],
+            layers=[1, 2],
+            precision=PRECISION,
+            attention="eager",
+        )
+        write_json_document(folder / "model" / "config.json", None, **GPT_350M)
+        model, hardware, profile = folder / "model.json", folder / "hardware.h5", folder / "profile.h5"
+        plan, prediction = folder / "plan.json", folder / "plan.prediction.json"
+        run("shardwright-train", "describe", folder / "model", "--name", "gpt-350m", "--sequence-length", LENGTH,
+            "--out", model)  # fmt: skip
+        run("shardwright-profile", "analytic", "--cluster", cluster, "--hardware-out", hardware)
+        run("shardwright-profile", "analytic", "--model", model, "--cluster", cluster, "--node-type", "v100",
+            "--settings", settings, "--out", profile)  # fmt: skip
+        precision = (word for kind, dtype in PRECISION.items() for word in (f"--precision-{kind}", dtype))
+        run("shardwright-search", "uniform", "--model", model, "--cluster", cluster, "--global-batch-size", BATCH,
+            "--num-microbatches", BATCH // MICRO_BATCH_SIZE, "--recompute", "full", "--attention", "eager",
+            *precision, "--out", plan)  # fmt: skip
+        run("shardwright-search", "evaluate", plan, "--hardware", hardware, "--profile", profile, "--out", prediction)
+        return read_document(prediction, Prediction).estimate
+
+
+def _rows(path: Path) -> dict[str, dict[str, float]]:
+    """By series and size."""
+    with path.open(encoding="utf-8") as file:
+        (_, *sizes), *rows = csv.reader(file)
+    return {title: dict(zip(sizes, map(float, values), strict=True)) for title, *values in rows}

@@ -1,0 +1,77 @@
+"""Predictions against measured numbers, put together: errors, rank correlation, and how they are printed and kept."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["Compared", "figures", "show", "spearman", "write_json"]
+
+
+class Compared(NamedTuple):
+    """One predicted number and the measured one, in one unit."""
+
+    set: str
+    """What the errors of are put together."""
+    what: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is, relative to what was measured."""
+        return abs(self.predicted / self.measured - 1)
+
+
+def figures(rows: Iterable[Compared]) -> list[dict[str, Any]]:
+    """Of each set: its size, mean, median and worst error, and the median of predicted over measured."""
+    sets: dict[str, list[Compared]] = {}
+    for row in rows:
+        sets.setdefault(row.set, []).append(row)
+    return [
+        {
+            "set": name,
+            "points": len(own),
+            "mean_error": fmean(row.error for row in own),
+            "median_error": median(row.error for row in own),
+            "worst_error": max(row.error for row in own),
+            "worst": max(own, key=lambda row: row.error).what,
+            "median_predicted_over_measured": median(row.predicted / row.measured for row in own),
+        }
+        for name, own in sorted(sets.items())
+    ]
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's rank correlation; equal values share the mean of their ranks."""
+    ranks = [_ranks(np.asarray(values, float)) for values in (first, second)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def show(rows: Sequence[Compared], sets: Sequence[dict[str, Any]], every_row: bool) -> None:
+    """Print the sets, and before them each row where that is asked for."""
+    if every_row:
+        for row in rows:
+            ratio = row.predicted / row.measured
+            print(f"{row.set}: {row.what}: measured {row.measured:.5g}, predicted {row.predicted:.5g} ({ratio:.3f})")
+    print(f"{'set':58} {'points':>6} {'mean':>7} {'median':>7} {'worst':>7} {'predicted/measured':>19}  worst")
+    for one in sets:
+        errors = " ".join(f"{one[name]:7.1%}" for name in ("mean_error", "median_error", "worst_error"))
+        ratio = one["median_predicted_over_measured"]
+        print(f"{one['set']:58} {one['points']:6} {errors} {ratio:19.2f}  {one['worst']}")
+
+
+def write_json(path: Path, sets: Sequence[dict[str, Any]], **more: object) -> None:
+    """Keep the figures, and whatever else says where they come from."""
+    path.write_text(json.dumps({**more, "sets": sets}, indent=1) + "\n", encoding="utf-8")
+    print(f"written: {path}")
+
+
+def _ranks(values: Any) -> Any:  # noqa: ANN401
+    order = np.unique(values, return_inverse=True, return_counts=True)
+    _, place, counts = order
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2)[place]

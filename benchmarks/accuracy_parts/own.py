@@ -1,0 +1,194 @@
+"""Random plans and the searched one on this machine: predicted first, measured afterwards.
+
+The model is the demo's, the profile is measured now (or given), every plan of the draw that the cost model prices and
+that fits the devices is taken. Plans are drawn and predicted before any of them is measured, and the profile is of
+probes that none of them is.
+"""
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import yaml
+from accuracy_parts.commands import run, write_json_document
+from accuracy_parts.draws import random_plan
+from accuracy_parts.figures import Compared, spearman
+
+from shardwright_formats.cluster import Cluster
+from shardwright_formats.errors import BadInput
+from shardwright_formats.files import read_document, write_document
+from shardwright_formats.measurement import Measurement, PlanMeasurement
+from shardwright_formats.model import Model
+from shardwright_formats.model_profile import read_model_profile
+from shardwright_formats.plan import Plan, Plans
+from shardwright_formats.prediction import Estimate
+from shardwright_search.evaluate import evaluate
+from shardwright_search.profiles import Profiles, read_profiles
+from shardwright_train.support import check_supported
+
+__all__ = ["Inputs", "compared", "measured", "prepare", "verdict"]
+
+BATCH, LENGTH = 16, 128
+KINDS = {
+    "sequence_parallel": ["none", "megatron", "ulysses"],
+    "recompute": ["none", "full", "attention", "mlp"],
+}
+PROBES = {"tp_sizes": [1, 2], "micro_batch_sizes": [1, 2, 4, 8, 16], "layers": [1, 3]}
+DEVICES = {"device": "cpu", "devices_per_node": 2, "memory_bytes": 2 * 2**30}
+CHOSEN = "chosen"
+_MOST_DRAWS_PER_PLAN = 200
+
+
+class Inputs(NamedTuple):
+    """Files of what is planned for, and of the profiles."""
+
+    model: Path
+    cluster: Path
+    hardware: Path
+    profile: Path
+
+
+def prepare(work: Path, root: Path, hardware: Path | None, profile: Path | None) -> Inputs:
+    """Describe the demo's model and measure what was not given; what lies in `work` already is taken as it is."""
+    preset = yaml.safe_load((root / "config" / "models" / "llama-2m.yaml").read_text(encoding="utf-8"))
+    write_json_document(work / "model" / "config.json", None, **preset["config"])
+    nodes = [{"node_type": "cpu", "count": 1}]
+    found = Inputs(
+        work / "model.json",
+        write_json_document(
+            work / "cluster.json", "cluster", name="two-cpus", nodes=nodes, node_types={"cpu": DEVICES}
+        ),
+        hardware or work / "hardware.h5",
+        profile or work / "profile.h5",
+    )
+    if not found.model.exists():
+        run("shardwright-train", "describe", work / "model", "--name", "demo", "--sequence-length", LENGTH,
+            "--out", found.model)  # fmt: skip
+    if not found.hardware.exists():
+        run("shardwright-profile", "hardware", "--cluster", found.cluster, "--time-budget", 60,
+            "--out", found.hardware)  # fmt: skip
+    if not found.profile.exists():
+        run("shardwright-profile", "fit", "--measurements", _probes(work, found), "--out", found.profile)
+    return found
+
+
+def _probes(work: Path, inputs: Inputs) -> Path:
+    settings = write_json_document(work / "settings.json", "profile_settings", **PROBES, **KINDS)
+    probes, taken = work / "probes.json", work / "probes.measured.json"
+    if not taken.exists():
+        run("shardwright-profile", "probes", "--model", inputs.model, "--cluster", inputs.cluster,
+            "--node-type", "cpu", "--settings", settings, "--out", probes)  # fmt: skip
+        run("shardwright-train", "measure", probes, "--steps", 5, "--warmup-steps", 2, "--least-time-s", 1,
+            "--out", taken)  # fmt: skip
+    return taken
+
+
+def measured(work: Path, inputs: Inputs, count: int, seed: int, settings: dict[str, Any]) -> Path:
+    """Draw plans, search one, and measure all of them; returns the measurement, of which the first is the searched one.
+
+    `settings` are the options of `shardwright-train measure`.
+    """
+    plans, out = work / f"plans-{seed}-{count}.json", work / f"measured-{seed}-{count}.json"
+    if not out.exists():
+        every = (_searched(work, inputs), *_drawn(inputs, count, seed))
+        write_document(plans, Plans(plans=every))
+        options = [word for name, value in settings.items() for word in (f"--{name}", value)]
+        run("shardwright-train", "measure", plans, *options, "--out", out)
+    return out
+
+
+def compared(measurement: Path, inputs: Inputs) -> list[Compared]:
+    """Step time in s of every plan, and memory in bytes of every rank."""
+    profiles = read_profiles(inputs.hardware, inputs.profile)
+    return [
+        row
+        for found in read_document(measurement, Measurement).plans
+        for row in _rows(found, evaluate(found.plan, profiles).estimate)
+    ]
+
+
+def verdict(rows: Sequence[Compared]) -> dict[str, float]:
+    """Rank correlation of predicted with measured step times, and how far the searched plan is from the best."""
+    times = [row for row in rows if row.set == "own plans, time"]
+    best = min(row.measured for row in times)
+    chosen = next(row.measured for row in times if row.what == CHOSEN)
+    return {
+        "spearman": spearman([row.predicted for row in times], [row.measured for row in times]),
+        "chosen_over_best_measured": chosen / best,
+    }
+
+
+def _rows(found: PlanMeasurement, estimate: Estimate) -> Iterator[Compared]:
+    plan = found.plan
+    shape = "1 pipeline stage" if len(plan.stages) == 1 else f"{len(plan.stages)} pipeline stages"
+    time_s = median(found.step_times_s)
+    for name in ("own plans, time", f"own plans, time, {shape}"):
+        yield Compared(name, plan.name, time_s, estimate.simulated_step_time_s)
+    for rank in found.ranks:
+        held = rank.memory.peak_bytes + rank.memory.process_bytes
+        what = f"{plan.name} rank {rank.rank}"
+        yield Compared("own plans, memory of every rank", what, held, estimate.stages[rank.stage].memory_bytes)
+
+
+def _searched(work: Path, inputs: Inputs) -> Plan:
+    search = write_json_document(
+        work / "search.json",
+        "search",
+        name=CHOSEN,
+        global_batch_size=BATCH,
+        schedules=["gpipe", "1f1b", "interleaved_1f1b"],
+        **_profiled_kinds(inputs.profile),
+    )
+    plan = work / f"{CHOSEN}.json"
+    run("shardwright-search", "plan", "--cluster", inputs.cluster, "--model", inputs.model, "--hardware",
+        inputs.hardware, "--profile", inputs.profile, "--search", search, "--out", plan)  # fmt: skip
+    return read_document(plan, Plan)
+
+
+def _profiled_kinds(profile: Path) -> dict[str, list[str]]:
+    """The kinds of sequence parallelism and recomputation that a profile has points of."""
+    layers = read_model_profile(profile).layers
+    return {name: [kind for kind in KINDS[name] if kind.encode() in layers[name]] for name in KINDS}
+
+
+def _drawn(inputs: Inputs, count: int, seed: int) -> list[Plan]:
+    """Different plans that are priced and fit; why others were not taken is printed."""
+    model, cluster = read_document(inputs.model, Model), read_document(inputs.cluster, Cluster)
+    profiles = read_profiles(inputs.hardware, inputs.profile)
+    draw, known, refused = random.Random(seed), set[str](), Counter[str]()
+    found: list[Plan] = []
+    for _ in range(_MOST_DRAWS_PER_PLAN * count):
+        if len(found) == count:
+            break
+        plan = random_plan(model, cluster, BATCH, draw, f"plan {len(found) + 1}")
+        if (decision := _decision(plan)) in known:
+            continue
+        known.add(decision)
+        if (problem := _problem(plan, profiles)) is None:
+            found.append(plan)
+        else:
+            refused[problem] += 1
+    for problem, times in refused.most_common():
+        print(f"not taken, {times} times: {problem}", file=sys.stderr)
+    if len(found) < count:
+        sys.exit(f"only {len(found)} of {count} plans are priced and fit")
+    return found
+
+
+def _decision(plan: Plan) -> str:
+    return str([getattr(plan, field) for field in Plan.__struct_fields__ if field not in ("name", "model", "cluster")])
+
+
+def _problem(plan: Plan, profiles: Profiles) -> str | None:
+    """Why a plan cannot be run, priced or held in memory."""
+    try:
+        check_supported(plan, Path("plan"))
+        estimate = evaluate(plan, profiles).estimate
+    except BadInput as error:
+        return str(error.args[1])
+    least = min(node.memory_bytes for node in plan.cluster.node_types.values())
+    return "it takes more memory than a device has" if estimate.memory_bytes > least else None

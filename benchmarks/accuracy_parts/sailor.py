@@ -1,0 +1,288 @@
+"""Sailor's measured plans, priced with its layer profiles and link tables through this project's formulas.
+
+Its layer times hold tensor-parallel traffic. The step is this project's simulation of 1F1B and its closed form, over
+stages that are as slow as their slowest replica. DeepSpeed's PipelineEngine sends each rank's share of the hidden
+states (is_pipe_partitioned, is_grad_partitioned) and gathers them in the receiving node; it reduces gradients when the
+last backward pass is over. Gathers, the gradients' all_reduce and that of tied embeddings are rings (Patarasuk and Yuan
+2009: n-1 messages of 1/n, twice for an all_reduce), and every message takes the link's bandwidth at its own size, of
+which each GPU of a node that sends at once has its share. Memory is DDP in float32 (`costs.memory`), with Sailor's
+count of activations for each microbatch in flight. Nothing is fitted.
+
+What cannot be expressed: memory outside of tensors (nvidia-smi counts it, no profile says how much), and the
+optimizer's time of a whole stage: a profile has one number for it, taken once a step, as Sailor does.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import ceil, log2
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accuracy_parts.figures import Compared
+
+from shardwright_formats.model import LayerType, Parameter
+from shardwright_formats.plan import Precision, Schedule
+from shardwright_formats.schedule import in_flight
+from shardwright_formats.strategy import Strategy
+from shardwright_search.closed_form import step_time
+from shardwright_search.costs import memory
+from shardwright_search.simulate import StageTimes, simulate
+
+__all__ = ["OUTLIERS", "compared"]
+
+OUTLIERS = {
+    "OPT-350/N4/plan_config_N4_D4": "time",
+    "mit/N2/plan_config_N2_D2": "time",
+    "GPT-NEO/N8/plan_config_N8_D2": "memory",
+}
+"""Named by the reference's README, with what is odd of them."""
+SEQUENCE_LENGTH = 2048
+HIDDEN = {"OPT-350": 1024, "GPT-Neo-2.7": 2560}
+TIED = ("GPT-Neo-2.7",)
+FLOAT32_BYTES = 4
+SMALLEST_BYTES, LARGEST_BYTES = 64 * 1024, 1024**3
+"""What the links were measured with; their curves mean nothing outside."""
+ZONE = "us-central1-a"
+
+Layers = list[tuple[float, float, float]]
+"""Forward, backward and update of each layer, in s."""
+
+
+class Tables(NamedTuple):
+    """Sailor's files as read."""
+
+    profiles: Any
+    layers: Any
+    homogeneous: Any
+    mixed: Any
+    inside: Any
+
+
+class Replica(NamedTuple):
+    """The GPUs of one data-parallel replica of a pipeline stage: one node, one tensor-parallel group."""
+
+    device: str
+    devices: int
+
+
+class SailorPlan(NamedTuple):
+    """What one plan file says, with the model that its index names."""
+
+    name: str
+    model: str
+    stages: tuple[tuple[int, int], ...]
+    """First layer and the one behind the last."""
+    replicas: tuple[tuple[Replica, ...], ...]
+    micro_batch_size: int
+    num_microbatches: int
+    measured_s: float
+    measured_bytes: int
+
+
+def compared(folder: Path, variant: str) -> Iterator[Compared]:
+    """Step time in s and memory of the fullest GPU in bytes of each plan, with and without outliers.
+
+    `variant` is `validation` (the profiles that Sailor's simulator validates with, of which some look hand-entered) or
+    `planner` (its planner's copy of the one with such entries).
+    """
+    tables = _read(folder, variant)
+    for plan in _plans(folder):
+        odd = next((what for name, what in OUTLIERS.items() if plan.name.endswith(name)), None)
+        place = "RTX" if plan.name.startswith("mit") else "GH200"
+        ranges = _ranges(plan, tables)
+        for kind, how, measured, predicted in (
+            ("time", "time, simulated", plan.measured_s, simulated_s(plan, ranges)),
+            ("time", "time, closed form", plan.measured_s, closed_form_s(plan, ranges)),
+            ("memory", "memory", plan.measured_bytes, memory_bytes(plan, tables)),
+        ):
+            yield Compared(f"Sailor ({variant}) {how}", plan.name, measured, predicted)
+            if odd != kind:
+                yield Compared(f"Sailor ({variant}) {how}, no outliers", plan.name, measured, predicted)
+            yield Compared(f"Sailor ({variant}) {how}, {place} {plan.model}", plan.name, measured, predicted)
+
+
+def simulated_s(plan: SailorPlan, ranges: Sequence[StageTimes]) -> float:
+    """The simulated step."""
+    return simulate(ranges, Schedule.ONE_F_ONE_B, plan.num_microbatches).step_ps / 1e12
+
+
+def closed_form_s(plan: SailorPlan, ranges: Sequence[StageTimes]) -> float:
+    """What the search would minimise: stage times with the sends at both ends, and what follows the last pass."""
+    sends = [0, *(here.send_ps for here in ranges)]
+    stages = [
+        here.forward_ps + here.backward_ps + before + after
+        for here, (before, after) in zip(ranges, pairwise(sends), strict=True)
+    ]
+    end = max(here.gradient_sync_ps + here.optimizer_ps for here in ranges)
+    return step_time(sum(stages), max(stages), end, plan.num_microbatches) / 1e12
+
+
+def _ranges(plan: SailorPlan, tables: Tables) -> list[StageTimes]:
+    """The times of each stage; tied embeddings are reduced in the first and the last one after their own gradients."""
+    sends = [_send_s(plan, tables, here, after) for here, after in pairwise(plan.replicas)]
+    tie_s, last = _tie_s(plan, tables), len(plan.stages) - 1
+    found = []
+    for index, send_s in enumerate([*sends, 0.0]):
+        times = [_layers(plan, tables, index, replica) for replica in plan.replicas[index]]
+        forward_s, backward_s = (max(sum(layer[i] for layer in own) for own in times) for i in (0, 1))
+        update_s = max(own[0][2] for own in times)
+        sync_s = _reduction_s(plan, tables, index) + (tie_s if index in (0, last) else 0.0)
+        found.append(
+            StageTimes(
+                forward_ps=_picoseconds(forward_s),
+                backward_ps=_picoseconds(backward_s),
+                send_ps=_picoseconds(send_s),
+                gradient_sync_ps=_picoseconds(sync_s),
+                optimizer_ps=_picoseconds(update_s),
+            )
+        )
+    return found
+
+
+def memory_bytes(plan: SailorPlan, tables: Tables) -> int:
+    """Of the fullest stage: parameters, gradients and Adam's moments in float32, and activations in flight."""
+    return max(
+        _states_bytes(_parameters(plan, tables, index, replica)) + _activation_bytes(plan, tables, index, replica)
+        for index, replicas in enumerate(plan.replicas)
+        for replica in replicas
+    )
+
+
+def _states_bytes(parameters: int) -> int:
+    kind = LayerType(parameters=(Parameter(name="all", shape=(parameters,)),), forward_flops_per_sample=0)
+    whole, precision = Strategy(tp_size=1, dp_size=1), Precision()
+    return (
+        memory.parameters_bytes(kind, whole, precision)
+        + memory.optimizer_bytes(kind, whole, precision)
+        + memory.gradients_bytes(kind, whole, precision, True)
+    )
+
+
+def _activation_bytes(plan: SailorPlan, tables: Tables, index: int, replica: Replica) -> int:
+    held = in_flight(Schedule.ONE_F_ONE_B, len(plan.stages), plan.num_microbatches, index)
+    floats = sum(layer["act_mem_floats"] for layer in _layer_info(plan, tables, index, replica))
+    return held * plan.micro_batch_size * int(floats) * FLOAT32_BYTES
+
+
+def _picoseconds(time_s: float) -> int:
+    """Seconds as whole _picoseconds."""
+    return round(time_s * 1e12)
+
+
+def _send_s(plan: SailorPlan, tables: Tables, here: Sequence[Replica], after: Sequence[Replica]) -> float:
+    """One microbatch's hidden states to the next stage, by the slowest pair of replicas."""
+    size = plan.micro_batch_size * SEQUENCE_LENGTH * HIDDEN[plan.model] * FLOAT32_BYTES
+    return max(_handed_over_s(tables, a, b, size) for a, b in zip(here, after, strict=True))
+
+
+def _handed_over_s(tables: Tables, here: Replica, there: Replica, size: int) -> float:
+    piece = ceil(size / here.devices)
+    sent_s = piece / _bytes_per_s(tables, here, there, piece)
+    # All GPUs of a ring inside a node send at once, as many pairs as half of them were measured together.
+    curve = tables.inside[there.device][str(there.devices)]
+    return sent_s + (there.devices - 1) * piece / (_together(curve, piece) / (there.devices / 2))
+
+
+def _reduction_s(plan: SailorPlan, tables: Tables, index: int) -> float:
+    """A ring through the replicas of a stage: as fast as its slowest link."""
+    ring = plan.replicas[index]
+    size = max(_parameters(plan, tables, index, replica) for replica in ring) * FLOAT32_BYTES
+    return _ring_s(tables, ring, size)
+
+
+def _tie_s(plan: SailorPlan, tables: Tables) -> float:
+    """The gradients of tied embeddings, between the first and the last stage."""
+    if plan.model not in TIED or len(plan.stages) == 1:
+        return 0.0
+    rings = zip(plan.replicas[0], plan.replicas[-1], strict=True)
+    return max(_ring_s(tables, ring, _tied_parameters(plan, tables, ring[0]) * FLOAT32_BYTES) for ring in rings)
+
+
+def _ring_s(tables: Tables, ring: Sequence[Replica], size: int) -> float:
+    """2 (n-1) messages of 1/n one after another, each as slow as the slowest link of the ring."""
+    if len(ring) == 1:
+        return 0.0
+    piece = ceil(size / len(ring))
+    slowest = min(_bytes_per_s(tables, a, b, piece) for a, b in pairwise([*ring, ring[0]]))
+    return 2 * (len(ring) - 1) * piece / slowest
+
+
+def _bytes_per_s(tables: Tables, here: Replica, there: Replica, message_bytes: int) -> float:
+    """What one GPU has of the link between two nodes whose GPUs all send at once."""
+    table = tables.homogeneous if here.device == there.device else tables.mixed
+    curve = table[ZONE][here.device][str(here.devices)][ZONE][there.device][str(there.devices)]
+    return _together(curve, message_bytes) / here.devices
+
+
+def _together(curve: Any, message_bytes: int) -> float:  # noqa: ANN401
+    """Bytes/s of all that send at once, by the curve of a link within the sizes that it was measured with."""
+    (a, b, c), most = curve
+    x = log2(min(max(message_bytes, SMALLEST_BYTES), LARGEST_BYTES) / 1e6)
+    bytes_per_s = min(1e9 * (a * x * x + b * x + c), most)
+    if bytes_per_s <= 0:
+        raise ValueError(f"a link without bandwidth at {message_bytes} bytes")
+    return float(bytes_per_s)
+
+
+def _layers(plan: SailorPlan, tables: Tables, index: int, replica: Replica) -> Layers:
+    every = tables.profiles[plan.model][replica.device][str(plan.micro_batch_size)][str(replica.devices)]
+    return [every[str(layer)] for layer in range(*plan.stages[index])]
+
+
+def _layer_info(plan: SailorPlan, tables: Tables, index: int, replica: Replica) -> list[dict[str, float]]:
+    every = tables.layers[plan.model][str(replica.devices)]
+    return [every[str(layer)] for layer in range(*plan.stages[index])]
+
+
+def _parameters(plan: SailorPlan, tables: Tables, index: int, replica: Replica) -> int:
+    """Of one GPU; a last stage that is not the first has a copy of tied embeddings."""
+    count = sum(int(layer["params_floats"]) for layer in _layer_info(plan, tables, index, replica))
+    copied = plan.model in TIED and 0 < index == len(plan.stages) - 1
+    return count + (_tied_parameters(plan, tables, replica) if copied else 0)
+
+
+def _tied_parameters(plan: SailorPlan, tables: Tables, replica: Replica) -> int:
+    """The embedding without its table of positions, which every rank holds whole."""
+    every = int(tables.layers[plan.model][str(replica.devices)]["0"]["params_floats"])
+    return every - SEQUENCE_LENGTH * HIDDEN[plan.model]
+
+
+def _read(folder: Path, variant: str) -> Tables:
+    profiles = _json(folder / "profiles_tmp.json")
+    if variant == "planner":
+        profiles["OPT-350"]["GH-96"] = _json(folder / "profile_OPT-350_GH-96_planner.json")
+    network = folder / "network"
+    return Tables(
+        profiles,
+        _json(folder / "llm_info.json"),
+        _json(network / "multizone_bandwidths.json"),
+        _json(network / "multizone_bandwidths_het.json"),
+        _json(network / "intra_node_bandwidths.json"),
+    )
+
+
+def _plans(folder: Path) -> Iterator[SailorPlan]:
+    for path in sorted((folder / "plans").rglob("*.json")):
+        content = _json(path)
+        (pipeline,) = content["pipeline_list"]
+        sizes = [len(layers) for layers in pipeline["layers_per_stage"]]
+        bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        replicas = tuple(
+            tuple(Replica(device, tp_size) for ((device, _, _),), tp_size in stage)
+            for stage in pipeline["tmp_per_stage"]
+        )
+        yield SailorPlan(
+            path.relative_to(folder / "plans").with_suffix("").as_posix(),
+            "GPT-Neo-2.7" if "GPT-NEO" in path.parts else "OPT-350",
+            tuple(pairwise(bounds)),
+            replicas,
+            content["mbs"],
+            ceil(content["gbs"] / (content["mbs"] * len(replicas[0]))),
+            content["real"],
+            content["max_mem"],
+        )
+
+
+def _json(path: Path) -> Any:  # noqa: ANN401
+    return json.loads(path.read_text(encoding="utf-8"))
