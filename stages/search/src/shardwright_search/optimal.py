@@ -32,6 +32,8 @@ _MOST_NEAR = 64
 _MOST_ACTIONS = 100_000
 """Passes that are simulated to tell near plans apart."""
 _MOST_RUNNERS_UP = 5
+_MOST_LABELS = 10_000
+"""Work on the best plan of another case, after which it is left out."""
 
 Report = Callable[[str], None]
 
@@ -192,7 +194,7 @@ def _others(
     sizes = _firsts(optimum, lambda other: other.pp_size, case.pp_size)
     counts = _firsts(optimum, lambda other: other.num_microbatches, case.num_microbatches)
     for target in dict.fromkeys((*sizes[:_MOST_RUNNERS_UP], *counts[:2])):
-        found = optimise([target], pricing.solvable, deadline=deadline)
+        found = optimise([target], pricing.solvable, deadline=deadline, most_labels=_MOST_LABELS)
         if found.best is not None and not found.stopped:
             yield found.best
 

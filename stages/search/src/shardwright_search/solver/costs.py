@@ -5,19 +5,20 @@ microbatch included. `peak`: the most so far, and late bytes. An element with x 
 them to held + x + activation and x + late + max(peak, held + activation + transient).
 """
 
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.dual import Dual
+from shardwright_search.solver.dual import Dual, Polyline
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
 from shardwright_search.solver.problem import Options, Place, Problem
-from shardwright_search.solver.runs import Runs
+from shardwright_search.solver.runs import Runs, pivot_of
 
 __all__ = ["Measure", "PlaceCosts", "Weights", "weightings"]
 
-_FEW_ELEMENTS = 3
-_FEW_PLANS = 20_000
+_FEW_ELEMENTS = 2
+_FEW_PLANS = 5_000
 
 Weights = tuple[float, float]
 """Of A and U in a cost."""
@@ -45,6 +46,17 @@ class Measure(NamedTuple):
     """By type: the least that the last element adds."""
 
 
+class Pivot(NamedTuple):
+    """The last layer of a run, with the head if that is behind it: what they hold for a moment binds.
+
+    So their options are told apart, one entry each; what another replaces is left out.
+    """
+
+    cost: Numbers
+    memory: Numbers
+    """What the measure of all memory held counts, and what is held for a moment at the end of the run."""
+
+
 class PlaceCosts:
     """The useful options of a place with k microbatches in flight, and the bounds that they allow."""
 
@@ -57,6 +69,9 @@ class PlaceCosts:
         self.measures = tuple(self._measure(share) for share in ((1.0, 0.5, 0.0) if late else (1.0,)))
         self._duals: dict[Weights, tuple[Dual, ...]] = {}
         self._runs: dict[Weights, Numbers] = {}
+        self._pivots: dict[tuple[Weights, int, int], Pivot] = {}
+        self._short: dict[tuple[int, ...], tuple[Numbers, Numbers] | None] = {}
+        self._rests: dict[tuple[Weights, tuple[int, ...]], tuple[Polyline, ...]] = {}
 
     def duals(self, weights: Weights) -> tuple[Dual, ...]:
         """One bound for each measure of memory."""
@@ -68,11 +83,9 @@ class PlaceCosts:
     def least(self, runs: Runs, weights: Weights) -> Numbers:
         """A lower bound on the cost of every run [runs], without redistribution and sends; infinity: none fits."""
         if weights not in self._runs:
-            first = np.array([run.elements[0] for run in runs.runs])
-            last = np.array([run.elements[-1] for run in runs.runs])
-            found = np.zeros(len(runs.runs))
-            for measure, dual in zip(self.measures, self.duals(weights), strict=True):
-                left = self.place.budget_bytes - measure.first[first] - measure.last[last]
+            found = self._least_with_pivot(runs, weights)
+            for measure, dual in zip(self.measures[1:], self.duals(weights)[1:], strict=True):
+                left = self.place.budget_bytes - measure.first[runs.first] - measure.last[runs.last]
                 found = np.maximum(found, dual.runs(runs.counts, left))
             for number, run in enumerate(runs.runs):
                 if len(run.elements) <= _FEW_ELEMENTS:
@@ -80,6 +93,67 @@ class PlaceCosts:
                     found[number] = found[number] if exact is None else max(found[number], exact)
             self._runs[weights] = found
         return self._runs[weights]
+
+    def least_rest(self, weights: Weights, rest: tuple[int, ...], held: Numbers, peak: Numbers) -> Numbers:
+        """What the elements still to come cost at least after labels that hold so much [labels]."""
+        budget, counts = self.place.budget_bytes, [rest.count(kind) for kind in range(len(self.options))]
+        key = weights, rest
+        place, behind = pivot_of(rest, self._head)
+        if key not in self._rests:
+            without = list(counts)
+            for kind in rest if place is None else rest[place:]:
+                without[kind] -= place is not None
+            self._rests[key] = (
+                self.duals(weights)[0].polyline(without),
+                *(dual.polyline(counts) for dual in self.duals(weights)[1:]),
+            )
+        lines = self._rests[key]
+        if place is None:
+            least = lines[0].at(budget - self.measures[0].last[rest[-1]] - held)
+        else:
+            pivot = self._pivot(weights, rest[place], behind)
+            least = np.min(
+                [c + lines[0].at(budget - m - held) for c, m in zip(pivot.cost, pivot.memory, strict=True)], axis=0
+            )
+        for measure, line in zip(self.measures[1:], lines[1:], strict=True):
+            taken = measure.share * held + (1 - measure.share) * peak
+            least = np.maximum(least, line.at(budget - measure.last[rest[-1]] - taken))
+        return least
+
+    @property
+    def _head(self) -> int:
+        """The last type is the head's: types are numbered in the order of the elements."""
+        return len(self.options) - 1
+
+    def _least_with_pivot(self, runs: Runs, weights: Weights) -> Numbers:
+        dual, budget = self.duals(weights)[0], self.place.budget_bytes
+        found = np.full(len(runs.runs), np.inf)
+        for kind, behind, rows, counts in runs.groups:
+            if kind < 0:
+                found[rows] = dual.runs(counts, budget - self.measures[0].last[runs.last[rows]])
+                continue
+            pivot = self._pivot(weights, kind, behind)
+            for cost, memory in zip(pivot.cost, pivot.memory, strict=True):
+                found[rows] = np.minimum(found[rows], cost + dual.runs(counts, np.full(len(rows), budget - memory)))
+        return found
+
+    def _pivot(self, weights: Weights, kind: int, behind: int) -> Pivot:
+        """Of a layer type; `behind` is the type of the one element behind it, or -1."""
+        key = weights, kind, behind
+        if key not in self._pivots:
+            o, measure = self.options[kind], self.measures[0].memory
+            cost = weights[0] * o.time_ps + weights[1] * o.end_ps
+            moment = o.late_bytes + o.transient_bytes
+            memory = measure[kind] + moment
+            if behind >= 0:
+                after = self.options[behind]
+                cost = (cost[:, None] + weights[0] * after.time_ps + weights[1] * after.end_ps).ravel()
+                here = moment[:, None] + after.late_bytes - after.activation_bytes
+                most = np.maximum(here, after.late_bytes + after.transient_bytes)
+                memory = (measure[kind][:, None] + measure[behind] + most).ravel()
+            rows = non_dominated(np.stack([cost, memory], 1), np.zeros(len(cost), np.int64))
+            self._pivots[key] = Pivot(cost[rows], memory[rows])
+        return self._pivots[key]
 
     def _measure(self, share: float) -> Measure:
         memory = tuple(
@@ -92,17 +166,27 @@ class PlaceCosts:
 
     def _exactly(self, elements: tuple[int, ...], weights: Weights) -> float | None:
         """The least cost of a short run, layouts aside: the linear programme is loose there. None if it is long."""
-        if np.prod([len(self.static[kind]) for kind in elements], dtype=float) > _FEW_PLANS:
+        if elements not in self._short:
+            self._short[elements] = self._enumerated(elements)
+        known = self._short[elements]
+        if known is None:
             return None
-        cost = held = peak = np.zeros(1)
+        cost = weights[0] * known[0] + weights[1] * known[1]
+        return float(cost.min()) * (1 - 1e-9) - 1 if len(cost) else np.inf
+
+    def _enumerated(self, elements: tuple[int, ...]) -> tuple[Numbers, Numbers] | None:
+        """A and U of every choice that fits; None if there are too many."""
+        if prod(len(self.static[kind]) for kind in elements) > _FEW_PLANS:
+            return None
+        time = end = held = peak = np.zeros(1)
         for kind in elements:
             o, static = self.options[kind], self.static[kind]
-            cost = (cost[:, None] + weights[0] * o.time_ps + weights[1] * o.end_ps).ravel()
-            before = held[:, None] + o.activation_bytes + o.transient_bytes
+            time, end = (time[:, None] + o.time_ps).ravel(), (end[:, None] + o.end_ps).ravel()
+            before = held[:, None] + (o.activation_bytes + o.transient_bytes)
             peak = (static + o.late_bytes + np.maximum(peak[:, None], before)).ravel()
-            held = (held[:, None] + static + o.activation_bytes).ravel()
-        fitting = cost[peak <= self.place.budget_bytes]
-        return float(fitting.min()) * (1 - 1e-9) - 1 if len(fitting) else np.inf
+            held = (held[:, None] + (static + o.activation_bytes)).ravel()
+        fits = peak <= self.place.budget_bytes
+        return time[fits], end[fits]
 
 
 def _useful(options: Options, in_flight: int) -> Ints:
@@ -111,7 +195,7 @@ def _useful(options: Options, in_flight: int) -> Ints:
     ends = static + options.late_bytes
     columns = [
         options.time_ps,
-        options.end_ps,
+        options.time_ps + options.end_ps,
         ends,
         ends + options.activation_bytes + options.transient_bytes,
         static + options.activation_bytes,

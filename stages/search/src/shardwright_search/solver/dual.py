@@ -1,48 +1,66 @@
-"""Lower bounds on the cost of a run of elements within a memory budget: the dual of a linear programme.
+"""Lower bounds on the cost of a run of elements within a memory budget: a linear programme.
 
-If every element chose a mixture of its options, the least cost within memory M would be the maximum over prices lambda
-of a byte of sum over elements of min over options (cost + lambda memory) - lambda M. The maximum is taken at a slope of
-the lower convex hull of some type's options (Sinha and Zoltners 1979, the multiple-choice knapsack). Whole options cost
-no less.
+If every element chose a mixture of its options, each type would move along the lower left hull of its points (memory,
+cost), steepest edges first: the least cost is a convex polyline in the memory. Its value is also the maximum over prices
+lambda of a byte of sum over elements of min over options (cost + lambda memory) - lambda M, at a slope of some hull
+(Sinha and Zoltners 1979, the multiple-choice knapsack). Whole options cost no less.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from shardwright_search.solver.pareto import Numbers
 
-__all__ = ["Dual"]
+__all__ = ["Dual", "Polyline"]
 
 _ROUNDING = 1e-9
+
+
+class Polyline(NamedTuple):
+    """The least cost of some elements over the memory that they may take."""
+
+    memory: Numbers
+    cost: Numbers
+
+    def at(self, left: Numbers) -> Numbers:
+        """Of several amounts of memory; infinity where the elements do not fit."""
+        return np.where(left >= self.memory[0], np.interp(left, self.memory, self.cost), np.inf)
 
 
 class Dual:
     """The bound for one cost and one measure of memory, both by type [options]."""
 
     def __init__(self, costs: Sequence[Numbers], memory: Sequence[Numbers]) -> None:
-        slopes = {slope for cost, held in zip(costs, memory, strict=True) for slope in _hull_slopes(cost, held)}
+        self._hulls = [_hull(cost, held) for cost, held in zip(costs, memory, strict=True)]
+        slopes = {slope for hull in self._hulls for slope in _slopes(hull)}
         self._prices = np.array(sorted(slopes | {0.0}))
-        priced = [
-            (cost[:, None] + held[:, None] * self._prices).min(0) for cost, held in zip(costs, memory, strict=True)
-        ]
+        priced = [(hull[:, 1:] + hull[:, :1] * self._prices).min(0) for hull in self._hulls]
         self._least_cost = np.stack(priced)
-        self._least_memory = np.array([held.min() for held in memory])
+        self._least_memory = np.array([hull[0, 0] for hull in self._hulls])
 
     def runs(self, counts: Numbers, left: Numbers) -> Numbers:
         """Of runs with so many elements of each type [runs, types] and memory `left` [runs]; infinity: none fits."""
         value = (counts @ self._least_cost - left[:, None] * self._prices).max(1)
         return np.where(counts @ self._least_memory <= left, value * (1 - _ROUNDING) - 1, np.inf)
 
-    def rest(self, counts: Numbers, left: Numbers) -> Numbers:
-        """Of one run [types] with each of several amounts of memory `left` [labels]."""
-        value = ((counts @ self._least_cost)[None, :] - left[:, None] * self._prices).max(1)
-        return np.where(counts @ self._least_memory <= left, value * (1 - _ROUNDING) - 1, np.inf)
+    def polyline(self, counts: Sequence[int]) -> Polyline:
+        """Of so many elements of each type."""
+        edges: list[tuple[float, float, float]] = []
+        start = np.zeros(2)
+        for count, hull in zip(counts, self._hulls, strict=True):
+            if count:
+                start = start + count * hull[0]
+                steps = np.diff(hull, axis=0) * count
+                edges += [(y / x, x, y) for x, y in steps.tolist()]
+        edges.sort()
+        points = np.cumsum([start, *((x, y) for _, x, y in edges)], axis=0)
+        return Polyline(points[:, 0], points[:, 1] * (1 - _ROUNDING) - 1)
 
 
-def _hull_slopes(cost: Numbers, memory: Numbers) -> list[float]:
-    """What a byte is worth along the lower left hull of the points (memory, cost)."""
+def _hull(cost: Numbers, memory: Numbers) -> Numbers:
+    """The lower left hull of the points (memory, cost) [points, 2], by ascending memory."""
     hull: list[tuple[float, float]] = []
     for row in np.lexsort((cost, memory)):
         x, y = float(memory[row]), float(cost[row])
@@ -53,4 +71,10 @@ def _hull_slopes(cost: Numbers, memory: Numbers) -> list[float]:
         ):
             hull.pop()
         hull.append((x, y))
-    return [(a[1] - b[1]) / (b[0] - a[0]) for a, b in pairwise(hull) if b[0] > a[0]]
+    return np.array(hull)
+
+
+def _slopes(hull: Numbers) -> list[float]:
+    """What a byte is worth along the hull."""
+    steps = np.diff(hull, axis=0)
+    return [-y / x for x, y in steps.tolist()]

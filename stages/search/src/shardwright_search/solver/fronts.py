@@ -68,7 +68,7 @@ class _Step(NamedTuple):
 
 
 def stage_fronts(
-    problem: Problem, kind: StageKind, costs: PlaceCosts, targets: Sequence[Target], tick: Callable[[], None]
+    problem: Problem, kind: StageKind, costs: PlaceCosts, targets: Sequence[Target], tick: Callable[[int], None]
 ) -> dict[int, Labels]:
     """By run, the labels of every target worth being a whole stage, where memory no longer matters.
 
@@ -108,10 +108,10 @@ def _extend(
     depth: int,
     targets: list[Target],
     found: dict[int, Labels],
-    tick: Callable[[], None],
+    tick: Callable[[int], None],
 ) -> None:
     """Follow the tree of all target runs from the labels of their common beginning."""
-    tick()
+    tick(len(labels.gives))
     runs = runs_of(step.problem.elements).runs
     for target in targets:
         if len(runs[target.run].elements) == depth:
@@ -182,23 +182,13 @@ def _reaching(step: _Step, labels: Labels, targets: list[tuple[Target, Run]], de
         if not len(rows):
             break
         rest = run.elements[depth:]
-        counts = np.bincount(rest, minlength=len(step.costs.options)).astype(float) if rest else None
         for (time, end), cap in zip(step.weights, target.caps, strict=True):
             cost = time * labels.time_ps[rows] + end * labels.end_ps[rows]
-            if counts is not None:
-                cost = cost + _least_rest(step.costs, (time, end), counts, rest[-1], labels, rows)
+            if rest:
+                cost = cost + step.costs.least_rest((time, end), rest, labels.held_bytes[rows], labels.peak_bytes[rows])
             rows = rows[cost < cap]
         keep[rows] = True
     return np.flatnonzero(keep)
-
-
-def _least_rest(costs: PlaceCosts, weights: Weights, counts: Numbers, last: int, labels: Labels, rows: Ints) -> Numbers:
-    """What the elements that are still to come cost at least, in the memory that each label leaves them."""
-    least = np.zeros(len(rows))
-    for measure, dual in zip(costs.measures, costs.duals(weights), strict=True):
-        taken = measure.share * labels.held_bytes[rows] + (1 - measure.share) * labels.peak_bytes[rows]
-        least = np.maximum(least, dual.rest(counts, costs.place.budget_bytes - measure.last[last] - taken))
-    return least
 
 
 def _worth_extending(step: _Step, labels: Labels, before: int) -> Ints:

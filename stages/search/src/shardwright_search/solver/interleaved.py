@@ -90,13 +90,13 @@ class Interleaved:
         least = Dual(costs, memory).runs(counts, np.array([float(problem.place.budget_bytes)]))
         self.lower_ps = float(self._lower(max(0.0, least[0])) if np.isfinite(least[0]) else np.inf)
 
-    def solve_below(self, below_ps: float, most: int, tick: Callable[[], None]) -> tuple[Found, ...]:
+    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """Plans with T < below_ps: the best one first and up to `most`; none: there is none in the space."""
         levels = [self._first()]
         for position in range(1, len(self._problem.positions)):
-            tick()
+            tick(len(levels[-1].gives))
             levels.append(self._next(levels[-1], position, below_ps))
-        tick()
+        tick(len(levels[-1].gives))
         found: list[Found] = []
         block = max(1, _MOST_AT_ONCE // (len(self._outer[0].gives) * len(self._outer[1].takes)))
         for start in range(0, len(levels[-1].gives), block):

@@ -16,9 +16,7 @@ from shardwright_search.solver.partition import Found
 
 __all__ = ["Best", "Optimum", "Solvable", "Stopped", "Target", "optimise"]
 
-_WINDOWS = (0.002, 0.01, 0.04, 0.15, 0.6, np.inf)
-_FIRST = 1
-"""Plans that a window is asked for while the best one is looked for."""
+_WINDOWS = (0.001, 0.002, 0.005, 0.015, 0.05, 0.2, 1.0, np.inf)
 
 
 class Solvable(Protocol):
@@ -26,7 +24,7 @@ class Solvable(Protocol):
 
     lower_ps: float
 
-    def solve_below(self, below_ps: float, most: int, tick: Callable[[], None]) -> tuple[Found, ...]:
+    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """As `partition.solve_below`."""
         ...
 
@@ -84,83 +82,86 @@ def optimise(
     most: int = 1,
     deadline: float | None = None,
     report: Callable[[float, float, int], None] = lambda best, bound, left: None,
-    known: Best[C] | None = None,
+    most_labels: float = np.inf,
 ) -> Optimum[C]:
     """The best plan of all cases, and up to `most` of each case within `near` of it.
 
     `deadline` is a time of `monotonic`; it and Ctrl-C end the search early. `report` hears the best score, the least
-    bound and how many cases are left. `known` is a plan to start from.
+    bound and how many cases are left. After `most_labels` labels it ends early, too.
     """
+    labels = 0
 
-    def tick() -> None:
-        if deadline is not None and monotonic() > deadline:
+    def tick(made: int = 0) -> None:
+        nonlocal labels
+        labels += made
+        if labels > most_labels or (deadline is not None and monotonic() > deadline):
             raise Stopped
 
-    heap: list[tuple[float, int, int]] = []
-    best, solved, bounded, current = known, set[int](), 0, -np.inf
+    heap: list[_Open] = []
+    plans: dict[int, tuple[Best[C], ...]] = {}
+    best: Best[C] | None = None
+    bounded, now, stopped = 0, _Open(0.0, -1, 0), False
+    solved: set[int] = set()
     every: list[tuple[float, Target[C]]] = []
+
+    def solve(here: _Open, limit: float) -> None:
+        """Below the next window of a case; without a plan there its bound is higher, or it has none."""
+        nonlocal now
+        now, target = here, targets[here.number]
+        cut = min(here.bound * (1 + _WINDOWS[here.window]), limit)
+        solved.add(here.number)
+        found = solvable(target.case).solve_below(target.time_ps(cut), most, tick)
+        plans[here.number] = tuple(Best(target, one, target.score(one.objective_ps)) for one in found)
+        if not found and np.isfinite(cut):
+            heapq.heappush(heap, _Open(cut, here.number, here.window + 1))
+        now = _Open(np.inf, -1, 0)
+
     try:
         for number, target in enumerate(targets):
             tick()
             bound = target.score(solvable(target.case).lower_ps)
             bounded += 1
             if np.isfinite(bound):
-                heap.append((bound, number, 0))
+                heap.append(_Open(bound, number, 0))
                 every.append((bound, target))
         heapq.heapify(heap)
-        while heap and (best is None or heap[0][0] < best.score):
-            bound, number, window = heapq.heappop(heap)
-            current, target = bound, targets[number]
-            report(np.inf if best is None else best.score, bound, len(heap) + 1)
-            cut = min(bound * (1 + _WINDOWS[window]), np.inf if best is None else best.score)
-            found = solvable(target.case).solve_below(target.time_ps(cut), _FIRST, tick)
-            solved.add(number)
-            current = np.inf
-            if found:
-                best = Best(target, found[0], target.score(found[0].objective_ps))
-            elif np.isfinite(cut):
-                heapq.heappush(heap, (cut, number, window + 1))
-        if best is None:
-            return Optimum(None, (), np.inf, tuple(sorted(every, key=_by_bound)), bounded, len(solved), False)
-        near_by = _near(every, solvable, best, near, most, tick)
-        return Optimum(best, near_by, best.score, tuple(sorted(every, key=_by_bound)), bounded, len(solved), False)
+        now = _Open(np.inf, -1, 0)
+        while heap and (best is None or heap[0].bound < best.score):
+            report(np.inf if best is None else best.score, heap[0].bound, len(heap))
+            here = heapq.heappop(heap)
+            solve(here, np.inf if best is None else best.score)
+            best = min((*plans[here.number][:1], *((best,) if best is not None else ())), key=_score, default=None)
     except (Stopped, KeyboardInterrupt):
-        left = [bound for bound, _, _ in heap] + [current]
-        lower = 0.0 if bounded < len(targets) else min([bound for bound in left if bound > -np.inf], default=0.0)
-        bound = min(lower, np.inf if best is None else best.score)
-        return Optimum(
-            best,
-            () if best is None else (best,),
-            bound,
-            tuple(sorted(every, key=_by_bound)),
-            bounded,
-            len(solved),
-            True,
-        )
+        stopped = True
+    left = min([now.bound, *(one.bound for one in heap)], default=np.inf)
+    bound = min(left, np.inf if best is None else best.score)
+    try:
+        while not stopped and best is not None and heap and heap[0].bound <= best.score * (1 + near):
+            solve(heapq.heappop(heap), np.nextafter(best.score * (1 + near), np.inf))
+    except (Stopped, KeyboardInterrupt):
+        stopped = True
+    close = [one for of_case in plans.values() for one in of_case if best and one.score <= best.score * (1 + near)]
+    return Optimum(
+        best,
+        tuple(sorted(close, key=_score)) or (() if best is None else (best,)),
+        bound,
+        tuple(sorted(every, key=_by_bound)),
+        bounded,
+        len(solved),
+        stopped,
+    )
 
 
-def _near(
-    every: Sequence[tuple[float, Target[C]]],
-    solvable: Callable[[C], Solvable],
-    best: Best[C],
-    near: float,
-    most: int,
-    tick: Callable[[], None],
-) -> tuple[Best[C], ...]:
-    """Plans within a share of the best: the best one of each case, and those that were found beside it."""
-    limit = best.score * (1 + near)
-    found: list[Best[C]] = []
-    for bound, target in sorted(every, key=_by_bound):
-        if bound > limit or most <= 1:
-            break
-        for window in _WINDOWS:
-            cut = np.nextafter(min(limit, bound * (1 + window)), np.inf)
-            plans = solvable(target.case).solve_below(target.time_ps(cut), most, tick)
-            found += [Best(target, one, target.score(one.objective_ps)) for one in plans]
-            if plans or cut > limit:
-                break
-    others = [one for one in found if one.found.solution != best.found.solution or one.target != best.target]
-    return (best, *sorted(others, key=lambda one: one.score))
+class _Open(NamedTuple):
+    """A case that is not solved yet, by its bound, and the next window to solve it below."""
+
+    bound: float
+    number: int
+    window: int
+
+
+def _score(best: Best[C]) -> float:
+    return best.score
 
 
 def _by_bound(bounded: tuple[float, Target[C]]) -> float:

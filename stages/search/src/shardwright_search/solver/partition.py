@@ -1,8 +1,9 @@
 """Cutting the chain of elements into pipeline stages, given the front of every run of elements.
 
-A label is one way to treat the elements before a cut: S, the sum of the stages' A', the largest A' and the largest U,
-the layout it gives out, the class of its embedding that ties tell apart. Whatever follows adds the same to S and takes
-the same maxima, so of labels with the same layout and class only non-dominated ones matter. Labels are also dropped
+A label is one way to treat the elements before a cut: S, the sum of the stages' A', the largest A' and the largest U (X
+and V), the layout it gives out, the class of its embedding that ties tell apart. Whatever follows adds the same to S
+and takes the same maxima, so a label with another's layout and class never loses to it if S' - S is at least
+(m - 1)(X - X')+ + (V - V')+: that is, if S plus each selection of (m - 1) X and V is no larger. Labels are also dropped
 when the bounds of what is still to come show that no plan through them stays below the window.
 """
 
@@ -33,7 +34,7 @@ class Pipeline:
         self._windows = Windows(problem, costs_of)
         self.lower_ps = self._windows.lower_ps
 
-    def solve_below(self, below_ps: float, most: int, tick: Callable[[], None]) -> tuple[Found, ...]:
+    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """See the function."""
         return solve_below(self._windows, below_ps, most, tick)
 
@@ -63,7 +64,7 @@ class _Prefix(NamedTuple):
     """The label of the last stage in its front."""
 
     def take(self, rows: Ints) -> "_Prefix":
-        return _Prefix(*(column[rows] for column in self))
+        return _Prefix._make(column[rows] for column in self)
 
 
 class _Level(NamedTuple):
@@ -73,7 +74,7 @@ class _Level(NamedTuple):
     sources: list[tuple[_At, Labels]]
 
 
-def solve_below(windows: Windows, below_ps: float, most: int, tick: Callable[[], None]) -> tuple[Found, ...]:
+def solve_below(windows: Windows, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
     """Plans with T < below_ps: the best one first and up to `most` in all, non-dominated ones; none: there is none."""
     problem = windows.problem
     targets = windows.targets(below_ps)
@@ -88,7 +89,7 @@ def solve_below(windows: Windows, below_ps: float, most: int, tick: Callable[[],
     start = _Prefix(nothing, nothing, nothing, zero, zero, zero, zero, zero)
     levels = [_Level({at: start for at in _followed(problem, 0, 0, problem.usages[0][0], -1)}, [])]
     for stage in range(problem.pp_size):
-        tick()
+        tick(0)
         levels.append(_next_level(windows, stage, levels[-1], fronts, below_ps))
     return _best(problem, levels, below_ps, most)
 
@@ -119,10 +120,17 @@ def _next_level(
     level = {}
     for where, parts in found.items():
         joined = _Prefix(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-        columns = np.stack([joined.total_ps, joined.slowest_ps, joined.end_ps], 1)
+        columns = np.stack(_comparable(problem, joined), 1)
         key = joined.gives * len(problem.tie_ps) + joined.tie_class
         level[where] = joined.take(non_dominated(columns, key))
     return _Level(level, sources)
+
+
+def _comparable(problem: Problem, labels: _Prefix) -> list[Numbers]:
+    """The numbers in which one label must be no worse to replace another: S with any choice of what else it raises."""
+    slowest = (problem.num_microbatches - 1) * labels.slowest_ps
+    total, both = labels.total_ps, labels.total_ps + slowest
+    return [total, both, total + labels.end_ps, both + labels.end_ps]
 
 
 def _followed(problem: Problem, stage: int, end: int, used: tuple[int, ...], place: int) -> list[_At]:

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from shardwright_search.solver.pareto import Ints, Numbers
 
@@ -39,7 +38,7 @@ class Options(NamedTuple):
 
     def take(self, rows: Ints) -> "Options":
         """Some of the options."""
-        return Options(*(column[rows] for column in self))
+        return Options._make(column[rows] for column in self)
 
 
 class Place(NamedTuple):
@@ -90,8 +89,13 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return int(self.places[0].redistribution_ps.shape[1])
 
     def objectives(self, time_ps: Numbers, end_ps: Numbers) -> list[Numbers]:
-        """The numbers in which one stage must be no worse to replace another: A and U, of one stage m A + U."""
-        return [self.num_microbatches * time_ps + end_ps] if self.pp_size == 1 else [time_ps, end_ps]
+        """The numbers in which one way to treat a stage must be no worse to replace another.
+
+        With one stage T is m A + U. With several, taking (A, U) for (A', U') with A <= A' lowers the sum of times by
+        A' - A, raises no largest time, and raises the largest U by at most (U - U')+: it never hurts if A + U is no
+        larger either.
+        """
+        return [self.num_microbatches * time_ps + end_ps] if self.pp_size == 1 else [time_ps, time_ps + end_ps]
 
     @cached_property
     def usages(self) -> tuple[tuple[tuple[int, ...], ...], ...]:

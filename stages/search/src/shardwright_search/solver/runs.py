@@ -1,5 +1,6 @@
 """The runs of neighbouring elements that a pipeline stage can hold, equal ones told once."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from shardwright_search.solver.pareto import Ints, Numbers
 
-__all__ = ["Run", "Runs", "runs_of"]
+__all__ = ["PivotGroup", "Run", "Runs", "pivot_of", "runs_of"]
 
 
 class Run(NamedTuple):
@@ -15,6 +16,18 @@ class Run(NamedTuple):
 
     before: int
     elements: tuple[int, ...]
+
+
+class PivotGroup(NamedTuple):
+    """Runs that end alike: in a layer of one type, with or without the head behind it."""
+
+    kind: int
+    """The layer's type; -1: the runs hold no layer."""
+    behind: int
+    """The head's type; -1: nothing is behind the layer."""
+    rows: Ints
+    counts: Numbers
+    """[rows, types]: how many elements of each type are before the layer; all of them where there is no layer."""
 
 
 class Runs(NamedTuple):
@@ -25,6 +38,17 @@ class Runs(NamedTuple):
     runs: tuple[Run, ...]
     counts: Numbers
     """[runs, types]: how many elements of each type."""
+    first: Ints
+    """[runs]: type of the first element."""
+    last: Ints
+    groups: tuple[PivotGroup, ...]
+
+
+def pivot_of(elements: Sequence[int], head: int) -> tuple[int | None, int]:
+    """Where the last layer of a run is, if it is at the end or right before the head, and what is behind it or -1."""
+    if elements[-1] != head:
+        return len(elements) - 1, -1
+    return (len(elements) - 2, head) if len(elements) > 1 else (None, -1)
 
 
 @lru_cache(maxsize=8)
@@ -37,5 +61,18 @@ def runs_of(elements: tuple[int, ...]) -> Runs:
         before = elements[start - 1] if start else -1
         for end in range(start + 1, total + 1):
             number[start, end] = known.setdefault(Run(before, elements[start:end]), len(known))
-    counts = [[run.elements.count(kind) for kind in range(max(elements) + 1)] for run in known]
-    return Runs(number, tuple(known), np.array(counts, float))
+    counts = np.array([[run.elements.count(kind) for kind in range(max(elements) + 1)] for run in known], float)
+    first, last = (np.array([run.elements[i] for run in known]) for i in (0, -1))
+    return Runs(number, tuple(known), counts, first, last, _groups(tuple(known), counts, elements[-1]))
+
+
+def _groups(runs: Sequence[Run], counts: Numbers, head: int) -> tuple[PivotGroup, ...]:
+    found: dict[tuple[int, int], list[int]] = {}
+    for number, run in enumerate(runs):
+        place, behind = pivot_of(run.elements, head)
+        found.setdefault((-1 if place is None else run.elements[place], behind), []).append(number)
+    kinds = np.arange(counts.shape[1])
+    return tuple(
+        PivotGroup(kind, behind, np.array(rows), counts[rows] - (kinds == kind) - (kinds == behind))
+        for (kind, behind), rows in found.items()
+    )
