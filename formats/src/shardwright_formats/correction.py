@@ -55,8 +55,8 @@ class Correction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     """By term; one of which no measured plan tells anything is left out.
 
     `forward` and `backward`: one microbatch's pass through a rank's layers, less what gathers and moves between layouts
-    are predicted to take; `gradient_sync`: what reducing gradients adds to a step; `step_end`: the optimizer's step with the step's overhead,
-    which holds the optimizer's fixed part; `memory`: the peak of a rank, process included.
+    are predicted to take; `gradient_sync`: what reducing gradients adds to a step; `step_end`: the optimizer's step
+    with the step's overhead, which holds the optimizer's fixed part; `memory`: the peak of a rank, process included.
     """
     plans_sha256: Annotated[tuple[Sha256, ...], Meta(min_length=1)]
     """The plans that were measured."""
