@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test parity check bench clean
+.PHONY: help setup demo test parity brute-force check bench clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready
@@ -18,10 +18,10 @@ TORCH_INDEX ?=
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Several processes share the cores here; without this, each would start a thread for every core.
-demo test parity bench: export OMP_NUM_THREADS := 1
+demo test parity brute-force bench: export OMP_NUM_THREADS := 1
 
 help: ## list these commands
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
 setup: $(STAMP) ## make .venv with everything in it (the other commands do it by themselves)
 
@@ -33,6 +33,9 @@ test: $(STAMP) ## run all tests
 
 parity: $(STAMP) ## 225 random plans of five families on 2, 4 and 8 ranks against one process, in float64 (long)
 	@python tests/train/run_parity.py
+
+brute-force: $(STAMP) ## the planner against every plan of 20,000 tiny problems (minutes)
+	@python tests/search/run_brute_force.py
 
 check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@ruff check -q .

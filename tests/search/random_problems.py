@@ -98,11 +98,7 @@ def every_plan(problem: Problem) -> Iterator[Enumerated]:
 def best_of(problem: Problem) -> float:
     """The least T of all plans that fit, or infinity."""
     return min(
-        (
-            float(found.times[fits].min())
-            for found in every_plan(problem)
-            if (fits := fitting(problem, found)).any()
-        ),
+        (float(found.times[fits].min()) for found in every_plan(problem) if (fits := fitting(problem, found)).any()),
         default=np.inf,
     )
 

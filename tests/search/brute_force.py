@@ -1,0 +1,43 @@
+"""The solver beside every plan of a problem: what it gets wrong, if anything."""
+
+import numpy as np
+from random_problems import best_of, random_problem
+
+from shardwright_search.solver.optimise import Optimum, Target, optimise
+from shardwright_search.solver.partition import Pipeline
+from shardwright_search.solver.problem import Problem, price
+from shardwright_search.solver.windows import CostsOf
+
+__all__ = ["NEAR", "mistake", "mistakes", "solved"]
+
+NEAR = 0.01
+
+
+def solved(problem: Problem, deadline: float | None = None) -> Optimum[int]:
+    """The solver's answer, with plans near the best one."""
+    costs = CostsOf()
+    return optimise([Target(0, 0.0, 1.0)], lambda _: Pipeline(problem, costs), NEAR, 8, deadline)
+
+
+def mistake(problem: Problem, answer: Optimum[int]) -> str | None:
+    """What is wrong with an answer, or None."""
+    best = best_of(problem)
+    found = np.inf if answer.best is None else answer.best.score
+    if found != best or answer.bound != best:
+        return f"found {found} with a bound of {answer.bound}, the best of all plans takes {best}"
+    if any(bound > best for bound, _ in answer.bounds):
+        return f"bounded by {answer.bounds[0][0]}, the best of all plans takes {best}"
+    for one in answer.near:
+        counted, places = price(problem, one.found.solution), one.found.solution.places
+        if counted.objective_ps != one.score or one.score > best * (1 + NEAR):
+            return f"{one} takes {counted.objective_ps}"
+        if any(need > problem.places[at].budget_bytes for need, at in zip(counted.memory_bytes, places, strict=True)):
+            return f"{one} needs {counted.memory_bytes}"
+    return None
+
+
+def mistakes(seeds: range) -> dict[int, str]:
+    """What the solver gets wrong, by the seed of the problem."""
+    problems = ((seed, random_problem(seed)) for seed in seeds)
+    found = ((seed, mistake(problem, solved(problem))) for seed, problem in problems)
+    return {seed: what for seed, what in found if what is not None}

@@ -1,0 +1,157 @@
+"""Tiny random problems of the interleaved schedule, and every plan of them walked through action by action."""
+
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwright_formats.plan import Schedule
+from shardwright_formats.schedule import Pass, actions
+from shardwright_search.case import _flights
+from shardwright_search.solver.interleaved import Interleaved, InterleavedProblem
+from shardwright_search.solver.optimise import Target, optimise
+from shardwright_search.solver.problem import Options, Place
+from shardwright_search.space import Case
+
+__all__ = ["Priced", "every_interleaved", "mistake", "mistakes", "random_interleaved", "with_budget"]
+
+Element = tuple[int, int]
+"""Type and option."""
+
+
+class Priced(NamedTuple):
+    """A plan: options of the embedding, of each position of a chunk and of the head; T, and the most of any stage."""
+
+    options: tuple[int, ...]
+    time_ps: int
+    memory_bytes: int
+
+
+def random_interleaved(seed: int) -> InterleavedProblem:
+    """Chunks of 1 to 3 layers of 1 or 2 types, 2 or 3 on each of 2 to 4 stages, and costs of all kinds that matter."""
+    rng = np.random.default_rng(seed)
+    pp_size, num_chunks = int(rng.integers(2, 5)), int(rng.integers(2, 4))
+    count, layouts, classes = int(rng.integers(1, 7)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
+    spread = int(rng.choice([4, 40, 1000]))
+
+    def options(kind: int) -> Options:
+        n = int(rng.integers(1, 4))
+        times, ends, states, activations, transients = rng.integers(0, spread, (5, n)).astype(float)
+        late = rng.integers(0, spread if count == 1 else 1, n).astype(float)
+        layout = rng.integers(0, layouts, n)
+        classed = rng.integers(0, classes, n)
+        takes, gives = (classed if kind == 0 else layout), (classed if kind == 3 else layout)
+        return Options(times + 1, ends, states, late, activations, transients, takes, gives)
+
+    moves = rng.integers(0, 1 + spread // 2, (4, layouts, layouts)).astype(float)
+    moves[:, np.arange(layouts), np.arange(layouts)] = 0
+    case = Case(count, count, pp_size, Schedule.INTERLEAVED_1F1B, num_chunks)
+    moments = [_flights(case, stage) for stage in range(pp_size)]
+    problem = InterleavedProblem(
+        embedding=0,
+        positions=tuple(int(kind) for kind in rng.integers(1, 3, rng.integers(1, 4))),
+        head=3,
+        place=Place(tuple(options(kind) for kind in range(4)), moves, 1 << 40),
+        pp_size=pp_size,
+        num_chunks=num_chunks,
+        num_microbatches=count,
+        sends_ps=rng.integers(0, 1 + spread // 4, (pp_size, 4, layouts)).astype(float),
+        flights=(moments[0], moments[1] if pp_size > 2 else (*moments[0], *moments[-1]), moments[-1]),
+        tie_ps=rng.integers(0, 1 + spread // 2, (classes, classes)).astype(float),
+    )
+    needs = sorted(plan.memory_bytes for plan in every_interleaved(problem))
+    return with_budget(problem, needs[int(len(needs) * rng.choice([0, 0.1, 0.5, 0.999]))] - int(rng.random() < 0.05))
+
+
+def with_budget(problem: InterleavedProblem, budget_bytes: int) -> InterleavedProblem:
+    """The same case with another budget."""
+    fields = {name: getattr(problem, name) for name in InterleavedProblem.__struct_fields__}
+    return InterleavedProblem(**fields | {"place": problem.place._replace(budget_bytes=budget_bytes)})
+
+
+def every_interleaved(problem: InterleavedProblem) -> list[Priced]:
+    """All plans with equal chunks."""
+    kinds = (problem.embedding, *problem.positions, problem.head)
+    every = product(*(range(len(problem.place.options[kind].takes)) for kind in kinds))
+    return [Priced(chosen, _time_ps(problem, chosen), _memory_bytes(problem, chosen)) for chosen in every]
+
+
+def mistake(problem: InterleavedProblem) -> str | None:
+    """What the solver gets wrong, or None."""
+    fitting = [plan for plan in every_interleaved(problem) if plan.memory_bytes <= problem.place.budget_bytes]
+    best = min((plan.time_ps for plan in fitting), default=np.inf)
+    answer = optimise([Target(0, 0.0, 1.0)], lambda _: Interleaved(problem), 0.01, 8)
+    found = np.inf if answer.best is None else answer.best.score
+    if found != best or answer.bound != best or any(bound > best for bound, _ in answer.bounds):
+        return f"found {found}, bounds {answer.bound} and {answer.bounds}, the best of all plans takes {best}"
+    times = {plan.options: plan.time_ps for plan in fitting}
+    share = len(problem.positions)
+    for one in answer.near:
+        embedding, *layers, head = one.found.solution.options
+        chunk = tuple(layers[:share])
+        if tuple(layers) != chunk * (problem.pp_size * problem.num_chunks):
+            return f"{one} has chunks of several kinds"
+        if times.get((embedding, *chunk, head)) != one.score:
+            return f"{one} takes {times.get((embedding, *chunk, head))}"
+    return None
+
+
+def mistakes(seeds: range) -> dict[int, str]:
+    """What the solver gets wrong, by the seed of the problem."""
+    found = ((seed, mistake(random_interleaved(seed))) for seed in seeds)
+    return {seed: what for seed, what in found if what is not None}
+
+
+def _chain(problem: InterleavedProblem, chosen: tuple[int, ...], stage: int, chunk: int) -> list[Element]:
+    """What a chunk of a stage holds, in order."""
+    elements = list(zip(problem.positions, chosen[1:-1], strict=True))
+    if (stage, chunk) == (0, 0):
+        elements.insert(0, (problem.embedding, chosen[0]))
+    if (stage, chunk) == (problem.pp_size - 1, problem.num_chunks - 1):
+        elements.append((problem.head, chosen[-1]))
+    return elements
+
+
+def _time_ps(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
+    p, v, m, place = problem.pp_size, problem.num_chunks, problem.num_microbatches, problem.place
+    time, end, before = [0] * p, [0] * p, None
+    for number in range(p * v):  # the chunks in the order a microbatch goes through them
+        stage = number % p
+        for position, (kind, option) in enumerate(_chain(problem, chosen, stage, number // p)):
+            own = place.options[kind]
+            time[stage] += int(own.time_ps[option])
+            end[stage] += int(own.end_ps[option])
+            if before is not None:
+                gives = place.options[before[0]].gives[before[1]]
+                time[stage] += int(place.redistribution_ps[before[0], gives, own.takes[option]])
+                if position == 0:
+                    send = int(problem.sends_ps[(stage - 1) % p, before[0], gives])
+                    time[stage] += send
+                    time[stage - 1] += send
+            before = kind, option
+    slowest, total = max(time), sum(time)
+    full = slowest * m - (slowest - total) // v
+    few = total - (m - 1) * (-slowest // v)
+    options = place.options
+    tie = problem.tie_ps[options[problem.embedding].takes[chosen[0]], options[problem.head].gives[chosen[-1]]]
+    return max(full, few) + max(end) + int(tie)
+
+
+def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
+    """The most that any stage holds at any action; gradients that come late count as there from the start."""
+    p, v, m, options = problem.pp_size, problem.num_chunks, problem.num_microbatches, problem.place.options
+    most = 0
+    for stage in range(p):
+        chains = [_chain(problem, chosen, stage, chunk) for chunk in range(v)]
+        static = sum(int(options[k].state_bytes[o] + options[k].late_bytes[o]) for c in chains for k, o in c)
+        flying: set[tuple[int, int]] = set()
+        for action in actions(Schedule.INTERLEAVED_1F1B, p, m, stage, v):
+            own = action.microbatch, action.chunk
+            flying.discard(own)
+            held = static + sum(int(options[k].activation_bytes[o]) for _, chunk in flying for k, o in chains[chunk])
+            for kind, option in chains[action.chunk]:
+                held += int(options[kind].activation_bytes[option])
+                most = max(most, held + int(options[kind].transient_bytes[option]))
+            if action.kind is Pass.FORWARD:
+                flying.add(own)
+    return most

@@ -1,0 +1,33 @@
+"""`make brute-force`: the solver against every plan of many random problems.
+
+python tests/search/run_brute_force.py [PROBLEMS]
+"""
+
+import sys
+import time
+
+from brute_force import mistakes
+from interleaved_problems import mistakes as interleaved_mistakes
+
+__all__ = ["main"]
+
+PROBLEMS = 10_000
+_BLOCK = 1000
+
+
+def main(count: int) -> int:
+    """Compare, say what was seen, and return the number of problems that the solver gets wrong."""
+    wrong = 0
+    for name, wrong_of in (("gpipe and 1f1b", mistakes), ("interleaved_1f1b", interleaved_mistakes)):
+        started, here = time.process_time(), dict[int, str]()
+        for start in range(0, count, _BLOCK):
+            here |= wrong_of(range(start, min(start + _BLOCK, count)))
+        for seed, what in here.items():
+            print(f"  problem {seed}: {what}")
+        print(f"{name}: {count} problems, {len(here)} wrong, {time.process_time() - started:.0f} CPU s", flush=True)
+        wrong += len(here)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, main(int(sys.argv[1]) if len(sys.argv) > 1 else PROBLEMS)))

@@ -1,0 +1,150 @@
+"""Mistakes on purpose: whoever makes one of them is found out by the comparison with every plan."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from brute_force import mistake, solved
+from interleaved_problems import mistake as interleaved_mistake
+from interleaved_problems import random_interleaved
+from random_problems import random_problem
+
+from shardwright_search.solver import fronts, interleaved, partition
+from shardwright_search.solver.problem import Options, Problem
+from shardwright_search.solver.windows import Windows
+
+SEEDS = range(250)
+
+
+def changed(problem: Problem, **changes: object) -> Problem:
+    fields = {name: getattr(problem, name) for name in Problem.__struct_fields__}
+    return Problem(**fields | changes)
+
+
+def without(term: str) -> Callable[[Problem], Problem]:
+    """What a solver sees that forgets one column of the options."""
+
+    def forgetful(options: Options) -> Options:
+        return options._replace(**{term: np.zeros_like(getattr(options, term))})
+
+    def seen(problem: Problem) -> Problem:
+        places = (place._replace(options=tuple(map(forgetful, place.options))) for place in problem.places)
+        return changed(problem, places=tuple(places))
+
+    return seen
+
+
+def without_redistribution(problem: Problem) -> Problem:
+    places = (p._replace(redistribution_ps=np.zeros_like(p.redistribution_ps)) for p in problem.places)
+    return changed(problem, places=tuple(places))
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        *(pytest.param(without(term), id=term) for term in Options._fields[: Options._fields.index("takes")]),
+        pytest.param(without_redistribution, id="redistribution_ps"),
+        pytest.param(lambda p: changed(p, sends_ps=np.zeros_like(p.sends_ps)), id="sends_ps"),
+        pytest.param(lambda p: changed(p, tie_ps=np.zeros_like(p.tie_ps)), id="tie_ps"),
+        pytest.param(lambda p: changed(p, in_flight=(1,) * p.pp_size), id="in_flight"),
+        pytest.param(lambda p: changed(p, num_microbatches=1), id="num_microbatches"),
+    ],
+)
+def test_a_dropped_term_is_caught(seen):
+    problems = map(random_problem, SEEDS)
+    assert any(mistake(problem, solved(seen(problem))) for problem in problems)
+
+
+def caught() -> bool:
+    return any(mistake(problem, solved(problem)) for problem in map(random_problem, SEEDS))
+
+
+def test_a_middle_stage_that_is_ignored_in_the_largest_time_is_caught(monkeypatch):
+    appended = partition._appended
+
+    def ignoring(problem, stage, at, labels, *rest):
+        found = appended(problem, stage, at, labels, *rest)
+        middle = 0 < stage < problem.pp_size - 1
+        return found._replace(slowest_ps=labels.slowest_ps[found.parent]) if middle else found
+
+    monkeypatch.setattr(partition, "_appended", ignoring)
+    assert caught()
+
+
+def test_a_middle_stage_that_has_no_window_is_caught(monkeypatch):
+    targets = Windows.targets
+
+    def ignoring(self, below_ps):
+        found = targets(self, below_ps)
+        if found is None or self.problem.pp_size < 3:
+            return found
+        held = {self.problem.in_flight[0], self.problem.in_flight[-1]}
+        return {kind: own for kind, own in found.items() if kind.first or kind.in_flight in held}
+
+    monkeypatch.setattr(Windows, "targets", ignoring)
+    assert caught()
+
+
+def test_labels_that_are_compared_across_layouts_at_the_end_of_a_stage_are_caught(monkeypatch):
+    front, few = fronts._front, fronts._FEW
+
+    def pruned(step, labels, target):
+        run = fronts.runs_of(step.problem.elements).runs[target.run]
+        monkeypatch.setattr(fronts, "_FEW", 1)
+        kept = labels.take(fronts._worth_extending(step, labels, run.elements[-1]))
+        monkeypatch.setattr(fronts, "_FEW", few)
+        return front(step, kept, target)
+
+    monkeypatch.setattr(fronts, "_front", pruned)
+    assert caught()
+
+
+@pytest.mark.parametrize("dropped", [-1, -2], ids=["held", "peak"])
+def test_labels_that_are_compared_without_a_measure_of_their_memory_are_caught(monkeypatch, dropped):
+    following, non_dominated = fronts._following, fronts.non_dominated
+
+    def blind(step, *rest):
+        def without_memory(columns, key):
+            return non_dominated(np.delete(columns, dropped, 1), key)
+
+        monkeypatch.setattr(fronts, "non_dominated", without_memory)
+        found = following(step, *rest)
+        monkeypatch.setattr(fronts, "non_dominated", non_dominated)
+        return found
+
+    monkeypatch.setattr(fronts, "_following", blind)
+    assert caught()
+
+
+def test_a_bound_above_the_best_plan_is_caught(monkeypatch):
+    """By a hundredth: the sum of the least times, a little too much."""
+    bounds = Windows._bounds_of_stage
+
+    def bold(self, stage):
+        return {place: (a * 1.01, z, g) for place, (a, z, g) in bounds(self, stage).items()}
+
+    monkeypatch.setattr(Windows, "_bounds_of_stage", bold)
+    assert caught()
+
+
+@pytest.mark.parametrize("dropped", ["sends_ps", "tie_ps"])
+def test_an_interleaved_solver_that_drops_a_term_is_caught(monkeypatch, dropped):
+    made = interleaved.Interleaved.__init__
+
+    def forgetful(self, problem):
+        fields = {name: getattr(problem, name) for name in type(problem).__struct_fields__}
+        made(self, type(problem)(**fields | {dropped: np.zeros_like(fields[dropped])}))
+
+    monkeypatch.setattr(interleaved.Interleaved, "__init__", forgetful)
+    assert any(map(interleaved_mistake, map(random_interleaved, SEEDS)))
+
+
+def test_an_interleaved_solver_that_never_looks_at_the_last_stage_is_caught(monkeypatch):
+    made = interleaved.Interleaved.__init__
+
+    def forgetful(self, problem):
+        fields = {name: getattr(problem, name) for name in type(problem).__struct_fields__}
+        made(self, type(problem)(**fields | {"flights": (*problem.flights[:2], ())}))
+
+    monkeypatch.setattr(interleaved.Interleaved, "__init__", forgetful)
+    assert any(map(interleaved_mistake, map(random_interleaved, SEEDS)))

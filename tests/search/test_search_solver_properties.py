@@ -1,0 +1,135 @@
+"""What must hold of the solver's answers whatever the problem."""
+
+import numpy as np
+from brute_force import solved
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_problems import random_problem, with_budgets
+
+from shardwright_search.solver.problem import Options, Place, Problem
+
+SEEDS = st.integers(0, 1_000_000)
+MANY = settings(deadline=None, max_examples=60, derandomize=True)
+
+
+def changed(problem: Problem, **changes: object) -> Problem:
+    fields = {name: getattr(problem, name) for name in Problem.__struct_fields__}
+    return Problem(**fields | changes)
+
+
+def best(problem: Problem) -> float:
+    """T of the best plan, or infinity."""
+    answer = solved(problem)
+    return np.inf if answer.best is None else answer.best.score
+
+
+@MANY
+@given(SEEDS, st.lists(st.floats(0, 2), min_size=2, max_size=2))
+def test_more_memory_is_never_slower(seed, more):
+    problem = random_problem(seed)
+    budgets = [place.budget_bytes for place in problem.places]
+    larger = [int(budget * (1 + share)) for budget, share in zip(budgets, more, strict=False)]
+    assert best(with_budgets(problem, larger)) <= best(problem)
+
+
+@MANY
+@given(SEEDS, st.integers(0, 3), SEEDS)
+def test_a_wider_space_is_never_slower(seed, kind, which):
+    """The full space has all options that a narrower one has, and others."""
+    problem = random_problem(seed)
+    keep = np.random.default_rng(which).random(8) < 0.5
+    keep[0] = True
+
+    def narrow(place: Place) -> Place:
+        rows = np.flatnonzero(keep[: len(place.options[kind].takes)])
+        options = tuple(o.take(rows) if i == kind else o for i, o in enumerate(place.options))
+        return place._replace(options=options)
+
+    assert best(problem) <= best(changed(problem, places=tuple(map(narrow, problem.places))))
+
+
+@MANY
+@given(SEEDS, SEEDS)
+def test_a_problem_told_in_another_order_has_the_same_answer(seed, which):
+    """Places, options and layouts have other numbers."""
+    problem, rng = random_problem(seed), np.random.default_rng(which)
+    places, layouts = rng.permutation(len(problem.places)), rng.permutation(problem.num_layouts)
+    new_place, new_layout = np.argsort(places), np.argsort(layouts)
+
+    def told(kind: int, options: Options) -> Options:
+        rows = rng.permutation(len(options.takes))
+        takes = options.takes if kind == 0 else new_layout[options.takes]
+        gives = options.gives if kind == 3 else new_layout[options.gives]
+        return options._replace(takes=takes, gives=gives).take(rows)
+
+    other = changed(
+        problem,
+        places=tuple(
+            Place(
+                tuple(told(kind, options) for kind, options in enumerate(place.options)),
+                place.redistribution_ps[:, layouts][:, :, layouts],
+                place.budget_bytes,
+            )
+            for place in (problem.places[i] for i in places)
+        ),
+        available=tuple(problem.available[i] for i in places),
+        allowed=tuple(tuple(int(new_place[i]) for i in allowed) for allowed in problem.allowed),
+        sends_ps=problem.sends_ps[:, places][:, :, places][..., layouts],
+    )
+    assert best(other) == best(problem)
+
+
+@MANY
+@given(SEEDS, st.integers(2, 10_000))
+def test_times_that_are_so_many_times_as_long_take_so_many_times_as_long(seed, factor):
+    problem = random_problem(seed)
+
+    def scaled(place: Place) -> Place:
+        options = (o._replace(time_ps=o.time_ps * factor, end_ps=o.end_ps * factor) for o in place.options)
+        return Place(tuple(options), place.redistribution_ps * factor, place.budget_bytes)
+
+    other = changed(
+        problem,
+        places=tuple(map(scaled, problem.places)),
+        sends_ps=problem.sends_ps * factor,
+        tie_ps=problem.tie_ps * factor,
+    )
+    assert best(other) == best(problem) * factor
+
+
+@MANY
+@given(SEEDS, st.integers(2, 10_000))
+def test_memory_in_other_units_changes_nothing(seed, factor):
+    problem = random_problem(seed)
+
+    def scaled(place: Place) -> Place:
+        columns = ("state_bytes", "late_bytes", "activation_bytes", "transient_bytes")
+        options = (o._replace(**{name: getattr(o, name) * factor for name in columns}) for o in place.options)
+        return place._replace(options=tuple(options), budget_bytes=place.budget_bytes * factor)
+
+    assert best(changed(problem, places=tuple(map(scaled, problem.places)))) == best(problem)
+
+
+@MANY
+@given(SEEDS, st.integers(1, 1000))
+def test_what_all_ties_cost_comes_on_top(seed, more):
+    problem = random_problem(seed)
+    assert best(changed(problem, tie_ps=problem.tie_ps + more)) == best(problem) + more
+
+
+@MANY
+@given(SEEDS)
+def test_an_option_that_is_there_twice_changes_nothing(seed):
+    problem = random_problem(seed)
+
+    def doubled(place: Place) -> Place:
+        return place._replace(options=tuple(o.take(np.arange(len(o.takes)).repeat(2)) for o in place.options))
+
+    assert best(changed(problem, places=tuple(map(doubled, problem.places)))) == best(problem)
+
+
+@MANY
+@given(SEEDS)
+def test_among_equal_plans_the_choice_is_always_the_same(seed):
+    first, again = solved(random_problem(seed)), solved(random_problem(seed))
+    assert first.near == again.near
