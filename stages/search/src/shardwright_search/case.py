@@ -17,6 +17,7 @@ from shardwright_search.costs.model import CostModel
 from shardwright_search.costs.ranks import Lie, lie_of
 from shardwright_search.costs.ties import tie_class, tie_cost_ps
 from shardwright_search.request import SearchRequest
+from shardwright_search.solver.glance import Glances
 from shardwright_search.solver.interleaved import Flight, Interleaved, InterleavedProblem
 from shardwright_search.solver.optimise import Solvable
 from shardwright_search.solver.partition import Pipeline
@@ -30,7 +31,7 @@ __all__ = ["Nothing", "Pricing"]
 class Nothing:
     """A case without any plan: some layer cannot be spread evenly."""
 
-    lower_ps = np.inf
+    glance_ps = lower_ps = np.inf
 
     def solve_below(self, *_: object) -> tuple[()]:
         """There is none."""
@@ -75,7 +76,7 @@ class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
         if case.num_chunks > 1:
             problem = self._interleaved(case, spread)
             return Nothing() if problem is None else Interleaved(problem)
-        return Pipeline(self.problem(case), self._costs_of)
+        return Pipeline(self.problem(case), self._costs_of, self._glances)
 
     def problem(self, case: Case) -> Problem:
         """The numbers of a case of GPipe or 1F1B."""
@@ -144,6 +145,10 @@ class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def _costs_of(self) -> CostsOf:
         return CostsOf()
+
+    @cached_property
+    def _glances(self) -> Glances:
+        return Glances()
 
     @cached_property
     def _known_lies(self) -> dict[int, tuple[Lie, ...]]:

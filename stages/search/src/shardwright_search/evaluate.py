@@ -13,7 +13,7 @@ from shardwright_search.marks import marks
 from shardwright_search.parts import StageCosts, range_costs, stage_costs
 from shardwright_search.profiles import Profiles, check_profiles
 from shardwright_search.request import TimeModel
-from shardwright_search.simulate import Simulation, lower_bound_ps, simulate
+from shardwright_search.simulate import Simulation, lower_bound_ps, simulate, step_time_ps
 
 __all__ = ["Evaluation", "cost_model_of", "evaluate", "offset_ps"]
 
@@ -38,8 +38,10 @@ def offset_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
     return picoseconds(costs.profiles.step_overhead_s) + shared_cost_ps(costs, stages)
 
 
-def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None) -> Evaluation:
-    """Price a plan; `costs` is its cost model, if it is known already.
+def evaluate(
+    plan: Plan, profiles: Profiles, costs: CostModel | None = None, timeline: bool = True
+) -> Evaluation:
+    """Price a plan; `costs` is its cost model, if it is known already. Without `timeline` no events are told.
 
     Raises BadInput when a profile is of another model, device or precision, lacks a point, or the plan holds
     something that is not priced yet.
@@ -54,7 +56,8 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None) -> 
     ranks = [stage.ranks for stage in plan.stages]
     always_ps = offset_ps(costs, ranks) + tie_cost_ps(costs, plan.embedding, plan.head, ranks[0], ranks[-1])
     times, num_chunks = [own.times for own in ranges], len(plan.stages[0].layers)
-    simulation = simulate(times, plan.schedule, plan.num_microbatches, num_chunks)
+    shape = plan.schedule, plan.num_microbatches, num_chunks
+    simulation = simulate(times, *shape) if timeline else Simulation((), step_time_ps(times, *shape))
     objective_ps = always_ps + _closed_form_ps(stages, plan.num_microbatches, num_chunks)
     step_s = (simulation.step_ps + always_ps) / _PER_SECOND
     bound_ps = lower_bound_ps(times, plan.num_microbatches, num_chunks) + always_ps

@@ -98,16 +98,17 @@ def find_best(
         return infeasible(pricing, [target.case for target in targets], file)
     report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
     near, chosen = _least_simulated(pricing, optimum.near)
-    candidate = _candidate(pricing, chosen)
+    plan = pricing.plan(chosen.target.case, chosen.found.solution)
+    candidate = Candidate(plan, evaluate(plan, profiles, pricing.costs))
     others = () if optimum.stopped else tuple(_others(pricing, optimum, chosen, deadline))
-    runners_up = _runners_up(candidate, [_candidate(pricing, one) for one in (*others, *near[:_MOST_RUNNERS_UP])])
+    runners_up = _runners_up(pricing, plan, (*others, *near))
     scale = chosen.target.scale * 1e12
     return Found(
         candidate,
         optimum.best.score / scale,
         optimum.bound / scale,
         runners_up,
-        optimum.bounded,
+        optimum.looked_at,
         optimum.solved,
         len(optimum.near),
         len(near),
@@ -181,11 +182,6 @@ def _least_simulated(pricing: Pricing, near: Sequence[Best[Case]]) -> tuple[list
     return [best for _, _, best in scores], scores[0][2]
 
 
-def _candidate(pricing: Pricing, best: Best[Case]) -> Candidate:
-    plan = pricing.plan(best.target.case, best.found.solution)
-    return Candidate(plan, evaluate(plan, pricing.costs.profiles, pricing.costs))
-
-
 def _others(
     pricing: Pricing, optimum: Optimum[Case], chosen: Best[Case], deadline: float | None
 ) -> Iterator[Best[Case]]:
@@ -208,14 +204,15 @@ def _firsts(optimum: Optimum[Case], shape: Callable[[Case], int], own: int) -> l
     return list(found.values())
 
 
-def _runners_up(chosen: Candidate, others: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def _runners_up(pricing: Pricing, chosen: Plan, others: Sequence[Best[Case]]) -> tuple[Candidate, ...]:
     """A few plans that do something else than the chosen one and one another, by ascending closed form."""
-    known = {_decision(chosen.plan)}
+    known = {_decision(chosen)}
     taken: list[Candidate] = []
-    for candidate in others:
-        if len(taken) < _MOST_RUNNERS_UP and (what := _decision(candidate.plan)) not in known:
+    for other in others:
+        plan = pricing.plan(other.target.case, other.found.solution)
+        if len(taken) < _MOST_RUNNERS_UP and (what := _decision(plan)) not in known:
             known.add(what)
-            taken.append(candidate)
+            taken.append(Candidate(plan, evaluate(plan, pricing.costs.profiles, pricing.costs, timeline=False)))
     return tuple(sorted(taken, key=lambda c: c.evaluation.objective_ps / c.plan.global_batch_size))
 
 

@@ -68,13 +68,14 @@ def slowdowns_of(profiles: Profiles, collective: Collective, group_size: int) ->
     return Slowdowns(compute, message)
 
 
-def beside(compute_s: float, message_s: float, slowdowns: Slowdowns | None) -> float:
+def beside(compute_s: float, message: Duration, slowdowns: Slowdowns | None) -> float:
     """How much longer a computation and a message take than the computation alone when both start at once.
 
     Each runs slowed down until the shorter is over, the other then goes on alone. Without slowdowns they do not
     overlap.
     """
-    if slowdowns is None:
+    message_s = message.time_s
+    if slowdowns is None or message_s == 0:
         return message_s
     slow_compute, slow_message = slowdowns
     if message_s * slow_message <= compute_s * slow_compute:

@@ -4,7 +4,7 @@ Times are whole picoseconds and memory whole bytes, so that sums do not depend o
 recognised as equal.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from math import ceil
 from typing import NamedTuple
@@ -14,21 +14,14 @@ import msgspec
 from shardwright_formats.cluster import Cluster
 from shardwright_formats.hardware_profile import Collective
 from shardwright_formats.model import Model
-from shardwright_formats.placement import (
-    Cause,
-    Layout,
-    Message,
-    parameter_layout,
-    parameter_messages,
-    partial_gradient_bytes,
-    region_messages,
-)
+from shardwright_formats.placement import Layout, parameter_layout, region_messages
 from shardwright_formats.plan import GradientReduction, Precision
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_search.costs import memory
-from shardwright_search.costs.compute import LayerCost, layer_cost, states_of
-from shardwright_search.costs.messages import Duration, Slowdowns, beside, collective_time, slowdowns_of
-from shardwright_search.costs.ranks import GroupKind, Lie, dp_group_kinds, tp_group_kinds
+from shardwright_search.costs.compute import LayerCost, layer_cost
+from shardwright_search.costs.messages import Duration, beside, collective_time
+from shardwright_search.costs.parameters import ParameterCosts, parameter_costs
+from shardwright_search.costs.ranks import GroupKind, Lie, tp_group_kinds
 from shardwright_search.costs.traffic import redistribution_time, send_time
 from shardwright_search.profiles import LayerKey, Profiles
 from shardwright_search.request import TimeModel
@@ -138,7 +131,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> tuple[bool, bool]:
         """How two pipeline stages lie to each other: neighbouring ranks or not, across nodes where any pair is."""
-        nodes = self.cluster.node_of_rank
+        nodes = self.nodes
         across = any(nodes[a] != nodes[b] for a, b in zip(senders, receivers, strict=True))
         return receivers[0] == senders[0] + 1, across
 
@@ -154,6 +147,11 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return memory.element_bytes(self.precision.compute)
 
     @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank."""
+        return self.cluster.node_of_rank
+
+    @cached_property
     def _elements(self) -> dict[tuple[str, Strategy, Lie, int, bool], ElementCost]:
         return {}
 
@@ -162,47 +160,54 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return {}
 
     @cached_property
-    def _slowdowns(self) -> dict[tuple[Collective, int], Slowdowns | None]:
+    def _parameters(self) -> dict[tuple[object, ...], ParameterCosts]:
         return {}
 
     def _element(self, type_name: str, strategy: Strategy, lie: Lie, samples: int, one: bool) -> ElementCost:
-        profiles, precision, kind = self.profiles, self.precision, self.model.types[type_name]
         every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-        deferred = not (one or every)
         layer = self._layer(type_name, strategy, samples // strategy.dp_size)
         further = self._further_traffic(type_name, strategy, lie, samples)
-        compute = layer.forward_s + further[0].time_s, layer.backward_s + further[1].time_s
-        messages = {m.collective: m for m in self._parameter_messages(type_name, strategy, one)}
-        layout = parameter_layout(strategy)
-        groups = dp_group_kinds(lie, layout.tp_size, strategy.tp_consecutive)
-        gather = self._message(messages.get(Collective.ALL_GATHER), groups)
-        zero3 = messages.get(Collective.ALL_GATHER) is not None and strategy.data_parallel is DataParallel.ZERO3
-        gathers = [self._beside(t, gather, Collective.ALL_GATHER, layout.dp_size) for t in compute]
-        reduction, message, warning = self._reduction_s(type_name, strategy, compute[1], messages, groups)
-        once = self._partial_sum_s(type_name, strategy, lie) + (0.0 if zero3 else gathers[0])
-        shards = 1 if strategy.data_parallel is DataParallel.DDP else layout.dp_size
-        transient = memory.transient_gather_bytes(kind, strategy, precision)
-        transient += memory.transient_gradients_bytes(kind, strategy, precision, deferred)
-        doubts = (layer.warning, further[0].warning, further[1].warning, gather.warning, warning)
+        forward_s, backward_s = layer.forward_s + further[0].time_s, layer.backward_s + further[1].time_s
+        own = self._parameters_of(type_name, strategy, lie, one)
+        gather, reduction = own.gather, own.reduction
+        zero3 = strategy.data_parallel is DataParallel.ZERO3
+        gathers = [0 if gather is None else picoseconds(beside(t, *gather)) for t in (forward_s, backward_s)]
+        added = message = 0
+        if reduction is not None and reduction.measured_s is not None:
+            added = picoseconds(reduction.measured_s)
+        elif reduction is not None:
+            added = picoseconds(beside(backward_s, *reduction.message))
+            message = picoseconds(reduction.message.alone.time_s)
+        doubts = [layer.warning, *(d.warning for d in further)]
+        doubts += [m.alone.warning for m in (gather, reduction and reduction.message) if m is not None]
         return ElementCost(
-            forward_ps=picoseconds(compute[0]),
-            backward_ps=picoseconds(compute[1]),
-            gather_forward_ps=picoseconds(gathers[0]) if zero3 else 0,
-            gather_backward_ps=picoseconds(gathers[1]) if zero3 else 0,
-            sync_every_ps=picoseconds(reduction) if every else 0,
-            message_ps=0 if every else picoseconds(message),
-            beside_ps=0 if every or not message else picoseconds(reduction),
-            sync_ps=picoseconds(once) + (0 if every else picoseconds(reduction)),
-            optimizer_ps=picoseconds(states_of(profiles, type_name, layout.tp_size).optimizer_s / shards),
-            parameters_bytes=memory.parameters_bytes(kind, strategy, precision),
-            gathered_parameters_bytes=memory.gathered_parameters_bytes(kind, strategy, precision),
-            gradients_bytes=memory.gradients_bytes(kind, strategy, precision, deferred),
-            optimizer_bytes=memory.optimizer_bytes(kind, strategy, precision),
+            forward_ps=picoseconds(forward_s),
+            backward_ps=picoseconds(backward_s),
+            gather_forward_ps=gathers[0] if zero3 else 0,
+            gather_backward_ps=gathers[1] if zero3 else 0,
+            sync_every_ps=added if every else 0,
+            message_ps=0 if every else message,
+            beside_ps=added if message and not every else 0,
+            sync_ps=picoseconds(own.partial_sum_s) + (0 if zero3 else gathers[0]) + (0 if every else added),
+            optimizer_ps=picoseconds(own.optimizer_s),
+            parameters_bytes=own.parameters_bytes,
+            gathered_parameters_bytes=own.gathered_parameters_bytes,
+            gradients_bytes=own.gradients_bytes,
+            optimizer_bytes=own.optimizer_bytes,
             late=one,
             activation_bytes=ceil(layer.activation_bytes),
-            transient_bytes=ceil(layer.transient_bytes) + transient,
+            transient_bytes=ceil(layer.transient_bytes) + own.transient_bytes,
             warnings=tuple(dict.fromkeys(doubt for doubt in doubts if doubt is not None)),
         )
+
+    def _parameters_of(self, type_name: str, strategy: Strategy, lie: Lie, one: bool) -> ParameterCosts:
+        spread = tuple(getattr(strategy, name) for name in Strategy.__struct_fields__)
+        if (key := (type_name, spread, lie, one)) not in self._parameters:
+            every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+            self._parameters[key] = parameter_costs(
+                self.profiles, self.model, self.precision, every, type_name, strategy, lie, one
+            )
+        return self._parameters[key]
 
     def _layer(self, type_name: str, strategy: Strategy, micro_batch_size: int) -> LayerCost:
         recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
@@ -212,63 +217,6 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             cost = layer_cost(self.profiles, key, micro_batch_size, self.time_model)
             self._layers[key, micro_batch_size] = cost
         return self._layers[key, micro_batch_size]
-
-    def _parameter_messages(self, type_name: str, strategy: Strategy, one: bool) -> Iterable[Message]:
-        reduced = memory.element_bytes(self.precision.reduce)
-        every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-        kind = self.model.types[type_name]
-        return parameter_messages(kind, strategy, self.compute_bytes, reduced, 1 if one else 2, every)
-
-    def _message(self, message: Message | None, groups: Iterable[GroupKind]) -> Duration:
-        """The time of one of them alone."""
-        if message is None:
-            return Duration(0.0)
-        return collective_time(self.profiles, message.collective, groups, message.bytes)
-
-    def _beside(self, compute_s: float, message: Duration, collective: Collective, group_size: int) -> float:
-        """What a message adds to a pass that it goes on beside."""
-        if message.time_s == 0:
-            return 0.0
-        if (collective, group_size) not in self._slowdowns:
-            self._slowdowns[collective, group_size] = slowdowns_of(self.profiles, collective, group_size)
-        return beside(compute_s, message.time_s, self._slowdowns[collective, group_size])
-
-    def _reduction_s(
-        self,
-        type_name: str,
-        strategy: Strategy,
-        backward_s: float,
-        messages: dict[Collective, Message],
-        groups: Sequence[GroupKind],
-    ) -> tuple[float, float, str | None]:
-        """What reducing the gradients adds to a backward pass, and the message alone where that was not measured.
-
-        Where the profile measured that beside its backward pass, it is scaled from the profiled all_reduce's message
-        to this one; else the message goes on beside the backward pass with the measured slowdowns.
-        """
-        reduces = messages.get(Collective.ALL_REDUCE) or messages.get(Collective.REDUCE_SCATTER)
-        if reduces is None:
-            return 0.0, 0.0, None
-        alone = self._message(reduces, groups)
-        states = states_of(self.profiles, type_name, parameter_layout(strategy).tp_size)
-        if ("reduction_s", "measured") not in states.sources or states.reduction_ranks == 1:
-            added = self._beside(backward_s, alone, reduces.collective, reduces.group_size)
-            return added, alone.time_s, alone.warning
-        probed = self._message(
-            Message(Cause.GRADIENTS, Collective.ALL_REDUCE, states.reduction_ranks, reduces.bytes),
-            [GroupKind(states.reduction_ranks, states.tp_size == 1, False)],
-        )
-        return states.reduction_s * alone.time_s / probed.time_s, 0.0, alone.warning
-
-    def _partial_sum_s(self, type_name: str, strategy: Strategy, lie: Lie) -> float:
-        """Summing gradients of whole parameters over a tensor-parallel group, one message for all layers alike."""
-        kind, stored = self.model.types[type_name], memory.element_bytes(self.precision.parameters)
-        size = partial_gradient_bytes(kind, strategy, 0, stored)
-        if not size:
-            return 0.0
-        layers = max(1, self.model.layers.count(type_name))
-        groups = tp_group_kinds(lie, strategy.tp_size, strategy.tp_consecutive)
-        return collective_time(self.profiles, Collective.ALL_REDUCE, groups, size * layers).time_s / layers
 
     def _further_traffic(self, type_name: str, strategy: Strategy, lie: Lie, samples: int) -> tuple[Duration, Duration]:
         """What tensor and sequence parallelism take longer forward and backward than where they were profiled.

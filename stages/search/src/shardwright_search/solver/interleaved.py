@@ -88,7 +88,7 @@ class Interleaved:
         memory = [busiest[0] * o.state_bytes + busiest[1] * o.activation_bytes for o in problem.place.options]
         counts = np.bincount(problem.positions, minlength=len(costs)).astype(float)[None, :]
         least = Dual(costs, memory).runs(counts, np.array([float(problem.place.budget_bytes)]))
-        self.lower_ps = float(self._lower(max(0.0, least[0])) if np.isfinite(least[0]) else np.inf)
+        self.glance_ps = self.lower_ps = float(self._lower(max(0.0, least[0])) if np.isfinite(least[0]) else np.inf)
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """Plans with T < below_ps: the best one first and up to `most`; none: there is none in the space."""

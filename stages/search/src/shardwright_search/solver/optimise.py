@@ -6,7 +6,7 @@ knows the least bound of what is left, and so the gap.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -16,13 +16,22 @@ from shardwright_search.solver.partition import Found
 
 __all__ = ["Best", "Optimum", "Solvable", "Stopped", "Target", "optimise"]
 
+_GLANCED = -1
 _WINDOWS = (0.001, 0.002, 0.005, 0.015, 0.05, 0.2, 1.0, np.inf)
 
 
 class Solvable(Protocol):
-    """A case that is bounded and can be solved below a window."""
+    """A case that can be bounded, and solved below a window."""
 
-    lower_ps: float
+    @property
+    def glance_ps(self) -> float:
+        """A quick lower bound on T."""
+        ...
+
+    @property
+    def lower_ps(self) -> float:
+        """A lower bound on T."""
+        ...
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """As `partition.solve_below`."""
@@ -65,8 +74,8 @@ class Optimum(NamedTuple, Generic[C]):
     bound: float
     """No plan of any case has a lower score."""
     bounds: tuple[tuple[float, Target[C]], ...]
-    """Every case that a plan may fit in, with the bound on its score, the least first."""
-    bounded: int
+    """Every case that a plan may fit in, with what is known of its least score, the least first."""
+    looked_at: int
     solved: int
     stopped: bool
 
@@ -100,9 +109,9 @@ def optimise(
     heap: list[_Open] = []
     plans: dict[int, tuple[Best[C], ...]] = {}
     best: Best[C] | None = None
-    bounded, now, stopped = 0, _Open(0.0, -1, 0), False
+    now, stopped = _Open(0.0, -1, 0), False
     solved: set[int] = set()
-    every: list[tuple[float, Target[C]]] = []
+    looked_at = 0
 
     def solve(here: _Open, limit: float) -> None:
         """Below the next window of a case; without a plan there its bound is higher, or it has none."""
@@ -116,19 +125,27 @@ def optimise(
             heapq.heappush(heap, _Open(cut, here.number, here.window + 1))
         now = _Open(np.inf, -1, 0)
 
+    def bounded(here: _Open) -> None:
+        """Bound a case that was only glanced at."""
+        bound = max(here.bound, targets[here.number].score(solvable(targets[here.number].case).lower_ps))
+        if np.isfinite(bound):
+            heapq.heappush(heap, _Open(bound, here.number, 0))
+
     try:
         for number, target in enumerate(targets):
             tick()
-            bound = target.score(solvable(target.case).lower_ps)
-            bounded += 1
+            bound = target.score(solvable(target.case).glance_ps)
+            looked_at += 1
             if np.isfinite(bound):
-                heap.append(_Open(bound, number, 0))
-                every.append((bound, target))
+                heap.append(_Open(bound, number, _GLANCED))
         heapq.heapify(heap)
         now = _Open(np.inf, -1, 0)
         while heap and (best is None or heap[0].bound < best.score):
             report(np.inf if best is None else best.score, heap[0].bound, len(heap))
             here = heapq.heappop(heap)
+            if here.window == _GLANCED:
+                bounded(here)
+                continue
             solve(here, np.inf if best is None else best.score)
             best = min((*plans[here.number][:1], *((best,) if best is not None else ())), key=_score, default=None)
     except (Stopped, KeyboardInterrupt):
@@ -137,7 +154,11 @@ def optimise(
     bound = min(left, np.inf if best is None else best.score)
     try:
         while not stopped and best is not None and heap and heap[0].bound <= best.score * (1 + near):
-            solve(heapq.heappop(heap), np.nextafter(best.score * (1 + near), np.inf))
+            here = heapq.heappop(heap)
+            if here.window == _GLANCED:
+                bounded(here)
+            else:
+                solve(here, np.nextafter(best.score * (1 + near), np.inf))
     except (Stopped, KeyboardInterrupt):
         stopped = True
     close = [one for of_case in plans.values() for one in of_case if best and one.score <= best.score * (1 + near)]
@@ -145,8 +166,8 @@ def optimise(
         best,
         tuple(sorted(close, key=_score)) or (() if best is None else (best,)),
         bound,
-        tuple(sorted(every, key=_by_bound)),
-        bounded,
+        _bounds(targets, heap, plans),
+        looked_at,
         len(solved),
         stopped,
     )
@@ -164,5 +185,8 @@ def _score(best: Best[C]) -> float:
     return best.score
 
 
-def _by_bound(bounded: tuple[float, Target[C]]) -> float:
-    return bounded[0]
+def _bounds(
+    targets: Sequence[Target[C]], heap: Sequence[_Open], plans: Mapping[int, Sequence[Best[C]]]
+) -> tuple[tuple[float, Target[C]], ...]:
+    known = {one.number: one.bound for one in heap} | {number: own[0].score for number, own in plans.items() if own}
+    return tuple((bound, targets[number]) for number, bound in sorted(known.items(), key=lambda item: item[::-1]))

@@ -8,11 +8,13 @@ when the bounds of what is still to come show that no plan through them stays be
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from shardwright_search.solver.fronts import Labels, stage_fronts
+from shardwright_search.solver.glance import Glances
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
 from shardwright_search.solver.problem import Problem, Solution
 from shardwright_search.solver.windows import CostsOf, StageKind, Windows
@@ -28,15 +30,28 @@ class Found(NamedTuple):
 
 
 class Pipeline:
-    """A case of GPipe or 1F1B, bounded and ready to be solved."""
+    """A case of GPipe or 1F1B."""
 
-    def __init__(self, problem: Problem, costs_of: CostsOf) -> None:
-        self._windows = Windows(problem, costs_of)
-        self.lower_ps = self._windows.lower_ps
+    def __init__(self, problem: Problem, costs_of: CostsOf, glances: Glances) -> None:
+        self._problem, self._costs_of, self._glances = problem, costs_of, glances
+
+    @property
+    def glance_ps(self) -> float:
+        """A quick lower bound on T."""
+        return self._glances.lower_ps(self._problem)
+
+    @property
+    def lower_ps(self) -> float:
+        """A lower bound on T."""
+        return self._windows.lower_ps
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """See the function."""
         return solve_below(self._windows, below_ps, most, tick)
+
+    @cached_property
+    def _windows(self) -> Windows:
+        return Windows(self._problem, self._costs_of)
 
 
 class _At(NamedTuple):

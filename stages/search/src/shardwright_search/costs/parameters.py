@@ -1,0 +1,117 @@
+"""What the parameters of a layer cost, whatever the microbatch: their memory, and the messages of data parallelism."""
+
+from typing import NamedTuple
+
+from shardwright_formats.hardware_profile import Collective
+from shardwright_formats.model import Model
+from shardwright_formats.placement import Message, parameter_layout, parameter_messages, partial_gradient_bytes
+from shardwright_formats.plan import Precision
+from shardwright_formats.strategy import DataParallel, Strategy
+from shardwright_search.costs import memory
+from shardwright_search.costs.compute import states_of
+from shardwright_search.costs.messages import Duration, Slowdowns, collective_time, slowdowns_of
+from shardwright_search.costs.ranks import GroupKind, Lie, dp_group_kinds, tp_group_kinds
+from shardwright_search.profiles import Profiles
+
+__all__ = ["Beside", "ParameterCosts", "Reduction", "parameter_costs"]
+
+
+class Beside(NamedTuple):
+    """A message that goes on beside a pass."""
+
+    alone: Duration
+    slowdowns: Slowdowns | None
+    """None where the two do not overlap."""
+
+
+class Reduction(NamedTuple):
+    """The reduction of a layer's gradients."""
+
+    message: Beside
+    measured_s: float | None
+    """What it adds to a backward pass, where the profile knows that; scaled from the profiled message to this one."""
+
+
+class ParameterCosts(NamedTuple):
+    """Memory in bytes, times in seconds."""
+
+    parameters_bytes: int
+    gathered_parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    transient_bytes: int
+    """Gathered parameters and gradients on their way, held for a moment."""
+    gather: Beside | None
+    """Of ZeRO's parameters: ZeRO-3's in every pass, ZeRO-2's once a step."""
+    reduction: Reduction | None
+    partial_sum_s: float
+    """Once a step: summing gradients of whole parameters over the tensor-parallel group."""
+    optimizer_s: float
+
+
+def parameter_costs(
+    profiles: Profiles,
+    model: Model,
+    precision: Precision,
+    every_microbatch: bool,
+    type_name: str,
+    strategy: Strategy,
+    lie: Lie,
+    one_microbatch: bool,
+) -> ParameterCosts:
+    """Of one layer of a type on one rank."""
+    kind, layout = model.types[type_name], parameter_layout(strategy)
+    deferred = not (one_microbatch or every_microbatch)
+    compute, reduce = memory.element_bytes(precision.compute), memory.element_bytes(precision.reduce)
+    count = 1 if one_microbatch else 2
+    found = parameter_messages(kind, strategy, compute, reduce, count, every_microbatch)
+    messages = {message.collective: message for message in found}
+    groups = dp_group_kinds(lie, layout.tp_size, strategy.tp_consecutive)
+    gather = messages.get(Collective.ALL_GATHER)
+    reduces = messages.get(Collective.ALL_REDUCE) or messages.get(Collective.REDUCE_SCATTER)
+    shards = 1 if strategy.data_parallel is DataParallel.DDP else layout.dp_size
+    transient = memory.transient_gather_bytes(kind, strategy, precision)
+    transient += memory.transient_gradients_bytes(kind, strategy, precision, deferred)
+    return ParameterCosts(
+        memory.parameters_bytes(kind, strategy, precision),
+        memory.gathered_parameters_bytes(kind, strategy, precision),
+        memory.gradients_bytes(kind, strategy, precision, deferred),
+        memory.optimizer_bytes(kind, strategy, precision),
+        transient,
+        None if gather is None else _beside(profiles, gather, groups),
+        None if reduces is None else _reduction(profiles, type_name, layout.tp_size, reduces, groups),
+        _partial_sum_s(profiles, model, precision, type_name, strategy, lie),
+        states_of(profiles, type_name, layout.tp_size).optimizer_s / shards,
+    )
+
+
+def _beside(profiles: Profiles, message: Message, groups: tuple[GroupKind, ...]) -> Beside:
+    return Beside(
+        collective_time(profiles, message.collective, groups, message.bytes),
+        slowdowns_of(profiles, message.collective, message.group_size),
+    )
+
+
+def _reduction(
+    profiles: Profiles, type_name: str, tp_size: int, message: Message, groups: tuple[GroupKind, ...]
+) -> Reduction:
+    own, states = _beside(profiles, message, groups), states_of(profiles, type_name, tp_size)
+    known = {source for name, source in states.sources if name == "reduction_s"} <= {"measured", "derived"}
+    if not known or states.reduction_ranks == 1:
+        return Reduction(own, None)
+    probed = GroupKind(states.reduction_ranks, states.tp_size == 1, False)
+    alone = collective_time(profiles, Collective.ALL_REDUCE, [probed], message.bytes)
+    return Reduction(own, states.reduction_s * own.alone.time_s / alone.time_s)
+
+
+def _partial_sum_s(
+    profiles: Profiles, model: Model, precision: Precision, type_name: str, strategy: Strategy, lie: Lie
+) -> float:
+    """One message for all layers alike, shared out among them."""
+    stored = memory.element_bytes(precision.parameters)
+    size = partial_gradient_bytes(model.types[type_name], strategy, 0, stored)
+    if not size:
+        return 0.0
+    layers = max(1, model.layers.count(type_name))
+    groups = tp_group_kinds(lie, strategy.tp_size, strategy.tp_consecutive)
+    return collective_time(profiles, Collective.ALL_REDUCE, groups, size * layers).time_s / layers
