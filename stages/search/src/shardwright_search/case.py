@@ -27,6 +27,8 @@ from shardwright_search.space import Case, spreads
 
 __all__ = ["Nothing", "Pricing"]
 
+_MOST_RECENT = 6
+
 
 class Nothing:
     """A case without any plan: some layer cannot be spread evenly."""
@@ -69,7 +71,14 @@ class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
         return tuple(tuple(range(i * width, (i + 1) * width)) for i in range(pp_size))
 
     def solvable(self, case: Case) -> Solvable:
-        """The case, bounded and ready to be solved."""
+        """The case, ready to be bounded and solved; the last few are kept."""
+        if case not in self._recent:
+            while len(self._recent) >= _MOST_RECENT:
+                del self._recent[next(iter(self._recent))]
+            self._recent[case] = self._solvable(case)
+        return self._recent[case]
+
+    def _solvable(self, case: Case) -> Solvable:
         spread = self._spread(case)
         if not all(spread.strategies):
             return Nothing()
@@ -147,8 +156,16 @@ class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
         return CostsOf()
 
     @cached_property
+    def _recent(self) -> dict[Case, Solvable]:
+        return {}
+
+    @cached_property
     def _glances(self) -> Glances:
         return Glances()
+
+    @cached_property
+    def _known_ties(self) -> dict[tuple[object, ...], int]:
+        return {}
 
     @cached_property
     def _known_lies(self) -> dict[int, tuple[Lie, ...]]:
@@ -264,11 +281,14 @@ class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
         """[classes of the embedding, of the head]."""
         if not self.costs.model.tied:
             return np.zeros((1, 1))
-        stages = self.stage_ranks(case.pp_size)
-        first, last = (
-            self._tie_classes(spread.strategies[self.types.index(name)]).values() for name in (EMBEDDING, HEAD)
-        )
-        return np.array([[tie_cost_ps(self.costs, a, b, stages[0], stages[-1]) for b in last] for a in first], float)
+        first, last = (self._tie_classes(spread.strategies[self.types.index(name)]) for name in (EMBEDDING, HEAD))
+        return np.array([[self._tie(case.pp_size, *a, *b) for b in last.items()] for a in first.items()], float)
+
+    def _tie(self, pp_size: int, here: object, embedding: Strategy, there: object, head: Strategy) -> int:
+        if (key := (pp_size, here, there)) not in self._known_ties:
+            stages = self.stage_ranks(pp_size)
+            self._known_ties[key] = tie_cost_ps(self.costs, embedding, head, stages[0], stages[-1])
+        return self._known_ties[key]
 
     def _tie_classes(self, found: Sequence[Strategy]) -> dict[object, Strategy]:
         """A strategy of each class that ties tell apart; none where nothing is tied."""

@@ -15,10 +15,12 @@ from shardwright_formats.files import atomic_path, read_document, write_document
 from shardwright_formats.model import Model
 from shardwright_formats.plan import Plan
 from shardwright_formats.prediction import Prediction, RunnerUp
+from shardwright_search.arguments import ClusterFile, CorrectionFile, HardwareFile, ModelFile, PlanFile, ProfileFile
 from shardwright_search.budget import Infeasible, budgets_of
 from shardwright_search.correct_cli import correct_command
 from shardwright_search.evaluate import evaluate
 from shardwright_search.explain import explanation, plan_summary, show
+from shardwright_search.inputs import read_inputs
 from shardwright_search.interop.cli import export_command, import_app
 from shardwright_search.optimal import find_best
 from shardwright_search.predict import prediction_of_evaluated, prediction_of_searched, prediction_path
@@ -37,12 +39,6 @@ app = typer.Typer(
     add_completion=False,
 )
 
-ClusterFile = Annotated[Path, typer.Option("--cluster", help="Cluster file (shardwright.cluster, JSON).")]
-ModelFile = Annotated[Path, typer.Option("--model", help="Model description (shardwright.model, JSON).")]
-HardwareFile = Annotated[Path, typer.Option("--hardware", help="Hardware profile of the cluster (HDF5).")]
-ProfileFile = Annotated[Path, typer.Option("--profile", help="Model profile on the cluster's device (HDF5).")]
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file (shardwright.plan, JSON).")]
-
 
 def main() -> None:
     """Run the command line."""
@@ -57,19 +53,26 @@ def plan_command(
     profile: ProfileFile,
     search: Annotated[Path, typer.Option(help="Search file (shardwright.search, JSON); its memory_gib is in GiB.")],
     out: Annotated[Path, typer.Option(help="Plan file to write; PLAN.prediction.json is written beside it.")],
+    correction: CorrectionFile = None,
+    time_limit: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after which the best plan so far is taken, with its gap.")
+    ] = None,
 ) -> None:
-    """Find the plan with the least step time that fits the memory budget of the search file."""
+    """Find the best plan that fits the memory budget of the search file, and prove it.
+
+    Ctrl-C takes the best plan so far, with the gap that is proven.
+    """
     with one_line_errors():
         request = read_document(search, SearchRequest)
         machines, description = read_document(cluster, Cluster), read_document(model, Model)
-        profiles = read_profiles(hardware, profile)
-        with _progress() as on_case:
-            found = find_best(request, description, machines, profiles, search, on_case)
+        inputs = read_inputs(hardware, profile, correction)
+        with _progress() as report:
+            found = find_best(request, description, machines, inputs.profiles, search, report, time_limit)
         if isinstance(found, Infeasible):
             raise NothingFits(f"{search}: {found.reason}")
-        files = {"cluster": cluster, "model": model, "hardware": hardware, "profile": profile, "search": search}
+        files = {"cluster": cluster, "model": model, "search": search} | inputs.files
         budget_bytes = min(budgets_of(request, machines, search).values())
-        prediction = prediction_of_searched(found, request, budget_bytes, files)
+        prediction = prediction_of_searched(found, request, budget_bytes, files, inputs.warnings)
         _write_both(out, found.chosen.plan, prediction)
         show(plan_summary(found.chosen.plan, prediction))
 
@@ -80,14 +83,14 @@ def evaluate_command(
     hardware: HardwareFile,
     profile: ProfileFile,
     out: Annotated[Path, typer.Option(help="Prediction file to write (shardwright.prediction, JSON).")],
+    correction: CorrectionFile = None,
 ) -> None:
     """Predict step time (s) and memory (bytes) of any plan."""
     with one_line_errors():
         given = read_document(plan, Plan)
-        evaluation = evaluate(given, read_profiles(hardware, profile))
-        prediction = prediction_of_evaluated(
-            given, evaluation, {"plan": plan, "hardware": hardware, "profile": profile}
-        )
+        inputs = read_inputs(hardware, profile, correction)
+        evaluation = evaluate(given, inputs.profiles)
+        prediction = prediction_of_evaluated(given, evaluation, {"plan": plan} | inputs.files, inputs.warnings)
         write_document(out, prediction)
         show(plan_summary(given, prediction))
 

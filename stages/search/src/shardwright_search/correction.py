@@ -102,7 +102,7 @@ def check_learned_from(correction: Correction, file: Path, hardware: Path, profi
 def corrected(profiles: Profiles, correction: Correction) -> Profiles:
     """The profiles with every time multiplied by its term's factor.
 
-    Reductions are corrected in their messages, too. Memory's factor is of a sum, and so not applied here.
+    Reductions are corrected in their messages, too. Memory's factor is of a sum, which `memory_factor` keeps for it.
     """
     forward, backward, sync, end = (
         factor_of(correction, term) for term in (Term.FORWARD, Term.BACKWARD, Term.GRADIENT_SYNC, Term.STEP_END)
@@ -126,6 +126,7 @@ def corrected(profiles: Profiles, correction: Correction) -> Profiles:
         fits=fits,
         states=states,
         step_overhead_s=profiles.step_overhead_s * end,
+        memory_factor=profiles.memory_factor * factor_of(correction, Term.MEMORY),
     )
 
 

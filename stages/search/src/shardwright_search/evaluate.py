@@ -1,6 +1,7 @@
 """Predicted time and memory of any plan, from the same cost functions that the search uses."""
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 from shardwright_formats.errors import BadInput
@@ -38,9 +39,7 @@ def offset_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
     return picoseconds(costs.profiles.step_overhead_s) + shared_cost_ps(costs, stages)
 
 
-def evaluate(
-    plan: Plan, profiles: Profiles, costs: CostModel | None = None, timeline: bool = True
-) -> Evaluation:
+def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, timeline: bool = True) -> Evaluation:
     """Price a plan; `costs` is its cost model, if it is known already. Without `timeline` no events are told.
 
     Raises BadInput when a profile is of another model, device or precision, lacks a point, or the plan holds
@@ -67,7 +66,7 @@ def evaluate(
         objective_s=objective_ps / _PER_SECOND,
         samples_per_s=plan.global_batch_size / step_s,
         usd_per_step=_usd_per_step(plan, step_s),
-        stages=tuple(_stage_prediction(stage, profiles.process_bytes) for stage in stages),
+        stages=tuple(_stage_prediction(stage, profiles) for stage in stages),
         timeline=_timeline(simulation),
     )
     doubts = {doubt for own in ranges for doubt in own.warnings}
@@ -84,7 +83,7 @@ def _closed_form_ps(stages: Sequence[StageCosts], num_microbatches: int, num_chu
     return interleaved_step_time(total, slowest, end, num_microbatches, num_chunks)
 
 
-def _stage_prediction(stage: StageCosts, process_bytes: int) -> StagePrediction:
+def _stage_prediction(stage: StageCosts, profiles: Profiles) -> StagePrediction:
     times_ps = {
         "forward": stage.sum_of("forward_ps"),
         "backward": stage.sum_of("backward_ps"),
@@ -111,8 +110,9 @@ def _stage_prediction(stage: StageCosts, process_bytes: int) -> StagePrediction:
         "gradients": gradients,
         "activations": activations,
         "transient": transient,
-        "process": process_bytes,
+        "process": profiles.process_bytes,
     }
+    memory_terms = {name: ceil(held * profiles.memory_factor) for name, held in memory_terms.items()}
     return StagePrediction(
         time_s=stage.microbatch_ps / _PER_SECOND,
         time_terms_s={name: time_ps / _PER_SECOND for name, time_ps in times_ps.items()},

@@ -58,7 +58,7 @@ def plan_summary(plan: Plan, prediction: Prediction) -> RenderableType:
         lines.append(
             f"proof: {proof.objective} {proof.objective_s * 1e3:.3f} ms, no plan of the space is below "
             f"{proof.objective_bound_s * 1e3:.3f} ms (gap {proof.gap:.2%}); {proof.solved} of {proof.examined} cases "
-            "can be made and were solved"
+            "were solved, the bounds ruled out the others"
         )
     return Text("\n".join([*lines, *(f"warning: {warning}" for warning in prediction.warnings)]))
 

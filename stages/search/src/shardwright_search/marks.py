@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwright_formats.model import EMBEDDING, HEAD
+from shardwright_formats.placement import parameter_layout
 from shardwright_formats.plan import Plan
 from shardwright_formats.strategy import LayerStrategy, Recompute, Strategy
 from shardwright_search.profiles import LayerKey, Profiles, Sources
@@ -35,11 +36,14 @@ def _used(plan: Plan, profiles: Profiles) -> Sources:
     found = set(profiles.sources)
     for name, strategy in dict.fromkeys(elements):
         recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
-        length = plan.model.sequence_length
-        found |= profiles.layers[
-            LayerKey(name, strategy.tp_size, strategy.sequence_parallel, recompute, length)
-        ].sources
-        found |= profiles.states[name, strategy.tp_size].sources
+        key = LayerKey(name, strategy.tp_size, strategy.sequence_parallel, recompute, plan.model.sequence_length)
+        # A length that was never profiled leans on the lengths that were.
+        exact = profiles.layers.get(key)
+        points = [of for other, of in profiles.layers.items() if other[:4] == key[:4]] if exact is None else [exact]
+        found = found.union(*(of.sources for of in points))
+        states = profiles.states[name, parameter_layout(strategy).tp_size].sources
+        # A reduction that was not measured is counted by its messages.
+        found |= {(number, source) for number, source in states if number != "reduction_s"}
     return frozenset(found)
 
 

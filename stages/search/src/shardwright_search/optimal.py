@@ -31,8 +31,10 @@ NEAR = 0.01
 _MOST_NEAR = 64
 _MOST_ACTIONS = 100_000
 """Passes that are simulated to tell near plans apart."""
+_ROUNDING_BYTES = 16
+"""What rounding up each term of a corrected memory can add."""
 _MOST_RUNNERS_UP = 5
-_MOST_LABELS = 10_000
+_MOST_LABELS = 5_000
 """Work on the best plan of another case, after which it is left out."""
 
 Report = Callable[[str], None]
@@ -71,7 +73,12 @@ def pricing_of(request: SearchRequest, model: Model, cluster: Cluster, profiles:
     """
     check_profiles(profiles, model, cluster, request.precision, request.attention)
     costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
-    budgets = {name: size - profiles.process_bytes for name, size in budgets_of(request, cluster, file).items()}
+    factor = profiles.memory_factor
+    rounding = 0 if factor == 1 else _ROUNDING_BYTES
+    budgets = {
+        name: int(size / factor) - profiles.process_bytes - rounding
+        for name, size in budgets_of(request, cluster, file).items()
+    }
     return Pricing(narrowed(request, cluster.num_devices), costs, budgets)
 
 

@@ -134,11 +134,17 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
 def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCosts:
     """A pipeline stage's ranges, and the most that its action list holds at once beside its states.
 
-    While a microbatch is on its way through a range, that range's own peak comes on top of what others hold.
+    While a microbatch is on its way through a range, that range's own peak comes on top of what others hold. Of several
+    ranges, late gradients count as there from the start.
     """
     own = tuple(ranges[stage :: len(plan.stages)])
     kept = [here.sum_of("activation_bytes") for here in own]
-    peaks = [_range_peak_bytes(here, len(own)) for here in own]
+    moments = [[element.moment for element in here.elements] for here in own]
+    early = 0
+    if len(own) > 1:
+        early = sum(moment.late_bytes for here in moments for moment in here)
+        moments = [[moment._replace(late_bytes=0) for moment in here] for here in moments]
+    peaks = [peak_bytes(here) for here in moments]
     held = most_held = most = 0
     for action in actions(plan.schedule, len(plan.stages), plan.num_microbatches, stage, len(own)):
         if action.kind is Pass.BACKWARD:
@@ -147,16 +153,7 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
         if action.kind is Pass.FORWARD:
             held += kept[action.chunk]
         most_held = max(most_held, held)
-    return StageCosts(own, most_held, most)
-
-
-def _range_peak_bytes(own: RangeCosts, num_chunks: int) -> int:
-    """Of several chunks, gradients count as there from the start."""
-    moments = [element.moment for element in own.elements]
-    if num_chunks == 1:
-        return peak_bytes(moments)
-    late = sum(moment.late_bytes for moment in moments)
-    return peak_bytes([moment._replace(late_bytes=0) for moment in moments]) + late
+    return StageCosts(own, most_held, early + most)
 
 
 def _elements(plan: Plan) -> list[list[tuple[str, Strategy]]]:

@@ -18,7 +18,9 @@ def prediction_path(plan_path: Path) -> Path:
     return plan_path.with_suffix(".prediction.json")
 
 
-def prediction_of_evaluated(plan: Plan, evaluation: Evaluation, files: Mapping[str, Path]) -> Prediction:
+def prediction_of_evaluated(
+    plan: Plan, evaluation: Evaluation, files: Mapping[str, Path], warnings: tuple[str, ...] = ()
+) -> Prediction:
     """What is believed about a plan that was given."""
     return Prediction(
         plan_sha256=plan.sha256,
@@ -26,13 +28,17 @@ def prediction_of_evaluated(plan: Plan, evaluation: Evaluation, files: Mapping[s
         estimate=evaluation.estimate,
         proof=None,
         runners_up=(),
-        warnings=evaluation.warnings,
+        warnings=(*warnings, *evaluation.warnings),
         inputs_sha256={role: sha256_of_file(path) for role, path in files.items()},
     )
 
 
 def prediction_of_searched(
-    found: Found, request: SearchRequest, budget_bytes: int, files: Mapping[str, Path]
+    found: Found,
+    request: SearchRequest,
+    budget_bytes: int,
+    files: Mapping[str, Path],
+    warnings: tuple[str, ...] = (),
 ) -> Prediction:
     """What is believed about a plan that was searched, with the proof and the plans it was preferred to."""
     plan, evaluation = found.chosen
@@ -50,7 +56,7 @@ def prediction_of_searched(
             solved=found.solved,
         ),
         runners_up=tuple(RunnerUp(plan=c.plan, estimate=c.evaluation.estimate) for c in found.runners_up),
-        warnings=evaluation.warnings,
+        warnings=(*warnings, *evaluation.warnings),
         inputs_sha256={role: sha256_of_file(path) for role, path in files.items()},
     )
 

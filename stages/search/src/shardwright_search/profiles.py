@@ -94,6 +94,8 @@ class Profiles(NamedTuple):
     """Of these two."""
     notes: str
     """Of the model profile, one sentence a line."""
+    memory_factor: float = 1.0
+    """What the memory of a rank is multiplied by, where measured plans taught that."""
 
 
 def read_profiles(hardware_file: Path, model_file: Path) -> Profiles:

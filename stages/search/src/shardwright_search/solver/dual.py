@@ -1,9 +1,9 @@
 """Lower bounds on the cost of a run of elements within a memory budget: a linear programme.
 
 If every element chose a mixture of its options, each type would move along the lower left hull of its points (memory,
-cost), steepest edges first: the least cost is a convex polyline in the memory. Its value is also the maximum over prices
-lambda of a byte of sum over elements of min over options (cost + lambda memory) - lambda M, at a slope of some hull
-(Sinha and Zoltners 1979, the multiple-choice knapsack). Whole options cost no less.
+cost), steepest edges first: the least cost is a convex polyline in the memory. Its value is also the maximum over
+prices lambda of a byte of sum over elements of min over options (cost + lambda memory) - lambda M, at a slope of some
+hull (Sinha and Zoltners 1979, the multiple-choice knapsack). Whole options cost no less.
 """
 
 from collections.abc import Sequence

@@ -122,7 +122,7 @@ def optimise(
         found = solvable(target.case).solve_below(target.time_ps(cut), most, tick)
         plans[here.number] = tuple(Best(target, one, target.score(one.objective_ps)) for one in found)
         if not found and np.isfinite(cut):
-            heapq.heappush(heap, _Open(cut, here.number, here.window + 1))
+            heapq.heappush(heap, _Open(cut, here.number, min(here.window + 1, len(_WINDOWS) - 1)))
         now = _Open(np.inf, -1, 0)
 
     def bounded(here: _Open) -> None:
