@@ -42,7 +42,7 @@ def test_plan_writes_the_plan_and_its_prediction(inputs, tmp_path):
     assert prediction.plan_sha256 == found.sha256
     assert prediction.memory_budget_bytes == 4 << 20 >= prediction.estimate.memory_bytes
     assert set(prediction.inputs_sha256) == {"cluster", "model", "hardware", "profile", "search"}
-    for words in ("predicted", "ms a step", "of 4.0 MiB", "proof: closed form", "case 1/8"):
+    for words in ("predicted", "ms a step", "of 4.0 MiB", "proof: closed form", "bounding 8 cases"):
         assert words in result.output
     before = out.read_bytes(), (tmp_path / "plans/a.prediction.json").read_bytes()
     assert plan(inputs, out).exit_code == 0
@@ -53,9 +53,9 @@ def test_an_infeasible_search_exits_with_3_and_writes_nothing(inputs, make, tmp_
     write_document(inputs["search"], make.request(memory_gib=1 / 1024))
     result = plan(inputs, tmp_path / "a.json")
     assert result.exit_code == 3
-    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("case ")]
-    assert line.startswith(f"error: {inputs['search']}: no plan fits 1048576 bytes a rank: even the leanest (pp_size")
-    assert "bytes in pipeline stage" in line and "raise memory_gib to at least 0.00" in line
+    *_, line = result.stderr.splitlines()
+    assert line.startswith(f"error: {inputs['search']}: no plan fits: even the leanest (batch 8,")
+    assert "bytes a rank in pipeline stage" in line and "raise memory_gib to at least 0.00" in line
     assert not list(tmp_path.glob("a*"))
 
 
@@ -64,7 +64,7 @@ def test_a_missing_profile_point_exits_with_2_and_writes_nothing(inputs, make, f
     paths = files(model, make.cluster(), make.request(), make.profile(model, tp_sizes=(1,)))
     result = plan(paths, tmp_path / "a.json")
     assert result.exit_code == 2
-    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("case ")]
+    *_, line = result.stderr.splitlines()
     assert line.startswith(f"error: {paths['profile']}: no point for embedding tp_size 2") and "probes again" in line
     assert not list(tmp_path.glob("a*"))
 

@@ -90,6 +90,5 @@ def test_what_is_absent_is_told_once_for_each_kind(priced, make):
     process["resident_source"][:], process["resident_bytes"][:] = "absent", 0
     assert priced(profile._replace(process=process)) == (
         "absent: optimizer_s: counted as 0",
-        "absent: reduction_s: counted as 0",
         "absent: step_overhead_s: counted as 0",
     )

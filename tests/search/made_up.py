@@ -1,0 +1,189 @@
+"""Made-up models, clusters and profiles with round numbers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.hardware_profile import TABLES, Collective, HardwareProfile
+from shardwright_formats.model import BoundaryTensor, LayerType, Model, Parameter
+from shardwright_formats.model_profile import FITS, LAYERS, ModelProfile, ProfileOrigin
+from shardwright_formats.tables import Provenance, table_of
+from shardwright_search.profiles import Profiles, index_profiles
+from shardwright_search.request import SearchRequest
+
+HIDDEN, VOCABULARY, LENGTH = 64, 256, 32
+
+
+def make_model(layers: int = 4, hidden: int = HIDDEN, tied: bool = False) -> Model:
+    """A decoder of equal blocks: 4 hidden^2 parameters each, split over tensor-parallel ranks."""
+    stream = (BoundaryTensor(name="hidden", sequence_length=LENGTH, features=hidden),)
+    table, logits = (Parameter(name=name, shape=(VOCABULARY, hidden), tp_dim=0) for name in ("weight", "lm_head"))
+    types = {
+        "embedding": LayerType(parameters=(table,), forward_flops_per_sample=0, outputs=stream),
+        "block": LayerType(
+            parameters=(Parameter(name="mix", shape=(4 * hidden, hidden), tp_dim=0),),
+            forward_flops_per_sample=8 * hidden * hidden * LENGTH,
+            tp_must_divide={"heads": 8},
+            outputs=stream,
+        ),
+        "head": LayerType(parameters=(logits,), forward_flops_per_sample=2 * hidden * VOCABULARY * LENGTH),
+    }
+    return Model(
+        name="made-up",
+        family="llama",
+        config={},
+        sequence_length=LENGTH,
+        layers=("block",) * layers,
+        types=types,
+        tied=(("weight", "lm_head"),) if tied else (),
+    )
+
+
+def make_cluster(devices: int = 2, nodes: int = 1, memory_bytes: int = 1 << 30, device: str = "cpu") -> Cluster:
+    """Equal nodes."""
+    node = NodeType(device=device, devices_per_node=devices // nodes, memory_bytes=memory_bytes, usd_per_hour=3.6)
+    return Cluster(name="some", nodes=(NodeGroup(node_type="n", count=nodes),), node_types={"n": node})
+
+
+def make_hardware(
+    cluster: Cluster,
+    latency_s: float = 20e-6,
+    bytes_per_s: float = 1e9,
+    overlap: Sequence[tuple[Collective, int, float, float]] = (),
+) -> HardwareProfile:
+    """Every kind of message at 1 KiB to 1 MiB: a latency, twice that across nodes, and a bandwidth.
+
+    `overlap`: of a collective among so many ranks the slowdowns of compute and of the message.
+    """
+    rows = [
+        (name, size, consecutive, across, message)
+        for name in Collective
+        for size in range(2, cluster.num_devices + 1)
+        for consecutive in (0, 1)
+        for across in (0, 1)
+        for message in (1 << 10, 1 << 15, 1 << 20)
+        if name is not Collective.P2P or size == 2
+    ]
+    rounds = {name: 2 if name is Collective.ALL_REDUCE else 1 for name in Collective}
+    times = [
+        latency_s * (1 + across) + rounds[name] * message * (size - 1) / size / bytes_per_s
+        for name, size, _, across, message in rows
+    ]
+    columns = list(zip(*rows, strict=True))
+    return HardwareProfile(
+        cluster=cluster.name,
+        device="cpu",
+        backend="gloo",
+        provenance=Provenance("2026-01-31", "torch 0"),
+        points={
+            "collective": np.array([name.encode() for name in columns[0]], "S16"),
+            "group_size": np.array(columns[1], np.int64),
+            "consecutive": np.array(columns[2], np.int8),
+            "across_nodes": np.array(columns[3], np.int8),
+            "message_bytes": np.array(columns[4], np.int64),
+            "interval": np.zeros(len(rows)),
+            "source": np.array([b"measured"] * len(rows), "S8"),
+        },
+        repeats={
+            "point": np.arange(len(rows)),
+            "time_s": np.array(times),
+            "outlier": np.zeros(len(rows), np.int8),
+        },
+        rates={
+            "name": np.array([], "S32"),
+            "value": np.array([], np.float64),
+            "source": np.array([], "S8"),
+        },
+        overlap=table_of(TABLES["overlap"], [_overlap_row(*row) for row in overlap]),
+    )
+
+
+def _overlap_row(collective: Collective, ranks: int, compute: float, message: float) -> dict[str, object]:
+    row = {"collective": collective, "group_size": ranks, "compute_slowdown": compute, "message_slowdown": message}
+    return {**row, "message_bytes": 0, "compute_s": 0.0, "message_s": 0.0, "source": "measured"}
+
+
+def make_profile(
+    model: Model,
+    tp_sizes: tuple[int, ...] = (1, 2, 4, 8),
+    micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8),
+    slow: float = 1.0,
+    precision: str = "float32/float32/float32",
+    process_bytes: int = 1 << 20,
+    source: str = "measured",
+    reduction_s_per_parameter: float = 0.0,
+) -> ModelProfile:
+    """Times that grow with the samples; tensor parallelism adds a latency, recomputation a forward pass.
+
+    What reducing gradients adds was measured over two ranks, or not at all.
+    """
+    rows = []
+    for name in ("embedding", *dict.fromkeys(model.layers), "head"):
+        for tp_size in tp_sizes:
+            for sequence_parallel in ("none", "megatron", "ulysses") if tp_size > 1 else ("none",):
+                for recompute in ("none", "full", "mlp") if name not in ("embedding", "head") else ("none",):
+                    for samples in micro_batch_sizes:
+                        work = {"embedding": 0.1, "head": 0.7, "other": 1.6}.get(name, 1.0) * slow
+                        latency = {"none": 4e-5, "megatron": 4e-5, "ulysses": 3e-5}[sequence_parallel]
+                        forward = 1e-4 * work * (0.2 + samples / tp_size) + latency * (tp_size > 1)
+                        backward = 2 * forward + {"none": 0, "full": forward, "mlp": 0.4 * forward}[recompute]
+                        tokens = samples * LENGTH * HIDDEN
+                        kept = {"embedding": 4, "head": 24}.get(name, 120) * tokens
+                        split = 1 + (tp_size - 1) / 2 if sequence_parallel == "none" else tp_size
+                        held, moment = kept / split, 0.2 * kept / split
+                        if recompute == "mlp":
+                            held, moment = 0.6 * kept / split, 0.5 * kept / split
+                        if recompute == "full":
+                            held, moment = 4 * tokens, 1.1 * kept / split
+                        spread = (name, tp_size, sequence_parallel, recompute, samples, LENGTH)
+                        rows.append((*spread, forward, backward, held, moment))
+    values = [name for name in LAYERS if not name.endswith(("_source", "_error_s"))]
+    named = [dict(zip(values, row, strict=True)) for row in rows]
+    states = [(name, tp_size) for name in ("embedding", *dict.fromkeys(model.layers), "head") for tp_size in tp_sizes]
+    counts = np.array([model.types[name].parameter_count(tp_size) for name, tp_size in states])
+    return ModelProfile(
+        ProfileOrigin(model.name, model.architecture_sha256, "cpu", "gloo", precision, "sdpa"),
+        Provenance("2026-01-31", "torch 0"),
+        {
+            name: np.array([source if name.endswith("_source") else of.get(name, 0) for of in named], spec.dtype)
+            for name, spec in LAYERS.items()
+        },
+        {
+            "type": np.array([name for name, _ in states], "S32"),
+            "tp_size": np.array([tp_size for _, tp_size in states]),
+            "parameter_bytes": 4 * counts,
+            "gradient_bytes": 4 * counts,
+            "optimizer_bytes": 8 * counts,
+            "optimizer_s": 3e-9 * counts,
+            "reduction_s": reduction_s_per_parameter * counts,
+            "reduction_ranks": np.full(len(states), 2 if reduction_s_per_parameter else 1),
+            **dict.fromkeys(
+                ("bytes_source", "optimizer_source", "reduction_source"), np.array([b"measured"] * len(states), "S8")
+            ),
+        },
+        {
+            "process_bytes": np.array([process_bytes]),
+            "resident_bytes": np.array([1 << 28]),
+            "step_overhead_s": np.array([5e-5]),
+            **dict.fromkeys(
+                ("process_source", "resident_source", "step_overhead_source"), np.array([b"measured"], "S8")
+            ),
+        },
+        table_of(FITS, []),
+    )
+
+
+def make_profiles(
+    model: Model, cluster: Cluster, hardware: HardwareProfile | None = None, **changes: object
+) -> Profiles:
+    """Both profiles, indexed as if read from `h.h5` and `m.h5`."""
+    profile = make_profile(model, **changes)  # type: ignore[arg-type]
+    return index_profiles(hardware or make_hardware(cluster), Path("h.h5"), profile, Path("m.h5"))
+
+
+def make_request(**changes: object) -> SearchRequest:
+    """A search over everything for a batch of 8."""
+    return msgspec.convert({"name": "search", "global_batch_size": 8} | changes, SearchRequest)

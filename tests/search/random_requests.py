@@ -1,0 +1,152 @@
+"""Random models, clusters, profiles and requests, with everything that a plan can have."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from made_up import HIDDEN, LENGTH, VOCABULARY, make_cluster, make_hardware, make_profiles, make_request
+
+from shardwright_formats.cluster import Cluster
+from shardwright_formats.errors import BadInput
+from shardwright_formats.hardware_profile import Collective
+from shardwright_formats.model import BoundaryTensor, Heads, LayerType, Model, Parameter, Region
+from shardwright_search.case import Pricing
+from shardwright_search.optimal import pricing_of, targets_of
+from shardwright_search.profiles import Profiles
+from shardwright_search.request import SearchRequest
+from shardwright_search.solver.optimise import Target
+from shardwright_search.solver.problem import Problem, Solution
+from shardwright_search.space import Case, divisors
+
+__all__ = ["FILE", "World", "random_model", "random_solution", "random_world"]
+
+FILE = Path("s.json")
+_HEADS = {"heads": 24}
+
+
+class World(NamedTuple):
+    """What a search is given."""
+
+    request: SearchRequest
+    model: Model
+    cluster: Cluster
+    profiles: Profiles
+
+    @property
+    def pricing(self) -> Pricing:
+        """What prices its plans."""
+        return pricing_of(self.request, self.model, self.cluster, self.profiles, FILE)
+
+    def targets(self, pricing: Pricing) -> tuple[Target[Case], ...]:
+        """Its cases."""
+        return targets_of(pricing, FILE)
+
+
+def random_model(rng: np.random.Generator, layers: int, tied: bool) -> Model:
+    """Blocks of one type or, towards the end, of another that hands on a second tensor and shares a parameter."""
+    stream = BoundaryTensor(name="hidden", sequence_length=LENGTH, features=HIDDEN)
+    second = BoundaryTensor(name="memory", sequence_length=LENGTH // 2, features=HIDDEN)
+    heads = Heads(queries="hidden", keys="hidden", heads=24, kv_heads=8, head_features=HIDDEN // 8)
+    regions = (
+        Region(name="attention", enters=("hidden",), leaves="hidden", attention=heads),
+        Region(name="mlp", enters=("hidden",), leaves="hidden"),
+    )
+    table, logits = (Parameter(name=name, shape=(VOCABULARY, HIDDEN), tp_dim=0) for name in ("weight", "lm_head"))
+    norm = Parameter(name="norm", shape=(HIDDEN,))
+    matrices = (Parameter(name="up", shape=(4 * HIDDEN, HIDDEN), tp_dim=0), norm)
+    other = (
+        Parameter(name="down", shape=(HIDDEN, 6 * HIDDEN), tp_dim=1),
+        Parameter(name="bias", shape=(30, 24), tp_dim=1, shared=True),
+        Parameter(name="inner", shape=(HIDDEN,), inside=True),
+    )
+    limits = {"tp_must_divide": _HEADS, "ulysses_must_divide": _HEADS}
+    types = {
+        "embedding": LayerType(parameters=(table,), forward_flops_per_sample=0, outputs=(stream, second)),
+        "block": LayerType(
+            parameters=matrices, forward_flops_per_sample=1, outputs=(stream,), regions=regions, **limits
+        ),
+        "other": LayerType(
+            parameters=other, forward_flops_per_sample=1, outputs=(stream, second), regions=regions, **limits
+        ),
+        "head": LayerType(parameters=(logits, norm), forward_flops_per_sample=1),
+    }
+    others = int(rng.integers(0, layers)) if rng.random() < 0.5 else 0
+    return Model(
+        name="random",
+        family="llama",
+        config={},
+        sequence_length=LENGTH,
+        layers=("block",) * (layers - others) + ("other",) * others,
+        types=types,
+        tied=(("weight", "lm_head"),) if tied else (),
+    )
+
+
+def random_world(seed: int, devices: tuple[int, ...] = (2, 3, 4, 6, 8), most_layers: int = 6) -> World:
+    """A request that has a plan, with every option at random."""
+    rng = np.random.default_rng(seed)
+    while True:
+        world = _random_world(rng, devices, most_layers)
+        try:
+            world.targets(world.pricing)
+        except BadInput:
+            continue
+        return world
+
+
+def _random_world(rng: np.random.Generator, devices: tuple[int, ...], most_layers: int) -> World:
+    def some(*names: str) -> list[str]:
+        kept = [name for name in names if rng.random() < 0.6]
+        return kept or [str(rng.choice(names))]
+
+    count = int(rng.choice(devices))
+    cluster = make_cluster(count, nodes=int(rng.choice(divisors(count))))
+    model = random_model(rng, int(rng.integers(2, most_layers + 1)), bool(rng.random() < 0.5))
+    precision = {"compute": "bfloat16"} if rng.random() < 0.5 else {}
+    overlap = [(Collective.ALL_REDUCE, 2, 1.25, 1.5), (Collective.ALL_GATHER, 4, 1.125, 2.0)]
+    profiles = make_profiles(
+        model,
+        cluster,
+        make_hardware(cluster, overlap=overlap if rng.random() < 0.6 else ()),
+        tp_sizes=divisors(count) if count != 6 else (1, 2, 3, 6),
+        precision=f"float32/{precision.get('compute', 'float32')}/float32",
+        reduction_s_per_parameter=float(rng.choice([0, 2e-9])),
+        slow=float(rng.choice([0.02, 1.0])),
+    )
+    batch = int(rng.choice([4, 6, 8, 12]))
+    outer = {"tp_sizes": [1, count]} if rng.random() < 0.3 else {}
+    request = make_request(
+        global_batch_size=batch if rng.random() < 0.7 else {"min": batch, "max": 2 * batch, "step": batch},
+        schedules=["1f1b", *some("gpipe", "interleaved_1f1b")],
+        data_parallel=some("ddp", "zero2", "zero3"),
+        sequence_parallel=some("none", "megatron", "ulysses"),
+        recompute=some("none", "full", "mlp"),
+        tp_consecutive=[bool(kept == "true") for kept in some("true", "false")],
+        gradient_reduction=str(rng.choice(["deferred", "every_microbatch"])),
+        fine_grained=bool(rng.random() < 0.8),
+        megatron_gather_buffer=bool(rng.random() < 0.2),
+        chunks_per_stage=[2, 3],
+        precision=precision,
+        embedding=outer if rng.random() < 0.5 else {},
+        head=outer,
+    )
+    return World(request, model, cluster, profiles)
+
+
+def random_solution(rng: np.random.Generator, problem: Problem) -> Solution:
+    """Any cut and any options."""
+    total, p = len(problem.elements), problem.pp_size
+    cuts = sorted(rng.choice(np.arange(2, total - 1), p - 1, replace=False).tolist())
+    (places,) = _places(problem)
+    stage_of = np.searchsorted(cuts, np.arange(total), side="right")
+    options = tuple(
+        int(rng.integers(len(problem.places[places[stage]].options[kind].takes)))
+        for stage, kind in zip(stage_of, problem.elements, strict=True)
+    )
+    return Solution((*cuts, total), options, places)
+
+
+def _places(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Where a cluster's stages are: each on one kind of place."""
+    yield tuple(allowed[0] for allowed in problem.allowed)

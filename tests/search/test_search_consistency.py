@@ -1,0 +1,171 @@
+"""The solver and `evaluate` count alike: time and memory of any plan of random models, clusters and requests."""
+
+import numpy as np
+import pytest
+from interleaved_problems import every_interleaved
+from msgspec.structs import replace
+from random_requests import World, random_solution, random_world
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.plan import Schedule
+from shardwright_search import evaluate as evaluation
+from shardwright_search.case import Pricing
+from shardwright_search.closed_form import step_time
+from shardwright_search.costs.model import CostModel
+from shardwright_search.evaluate import evaluate
+from shardwright_search.optimal import NEAR
+from shardwright_search.request import TimeModel
+from shardwright_search.solver.optimise import Target, optimise
+from shardwright_search.solver.problem import Solution, price
+from shardwright_search.space import Case
+
+BLOCK = 12
+
+
+def difference(pricing: Pricing, target: Target[Case], solution: Solution) -> str | None:
+    """Where `evaluate` counts something else than the solver, for a plan of one chunk a stage."""
+    problem = pricing.problem(target.case)
+    counted = price(problem, solution)
+    found = evaluate(pricing.plan(target.case, solution), pricing.costs.profiles, pricing.costs)
+    process = pricing.costs.profiles.process_bytes
+    memory = [stage.memory_bytes - process for stage in found.estimate.stages]
+    if found.objective_ps != counted.objective_ps + target.offset_ps:
+        return f"{target.case}: {found.objective_ps} is not {counted.objective_ps} + {target.offset_ps}"
+    if memory != list(counted.memory_bytes):
+        return f"{target.case}: {memory} are not {counted.memory_bytes}"
+    return None
+
+
+def differences(world: World, seed: int) -> list[str]:
+    """For a random plan of each of some cases."""
+    rng, pricing = np.random.default_rng(seed), world.pricing
+    targets = [target for target in world.targets(pricing) if target.case.num_chunks == 1]
+    some = [targets[i] for i in rng.permutation(len(targets))[:8]]
+    found = (difference(pricing, target, random_solution(rng, pricing.problem(target.case))) for target in some)
+    return [what for what in found if what is not None]
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_any_plan_costs_the_same_to_the_solver_and_to_evaluate(block):
+    for seed in range(BLOCK * block, BLOCK * (block + 1)):
+        assert differences(random_world(seed), seed) == [], seed
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_plans_of_interleaved_schedules_cost_the_same_to_the_solver_and_to_evaluate(block):
+    """Every plan is enumerated by walking through the action list; evaluate is asked for some of them."""
+    compared = 0
+    for seed in range(1000 + BLOCK * block, 1000 + BLOCK * (block + 1)):
+        rng, world = np.random.default_rng(seed), interleaved_world(seed)
+        pricing = world.pricing
+        for target in world.targets(pricing):
+            case = target.case
+            problem = pricing._interleaved(case, pricing._spread(case)) if case.num_chunks > 1 else None
+            if problem is None or len(problem.positions) > 2:
+                continue
+            plans = every_interleaved(problem)
+            for counted in (plans[i] for i in rng.permutation(len(plans))[:3]):
+                embedding, *chunk, head = counted.options
+                layers = chunk * (problem.pp_size * problem.num_chunks)
+                found = evaluate(
+                    pricing.plan(case, Solution((), (embedding, *layers, head), ())), world.profiles, pricing.costs
+                )
+                assert found.objective_ps == counted.time_ps + target.offset_ps, (seed, case)
+                need = counted.memory_bytes + world.profiles.process_bytes
+                assert found.estimate.memory_bytes == need, (seed, case)
+                compared += 1
+    assert compared > 20
+
+
+def interleaved_world(seed: int) -> World:
+    """Few strategies, and layers enough for chunks."""
+    world = random_world(seed, devices=(2, 4))
+    few = {"schedules": (Schedule.INTERLEAVED_1F1B, Schedule.ONE_F_ONE_B), "megatron_gather_buffer": False}
+    kinds = {name: getattr(world.request, name)[:1] for name in ("data_parallel", "sequence_parallel")}
+    layers = world.model.layers[:1] * int(np.random.default_rng(seed).choice([4, 8]))
+    return world._replace(
+        request=replace(world.request, **few | kinds),
+        model=replace(world.model, layers=layers),
+    )
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_the_best_and_near_plans_of_a_request_are_evaluated_as_they_were_solved(block):
+    for seed in range(2000 + BLOCK * block, 2000 + BLOCK * (block + 1)):
+        world = random_world(seed, most_layers=4)
+        pricing = world.pricing
+        answer = optimise(world.targets(pricing), pricing.solvable, NEAR, 4)
+        assert answer.best is not None and answer.bound == answer.best.score
+        for one in answer.near:
+            plan = pricing.plan(one.target.case, one.found.solution)
+            found = evaluate(plan, world.profiles, pricing.costs)
+            assert found.objective_ps == one.found.objective_ps + one.target.offset_ps, seed
+            budget = pricing.budgets["n"] + world.profiles.process_bytes
+            assert found.estimate.memory_bytes <= budget, seed
+
+
+def caught() -> bool:
+    return any(differences(random_world(seed), seed) for seed in range(2 * BLOCK))
+
+
+def test_an_evaluation_that_ignores_middle_stages_is_caught(monkeypatch):
+    def ignoring(stages, num_microbatches, num_chunks):
+        times = [stage.microbatch_ps for stage in stages]
+        end = max(stage.sum_of("sync_ps") + stage.sum_of("optimizer_ps") for stage in stages)
+        return step_time(sum(times), max(times[0], times[-1]), end, num_microbatches)
+
+    monkeypatch.setattr(evaluation, "_closed_form_ps", ignoring)
+    assert caught()
+
+
+@pytest.mark.parametrize("name", ["redistribution", "send"])
+def test_an_evaluation_without_a_message_is_caught(monkeypatch, name):
+    """The solver's numbers are made first, the plan is evaluated after the change."""
+    cost = getattr(CostModel, name)
+
+    def both(seed: int) -> list[str]:
+        world, rng = random_world(seed), np.random.default_rng(seed)
+        pricing = world.pricing
+        targets = [target for target in world.targets(pricing) if target.case.num_chunks == 1]
+        problems = [(target, pricing.problem(target.case)) for target in targets[:8]]
+        monkeypatch.setattr(CostModel, name, lambda *a: cost(*a)._replace(time_ps=0))
+        found = []
+        for target, problem in problems:
+            solution = random_solution(rng, problem)
+            priced = evaluate(pricing.plan(target.case, solution), world.profiles, pricing.costs).objective_ps
+            found.append(priced != price(problem, solution).objective_ps + target.offset_ps)
+        monkeypatch.setattr(CostModel, name, cost)
+        return found
+
+    assert any(any(both(seed)) for seed in range(2 * BLOCK))
+
+
+def test_a_batch_that_is_floored_is_caught(monkeypatch):
+    """56 samples in 8 microbatches over 8 ranks: 7 samples are no whole number for any of 2, 4 or 8 ranks."""
+    world = random_world(0, devices=(8,))
+    request = replace(
+        world.request,
+        global_batch_size=56,
+        num_microbatches=(8,),
+        megatron_gather_buffer=False,
+        pp_sizes=(1,),
+        tp_sizes=(2, 4),
+    )
+    with pytest.raises(BadInput, match="no strategy divides the batch"):
+        world._replace(request=request).targets(world._replace(request=request).pricing)
+    monkeypatch.setattr(Pricing, "_possible", lambda *_: True)
+    pricing = world._replace(request=request).pricing
+    (target, *_) = world.targets(pricing)
+    answer = optimise([target], pricing.solvable)
+    with pytest.raises(ValueError, match="does not divide the 7 samples of a microbatch"):
+        pricing.plan(target.case, answer.best.found.solution)
+
+
+def test_time_models_price_a_plan_as_they_price_its_case():
+    """Where the profile has no curves, whoever asks for them is told so."""
+    world = random_world(3)
+    request = replace(world.request, time_model=TimeModel.BATCH)
+    pricing = world._replace(request=request).pricing
+    target = world.targets(pricing)[0]
+    with pytest.raises(BadInput, match="no batch curve of forward_s"):
+        pricing.problem(target.case)
