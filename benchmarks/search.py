@@ -21,6 +21,7 @@ one after which it no longer does is named (`benchmarks/peers/galvatron_mends.py
 
 import argparse
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterable
@@ -229,11 +230,13 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def machine() -> dict[str, str]:
-    """Where and when it ran."""
+def machine() -> dict[str, str | float]:
+    """Where and when it runs, and how busy it is before: other work makes CPU seconds longer."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     name = models[0].partition(":")[2].strip() if models else platform.machine()
-    return {"cpu": name, "python": platform.python_version(), "date": datetime.now(UTC).date().isoformat()}
+    return {"cpu": name, "python": platform.python_version(), "load": os.getloadavg()[0]} | {
+        "date": datetime.now(UTC).date().isoformat()
+    }
 
 
 def main() -> None:
@@ -246,14 +249,14 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.reference / "hardware").is_dir():
         raise SystemExit(f"error: {options.reference}: no imported profiles: run snakemake --cores 1 reference")
-    python, rows = galvatron.environment(options.work), []
+    where, python, rows = machine(), galvatron.environment(options.work), []
     for case in CASES:
         if options.cases is None or case.name in options.cases:
             rows.append(compare(case, python, options.work, options.reference))
             print(f"{case.name}: {rows[-1]['their_verdict']}", file=sys.stderr, flush=True)
     print(table(rows))
     if options.out:
-        options.out.write_text(json.dumps({"machine": machine(), "cases": rows}, indent=1) + "\n")
+        options.out.write_text(json.dumps({"machine": where, "cases": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
