@@ -37,7 +37,7 @@ def random_problem(seed: int) -> Problem:
     def options(kind: int) -> Options:
         n = int(rng.integers(1, 4))
         times, ends, states, activations, transients = rng.integers(0, spread, (5, n)).astype(float)
-        late = rng.integers(0, spread if count == 1 else 1, n).astype(float)
+        late = rng.integers(0, spread, n).astype(float)
         takes, gives = rng.integers(0, layouts, n), rng.integers(0, layouts, n)
         gives = takes if kind in (1, 2) else gives
         if kind == 0:
@@ -129,13 +129,15 @@ def _priced(problem: Problem, ends: tuple[int, ...], places: tuple[int, ...]) ->
     memory = np.zeros((problem.pp_size, size))
     for stage, k in enumerate(problem.in_flight):
         inside = [e for e, s in enumerate(stage_of) if s == stage]
-        for j in inside:  # the peak while element j works on the last microbatch in flight
-            need = own[j].transient_bytes[chosen[j]]
-            for e in inside:
-                o, rows = own[e], chosen[e]
-                need = need + o.state_bytes[rows] + (k - 1 + (e <= j)) * o.activation_bytes[rows]
-                need = need + (e >= j) * o.late_bytes[rows]
-            memory[stage] = np.maximum(memory[stage], need)
+        parts = [(k, False)] if k < problem.num_microbatches else [(k, True)] if k == 1 else [(k, True), (k - 1, False)]
+        for flight, late in parts:
+            for j in inside:  # the peak while element j works on the last microbatch in flight
+                need = own[j].transient_bytes[chosen[j]]
+                for e in inside:
+                    o, rows = own[e], chosen[e]
+                    need = need + o.state_bytes[rows] + (flight - 1 + (e <= j)) * o.activation_bytes[rows]
+                    need = need + (e >= j or not late) * o.late_bytes[rows]
+                memory[stage] = np.maximum(memory[stage], need)
     tie = problem.tie_ps[own[0].takes[chosen[0]], own[-1].gives[chosen[-1]]]
     objective = times.sum(0) + (problem.num_microbatches - 1) * times.max(0) + ends_ps.max(0) + tie
     return Enumerated(ends, places, shape, objective, memory)

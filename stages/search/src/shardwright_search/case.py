@@ -250,7 +250,7 @@ class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
             np.array([cost.microbatch_ps for cost in costs], float),
             np.array([cost.sync_ps + cost.optimizer_ps for cost in costs], float),
             np.array([cost.state_bytes for cost in costs], float),
-            np.array([cost.moment.late_bytes for cost in costs], float),
+            np.array([cost.gradients_bytes for cost in costs], float),
             np.array([cost.activation_bytes for cost in costs], float),
             np.array([cost.transient_bytes for cost in costs], float),
             takes=classes if name == EMBEDDING else layouts,

@@ -94,18 +94,15 @@ def _stage_prediction(stage: StageCosts, profiles: Profiles) -> StagePrediction:
         "gradient_sync": stage.sum_of("sync_ps"),
         "optimizer": stage.sum_of("optimizer_ps"),
     }
-    late = sum(element.moment.late_bytes for own in stage.ranges for element in own.elements)
     states = {
         "parameters": stage.sum_of("parameters_bytes"),
         "gathered_parameters": stage.sum_of("gathered_parameters_bytes"),
         "optimizer": stage.sum_of("optimizer_bytes"),
     }
-    # At the peak some late gradients may not be there yet, and some activations no longer.
-    gradients = stage.sum_of("gradients_bytes")
+    # At the peak some gradients may not be there yet, and some activations no longer.
     activations = min(stage.activation_bytes, stage.working_bytes)
-    if late:
-        gradients = min(gradients, stage.working_bytes - activations)
-    transient = stage.working_bytes - activations - (gradients if late else 0)
+    gradients = min(stage.sum_of("gradients_bytes"), stage.working_bytes - activations)
+    transient = stage.working_bytes - activations - gradients
     memory_terms = states | {
         "gradients": gradients,
         "activations": activations,

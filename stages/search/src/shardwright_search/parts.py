@@ -9,15 +9,16 @@ from msgspec.structs import replace
 from shardwright_formats.model import EMBEDDING, HEAD
 from shardwright_formats.placement import layout_of
 from shardwright_formats.plan import Plan
-from shardwright_formats.schedule import Pass, actions
+from shardwright_formats.schedule import Pass, actions, in_flight
 from shardwright_formats.strategy import Strategy
-from shardwright_search.costs.memory import peak_bytes
+from shardwright_search.costs.memory import Moment, peak_bytes
 from shardwright_search.costs.messages import slowdowns_of
 from shardwright_search.costs.model import Cost, CostModel, ElementCost
 from shardwright_search.costs.ranks import lie_of
 from shardwright_search.effective import effective
 from shardwright_search.reduction import Overlap, Reduction
 from shardwright_search.simulate import StageTimes
+from shardwright_search.solver.problem import phases
 
 __all__ = ["RangeCosts", "StageCosts", "range_costs", "stage_costs"]
 
@@ -79,7 +80,7 @@ class StageCosts(NamedTuple):
     activation_bytes: int
     """The most held of activations at once."""
     working_bytes: int
-    """The most held at once of activations, of what is held for a moment, and of gradients that come late."""
+    """The most held at once of activations, of gradients, and of what is held for a moment."""
 
     @property
     def microbatch_ps(self) -> int:
@@ -132,28 +133,41 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
 
 
 def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCosts:
-    """A pipeline stage's ranges, and the most that its action list holds at once beside its states.
+    """A pipeline stage's ranges, and the most that it holds at once beside its states.
 
-    While a microbatch is on its way through a range, that range's own peak comes on top of what others hold. Of several
-    ranges, late gradients count as there from the start.
+    While a microbatch is on its way through a range, that range's own peak comes on top of what others hold. One range
+    alone has the phases of the solver; of several ranges, gradients count as there from the start.
     """
     own = tuple(ranges[stage :: len(plan.stages)])
     kept = [here.sum_of("activation_bytes") for here in own]
     moments = [[element.moment for element in here.elements] for here in own]
-    early = 0
-    if len(own) > 1:
-        early = sum(moment.late_bytes for here in moments for moment in here)
-        moments = [[moment._replace(late_bytes=0) for moment in here] for here in moments]
-    peaks = [peak_bytes(here) for here in moments]
+    num_stages, num_microbatches = len(plan.stages), plan.num_microbatches
+    if len(own) == 1:
+        most_in_flight = in_flight(plan.schedule, num_stages, num_microbatches, stage)
+        working = max(
+            (phase.in_flight - 1) * kept[0] + _working_bytes(moments[0], phase.late)
+            for phase in phases(most_in_flight, num_microbatches)
+        )
+        return StageCosts(own, most_in_flight * kept[0], working)
+    gradients = sum(moment.late_bytes for here in moments for moment in here)
+    peaks = [_working_bytes(here, late=False) - sum(moment.late_bytes for moment in here) for here in moments]
     held = most_held = most = 0
-    for action in actions(plan.schedule, len(plan.stages), plan.num_microbatches, stage, len(own)):
+    for action in actions(plan.schedule, num_stages, num_microbatches, stage, len(own)):
         if action.kind is Pass.BACKWARD:
             held -= kept[action.chunk]
         most = max(most, held + peaks[action.chunk])
         if action.kind is Pass.FORWARD:
             held += kept[action.chunk]
         most_held = max(most_held, held)
-    return StageCosts(own, most_held, early + most)
+    return StageCosts(own, most_held, gradients + most)
+
+
+def _working_bytes(moments: Sequence[Moment], late: bool) -> int:
+    """The most on one microbatch's way, with gradients that come element by element or are there all along."""
+    if late:
+        return peak_bytes(moments)
+    early = [moment._replace(late_bytes=0) for moment in moments]
+    return peak_bytes(early) + sum(moment.late_bytes for moment in moments)
 
 
 def _elements(plan: Plan) -> list[list[tuple[str, Strategy]]]:

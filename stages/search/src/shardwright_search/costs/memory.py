@@ -82,7 +82,7 @@ class Moment(NamedTuple):
     transient_bytes: int
     """Held for a moment in either."""
     late_bytes: int
-    """Held from its backward pass on: gradients, where a step has one microbatch."""
+    """Held from its first backward pass on: gradients."""
 
 
 def peak_bytes(moments: Sequence[Moment]) -> int:

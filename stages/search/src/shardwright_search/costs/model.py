@@ -58,8 +58,6 @@ class ElementCost(NamedTuple):
     gathered_parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    late: bool
-    """Whether the gradients are only there from the element's own backward pass on."""
     activation_bytes: int
     """Of one microbatch in flight."""
     transient_bytes: int
@@ -73,15 +71,13 @@ class ElementCost(NamedTuple):
 
     @property
     def state_bytes(self) -> int:
-        """What is held all step long."""
-        static = self.parameters_bytes + self.gathered_parameters_bytes + self.optimizer_bytes
-        return static if self.late else static + self.gradients_bytes
+        """What is held all step long; gradients come with the first backward pass."""
+        return self.parameters_bytes + self.gathered_parameters_bytes + self.optimizer_bytes
 
     @property
     def moment(self) -> memory.Moment:
         """What comes and goes with a microbatch."""
-        late = self.gradients_bytes if self.late else 0
-        return memory.Moment(self.activation_bytes, self.transient_bytes, late)
+        return memory.Moment(self.activation_bytes, self.transient_bytes, self.gradients_bytes)
 
 
 def picoseconds(time_s: float) -> int:
@@ -194,7 +190,6 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             gathered_parameters_bytes=own.gathered_parameters_bytes,
             gradients_bytes=own.gradients_bytes,
             optimizer_bytes=own.optimizer_bytes,
-            late=one,
             activation_bytes=ceil(layer.activation_bytes),
             transient_bytes=ceil(layer.transient_bytes) + own.transient_bytes,
             warnings=tuple(dict.fromkeys(doubt for doubt in doubts if doubt is not None)),

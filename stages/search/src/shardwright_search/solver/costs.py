@@ -1,8 +1,8 @@
 """What one place with so many microbatches in flight does to a problem's options: memory measures, useful options.
 
-The memory of a label is two numbers. `held`: what the elements so far hold at the end, activations of the last
-microbatch included. `peak`: the most so far, and late bytes. An element with x = state + (k - 1) activation raises
-them to held + x + activation and x + late + max(peak, held + activation + transient).
+In each phase the memory of a label is two numbers. `held`: what the elements so far hold at the end, activations of the
+last microbatch included. `peak`: the most so far, and late bytes. An element that holds x all phase long raises them
+to held + x + activation and x + late + max(peak, held + activation + transient).
 """
 
 from math import prod
@@ -12,10 +12,10 @@ import numpy as np
 
 from shardwright_search.solver.dual import Dual, Polyline
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
-from shardwright_search.solver.problem import Options, Place, Problem
+from shardwright_search.solver.problem import Options, Phase, Place, Problem, phases
 from shardwright_search.solver.runs import Runs, pivot_of
 
-__all__ = ["Measure", "PlaceCosts", "Weights", "weightings"]
+__all__ = ["Measure", "PhaseCosts", "PlaceCosts", "Weights", "weightings"]
 
 _FEW_ELEMENTS = 2
 _FEW_PLANS = 5_000
@@ -57,15 +57,27 @@ class Pivot(NamedTuple):
     """What the measure of all memory held counts, and what is held for a moment at the end of the run."""
 
 
-class PlaceCosts:
-    """The useful options of a place with k microbatches in flight, and the bounds that they allow."""
+class PhaseCosts(NamedTuple):
+    """What an element holds in one phase, by type [options]."""
 
-    def __init__(self, place: Place, in_flight: int) -> None:
+    static: tuple[Numbers, ...]
+    """All phase long: x."""
+    late: tuple[Numbers, ...]
+    """From the element's backward pass on."""
+
+
+class PlaceCosts:
+    """The useful options of a place with k of m microbatches in flight, and the bounds that they allow."""
+
+    def __init__(self, place: Place, in_flight: int, num_microbatches: int) -> None:
         self.place = place
-        self.useful = tuple(_useful(options, in_flight) for options in place.options)
+        parts = phases(in_flight, num_microbatches)
+        self.useful = tuple(_useful(options, parts) for options in place.options)
         self.options = tuple(o.take(rows) for o, rows in zip(place.options, self.useful, strict=True))
-        self.static = tuple(o.state_bytes + (in_flight - 1) * o.activation_bytes for o in self.options)
-        late = any(o.late_bytes.any() for o in self.options)
+        self.phases = tuple(
+            PhaseCosts(*zip(*(_in_phase(o, phase) for o in self.options), strict=True)) for phase in parts
+        )
+        late = parts[0].late and any(o.late_bytes.any() for o in self.options)
         self.measures = tuple(self._measure(share) for share in ((1.0, 0.5, 0.0) if late else (1.0,)))
         self._duals: dict[Weights, tuple[Dual, ...]] = {}
         self._runs: dict[Weights, Numbers] = {}
@@ -143,25 +155,28 @@ class PlaceCosts:
         if key not in self._pivots:
             o, measure = self.options[kind], self.measures[0].memory
             cost = weights[0] * o.time_ps + weights[1] * o.end_ps
-            moment = o.late_bytes + o.transient_bytes
+            late = self.phases[0].late
+            moment = late[kind] + o.transient_bytes
             memory = measure[kind] + moment
             if behind >= 0:
                 after = self.options[behind]
                 cost = (cost[:, None] + weights[0] * after.time_ps + weights[1] * after.end_ps).ravel()
-                here = moment[:, None] + after.late_bytes - after.activation_bytes
-                most = np.maximum(here, after.late_bytes + after.transient_bytes)
+                here = moment[:, None] + late[behind] - after.activation_bytes
+                most = np.maximum(here, late[behind] + after.transient_bytes)
                 memory = (measure[kind][:, None] + measure[behind] + most).ravel()
             rows = non_dominated(np.stack([cost, memory], 1), np.zeros(len(cost), np.int64))
             self._pivots[key] = Pivot(cost[rows], memory[rows])
         return self._pivots[key]
 
     def _measure(self, share: float) -> Measure:
+        """Of the first phase."""
+        own = self.phases[0]
         memory = tuple(
-            static + share * o.activation_bytes + (1 - share) * o.late_bytes
-            for static, o in zip(self.static, self.options, strict=True)
+            static + share * o.activation_bytes + (1 - share) * late
+            for static, late, o in zip(own.static, own.late, self.options, strict=True)
         )
         first = [(1 - share) * (o.activation_bytes + o.transient_bytes).min() for o in self.options]
-        last = [share * (o.late_bytes + o.transient_bytes).min() for o in self.options]
+        last = [share * (late + o.transient_bytes).min() for late, o in zip(own.late, self.options, strict=True)]
         return Measure(share, memory, np.array(first), np.array(last))
 
     def _exactly(self, elements: tuple[int, ...], weights: Weights) -> float | None:
@@ -175,30 +190,34 @@ class PlaceCosts:
         return float(cost.min()) * (1 - 1e-9) - 1 if len(cost) else np.inf
 
     def _enumerated(self, elements: tuple[int, ...]) -> tuple[Numbers, Numbers] | None:
-        """A and U of every choice that fits; None if there are too many."""
-        if prod(len(self.static[kind]) for kind in elements) > _FEW_PLANS:
+        """A and U of every choice that fits in the first phase; None if there are too many."""
+        if prod(len(self.options[kind].takes) for kind in elements) > _FEW_PLANS:
             return None
         time = end = held = peak = np.zeros(1)
         for kind in elements:
-            o, static = self.options[kind], self.static[kind]
+            o, static, late = self.options[kind], self.phases[0].static[kind], self.phases[0].late[kind]
             time, end = (time[:, None] + o.time_ps).ravel(), (end[:, None] + o.end_ps).ravel()
             before = held[:, None] + (o.activation_bytes + o.transient_bytes)
-            peak = (static + o.late_bytes + np.maximum(peak[:, None], before)).ravel()
+            peak = (static + late + np.maximum(peak[:, None], before)).ravel()
             held = (held[:, None] + (static + o.activation_bytes)).ravel()
         fits = peak <= self.place.budget_bytes
         return time[fits], end[fits]
 
 
-def _useful(options: Options, in_flight: int) -> Ints:
+def _in_phase(options: Options, phase: Phase) -> tuple[Numbers, Numbers]:
+    """Static and late bytes."""
+    static = options.state_bytes + (phase.in_flight - 1) * options.activation_bytes
+    if phase.late:
+        return static, options.late_bytes
+    return static + options.late_bytes, np.zeros_like(static)
+
+
+def _useful(options: Options, parts: tuple[Phase, ...]) -> Ints:
     """Options that no other of the same layouts replaces: memory, time and U are no less."""
-    static = options.state_bytes + (in_flight - 1) * options.activation_bytes
-    ends = static + options.late_bytes
-    columns = [
-        options.time_ps,
-        options.time_ps + options.end_ps,
-        ends,
-        ends + options.activation_bytes + options.transient_bytes,
-        static + options.activation_bytes,
-    ]
+    columns = [options.time_ps, options.time_ps + options.end_ps]
+    for phase in parts:
+        static, late = _in_phase(options, phase)
+        ends = static + late
+        columns += [ends, ends + options.activation_bytes + options.transient_bytes, static + options.activation_bytes]
     key = options.takes * (int(options.gives.max()) + 1) + options.gives
     return np.sort(non_dominated(np.stack(columns, 1), key))

@@ -31,8 +31,8 @@ class Labels(NamedTuple):
 
     time_ps: Numbers
     end_ps: Numbers
-    held_bytes: Numbers
-    peak_bytes: Numbers
+    memory: Numbers
+    """[labels, 2 x phases]: held and peak of each phase, in bytes."""
     comes: Ints
     gives: Ints
     parent: Ints
@@ -63,7 +63,7 @@ class _Step(NamedTuple):
     first: bool
     num_layouts: int
     most_static: Numbers
-    """By type: the most that an element adds to held or peak."""
+    """By type: the most that an element adds to held or peak of any phase."""
     most_moment: float
 
 
@@ -76,8 +76,8 @@ def stage_fronts(
     """
     moments = [o.activation_bytes + o.transient_bytes for o in costs.options]
     static = [
-        (x + np.maximum(o.activation_bytes, o.late_bytes)).max()
-        for x, o in zip(costs.static, costs.options, strict=True)
+        max((of.static[kind] + np.maximum(o.activation_bytes, of.late[kind])).max() for of in costs.phases)
+        for kind, o in enumerate(costs.options)
     ]
     step = _Step(
         problem,
@@ -99,7 +99,8 @@ def stage_fronts(
 def _start(step: _Step) -> Labels:
     count = 1 if step.first else step.problem.num_layouts
     none, layouts = np.zeros(count), np.arange(count)
-    return Labels(none, none, none, none, layouts, layouts, layouts, layouts, None)
+    memory = np.zeros((count, 2 * len(step.costs.phases)))
+    return Labels(none, none, memory, layouts, layouts, layouts, layouts, None)
 
 
 def _extend(
@@ -142,18 +143,16 @@ def _following(
     step: _Step, labels: Labels, rows: Ints, before: int, kind: int, targets: list[tuple[Target, Run]], depth: int
 ) -> Labels:
     """Every label with every option of the next element, as far as some target can still be reached."""
-    options, static = step.costs.options[kind], step.costs.static[kind]
+    options = step.costs.options[kind]
     parent = np.repeat(rows, len(options.takes))
     option = np.tile(np.arange(len(options.takes)), len(rows))
     time = labels.time_ps[parent] + options.time_ps[option]
     if before >= 0:
         time = time + step.costs.place.redistribution_ps[before][labels.gives[parent], options.takes[option]]
-    moment = labels.held_bytes[parent] + (options.activation_bytes + options.transient_bytes)[option]
     following = Labels(
         time,
         labels.end_ps[parent] + options.end_ps[option],
-        labels.held_bytes[parent] + (static + options.activation_bytes)[option],
-        (static + options.late_bytes)[option] + np.maximum(labels.peak_bytes[parent], moment),
+        _memory(step, labels.memory[parent], kind, option),
         options.takes[option] if before < 0 else labels.comes[parent],
         options.gives[option],
         parent,
@@ -161,21 +160,34 @@ def _following(
         labels,
     )
     following = following.take(_reaching(step, following, targets, depth + 1))
-    rests = [sum(step.most_static[k] for k in run.elements[depth + 1 :]) for _, run in targets]
-    budget, most = step.costs.place.budget_bytes, max(rests)
-    columns = [
-        *step.problem.objectives(following.time_ps, following.end_ps),
-        np.maximum(following.peak_bytes, budget - most),
-        np.maximum(following.held_bytes, budget - most - step.most_moment if most else np.inf),
-    ]
+    most = max(sum(step.most_static[k] for k in run.elements[depth + 1 :]) for _, run in targets)
+    never = step.costs.place.budget_bytes - most
+    columns = step.problem.objectives(following.time_ps, following.end_ps)
+    for held, peak in zip(following.memory.T[::2], following.memory.T[1::2], strict=True):
+        columns.append(np.maximum(peak, never))
+        if most:
+            columns.append(np.maximum(held, never - step.most_moment))
     key = following.comes * step.num_layouts + following.gives
     return following.take(np.sort(non_dominated(np.stack(columns, 1), key)))
+
+
+def _memory(step: _Step, before: Numbers, kind: int, option: Ints) -> Numbers:
+    """Held and peak of each phase after one more element."""
+    o = step.costs.options[kind]
+    activation, transient = o.activation_bytes[option], o.transient_bytes[option]
+    after = np.empty_like(before)
+    for i, of in enumerate(step.costs.phases):
+        held, peak = before[:, 2 * i], before[:, 2 * i + 1]
+        static = of.static[kind][option]
+        after[:, 2 * i] = held + static + activation
+        after[:, 2 * i + 1] = static + of.late[kind][option] + np.maximum(peak, held + activation + transient)
+    return after
 
 
 def _reaching(step: _Step, labels: Labels, targets: list[tuple[Target, Run]], depth: int) -> Ints:
     """The labels that fit, and that by the bounds can stay within some target's caps."""
     budget = step.costs.place.budget_bytes
-    fitting = labels.peak_bytes <= budget
+    fitting = (labels.memory[:, 1::2] <= budget).all(1)
     keep = np.zeros(len(fitting), bool)
     for target, run in targets:
         rows = np.flatnonzero(fitting & ~keep)
@@ -185,7 +197,7 @@ def _reaching(step: _Step, labels: Labels, targets: list[tuple[Target, Run]], de
         for (time, end), cap in zip(step.weights, target.caps, strict=True):
             cost = time * labels.time_ps[rows] + end * labels.end_ps[rows]
             if rest:
-                cost = cost + step.costs.least_rest((time, end), rest, labels.held_bytes[rows], labels.peak_bytes[rows])
+                cost = cost + step.costs.least_rest((time, end), rest, labels.memory[rows, 0], labels.memory[rows, 1])
             rows = rows[cost < cap]
         keep[rows] = True
     return np.flatnonzero(keep)
@@ -204,7 +216,7 @@ def _worth_extending(step: _Step, labels: Labels, before: int) -> Ints:
             continue
         paid = np.r_[moves[labels.gives[others], layout], np.zeros(len(mine))]
         objectives = step.problem.objectives(labels.time_ps[both] + paid, labels.end_ps[both])
-        columns = np.stack([*objectives, labels.peak_bytes[both], labels.held_bytes[both]], 1)
+        columns = np.column_stack([*objectives, labels.memory[both]])
         kept = non_dominated(columns, labels.comes[both])
         rows = np.r_[others, both[np.sort(kept[kept >= len(others)])]]
     return np.sort(rows)

@@ -51,15 +51,17 @@ def _needs(
     problem: Problem, place: int, in_flight: int, elements: tuple[int, ...]
 ) -> dict[tuple[int, int, tuple[int, ...]], int]:
     """The least peak of every run that begins as `elements` does."""
-    costs = PlaceCosts(problem.places[place], in_flight)
-    held = peak = np.zeros(1)
+    costs = PlaceCosts(problem.places[place], in_flight, problem.num_microbatches)
+    memory = np.zeros((1, 2 * len(costs.phases)))
     found = {}
     for length, kind in enumerate(elements, 1):
-        o, static = costs.options[kind], costs.static[kind]
-        moment = held[:, None] + o.activation_bytes + o.transient_bytes
-        peaks = (static + o.late_bytes + np.maximum(peak[:, None], moment)).ravel()
-        helds = (held[:, None] + static + o.activation_bytes).ravel()
-        kept = non_dominated(np.stack([peaks, helds], 1), np.zeros(len(peaks), np.int64))
-        held, peak = helds[kept], peaks[kept]
-        found[place, in_flight, elements[:length]] = int(peak.min())
+        o, columns = costs.options[kind], []
+        for i, of in enumerate(costs.phases):
+            held, peak = memory[:, 2 * i : 2 * i + 1], memory[:, 2 * i + 1 : 2 * i + 2]
+            moment = held + o.activation_bytes + o.transient_bytes
+            columns.append((held + of.static[kind] + o.activation_bytes).ravel())
+            columns.append((of.static[kind] + of.late[kind] + np.maximum(peak, moment)).ravel())
+        following = np.stack(columns, 1)
+        memory = following[non_dominated(following, np.zeros(len(following), np.int64))]
+        found[place, in_flight, elements[:length]] = int(memory[:, 1::2].max(1).min())
     return found

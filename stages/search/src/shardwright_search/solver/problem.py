@@ -13,7 +13,27 @@ import msgspec
 
 from shardwright_search.solver.pareto import Ints, Numbers
 
-__all__ = ["Options", "Place", "Price", "Problem", "Solution", "price"]
+__all__ = ["Options", "Phase", "Place", "Price", "Problem", "Solution", "phases", "price"]
+
+
+class Phase(NamedTuple):
+    """A part of a step in which a pipeline stage may hold the most."""
+
+    in_flight: int
+    late: bool
+    """Whether late bytes come element by element, and are not all there from the start."""
+
+
+def phases(in_flight: int, num_microbatches: int) -> tuple[Phase, ...]:
+    """When a stage with that many microbatches in flight may hold the most.
+
+    Where all microbatches are in flight before the first backward pass, that pass has them all but makes the gradients
+    only now; the passes after it have one less and all gradients.
+    """
+    if in_flight < num_microbatches:
+        return (Phase(in_flight, False),)
+    first = Phase(in_flight, True)
+    return (first,) if in_flight == 1 else (first, Phase(in_flight - 1, False))
 
 
 class Options(NamedTuple):
@@ -26,7 +46,7 @@ class Options(NamedTuple):
     state_bytes: Numbers
     """Held all step long."""
     late_bytes: Numbers
-    """Held from the element's own last backward pass on: gradients, where a step has one microbatch."""
+    """Held from the element's own first backward pass on: gradients."""
     activation_bytes: Numbers
     """Of one microbatch in flight."""
     transient_bytes: Numbers
@@ -58,9 +78,10 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     Minimised is T = sum A' + (m - 1) max A' + max U + tie, with m microbatches. A'_i: time of a microbatch in stage i,
     with the redistribution before each of its elements and the sends at both of its ends; U_i: the sum of its `end_ps`.
 
-    With k microbatches in flight the memory of a stage is its state, (k - 1) times its activations and the most that
-    the last microbatch holds on its way: at element j the activations of the elements up to j, j's transient, and the
-    late bytes of the elements from j on, whose backward passes are over or in progress.
+    The memory of a stage is the most of its `phases`. In each, with k microbatches in flight, it holds its state,
+    (k - 1) times its activations and the most that a microbatch holds on its way: at element j the activations of the
+    elements up to j, j's transient, and late bytes: of all elements, or in the first backward pass of those from j on,
+    whose backward passes are over or in progress.
     """
 
     elements: tuple[int, ...]
@@ -156,8 +177,7 @@ def price(problem: Problem, solution: Solution) -> Price:
     bounds = (0, *solution.ends)
     time, end, memory = [0.0] * problem.pp_size, [0.0] * problem.pp_size, []
     for stage, ((first, last), number) in enumerate(zip(pairwise(bounds), solution.places, strict=True)):
-        place, k = problem.places[number], problem.in_flight[stage]
-        most = held = 0.0
+        place = problem.places[number]
         for e in range(first, last):
             kind, option = problem.elements[e], solution.options[e]
             own = place.options[kind]
@@ -172,12 +192,22 @@ def price(problem: Problem, solution: Solution) -> Price:
                     send = problem.sends_ps[stage - 1, source, number, before, gives]
                     time[stage] += send
                     time[stage - 1] += send
-            state = own.state_bytes[option] + (k - 1) * own.activation_bytes[option]
-            activation, late = own.activation_bytes[option], own.late_bytes[option]
-            most = state + late + max(most, held + activation + own.transient_bytes[option])
-            held += state + activation
-        memory.append(int(most))
+        chosen = [(place.options[problem.elements[e]], solution.options[e]) for e in range(first, last)]
+        found = phases(problem.in_flight[stage], problem.num_microbatches)
+        memory.append(int(max(_held(chosen, phase) for phase in found)))
     first_class = problem.places[solution.places[0]].options[problem.elements[0]].takes[solution.options[0]]
     last_class = problem.places[solution.places[-1]].options[problem.elements[-1]].gives[solution.options[-1]]
     objective = sum(time) + (problem.num_microbatches - 1) * max(time) + max(end)
     return Price(int(objective + problem.tie_ps[first_class, last_class]), tuple(memory))
+
+
+def _held(chosen: Sequence[tuple[Options, int]], phase: Phase) -> float:
+    """The most that a stage holds in a phase."""
+    most = held = 0.0
+    for own, option in chosen:
+        activation, late = own.activation_bytes[option], own.late_bytes[option]
+        state = own.state_bytes[option] + (phase.in_flight - 1) * activation + (0 if phase.late else late)
+        moment = held + activation + own.transient_bytes[option]
+        most = state + (late if phase.late else 0) + max(most, moment)
+        held += state + activation
+    return most

@@ -23,13 +23,14 @@ class CostsOf:
     """The costs of the places of a problem by microbatches in flight, each made once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], PlaceCosts] = {}
+        self._known: dict[tuple[int, int, int], PlaceCosts] = {}
 
     def of(self, problem: Problem, place: int, in_flight: int) -> PlaceCosts:
         """Of one place of a problem; problems that share a place share its costs."""
-        key = id(problem.places[place]), in_flight
+        most = problem.num_microbatches if in_flight == problem.num_microbatches else in_flight + 1
+        key = id(problem.places[place]), in_flight, most
         if key not in self._known:
-            self._known[key] = PlaceCosts(problem.places[place], in_flight)
+            self._known[key] = PlaceCosts(problem.places[place], in_flight, most)
         return self._known[key]
 
 
