@@ -12,6 +12,7 @@ from shardwright_formats.files import write_document
 from shardwright_formats.hardware_profile import write_hardware_profile
 from shardwright_formats.model import Model
 from shardwright_formats.model_profile import ModelProfile, write_model_profile
+from shardwright_search.profiles import index_profiles
 from shardwright_search.request import SearchRequest
 
 
@@ -21,6 +22,7 @@ def make() -> SimpleNamespace:
     return SimpleNamespace(
         cluster=make_cluster,
         hardware=make_hardware,
+        index=lambda hardware, profile: index_profiles(hardware, Path("h.h5"), profile, Path("m.h5")),
         model=make_model,
         profile=make_profile,
         profiles=make_profiles,

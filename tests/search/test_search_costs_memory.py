@@ -1,0 +1,146 @@
+"""Memory of a rank, term by term: numbers worked out by hand."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from shardwright_formats.plan import Precision
+from shardwright_formats.strategy import DataParallel, LayerStrategy, SequenceParallel, Strategy
+from shardwright_search.budget import GIB
+from shardwright_search.costs import memory
+from shardwright_search.costs.memory import Moment, peak_bytes
+from shardwright_search.costs.model import CostModel
+from shardwright_search.costs.ranks import Lie
+from shardwright_search.evaluate import evaluate
+from shardwright_search.optimal import Found, Infeasible, find_best
+
+MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
+
+
+def spread(kind: str, tp_size: int = 1, dp_size: int = 4, split: str = "none") -> Strategy:
+    return Strategy(
+        tp_size=tp_size,
+        dp_size=dp_size,
+        data_parallel=DataParallel(kind),
+        sequence_parallel=SequenceParallel(split),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "deferred", "held", "moment"),
+    [
+        # 16384 parameters over 4 ranks: stored, gathered for compute, gradients, two moments; and while they last
+        ("ddp", False, (65536, 32768, 65536, 131072), (0, 0)),
+        ("ddp", True, (65536, 32768, 65536, 131072), (0, 0)),
+        ("zero2", False, (16384, 32768, 16384, 32768), (0, 65536)),
+        ("zero2", True, (16384, 32768, 65536, 32768), (0, 16384)),
+        ("zero3", False, (16384, 0, 16384, 32768), (32768, 65536)),
+        ("zero3", True, (16384, 0, 65536, 32768), (32768, 16384)),
+    ],
+)
+def test_memory_terms_by_kind_of_data_parallelism(make, kind, deferred, held, moment):
+    block, strategy = make.model().types["block"], spread(kind)
+    assert held == (
+        memory.parameters_bytes(block, strategy, MIXED),
+        memory.gathered_parameters_bytes(block, strategy, MIXED),
+        memory.gradients_bytes(block, strategy, MIXED, deferred),
+        memory.optimizer_bytes(block, strategy, MIXED),
+    )
+    assert moment == (
+        memory.transient_gather_bytes(block, strategy, MIXED),
+        memory.transient_gradients_bytes(block, strategy, MIXED, deferred),
+    )
+
+
+def test_replicated_layers_are_computed_as_they_are_stored_where_all_is_in_one_format(make):
+    block = make.model().types["block"]
+    assert memory.gathered_parameters_bytes(block, spread("ddp"), Precision()) == 0
+    assert memory.gathered_parameters_bytes(block, spread("zero2"), Precision()) == 65536
+    assert memory.gathered_parameters_bytes(block, spread("zero2", dp_size=1), Precision()) == 0
+
+
+def test_a_shard_is_rounded_up_to_whole_rows(make):
+    # 256 rows over 3 ranks: 86 rows of 64
+    assert memory.parameters_bytes(make.model().types["block"], spread("zero3", dp_size=3), MIXED) == 4 * 86 * 64
+    # tensor parallelism halves the rows first: 128 over 3 ranks are 43
+    assert memory.parameters_bytes(make.model().types["block"], spread("zero3", 2, 3), MIXED) == 4 * 43 * 64
+
+
+def test_parameters_are_shared_over_the_whole_stage_under_ulysses(make):
+    """Two groups of two: four ranks share 65536 bytes; tensor parallelism and two ranks of each half the same."""
+    block = make.model().types["block"]
+    ulysses, megatron = spread("zero3", 2, 2, "ulysses"), spread("zero3", 2, 2, "megatron")
+    assert memory.parameters_bytes(block, ulysses, MIXED) == memory.parameters_bytes(block, megatron, MIXED) == 16384
+    # but a layer is gathered whole under the one, its half under the other
+    assert memory.transient_gather_bytes(block, ulysses, MIXED) == 32768
+    assert memory.transient_gather_bytes(block, megatron, MIXED) == 16384
+    assert memory.parameters_bytes(block, spread("ddp", 2, 2, "ulysses"), MIXED) == 65536
+    assert memory.parameters_bytes(block, spread("ddp", 2, 2, "megatron"), MIXED) == 32768
+
+
+def test_the_peak_is_where_an_element_with_its_moment_meets_what_others_hold():
+    """Forward to each element, and back: what follows it has given its gradients by then."""
+    assert peak_bytes([]) == 0
+    # at the elements: 4+1+(2+3+1), 14+5+(3+1), 16+20+1
+    assert peak_bytes([Moment(4, 1, 2), Moment(10, 5, 3), Moment(2, 20, 1)]) == 37
+    # 4+50+(2+3) in the first backward pass, 14+5+3 in the second
+    assert peak_bytes([Moment(4, 50, 2), Moment(10, 5, 3)]) == 59
+    # 4+0+(1+9), 10+6+9
+    assert peak_bytes([Moment(4, 0, 1), Moment(6, 6, 9)]) == 25
+
+
+def test_gradients_come_with_the_first_backward_pass(make):
+    model, cluster = make.model(), make.cluster()
+    costs = CostModel(model, cluster, make.profiles(model, cluster), Precision())
+    layer = LayerStrategy(tp_size=1, dp_size=2, type="block")
+    for microbatches in (1, 2):
+        found = costs.element("block", layer, Lie("n", (2,)), 2, microbatches)
+        assert found.moment == Moment(120 * 2048, 24 * 2048, 65536)
+        assert found.state_bytes == 3 * 65536, "parameters and two moments"
+
+
+def test_a_stage_holds_microbatches_in_flight_and_one_peak(make):
+    """A sample a rank in each of two microbatches; in units of 2048 bytes the elements keep 4, 120, 120 and 24.
+
+    The most is held in the second block's first backward pass: 268 of one microbatch, 244 of the other, 24 for that
+    moment, and 32 of gradients for the block and for the head. Later there are all gradients, but one microbatch.
+    """
+    model, cluster = make.model(2), make.cluster()
+    request = make.request(
+        global_batch_size=4, num_microbatches=[2], recompute=["none"], schedules=["gpipe"], pp_sizes=[1],
+        tp_sizes=[1], data_parallel=["ddp"],
+    )  # fmt: skip
+    found = find_best(request, model, cluster, make.profiles(model, cluster), Path("s.json"), lambda line: None)
+    (stage,) = found.chosen.evaluation.estimate.stages
+    assert stage.memory_terms_bytes == {
+        "parameters": 4 * 65536,
+        "gathered_parameters": 0,
+        "optimizer": 8 * 65536,
+        "gradients": 2 * 65536,
+        "activations": 2 * 268 * 2048,
+        "transient": 0,
+        "process": 1 << 20,
+    }
+    assert stage.memory_bytes == (1 << 20) + 12 * 65536 + (268 + 244 + 24 + 2 * 32) * 2048
+
+
+def test_megatrons_gather_buffer_is_counted_all_step_long(make):
+    """One microbatch of 2 samples of 32 tokens, 64 features, 4 bytes: 16384 bytes."""
+    model, cluster = make.model(2), make.cluster()
+    profiles = make.profiles(model, cluster)
+    plain = make.request(
+        global_batch_size=2, num_microbatches=[1], pp_sizes=[1], tp_sizes=[2], sequence_parallel=["megatron"],
+        recompute=["none"],
+    )  # fmt: skip
+
+    def answer(memory_bytes: int, buffer: bool) -> Found | Infeasible:
+        request = replace(plain, memory_gib=memory_bytes / GIB, megatron_gather_buffer=buffer)
+        return find_best(request, model, cluster, profiles, Path("s.json"), lambda line: None)
+
+    best = find_best(plain, model, cluster, profiles, Path("s.json"), lambda line: None)
+    need = evaluate(best.chosen.plan, profiles).estimate.memory_bytes
+    assert isinstance(answer(need, False), Found)
+    assert isinstance(answer(need + 16384, True), Found)
+    short = answer(need + 16383, True)
+    assert isinstance(short, Infeasible) and short.missing_bytes == 1

@@ -1,0 +1,100 @@
+"""Time of messages and of what goes on beside them: numbers worked out by hand."""
+
+import pytest
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.hardware_profile import Collective
+from shardwright_search.costs.messages import (
+    Duration,
+    Slowdowns,
+    beside,
+    collective_time,
+    send_kind_time,
+    slowdowns_of,
+)
+from shardwright_search.costs.ranks import GroupKind, Lie, dp_group_kinds, lie_of, tp_group_kinds
+
+NEAR, FAR = GroupKind(2, True, False), GroupKind(2, False, True)
+
+
+def test_message_time_follows_the_measured_curve(make):
+    profiles = make.profiles(make.model(), make.cluster())
+
+    def taken(message_bytes: int) -> Duration:
+        return collective_time(profiles, Collective.ALL_REDUCE, [NEAR], message_bytes)
+
+    assert taken(1).time_s == pytest.approx(20e-6 + 1024e-9)  # constant below the smallest size
+    assert taken(65536).time_s == pytest.approx(20e-6 + 65536e-9)
+    assert taken(65536).warning is None
+    assert taken(4 << 20).time_s == pytest.approx(20e-6 + (4 << 20) * 1e-9)  # bandwidth of the last segment
+    assert "measured up to 1048576" in str(taken(4 << 20).warning)
+    assert collective_time(profiles, Collective.ALL_REDUCE, [GroupKind(1, True, False)], 1 << 20).time_s == 0
+    assert taken(0).time_s == 0
+
+
+def test_the_slowest_kind_of_group_counts(make):
+    profiles = make.profiles(make.model(), make.cluster(4, nodes=2))
+    assert collective_time(profiles, Collective.ALL_GATHER, [NEAR], 1024).time_s == pytest.approx(20e-6 + 512e-9)
+    both = collective_time(profiles, Collective.ALL_GATHER, [NEAR, FAR], 1024)
+    assert both.time_s == pytest.approx(40e-6 + 512e-9)
+
+
+def test_a_group_that_was_not_measured_is_named(make):
+    profiles = make.profiles(make.model(), make.cluster(2))
+    with pytest.raises(BadInput, match=r"^h\.h5: no all_gather among 3 neighbouring ranks inside a node: measure"):
+        collective_time(profiles, Collective.ALL_GATHER, [GroupKind(3, True, False)], 1024)
+
+
+def test_two_ranks_send_alike_whether_neighbours_or_not(make):
+    profiles = make.profiles(make.model(), make.cluster())
+    hardware = profiles.hardware
+    keys = [hardware.key(i) for i in range(len(hardware.points["collective"]))]
+    strided = [i for i, key in enumerate(keys) if key.collective is Collective.P2P and not key.consecutive]
+    assert strided
+    for key in {keys[i] for i in strided}:
+        del hardware.curves[key]
+    assert send_kind_time(profiles, False, True, 2048).time_s == pytest.approx(40e-6 + 1024e-9)
+
+
+def test_a_message_beside_a_computation_slows_both():
+    """4 s of message take 6, in which 4.8 of 10 s of computation are done; the other 5.2 follow alone."""
+    slowdowns = Slowdowns(compute=1.25, message=1.5)
+    assert beside(10, Duration(4), slowdowns) == pytest.approx(6 + 5.2 - 10)
+    # 4 s of computation take 5, in which 5/1.5 of 10 s of message are done
+    assert beside(4, Duration(10), slowdowns) == pytest.approx(5 + (10 - 5 / 1.5) - 4)
+    assert beside(10, Duration(4), None) == 4, "nothing overlaps that was not measured"
+    assert beside(10, Duration(4), Slowdowns(1, 1)) == 0
+    assert beside(10, Duration(0), slowdowns) == 0
+
+
+def test_the_nearest_measured_slowdowns_are_taken(make):
+    measured = [
+        (Collective.ALL_REDUCE, 2, 1.2, 1.3),
+        (Collective.ALL_REDUCE, 2, 1.4, 1.5),
+        (Collective.ALL_REDUCE, 4, 2.0, 3.0),
+        (Collective.ALL_GATHER, 2, 0.9, 1.1),
+    ]
+    model, cluster = make.model(), make.cluster()
+    profiles = make.profiles(model, cluster, make.hardware(cluster, overlap=measured))
+
+    def found(collective: Collective, ranks: int) -> tuple[float, float]:
+        return tuple(slowdowns_of(profiles, collective, ranks))
+
+    assert found(Collective.ALL_REDUCE, 2) == pytest.approx((1.3, 1.4))
+    assert found(Collective.ALL_REDUCE, 8) == pytest.approx((1.4, 1.5)), "the median of all of this collective"
+    assert found(Collective.ALL_GATHER, 2) == pytest.approx((1.0, 1.1)), "nothing is faster beside another"
+    assert found(Collective.REDUCE_SCATTER, 2) == pytest.approx((1.3, 1.4)), "the median of all"
+    assert slowdowns_of(make.profiles(model, cluster), Collective.ALL_REDUCE, 2) is None
+
+
+def test_a_stages_groups_are_told_by_how_their_ranks_lie(make):
+    """Six ranks on two nodes of three: pairs of neighbours, of which the middle one crosses."""
+    lie = lie_of(make.cluster(6, nodes=2), range(6))
+    assert lie == Lie("n", (3, 3))
+    assert tp_group_kinds(lie, 2, True) == (GroupKind(2, True, False), GroupKind(2, True, True))
+    assert tp_group_kinds(lie, 2, False) == (GroupKind(2, False, True),)
+    assert tp_group_kinds(lie, 3, True) == (GroupKind(3, True, False),)
+    # of neighbouring triples, ranks 0 and 3, 1 and 4, 2 and 5 reduce gradients
+    assert dp_group_kinds(lie, 3, True) == (GroupKind(2, False, True),)
+    assert dp_group_kinds(lie, 3, False) == (GroupKind(2, True, False), GroupKind(2, True, True))
+    assert lie_of(make.cluster(6, nodes=2), (2, 3)) == Lie("n", (1, 1))

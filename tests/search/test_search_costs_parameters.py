@@ -1,0 +1,145 @@
+"""What data parallelism moves and what it adds to a step: numbers worked out by hand.
+
+A block has 16384 parameters. On two neighbouring ranks an all_reduce takes 20 us and 1 ns a byte, any other collective
+half as long a byte: 85.536 us and 52.768 us for its 65536 bytes. A sample takes 120 us forward and 240 us backward.
+"""
+
+import pytest
+
+from shardwright_formats.hardware_profile import Collective
+from shardwright_formats.model import Parameter
+from shardwright_formats.plan import GradientReduction, Precision
+from shardwright_formats.strategy import DataParallel, LayerStrategy, SequenceParallel
+from shardwright_search.costs.model import CostModel, ElementCost
+from shardwright_search.costs.ranks import Lie
+
+EVERY = GradientReduction.EVERY_MICROBATCH
+ALL_REDUCE, ONE_WAY = 85_536_000, 52_768_000
+OVERLAP = [
+    (Collective.ALL_REDUCE, 2, 1.25, 1.5),
+    (Collective.ALL_GATHER, 2, 1.25, 2.0),
+    (Collective.REDUCE_SCATTER, 2, 1.5, 1.0),
+]
+
+
+def layer(kind: str, tp_size: int = 1, dp_size: int = 2, split: str = "none") -> LayerStrategy:
+    return LayerStrategy(
+        tp_size=tp_size,
+        dp_size=dp_size,
+        data_parallel=DataParallel(kind),
+        sequence_parallel=SequenceParallel(split),
+        type="block",
+    )
+
+
+@pytest.fixture
+def cost(make):
+    """A block's costs with a sample on each rank of a stage."""
+
+    def of(
+        strategy: LayerStrategy,
+        overlap=(),
+        reduction=GradientReduction.DEFERRED,
+        microbatches=2,
+        parameters=(),
+        **changes,
+    ) -> ElementCost:
+        model, cluster = make.model(), make.cluster(4)
+        if parameters:
+            block = model.types["block"]
+            block = block.__class__(
+                **{name: getattr(block, name) for name in block.__struct_fields__}
+                | {"parameters": (*block.parameters, *parameters)}
+            )
+            fields = {name: getattr(model, name) for name in model.__struct_fields__}
+            model = model.__class__(**fields | {"types": model.types | {"block": block}})
+        profiles = make.profiles(model, cluster, make.hardware(cluster, overlap=overlap), **changes)
+        costs = CostModel(model, cluster, profiles, Precision(), reduction)
+        size = strategy.tp_size * strategy.dp_size
+        return costs.element("block", strategy, Lie("n", (size,)), strategy.dp_size, microbatches)
+
+    return of
+
+
+def test_data_parallel_traffic_by_kind(cost):
+    ddp, zero2, zero3 = (cost(layer(kind)) for kind in ("ddp", "zero2", "zero3"))
+    assert (ddp.gather_forward_ps, ddp.gather_backward_ps, ddp.sync_ps) == (0, 0, ALL_REDUCE)
+    assert (zero2.gather_forward_ps, zero2.gather_backward_ps) == (0, 0)
+    assert zero2.sync_ps == 2 * ONE_WAY, "gathered once a step, and reduced"
+    assert (zero3.gather_forward_ps, zero3.gather_backward_ps, zero3.sync_ps) == (ONE_WAY, ONE_WAY, ONE_WAY)
+    assert zero3.microbatch_ps == 120_000_000 + 240_000_000 + 2 * ONE_WAY
+    assert (ddp.optimizer_ps, zero2.optimizer_ps) == (49_152_000, 49_152_000 // 2)
+    assert cost(layer("ddp", dp_size=1)).sync_ps == 0, "one rank reduces nothing"
+
+
+def test_gathers_and_reductions_go_on_beside_the_passes_where_that_was_measured(cost):
+    """A gather takes 2 x 52.768 us beside a pass, which a fifth of it is lost to; a reduce_scatter a third of 52.768.
+
+    A reduction of 85.536 us takes 128.304 beside the backward pass, which a fifth of it is lost to.
+    """
+    ddp, zero2, zero3 = (cost(layer(kind), OVERLAP) for kind in ("ddp", "zero2", "zero3"))
+    assert ddp.sync_ps == ddp.beside_ps == 25_660_800 and ddp.message_ps == ALL_REDUCE
+    gather, reduce = 21_107_200, 17_589_333
+    assert (zero3.gather_forward_ps, zero3.gather_backward_ps) == (gather, gather)
+    assert (zero3.sync_ps, zero3.beside_ps, zero3.message_ps) == (reduce, reduce, ONE_WAY)
+    assert zero2.sync_ps == gather + reduce and zero2.beside_ps == reduce
+
+
+def test_a_gather_that_is_longer_than_its_pass_goes_on_alone(cost):
+    """Over a forward pass of 12 us: 15 us of both, in which 7.5 us of the gather are done, then 45.268 us alone."""
+    zero3 = cost(layer("zero3"), OVERLAP, slow=0.1)
+    assert zero3.forward_ps == 12_000_000
+    assert zero3.gather_forward_ps == 15_000_000 + 45_268_000 - 12_000_000
+
+
+def test_a_reduction_that_the_profile_knows_is_scaled_to_its_message(cost):
+    """300 us over two ranks, whose all_reduce takes 85.536 us alone; a reduce_scatter 52.768 us of that."""
+    rate = 300e-6 / 16384
+    ddp, zero3 = (cost(layer(kind), OVERLAP, reduction_s_per_parameter=rate) for kind in ("ddp", "zero3"))
+    assert (ddp.sync_ps, ddp.beside_ps, ddp.message_ps) == (300_000_000, 0, 0)
+    assert zero3.sync_ps == round(300_000_000 * 52.768 / 85.536)
+    four = cost(layer("ddp", dp_size=4), reduction_s_per_parameter=rate)
+    assert four.sync_ps == pytest.approx(300_000_000 * (20 + 65.536 * 1.5) / 85.536)
+    assert cost(layer("ddp", dp_size=1), reduction_s_per_parameter=rate).sync_ps == 0
+
+
+def test_reductions_after_every_microbatch_are_part_of_each(cost):
+    for overlap, ddp, scatter in (((), ALL_REDUCE, ONE_WAY), (OVERLAP, 25_660_800, 17_589_333)):
+        found = cost(layer("ddp"), overlap, EVERY)
+        assert (found.sync_every_ps, found.sync_ps, found.message_ps, found.beside_ps) == (ddp, 0, 0, 0)
+        zero2 = cost(layer("zero2"), overlap, EVERY)
+        assert zero2.sync_every_ps == scatter and zero2.sync_ps > 0, "its gather is still once a step"
+    assert cost(layer("ddp"), (), EVERY).microbatch_ps == 360_000_000 + ALL_REDUCE
+
+
+def test_gradients_that_are_reduced_after_every_microbatch_are_held_in_shards(cost):
+    assert cost(layer("zero2")).gradients_bytes == 65536
+    assert cost(layer("zero2"), (), EVERY).gradients_bytes == 32768
+    assert cost(layer("zero2"), microbatches=1).gradients_bytes == 32768
+
+
+def test_ulysses_reduces_over_all_ranks_of_the_stage(cost):
+    """Four ranks, two by two: an all_reduce of 65536 bytes over four takes 20 + 1.5 x 65.536 us."""
+    found = cost(layer("ddp", 2, 2, "ulysses"))
+    assert found.sync_ps == 20_000_000 + 98_304_000
+    assert cost(layer("ddp", 2, 2, "megatron")).sync_ps == 20_000_000 + 32_768_000
+    assert cost(layer("zero3", 2, 2, "ulysses")).optimizer_ps == 49_152_000 // 4
+
+
+def test_gradients_of_whole_parameters_are_summed_over_the_group_once_a_step(cost):
+    """Four blocks' norms of 8192 bytes in one message of 20 us + 32.768 us, a quarter each.
+
+    Where Megatron splits the sequence that is every whole parameter, elsewhere those inside a region.
+    """
+    norm, inner = Parameter(name="norm", shape=(2048,)), Parameter(name="inner", shape=(2048,), inside=True)
+    share = 13_192_000
+
+    def added(split: str, *parameters: Parameter) -> int:
+        return cost(layer("ddp", 2, 1, split), parameters=parameters).sync_ps
+
+    assert added("megatron") == 0
+    assert added("megatron", norm) == added("megatron", inner) == added("none", inner) == share
+    assert (
+        added("none", norm) == added("ulysses", norm) - cost(layer("ddp", 2, 1, "ulysses"), parameters=[norm]).sync_ps
+    )
+    assert added("none", norm) == 0

@@ -1,0 +1,179 @@
+"""What moves between layers and stages, beside what the runtime's own routes say of the whole stage."""
+
+from math import ceil
+
+import numpy as np
+import pytest
+from random_requests import random_model
+
+from shardwright_formats.hardware_profile import Collective
+from shardwright_formats.model import BoundaryTensor
+from shardwright_formats.placement import Layout, closed_groups, layout_of, sent_elements
+from shardwright_formats.plan import PipelineStage, Plan, Precision, Schedule
+from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.ties import pieces_from_owners, pieces_to_owners, ties_of
+from shardwright_search.costs.messages import collective_time
+from shardwright_search.costs.model import CostModel
+from shardwright_search.costs.ranks import Lie, kinds_of, lie_of
+from shardwright_search.costs.ties import shared_cost_ps, tie_cost_ps
+from shardwright_search.costs.traffic import redistribution_time
+from shardwright_search.space import divisors
+
+
+def model_of(make, devices: int = 2, nodes: int = 1, **changes: object) -> CostModel:
+    model, cluster = make.model(**changes), make.cluster(devices, nodes)
+    return CostModel(model, cluster, make.profiles(model, cluster), Precision())
+
+
+def layouts(size: int) -> list[Layout]:
+    strategies = [
+        Strategy(tp_size=tp, dp_size=size // tp, tp_consecutive=near, sequence_parallel=split)
+        for tp in divisors(size)
+        for near in (True, False)
+        for split in (SequenceParallel.NONE, SequenceParallel.MEGATRON)
+    ]
+    return sorted({layout_of(strategy) for strategy in strategies})
+
+
+def test_redistribution_moves_only_what_a_rank_lacks(make):
+    """From a sample each to copies of both: 8192 bytes are sent, half of a full all_to_all of 16384; back is free."""
+    split, whole = Layout(2, 1, True, False), Layout(2, 2, True, False)
+    costs, lie = model_of(make), Lie("n", (2,))
+    there = costs.redistribution("block", split, whole, lie, 2)
+    back = costs.redistribution("block", whole, split, lie, 2)
+    assert (there.time_ps, back.time_ps) == (20_000_000 + 8_192_000, 0)
+    assert costs.redistribution("block", split, split, lie, 2).time_ps == 0
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(2, 1), (4, 1), (4, 2), (6, 1), (6, 2), (8, 1), (8, 2)])
+def test_redistribution_is_that_of_the_routes_over_the_whole_stage(make, size, nodes):
+    costs = model_of(make, size, nodes)
+    lie = lie_of(costs.cluster, range(size))
+    outputs = (
+        BoundaryTensor(name="hidden", sequence_length=48, features=64),
+        BoundaryTensor(name="memory", sequence_length=24, features=8),
+    )
+    samples = 48
+    for source in layouts(size):
+        for target in layouts(size):
+            expected = sum(slowest_exchange_s(costs, lie, source, target, samples, tensor) for tensor in outputs)
+            found = redistribution_time(costs.profiles, lie, source, target, samples, outputs, 4)
+            assert found.time_s == pytest.approx(expected, rel=1e-6), (source, target)
+
+
+def slowest_exchange_s(
+    costs: CostModel, lie: Lie, source: Layout, target: Layout, samples: int, tensor: BoundaryTensor
+) -> float:
+    """Every closed group on its own: a rank that sends x bytes waits as for an all_to_all of x n/(n-1)."""
+    sent = sent_elements(source, target, samples, tensor.sequence_length, tensor.features)
+    slowest = 0.0
+    for group in closed_groups(source, target, samples, tensor.sequence_length):
+        most, ranks = max(sent[rank] for rank in group) * 4, len(group)
+        if most:
+            full = ceil(most * ranks / (ranks - 1))
+            taken = collective_time(costs.profiles, Collective.ALL_TO_ALL, kinds_of(lie, [group]), full)
+            slowest = max(slowest, taken.time_s)
+    return slowest
+
+
+def test_a_stage_sends_its_ranks_own_rectangles(make):
+    """One sample of 32 positions, 64 features, 4 bytes; half a nanosecond a byte."""
+    costs = model_of(make, 4)
+    link = costs.link((0, 1), (2, 3))
+    assert link == (False, False)
+    assert costs.send("block", Layout(2, 1, True, False), link, 2).time_ps == 20_000_000 + 4_096_000
+    assert costs.send("block", Layout(2, 2, True, False), link, 2).time_ps == 20_000_000 + 8_192_000
+    assert costs.send("block", Layout(2, 2, True, True), link, 2).time_ps == 20_000_000 + 4_096_000
+    assert costs.send("head", Layout(2, 1, True, False), link, 2).time_ps == 0
+    across = model_of(make, 4, 2)
+    assert across.link((0, 1), (2, 3)) == (False, True) and across.link((1,), (2,)) == (True, True)
+    assert across.send("block", Layout(2, 1, True, False), (False, True), 2).time_ps == 40_000_000 + 4_096_000
+
+
+def test_tensor_parallel_groups_that_lie_apart_take_longer_than_those_that_were_profiled(make):
+    """Strided pairs on two nodes: each message waits 20 us more. Two regions sum forward and backward: 4 messages.
+
+    With full recomputation the sum inside is repeated: 5.
+    """
+    model, cluster = random_model(np.random.default_rng(0), 4, False), make.cluster(4, 2)
+    costs = CostModel(model, cluster, make.profiles(model, cluster), Precision())
+
+    def passes(consecutive: bool, **changes: object) -> int:
+        strategy = LayerStrategy(type="block", tp_size=2, dp_size=2, tp_consecutive=consecutive, **changes)
+        found = costs.element("block", strategy, Lie("n", (2, 2)), 2, 2)
+        return found.forward_ps + found.backward_ps
+
+    assert passes(False) - passes(True) == 4 * 20_000_000
+    assert passes(False, recompute=Recompute.FULL) - passes(True, recompute=Recompute.FULL) == 5 * 20_000_000
+    # gathers and scatters for each of them
+    megatron = {"sequence_parallel": SequenceParallel.MEGATRON}
+    assert passes(False, **megatron) - passes(True, **megatron) == 8 * 20_000_000
+
+
+def test_traffic_of_groups_that_lie_apart_is_marked_where_the_model_does_not_tell_it(make):
+    costs = model_of(make, 4, 2)
+    strategy = LayerStrategy(type="block", tp_size=2, dp_size=2, tp_consecutive=False)
+    (doubt,) = costs.element("block", strategy, Lie("n", (2, 2)), 2, 2).warnings
+    assert doubt == "absent: what block sends among ranks that lie apart: counted as among neighbours"
+
+
+def tied_plan(costs: CostModel, embedding: Strategy, head: Strategy) -> Plan:
+    half = costs.cluster.num_devices // 2
+    model = costs.model
+    return Plan(
+        name="tied",
+        model=model,
+        cluster=costs.cluster,
+        global_batch_size=half,
+        num_microbatches=1,
+        schedule=Schedule.ONE_F_ONE_B,
+        stages=(
+            PipelineStage(ranks=tuple(range(half)), layers=((0, 2),)),
+            PipelineStage(ranks=tuple(range(half, 2 * half)), layers=((2, 4),)),
+        ),
+        embedding=embedding,
+        head=head,
+        layers=tuple(LayerStrategy(type="block", tp_size=1, dp_size=half) for _ in range(4)),
+    )
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("other", ["ddp", "zero3"])
+def test_tied_parameters_move_between_stages_as_the_runtime_moves_them(make, kind, other):
+    """A byte takes half a nanosecond. Where the runtime's shares are uneven, its fullest rank sends more than that."""
+    costs, even = model_of(make, 8, tied=True), 0
+    ranks = tuple(range(4)), tuple(range(4, 8))
+    for tp, tp_other in ((1, 1), (1, 2), (2, 4), (4, 1), (2, 2)):
+        embedding = Strategy(tp_size=tp, dp_size=4 // tp, data_parallel=DataParallel(kind))
+        head = Strategy(tp_size=tp_other, dp_size=4 // tp_other, data_parallel=DataParallel(other))
+        ties = ties_of(tied_plan(costs, embedding, head))
+        least = most = 0
+        for pieces, own in ((pieces_to_owners(ties), ranks[1]), (pieces_from_owners(ties), ranks[0])):
+            sent = [sum(piece.elements for piece in pieces if piece.source == rank) for rank in own]
+            least += 20_000_000 + sum(sent) // 4 * 4 * 500
+            most += 20_000_000 + max(sent) * 4 * 500
+        assert tie_cost_ps(costs, embedding, head, *ranks) == least <= most, (tp, tp_other)
+        even += least == most
+    assert even
+
+
+def test_tied_parameters_that_lie_alike_on_one_stage_move_nothing(make):
+    costs, ranks = model_of(make, 4, tied=True), tuple(range(4))
+    zero2, zero3, ddp = (
+        Strategy(tp_size=2, dp_size=2, data_parallel=DataParallel(k)) for k in ("zero2", "zero3", "ddp")
+    )
+    assert tie_cost_ps(costs, zero2, zero3, ranks, ranks) == 0
+    assert tie_cost_ps(costs, ddp, zero3, ranks, ranks) > 0
+    assert tie_cost_ps(model_of(make, 4), ddp, zero3, ranks, ranks) == 0, "not tied"
+
+
+def test_a_parameter_that_layers_share_is_summed_and_brought_back_once_a_step(make):
+    """Three copies of 30 x 24 elements beside the owner's: 8640 bytes, there and back, half a nanosecond a byte."""
+    model = random_model(np.random.default_rng(5), 4, False)
+    cluster = make.cluster(2)
+    fields = {name: getattr(model, name) for name in model.__struct_fields__}
+    model = model.__class__(**fields | {"layers": ("other",) * 4})
+    costs = CostModel(model, cluster, make.profiles(model, cluster), Precision())
+    assert shared_cost_ps(costs, ((0,), (1,))) == 2 * (20_000_000 + 8640 * 500)
+    assert shared_cost_ps(costs, ((0, 1),)) == 2 * (20_000_000 + 8640 * 500)
+    assert shared_cost_ps(model_of(make), ((0,), (1,))) == 0
