@@ -1,6 +1,7 @@
 """The best plan of the asked space: every case bounded, the promising ones solved, compared, and told about."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from shardwright_search.profiles import Profiles, check_profiles
 from shardwright_search.request import Objective, SearchRequest
 from shardwright_search.simulate import step_time_ps
 from shardwright_search.solver.optimise import Best, Optimum, Target, optimise
+from shardwright_search.solver.plain import plain_plan
 from shardwright_search.space import Case, cases, narrowed
 
 __all__ = ["NEAR", "Candidate", "Found", "Infeasible", "find_best", "pricing_of", "targets_of"]
@@ -33,8 +35,9 @@ _MOST_ACTIONS = 100_000
 """Passes that are simulated to tell near plans apart."""
 _ROUNDING_BYTES = 16
 """What rounding up each term of a corrected memory can add."""
+_MOST_PLAIN = 20
 _MOST_RUNNERS_UP = 5
-_MOST_LABELS = 5_000
+_MOST_LABELS = 3_000
 """Work on the best plan of another case, after which it is left out."""
 
 Report = Callable[[str], None]
@@ -100,7 +103,10 @@ def find_best(
     targets = targets_of(pricing, file)
     optimum = _optimum(pricing, targets, deadline, report)
     if optimum.best is None and optimum.stopped:
-        raise BadInput(file, "no plan was found before the search was stopped", "give it more time")
+        promising = [target for _, target in optimum.bounds]
+        if (plain := _plain(pricing, promising or targets)) is None:
+            raise BadInput(file, "no plan was found before the search was stopped", "give it more time")
+        optimum = optimum._replace(best=plain, near=(plain,), bound=min(optimum.bound, plain.score))
     if optimum.best is None:
         return infeasible(pricing, [target.case for target in targets], file)
     report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
@@ -170,6 +176,14 @@ def _optimum(
 
     report(f"bounding {len(targets)} cases")
     return optimise(targets, pricing.solvable, NEAR, _MOST_NEAR, deadline, progress)
+
+
+def _plain(pricing: Pricing, targets: Iterable[Target[Case]]) -> Best[Case] | None:
+    """The best of some plain plans of cases with one chunk: what a search that is stopped at once answers."""
+    single = (target for target in targets if target.case.num_chunks == 1)
+    found = ((target, plain_plan(pricing.problem(target.case))) for target in single)
+    plans = (Best(target, plan, target.score(plan.objective_ps)) for target, plan in found if plan is not None)
+    return min(islice(plans, _MOST_PLAIN), key=lambda best: best.score, default=None)
 
 
 def _least_simulated(pricing: Pricing, near: Sequence[Best[Case]]) -> tuple[list[Best[Case]], Best[Case]]:
