@@ -5,7 +5,18 @@ from typing import Annotated, Literal
 
 import typer
 
-__all__ = ["ClusterFile", "CorrectionFile", "DType", "HardwareFile", "ModelFile", "PlanFile", "ProfileFile"]
+from shardwright_search.request import TimeModel
+
+__all__ = [
+    "ClusterFile",
+    "CorrectionFile",
+    "DType",
+    "HardwareFile",
+    "ModelFile",
+    "PlanFile",
+    "ProfileFile",
+    "TimeModelOption",
+]
 
 ClusterFile = Annotated[Path, typer.Option("--cluster", help="Cluster file (shardwright.cluster, JSON).")]
 ModelFile = Annotated[Path, typer.Option("--model", help="Model description (shardwright.model, JSON).")]
@@ -17,3 +28,6 @@ CorrectionFile = Annotated[
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file (shardwright.plan, JSON).")]
 DType = Literal["float64", "float32", "bfloat16", "float16"]
+TimeModelOption = Annotated[
+    TimeModel, typer.Option("--time-model", help="How times are read off the profile; sequence: at any length, too.")
+]

@@ -15,10 +15,11 @@ from shardwright_formats.errors import one_line_errors
 from shardwright_formats.files import atomic_path, read_document
 from shardwright_formats.plan import Plan
 from shardwright_formats.prediction import Estimate
-from shardwright_search.arguments import CorrectionFile, HardwareFile, PlanFile, ProfileFile
-from shardwright_search.evaluate import evaluate
+from shardwright_search.arguments import CorrectionFile, HardwareFile, PlanFile, ProfileFile, TimeModelOption
+from shardwright_search.evaluate import cost_model_of, evaluate
 from shardwright_search.explain import show
 from shardwright_search.inputs import read_inputs
+from shardwright_search.request import TimeModel
 from shardwright_search.timeline.lanes import idle_s
 from shardwright_search.timeline.svg import timeline_svg
 from shardwright_search.timeline.trace import chrome_trace
@@ -35,11 +36,13 @@ def simulate_command(
     svg: Annotated[Path | None, typer.Option(help="Picture of the timeline to write; its axis is in ms.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Chrome trace to write (JSON, for Perfetto; times in µs).")] = None,
     correction: CorrectionFile = None,
+    time_model: TimeModelOption = TimeModel.INTERPOLATE,
 ) -> None:
     """Play a plan's action lists: step time (ms), its lower bound, the closed form, and how much each stage idles."""
     with one_line_errors():
         given = read_document(plan, Plan)
-        estimate = evaluate(given, read_inputs(hardware, profile, correction).profiles).estimate
+        profiles = read_inputs(hardware, profile, correction).profiles
+        estimate = evaluate(given, profiles, cost_model_of(given, profiles, time_model)).estimate
         files = {}
         if svg is not None:
             files[svg] = timeline_svg(given, estimate)

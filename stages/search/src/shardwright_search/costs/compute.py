@@ -11,8 +11,6 @@ from shardwright_search.request import TimeModel
 
 __all__ = ["LayerCost", "layer_cost", "states_of"]
 
-_FORWARD, _BACKWARD, _HELD, _MOMENT = range(4)
-
 
 class LayerCost(NamedTuple):
     """One microbatch through one layer on one rank."""
@@ -89,27 +87,36 @@ def _beyond(key: LayerKey, points: LayerPoints, size: int) -> str | None:
 
 
 def _on_fits(profiles: Profiles, key: LayerKey, size: int, time_model: TimeModel) -> LayerCost:
-    """The curves of a mode. What is held for a moment has none: it grows with the tokens from the nearest point."""
-    forward_s, backward_s, held = (
-        _on_curve(profiles, key, quantity, size, time_model)
-        for quantity in ("forward_s", "backward_s", "activation_bytes")
-    )
-    points, length = _nearest_length(profiles, key)
-    near = int(np.argmin(np.abs(points.micro_batch_sizes - size)))
-    tokens = size * key.sequence_length / (points.micro_batch_sizes[near] * length)
-    if min(forward_s, backward_s) <= 0:
-        what = f"{_named(key)}: the {time_model} curve is not positive at micro_batch_size {size}"
+    """The curves of a mode; what has none grows with the tokens from the nearest length, with a warning."""
+    nearest = _nearest_length(profiles, key)
+    points = profiles.layers[nearest]
+    plain = _at(points, size)
+    tokens = key.sequence_length / nearest.sequence_length
+    values, warnings = [], [_beyond(key, points, size)]
+    for column, quantity in enumerate(("forward_s", "backward_s", "activation_bytes", None)):
+        curve = None if quantity is None else _on_curve(profiles, key, quantity, size, time_model)
+        if curve is None and plain is None:
+            what = f"{_named(key)}: no {time_model} curve, and micro_batch_size {size} cannot be extrapolated"
+            raise BadInput(profiles.model_file, what, "profile more sizes")
+        values.append(plain[column] * tokens if curve is None and plain is not None else curve or 0.0)
+        if curve is None and quantity is not None:
+            warnings.append(f"no {time_model} curve of {key.type}: taken from its points, in proportion to the tokens")
+    if min(values[:2]) < 0:
+        what = f"{_named(key)}: the {time_model} curve is negative at micro_batch_size {size}"
         raise BadInput(profiles.model_file, what, "take another time_model or measure more sizes")
-    warning = _beyond(key, points, size)
-    if length != key.sequence_length:
-        warning = f"extrapolated: {_named(key)} at sequence_length {key.sequence_length}, nearest measured {length}"
-    return LayerCost(forward_s, backward_s, max(0.0, held), float(points.values[near, _MOMENT]) * tokens, warning)
+    if nearest != key:
+        measured = nearest.sequence_length
+        warnings.append(
+            f"extrapolated: {_named(key)} at sequence_length {key.sequence_length}, nearest measured {measured}"
+        )
+    told = "; ".join(dict.fromkeys(warning for warning in warnings if warning is not None))
+    return LayerCost(values[0], values[1], max(0.0, values[2]), max(0.0, values[3]), told or None)
 
 
-def _on_curve(profiles: Profiles, key: LayerKey, quantity: str, size: int, time_model: TimeModel) -> float:
-    curves = profiles.fits.get((*key[:4], quantity), ())
+def _on_curve(profiles: Profiles, key: LayerKey, quantity: str, size: int, time_model: TimeModel) -> float | None:
+    """The value of the mode's curve; None where the profile has none."""
     length = key.sequence_length
-    for curve in curves:
+    for curve in profiles.fits.get((*key[:4], quantity), ()):
         one, linear, quadratic = curve.coefficients
         if time_model is TimeModel.SEQUENCE and curve.mode is FitMode.JOINT:
             return one + linear * size * length + quadratic * size * length**2
@@ -119,14 +126,13 @@ def _on_curve(profiles: Profiles, key: LayerKey, quantity: str, size: int, time_
             return (one + linear * length + quadratic * length**2) * size / curve.micro_batch_size
         if curve.sequence_length == length:
             return one + linear * size
-    raise BadInput(
-        profiles.model_file,
-        f"no {time_model} curve of {quantity} for {_named(key)} at sequence_length {length}",
-        "profile more sizes, or take time_model interpolate",
-    )
+    return None
 
 
-def _nearest_length(profiles: Profiles, key: LayerKey) -> tuple[LayerPoints, int]:
-    found = [(abs(k.sequence_length - key.sequence_length), k) for k in profiles.layers if k[:4] == key[:4]]
-    nearest = min(found)[1]
-    return profiles.layers[nearest], nearest.sequence_length
+def _nearest_length(profiles: Profiles, key: LayerKey) -> LayerKey:
+    """The key of the points whose length is nearest."""
+    found = [other for other in profiles.layers if other[:4] == key[:4]]
+    if not found:
+        what = f"no point for {_named(key)}"
+        raise BadInput(profiles.model_file, what, "add it to the profile settings and measure the probes again")
+    return min(found, key=lambda other: abs(other.sequence_length - key.sequence_length))
