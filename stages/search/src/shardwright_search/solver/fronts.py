@@ -187,7 +187,7 @@ def _memory(step: _Step, before: Numbers, kind: int, option: Ints) -> Numbers:
 def _reaching(step: _Step, labels: Labels, targets: list[tuple[Target, Run]], depth: int) -> Ints:
     """The labels that fit, and that by the bounds can stay within some target's caps."""
     budget = step.costs.place.budget_bytes
-    fitting = (labels.memory[:, 1::2] <= budget).all(1)
+    fitting = labels.memory[:, 1::2].max(1) <= budget
     keep = np.zeros(len(fitting), bool)
     for target, run in targets:
         rows = np.flatnonzero(fitting & ~keep)
