@@ -85,14 +85,21 @@ def least_need(pricing: Pricing, every: Sequence[Case]) -> Need:
 def infeasible(pricing: Pricing, every: Sequence[Case], file: Path) -> Infeasible:
     """What the case with the smallest need lacks."""
     need = least_need(pricing, every)
+    cluster, request = pricing.costs.cluster, pricing.request
+    node_type = cluster.node_type_of_rank[pricing.stage_ranks(need.case.pp_size)[need.stage][0]]
+    # Measured memory may be more than the tables say by a factor.
+    missing_bytes = ceil(need.missing_bytes * pricing.costs.profiles.memory_factor)
+    least_bytes = budgets_of(request, cluster, file)[node_type] + missing_bytes
     # Rounded up to a number that is read back as enough.
-    reserve = pricing.request.reserve_gib
-    least_gib = ceil((need.memory_bytes / GIB + reserve) * 1e6) / 1e6
+    least_gib = ceil((least_bytes / GIB + request.reserve_gib) * 1e6) / 1e6
+    remedy = f"raise memory_gib to at least {least_gib:.6f}"
+    if least_gib * GIB > cluster.node_types[node_type].memory_bytes:
+        remedy = f"take devices of at least {least_gib:.6f} GiB"
     return Infeasible(
-        f"no plan fits: even the leanest ({need.case}) lacks {need.missing_bytes} bytes a rank "
-        f"in pipeline stage {need.stage}: raise memory_gib to at least {least_gib:.6f}",
-        need.missing_bytes,
-        need.memory_bytes,
+        f"no plan fits: even the leanest ({need.case}) lacks {missing_bytes} bytes a rank "
+        f"in pipeline stage {need.stage}: {remedy}",
+        missing_bytes,
+        least_bytes,
     )
 
 

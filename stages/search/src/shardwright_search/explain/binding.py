@@ -1,0 +1,150 @@
+"""What holds a plan back: what its step is made of, and whether memory keeps a faster choice out."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from shardwright_formats.errors import BadInput
+from shardwright_formats.plan import Plan
+from shardwright_formats.prediction import Estimate
+from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute
+from shardwright_search.closed_form import interleaved_step_time, step_time
+from shardwright_search.costs.model import CostModel, picoseconds
+from shardwright_search.effective import effective
+from shardwright_search.evaluate import Evaluation, evaluate
+from shardwright_search.explain.tables import STEP_TERMS
+from shardwright_search.explain.words import MIB, range_words, strategy_words
+
+__all__ = ["Change", "Choices", "StepParts", "binding_lines", "faster_changes", "step_parts"]
+
+_PER_SECOND = 1e12
+
+
+class StepParts(NamedTuple):
+    """What the closed form of a step is made of, in seconds."""
+
+    slowest: int
+    """The slowest pipeline stage."""
+    bottleneck_s: float
+    """Every microbatch's forward and backward on it."""
+    fill_s: float
+    """Until the first microbatch has come there and the last one is back: the other stages' share."""
+    end_s: float
+    """After the last backward pass: what is left of the gradients' reduction, and the optimizer."""
+    always_s: float
+    """Whatever the layers' strategies: the step's overhead, and gradients that layers share."""
+
+
+class Choices(NamedTuple):
+    """What a layer may be instead, at the degrees that it has."""
+
+    data_parallel: Sequence[DataParallel] = tuple(DataParallel)
+    recompute: Sequence[Recompute] = tuple(Recompute)
+    together: bool = False
+    """Whether all layers share one strategy."""
+
+
+class Change(NamedTuple):
+    """Another strategy for a layer, or for all: what it saves of the closed form, and what it lacks of the budget."""
+
+    low: int
+    high: int
+    strategy: LayerStrategy
+    saved_ps: int
+    stage: int
+    """The pipeline stage that would be fullest."""
+    lacks_bytes: int
+    """More than the budget on a rank of it; negative where it fits."""
+
+
+def step_parts(plan: Plan, estimate: Estimate) -> StepParts:
+    """Split the closed form: the parts add up to it exactly."""
+    times = [picoseconds(stage.time_s) for stage in estimate.stages]
+    end = max(picoseconds(sum(stage.time_terms_s[name] for name in STEP_TERMS)) for stage in estimate.stages)
+    count, chunks = plan.num_microbatches, len(plan.stages[0].layers)
+    bottleneck = count * max(times)
+    shape = (sum(times), max(times), 0, count)
+    passes = step_time(*shape) if chunks == 1 else interleaved_step_time(*shape, chunks)
+    always = picoseconds(estimate.objective_s) - passes - end
+    parts = (bottleneck, passes - bottleneck, end, always)
+    return StepParts(times.index(max(times)), *(part / _PER_SECOND for part in parts))
+
+
+def faster_changes(
+    plan: Plan, before: Evaluation, costs: CostModel, budget_bytes: int, choices: Choices
+) -> tuple[Change, ...]:
+    """Changes of one layer, or of all where they share a strategy, that make the closed form smaller.
+
+    Only data parallelism and recomputation change: the layer's degrees stay, and so does what passes between layers.
+    What the profile has no times for is no choice.
+    """
+    total = len(plan.layers)
+    groups = [(0, total)] if choices.together else [(i, i + 1) for i in range(total)]
+    found = []
+    for low, high in groups:
+        for other in _others(plan.layers[low], choices):
+            own = [replace(other, type=layer.type) if low <= i < high else layer for i, layer in enumerate(plan.layers)]
+            try:
+                after = evaluate(replace(plan, layers=tuple(own)), costs.profiles, costs, timeline=False)
+            except BadInput:
+                continue
+            if (saved := before.objective_ps - after.objective_ps) > 0:
+                held = [stage.memory_bytes for stage in after.estimate.stages]
+                fullest = held.index(max(held))
+                found.append(Change(low, high, other, saved, fullest, max(held) - budget_bytes))
+    return tuple(found)
+
+
+def binding_lines(plan: Plan, estimate: Estimate, budget_bytes: int | None, changes: Sequence[Change]) -> list[str]:
+    """Which pipeline stage is slowest and which fullest, and which of time and memory holds the plan back."""
+    parts, held = step_parts(plan, estimate), [stage.memory_bytes for stage in estimate.stages]
+    fullest, step_s = held.index(max(held)), estimate.objective_s
+    slowest_ms = estimate.stages[parts.slowest].time_s * 1e3
+    named = (
+        (f"stage {parts.slowest} is the slowest, {plan.num_microbatches} x {slowest_ms:.3f} ms", parts.bottleneck_s),
+        ("filling and draining the pipeline", parts.fill_s),
+        ("the end of the step (gradient_sync, optimizer)", parts.end_s),
+        ("what every step takes", parts.always_s),
+    )
+    lines = [
+        f"step: simulated {estimate.simulated_step_time_s * 1e3:.3f} ms, at least "
+        f"{estimate.simulated_lower_bound_s * 1e3:.3f}, closed form {step_s * 1e3:.3f}, which is made of",
+        *(f"  {what}: {time_s * 1e3:.3f} ms ({time_s / step_s:.1%})" for what, time_s in named),
+    ]
+    full = f"memory: stage {fullest} is the fullest, {held[fullest] / MIB:.2f} MiB"
+    if budget_bytes is None:
+        return [*lines, full]
+    return [*lines, f"{full}, {held[fullest] / budget_bytes:.1%} of the budget", *_memory_lines(changes)]
+
+
+def _memory_lines(changes: Sequence[Change]) -> list[str]:
+    """Whether memory binds: the change that lacks the least, and one that could be made at once."""
+    kept_out = [change for change in changes if change.lacks_bytes > 0]
+    possible = [change for change in changes if change.lacks_bytes <= 0]
+    if not kept_out:
+        lines = ["memory does not bind: no faster data parallelism or recomputation of a layer is kept out by it"]
+    else:
+        least = min(kept_out, key=lambda change: (change.lacks_bytes, -change.saved_ps))
+        lines = [
+            f"memory binds: {_told(least)}, but lacks {least.lacks_bytes / MIB:.2f} MiB a rank in stage {least.stage}"
+        ]
+    if possible:
+        most = max(possible, key=lambda change: change.saved_ps)
+        lines.append(f"not the best by the closed form: {_told(most)}, and fits")
+    return lines
+
+
+def _told(change: Change) -> str:
+    which = f"{range_words(change.low, change.high)} with {strategy_words(change.strategy)}"
+    return f"{which} would save {change.saved_ps / _PER_SECOND * 1e3:.3f} ms a step"
+
+
+def _others(layer: LayerStrategy, choices: Choices) -> Iterator[LayerStrategy]:
+    """What the layer could do instead, each spelled in one way."""
+    for data_parallel, recompute in product(choices.data_parallel, choices.recompute):
+        other = replace(layer, data_parallel=data_parallel, recompute=recompute)
+        spelled = effective(other)
+        if spelled.data_parallel is data_parallel and (spelled, recompute) != (effective(layer), layer.recompute):
+            yield other

@@ -1,0 +1,177 @@
+"""How two plans for one model differ, and which terms of time and memory gain or lose by it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardwright_formats.plan import Plan
+from shardwright_formats.prediction import Estimate
+from shardwright_formats.strategy import LayerStrategy, Strategy
+from shardwright_search.effective import effective
+from shardwright_search.explain.answers import sample_s
+from shardwright_search.explain.tables import STEP_TERMS
+from shardwright_search.explain.words import MIB, range_words, strategy_words
+
+__all__ = ["Pair", "TermChange", "difference", "memory_changes", "plan_differences", "time_changes"]
+
+_FIELDS = (
+    "cluster", "global_batch_size", "num_microbatches", "schedule", "gradient_reduction", "precision", "attention",
+    "fused",
+)  # fmt: skip
+
+
+class Pair(NamedTuple):
+    """A number of each of two plans."""
+
+    here: float
+    there: float
+
+    @property
+    def gain(self) -> float:
+        """The second less the first."""
+        return self.there - self.here
+
+
+class TermChange(NamedTuple):
+    """A term of both plans: summed over the pipeline stages, and of each plan's slowest or fullest stage."""
+
+    term: str
+    together: Pair
+    binding: Pair
+
+
+def time_changes(plan: Plan, estimate: Estimate, other: Plan, there: Estimate) -> tuple[TermChange, ...]:
+    """Seconds of a step, all microbatches together."""
+    own, others = _seconds(plan, estimate), _seconds(other, there)
+    slowest = [[stage.time_s for stage in each.stages] for each in (estimate, there)]
+    return _changes(own, others, *(times.index(max(times)) for times in slowest))
+
+
+def memory_changes(estimate: Estimate, there: Estimate) -> tuple[TermChange, ...]:
+    """Bytes of one rank of a stage."""
+    own, others = ([stage.memory_terms_bytes for stage in each.stages] for each in (estimate, there))
+    held = [[stage.memory_bytes for stage in each.stages] for each in (estimate, there)]
+    return _changes(own, others, *(sizes.index(max(sizes)) for sizes in held))
+
+
+def plan_differences(plan: Plan, other: Plan) -> tuple[str, ...]:
+    """What the plans decide differently, a line each; spellings that do the same are no difference.
+
+    Raises ValueError for plans of different models.
+    """
+    if plan.model != other.model:
+        raise ValueError(f"models {plan.model.name} and {other.model.name} differ")
+    lines = [
+        f"{field}: {_value(plan, field)} → {_value(other, field)}"
+        for field in _FIELDS
+        if getattr(plan, field) != getattr(other, field)
+    ]
+    if len(plan.stages) != len(other.stages):
+        lines.append(f"pipeline stages: {len(plan.stages)} → {len(other.stages)}")
+    for name, here, there in (("embedding", plan.embedding, other.embedding), ("head", plan.head, other.head)):
+        if _done(here) != _done(there):
+            lines.append(f"{name}: {strategy_words(here)} → {strategy_words(there)}")
+    return (*lines, *_layer_differences(plan, other))
+
+
+def difference(plan: Plan, estimate: Estimate, other: Plan, there: Estimate) -> RenderableType:
+    """What differs between two plans, both step times, and tables of what each term gains or loses."""
+    lines = plan_differences(plan, other) or ("nothing that is done",)
+    times = [
+        f"{name}: {each.simulated_step_time_s * 1e3:.3f} ms a step, {each.samples_per_s:.6g} samples/s, "
+        f"closed form {each.objective_s * 1e3:.3f} ms, {each.memory_bytes / MIB:.2f} MiB"
+        for name, each in (("this plan", estimate), ("the other", there))
+    ]
+    gain = sample_s(other, there) / sample_s(plan, estimate) - 1
+    return Group(
+        Text("\n".join([f"plan {other.name} against this one differs in", *(f"  {line}" for line in lines)])),
+        Text("\n".join([*times, f"the other takes {gain:+.1%} time a sample"])),
+        _table("ms a step", "slowest", time_changes(plan, estimate, other, there), 1e-3, 3),
+        _table("MiB of a rank", "fullest", memory_changes(estimate, there), MIB, 2),
+    )
+
+
+def _seconds(plan: Plan, estimate: Estimate) -> list[dict[str, float]]:
+    """By pipeline stage and term, of a whole step."""
+    return [
+        {
+            name: time_s * (1 if name in STEP_TERMS else plan.num_microbatches)
+            for name, time_s in stage.time_terms_s.items()
+        }
+        for stage in estimate.stages
+    ]
+
+
+def _changes(
+    own: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]], here: int, there: int
+) -> tuple[TermChange, ...]:
+    return tuple(
+        TermChange(
+            name,
+            Pair(sum(stage[name] for stage in own), sum(stage[name] for stage in others)),
+            Pair(own[here][name], others[there][name]),
+        )
+        for name in own[0]
+    )
+
+
+def _table(unit: str, binding: str, changes: Sequence[TermChange], scale: float, digits: int) -> Table:
+    table = Table(title=f"{unit}, all stages together and of the {binding} stage", title_justify="left")
+    for heading in ("term", "all: this", "other", "gain", f"{binding}: this", "other", "gain"):
+        table.add_column(heading, justify="left" if heading == "term" else "right")
+    together, ends = (_total(pairs) for pairs in zip(*(change[1:] for change in changes), strict=True))
+    for change in (*changes, TermChange("together", together, ends)):
+        if change.term == "together":
+            table.add_section()
+        cells = [
+            f"{value / scale:{sign}.{digits}f}"
+            for pair in (change.together, change.binding)
+            for value, sign in ((pair.here, ""), (pair.there, ""), (pair.gain, "+"))
+        ]
+        table.add_row(change.term, *cells)
+    return table
+
+
+def _total(pairs: Sequence[Pair]) -> Pair:
+    return Pair(sum(pair.here for pair in pairs), sum(pair.there for pair in pairs))
+
+
+def _value(plan: Plan, field: str) -> object:
+    if field == "cluster":
+        return f"{plan.cluster.name} of {plan.cluster.num_devices} devices"
+    if field == "precision":
+        return f"{plan.precision.parameters}/{plan.precision.compute}/{plan.precision.reduce}"
+    return getattr(plan, field)
+
+
+def _done(strategy: Strategy) -> tuple[object, ...]:
+    """What a strategy does, however it is spelled."""
+    return effective(strategy), strategy.recompute if isinstance(strategy, LayerStrategy) else None
+
+
+def _stage_of_layers(plan: Plan) -> list[int]:
+    return [
+        stage
+        for layer in range(len(plan.layers))
+        for stage, own in enumerate(plan.stages)
+        if any(low <= layer < high for low, high in own.layers)
+    ]
+
+
+def _layer_differences(plan: Plan, other: Plan) -> Iterator[str]:
+    """Neighbouring layers that differ alike, in one line; the pipeline stage is told where it changes."""
+    stages = list(zip(_stage_of_layers(plan), _stage_of_layers(other), strict=True))
+    done = [(_done(here), _done(there)) for here, there in zip(plan.layers, other.layers, strict=True)]
+    for (does, moves), run in groupby(range(len(plan.layers)), key=lambda i: (done[i], stages[i])):
+        low, *others = run
+        if does[0] == does[1] and moves[0] == moves[1]:
+            continue
+        sides = [
+            strategy_words(each.layers[low]) + (f" in stage {stage}" if moves[0] != moves[1] else "")
+            for each, stage in zip((plan, other), moves, strict=True)
+        ]
+        yield f"{range_words(low, low + len(others) + 1)}: {' → '.join(sides)}"
