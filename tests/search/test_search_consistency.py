@@ -161,11 +161,12 @@ def test_a_batch_that_is_floored_is_caught(monkeypatch):
         pricing.plan(target.case, answer.best.found.solution)
 
 
-def test_time_models_price_a_plan_as_they_price_its_case():
-    """Where the profile has no curves, whoever asks for them is told so."""
+def test_a_time_model_prices_a_plan_as_it_prices_its_case():
+    """Where the profile has no curves its points serve, with a warning."""
     world = random_world(3)
-    request = replace(world.request, time_model=TimeModel.BATCH)
-    pricing = world._replace(request=request).pricing
-    target = world.targets(pricing)[0]
-    with pytest.raises(BadInput, match="no batch curve of forward_s"):
-        pricing.problem(target.case)
+    world = world._replace(request=replace(world.request, time_model=TimeModel.BATCH))
+    assert differences(world, 0) == []
+    pricing = world.pricing
+    target = next(target for target in world.targets(pricing) if target.case.num_chunks == 1)
+    plan = pricing.plan(target.case, random_solution(np.random.default_rng(0), pricing.problem(target.case)))
+    assert any("no batch curve" in warning for warning in evaluate(plan, world.profiles, pricing.costs).warnings)

@@ -114,12 +114,23 @@ def test_a_joint_curve_serves_every_size_and_length(fitted):
     assert found.forward_s == pytest.approx(1e-5 + 3 * 64 * 2e-6 + 3 * 64**2 * 1e-8)
 
 
-def test_a_curve_that_is_missing_or_below_zero_is_refused(fitted):
-    with pytest.raises(
-        BadInput, match=r"^m\.h5: no batch curve of forward_s for block tp_size 1 .*_length 32: profile"
-    ):
-        layer_cost(fitted(), BLOCK, 4, TimeModel.BATCH)
+def test_a_curve_that_is_missing_is_told_and_the_points_serve(fitted):
+    plain = layer_cost(fitted(), BLOCK, 6, TimeModel.BATCH)
+    assert plain[:4] == interpolated(fitted(), 6)[:4]
+    assert plain.warning == "no batch curve of block: taken from its points, in proportion to the tokens"
+    longer = layer_cost(fitted(), BLOCK._replace(sequence_length=64), 6, TimeModel.SEQUENCE)
+    assert longer[:4] == pytest.approx([2 * value for value in interpolated(fitted(), 6)[:4]])
+    assert "no sequence curve of block" in str(longer.warning)
+    assert "sequence_length 64, nearest measured 32" in str(longer.warning)
+
+
+def test_a_curve_below_zero_is_refused(fitted):
     names = ("forward_s", "backward_s", "activation_bytes")
     falling = fitted(*(curve("batch", name, 0, 32, 1e-4, -1e-4, 0.0) for name in names))
-    with pytest.raises(BadInput, match="the batch curve is not positive at micro_batch_size 4"):
+    with pytest.raises(BadInput, match="the batch curve is negative at micro_batch_size 4"):
         layer_cost(falling, BLOCK, 4, TimeModel.BATCH)
+
+
+def test_a_combination_without_any_point_has_no_curve_either(fitted):
+    with pytest.raises(BadInput, match=r"^m\.h5: no point for block tp_size 3 .* probes again$"):
+        layer_cost(fitted(), BLOCK._replace(tp_size=3), 4, TimeModel.BATCH)

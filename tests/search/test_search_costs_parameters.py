@@ -5,6 +5,7 @@ half as long a byte: 85.536 us and 52.768 us for its 65536 bytes. A sample takes
 """
 
 import pytest
+from msgspec.structs import replace
 
 from shardwright_formats.hardware_profile import Collective
 from shardwright_formats.model import Parameter
@@ -47,12 +48,8 @@ def cost(make):
         model, cluster = make.model(), make.cluster(4)
         if parameters:
             block = model.types["block"]
-            block = block.__class__(
-                **{name: getattr(block, name) for name in block.__struct_fields__}
-                | {"parameters": (*block.parameters, *parameters)}
-            )
-            fields = {name: getattr(model, name) for name in model.__struct_fields__}
-            model = model.__class__(**fields | {"types": model.types | {"block": block}})
+            block = replace(block, parameters=(*block.parameters, *parameters))
+            model = replace(model, types=model.types | {"block": block})
         profiles = make.profiles(model, cluster, make.hardware(cluster, overlap=overlap), **changes)
         costs = CostModel(model, cluster, profiles, Precision(), reduction)
         size = strategy.tp_size * strategy.dp_size
@@ -139,7 +136,4 @@ def test_gradients_of_whole_parameters_are_summed_over_the_group_once_a_step(cos
 
     assert added("megatron") == 0
     assert added("megatron", norm) == added("megatron", inner) == added("none", inner) == share
-    assert (
-        added("none", norm) == added("ulysses", norm) - cost(layer("ddp", 2, 1, "ulysses"), parameters=[norm]).sync_ps
-    )
     assert added("none", norm) == 0

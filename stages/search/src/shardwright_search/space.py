@@ -51,7 +51,10 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def narrowed(request: SearchRequest, devices: int) -> SearchRequest:
-    """The request with its named space and its disabled dimensions told by the other options."""
+    """The request with its named space and its disabled dimensions told by the other options, which narrow these.
+
+    Raises BadInput, naming the search, where the options and these leave nothing.
+    """
     space: dict[Space, dict[str, object]] = {
         Space.FULL: {},
         Space.DP: {"pp_sizes": (1,), "tp_sizes": (1,), **_PLAIN},
@@ -70,10 +73,25 @@ def narrowed(request: SearchRequest, devices: int) -> SearchRequest:
         Dimension.PIPELINE_PARALLEL: {"pp_sizes": (1,)},
         Dimension.RECOMPUTE: {"recompute": (Recompute.NONE,)},
     }
-    changes = [space[request.space], *(without[dimension] for dimension in request.disable)]
-    for change in changes:
-        request = replace(request, **change)
+    limits = {f"space {request.space}": space[request.space]}
+    limits |= {f"disable {dimension}": without[dimension] for dimension in request.disable}
+    for name, limit in limits.items():
+        for field, allowed in limit.items():
+            request = _limited(request, field, allowed, name)
     return replace(request, space=Space.FULL, disable=())
+
+
+def _limited(request: SearchRequest, field: str, allowed: object, name: str) -> SearchRequest:
+    """The request with what it says of a field, as far as a limit of that name allows it."""
+    asked = getattr(request, field)
+    if isinstance(allowed, tuple) and asked is not None:
+        left = tuple(value for value in asked if value in allowed)
+        if not left:
+            listed = ", ".join(str(value) for value in asked)
+            what = f"{field}: {name} and {listed} leave nothing to choose from"
+            raise BadInput(f"search {request.name}", what, "change either")
+        allowed = left
+    return replace(request, **{field: allowed})
 
 
 def cases(request: SearchRequest, model: Model, cluster: Cluster, file: Path) -> tuple[Case, ...]:

@@ -1,0 +1,278 @@
+"""What a request allows: spaces, options, batches and budgets, and what it must not say."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from made_up import make_request
+from msgspec.structs import replace
+
+from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.errors import BadInput
+from shardwright_formats.plan import Plan, Schedule
+from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.budget import GIB, budgets_of
+from shardwright_search.optimal import Found, Infeasible, find_best
+from shardwright_search.request import SearchRequest, batch_sizes
+from shardwright_search.space import cases, narrowed, spreads
+
+FILE = Path("s.json")
+
+
+@pytest.fixture
+def searched(make):
+    """The answer to a request with these options for four layers on four devices."""
+
+    def answer(devices: int = 4, **options: object) -> Found | Infeasible:
+        model, cluster = make.model(4), make.cluster(devices)
+        profiles = make.profiles(model, cluster)
+        return find_best(make.request(**options), model, cluster, profiles, FILE, lambda line: None)
+
+    return answer
+
+
+@pytest.fixture
+def planned(searched):
+    """The plan chosen under these options."""
+
+    def plan(devices: int = 4, **options: object) -> Plan:
+        found = searched(devices, **options)
+        assert isinstance(found, Found), found
+        return found.chosen.plan
+
+    return plan
+
+
+def shape(plan: Plan) -> tuple[set[int], set[int], int]:
+    """Tensor- and data-parallel degrees, and the pipeline degree."""
+    every = (plan.embedding, *plan.layers, plan.head)
+    return {s.tp_size for s in every}, {s.dp_size for s in every}, len(plan.stages)
+
+
+@pytest.mark.parametrize(
+    ("space", "expected"),
+    [("dp", ({1}, {4}, 1)), ("zero", ({1}, {4}, 1)), ("tp", ({4}, {1}, 1)), ("pp", ({1}, {1}, 4))],
+)
+def test_a_named_space_holds_one_kind_of_parallelism(planned, space, expected):
+    plan = planned(space=space)
+    assert shape(plan) == expected
+    kinds = {layer.data_parallel for layer in plan.layers}
+    assert kinds <= ({DataParallel.ZERO2, DataParallel.ZERO3} if space == "zero" else {DataParallel.DDP})
+    if space != "zero":
+        assert {layer.recompute for layer in plan.layers} == {Recompute.NONE}
+
+
+@pytest.mark.parametrize("space", ["dp+tp", "dp+pp", "3d", "full"])
+def test_wider_named_spaces_hold_the_narrow_ones(searched, space):
+    """None is slower than a space that it holds."""
+    narrow = {"dp+tp": ("dp", "tp"), "dp+pp": ("dp", "pp"), "3d": ("dp", "tp", "pp"), "full": ("3d", "zero")}[space]
+    wide = searched(space=space)
+    plan = wide.chosen.plan
+    if space == "dp+tp":
+        assert len(plan.stages) == 1
+    if space == "dp+pp":
+        assert shape(plan)[0] == {1}
+    if space == "3d":
+        assert len(set(plan.layers)) == 1
+    for name in narrow:
+        assert wide.optimum_s <= searched(space=name).optimum_s
+
+
+def test_options_narrow_a_named_space_further():
+    def spoken(**options: object) -> SearchRequest:
+        return narrowed(make_request(**options), 8)
+
+    assert spoken(space="zero", data_parallel=["zero3"]).data_parallel == (DataParallel.ZERO3,)
+    assert spoken(space="dp+tp", tp_sizes=[2, 4]).tp_sizes == (2, 4)
+    assert spoken(space="3d", pp_sizes=[2]).pp_sizes == (2,)
+    assert spoken(space="full", disable=["zero"], data_parallel=["ddp", "zero3"]).data_parallel == (DataParallel.DDP,)
+    assert spoken(disable=["recompute"], recompute=["full", "none"]).recompute == (Recompute.NONE,)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"space": "dp", "tp_sizes": [2]}, "tp_sizes"),
+        ({"disable": ["zero"], "data_parallel": ["zero3"]}, "data_parallel"),
+        ({"disable": ["recompute"], "recompute": ["full"]}, "recompute"),
+        ({"space": "tp", "pp_sizes": [2]}, "pp_sizes"),
+    ],
+)
+def test_options_that_leave_nothing_of_a_space_are_refused(searched, options, field):
+    with pytest.raises(BadInput, match=rf"^search search: {field}: .*leave"):
+        searched(**options)
+
+
+@pytest.mark.parametrize(
+    ("dimension", "holds"),
+    [
+        ("data_parallel", lambda plan: shape(plan)[1] == {1}),
+        ("zero", lambda plan: {s.data_parallel for s in plan.layers} == {DataParallel.DDP}),
+        ("tensor_parallel", lambda plan: shape(plan)[0] == {1}),
+        ("sequence_parallel", lambda plan: {s.sequence_parallel for s in plan.layers} == {SequenceParallel.NONE}),
+        ("pipeline_parallel", lambda plan: len(plan.stages) == 1),
+        ("recompute", lambda plan: {s.recompute for s in plan.layers} == {Recompute.NONE}),
+    ],
+)
+def test_a_disabled_dimension_is_left_out(planned, searched, dimension, holds):
+    """Under a budget in which the best plan uses it, or may."""
+    tight = searched(memory_gib=2**20 / GIB).least_bytes * 1.6 / GIB
+    assert holds(planned(memory_gib=tight, disable=[dimension]))
+
+
+def test_degrees_stay_below_their_maxima(planned, searched):
+    assert max(shape(planned(max_tp_size=1))[0]) == 1
+    assert max(shape(planned(max_dp_size=2))[1]) <= 2
+    assert shape(planned(max_pp_size=1))[2] == 1
+    assert shape(planned(max_pp_size=2, pp_sizes=[2, 4]))[2] == 2
+    with pytest.raises(BadInput, match="no strategy divides"):
+        searched(max_tp_size=1, max_dp_size=1, max_pp_size=1)
+
+
+def test_one_strategy_for_all_layers_where_that_is_asked(searched):
+    budget = searched(memory_gib=2**20 / GIB).least_bytes * 1.2 / GIB
+    fine, coarse = (searched(memory_gib=budget, fine_grained=fine) for fine in (True, False))
+    assert len(set(fine.chosen.plan.layers)) > 1
+    assert len(set(coarse.chosen.plan.layers)) == 1
+    assert fine.optimum_s <= coarse.optimum_s
+
+
+def test_embedding_and_head_have_spaces_of_their_own(planned):
+    plan = planned(
+        pp_sizes=[1], tp_sizes=[1], embedding={"tp_sizes": [2], "data_parallel": ["zero3"]}, head={"tp_sizes": [4]}
+    )
+    assert {layer.tp_size for layer in plan.layers} == {1}
+    assert (plan.embedding.tp_size, plan.embedding.data_parallel) == (2, DataParallel.ZERO3)
+    assert plan.head.tp_size == 4
+
+
+def test_strided_groups_are_taken_where_only_they_are_allowed(planned):
+    plan = planned(pp_sizes=[1], tp_sizes=[2], tp_consecutive=[False])
+    assert {layer.tp_consecutive for layer in plan.layers} == {False}
+
+
+def test_interleaved_schedules_cut_layers_into_equal_chunks(planned):
+    plan = planned(2, pp_sizes=[2], schedules=["interleaved_1f1b"], chunks_per_stage=[2])
+    assert plan.schedule is Schedule.INTERLEAVED_1F1B
+    assert [stage.layers for stage in plan.stages] == [((0, 1), (2, 3)), ((1, 2), (3, 4))]
+
+
+def test_a_range_of_batches_is_searched_for_the_most_samples_a_second(searched):
+    found = searched(global_batch_size={"min": 4, "max": 17, "step": 4})
+    assert batch_sizes(make_request(global_batch_size={"min": 4, "max": 17, "step": 4})) == (4, 8, 12, 16)
+    each = {size: searched(global_batch_size=size).optimum_s / size for size in (4, 8, 12, 16)}
+    batch = found.chosen.plan.global_batch_size
+    assert found.optimum_s / batch == pytest.approx(min(each.values()), rel=1e-12)
+    assert each[batch] <= min(each.values()) * 1.01
+
+
+@pytest.mark.parametrize("objective", ["samples_per_s", "step_time", "usd_per_sample"])
+def test_at_one_batch_size_all_objectives_want_the_same(searched, objective):
+    assert searched(objective=objective).optimum_s == pytest.approx(searched().optimum_s, rel=1e-12)
+
+
+def test_uneven_divisions_are_left_out_of_the_space_not_rounded(make, searched):
+    # 5 ranks would split 8 heads unevenly
+    assert {s.tp_size for s in spreads(make.request(), make.model(), "block", 5)} == {1}
+    # 7 samples a microbatch on 8 ranks: only one data-parallel rank divides them
+    found = searched(8, global_batch_size=56, num_microbatches=[8], pp_sizes=[1])
+    assert shape(found.chosen.plan)[1] == {1}
+    found = searched(8, global_batch_size=48, num_microbatches=[8], pp_sizes=[1])
+    assert shape(found.chosen.plan)[1] <= {1, 2}
+
+
+def test_each_strategy_is_spelled_once(make):
+    found = spreads(make.request(), make.model(), "block", 4)
+    # tp 1: 3 kinds x 2; tp 2: 3 kinds x 2 splits x 2; tp 4: 2 splits x 2
+    assert len(set(found)) == len(found) == 6 + 12 + 4
+    assert all(s.sequence_parallel == "none" for s in found if s.tp_size == 1)
+    assert all(s.data_parallel is DataParallel.DDP for s in found if s.dp_size == 1)
+    ulysses = spreads(make.request(sequence_parallel=["ulysses"], tp_sizes=[4]), make.model(), "block", 4)
+    assert {s.data_parallel for s in ulysses} == set(DataParallel), "all ranks share its parameters"
+
+
+def test_every_case_is_there_once(make):
+    model, cluster = make.model(4), make.cluster(4)
+    request = narrowed(make.request(global_batch_size=4, schedules=["1f1b", "gpipe", "1f1b"]), 4)
+    found = cases(request, model, cluster, FILE)
+    assert len(set(found)) == len(found) == 3 * 3 * 2 and list(found) == sorted(found)
+
+
+def two_types(make) -> Cluster:
+    small = NodeType(device="cpu", devices_per_node=2, memory_bytes=GIB)
+    return Cluster(
+        name="two",
+        nodes=(NodeGroup(node_type="small", count=1), NodeGroup(node_type="large", count=1)),
+        node_types={"small": small, "large": replace(small, memory_bytes=2 * GIB), "unused": small},
+    )
+
+
+def test_budgets_are_told_for_each_node_type_less_the_reserve(make):
+    cluster = two_types(make)
+    plain = make.request()
+    assert budgets_of(plain, cluster, FILE) == {"small": GIB, "large": 2 * GIB}
+    one = replace(plain, memory_gib=0.5, reserve_gib=0.25)
+    assert budgets_of(one, cluster, FILE) == {"small": GIB // 4, "large": GIB // 4}
+    some = replace(plain, memory_gib={"large": 1.5}, reserve_gib=0.25)
+    assert budgets_of(some, cluster, FILE) == {"small": GIB * 3 // 4, "large": GIB * 5 // 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_gib": {"huge": 1.0}}, "memory_gib names node type 'huge', cluster two has small, large"),
+        ({"memory_gib": {"unused": 1.0}}, "memory_gib names node type 'unused'"),
+        ({"memory_gib": 1.5}, "memory_gib 1.5 is more than a device has, 1"),
+        ({"memory_gib": 0.5, "reserve_gib": 0.5}, "reserve_gib 0.5 leaves nothing"),
+    ],
+)
+def test_budgets_that_no_device_has_are_refused(make, changes, message):
+    with pytest.raises(BadInput) as caught:
+        budgets_of(replace(make.request(), **changes), two_types(make), FILE)
+    assert str(caught.value).startswith(f"s.json: {message}")
+
+
+def test_a_reserve_is_left_free(searched):
+    whole = searched(memory_gib=2**20 / GIB)
+    assert isinstance(whole, Infeasible)
+    budget = whole.least_bytes / GIB
+    assert isinstance(searched(memory_gib=budget + 0.25, reserve_gib=0.25), Found)
+    short = searched(memory_gib=budget + 0.25, reserve_gib=0.25 + 2**10 / GIB)
+    assert isinstance(short, Infeasible) and short.missing_bytes == 2**10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_microbatches": [3]}, "num_microbatches: 3 does not divide any global_batch_size"),
+        ({"pp_sizes": [3]}, "pp_sizes: 3 does not divide the number of devices, 4"),
+        ({"tp_sizes": [8]}, "tp_sizes: 8 does not divide the number of devices, 4"),
+        ({"global_batch_size": 1, "tp_sizes": [1], "pp_sizes": [1]}, "no strategy divides"),
+        ({"schedules": ["interleaved_1f1b"], "pp_sizes": [1]}, "no strategy divides"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused_in_one_line(searched, changes, message):
+    with pytest.raises(BadInput) as caught:
+        searched(**changes)
+    assert str(caught.value).startswith(f"s.json: {message}") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"global_batch_size": {"min": 8, "max": 4, "step": 1}}, "min 8 is above max 4"),
+        (
+            {"global_batch_size": {"min": 4, "max": 8, "step": 4}, "objective": "step_time"},
+            "objective step_time needs one global_batch_size, not a range",
+        ),
+        ({"memory_gib": {}}, "memory_gib names no node type"),
+        ({"memory_gb": 3}, "unknown field `memory_gb`"),
+        ({"embedding": {"tp_size": [1]}}, "unknown field `tp_size`"),
+        ({"space": "4d"}, "Invalid enum value '4d'"),
+        ({"chunks_per_stage": []}, "length >= 1"),
+        ({"reserve_gib": -1}, ">= 0"),
+    ],
+)
+def test_a_request_that_says_what_it_cannot_is_no_request(changes, message):
+    with pytest.raises(msgspec.ValidationError, match=message):
+        make_request(**changes)
