@@ -132,7 +132,7 @@ def _memory_lines(changes: Sequence[Change]) -> list[str]:
         ]
     if possible:
         most = max(possible, key=lambda change: change.saved_ps)
-        lines.append(f"not the best by the closed form: {_told(most)}, and fits")
+        lines.append(f"faster by the closed form, and fits: {_told(most)}")
     return lines
 
 

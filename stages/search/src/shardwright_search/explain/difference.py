@@ -120,19 +120,17 @@ def _changes(
 
 
 def _table(unit: str, binding: str, changes: Sequence[TermChange], scale: float, digits: int) -> Table:
-    table = Table(title=f"{unit}, all stages together and of the {binding} stage", title_justify="left")
-    for heading in ("term", "all: this", "other", "gain", f"{binding}: this", "other", "gain"):
-        table.add_column(heading, justify="left" if heading == "term" else "right")
+    """What this plan has, and what the other gains or loses by it."""
+    table = Table(title=f"{unit}, of this plan, and what the other adds", title_justify="left")
+    for heading in ("term", "all stages", "other", f"{binding} stage", "other"):
+        table.add_column(heading, justify="left" if heading == "term" else "right", no_wrap=heading == "term")
     together, ends = (_total(pairs) for pairs in zip(*(change[1:] for change in changes), strict=True))
     for change in (*changes, TermChange("together", together, ends)):
         if change.term == "together":
             table.add_section()
-        cells = [
-            f"{value / scale:{sign}.{digits}f}"
-            for pair in (change.together, change.binding)
-            for value, sign in ((pair.here, ""), (pair.there, ""), (pair.gain, "+"))
-        ]
-        table.add_row(change.term, *cells)
+        pairs = change.together, change.binding
+        cells = [(f"{p.here / scale:.{digits}f}", f"{p.gain / scale:+.{digits}f}") for p in pairs]
+        table.add_row(change.term, *cells[0], *cells[1])
     return table
 
 

@@ -14,11 +14,16 @@ __all__ = ["STEP_TERMS", "explanation", "plan_summary", "runs_words", "show"]
 
 STEP_TERMS = ("gradient_sync", "optimizer")
 """Terms of time that come once a step, not with every microbatch."""
+_WIDE = 1000
+"""Columns of characters."""
 
 
 def show(what: RenderableType) -> None:
-    """Print on standard output."""
-    Console(highlight=False, soft_wrap=True).print(what)
+    """Print on standard output; what is no terminal has room for every column."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _WIDE
+    console.print(what)
 
 
 def plan_summary(plan: Plan, prediction: Prediction) -> RenderableType:
@@ -75,7 +80,7 @@ def _memory_line(estimate: Estimate, budget_bytes: int | None) -> str:
 
 def _stage_table(title: str, stages: int) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column("term")
+    table.add_column("term", no_wrap=True)
     for index in range(stages):
         table.add_column(f"stage {index}", justify="right")
     return table
