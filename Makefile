@@ -44,6 +44,7 @@ check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@snakefmt --check $(WORKFLOW) 2>&1 | { grep -v -E '^\[INFO\]' || true; }
 	@lint-imports --no-logo | tail -n 3
 	@python -m shardwright_formats.schemas --check
+	@python -m shardwright_search.schema --check
 	@echo "all checks passed"
 
 bench: $(STAMP) ## the side-by-side runs of benchmarks/ (long; on a quiet machine)

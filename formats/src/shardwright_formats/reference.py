@@ -73,7 +73,7 @@ def _types_of(kinds: Iterable[type]) -> dict[str, type]:
     while waiting:
         kind = waiting.pop()
         waiting += get_args(kind)
-        if isinstance(kind, type) and kind.__module__.startswith(__package__) and kind.__name__ not in found:
+        if isinstance(kind, type) and kind.__module__.startswith("shardwright_") and kind.__name__ not in found:
             found[kind.__name__] = kind
             if issubclass(kind, msgspec.Struct):
                 waiting += [field.type for field in msgspec.structs.fields(kind)]

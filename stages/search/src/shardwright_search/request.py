@@ -87,16 +87,22 @@ class BatchRange(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Batch sizes from `min` to `max`, both included where `step` meets them."""
 
     min: Count
+    """The smallest."""
     max: Count
+    """The largest, if a step meets it."""
     step: Count
+    """From one to the next."""
 
 
 class OuterSpace(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the embedding or the head may be; null: as the layers may."""
 
     tp_sizes: Counts | None = None
+    """Tensor-parallel degrees."""
     data_parallel: Annotated[tuple[DataParallel, ...], Meta(min_length=1)] | None = None
+    """Kinds of data parallelism."""
     sequence_parallel: Annotated[tuple[SequenceParallel, ...], Meta(min_length=1)] | None = None
+    """Kinds of sequence parallelism."""
 
 
 class Robust(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
