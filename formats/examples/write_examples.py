@@ -27,7 +27,15 @@ from shardwright_formats.measurement import (
 from shardwright_formats.model import BoundaryTensor, LayerType, Model, Parameter
 from shardwright_formats.model_profile import ModelProfile, ProfileOrigin, write_model_profile
 from shardwright_formats.plan import PipelineStage, Plan, Plans, Schedule
-from shardwright_formats.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
+from shardwright_formats.prediction import (
+    Estimate,
+    Prediction,
+    Proof,
+    RunnerUp,
+    ScenarioRegret,
+    StagePrediction,
+    TimelineEvent,
+)
 from shardwright_formats.run import RunResult
 from shardwright_formats.schedule import Pass, actions
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
@@ -167,10 +175,12 @@ def _prediction(plan: Plan) -> Prediction:
             scope="an example",
             examined=4,
             solved=1,
+            certificate="an example: no other solver was asked",
         ),
         runners_up=(RunnerUp(plan=_gpipe_plan(plan), estimate=_estimate(1.25)),),
         warnings=("an example: nothing here was predicted",),
         inputs_sha256={"hardware": "0" * 64, "profile": "0" * 64, "search": "0" * 64},
+        robust=(ScenarioRegret(scenario="the profile as it is", regret=0.0625, nominal_regret=0.0),),
     )
 
 

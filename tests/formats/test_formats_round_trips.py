@@ -25,7 +25,15 @@ from shardwright_formats.measurement import (
 )
 from shardwright_formats.model import BoundaryTensor, LayerType, Model, Parameter
 from shardwright_formats.plan import Attention, GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
-from shardwright_formats.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
+from shardwright_formats.prediction import (
+    Estimate,
+    Prediction,
+    Proof,
+    RunnerUp,
+    ScenarioRegret,
+    StagePrediction,
+    TimelineEvent,
+)
 from shardwright_formats.run import RunResult
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
@@ -189,6 +197,7 @@ proofs = st.builds(
     scope=names,
     examined=byte_counts,
     solved=byte_counts,
+    certificate=st.none() | names,
 )
 predictions = st.builds(
     Prediction,
@@ -199,6 +208,7 @@ predictions = st.builds(
     runners_up=_lists(st.builds(RunnerUp, plan=plans(), estimate=estimates)),
     warnings=_lists(names),
     inputs_sha256=st.dictionaries(names, names, max_size=2),
+    robust=_lists(st.builds(ScenarioRegret, scenario=names, regret=seconds, nominal_regret=seconds)),
 )
 
 

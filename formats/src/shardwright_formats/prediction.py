@@ -7,7 +7,7 @@ from msgspec import Meta
 from shardwright_formats.files import Document, Value
 from shardwright_formats.plan import Plan
 
-__all__ = ["Estimate", "Prediction", "Proof", "RunnerUp", "StagePrediction", "TimelineEvent"]
+__all__ = ["Estimate", "Prediction", "Proof", "RunnerUp", "ScenarioRegret", "StagePrediction", "TimelineEvent"]
 
 Seconds = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]
@@ -61,6 +61,8 @@ class Proof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Cases (pipeline degree, microbatches, schedule) that were looked at."""
     solved: Annotated[int, Meta(ge=0)]
     """Cases of these that were solved exactly; the others were ruled out."""
+    certificate: str | None = None
+    """What another solver says of it; null where none was asked."""
 
 
 class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,6 +98,17 @@ class RunnerUp(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is predicted of it."""
 
 
+class ScenarioRegret(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much longer than the best plan of a scenario a plan takes there, by the closed form, as a share of it."""
+
+    scenario: Annotated[str, Meta(min_length=1)]
+    """What is other than in the profile."""
+    regret: Annotated[float, Meta(ge=0)]
+    """Of the chosen plan."""
+    nominal_regret: Annotated[float, Meta(ge=0)]
+    """Of the plan that would have been chosen for the profile as it is."""
+
+
 class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is believed about a plan, beside the plan."""
 
@@ -115,3 +128,5 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What the prediction leans on beyond measurements, such as extrapolation."""
     inputs_sha256: dict[str, str]
     """SHA-256 of every profile and of the search file, by role."""
+    robust: tuple[ScenarioRegret, ...] = ()
+    """The scenarios of a robust search, the profile as it is first; empty for any other."""

@@ -26,10 +26,12 @@ from shardwright_search.evaluate import cost_model_of, evaluate
 from shardwright_search.explain import plan_summary, show
 from shardwright_search.explain_cli import explain_command
 from shardwright_search.inputs import read_inputs
+from shardwright_search.integer_programme import highs_version
 from shardwright_search.interop.cli import export_command, import_app
 from shardwright_search.optimal import find_best
 from shardwright_search.predict import prediction_of_evaluated, prediction_of_searched, prediction_path
 from shardwright_search.progress import progress
+from shardwright_search.prove import prove
 from shardwright_search.remedies import further_remedies
 from shardwright_search.request import SearchRequest, TimeModel
 from shardwright_search.select_cli import select_command
@@ -63,6 +65,8 @@ def plan_command(
     time_limit: Annotated[
         float | None, typer.Option(min=0, help="Seconds after which the best plan so far is taken, with its gap.")
     ] = None,
+    proven: Annotated[bool, typer.Option("--prove", help="Let HiGHS look for a better plan, too.")] = False,
+    prove_time_limit: Annotated[float, typer.Option(min=0, help="Seconds that HiGHS may take for all cases.")] = 60.0,
 ) -> None:
     """Find the best plan that fits the memory budget of the search file, and prove it.
 
@@ -72,14 +76,20 @@ def plan_command(
         request = read_document(search, SearchRequest)
         machines, description = read_document(cluster, Cluster), read_document(model, Model)
         inputs = read_inputs(hardware, profile, correction)
+        given = request, description, machines, inputs.profiles, search
+        certificate = None
+        if proven:  # HiGHS is missed before the search, not after it
+            highs_version()
         with progress() as report:
-            found = find_best(request, description, machines, inputs.profiles, search, report, time_limit)
+            found = find_best(*given, report, time_limit)
+            if proven and not isinstance(found, Infeasible):
+                certificate = prove(found, *given, prove_time_limit, report)
         if isinstance(found, Infeasible):
-            further = further_remedies(request, description, machines, inputs.profiles, search)
+            further = further_remedies(*given)
             raise NothingFits(f"{search}: {found.reason}{further}")
         files = {"cluster": cluster, "model": model, "search": search} | inputs.files
         budget_bytes = min(budgets_of(request, machines, search).values())
-        prediction = prediction_of_searched(found, request, budget_bytes, files, inputs.warnings)
+        prediction = prediction_of_searched(found, request, budget_bytes, files, inputs.warnings, certificate)
         _write_both(out, found.chosen.plan, prediction)
         show(plan_summary(found.chosen.plan, prediction))
 

@@ -12,6 +12,7 @@ from shardwright_formats.cluster import Cluster
 from shardwright_formats.errors import BadInput
 from shardwright_formats.model import Model
 from shardwright_formats.plan import Plan, Schedule
+from shardwright_formats.prediction import ScenarioRegret
 from shardwright_formats.schedule import actions
 from shardwright_formats.strategy import LayerStrategy
 from shardwright_search.budget import Infeasible, budgets_of, infeasible
@@ -21,6 +22,7 @@ from shardwright_search.evaluate import Evaluation, evaluate, offset_ps
 from shardwright_search.parts import range_costs
 from shardwright_search.profiles import Profiles, check_profiles
 from shardwright_search.request import Objective, SearchRequest
+from shardwright_search.robust import regrets_of
 from shardwright_search.simulate import step_time_ps
 from shardwright_search.solver.optimise import Best, Optimum, Target, optimise
 from shardwright_search.solver.plain import plain_plan
@@ -31,6 +33,8 @@ __all__ = ["NEAR", "Candidate", "Found", "Infeasible", "find_best", "pricing_of"
 NEAR = 0.01
 """Among plans whose closed form is within this share of the optimum, the least simulated time decides."""
 _MOST_NEAR = 64
+_MOST_NEAR_ELSEWHERE = 16
+"""Plans of each other scenario of a robust search."""
 _MOST_ACTIONS = 100_000
 """Passes that are simulated to tell near plans apart."""
 _ROUNDING_BYTES = 16
@@ -62,11 +66,15 @@ class Found(NamedTuple):
     examined: int
     solved: int
     near: int
-    """Plans within `NEAR` of the optimum that were found."""
+    """Plans within `NEAR` of the optimum that were found; of a robust search, of the least largest regret."""
     simulated: int
     """How many of them were simulated."""
     stopped: bool
     """Whether the search ended before it was done."""
+    best: Best[Case]
+    """The plan of the least closed form."""
+    regrets: tuple[ScenarioRegret, ...]
+    """Of the chosen plan and that plan's like for the profile as it is, where the search was a robust one."""
 
 
 def pricing_of(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> Pricing:
@@ -110,7 +118,19 @@ def find_best(
     if optimum.best is None:
         return infeasible(pricing, [target.case for target in targets], file)
     report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
-    near, chosen = _least_simulated(pricing, optimum.near)
+    close = optimum.near
+    near, chosen = _least_simulated(pricing, close)
+    regrets: tuple[ScenarioRegret, ...] = ()
+    if request.robust is not None:
+
+        def search(scenario: str, other: Pricing) -> tuple[Best[Case], ...]:
+            report(f"scenario: {scenario}")
+            return _optimum(other, targets_of(other, file), deadline, report).near[:_MOST_NEAR_ELSEWHERE]
+
+        every = regrets_of(pricing, optimum.near[:_MOST_NEAR], request.robust, search)
+        nominal, close = chosen, every.least(NEAR)
+        near, chosen = _least_simulated(pricing, close)
+        regrets = every.told(chosen, nominal)
     plan = pricing.plan(chosen.target.case, chosen.found.solution)
     candidate = Candidate(plan, evaluate(plan, profiles, pricing.costs))
     others = () if optimum.stopped else tuple(_others(pricing, optimum, chosen, deadline))
@@ -123,9 +143,11 @@ def find_best(
         runners_up,
         optimum.looked_at,
         optimum.solved,
-        len(optimum.near),
+        len(close),
         len(near),
         optimum.stopped,
+        optimum.best,
+        regrets,
     )
 
 

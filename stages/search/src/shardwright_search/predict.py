@@ -39,6 +39,7 @@ def prediction_of_searched(
     budget_bytes: int,
     files: Mapping[str, Path],
     warnings: tuple[str, ...] = (),
+    certificate: str | None = None,
 ) -> Prediction:
     """What is believed about a plan that was searched, with the proof and the plans it was preferred to."""
     plan, evaluation = found.chosen
@@ -54,10 +55,12 @@ def prediction_of_searched(
             scope=_scope(request, found),
             examined=found.examined,
             solved=found.solved,
+            certificate=certificate,
         ),
         runners_up=tuple(RunnerUp(plan=c.plan, estimate=c.evaluation.estimate) for c in found.runners_up),
         warnings=(*warnings, *evaluation.warnings),
         inputs_sha256={role: sha256_of_file(path) for role, path in files.items()},
+        robust=found.regrets,
     )
 
 
@@ -77,9 +80,10 @@ def _scope(request: SearchRequest, found: Found) -> str:
             "the same strategies at each position of a chunk"
         )
     )
+    aim = "the optimum" if request.robust is None else "the least largest regret over all scenarios"
     return (
         f"space {request.space}: no plan of it has a smaller closed form than objective_bound_s: any cut of the layers "
         f"into pipeline stages of equal width with a layer or more each, {layers}, the embedding and the head, "
-        f"{listed}{interleaved}; of {found.near} plans found within {NEAR:.0%} of the optimum {found.simulated} were "
+        f"{listed}{interleaved}; of {found.near} plans found within {NEAR:.0%} of {aim} {found.simulated} were "
         "simulated, and the one with the least simulated time was taken"
     )

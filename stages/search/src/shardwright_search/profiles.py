@@ -52,6 +52,8 @@ class LayerPoints(NamedTuple):
     values: NDArray[Any]
     sources: Sources
     """Of the four columns, over all points."""
+    errors: NDArray[Any]
+    """Standard errors of forward_s and backward_s, as shares of them [points, 2]; 0 where none is known."""
 
 
 class Curve(NamedTuple):
@@ -171,6 +173,7 @@ _LAYER_SOURCES = {
     "activation_bytes": "activation_source",
     "transient_bytes": "transient_source",
 }
+_LAYER_ERRORS = {"forward_error_s": "forward_s", "backward_error_s": "backward_s"}
 _STATE_SOURCES = {"optimizer_s": "optimizer_source", "reduction_s": "reduction_source"}
 _PROCESS_SOURCES = {"process_bytes": "process_source", "step_overhead_s": "step_overhead_source"}
 
@@ -191,11 +194,13 @@ def _layer_points(table: Table) -> dict[LayerKey, LayerPoints]:
         )
         rows.setdefault(key, {})[int(table["micro_batch_size"][i])] = i
     columns = [table[name] for name in _LAYER_SOURCES]
+    errors = [table[name] / table[of] for name, of in _LAYER_ERRORS.items()]
     return {
         key: LayerPoints(
             np.array(sorted(found)),
             np.stack([column[[found[size] for size in sorted(found)]] for column in columns], 1).astype(float),
             frozenset().union(*(_sources(table, row, _LAYER_SOURCES) for row in found.values())),
+            np.stack([column[[found[size] for size in sorted(found)]] for column in errors], 1),
         )
         for key, found in rows.items()
     }

@@ -41,6 +41,14 @@ def plan_summary(plan: Plan, prediction: Prediction) -> RenderableType:
             f"{proof.objective_bound_s * 1e3:.3f} ms (gap {proof.gap:.2%}); {proof.solved} of {proof.examined} cases "
             "were solved, the bounds ruled out the others"
         )
+        lines += [] if proof.certificate is None else [f"certificate: {proof.certificate}"]
+    if prediction.robust:
+        own = max(prediction.robust, key=lambda one: one.regret)
+        nominal = max(prediction.robust, key=lambda one: one.nominal_regret)
+        lines.append(
+            f"robust: over {len(prediction.robust)} scenarios never more than {own.regret:.2%} above the best plan "
+            f"({own.scenario}); the plan for the profile as it is: {nominal.nominal_regret:.2%} ({nominal.scenario})"
+        )
     return Text("\n".join([*lines, *(f"warning: {warning}" for warning in prediction.warnings)]))
 
 

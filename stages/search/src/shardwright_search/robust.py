@@ -1,0 +1,186 @@
+"""Plans that stay good where the profile may be wrong: scenarios, and how far a plan is from the best one of each.
+
+The regret of a plan in a scenario is T / T* - 1 with T* the least T of all plans there. The plan of the least largest
+regret is what Kouvelis and Yu (Robust Discrete Optimization, 1997) call the relative robust decision, here among the
+best and near plans of all scenarios.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from shardwright_formats.cluster import Cluster
+from shardwright_formats.hardware_profile import Collective, HardwareProfile
+from shardwright_formats.prediction import ScenarioRegret
+from shardwright_search.case import Pricing
+from shardwright_search.costs.model import CostModel
+from shardwright_search.evaluate import evaluate, offset_ps
+from shardwright_search.profiles import Curve, LayerPoints, Profiles
+from shardwright_search.request import Robust
+from shardwright_search.solver.optimise import Best
+from shardwright_search.solver.pareto import Numbers
+from shardwright_search.space import Case
+
+__all__ = ["NOMINAL", "Regrets", "Scenario", "regrets_of", "scenarios"]
+
+NOMINAL = "the profile as it is"
+_NORMAL_95 = 1.96
+"""Standard deviations of a normal distribution in half of its central 95 %."""
+
+
+class Scenario(NamedTuple):
+    """What may be true instead of the profiles."""
+
+    name: str
+    profiles: Profiles
+
+
+class Regrets(msgspec.Struct, frozen=True, eq=False):
+    """Plans, and how much longer than the best of them each takes in every scenario."""
+
+    names: tuple[str, ...]
+    """Of the scenarios, the profile as it is first."""
+    plans: tuple[Best[Case], ...]
+    """As they score with the profile as it is."""
+    shares: Numbers
+    """[scenarios, plans]."""
+
+    def least(self, near: float) -> tuple[Best[Case], ...]:
+        """The plans whose largest regret is within a share of the least one, by score."""
+        worst = 1 + self.shares.max(0)
+        kept = [self.plans[i] for i in np.flatnonzero(worst <= worst.min() * (1 + near))]
+        return tuple(sorted(kept, key=lambda best: best.score))
+
+    def told(self, chosen: Best[Case], nominal: Best[Case]) -> tuple[ScenarioRegret, ...]:
+        """The regrets of two of the plans."""
+        known = [_identity(best) for best in self.plans]
+        columns = self.shares[:, [known.index(_identity(best)) for best in (chosen, nominal)]]
+        return tuple(
+            ScenarioRegret(scenario=name, regret=float(own), nominal_regret=float(other))
+            for name, (own, other) in zip(self.names, columns, strict=True)
+        )
+
+
+def scenarios(profiles: Profiles, cluster: Cluster, robust: Robust) -> tuple[Scenario, ...]:
+    """The profile as it is; everything longer by its spread; each kind of link slow. What changes nothing is left out.
+
+    Times inside a layer hold the messages of tensor and sequence parallelism: a slow link leaves them as they are.
+    """
+    found = [Scenario(NOMINAL, profiles)]
+    if robust.spreads > 0 and _has_spread(profiles):
+        name = f"layers {robust.spreads:g} standard errors longer, messages likewise"
+        found.append(Scenario(name, spread_out(profiles, robust.spreads)))
+    if robust.slow_link > 1:
+        for link, points in _links(profiles.hardware, cluster):
+            factors = np.where(points, robust.slow_link, 1.0)
+            slower = profiles._replace(hardware=_longer(profiles.hardware, factors))
+            found.append(Scenario(f"{link} {robust.slow_link:g} times as slow", slower))
+    return tuple(found)
+
+
+def spread_out(profiles: Profiles, spreads: float) -> Profiles:
+    """Every layer's times and every message longer by so many standard errors.
+
+    Curves through the points, which have no error of their own, are longer by the median share of their points. Half of
+    a message's 95 % interval is 1.96 standard errors.
+    """
+    return profiles._replace(
+        layers={key: _longer_layer(points, spreads) for key, points in profiles.layers.items()},
+        fits={key: _longer_curves(profiles, key, curves, spreads) for key, curves in profiles.fits.items()},
+        hardware=_longer(profiles.hardware, 1 + spreads / _NORMAL_95 * profiles.hardware.points["interval"]),
+    )
+
+
+def regrets_of(
+    pricing: Pricing,
+    near: Sequence[Best[Case]],
+    robust: Robust,
+    search: Callable[[str, Pricing], Sequence[Best[Case]]],
+) -> Regrets:
+    """The near plans of every scenario, each priced in all of them; `near` are those of the profile as it is.
+
+    `search` finds those of another scenario. Its best plan is one of them, if its search was done; else the best one
+    known stands in for it.
+    """
+    costs, found = pricing.costs, list(near)
+    every = scenarios(costs.profiles, costs.cluster, robust)
+    prices = [pricing, *(_repriced(pricing, scenario.profiles) for scenario in every[1:])]
+    for scenario, other in zip(every[1:], prices[1:], strict=True):
+        found += search(scenario.name, other)
+    plans = {_identity(best): best for best in found}
+    scores = np.array([[_score(other, best) for best in plans.values()] for other in prices])
+    retold = tuple(_retold(pricing, best, score) for best, score in zip(plans.values(), scores[0], strict=True))
+    return Regrets(tuple(scenario.name for scenario in every), retold, scores / scores.min(1, keepdims=True) - 1)
+
+
+def _repriced(pricing: Pricing, profiles: Profiles) -> Pricing:
+    """The same request with other profiles; they say the same of memory."""
+    costs = pricing.costs
+    other = CostModel(costs.model, costs.cluster, profiles, costs.precision, costs.gradient_reduction, costs.time_model)
+    return Pricing(pricing.request, other, pricing.budgets)
+
+
+def _retold(pricing: Pricing, best: Best[Case], score: float) -> Best[Case]:
+    """A plan of any scenario as its score with the profile as it is."""
+    always_ps = offset_ps(pricing.costs, pricing.stage_ranks(best.target.case.pp_size))
+    target = best.target._replace(offset_ps=float(always_ps))
+    return Best(target, best.found._replace(objective_ps=target.time_ps(score)), score)
+
+
+def _identity(best: Best[Case]) -> tuple[object, ...]:
+    return best.target.case, best.found.solution
+
+
+def _score(pricing: Pricing, best: Best[Case]) -> float:
+    plan = pricing.plan(best.target.case, best.found.solution)
+    evaluation = evaluate(plan, pricing.costs.profiles, pricing.costs, timeline=False)
+    return evaluation.objective_ps * best.target.scale
+
+
+def _links(hardware: HardwareProfile, cluster: Cluster) -> Iterator[tuple[str, np.ndarray]]:
+    """The kinds of link that a cluster has and the profile knows, with the points measured on each."""
+    send, across = hardware.points["collective"] == Collective.P2P.encode(), hardware.points["across_nodes"] == 1
+    inside = any(node.devices_per_node > 1 for node in cluster.node_types.values())
+    several = sum(group.count for group in cluster.nodes) > 1
+    for name, there, points in (
+        ("sends inside a node", inside, send & ~across),
+        ("sends across nodes", several, send & across),
+        ("collectives across nodes", several, ~send & across),
+    ):
+        if there and points.any():
+            yield name, points
+
+
+def _has_spread(profiles: Profiles) -> bool:
+    errors = any(points.errors.any() for points in profiles.layers.values())
+    return errors or bool(profiles.hardware.points["interval"].any())
+
+
+def _longer(hardware: HardwareProfile, factors: Numbers) -> HardwareProfile:
+    """Every repeat of a point times the point's factor [points]."""
+    repeats = hardware.repeats
+    return replace(hardware, repeats={**repeats, "time_s": repeats["time_s"] * factors[repeats["point"]]})
+
+
+def _longer_layer(points: LayerPoints, spreads: float) -> LayerPoints:
+    values = points.values.copy()
+    values[:, :2] *= 1 + spreads * points.errors
+    return points._replace(values=values)
+
+
+def _longer_curves(
+    profiles: Profiles, key: tuple[str, int, str, str, str], curves: Sequence[Curve], spreads: float
+) -> tuple[Curve, ...]:
+    shares = [points.errors for of, points in profiles.layers.items() if of[:4] == key[:4]]
+    column = {"forward_s": 0, "backward_s": 1}.get(key[4])
+    if column is None or not shares:
+        return tuple(curves)
+    factor = 1 + spreads * float(np.median(np.concatenate(shares)[:, column]))
+    found = []
+    for curve in curves:
+        one, linear, quadratic = curve.coefficients
+        found.append(curve._replace(coefficients=(factor * one, factor * linear, factor * quadratic)))
+    return tuple(found)

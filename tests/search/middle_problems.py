@@ -1,0 +1,56 @@
+"""Random problems that are too large to list all plans of, with memory that binds."""
+
+import numpy as np
+from random_problems import with_budgets
+
+from shardwright_search.solver.glance import Glances
+from shardwright_search.solver.needs import least_memory
+from shardwright_search.solver.optimise import Target, optimise
+from shardwright_search.solver.partition import Found, Pipeline
+from shardwright_search.solver.problem import Options, Place, Problem, price
+from shardwright_search.solver.windows import CostsOf
+
+__all__ = ["middle_problem", "solved"]
+
+_TYPES, _LAYOUTS, _CLASSES = 4, 2, 2
+_LARGE = 1 << 40
+
+
+def middle_problem(seed: int) -> Problem:
+    """6 to 10 layers of two types, 2 or 3 stages, 3 to 5 options: the faster one holds more; budgets in between."""
+    rng = np.random.default_rng(seed)
+    pp_size, layers = int(rng.integers(2, 4)), int(rng.integers(6, 11))
+    count = int(rng.choice([1, 2, 4, 8]))
+    split = int(rng.integers(1, layers + 1))
+
+    def options(kind: int) -> Options:
+        n = int(rng.integers(3, 6))
+        memory = rng.uniform(1e8, 4e9, n)
+        time = (2e10 + 4e19 / memory) * rng.uniform(0.8, 1.2, n)
+        shares = rng.dirichlet([4, 2, 4, 1], n).T * memory
+        layout, other = rng.integers(0, _LAYOUTS, n), rng.integers(0, _CLASSES, n)
+        end = rng.uniform(0, 4e10, n)
+        numbers = [np.round(column) for column in (time, end, *shares)]
+        return Options(*numbers, other if kind == 0 else layout, other if kind == _TYPES - 1 else layout)
+
+    moves = np.round(rng.uniform(0, 2e10, (_TYPES, _LAYOUTS, _LAYOUTS)))
+    moves[:, np.arange(_LAYOUTS), np.arange(_LAYOUTS)] = 0
+    problem = Problem(
+        elements=(0, *(1 if i < split else 2 for i in range(layers)), _TYPES - 1),
+        places=(Place(tuple(options(kind) for kind in range(_TYPES)), moves, _LARGE),),
+        available=(pp_size,),
+        allowed=((0,),) * pp_size,
+        sends_ps=np.round(rng.uniform(0, 1e10, (pp_size - 1, 1, 1, _TYPES, _LAYOUTS))),
+        in_flight=tuple(min(count, pp_size - i) for i in range(pp_size)),
+        num_microbatches=count,
+        tie_ps=np.round(rng.uniform(0, 3e10, (_CLASSES, _CLASSES))),
+    )
+    least, most = least_memory(problem).memory_bytes, max(price(problem, solved(problem).solution).memory_bytes)
+    return with_budgets(problem, [int(least + rng.uniform(0.05, 0.7) * (most - least))])
+
+
+def solved(problem: Problem) -> Found:
+    """The best plan by the solver."""
+    best = optimise([Target(0, 0.0, 1.0)], lambda _: Pipeline(problem, CostsOf(), Glances())).best
+    assert best is not None
+    return best.found

@@ -1,0 +1,162 @@
+"""HiGHS against the search: equal where both are right, and loud where one is not."""
+
+import numpy as np
+import pytest
+from middle_problems import middle_problem, solved
+from msgspec.structs import replace
+from random_problems import best_of, random_problem
+from random_requests import World, random_world
+
+from shardwright_formats.errors import BadInput, RunFailed
+from shardwright_formats.plan import Schedule
+from shardwright_formats.strategy import Recompute
+from shardwright_search import integer_programme, prove
+from shardwright_search.case import Pricing
+from shardwright_search.integer_programme import Answer, solve
+from shardwright_search.prove import certificate
+from shardwright_search.solver.optimise import Best, Target, optimise
+from shardwright_search.solver.problem import Problem, price
+from shardwright_search.space import Case
+
+pytest.importorskip("highspy")
+
+NEAR = 1e-6
+SECONDS = 60.0
+
+
+def costlier(problem: Problem, solution_options: tuple[int, ...], element: int) -> Problem:
+    """The option that one element has, slower by a tenth."""
+    kind = problem.elements[element]
+    place = problem.places[0]
+    times = place.options[kind].time_ps.copy()
+    times[solution_options[element]] *= 1.1
+    options = list(place.options)
+    options[kind] = options[kind]._replace(time_ps=times)
+    return replace(problem, places=(place._replace(options=tuple(options)),))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_the_solver_and_highs_find_equally_good_plans_of_middle_sized_problems(block):
+    for seed in range(5 * block, 5 * block + 5):
+        problem = middle_problem(seed)
+        ours, theirs = solved(problem).objective_ps, solve(problem, SECONDS)
+        assert theirs.done and theirs.solution is not None, seed
+        assert theirs.objective_ps == pytest.approx(ours, rel=NEAR), seed
+        counted = price(problem, theirs.solution)
+        assert counted.objective_ps == pytest.approx(theirs.objective_ps, rel=NEAR), seed
+        assert max(counted.memory_bytes) <= problem.places[0].budget_bytes, seed
+
+
+def test_memory_binds_in_middle_sized_problems():
+    """With no end of memory most of them have a faster plan."""
+    binding = 0
+    for seed in range(10):
+        problem = middle_problem(seed)
+        free = replace(problem, places=(problem.places[0]._replace(budget_bytes=1 << 50),))
+        binding += solved(free).objective_ps < solved(problem).objective_ps
+    assert binding >= 8
+
+
+def test_highs_finds_the_best_of_all_plans_of_tiny_problems_and_nothing_below_it():
+    """Several places, places of which there are too few, ties, and cases that nothing fits in."""
+    nothing = 0
+    for seed in range(120):
+        problem = random_problem(seed)
+        best, answer = best_of(problem), solve(problem, SECONDS)
+        assert answer.done, seed
+        nothing += answer.solution is None
+        assert answer.objective_ps == pytest.approx(best, rel=NEAR), seed
+        if np.isfinite(best):
+            assert price(problem, answer.solution).objective_ps == best, seed
+            assert solve(problem, SECONDS, best - 0.5) == (None, np.inf, True), seed
+    assert nothing > 0
+
+
+def test_highs_notices_that_a_problem_was_changed():
+    problem = middle_problem(15)
+    found = solved(problem)
+    changed = solve(costlier(problem, found.solution.options, 1), SECONDS)
+    assert changed.done and changed.objective_ps > found.objective_ps * (1 + NEAR)
+
+
+def test_highs_that_has_no_time_claims_nothing():
+    answer = solve(middle_problem(0), 0.0)
+    assert not answer.done
+
+
+def world() -> World:
+    """Cases of one and several pipeline stages, some of them interleaved."""
+    found = random_world(5, devices=(4,), most_layers=4)
+    kept = {"global_batch_size": 4, "fine_grained": True, "megatron_gather_buffer": False, "chunks_per_stage": (2,)}
+    schedules = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B)
+    kinds = {"schedules": schedules, "recompute": (Recompute.NONE, Recompute.FULL)}
+    model = replace(found.model, layers=found.model.layers[:1] * 4)
+    return found._replace(request=replace(found.request, **kept | kinds), model=model)
+
+
+@pytest.fixture(scope="module")
+def searched() -> tuple[Pricing, tuple[Target[Case], ...], Best[Case]]:
+    """A request's cases and its best plan."""
+    given = world()
+    pricing = given.pricing
+    targets = given.targets(pricing)
+    best = optimise(targets, pricing.solvable).best
+    assert best is not None and best.target.case.num_chunks == 1
+    return pricing, targets, best
+
+
+def ask(searched, best: Best[Case] | None = None, seconds: float = SECONDS) -> str:
+    pricing, targets, found = searched
+    return certificate(pricing, targets, best or found, seconds, lambda line: None)
+
+
+def test_the_certificate_tells_what_was_compared(searched):
+    _, targets, best = searched
+    interleaved = sum(target.case.num_chunks > 1 for target in targets)
+    step_ms = (best.found.objective_ps + best.target.offset_ps) * 1e-9
+    said = ask(searched)
+    assert said.startswith("HiGHS 1.") and f"{step_ms:.6f} ms, equal" in said
+    others = len(targets) - 1
+    assert f"{others - interleaved} of {others} other cases have no better plan" in said
+    assert interleaved and said.endswith(f"{interleaved} interleaved ones not asked")
+
+
+def test_what_time_did_not_suffice_for_is_told(searched, monkeypatch):
+    said = ask(searched, seconds=0.0)
+    assert "; 0 of" in said and "not decided within 0 s" in said
+    monkeypatch.setattr(prove, "solve", lambda *_: Answer(None, np.inf, False))
+    said = ask(searched)
+    assert "the best plan's case was not decided in time; 0 of" in said
+
+
+@pytest.mark.parametrize("factor", [0.999, 1.001])
+def test_a_best_plan_that_is_said_to_take_another_time_is_noticed(searched, factor):
+    _, _, best = searched
+    claimed = best.found.objective_ps * factor
+    wrong = best._replace(found=best.found._replace(objective_ps=claimed), score=best.target.score(claimed))
+    with pytest.raises(RunFailed, match="HiGHS disagrees: batch 4"):
+        ask(searched, wrong)
+
+
+def test_a_search_that_missed_a_better_case_is_noticed(searched):
+    pricing, targets, best = searched
+    others = [target for target in targets if target.case != best.target.case and target.case.num_chunks == 1]
+    second = optimise(others, pricing.solvable).best
+    assert second is not None and second.score > best.score * (1 + NEAR)
+    with pytest.raises(RunFailed, match=f"HiGHS disagrees: {best.target.case}"):
+        ask(searched, second)
+
+
+def test_a_plan_that_is_over_budget_by_rounding_is_no_better_plan():
+    problem = middle_problem(0)
+    answer = solve(problem, SECONDS)
+    need = max(price(problem, answer.solution).memory_bytes)
+    tight = replace(problem, places=(problem.places[0]._replace(budget_bytes=need - 1),))
+    assert prove._is_better(problem, answer, answer.objective_ps * 2, 0.0)
+    assert not prove._is_better(tight, answer, answer.objective_ps * 2, 0.0)
+
+
+def test_without_highs_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "highspy", None)
+    with pytest.raises(BadInput, match="HiGHS is not installed"):
+        integer_programme.highs_version()
