@@ -37,6 +37,6 @@ def _kinds(plan: Plan, asked: SearchRequest, file: Path) -> Iterator[tuple[str, 
     for pp_size in sorted({case.pp_size for case in every} - {len(plan.stages)}):
         yield f"pp_size {pp_size}", replace(asked, pp_sizes=(pp_size,))
     fixed = replace(asked, global_batch_size=plan.global_batch_size)
-    every = cases(fixed, plan.model, plan.cluster, file)
-    for count in sorted({case.num_microbatches for case in every} - {plan.num_microbatches}):
+    counts = {case.num_microbatches for case in every if case.global_batch_size == plan.global_batch_size}
+    for count in sorted(counts - {plan.num_microbatches}):
         yield f"{count} microbatch(es)", replace(fixed, num_microbatches=(count,))
