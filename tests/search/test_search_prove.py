@@ -1,17 +1,23 @@
 """HiGHS against the search: equal where both are right, and loud where one is not."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from middle_problems import middle_problem, solved
 from msgspec.structs import replace
 from random_problems import best_of, random_problem
 from random_requests import World, random_world
+from typer.testing import CliRunner, Result
 
 from shardwright_formats.errors import BadInput, RunFailed
+from shardwright_formats.files import read_document
 from shardwright_formats.plan import Schedule
+from shardwright_formats.prediction import Prediction
 from shardwright_formats.strategy import Recompute
 from shardwright_search import integer_programme, prove
 from shardwright_search.case import Pricing
+from shardwright_search.cli import app
 from shardwright_search.integer_programme import Answer, solve
 from shardwright_search.prove import certificate
 from shardwright_search.solver.optimise import Best, Target, optimise
@@ -160,3 +166,37 @@ def test_without_highs_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "highspy", None)
     with pytest.raises(BadInput, match="HiGHS is not installed"):
         integer_programme.highs_version()
+
+
+def plan(paths: dict[str, Path], out: Path, *more: str) -> Result:
+    roles = [part for role, path in paths.items() for part in (f"--{role}", str(path))]
+    return CliRunner().invoke(app, ["plan", *roles, "--out", str(out), "--prove", *more])
+
+
+@pytest.fixture
+def inputs(make, files):
+    model, cluster = make.model(4), make.cluster()
+    return files(model, cluster, make.request(memory_gib=4 / 1024), make.profile(model))
+
+
+def test_plan_writes_the_certificate_into_the_prediction_and_shows_it(inputs, tmp_path):
+    result = plan(inputs, tmp_path / "a.json")
+    assert result.exit_code == 0, result.output
+    said = read_document(tmp_path / "a.prediction.json", Prediction).proof.certificate
+    assert said.startswith("HiGHS 1.") and said.endswith("ms, equal; 7 of 7 other cases have no better plan")
+    assert f"certificate: {said}" in result.output
+
+
+def test_a_stopped_search_has_no_certificate(inputs, tmp_path):
+    result = plan(inputs, tmp_path / "a.json", "--time-limit", "0")
+    assert result.exit_code == 0, result.output
+    assert "certificate: none: the search was stopped before it was done" in result.output
+
+
+def test_a_disagreement_ends_with_4_and_both_numbers_and_writes_nothing(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(prove, "solve", lambda *_: Answer(None, np.inf, True))
+    result = plan(inputs, tmp_path / "a.json")
+    assert result.exit_code == 4
+    *_, line = result.stderr.splitlines()
+    assert line.startswith("error: HiGHS disagrees: batch 8,") and "takes inf ms, the search's takes" in line
+    assert not list(tmp_path.glob("a*"))
