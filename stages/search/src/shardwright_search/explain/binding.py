@@ -127,9 +127,7 @@ def _memory_lines(changes: Sequence[Change]) -> list[str]:
         lines = ["memory does not bind: no faster data parallelism or recomputation of a layer is kept out by it"]
     else:
         least = min(kept_out, key=lambda change: (change.lacks_bytes, -change.saved_ps))
-        lines = [
-            f"memory binds: {_told(least)}, but lacks {least.lacks_bytes / MIB:.2f} MiB a rank in stage {least.stage}"
-        ]
+        lines = [f"memory binds: {_told(least)}, but lacks {least.lacks_bytes} bytes a rank in stage {least.stage}"]
     if possible:
         most = max(possible, key=lambda change: change.saved_ps)
         lines.append(f"faster by the closed form, and fits: {_told(most)}")
