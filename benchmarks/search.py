@@ -9,8 +9,6 @@ tensor-parallel groups, ZeRO-2 and ZeRO-3, full recomputation or none, every div
 environment is made in the work folder, where its answers are kept too (17 to 108 CPU seconds each);
 `benchmarks/peers/galvatron.py` says what of its profiles had to be given other keys to load at all.
 
-Profiles: ours are imported from the tables that the peer reads (`benchmarks/peers/same_tables.py`).
-
 Bytes: above 20 GB the peer sets 20 % aside, and counts 1 GiB for the process, which the imported profiles do not have.
 Ours gets what remains (`usable`), and in a second search the whole budget (`whole`). Only the first is compared.
 
@@ -32,7 +30,6 @@ from typing import Any, NamedTuple
 
 from peers import galvatron
 from peers.cases import CASES, Case
-from peers.same_tables import imported_profile
 from peers.verdicts import our_verdict, their_verdict
 
 from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
@@ -73,7 +70,7 @@ def files_of(case: Case, reference: Path, folder: Path) -> Files:
     cluster = folder / "cluster.json"
     write_document(cluster, Cluster(name=case.hardware, nodes=nodes, node_types={"a100": node}))
     model, hardware = reference / "models" / f"{case.model}.json", reference / "hardware" / f"{case.hardware}.h5"
-    return Files(cluster, model, hardware, imported_profile(case, reference, folder))
+    return Files(cluster, model, hardware, reference / "profiles" / f"{case.profile}.h5")
 
 
 def powers_of_two(greatest: int) -> list[int]:

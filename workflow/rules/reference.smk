@@ -52,6 +52,12 @@ def galvatron_files(wildcards, name):
     )
 
 
+def micro_batch_sizes(name):
+    return GALVATRON["profiles"][name].get(
+        "micro_batch_sizes", GALVATRON["micro_batch_sizes"]
+    )
+
+
 def galvatron_tables(wildcards):
     folder = (
         "results/reference/hetu-galvatron/galvatron/profile_hardware/hardware_configs"
@@ -194,7 +200,7 @@ rule reference_profile:
         device=GALVATRON["device"],
         ratio=REFERENCE["backward_ratio"],
         tp_sizes=GALVATRON["tp_sizes"],
-        sizes=GALVATRON["micro_batch_sizes"],
+        sizes=lambda wildcards: micro_batch_sizes(wildcards.published),
     message:
         "import Galvatron's profile of {wildcards.published}"
     shell:
@@ -226,7 +232,7 @@ rule reference_flat_profile:
         device=GALVATRON["device"],
         ratio=REFERENCE["backward_ratio"],
         tp_sizes=GALVATRON["tp_sizes"],
-        sizes=GALVATRON["micro_batch_sizes"],
+        sizes=lambda wildcards: micro_batch_sizes(wildcards.flat),
     message:
         "import Galvatron's profile of {wildcards.flat}, with a description of its sizes"
     shell:

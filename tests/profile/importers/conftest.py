@@ -35,6 +35,8 @@ RAW = {f"layernum[{n}]_bsz8_seq32_rank0_{kind}": size for n, ms, act in ((1, 20,
 MEMORY = {
     "1_1_2": RAW,
     "1_2_1": RAW,
+    "1_1_2_sp": RAW,
+    "1_2_1_sp": RAW,
     "layertype_0": {
         "32": {"parameter_size": 8.0, "tp_activation_per_bsz_dict": {"1": 10.0, "2": 6.0, "4": 3.0, "checkpoint": 1.0}}
     },
@@ -73,6 +75,7 @@ def request_for(tmp_path):
             "backward_ratio": 2.5,
             "tp_sizes": (1,),
             "hardware": None,
+            "sequence_parallel": None,
             "micro_batch_sizes": (),
             "precision": "float32/bfloat16/float32",
             "attention": "auto",

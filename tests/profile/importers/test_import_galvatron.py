@@ -1,11 +1,13 @@
 import pytest
 
 from shardwright_formats.model_profile import read_model_profile, write_model_profile
+from shardwright_formats.strategy import SequenceParallel
 from shardwright_profile.importers.flat_model import FlatType
 from shardwright_profile.importers.galvatron import import_galvatron
 
 MIB = 1024**2
 BATCHES = (1, 2, 4)
+NONE, MEGATRON = SequenceParallel.NONE, SequenceParallel.MEGATRON
 
 
 def layer_ms(batch):
@@ -56,7 +58,7 @@ def test_memory_is_in_mib_a_sample_and_a_recomputed_layer_keeps_its_input(reques
 def test_parameter_size_is_of_a_whole_layer_and_other_states_are_four_times_the_parameters(
     request_for, hardware, states_of
 ):
-    states = states_of(import_galvatron(request_for(tp_sizes=(1, 2), hardware=hardware)))
+    states = states_of(import_galvatron(request_for(tp_sizes=(1, 2), hardware=hardware, sequence_parallel=NONE)))
     for tp_size in (1, 2):
         block = states[("block", tp_size)]
         assert block["parameter_bytes"] == block["gradient_bytes"] == 8 * MIB // tp_size
@@ -75,7 +77,7 @@ def test_what_the_files_do_not_say_is_absent(request_for, rows_of):
 
 
 def test_tensor_parallel_times_are_assumed_and_hold_the_traffic(request_for, hardware, rows_of):
-    rows = rows_of(import_galvatron(request_for(tp_sizes=(1, 2), hardware=hardware)))
+    rows = rows_of(import_galvatron(request_for(tp_sizes=(1, 2), hardware=hardware, sequence_parallel=NONE)))
     alone_s = layer_ms(4) / 1000 / 2
     # 2 regions, each one all-reduce forward and one backward; the replay leaves the last one out. 1 MB takes 1 s.
     message_s = 4 * 32 * 16 * 2 / 1e6
@@ -88,31 +90,37 @@ def test_tensor_parallel_times_are_assumed_and_hold_the_traffic(request_for, har
 
 
 def test_megatron_splits_the_input_that_a_recomputed_layer_keeps(request_for, hardware, rows_of):
-    rows = rows_of(import_galvatron(request_for(tp_sizes=(1, 2), hardware=hardware)))
+    rows = rows_of(import_galvatron(request_for(tp_sizes=(1, 2), hardware=hardware, sequence_parallel=MEGATRON)))
+    whole = rows_of(import_galvatron(request_for(tp_sizes=(1, 2), hardware=hardware, sequence_parallel=NONE)))
     message_s = 4 * 32 * 16 * 2 / 1e6 / 2
     plain, again = (rows[("block", 2, "megatron", recompute, 4)] for recompute in ("none", "full"))
     # Each region gathers and scatters, forward and backward; the replay gathers twice and scatters once.
     assert plain["forward_s"] == pytest.approx(layer_ms(4) / 2000 + 4 * message_s)
     assert again["backward_s"] == pytest.approx(3.5 * layer_ms(4) / 2000 + 7 * message_s)
     assert again["activation_bytes"] == 4 * MIB // 2
-    assert rows[("block", 2, "none", "full", 4)]["activation_bytes"] == 4 * MIB
+    assert whole[("block", 2, "none", "full", 4)]["activation_bytes"] == 4 * MIB
     assert rows[("head", 2, "megatron", "none", 4)]["activation_bytes"] == 4 * 11 * MIB // 2
 
 
 def test_what_galvatron_halved_in_place_of_measuring_is_assumed(request_for, hardware, memory_file, rows_of, states_of):
     only_one = {key: value for key, value in memory_file.items() if key != "1_2_1"}
-    rows = rows_of(import_galvatron(request_for(memory=only_one, tp_sizes=(1, 2), hardware=hardware)))
+    request = request_for(memory=only_one, tp_sizes=(1, 2), hardware=hardware, sequence_parallel=NONE)
+    rows = rows_of(import_galvatron(request))
     assert rows[("block", 1, "none", "none", 1)]["activation_source"] == "derived"
     assert rows[("block", 2, "none", "none", 1)]["activation_source"] == "assumed"
-    states = states_of(import_galvatron(request_for(memory=only_one, tp_sizes=(1, 2), hardware=hardware)))
+    states = states_of(import_galvatron(request))
     assert [states[("head", tp_size)]["bytes_source"] for tp_size in (1, 2)] == [b"derived", b"assumed"]
 
 
 def test_rows_without_memory_are_left_out_beyond_one_rank_and_named(request_for, hardware, memory_file, rows_of):
-    alone = {key: value for key, value in memory_file.items() if not key.endswith("_sp")}
-    profile = import_galvatron(request_for(memory=alone, tp_sizes=(1, 2), hardware=hardware))
-    assert ("block", 2, "megatron", "none", 1) not in rows_of(profile)
-    assert "Left out at tp_size 2 with sequence_parallel megatron, recompute none" in profile.provenance.notes
+    del memory_file["other_memory_pp_off_sp"]["32"]["activation"]["2"]
+    profile = import_galvatron(request_for(memory=memory_file, tp_sizes=(1, 2), hardware=hardware))
+    assert ("block", 2, "megatron", "none", 1) in rows_of(profile)
+    assert ("head", 2, "megatron", "none", 1) not in rows_of(profile)
+    assert (
+        "Left out at tp_size 2 with sequence_parallel megatron, recompute none, because their memory is in no table:"
+        " embedding, head."
+    ) in profile.provenance.notes
 
 
 def test_micro_batches_that_were_not_measured_come_off_a_line(request_for, rows_of):
@@ -189,7 +197,7 @@ def test_raw_rows_under_tensor_parallelism_are_of_a_share_of_the_layer(request_f
 
 def test_a_table_that_is_not_what_its_raw_rows_give_is_named(request_for, memory_file):
     memory_file["layertype_0"]["32"]["tp_activation_per_bsz_dict"]["1"] = 11.0
-    notes = import_galvatron(request_for(memory=memory_file)).provenance.notes
+    notes = import_galvatron(request_for(memory=memory_file, sequence_parallel=NONE)).provenance.notes
     assert "activation at tp 1 of type 0 is 11 MiB in the table and 10 MiB by the raw rows" in notes
 
 

@@ -11,9 +11,10 @@ import pytest
 from shardwright_formats.hardware_profile import Collective, CollectiveKey
 from shardwright_profile.importers.galvatron_hardware import GalvatronTables, import_galvatron_hardware
 from shardwright_profile.importers.galvatron_keys import Forward, read_computation, read_memory
-from shardwright_profile.importers.galvatron_memory import layer_memory_from_rows
+from shardwright_profile.importers.galvatron_memory import layer_memory_from_rows, model_memory, tables_of
 from shardwright_profile.importers.galvatron_times import layer_times
 
+MIB = 1024**2
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(os.environ.get("SHARDWRIGHT_GALVATRON", ROOT / "results" / "reference" / "hetu-galvatron")) / "galvatron"
 
@@ -119,6 +120,16 @@ def test_galvatrons_memory_tables_agree_with_their_raw_rows(path):
                 assert table.activations[tp_size] == pytest.approx(mib, rel=1e-9)
                 compared += 1
     assert compared > 0 or not memory.layers
+
+
+def test_llamas_two_tables_differ_at_tp_size_1_and_are_not_mixed():
+    (path,) = (path for path in MEMORY if name_of(path) == "llama_hf/hidden4096_head32_seqlen2048")
+    memory = read_memory(path)
+    assert tables_of(memory, None) is True
+    for sequence, held in ((False, (301.28, 182.16)), (True, (430.27, 223.13))):
+        taken = model_memory(memory, (), 1, sequence)
+        found = [taken.activation(0, tp_size, recompute=False).bytes_a_sample / MIB for tp_size in (1, 2)]
+        assert found == pytest.approx(held, abs=0.005)
 
 
 def test_llamas_layer_and_the_two_tables_of_collectives_are_as_documented():

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -52,6 +52,10 @@ def galvatron(
     hardware: Annotated[
         Path | None, typer.Option(help="Hardware profile, HDF5, that prices the traffic of tensor parallelism.")
     ] = None,
+    sequence_parallel: Annotated[
+        Literal["none", "megatron"] | None,
+        typer.Option(help="Of a memory file with both kinds of tables, which to take; by default megatron's."),
+    ] = None,
     micro_batch_sizes: MicroBatches = "",
     precision: Annotated[
         str, typer.Option(help="Number formats that were measured: parameters/compute/reduce.")
@@ -71,6 +75,7 @@ def galvatron(
         from shardwright_formats.hardware_profile import read_hardware_profile
         from shardwright_formats.model import Model
         from shardwright_formats.model_profile import write_model_profile
+        from shardwright_formats.strategy import SequenceParallel
         from shardwright_profile.importers.flat_model import parse_type
         from shardwright_profile.importers.galvatron import GalvatronRequest, flat_galvatron_model, import_galvatron
         from shardwright_profile.importers.galvatron_keys import read_computation, read_memory
@@ -79,13 +84,16 @@ def galvatron(
         _check_precision(precision)
         times = read_computation(computation)
         sizes = None if memory is None else read_memory(memory)
+        tables = None if sequence_parallel is None else SequenceParallel(sequence_parallel)
+        if tables and sizes is None:
+            raise BadInput("--sequence-parallel", "chooses among memory tables, and there are none", "pass --memory")
         models = [read_document(path, Model) for path in model or ()]
         if bool(model) == bool(type_) or bool(type_) != bool(model_out):
             raise BadInput("--model", "either --model, or --type with --model-out, is needed", "pass one of the two")
         if type_ and model_out:
             if sizes is None:
                 raise BadInput("--type", "sizes of the layers are needed", "pass --memory")
-            models = [flat_galvatron_model(name, times, sizes, [parse_type(text) for text in type_])]
+            models = [flat_galvatron_model(name, times, sizes, [parse_type(text) for text in type_], tables)]
         profile = import_galvatron(
             GalvatronRequest(
                 computation=times,
@@ -95,6 +103,7 @@ def galvatron(
                 backward_ratio=backward_ratio,
                 tp_sizes=_numbers("--tp-sizes", tp_sizes) or (1,),
                 hardware=None if hardware is None else Hardware(hardware, read_hardware_profile(hardware)),
+                sequence_parallel=tables,
                 micro_batch_sizes=_numbers("--micro-batch-sizes", micro_batch_sizes),
                 precision=precision,
                 attention=attention,

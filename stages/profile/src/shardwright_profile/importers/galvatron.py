@@ -12,7 +12,7 @@ from shardwright_formats.strategy import Recompute, SequenceParallel
 from shardwright_formats.tables import Provenance
 from shardwright_profile.importers.flat_model import FlatType, flat_model
 from shardwright_profile.importers.galvatron_keys import Computation, Memory
-from shardwright_profile.importers.galvatron_memory import Activation, ModelMemory, model_memory
+from shardwright_profile.importers.galvatron_memory import Activation, ModelMemory, model_memory, tables_of
 from shardwright_profile.importers.galvatron_times import LayerTimes, layer_times, lengths_of
 from shardwright_profile.importers.points import Point, completed
 from shardwright_profile.importers.rows import ABSENT, LayerRow, Sourced, StateRow, noted, profile_of, weaker
@@ -39,6 +39,8 @@ class GalvatronRequest(NamedTuple):
     tp_sizes: tuple[int, ...]
     hardware: Hardware | None
     """Prices the traffic of tensor parallelism."""
+    sequence_parallel: SequenceParallel | None
+    """none or megatron: the memory tables to take; None: megatron's where the file has them."""
     micro_batch_sizes: tuple[int, ...]
     """To be had even where they were not measured."""
     precision: str
@@ -97,12 +99,18 @@ def import_galvatron(request: GalvatronRequest) -> ModelProfile:
     return profile_of(origin, provenance, rows, list(_states(lengths[0])))
 
 
-def flat_galvatron_model(name: str, computation: Computation, memory: Memory, types: Sequence[FlatType]) -> Model:
+def flat_galvatron_model(
+    name: str,
+    computation: Computation,
+    memory: Memory,
+    types: Sequence[FlatType],
+    sequence_parallel: SequenceParallel | None,
+) -> Model:
     """A minimal model of what the files say: flat parameters, and an identity made of the files."""
     lengths = lengths_of(computation, types[0].positions)
-    found = model_memory(memory, lengths, len(types))
+    found = model_memory(memory, lengths, len(types), tables_of(memory, sequence_parallel))
     sizes = [found.parameters_bytes(index) for index in range(len(types))]
-    ends = found.ends_at(1, sequence=False).parameters_bytes
+    ends = found.ends_at(1).parameters_bytes
     if ends is None or None in sizes:
         raise BadInput(memory.file, "lacks the sizes of some types", "pass --model in place of --type")
     by_name = {kind.name: size for kind, size in zip(types, sizes, strict=True) if size is not None}
@@ -118,11 +126,12 @@ def _length(request: GalvatronRequest, model: Model) -> _Length:
         what = f"times of {len(times.layers)} types of layers, where model {model.name!r} has {len(types)}"
         raise BadInput(request.computation.file, what, "pass the description of that file's model")
     if request.memory is None:
-        memory = ModelMemory({}, {}, {False: frozenset(), True: frozenset()}, ("No memory file: memory is absent.",))
+        memory = ModelMemory(False, {}, None, frozenset(), ("No memory file: memory is absent.",))
     else:
         known = {forward for *_, forward in request.memory.layers} | {e for _, e in request.memory.ends}
         of_memory = lengths if lengths or () in known else (model.sequence_length,)
-        memory = model_memory(request.memory, of_memory, len(types))
+        sequence = tables_of(request.memory, request.sequence_parallel)
+        memory = model_memory(request.memory, of_memory, len(types), sequence)
     return _Length(request, model, times, memory)
 
 
@@ -169,14 +178,14 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
     for index, (name, points) in enumerate(zip(_block_types(model), blocks, strict=True)):
         for tp_size, sequence_parallel in _spreads(length, name, notes):
             for recompute in (Recompute.NONE, Recompute.FULL):
-                held = _held(length.memory, index, tp_size, sequence_parallel, recompute)
+                held = length.memory.activation(index, tp_size, recompute is Recompute.FULL)
                 if held is None and tp_size > 1:
                     missing.setdefault((name, sequence_parallel, recompute), []).append(tp_size)
                     continue
                 for point in points:
                     transient = ABSENT
                     if recompute is Recompute.FULL:
-                        whole = _held(length.memory, index, tp_size, sequence_parallel, Recompute.NONE)
+                        whole = length.memory.activation(index, tp_size, recompute=False)
                         transient = _bytes(whole, point.micro_batch_size)
                     key = (name, tp_size, sequence_parallel, recompute)
                     yield _row(length, key, point, _bytes(held, point.micro_batch_size), transient)
@@ -189,7 +198,7 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
 def _end_rows(length: _Length, rest: Sequence[Point], missing: _Missing, notes: list[str]) -> Iterator[LayerRow]:
     for name in (EMBEDDING, HEAD):
         for tp_size, sequence_parallel in _spreads(length, name, notes):
-            held = length.memory.ends_at(tp_size, sequence_parallel is SequenceParallel.MEGATRON).activation
+            held = length.memory.ends_at(tp_size).activation
             if held is None and tp_size > 1:
                 missing.setdefault((name, sequence_parallel, Recompute.NONE), []).append(tp_size)
                 continue
@@ -241,16 +250,8 @@ def _spreads(length: _Length, name: str, notes: list[str]) -> Iterator[tuple[int
         if odd := [what for what, size in must_divide.items() if size % tp_size]:
             notes.append(f"{name} at tp_size {tp_size} is left out: it does not divide {odd[0]}.")
             continue
-        yield tp_size, SequenceParallel.NONE
-        if tp_size > 1:
-            yield tp_size, SequenceParallel.MEGATRON
-
-
-def _held(
-    memory: ModelMemory, index: int, tp_size: int, sequence_parallel: SequenceParallel, recompute: Recompute
-) -> Activation | None:
-    megatron = sequence_parallel is SequenceParallel.MEGATRON
-    return memory.activation(index, tp_size, megatron, recompute is Recompute.FULL)
+        split = tp_size > 1 and length.memory.sequence
+        yield tp_size, SequenceParallel.MEGATRON if split else SequenceParallel.NONE
 
 
 def _bytes(held: Activation | None, micro_batch_size: int) -> Sourced:
@@ -274,9 +275,7 @@ def _states(length: _Length) -> Iterator[StateRow]:
         for index, name in enumerate(_block_types(length.model)):
             whole = length.memory.parameters_bytes(index)
             yield StateRow(name, tp_size, ABSENT if whole is None else Sourced(whole / tp_size, "derived"))
-        ends = ABSENT
-        for share in (length.memory.ends_at(tp_size, sequence) for sequence in (True, False)):
-            if share.parameters_bytes is not None:
-                ends = Sourced(share.parameters_bytes / 2, share.source)
+        share = length.memory.ends_at(tp_size)
+        ends = ABSENT if share.parameters_bytes is None else Sourced(share.parameters_bytes / 2, share.source)
         for name in (EMBEDDING, HEAD):
             yield StateRow(name, tp_size, ends)
