@@ -10,22 +10,30 @@ from made_up import make_cluster, make_hardware, make_model, make_profiles, make
 from shardwright_formats.cluster import Cluster
 from shardwright_formats.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright_formats.model_profile import FitMode, ModelProfile
+from shardwright_formats.plan import Schedule
+from shardwright_search import optimal
 from shardwright_search import robust as module
 from shardwright_search.evaluate import evaluate
-from shardwright_search.optimal import Found, find_best
+from shardwright_search.optimal import find_best
 from shardwright_search.predict import prediction_of_searched
 from shardwright_search.profiles import Curve, LayerKey, Profiles, index_profiles
 from shardwright_search.request import Robust, SearchRequest
 from shardwright_search.robust import NOMINAL, scenarios, spread_out
+from shardwright_search.solver.optimise import Best, Target
+from shardwright_search.solver.partition import Found
+from shardwright_search.solver.problem import Solution
+from shardwright_search.space import Case
 
 FILE = Path("s.json")
 MODEL = make_model(4)
 TWO_NODES = make_cluster(2, nodes=2)
 
 
-def search(request: SearchRequest, cluster: Cluster, profiles: Profiles, said: list[str] | None = None) -> Found:
+def search(
+    request: SearchRequest, cluster: Cluster, profiles: Profiles, said: list[str] | None = None
+) -> optimal.Found:
     found = find_best(request, MODEL, cluster, profiles, FILE, lambda line: None if said is None else said.append(line))
-    assert isinstance(found, Found)
+    assert isinstance(found, optimal.Found)
     return found
 
 
@@ -92,6 +100,22 @@ def test_no_plan_near_any_optimum_has_a_smaller_largest_regret():
     worst = max(one.regret for one in chosen.regrets)
     assert (1 + worst) <= (1 + every.shares.max(0).min()) * 1.01
     assert len(every.plans) > 2 and (every.shares.min(1) == 0).all()
+
+
+def test_the_largest_regret_decides_and_what_is_near_it_is_kept_by_score():
+    """One plan is the best in most scenarios, two others are never far from it."""
+    shares = np.array([[0.0, 0.205, 0.1], [0.0, 0.2, 0.2], [0.4, 0.0, 0.2]])
+    target = Target(Case(8, 1, 1, Schedule.ONE_F_ONE_B), 0.0, 1.0)
+    plans = tuple(
+        Best(target, Found(score, Solution((3,), (0, i, 0), (0,))), score) for i, score in enumerate((1, 3, 2))
+    )
+    regrets = module.Regrets(("a", "b", "c"), plans, shares)
+    assert regrets.least(0.0) == (plans[2],) and regrets.least(0.01) == (plans[2], plans[1])
+    assert [(o.scenario, o.regret, o.nominal_regret) for o in regrets.told(plans[2], plans[0])] == [
+        ("a", 0.1, 0.0),
+        ("b", 0.2, 0.0),
+        ("c", 0.2, 0.4),
+    ]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -171,7 +195,7 @@ def test_each_kind_of_link_that_a_cluster_has_is_slow_in_a_scenario_of_its_own(d
 def test_a_prediction_tells_regrets_and_progress_names_the_scenario():
     said: list[str] = []
     request = torn(3.0)
-    found = search(request, TWO_NODES, make_profiles(MODEL, TWO_NODES, slow=0.3), said)
+    found = search(request, TWO_NODES, make_profiles(MODEL, TWO_NODES, slow=0.3), said.append)
     prediction = prediction_of_searched(found, request, 1 << 30, {})
     assert prediction.robust == found.regrets
     assert "of the least largest regret over all scenarios" in prediction.proof.scope
