@@ -3,6 +3,7 @@
 import numpy as np
 from random_problems import best_of, random_problem
 
+from shardwright_search.solver.glance import Glances
 from shardwright_search.solver.optimise import Optimum, Target, optimise
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Problem, price
@@ -16,7 +17,7 @@ NEAR = 0.01
 def solved(problem: Problem, deadline: float | None = None) -> Optimum[int]:
     """The solver's answer, with plans near the best one."""
     costs = CostsOf()
-    return optimise([Target(0, 0.0, 1.0)], lambda _: Pipeline(problem, costs), NEAR, 8, deadline)
+    return optimise([Target(0, 0.0, 1.0)], lambda _: Pipeline(problem, costs, Glances()), NEAR, 8, deadline)
 
 
 def mistake(problem: Problem, answer: Optimum[int]) -> str | None:

@@ -13,6 +13,7 @@ from brute_force import mistakes, solved
 from random_problems import best_of, every_plan, random_problem, with_budgets
 
 from shardwright_search.solver import fronts, optimise
+from shardwright_search.solver.glance import Glances
 from shardwright_search.solver.needs import least_memory
 from shardwright_search.solver.optimise import Target
 from shardwright_search.solver.partition import Pipeline
@@ -98,7 +99,7 @@ def test_a_search_that_is_stopped_knows_a_true_bound(monkeypatch):
 
 
 def pipeline(problems: list[Problem], costs: CostsOf, number: int) -> Pipeline:
-    return Pipeline(problems[number], costs)
+    return Pipeline(problems[number], costs, Glances())
 
 
 def test_a_search_stopped_before_it_began_bounds_nothing():
