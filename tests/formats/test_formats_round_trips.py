@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright_formats import prediction
 from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.files import Document, read_document, sha256_of_value, write_document
 from shardwright_formats.measurement import (
@@ -25,15 +26,7 @@ from shardwright_formats.measurement import (
 )
 from shardwright_formats.model import BoundaryTensor, LayerType, Model, Parameter
 from shardwright_formats.plan import Attention, GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
-from shardwright_formats.prediction import (
-    Estimate,
-    Prediction,
-    Proof,
-    RunnerUp,
-    ScenarioRegret,
-    StagePrediction,
-    TimelineEvent,
-)
+from shardwright_formats.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
 from shardwright_formats.run import RunResult
 from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
@@ -208,7 +201,7 @@ predictions = st.builds(
     runners_up=_lists(st.builds(RunnerUp, plan=plans(), estimate=estimates)),
     warnings=_lists(names),
     inputs_sha256=st.dictionaries(names, names, max_size=2),
-    robust=_lists(st.builds(ScenarioRegret, scenario=names, regret=seconds, nominal_regret=seconds)),
+    robust=_lists(st.builds(prediction.ScenarioRegret, scenario=names, regret=seconds, nominal_regret=seconds)),
 )
 
 

@@ -1,5 +1,6 @@
 """Robust searches: the scenarios, the regrets in them, and the plan that is chosen for them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,9 +31,9 @@ TWO_NODES = make_cluster(2, nodes=2)
 
 
 def search(
-    request: SearchRequest, cluster: Cluster, profiles: Profiles, said: list[str] | None = None
+    request: SearchRequest, cluster: Cluster, profiles: Profiles, report: Callable[[str], None] = lambda line: None
 ) -> optimal.Found:
-    found = find_best(request, MODEL, cluster, profiles, FILE, lambda line: None if said is None else said.append(line))
+    found = find_best(request, MODEL, cluster, profiles, FILE, report)
     assert isinstance(found, optimal.Found)
     return found
 
