@@ -54,6 +54,7 @@ def test_the_line_names_stage_bytes_and_every_remedy(lacking):
     )
     missing, gib, batch, nodes = re.fullmatch(pattern, line).groups()
     assert (int(batch), int(nodes)) == found
+    assert found.nodes == 2 and isinstance(answer(with_nodes(lacking, 2)), Found)
     budget = budgets_of(lacking.request, lacking.cluster, FILE)["n"]
     assert isinstance(answer(changed(lacking, memory_gib=(budget + int(missing)) / GIB)), Found)
     assert isinstance(answer(changed(lacking, memory_gib=(budget + int(missing) - 1) / GIB)), Infeasible)
@@ -118,6 +119,23 @@ def test_what_is_left_free_and_corrected_memory_are_counted(lacking):
         gib = float(re.search(r"raise memory_gib to at least (\S+)", found.reason).group(1))
         assert isinstance(answer(changed(world, memory_gib=gib)), Found)
         assert isinstance(answer(changed(world, memory_gib=gib - 2e-6)), Infeasible)
+
+
+@pytest.mark.parametrize("num_microbatches", [None, (4,)])
+def test_of_chunks_a_bound_is_told_and_only_what_a_search_finds_is_promised(make, num_microbatches):
+    """Chunks hold more than one layer range does, whose need is what is known."""
+    model, cluster = make.model(8), make.cluster(2)
+    request = make.request(schedules=["interleaved_1f1b"], num_microbatches=num_microbatches)
+    world = World(request, model, cluster, make.profiles(model, cluster, make.hardware(make.cluster(8, nodes=4))))
+    found = answer(changed(world, memory_gib=1.2 / 1024))
+    assert not found.exact and "lacks more than" in found.reason and "raise memory_gib to more than" in found.reason
+    bound = changed(world, memory_gib=found.least_bytes / GIB)
+    assert isinstance(answer(bound), Infeasible)
+    assert isinstance(answer(changed(world, memory_gib=1.2 * found.least_bytes / GIB)), Found)
+    batch, nodes = remedies(*bound[:4], FILE)
+    smaller = [size for size in (1, 2, 4) if isinstance(answer(changed(bound, global_batch_size=size)), Found)]
+    assert batch == max(smaller, default=None)
+    assert nodes is not None and isinstance(answer(with_nodes(bound, nodes)), Found)
 
 
 @pytest.mark.parametrize("block", range(3))

@@ -20,11 +20,15 @@ GIB = 2**30
 
 
 class Infeasible(NamedTuple):
-    """No plan fits: why, how much is missing on a rank, and the least budget with which one fits."""
+    """No plan fits: why, how much is missing on a rank, and the least budget with which one fits.
+
+    Of several chunks a stage only a bound is known: not `exact`, both numbers are then too small.
+    """
 
     reason: str
     missing_bytes: int
     least_bytes: int
+    exact: bool
 
 
 class Need(NamedTuple):
@@ -92,14 +96,17 @@ def infeasible(pricing: Pricing, every: Sequence[Case], file: Path) -> Infeasibl
     least_bytes = budgets_of(request, cluster, file)[node_type] + missing_bytes
     # Rounded up to a number that is read back as enough.
     least_gib = ceil((least_bytes / GIB + request.reserve_gib) * 1e6) / 1e6
-    remedy = f"raise memory_gib to at least {least_gib:.6f}"
+    exact = need.case in every
+    amount = f"{'at least' if exact else 'more than'} {least_gib:.6f}"
+    remedy = f"raise memory_gib to {amount}"
     if least_gib * GIB > cluster.node_types[node_type].memory_bytes:
-        remedy = f"take devices of at least {least_gib:.6f} GiB"
+        remedy = f"take devices of {amount} GiB"
     return Infeasible(
-        f"no plan fits: even the leanest ({need.case}) lacks {missing_bytes} bytes a rank "
-        f"in pipeline stage {need.stage}: {remedy}",
+        f"no plan fits: even the leanest ({need.case}) lacks {'' if exact else 'more than '}{missing_bytes} bytes "
+        f"a rank in pipeline stage {need.stage}: {remedy}",
         missing_bytes,
         least_bytes,
+        exact,
     )
 
 

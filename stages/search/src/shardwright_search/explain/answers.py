@@ -88,7 +88,8 @@ def _words(found: Found | Infeasible | BadInput, plan: Plan) -> str:
     if isinstance(found, BadInput):
         return f"no plan: {found}"
     if isinstance(found, Infeasible):
-        return f"no plan fits, the leanest lacks {found.missing_bytes} bytes a rank"
+        more = "" if found.exact else "more than "
+        return f"no plan fits, the leanest lacks {more}{found.missing_bytes} bytes a rank"
     chosen = found.chosen.plan
     words = "this plan" if _decision(chosen) == _decision(plan) else "; ".join(runs_words(chosen))
     return f"(the best so far) {words}" if found.stopped else words
