@@ -65,6 +65,7 @@ def random_problem(seed: int) -> Problem:
         sends_ps=rng.integers(0, 1 + spread // 4, (pp_size - 1, places, places, 4, layouts)).astype(float),
         in_flight=tuple(count if rng.random() < 0.3 else min(count, pp_size - i) for i in range(pp_size)),
         num_microbatches=count,
+        boundary_bytes=rng.integers(0, 1 + spread // 3, (4, layouts)).astype(float),
         tie_ps=rng.integers(0, 1 + spread // 2, (classes, classes)).astype(float),
     )
     needs = np.sort(np.concatenate([found.memory.max(0) for found in every_plan(problem)]))
@@ -137,6 +138,12 @@ def _priced(problem: Problem, ends: tuple[int, ...], places: tuple[int, ...]) ->
                     o, rows = own[e], chosen[e]
                     need = need + o.state_bytes[rows] + (flight - 1 + (e <= j)) * o.activation_bytes[rows]
                     need = need + (e >= j or not late) * o.late_bytes[rows]
+                if stage:  # received of every microbatch in flight, and one gradient of it
+                    e = inside[0] - 1
+                    need = need + (flight + 1) * problem.boundary_bytes[problem.elements[e], own[e].gives[chosen[e]]]
+                if stage < problem.pp_size - 1:  # one gradient of what is given out
+                    e = inside[-1]
+                    need = need + problem.boundary_bytes[problem.elements[e], own[e].gives[chosen[e]]]
                 memory[stage] = np.maximum(memory[stage], need)
     tie = problem.tie_ps[own[0].takes[chosen[0]], own[-1].gives[chosen[-1]]]
     objective = times.sum(0) + (problem.num_microbatches - 1) * times.max(0) + ends_ps.max(0) + tie

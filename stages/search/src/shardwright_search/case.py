@@ -105,6 +105,7 @@ class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
                 in_flight(case.schedule, case.pp_size, case.num_microbatches, i) for i in range(case.pp_size)
             ),
             num_microbatches=case.num_microbatches,
+            boundary_bytes=self._boundary(case, spread),
             tie_ps=self._ties(case, spread),
         )
 
@@ -277,6 +278,12 @@ class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
             ]
         return self._known_sends[key]
 
+    def _boundary(self, case: Case, spread: _Spread) -> np.ndarray:
+        """[types, layouts]."""
+        samples = case.microbatch_samples
+        held = [[self.costs.boundary_bytes(n, layout, samples) for layout in spread.layouts] for n in self.types]
+        return np.array(held, float)
+
     def _ties(self, case: Case, spread: _Spread) -> np.ndarray:
         """[classes of the embedding, of the head]."""
         if not self.costs.model.tied:
@@ -326,6 +333,7 @@ class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
             num_microbatches=case.num_microbatches,
             sends_ps=np.array([self._sends(case, spread, *pair) for pair in around], float),
             flights=(moments[0], middle, moments[2]),
+            boundary_bytes=self._boundary(case, spread),
             tie_ps=self._ties(case, spread),
         )
 
@@ -351,5 +359,14 @@ def _flights(case: Case, stage: int) -> tuple[Flight, ...]:
         Flight(chunks, of_outer, at_outer)
         for at_outer, counts in found.items()
         for chunks, of_outer in sorted(counts)
-        if not any((chunks, of_outer) != other and chunks <= other[0] and of_outer <= other[1] for other in counts)
+        if not any(_beaten((chunks, of_outer), other) for other in counts)
     )
+
+
+def _beaten(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether another moment holds no less, of the outer chunk, of all others, and together.
+
+    The first stage's outer chunk receives nothing, so that more of it may be less.
+    """
+    (chunks, outer), (most, most_outer) = one, other
+    return one != other and chunks <= most and outer <= most_outer and chunks - outer <= most - most_outer

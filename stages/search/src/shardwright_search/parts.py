@@ -31,6 +31,9 @@ class RangeCosts(NamedTuple):
     redistribution_backward_ps: int
     send_before_ps: int
     send_after_ps: int
+    before_bytes: int
+    """What a rank receives of one microbatch from the range before, and gives a gradient of the same size back."""
+    after_bytes: int
     overlap: Overlap | None
     """How reductions and the backward pass slow each other down; None where that was not measured."""
     warnings: tuple[str, ...]
@@ -115,6 +118,7 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
             )
             for (name, before), (_, after) in pairwise(chain)
         ]
+        boundary = [costs.boundary_bytes(kind, layout_of(gives), samples) for kind, gives in lasts[:-1]]
         around = (sends[index - 1] if index else Cost(0, None), sends[index] if index < len(sends) else Cost(0, None))
         traffic = [cost for move in moves for cost in move] + list(around)
         found.append(
@@ -124,6 +128,8 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
                 sum(backward.time_ps for _, backward in moves),
                 around[0].time_ps,
                 around[1].time_ps,
+                boundary[index - 1] if index else 0,
+                boundary[index] if index < len(boundary) else 0,
                 _overlap(costs, own),
                 tuple(w for cost in priced for w in cost.warnings)
                 + tuple(cost.warning for cost in traffic if cost.warning is not None),
@@ -139,18 +145,23 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
     alone has the phases of the solver; of several ranges, gradients count as there from the start.
     """
     own = tuple(ranges[stage :: len(plan.stages)])
-    kept = [here.sum_of("activation_bytes") for here in own]
+    kept = [here.sum_of("activation_bytes") + here.before_bytes for here in own]
+    # The gradient that comes in, and the one that goes out.
+    messages = max(here.before_bytes for here in own) + max(here.after_bytes for here in own)
     moments = [[element.moment for element in here.elements] for here in own]
     num_stages, num_microbatches = len(plan.stages), plan.num_microbatches
     if len(own) == 1:
         most_in_flight = in_flight(plan.schedule, num_stages, num_microbatches, stage)
         working = max(
-            (phase.in_flight - 1) * kept[0] + _working_bytes(moments[0], phase.late)
+            (phase.in_flight - 1) * kept[0] + own[0].before_bytes + _working_bytes(moments[0], phase.late)
             for phase in phases(most_in_flight, num_microbatches)
         )
-        return StageCosts(own, most_in_flight * kept[0], working)
+        return StageCosts(own, most_in_flight * kept[0], working + messages)
     gradients = sum(moment.late_bytes for here in moments for moment in here)
-    peaks = [_working_bytes(here, late=False) - sum(moment.late_bytes for moment in here) for here in moments]
+    peaks = [
+        range_.before_bytes + _working_bytes(here, late=False) - sum(moment.late_bytes for moment in here)
+        for range_, here in zip(own, moments, strict=True)
+    ]
     held = most_held = most = 0
     for action in actions(plan.schedule, num_stages, num_microbatches, stage, len(own)):
         if action.kind is Pass.BACKWARD:
@@ -159,7 +170,7 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
         if action.kind is Pass.FORWARD:
             held += kept[action.chunk]
         most_held = max(most_held, held)
-    return StageCosts(own, most_held, gradients + most)
+    return StageCosts(own, most_held, gradients + most + messages)
 
 
 def _working_bytes(moments: Sequence[Moment], late: bool) -> int:

@@ -35,21 +35,28 @@ def parameters_bytes(kind: LayerType, strategy: Strategy, precision: Precision) 
     return element_bytes(precision.parameters) * _held_elements(kind, strategy)
 
 
-def gathered_parameters_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
+def gathered_parameters_bytes(
+    kind: LayerType, strategy: Strategy, precision: Precision, every_microbatch: bool = False
+) -> int:
     """Copies for compute that stay all step long: cP under ZeRO-2 and DDP, but not where what is stored serves."""
-    if strategy.data_parallel is DataParallel.ZERO3 or _as_stored(strategy, precision):
+    if strategy.data_parallel is DataParallel.ZERO3 or _as_stored(strategy, precision, every_microbatch):
         return 0
     return element_bytes(precision.compute) * _whole_elements(kind, strategy)
 
 
-def gradients_bytes(kind: LayerType, strategy: Strategy, precision: Precision, deferred: bool) -> int:
+def gradients_bytes(
+    kind: LayerType, strategy: Strategy, precision: Precision, deferred: bool, again: bool = False
+) -> int:
     """Gradients: rP under DDP and, `deferred`, while several microbatches are summed up; sP/w when sharded.
 
-    In the last backward pass reduced gradients take the place of unreduced ones layer by layer.
+    In the last backward pass reduced gradients take the place of unreduced ones layer by layer. A whole layer that is
+    reduced `again`, every microbatch, keeps the last sum, rP, beside what it adds up.
     """
     whole = element_bytes(precision.reduce) * _whole_elements(kind, strategy)
-    if strategy.data_parallel is DataParallel.DDP or _as_stored(strategy, precision):
+    if _as_stored(strategy, precision, again):
         return whole
+    if strategy.data_parallel is DataParallel.DDP:
+        return 2 * whole if again else whole
     return whole if deferred else element_bytes(precision.parameters) * _held_elements(kind, strategy)
 
 
@@ -60,14 +67,14 @@ def optimizer_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -
 
 def transient_gather_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
     """The gathered parameters cP that a ZeRO-3 layer holds during its own forward or backward."""
-    if strategy.data_parallel is not DataParallel.ZERO3 or _as_stored(strategy, precision):
+    if strategy.data_parallel is not DataParallel.ZERO3 or _as_stored(strategy, precision, every_microbatch=False):
         return 0
     return element_bytes(precision.compute) * _whole_elements(kind, strategy)
 
 
 def transient_gradients_bytes(kind: LayerType, strategy: Strategy, precision: Precision, deferred: bool) -> int:
     """What a sharded layer's reduction holds beside `gradients_bytes`: rP reduced at once, `deferred` only sP/w."""
-    if strategy.data_parallel is DataParallel.DDP or _as_stored(strategy, precision):
+    if strategy.data_parallel is DataParallel.DDP or _as_stored(strategy, precision, every_microbatch=False):
         return 0
     if deferred:
         return element_bytes(precision.parameters) * _held_elements(kind, strategy)
@@ -98,10 +105,10 @@ def peak_bytes(moments: Sequence[Moment]) -> int:
     return peak
 
 
-def _as_stored(strategy: Strategy, precision: Precision) -> bool:
-    """Whether a layer is held whole and computed with as it is stored, without FSDP2."""
+def _as_stored(strategy: Strategy, precision: Precision, every_microbatch: bool) -> bool:
+    """Whether a layer is held whole, reduced once a step and computed with as it is stored, without FSDP2."""
     whole = strategy.data_parallel is DataParallel.DDP or parameter_layout(strategy).dp_size == 1
-    return whole and precision.parameters == precision.compute == precision.reduce
+    return whole and not every_microbatch and precision.parameters == precision.compute == precision.reduce
 
 
 def _whole_elements(kind: LayerType, strategy: Strategy) -> int:

@@ -137,6 +137,12 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         taken = send_time(self.profiles, *link, layout, samples, outputs, self.compute_bytes)
         return Cost(picoseconds(taken.time_s), taken.warning)
 
+    def boundary_bytes(self, type_name: str, layout: Layout, samples: int) -> int:
+        """What one rank holds of the outputs of an element of that type for one microbatch."""
+        outputs = self.model.types[type_name].outputs
+        tokens = (layout.rectangle(0, samples, t.sequence_length).tokens * t.features for t in outputs)
+        return sum(tokens) * self.compute_bytes
+
     @property
     def compute_bytes(self) -> int:
         """Of one element of an activation."""

@@ -74,8 +74,8 @@ def parameter_costs(
     transient += memory.transient_gradients_bytes(kind, strategy, precision, deferred)
     return ParameterCosts(
         memory.parameters_bytes(kind, strategy, precision),
-        memory.gathered_parameters_bytes(kind, strategy, precision),
-        memory.gradients_bytes(kind, strategy, precision, deferred),
+        memory.gathered_parameters_bytes(kind, strategy, precision, every_microbatch),
+        memory.gradients_bytes(kind, strategy, precision, deferred, every_microbatch and not one_microbatch),
         memory.optimizer_bytes(kind, strategy, precision),
         transient,
         None if gather is None else _beside(profiles, gather, groups),

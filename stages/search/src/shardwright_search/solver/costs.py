@@ -60,6 +60,7 @@ class Pivot(NamedTuple):
 class PhaseCosts(NamedTuple):
     """What an element holds in one phase, by type [options]."""
 
+    in_flight: int
     static: tuple[Numbers, ...]
     """All phase long: x."""
     late: tuple[Numbers, ...]
@@ -75,7 +76,8 @@ class PlaceCosts:
         self.useful = tuple(_useful(options, parts) for options in place.options)
         self.options = tuple(o.take(rows) for o, rows in zip(place.options, self.useful, strict=True))
         self.phases = tuple(
-            PhaseCosts(*zip(*(_in_phase(o, phase) for o in self.options), strict=True)) for phase in parts
+            PhaseCosts(phase.in_flight, *zip(*(_in_phase(o, phase) for o in self.options), strict=True))
+            for phase in parts
         )
         late = parts[0].late and any(o.late_bytes.any() for o in self.options)
         self.measures = tuple(self._measure(share) for share in ((1.0, 0.5, 0.0) if late else (1.0,)))

@@ -65,6 +65,8 @@ class _Step(NamedTuple):
     most_static: Numbers
     """By type: the most that an element adds to held or peak of any phase."""
     most_moment: float
+    most_given: float
+    """The most that a stage holds of what it gives out."""
 
 
 def stage_fronts(
@@ -87,19 +89,26 @@ def stage_fronts(
         max(int(max(o.gives.max(), o.takes.max())) for o in costs.options) + 1,
         np.array(static),
         float(max(m.max() for m in moments)),
+        float(problem.boundary_bytes.max()) if problem.pp_size > 1 else 0.0,
     )
     found: dict[int, Labels] = {}
     runs = runs_of(problem.elements).runs
     ordered = sorted(targets, key=lambda target: runs[target.run])
     for _, group in groupby(ordered, key=lambda target: runs[target.run].before):
-        _extend(step, _start(step), 0, list(group), found, tick)
+        members = list(group)
+        before = runs[members[0].run].before
+        _extend(step, _start(step, before), 0, members, found, tick)
     return found
 
 
-def _start(step: _Step) -> Labels:
+def _start(step: _Step, before: int) -> Labels:
+    """One label for each layout that the stage before, which ends in an element of type `before`, can give out."""
     count = 1 if step.first else step.problem.num_layouts
     none, layouts = np.zeros(count), np.arange(count)
     memory = np.zeros((count, 2 * len(step.costs.phases)))
+    if not step.first:
+        for i, of in enumerate(step.costs.phases):
+            memory[:, 2 * i] = (of.in_flight + 1) * step.problem.boundary_bytes[before]
     return Labels(none, none, memory, layouts, layouts, layouts, layouts, None)
 
 
@@ -133,6 +142,10 @@ def _front(step: _Step, labels: Labels, target: Target) -> Labels:
     below = np.ones(len(labels.gives), bool)
     for (time, end), cap in zip(step.weights, target.caps, strict=True):
         below &= time * labels.time_ps + end * labels.end_ps < cap
+    end = runs_of(step.problem.elements).runs[target.run].elements[-1]
+    if end != step.problem.elements[-1]:
+        given = step.problem.boundary_bytes[end][labels.gives]
+        below &= labels.memory[:, 1::2].max(1) + given <= step.costs.place.budget_bytes
     kept = labels.take(np.flatnonzero(below))
     key = kept.comes * step.num_layouts + kept.gives
     columns = step.problem.objectives(kept.time_ps, kept.end_ps)
@@ -161,11 +174,11 @@ def _following(
     )
     following = following.take(_reaching(step, following, targets, depth + 1))
     most = max(sum(step.most_static[k] for k in run.elements[depth + 1 :]) for _, run in targets)
-    never = step.costs.place.budget_bytes - most
+    never = step.costs.place.budget_bytes - most - step.most_given
     columns = step.problem.objectives(following.time_ps, following.end_ps)
     for held, peak in zip(following.memory.T[::2], following.memory.T[1::2], strict=True):
         columns.append(np.maximum(peak, never))
-        if most:
+        if most or step.most_given:
             columns.append(np.maximum(held, never - step.most_moment))
     key = following.comes * step.num_layouts + following.gives
     return following.take(np.sort(non_dominated(np.stack(columns, 1), key)))

@@ -51,6 +51,8 @@ class InterleavedProblem(msgspec.Struct, frozen=True, eq=False):
     """[cuts, types, layouts]: over the cut after each stage, one way; the last from the last stage to the first."""
     flights: tuple[tuple[Flight, ...], ...]
     """Of the first stage, one in the middle (the first again if there is none), and the last."""
+    boundary_bytes: Numbers
+    """[types, layouts]: what a rank holds of one microbatch's outputs of that type and layout."""
     tie_ps: Numbers
 
 
@@ -214,19 +216,28 @@ class Interleaved:
         return np.asarray(times)
 
     def _fits(self, labels: _Labels, first: Ints, last: Ints) -> NDArray[np.bool_]:
-        """Whether the first, the last and all other stages stay within the budget."""
+        """Whether the first, the last and all other stages stay within the budget.
+
+        Every chunk but the very first holds what it received of each microbatch in flight, and every stage, of one
+        microbatch, the gradients of what it received and of what it gave out.
+        """
         problem, (embedding, head) = self._problem, self._outer
+        received = problem.boundary_bytes[problem.positions[-1]][labels.gives]
         ahead = embedding.activation_bytes[first] + np.maximum(embedding.transient_bytes[first], labels.peak_bytes)
+        labels = labels._replace(
+            activation_bytes=labels.activation_bytes + received, peak_bytes=labels.peak_bytes + received
+        )
         behind = labels.activation_bytes + (head.activation_bytes + head.transient_bytes)[last]
         needs = (
             self._memory(
                 labels,
                 problem.flights[0],
                 (embedding.state_bytes + embedding.late_bytes)[first],
-                embedding.activation_bytes[first],
+                embedding.activation_bytes[first] - received,
                 ahead,
             ),
-            self._memory(labels, problem.flights[1]),
+            # Of two stages none is between the others.
+            self._memory(labels, problem.flights[1] if problem.pp_size > 2 else ()),
             self._memory(
                 labels,
                 problem.flights[2],
@@ -235,7 +246,7 @@ class Interleaved:
                 np.maximum(labels.peak_bytes, behind),
             ),
         )
-        return np.asarray(np.maximum.reduce(needs) <= problem.place.budget_bytes)
+        return np.asarray(np.maximum.reduce(needs) + 2 * received <= problem.place.budget_bytes)
 
     def _decoded(self, levels: Sequence[_Labels], whole: _Whole, row: int) -> Solution:
         problem = self._problem

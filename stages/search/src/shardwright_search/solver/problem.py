@@ -81,7 +81,8 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     The memory of a stage is the most of its `phases`. In each, with k microbatches in flight, it holds its state,
     (k - 1) times its activations and the most that a microbatch holds on its way: at element j the activations of the
     elements up to j, j's transient, and late bytes: of all elements, or in the first backward pass of those from j on,
-    whose backward passes are over or in progress.
+    whose backward passes are over or in progress. Besides it holds what it received of each microbatch in flight, and
+    of one microbatch the gradients of what it received and of what it gave out.
     """
 
     elements: tuple[int, ...]
@@ -96,6 +97,8 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     in_flight: tuple[int, ...]
     """By pipeline stage."""
     num_microbatches: int
+    boundary_bytes: Numbers
+    """[types, layouts]: what a rank holds of one microbatch's outputs of that type and layout."""
     tie_ps: Numbers
     """[classes of the embedding, classes of the head]: what tied parameters cost once a step."""
 
@@ -194,7 +197,15 @@ def price(problem: Problem, solution: Solution) -> Price:
                     time[stage - 1] += send
         chosen = [(place.options[problem.elements[e]], solution.options[e]) for e in range(first, last)]
         found = phases(problem.in_flight[stage], problem.num_microbatches)
-        memory.append(int(max(_held(chosen, phase) for phase in found)))
+        received = given = 0.0
+        if stage:
+            before = problem.elements[first - 1]
+            source = problem.places[solution.places[stage - 1]].options[before]
+            received = problem.boundary_bytes[before, source.gives[solution.options[first - 1]]]
+        if stage < problem.pp_size - 1:
+            given = problem.boundary_bytes[problem.elements[last - 1], chosen[-1][0].gives[chosen[-1][1]]]
+        most = max(_held(chosen, phase) + (phase.in_flight + 1) * received for phase in found)
+        memory.append(int(most + given))
     first_class = problem.places[solution.places[0]].options[problem.elements[0]].takes[solution.options[0]]
     last_class = problem.places[solution.places[-1]].options[problem.elements[-1]].gives[solution.options[-1]]
     objective = sum(time) + (problem.num_microbatches - 1) * max(time) + max(end)
