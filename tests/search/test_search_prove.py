@@ -127,6 +127,17 @@ def test_the_certificate_tells_what_was_compared(searched):
     assert interleaved and said.endswith(f"{interleaved} interleaved ones not asked")
 
 
+@pytest.mark.parametrize("seed", range(300, 308))
+def test_highs_knows_no_better_plan_in_any_case_of_random_requests(seed):
+    given = random_world(seed, most_layers=5)
+    pricing = given.pricing
+    targets = given.targets(pricing)
+    best = optimise(targets, pricing.solvable).best
+    said = certificate(pricing, targets, best, SECONDS, lambda line: None)
+    others = len(targets) - 1
+    assert "ms, equal" in said and said.endswith(f"{others} of {others} other cases have no better plan")
+
+
 def test_what_time_did_not_suffice_for_is_told(searched, monkeypatch):
     said = ask(searched, seconds=0.0)
     assert "; 0 of" in said and "not decided within 0 s" in said
