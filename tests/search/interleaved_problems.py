@@ -56,6 +56,7 @@ def random_interleaved(seed: int) -> InterleavedProblem:
         num_chunks=num_chunks,
         num_microbatches=count,
         sends_ps=rng.integers(0, 1 + spread // 4, (pp_size, 4, layouts)).astype(float),
+        boundary_bytes=rng.integers(0, 1 + spread // 8, (4, layouts)).astype(float),
         flights=(moments[0], moments[1] if pp_size > 2 else (*moments[0], *moments[-1]), moments[-1]),
         tie_ps=rng.integers(0, 1 + spread // 2, (classes, classes)).astype(float),
     )
@@ -138,17 +139,26 @@ def _time_ps(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
 
 
 def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
-    """The most that any stage holds at any action; gradients that come late count as there from the start."""
+    """The most that any stage holds at any action; gradients that come late count as there from the start.
+
+    A chunk keeps what it received of each microbatch; beside that there is the largest message of each direction.
+    """
     p, v, m, options = problem.pp_size, problem.num_chunks, problem.num_microbatches, problem.place.options
+    kind, option = problem.positions[-1], chosen[-2]
+    message = int(problem.boundary_bytes[kind, options[kind].gives[option]])
     most = 0
     for stage in range(p):
         chains = [_chain(problem, chosen, stage, chunk) for chunk in range(v)]
+        received = [0 if (stage, chunk) == (0, 0) else message for chunk in range(v)]
+        given = [0 if (stage, chunk) == (p - 1, v - 1) else message for chunk in range(v)]
+        kept = [received[c] + sum(int(options[k].activation_bytes[o]) for k, o in chains[c]) for c in range(v)]
         static = sum(int(options[k].state_bytes[o] + options[k].late_bytes[o]) for c in chains for k, o in c)
+        static += max(received) + max(given)
         flying: set[tuple[int, int]] = set()
         for action in actions(Schedule.INTERLEAVED_1F1B, p, m, stage, v):
             own = action.microbatch, action.chunk
             flying.discard(own)
-            held = static + sum(int(options[k].activation_bytes[o]) for _, chunk in flying for k, o in chains[chunk])
+            held = static + sum(kept[chunk] for _, chunk in flying) + received[action.chunk]
             for kind, option in chains[action.chunk]:
                 held += int(options[kind].activation_bytes[option])
                 most = max(most, held + int(options[kind].transient_bytes[option]))

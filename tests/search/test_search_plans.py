@@ -103,9 +103,13 @@ def test_closed_form_of_two_stages_by_hand(make):
     assert (first.time_s, last.time_s) == (420.096e-6, 636.096e-6)
     assert first.time_terms_s["sends"] == last.time_terms_s["sends"] == 24.096e-6
     assert found.chosen.evaluation.estimate.simulated_step_time_s == pytest.approx(1816.496e-6)
-    # 1F1B holds two microbatches in the first stage and one in the last
+    # 1F1B holds two microbatches in the first stage and one in the last, with what it received of it
     assert first.memory_terms_bytes["activations"] == 2 * 124 * 2048
-    assert last.memory_terms_bytes["activations"] == 144 * 2048
+    assert last.memory_terms_bytes["activations"] == (4 + 144) * 2048
+    # in the block's first backward pass: one microbatch, the other with the block's moment and gradients, one message
+    assert first.memory_bytes == (1 << 20) + 6 * 65536 + (124 + 124 + 24 + 32 + 4) * 2048
+    # in the head: a microbatch as received and as it was kept, the head's moment, all gradients, one message
+    assert last.memory_bytes == (1 << 20) + 6 * 65536 + (4 + 144 + 2 * 32 + 4) * 2048 + 9830
     for stage in (first, last):
         assert sum(stage.memory_terms_bytes.values()) == stage.memory_bytes
 
