@@ -197,19 +197,23 @@ def price(problem: Problem, solution: Solution) -> Price:
                     time[stage - 1] += send
         chosen = [(place.options[problem.elements[e]], solution.options[e]) for e in range(first, last)]
         found = phases(problem.in_flight[stage], problem.num_microbatches)
-        received = given = 0.0
-        if stage:
-            before = problem.elements[first - 1]
-            source = problem.places[solution.places[stage - 1]].options[before]
-            received = problem.boundary_bytes[before, source.gives[solution.options[first - 1]]]
-        if stage < problem.pp_size - 1:
-            given = problem.boundary_bytes[problem.elements[last - 1], chosen[-1][0].gives[chosen[-1][1]]]
+        received, given = (_boundary(problem, solution, cut) for cut in (stage - 1, stage))
         most = max(_held(chosen, phase) + (phase.in_flight + 1) * received for phase in found)
         memory.append(int(most + given))
     first_class = problem.places[solution.places[0]].options[problem.elements[0]].takes[solution.options[0]]
     last_class = problem.places[solution.places[-1]].options[problem.elements[-1]].gives[solution.options[-1]]
     objective = sum(time) + (problem.num_microbatches - 1) * max(time) + max(end)
     return Price(int(objective + problem.tie_ps[first_class, last_class]), tuple(memory))
+
+
+def _boundary(problem: Problem, solution: Solution, stage: int) -> float:
+    """What a rank holds of one microbatch that goes over the cut after a stage; 0 where there is no cut."""
+    if not 0 <= stage < problem.pp_size - 1:
+        return 0.0
+    last = solution.ends[stage] - 1
+    kind = problem.elements[last]
+    gives = problem.places[solution.places[stage]].options[kind].gives[solution.options[last]]
+    return float(problem.boundary_bytes[kind, gives])
 
 
 def _held(chosen: Sequence[tuple[Options, int]], phase: Phase) -> float:
