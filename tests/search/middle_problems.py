@@ -44,6 +44,7 @@ def middle_problem(seed: int) -> Problem:
         in_flight=tuple(min(count, pp_size - i) for i in range(pp_size)),
         num_microbatches=count,
         tie_ps=np.round(rng.uniform(0, 3e10, (_CLASSES, _CLASSES))),
+        boundary_bytes=np.round(rng.uniform(0, 3e8, (_TYPES, _LAYOUTS))),
     )
     least, most = least_memory(problem).memory_bytes, max(price(problem, solved(problem).solution).memory_bytes)
     return with_budgets(problem, [int(least + rng.uniform(0.05, 0.7) * (most - least))])

@@ -100,6 +100,9 @@ class _Programme:
         self._bounds: list[tuple[float, float]] = []
         self._times: list[Terms] = [[] for _ in problem.in_flight]
         self._enters: dict[_Where, Terms] = {}
+        self._received: list[Terms] = [[] for _ in problem.in_flight]
+        self._given: list[Terms] = [[] for _ in problem.in_flight]
+        self._over_cuts: list[Terms] = [[] for _ in problem.in_flight]
         self._choices = [self._choices_of(element) for element in range(len(problem.elements))]
         for element in range(len(problem.elements) - 1):
             self._join(element)
@@ -192,6 +195,8 @@ class _Programme:
                 if there != here:
                     self._times[here.stage].append((column, send))
                     self._enters.setdefault(there, []).append((column, 1.0))
+                    held = float(problem.boundary_bytes[kind, layout]) / self._byte_unit
+                    self._over_cuts[here.stage].append((column, held))
         for ends, flows in ((gives, outward), (takes, inward)):
             for key, choices in ends.items():
                 self._row(choices + flows[key], 0.0, 0.0)
@@ -220,10 +225,16 @@ class _Programme:
             ]
             for phase in phases(count, problem.num_microbatches):
                 total = self._column(0.0)
-                static = [term for element in inside for term in self._bytes("state_bytes", stage, element)]
+                static = [(column, (phase.in_flight + 1) * held) for column, held in self._received[stage]]
+                static += self._given[stage]
                 for element in inside:
+                    static += self._bytes("state_bytes", stage, element)
                     static += self._bytes("activation_bytes", stage, element, phase.in_flight - 1)
                     static += [] if phase.late else self._bytes("late_bytes", stage, element)
+                if stage:
+                    received = phase.in_flight + 1
+                    static += [(column, received * held) for column, held in self._over_cuts[stage - 1]]
+                static += self._over_cuts[stage]
                 self._row([*static, (total, -1.0)], 0.0, 0.0)
                 for at in inside:
                     terms = [(total, 1.0), (held[at], 1.0), *self._bytes("transient_bytes", stage, at), *budget]
