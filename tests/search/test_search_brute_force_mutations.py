@@ -13,7 +13,7 @@ from shardwright_search.solver import fronts, interleaved, partition
 from shardwright_search.solver.problem import Options, Problem
 from shardwright_search.solver.windows import Windows
 
-SEEDS = range(200, 500)
+SEEDS = range(200, 1500)
 
 
 def changed(problem: Problem, **changes: object) -> Problem:

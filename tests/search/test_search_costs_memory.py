@@ -63,10 +63,10 @@ def test_replicated_layers_are_computed_as_they_are_stored_where_all_is_in_one_f
 def test_a_whole_layer_that_is_reduced_every_microbatch_keeps_the_last_sum_beside_what_it_adds_up(make):
     block = make.model().types["block"]
     for precision in (MIXED, Precision()):
-        assert memory.gradients_bytes(block, spread("ddp"), precision, False, every_microbatch=True) == 2 * 65536
-        assert memory.gradients_bytes(block, spread("zero2"), precision, False, every_microbatch=True) == 16384
+        assert memory.gradients_bytes(block, spread("ddp"), precision, False, True) == 2 * 65536
+        assert memory.gradients_bytes(block, spread("zero2"), precision, False, True) == 16384
     # and is no longer held as it is stored
-    assert memory.gathered_parameters_bytes(block, spread("ddp"), Precision(), every_microbatch=True) == 65536
+    assert memory.gathered_parameters_bytes(block, spread("ddp"), Precision(), True) == 65536
 
 
 def test_a_shard_is_rounded_up_to_whole_rows(make):
