@@ -102,7 +102,6 @@ class _Programme:
         self._enters: dict[_Where, Terms] = {}
         self._received: list[Terms] = [[] for _ in problem.in_flight]
         self._given: list[Terms] = [[] for _ in problem.in_flight]
-        self._over_cuts: list[Terms] = [[] for _ in problem.in_flight]
         self._choices = [self._choices_of(element) for element in range(len(problem.elements))]
         for element in range(len(problem.elements) - 1):
             self._join(element)
@@ -195,8 +194,6 @@ class _Programme:
                 if there != here:
                     self._times[here.stage].append((column, send))
                     self._enters.setdefault(there, []).append((column, 1.0))
-                    held = float(problem.boundary_bytes[kind, layout]) / self._byte_unit
-                    self._over_cuts[here.stage].append((column, held))
         for ends, flows in ((gives, outward), (takes, inward)):
             for key, choices in ends.items():
                 self._row(choices + flows[key], 0.0, 0.0)
@@ -231,10 +228,6 @@ class _Programme:
                     static += self._bytes("state_bytes", stage, element)
                     static += self._bytes("activation_bytes", stage, element, phase.in_flight - 1)
                     static += [] if phase.late else self._bytes("late_bytes", stage, element)
-                if stage:
-                    received = phase.in_flight + 1
-                    static += [(column, received * held) for column, held in self._over_cuts[stage - 1]]
-                static += self._over_cuts[stage]
                 self._row([*static, (total, -1.0)], 0.0, 0.0)
                 for at in inside:
                     terms = [(total, 1.0), (held[at], 1.0), *self._bytes("transient_bytes", stage, at), *budget]
