@@ -142,8 +142,22 @@ def test_what_time_did_not_suffice_for_is_told(searched, monkeypatch):
     said = ask(searched, seconds=0.0)
     assert "; 0 of" in said and "not decided within 0 s" in said
     monkeypatch.setattr(prove, "solve", lambda *_: Answer(None, np.inf, False))
-    said = ask(searched)
+    said = ask(searched, seconds=0.2)
     assert "the best plan's case was not decided in time; 0 of" in said
+
+
+def test_a_case_that_needs_more_than_its_share_is_asked_again(searched, monkeypatch):
+    _, targets, _ = searched
+    limits: list[float] = []
+
+    def slow_at_first(problem: Problem, time_limit_s: float, *below_ps: float) -> Answer:
+        limits.append(time_limit_s)
+        return Answer(None, np.inf, False) if len(limits) == 2 else solve(problem, time_limit_s, *below_ps)
+
+    monkeypatch.setattr(prove, "solve", slow_at_first)
+    single = sum(target.case.num_chunks == 1 for target in targets)
+    assert f"{single - 1} of {len(targets) - 1} other cases" in ask(searched)
+    assert len(limits) == single + 1 and limits[-1] > SECONDS / 2 > limits[1]
 
 
 @pytest.mark.parametrize("factor", [0.999, 1.001])

@@ -194,6 +194,9 @@ class _Programme:
                 if there != here:
                     self._times[here.stage].append((column, send))
                     self._enters.setdefault(there, []).append((column, 1.0))
+                    over = column, float(problem.boundary_bytes[kind, layout]) / self._byte_unit
+                    self._given[here.stage].append(over)
+                    self._received[there.stage].append(over)
         for ends, flows in ((gives, outward), (takes, inward)):
             for key, choices in ends.items():
                 self._row(choices + flows[key], 0.0, 0.0)

@@ -90,22 +90,33 @@ def _own_case(pricing: Pricing, best: Best[Case], deadline: float) -> str:
 def _other_cases(
     pricing: Pricing, others: Sequence[Target[Case]], best: Best[Case], deadline: float, report: Callable[[str], None]
 ) -> _Tally:
-    """The least promising first: they take the least time; what they leave of their even share goes to the others."""
+    """In rounds: each open case gets an even share of the time that is left, the least promising first.
+
+    These take the least time, and what they leave goes to the others.
+    """
     single = [target for target in others if target.case.num_chunks == 1]
     single.sort(key=lambda target: -target.score(pricing.solvable(target.case).glance_ps))
-    ruled_out = 0
-    for number, target in enumerate(single):
-        if monotonic() > deadline:
-            break
-        report(f"HiGHS: case {number + 1} of {len(single)}")
-        problem, limit_ps = pricing.problem(target.case), target.time_ps(best.score)
-        below_ps = limit_ps - TOLERANCE * (limit_ps + target.offset_ps)
-        answer = solve(problem, (deadline - monotonic()) / (len(single) - number), below_ps)
-        if _is_better(problem, answer, limit_ps, target.offset_ps):
-            ours_ps, theirs_ps = limit_ps + target.offset_ps, answer.objective_ps + target.offset_ps
-            raise RunFailed(_difference(target.case, ours_ps, theirs_ps))
-        ruled_out += answer.done and answer.solution is None
+    ruled_out, waiting = 0, single
+    while waiting and monotonic() < deadline:
+        following = []
+        for number, target in enumerate(waiting):
+            report(f"HiGHS: case {number + 1} of {len(waiting)}")
+            answer = _other_case(pricing, target, best, (deadline - monotonic()) / (len(waiting) - number))
+            ruled_out += answer.done and answer.solution is None
+            following += [] if answer.done else [target]
+        waiting = following
     return _Tally(ruled_out, len(single) - ruled_out, len(others) - len(single))
+
+
+def _other_case(pricing: Pricing, target: Target[Case], best: Best[Case], time_limit_s: float) -> Answer:
+    """Whether the case has a better plan."""
+    problem, limit_ps = pricing.problem(target.case), target.time_ps(best.score)
+    below_ps = limit_ps - TOLERANCE * (limit_ps + target.offset_ps)
+    answer = solve(problem, time_limit_s, below_ps)
+    if _is_better(problem, answer, limit_ps, target.offset_ps):
+        ours_ps, theirs_ps = limit_ps + target.offset_ps, answer.objective_ps + target.offset_ps
+        raise RunFailed(_difference(target.case, ours_ps, theirs_ps))
+    return answer
 
 
 def _is_better(problem: Problem, answer: Answer, limit_ps: float, offset_ps: float) -> bool:
