@@ -100,7 +100,8 @@ class _Programme:
         self._bounds: list[tuple[float, float]] = []
         self._times: list[Terms] = [[] for _ in problem.in_flight]
         self._enters: dict[_Where, Terms] = {}
-        self._over_cuts: list[Terms] = [[] for _ in problem.in_flight]
+        self._received: list[Terms] = [[] for _ in problem.in_flight]
+        self._given: list[Terms] = [[] for _ in problem.in_flight]
         self._choices = [self._choices_of(element) for element in range(len(problem.elements))]
         for element in range(len(problem.elements) - 1):
             self._join(element)
@@ -224,10 +225,8 @@ class _Programme:
             ]
             for phase in phases(count, problem.num_microbatches):
                 total = self._column(0.0)
-                static = list(self._over_cuts[stage])
-                if stage:
-                    received = phase.in_flight + 1
-                    static += [(column, received * held) for column, held in self._over_cuts[stage - 1]]
+                static = [(column, (phase.in_flight + 1) * held) for column, held in self._received[stage]]
+                static += self._given[stage]
                 for element in inside:
                     static += self._bytes("state_bytes", stage, element)
                     static += self._bytes("activation_bytes", stage, element, phase.in_flight - 1)
