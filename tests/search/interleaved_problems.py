@@ -7,7 +7,7 @@ import numpy as np
 
 from shardwright_formats.plan import Schedule
 from shardwright_formats.schedule import Pass, actions
-from shardwright_search.case import _flights
+from shardwright_search.flights import flights_of
 from shardwright_search.solver.interleaved import Interleaved, InterleavedProblem
 from shardwright_search.solver.optimise import Target, optimise
 from shardwright_search.solver.problem import Options, Place
@@ -46,7 +46,7 @@ def random_interleaved(seed: int) -> InterleavedProblem:
     moves = rng.integers(0, 1 + spread // 2, (4, layouts, layouts)).astype(float)
     moves[:, np.arange(layouts), np.arange(layouts)] = 0
     case = Case(count, count, pp_size, Schedule.INTERLEAVED_1F1B, num_chunks)
-    moments = [_flights(case, stage) for stage in range(pp_size)]
+    moments = [flights_of(case, stage) for stage in range(pp_size)]
     problem = InterleavedProblem(
         embedding=0,
         positions=tuple(int(kind) for kind in rng.integers(1, 3, rng.integers(1, 4))),

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import typer
+from measured import FACTORS, PLAIN, a_plan, measured_as, scaled, three_plans
 from typer.testing import CliRunner
 
 from shardwright_formats.correction import Correction, Term
@@ -13,36 +14,17 @@ from shardwright_formats.errors import BadInput
 from shardwright_formats.files import read_document, sha256_of_file, write_document
 from shardwright_formats.hardware_profile import write_hardware_profile
 from shardwright_formats.measurement import (
-    HeldMemory,
     Measurement,
-    PassTime,
-    Phase,
-    PhaseMemory,
-    PlanMeasurement,
-    RankMeasurement,
-    RankMemory,
-    Segment,
 )
 from shardwright_formats.model_profile import FitMode, write_model_profile
-from shardwright_formats.plan import Attention, GradientReduction, Plan, Precision, Schedule
-from shardwright_formats.prediction import Estimate, Prediction, RunnerUp
-from shardwright_formats.schedule import Pass, actions
-from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.plan import GradientReduction, Plan
+from shardwright_formats.prediction import Prediction, RunnerUp
+from shardwright_formats.strategy import DataParallel
 from shardwright_search.correct_cli import correct_command
 from shardwright_search.correction import check_learned_from, corrected, evidence_of, factor_of, learned
 from shardwright_search.evaluate import evaluate
 from shardwright_search.profiles import Curve
 from shardwright_search.select_cli import select_command
-from shardwright_search.uniform import UniformRequest, uniform_plan
-
-FACTORS = {
-    Term.FORWARD: 1.5,
-    Term.BACKWARD: 1.25,
-    Term.GRADIENT_SYNC: 2.0,
-    Term.STEP_END: 3.0,
-    Term.MEMORY: 1.125,
-}
-PLAIN = dict.fromkeys(Term, 1.0)
 
 
 @pytest.fixture
@@ -50,70 +32,6 @@ def world(make):
     """A model, a cluster of four devices and their profiles."""
     model, cluster = make.model(), make.cluster(4)
     return model, cluster, make.profiles(model, cluster, reduction_s_per_parameter=1e-8)
-
-
-def a_plan(world, *, pp=2, tp=1, microbatches=4, data_parallel=DataParallel.DDP) -> Plan:
-    model, cluster, _ = world
-    request = UniformRequest(
-        "plan", 16, microbatches, tp, pp, data_parallel, SequenceParallel.NONE, Recompute.NONE,
-        Schedule.ONE_F_ONE_B, Precision(), Attention.AUTO,
-    )  # fmt: skip
-    return uniform_plan(request, model, cluster)
-
-
-def measured_as(plan: Plan, profiles, factors, repeats=3) -> PlanMeasurement:
-    """The plan as if it had taken what is predicted of each term, times a factor."""
-    estimate = evaluate(plan, profiles).estimate
-    ranks = tuple(
-        _rank(plan, rank, estimate, profiles.step_overhead_s, factors, repeats) for rank in range(plan.world_size)
-    )
-    return PlanMeasurement(plan=plan, ranks=ranks)
-
-
-def _rank(plan, rank, estimate: Estimate, overhead_s, factors, repeats) -> RankMeasurement:
-    index = next(i for i, stage in enumerate(plan.stages) if rank in stage.ranks)
-    stage = estimate.stages[index]
-    terms, several = stage.time_terms_s, plan.num_microbatches > 1
-    beside = (terms["gathers"] + terms["redistribution"]) / 2
-    forward = factors[Term.FORWARD] * terms["forward"] + beside
-    backward = factors[Term.BACKWARD] * terms["backward"] + beside + terms["gradient_sync_every_microbatch"]
-    sync = factors[Term.GRADIENT_SYNC] * terms["gradient_sync"]
-    end = factors[Term.STEP_END] * (terms["optimizer"] + overhead_s)
-    passes = tuple(
-        PassTime(
-            kind=str(action.kind), microbatch=action.microbatch, chunk=0, wait_s=0.001, start_s=0.0,
-            # Half of the reduction is waited for in the last backward pass, half after it.
-            time_s=(forward if action.kind is Pass.FORWARD else backward)
-            + (sync / 2 if action.kind is Pass.BACKWARD and action.microbatch == plan.num_microbatches - 1 else 0),
-        )
-        for action in actions(plan.schedule, len(plan.stages), plan.num_microbatches, index)
-    )  # fmt: skip
-    # The later stage waits for the first at the end of the step.
-    step = sum(each.wait_s + each.time_s for each in passes) + sync / 2 + end + index
-    return RankMeasurement(
-        rank=rank, stage=index, step_s=(step,) * repeats,
-        segments=(Segment(name="layers", forward_s=(forward,) * repeats, backward_s=(backward,) * repeats),),
-        gradient_reduction_s=(sync,) * repeats if several else (), optimizer_s=(end,) * repeats, passes=passes,
-        memory=_memory(round(factors[Term.MEMORY] * stage.memory_bytes)),
-    )  # fmt: skip
-
-
-def _memory(peak_bytes: int) -> RankMemory:
-    held = HeldMemory(
-        parameters_bytes=peak_bytes, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0, buffers_bytes=0
-    )
-    return RankMemory(
-        parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0, gathered_parameters_bytes=0,
-        unreduced_gradients_bytes=0, peak_bytes=peak_bytes, segments=(), process_bytes=0, resident_bytes=0,
-        phases=tuple(PhaseMemory(phase=phase, held=held, peak=held) for phase in Phase),
-    )  # fmt: skip
-
-
-def three_plans(world) -> tuple[Plan, ...]:
-    return tuple(
-        a_plan(world, data_parallel=kind, microbatches=count)
-        for kind, count in ((DataParallel.DDP, 4), (DataParallel.ZERO3, 4), (DataParallel.DDP, 2))
-    )
 
 
 def correction_of(factors, hardware: Path, profile: Path) -> Correction:
@@ -275,14 +193,6 @@ def test_a_measurement_of_another_device_is_refused(measurement, tmp_path):
     assert not (tmp_path / "c.json").exists()
 
 
-def _scaled(measured: PlanMeasurement, step_s: float, peak_bytes: int) -> PlanMeasurement:
-    ranks = tuple(
-        msgspec.structs.replace(rank, step_s=(step_s, step_s, 9.0), memory=_memory(peak_bytes))
-        for rank in measured.ranks
-    )
-    return msgspec.structs.replace(measured, ranks=ranks)
-
-
 @pytest.fixture
 def select(world, measurement, tmp_path):
     """Runs the command over three plans of which each took some seconds a step and some bytes."""
@@ -298,7 +208,7 @@ def select(world, measurement, tmp_path):
             ),
             warnings=(), inputs_sha256={},
         )  # fmt: skip
-        plans = tuple(_scaled(each, *of) for each, of in zip(measurement.plans, taken, strict=True))[left_out:]
+        plans = tuple(scaled(each, *of) for each, of in zip(measurement.plans, taken, strict=True))[left_out:]
         if second is not None:
             plans = (plans[0], msgspec.structs.replace(plans[1], plan=second(plans[1].plan)), *plans[2:])
         write_document(tmp_path / "p.json", chosen.plan)

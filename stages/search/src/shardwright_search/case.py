@@ -11,14 +11,15 @@ from msgspec.structs import replace
 from shardwright_formats.model import EMBEDDING, HEAD
 from shardwright_formats.placement import Layout, layout_of
 from shardwright_formats.plan import PipelineStage, Plan
-from shardwright_formats.schedule import Pass, actions, in_flight
+from shardwright_formats.schedule import in_flight
 from shardwright_formats.strategy import LayerStrategy, SequenceParallel, Strategy
 from shardwright_search.costs.model import CostModel
 from shardwright_search.costs.ranks import Lie, lie_of
 from shardwright_search.costs.ties import tie_class, tie_cost_ps
+from shardwright_search.flights import flights_of
 from shardwright_search.request import SearchRequest
 from shardwright_search.solver.glance import Glances
-from shardwright_search.solver.interleaved import Flight, Interleaved, InterleavedProblem
+from shardwright_search.solver.interleaved import Interleaved, InterleavedProblem
 from shardwright_search.solver.optimise import Solvable
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Options, Place, Problem, Solution
@@ -127,7 +128,7 @@ class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
             gradient_reduction=request.gradient_reduction,
             precision=request.precision,
             attention=request.attention,
-            stages=self._stages(case, solution),
+            stages=_stages(case, solution, self.stage_ranks(case.pp_size), len(model.layers)),
             embedding=embedding,
             head=head,
             layers=tuple(layer for layer in layers if isinstance(layer, LayerStrategy)),
@@ -301,18 +302,6 @@ class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
         """A strategy of each class that ties tell apart; none where nothing is tied."""
         return {tie_class(strategy): strategy for strategy in found} if self.costs.model.tied else {}
 
-    def _stages(self, case: Case, solution: Solution) -> tuple[PipelineStage, ...]:
-        ranks, total = self.stage_ranks(case.pp_size), len(self.costs.model.layers)
-        if case.num_chunks > 1:
-            share = total // (case.pp_size * case.num_chunks)
-            starts = range(0, total, share)
-            return tuple(
-                PipelineStage(ranks=own, layers=tuple((s, s + share) for s in starts[i :: case.pp_size]))
-                for i, own in enumerate(ranks)
-            )
-        cuts = (0, *(end - 1 for end in solution.ends[:-1]), total)
-        return tuple(PipelineStage(ranks=own, layers=((cuts[i], cuts[i + 1]),)) for i, own in enumerate(ranks))
-
     def _interleaved(self, case: Case, spread: _Spread) -> InterleavedProblem | None:
         """None where stages lie differently on the nodes, or chunks hold different types of layers."""
         layers, stages = self.costs.model.layers, self.stage_ranks(case.pp_size)
@@ -321,7 +310,7 @@ class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
         if len(lies) > 1 or any(layers[i : i + share] != layers[:share] for i in range(0, len(layers), share)):
             return None
         around = (*pairwise(stages), (stages[-1], stages[0]))
-        moments = [_flights(case, stage) for stage in (0, min(1, case.pp_size - 1), case.pp_size - 1)]
+        moments = [flights_of(case, stage) for stage in (0, min(1, case.pp_size - 1), case.pp_size - 1)]
         middle = moments[1] if case.pp_size > 2 else (*moments[0], *moments[2])
         return InterleavedProblem(
             embedding=self.types.index(EMBEDDING),
@@ -343,30 +332,16 @@ def _gathered(strategy: Strategy, samples: int) -> int:
     return samples // strategy.dp_size if strategy.sequence_parallel is SequenceParallel.MEGATRON else 0
 
 
-def _flights(case: Case, stage: int) -> tuple[Flight, ...]:
-    """The moments of a stage's action list that no other exceeds in all counts."""
-    outer = 0 if stage == 0 else case.num_chunks - 1
-    held = [0] * case.num_chunks
-    found: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
-    lists = actions(case.schedule, case.pp_size, case.num_microbatches, stage, case.num_chunks)
-    for action in lists:
-        if action.kind is Pass.BACKWARD:
-            held[action.chunk] -= 1
-        found[action.chunk == outer].add((sum(held), held[outer]))
-        if action.kind is Pass.FORWARD:
-            held[action.chunk] += 1
-    return tuple(
-        Flight(chunks, of_outer, at_outer)
-        for at_outer, counts in found.items()
-        for chunks, of_outer in sorted(counts)
-        if not any(_beaten((chunks, of_outer), other) for other in counts)
-    )
-
-
-def _beaten(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether another moment holds no less, of the outer chunk, of all others, and together.
-
-    The first stage's outer chunk receives nothing, so that more of it may be less.
-    """
-    (chunks, outer), (most, most_outer) = one, other
-    return one != other and chunks <= most and outer <= most_outer and chunks - outer <= most - most_outer
+def _stages(
+    case: Case, solution: Solution, ranks: Sequence[tuple[int, ...]], num_layers: int
+) -> tuple[PipelineStage, ...]:
+    """The layer ranges of every pipeline stage: even chunks, or as the solution cuts."""
+    if case.num_chunks > 1:
+        share = num_layers // (case.pp_size * case.num_chunks)
+        starts = range(0, num_layers, share)
+        return tuple(
+            PipelineStage(ranks=own, layers=tuple((s, s + share) for s in starts[i :: case.pp_size]))
+            for i, own in enumerate(ranks)
+        )
+    cuts = (0, *(end - 1 for end in solution.ends[:-1]), num_layers)
+    return tuple(PipelineStage(ranks=own, layers=((cuts[i], cuts[i + 1]),)) for i, own in enumerate(ranks))
