@@ -111,7 +111,7 @@ class Robust(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     spreads: Annotated[float, Meta(ge=0)] = 2.0
     """Standard errors by which the layers' times, and intervals by which messages, may be longer."""
     slow_link: Annotated[float, Meta(ge=1)] = 2.0
-    """Factor by which the messages between two neighbouring pipeline stages, or inside one, may be slower."""
+    """Factor by which sends between pipeline stages, or collectives across nodes, may be slower."""
 
 
 class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
