@@ -127,9 +127,12 @@ def optimise(
 
     def bounded(here: _Open) -> None:
         """Bound a case that was only glanced at."""
+        nonlocal now
+        now = here
         bound = max(here.bound, targets[here.number].score(solvable(targets[here.number].case).lower_ps))
         if np.isfinite(bound):
             heapq.heappush(heap, _Open(bound, here.number, 0))
+        now = _Open(np.inf, -1, 0)
 
     try:
         for number, target in enumerate(targets):
