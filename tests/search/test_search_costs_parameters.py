@@ -100,6 +100,14 @@ def test_a_reduction_that_the_profile_knows_is_scaled_to_its_message(cost):
     assert cost(layer("ddp", dp_size=1), reduction_s_per_parameter=rate).sync_ps == 0
 
 
+def test_gathers_add_to_a_pass_what_reductions_were_measured_to_add(cost):
+    """The profiled reduction of 163.84 us took 163.84 / 85.536 times its message alone; so does a gather."""
+    zero2, zero3 = (cost(layer(kind), OVERLAP, reduction_s_per_parameter=1e-8) for kind in ("zero2", "zero3"))
+    added = round(163_840_000 * ONE_WAY / ALL_REDUCE)
+    assert (zero3.gather_forward_ps, zero3.gather_backward_ps) == pytest.approx((added, added), abs=1)
+    assert zero2.sync_ps == pytest.approx(2 * added, abs=2), "gathered once a step, and reduced"
+
+
 def test_reductions_after_every_microbatch_are_part_of_each(cost):
     for overlap, ddp, scatter in (((), ALL_REDUCE, ONE_WAY), (OVERLAP, 25_660_800, 17_589_333)):
         found = cost(layer("ddp"), overlap, EVERY)

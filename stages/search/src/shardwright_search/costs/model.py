@@ -20,7 +20,7 @@ from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute,
 from shardwright_search.costs import memory
 from shardwright_search.costs.compute import LayerCost, layer_cost
 from shardwright_search.costs.messages import Duration, beside, collective_time
-from shardwright_search.costs.parameters import ParameterCosts, parameter_costs
+from shardwright_search.costs.parameters import Beside, ParameterCosts, parameter_costs
 from shardwright_search.costs.ranks import GroupKind, Lie, tp_group_kinds
 from shardwright_search.costs.traffic import redistribution_time, send_time
 from shardwright_search.profiles import LayerKey, Profiles
@@ -173,15 +173,13 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         own = self._parameters_of(type_name, strategy, lie, one)
         gather, reduction = own.gather, own.reduction
         zero3 = strategy.data_parallel is DataParallel.ZERO3
-        gathers = [0 if gather is None else picoseconds(beside(t, *gather)) for t in (forward_s, backward_s)]
-        added = message = 0
-        if reduction is not None and reduction.measured_s is not None:
-            added = picoseconds(reduction.measured_s)
-        elif reduction is not None:
-            added = picoseconds(beside(backward_s, *reduction.message))
-            message = picoseconds(reduction.message.alone.time_s)
+        gathers = [0 if gather is None else picoseconds(_added_s(gather, t)) for t in (forward_s, backward_s)]
+        added = 0 if reduction is None else picoseconds(_added_s(reduction, backward_s))
+        message = 0
+        if reduction is not None and reduction.measured_s is None:
+            message = picoseconds(reduction.alone.time_s)
         doubts = [layer.warning, *(d.warning for d in further)]
-        doubts += [m.alone.warning for m in (gather, reduction and reduction.message) if m is not None]
+        doubts += [of.alone.warning for of in (gather, reduction) if of is not None]
         return ElementCost(
             forward_ps=picoseconds(forward_s),
             backward_ps=picoseconds(backward_s),
@@ -238,3 +236,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             longer += max(0.0, here.time_s - there.time_s) * message.times
             warning = warning or here.warning
         return Duration(longer / 2, warning), Duration(longer / 2, warning)
+
+
+def _added_s(message: Beside, compute_s: float) -> float:
+    """What a message adds to a pass."""
+    return beside(compute_s, message.alone, message.slowdowns) if message.measured_s is None else message.measured_s

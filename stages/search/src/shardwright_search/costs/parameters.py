@@ -13,23 +13,17 @@ from shardwright_search.costs.messages import Duration, Slowdowns, collective_ti
 from shardwright_search.costs.ranks import GroupKind, Lie, dp_group_kinds, tp_group_kinds
 from shardwright_search.profiles import Profiles
 
-__all__ = ["Beside", "ParameterCosts", "Reduction", "parameter_costs"]
+__all__ = ["Beside", "ParameterCosts", "parameter_costs"]
 
 
 class Beside(NamedTuple):
-    """A message that goes on beside a pass."""
+    """A message of data parallelism that goes on beside a pass."""
 
     alone: Duration
     slowdowns: Slowdowns | None
     """None where the two do not overlap."""
-
-
-class Reduction(NamedTuple):
-    """The reduction of a layer's gradients."""
-
-    message: Beside
     measured_s: float | None
-    """What it adds to a backward pass, where the profile knows that; scaled from the profiled message to this one."""
+    """What it adds to a pass, where the profile tells that; scaled from the profiled reduction to this message."""
 
 
 class ParameterCosts(NamedTuple):
@@ -43,7 +37,7 @@ class ParameterCosts(NamedTuple):
     """Gathered parameters and gradients on their way, held for a moment."""
     gather: Beside | None
     """Of ZeRO's parameters: ZeRO-3's in every pass, ZeRO-2's once a step."""
-    reduction: Reduction | None
+    reduction: Beside | None
     partial_sum_s: float
     """Once a step: summing gradients of whole parameters over the tensor-parallel group."""
     optimizer_s: float
@@ -78,30 +72,31 @@ def parameter_costs(
         memory.gradients_bytes(kind, strategy, precision, deferred, every_microbatch and not one_microbatch),
         memory.optimizer_bytes(kind, strategy, precision),
         transient,
-        None if gather is None else _beside(profiles, gather, groups),
-        None if reduces is None else _reduction(profiles, type_name, layout.tp_size, reduces, groups),
+        None if gather is None else _beside(profiles, type_name, layout.tp_size, gather, groups),
+        None if reduces is None else _beside(profiles, type_name, layout.tp_size, reduces, groups),
         _partial_sum_s(profiles, model, precision, type_name, strategy, lie),
         states_of(profiles, type_name, layout.tp_size).optimizer_s / shards,
     )
 
 
-def _beside(profiles: Profiles, message: Message, groups: tuple[GroupKind, ...]) -> Beside:
-    return Beside(
-        collective_time(profiles, message.collective, groups, message.bytes),
-        slowdowns_of(profiles, message.collective, message.group_size),
-    )
-
-
-def _reduction(
+def _beside(
     profiles: Profiles, type_name: str, tp_size: int, message: Message, groups: tuple[GroupKind, ...]
-) -> Reduction:
-    own, states = _beside(profiles, message, groups), states_of(profiles, type_name, tp_size)
+) -> Beside:
+    """Where a profiled reduction added more or less to its backward pass than its message takes alone, so do others.
+
+    Copies, waiting for the slowest rank and what overlaps are in that, for gathers as for reductions. A gather beside a
+    reduction that was lost in noise counts by its message.
+    """
+    alone = collective_time(profiles, message.collective, groups, message.bytes)
+    slowdowns = slowdowns_of(profiles, message.collective, message.group_size)
+    states = states_of(profiles, type_name, tp_size)
     known = {source for name, source in states.sources if name == "reduction_s"} <= {"measured", "derived"}
-    if not known or states.reduction_ranks == 1:
-        return Reduction(own, None)
+    lost = states.reduction_s == 0 and message.collective is Collective.ALL_GATHER
+    if not known or lost or states.reduction_ranks == 1:
+        return Beside(alone, slowdowns, None)
     probed = GroupKind(states.reduction_ranks, states.tp_size == 1, False)
-    alone = collective_time(profiles, Collective.ALL_REDUCE, [probed], message.bytes)
-    return Reduction(own, states.reduction_s * own.alone.time_s / alone.time_s)
+    profiled = collective_time(profiles, Collective.ALL_REDUCE, [probed], message.bytes)
+    return Beside(alone, slowdowns, states.reduction_s * alone.time_s / profiled.time_s)
 
 
 def _partial_sum_s(
