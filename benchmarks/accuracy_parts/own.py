@@ -26,8 +26,9 @@ from shardwright_formats.model import Model
 from shardwright_formats.model_profile import read_model_profile
 from shardwright_formats.plan import Plan, Plans
 from shardwright_formats.prediction import Estimate
-from shardwright_search.evaluate import evaluate
+from shardwright_search.evaluate import cost_model_of, evaluate
 from shardwright_search.profiles import Profiles, read_profiles
+from shardwright_search.request import TimeModel
 from shardwright_train.support import check_supported
 
 __all__ = ["Inputs", "compared", "measured", "prepare", "verdict"]
@@ -35,11 +36,13 @@ __all__ = ["Inputs", "compared", "measured", "prepare", "verdict"]
 BATCH, LENGTH = 16, 128
 KINDS = {
     "sequence_parallel": ["none", "megatron", "ulysses"],
-    "recompute": ["none", "full", "attention", "mlp"],
+    "recompute": ["none", "full"],
 }
 PROBES = {"tp_sizes": [1, 2], "micro_batch_sizes": [1, 2, 4, 8, 16], "layers": [1, 3]}
 DEVICES = {"device": "cpu", "devices_per_node": 2, "memory_bytes": 2 * 2**30}
 CHOSEN = "chosen"
+TIME_MODEL = TimeModel.BATCH
+"""Lines through the points of a profile: they even out the noise of a shared machine."""
 _MOST_DRAWS_PER_PLAN = 200
 
 
@@ -82,7 +85,7 @@ def _probes(work: Path, inputs: Inputs) -> Path:
     if not taken.exists():
         run("shardwright-profile", "probes", "--model", inputs.model, "--cluster", inputs.cluster,
             "--node-type", "cpu", "--settings", settings, "--out", probes)  # fmt: skip
-        run("shardwright-train", "measure", probes, "--steps", 5, "--warmup-steps", 2, "--least-time-s", 1,
+        run("shardwright-train", "measure", probes, "--steps", 5, "--warmup-steps", 2, "--least-time-s", 2.5,
             "--out", taken)  # fmt: skip
     return taken
 
@@ -107,8 +110,12 @@ def compared(measurement: Path, inputs: Inputs) -> list[Compared]:
     return [
         row
         for found in read_document(measurement, Measurement).plans
-        for row in _rows(found, evaluate(found.plan, profiles).estimate)
+        for row in _rows(found, _estimate(found.plan, profiles))
     ]
+
+
+def _estimate(plan: Plan, profiles: Profiles) -> Estimate:
+    return evaluate(plan, profiles, cost_model_of(plan, profiles, TIME_MODEL)).estimate
 
 
 def verdict(rows: Sequence[Compared]) -> dict[str, float]:
@@ -141,6 +148,7 @@ def _searched(work: Path, inputs: Inputs) -> Plan:
         name=CHOSEN,
         global_batch_size=BATCH,
         schedules=["gpipe", "1f1b", "interleaved_1f1b"],
+        time_model=str(TIME_MODEL),
         **_profiled_kinds(inputs.profile),
     )
     plan = work / f"{CHOSEN}.json"
@@ -187,7 +195,7 @@ def _problem(plan: Plan, profiles: Profiles) -> str | None:
     """Why a plan cannot be run, priced or held in memory."""
     try:
         check_supported(plan, Path("plan"))
-        estimate = evaluate(plan, profiles).estimate
+        estimate = _estimate(plan, profiles)
     except BadInput as error:
         return str(error.args[1])
     least = min(node.memory_bytes for node in plan.cluster.node_types.values())

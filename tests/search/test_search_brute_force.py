@@ -109,11 +109,11 @@ def test_a_search_stopped_before_it_began_bounds_nothing():
 
 def test_plans_near_the_best_are_within_a_hundredth_and_differ():
     several = 0
-    for seed in range(80):
+    for seed in range(300):
         near = solved(random_problem(seed)).near
         solutions = [one.found.solution for one in near]
         assert len(set(solutions)) == len(solutions), seed
         assert all(one.score <= near[0].score * 1.01 for one in near), seed
         assert [one.score for one in near] == sorted(one.score for one in near), seed
         several += len(near) > 1
-    assert several > 5
+    assert several > 3

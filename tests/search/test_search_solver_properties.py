@@ -75,6 +75,7 @@ def test_a_problem_told_in_another_order_has_the_same_answer(seed, which):
         available=tuple(problem.available[i] for i in places),
         allowed=tuple(tuple(int(new_place[i]) for i in allowed) for allowed in problem.allowed),
         sends_ps=problem.sends_ps[:, places][:, :, places][..., layouts],
+        boundary_bytes=problem.boundary_bytes[:, layouts],
     )
     assert best(other) == best(problem)
 
@@ -107,7 +108,8 @@ def test_memory_in_other_units_changes_nothing(seed, factor):
         options = (o._replace(**{name: getattr(o, name) * factor for name in columns}) for o in place.options)
         return place._replace(options=tuple(options), budget_bytes=place.budget_bytes * factor)
 
-    assert best(changed(problem, places=tuple(map(scaled, problem.places)))) == best(problem)
+    held = problem.boundary_bytes * factor
+    assert best(changed(problem, places=tuple(map(scaled, problem.places)), boundary_bytes=held)) == best(problem)
 
 
 @MANY

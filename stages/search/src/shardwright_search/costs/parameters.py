@@ -23,7 +23,7 @@ class Beside(NamedTuple):
     slowdowns: Slowdowns | None
     """None where the two do not overlap."""
     measured_s: float | None
-    """What it adds to a pass, where the profile tells that; scaled from the profiled reduction to this message."""
+    """What it adds to a pass, where the profile tells that of the reduction it measured."""
 
 
 class ParameterCosts(NamedTuple):
@@ -82,10 +82,10 @@ def parameter_costs(
 def _beside(
     profiles: Profiles, type_name: str, tp_size: int, message: Message, groups: tuple[GroupKind, ...]
 ) -> Beside:
-    """Where a profiled reduction added more or less to its backward pass than its message takes alone, so do others.
+    """A profiled reduction added more or less to its backward pass than its message takes alone; so do all others.
 
-    Copies, waiting for the slowest rank and what overlaps are in that, for gathers as for reductions. A gather beside a
-    reduction that was lost in noise counts by its message.
+    What it added more (copies, waiting for the slowest rank) comes on top of any message of the layer; where it added
+    less, for it overlaps, they do in proportion. A gather beside a reduction that was lost in noise counts by itself.
     """
     alone = collective_time(profiles, message.collective, groups, message.bytes)
     slowdowns = slowdowns_of(profiles, message.collective, message.group_size)
@@ -96,7 +96,9 @@ def _beside(
         return Beside(alone, slowdowns, None)
     probed = GroupKind(states.reduction_ranks, states.tp_size == 1, False)
     profiled = collective_time(profiles, Collective.ALL_REDUCE, [probed], message.bytes)
-    return Beside(alone, slowdowns, states.reduction_s * alone.time_s / profiled.time_s)
+    more_s = states.reduction_s - profiled.time_s
+    in_proportion_s = states.reduction_s * alone.time_s / profiled.time_s
+    return Beside(alone, slowdowns, alone.time_s + more_s if more_s > 0 else in_proportion_s)
 
 
 def _partial_sum_s(
