@@ -2,7 +2,7 @@
 
     python benchmarks/accuracy.py                                    # all three
     python benchmarks/accuracy.py sailor --rows
-    python benchmarks/accuracy.py own --plans 30 --seed 1 --work /tmp/accuracy       # 160 probes and 31 plans
+    python benchmarks/accuracy.py own --plans 30 --seed 1 --work /tmp/accuracy       # 80 probes and 31 plans
     python benchmarks/accuracy.py own --measurement M.json --hardware H.h5 --profile P.h5
 
 `own` draws plans on two processes from the whole space, predicts them, and measures them with the searched one.
