@@ -6,7 +6,7 @@ knows the least bound of what is left, and so the gap.
 """
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -98,82 +98,26 @@ def optimise(
     `deadline` is a time of `monotonic`; it and Ctrl-C end the search early. `report` hears the best score, the least
     bound and how many cases are left. After `most_labels` labels it ends early, too.
     """
-    labels = 0
-
-    def tick(made: int = 0) -> None:
-        nonlocal labels
-        labels += made
-        if labels > most_labels or (deadline is not None and monotonic() > deadline):
-            raise Stopped
-
-    heap: list[_Open] = []
-    plans: dict[int, tuple[Best[C], ...]] = {}
-    best: Best[C] | None = None
-    now, stopped = _Open(0.0, -1, 0), False
-    solved: set[int] = set()
-    looked_at = 0
-
-    def solve(here: _Open, limit: float) -> None:
-        """Below the next window of a case; without a plan there its bound is higher, or it has none."""
-        nonlocal now
-        now, target = here, targets[here.number]
-        cut = min(here.bound * (1 + _WINDOWS[here.window]), limit)
-        solved.add(here.number)
-        found = solvable(target.case).solve_below(target.time_ps(cut), most, tick)
-        plans[here.number] = tuple(Best(target, one, target.score(one.objective_ps)) for one in found)
-        if not found and np.isfinite(cut):
-            heapq.heappush(heap, _Open(cut, here.number, min(here.window + 1, len(_WINDOWS) - 1)))
-        now = _Open(np.inf, -1, 0)
-
-    def bounded(here: _Open) -> None:
-        """Bound a case that was only glanced at."""
-        nonlocal now
-        now = here
-        bound = max(here.bound, targets[here.number].score(solvable(targets[here.number].case).lower_ps))
-        if np.isfinite(bound):
-            heapq.heappush(heap, _Open(bound, here.number, 0))
-        now = _Open(np.inf, -1, 0)
-
+    search = _Search(targets, solvable, most, _Clock(deadline, most_labels))
+    stopped = False
     try:
-        for number, target in enumerate(targets):
-            tick()
-            bound = target.score(solvable(target.case).glance_ps)
-            looked_at += 1
-            if np.isfinite(bound):
-                heap.append(_Open(bound, number, _GLANCED))
-        heapq.heapify(heap)
-        now = _Open(np.inf, -1, 0)
-        while heap and (best is None or heap[0].bound < best.score):
-            report(np.inf if best is None else best.score, heap[0].bound, len(heap))
-            here = heapq.heappop(heap)
-            if here.window == _GLANCED:
-                bounded(here)
-                continue
-            solve(here, np.inf if best is None else best.score)
-            best = min((*plans[here.number][:1], *((best,) if best is not None else ())), key=_score, default=None)
+        search.glance()
+        while search.heap and search.heap[0].bound < search.best_score:
+            report(search.best_score, search.heap[0].bound, len(search.heap))
+            search.step(search.best_score)
     except (Stopped, KeyboardInterrupt):
         stopped = True
-    left = min([now.bound, *(one.bound for one in heap)], default=np.inf)
-    bound = min(left, np.inf if best is None else best.score)
+    bound, best = min(search.least_bound, search.best_score), search.best
+    limit = search.best_score * (1 + near)
     try:
-        while not stopped and best is not None and heap and heap[0].bound <= best.score * (1 + near):
-            here = heapq.heappop(heap)
-            if here.window == _GLANCED:
-                bounded(here)
-            else:
-                solve(here, np.nextafter(best.score * (1 + near), np.inf))
+        while not stopped and best is not None and search.heap and search.heap[0].bound <= limit:
+            search.step(float(np.nextafter(limit, np.inf)))
     except (Stopped, KeyboardInterrupt):
         stopped = True
-    close = [one for of_case in plans.values() for one in of_case if best and one.score <= best.score * (1 + near)]
-    return Optimum(
-        best,
-        tuple(sorted(close, key=_score)) or (() if best is None else (best,)),
-        bound,
-        _bounds(targets, heap, plans),
-        looked_at,
-        len(solved),
-        stopped,
-    )
+    close = sorted((one for own in search.plans.values() for one in own if one.score <= limit), key=_score)
+    if best is None:
+        close = []
+    return Optimum(best, tuple(close), bound, search.bounds(), search.looked_at, len(search.plans), stopped)
 
 
 class _Open(NamedTuple):
@@ -184,12 +128,89 @@ class _Open(NamedTuple):
     window: int
 
 
+_NOTHING = _Open(np.inf, -1, 0)
+
+
+class _Clock(NamedTuple):
+    """What ends a search early."""
+
+    deadline: float | None
+    most_labels: float
+
+
+class _Search(Generic[C]):
+    """The cases of a search, and what is known of each so far."""
+
+    def __init__(
+        self, targets: Sequence[Target[C]], solvable: Callable[[C], Solvable], most: int, clock: _Clock
+    ) -> None:
+        self._targets, self._solvable, self._most, self._clock = targets, solvable, most, clock
+        self._labels = 0
+        self._now = _Open(0.0, -1, 0)
+        self.heap: list[_Open] = []
+        self.plans: dict[int, tuple[Best[C], ...]] = {}
+        """By case: those of the window in which some were found, none where none was."""
+        self.best: Best[C] | None = None
+        self.looked_at = 0
+
+    @property
+    def best_score(self) -> float:
+        """Infinity where no plan is known."""
+        return np.inf if self.best is None else self.best.score
+
+    @property
+    def least_bound(self) -> float:
+        """No plan of the cases that are left, the one worked on among them, has a lower score."""
+        return min([self._now.bound, *(one.bound for one in self.heap)])
+
+    def tick(self, made: int = 0) -> None:
+        """Raise Stopped when time or labels are spent."""
+        self._labels += made
+        deadline, most_labels = self._clock
+        if self._labels > most_labels or (deadline is not None and monotonic() > deadline):
+            raise Stopped
+
+    def glance(self) -> None:
+        """Look at every case."""
+        for number, target in enumerate(self._targets):
+            self.tick()
+            bound = target.score(self._solvable(target.case).glance_ps)
+            self.looked_at += 1
+            if np.isfinite(bound):
+                self.heap.append(_Open(bound, number, _GLANCED))
+        heapq.heapify(self.heap)
+        self._now = _NOTHING
+
+    def step(self, limit: float) -> None:
+        """Bound the most promising case if it was only glanced at, else solve it below its next window or the limit."""
+        self._now = here = heapq.heappop(self.heap)
+        target = self._targets[here.number]
+        if here.window == _GLANCED:
+            bound = max(here.bound, target.score(self._solvable(target.case).lower_ps))
+            if np.isfinite(bound):
+                heapq.heappush(self.heap, _Open(bound, here.number, 0))
+        else:
+            self._solve(here, target, limit)
+        self._now = _NOTHING
+
+    def _solve(self, here: "_Open", target: Target[C], limit: float) -> None:
+        """Without a plan below the window the case's bound is higher, or it has none."""
+        cut = min(here.bound * (1 + _WINDOWS[here.window]), limit)
+        self.plans.setdefault(here.number, ())
+        found = self._solvable(target.case).solve_below(target.time_ps(cut), self._most, self.tick)
+        self.plans[here.number] = tuple(Best(target, one, target.score(one.objective_ps)) for one in found)
+        if found:
+            known = (self.best,) if self.best is not None else ()
+            self.best = min((*self.plans[here.number][:1], *known), key=_score)
+        elif np.isfinite(cut):
+            heapq.heappush(self.heap, _Open(cut, here.number, min(here.window + 1, len(_WINDOWS) - 1)))
+
+    def bounds(self) -> tuple[tuple[float, Target[C]], ...]:
+        """Every case that a plan may fit in, with what is known of its least score, the least first."""
+        known = {one.number: one.bound for one in self.heap}
+        known |= {number: own[0].score for number, own in self.plans.items() if own}
+        return tuple((bound, self._targets[number]) for number, bound in sorted(known.items(), key=lambda i: i[::-1]))
+
+
 def _score(best: Best[C]) -> float:
     return best.score
-
-
-def _bounds(
-    targets: Sequence[Target[C]], heap: Sequence[_Open], plans: Mapping[int, Sequence[Best[C]]]
-) -> tuple[tuple[float, Target[C]], ...]:
-    known = {one.number: one.bound for one in heap} | {number: own[0].score for number, own in plans.items() if own}
-    return tuple((bound, targets[number]) for number, bound in sorted(known.items(), key=lambda item: item[::-1]))
