@@ -33,10 +33,10 @@ def spread(kind: str, tp_size: int = 1, dp_size: int = 4, split: str = "none") -
         # 16384 parameters over 4 ranks: stored, gathered for compute, gradients, two moments; and while they last
         ("ddp", False, (65536, 32768, 65536, 131072), (0, 0)),
         ("ddp", True, (65536, 32768, 65536, 131072), (0, 0)),
-        ("zero2", False, (16384, 32768, 16384, 32768), (0, 65536)),
-        ("zero2", True, (16384, 32768, 65536, 32768), (0, 16384)),
-        ("zero3", False, (16384, 0, 16384, 32768), (32768, 65536)),
-        ("zero3", True, (16384, 0, 65536, 32768), (32768, 16384)),
+        ("zero2", False, (16384, 32768, 16384, 32768), (65536, 65536)),
+        ("zero2", True, (16384, 32768, 65536, 32768), (16384, 0)),
+        ("zero3", False, (16384, 0, 16384, 32768), (2 * 32768 + 65536, 65536)),
+        ("zero3", True, (16384, 0, 65536, 32768), (2 * 32768 + 16384, 0)),
     ],
 )
 def test_memory_terms_by_kind_of_data_parallelism(make, kind, deferred, held, moment):
@@ -48,8 +48,8 @@ def test_memory_terms_by_kind_of_data_parallelism(make, kind, deferred, held, mo
         memory.optimizer_bytes(block, strategy, MIXED),
     )
     assert moment == (
-        memory.transient_gather_bytes(block, strategy, MIXED),
-        memory.transient_gradients_bytes(block, strategy, MIXED, deferred),
+        memory.messages_bytes(block, strategy, MIXED, deferred),
+        memory.unreduced_bytes(block, strategy, MIXED, deferred),
     )
 
 
@@ -60,13 +60,12 @@ def test_replicated_layers_are_computed_as_they_are_stored_where_all_is_in_one_f
     assert memory.gathered_parameters_bytes(block, spread("zero2", dp_size=1), Precision()) == 0
 
 
-def test_a_whole_layer_that_is_reduced_every_microbatch_keeps_the_last_sum_beside_what_it_adds_up(make):
+def test_replicas_that_reduce_every_microbatch_keep_the_sum_beside_what_is_being_reduced(make):
     block = make.model().types["block"]
     for precision in (MIXED, Precision()):
         assert memory.gradients_bytes(block, spread("ddp"), precision, False, True) == 2 * 65536
         assert memory.gradients_bytes(block, spread("zero2"), precision, False, True) == 16384
-    # and is no longer held as it is stored
-    assert memory.gathered_parameters_bytes(block, spread("ddp"), Precision(), True) == 65536
+        assert memory.gradients_bytes(block, spread("ddp", dp_size=1), precision, False, True) == 65536
 
 
 def test_a_shard_is_rounded_up_to_whole_rows(make):
@@ -82,8 +81,8 @@ def test_parameters_are_shared_over_the_whole_stage_under_ulysses(make):
     ulysses, megatron = spread("zero3", 2, 2, "ulysses"), spread("zero3", 2, 2, "megatron")
     assert memory.parameters_bytes(block, ulysses, MIXED) == memory.parameters_bytes(block, megatron, MIXED) == 16384
     # but a layer is gathered whole under the one, its half under the other
-    assert memory.transient_gather_bytes(block, ulysses, MIXED) == 32768
-    assert memory.transient_gather_bytes(block, megatron, MIXED) == 16384
+    for strategy, whole in ((ulysses, 16384), (megatron, 8192)):
+        assert memory.messages_bytes(block, strategy, MIXED, False) == (2 * 2 + 4) * whole
     assert memory.parameters_bytes(block, spread("ddp", 2, 2, "ulysses"), MIXED) == 65536
     assert memory.parameters_bytes(block, spread("ddp", 2, 2, "megatron"), MIXED) == 32768
 

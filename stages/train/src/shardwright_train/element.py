@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright_formats.model import EMBEDDING, HEAD, Parameter
 from shardwright_formats.placement import layout_of, parameter_box
-from shardwright_formats.plan import GradientReduction, Plan
+from shardwright_formats.plan import Plan
 from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel, Strategy
 from shardwright_train.families import Family
 from shardwright_train.families.base import Batch, States
@@ -68,7 +68,7 @@ class Element:
     """None where nothing is dropped."""
     spread: TensorParallel
     replicas: ReplicaSum | None
-    """Sums the gradients of a replicated layer once a step; None where FSDP2 reduces them."""
+    """Sums the gradients of a replicated layer; None where FSDP2 reduces them, or nobody."""
     split: Split
     mesh: DeviceMesh
 
@@ -136,6 +136,7 @@ def build_element(site: Site, name: str, strategy: Strategy, enter: tuple[Redist
     example = torch.zeros(1, dtype=torch_dtype(plan.precision.compute), device=site.device)
     positions = spread.positions_inside(model.sequence_length)
     inside = kind in family.parts
+    replicated = strategy.data_parallel is DataParallel.DDP and mesh["dp"].size() > 1
     return Element(
         name=name,
         kind=kind,
@@ -147,7 +148,7 @@ def build_element(site: Site, name: str, strategy: Strategy, enter: tuple[Redist
         rows=slice(part.batch_start, part.batch_end),
         randomness=randomness if family.dropout(config) > 0 else None,
         spread=spread,
-        replicas=_replica_sum(plan, module, strategy, mesh["dp"]),
+        replicas=ReplicaSum(module, mesh["dp"].get_group()) if replicated else None,
         split=split,
         mesh=mesh,
     )
@@ -172,12 +173,6 @@ def _cut_module(
             exchange_around_attention(module, spread.sequence_axis.get_group(), site.attention, kv_heads)
         _mark_parts(module, family, kind, strategy, spread)
     return module, split
-
-
-def _replica_sum(plan: Plan, module: nn.Module, strategy: Strategy, axis: DeviceMesh) -> ReplicaSum | None:
-    once = plan.gradient_reduction is GradientReduction.DEFERRED
-    replicated = strategy.data_parallel is DataParallel.DDP and axis.size() > 1
-    return ReplicaSum(module, axis.get_group()) if once and replicated else None
 
 
 def _mark_parts(module: nn.Module, family: Family, kind: str, strategy: Strategy, spread: TensorParallel) -> None:

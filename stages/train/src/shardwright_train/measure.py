@@ -138,8 +138,9 @@ class _Runner:
         reduced = (p.grad for p in (*owned, *self.optimiser.parameters.values()) if p.grad is not None)
         unreduced = (x for chunk in self.stage.chunks for x in unreduced_gradients(chunk))
         gathered = (x for chunk in self.stage.chunks for x in gathered_parameters(chunk))
+        summed = (x for element in self.stage.elements if element.replicas for x in element.replicas.held())
         return {
-            Category.GRADIENTS: sizes_by_address(map(local_tensor, (*reduced, *unreduced))),
+            Category.GRADIENTS: sizes_by_address(map(local_tensor, (*reduced, *unreduced, *summed))),
             Category.BUFFERS: sizes_by_address(gathered),
         }
 

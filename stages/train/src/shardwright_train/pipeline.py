@@ -1,14 +1,16 @@
 """One training step of a rank: its action list, with the messages to and from the neighbouring pipeline stages."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwright_formats.plan import GradientReduction, Plan
-from shardwright_formats.schedule import Pass, actions
+from shardwright_formats.schedule import Action, Pass, actions
 from shardwright_formats.strategy import SequenceParallel
 from shardwright_formats.traffic import incoming_layout
 from shardwright_train.families.base import Batch, States
@@ -31,8 +33,16 @@ class _Neighbour:
     """Whom a chunk exchanges messages with on one side, and over which groups."""
 
     rank: int
+    chunk: int
+    """The neighbour's own."""
+    order: Mapping[Action, int]
+    """When the neighbour does what."""
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
+
+    def over(self, kind: Pass) -> dist.ProcessGroup:
+        """The group that carries the messages of forward or of backward passes."""
+        return self.forward if kind is Pass.FORWARD else self.backward
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,10 @@ class Pipeline:
                 return None
             suffix = " around" if around else ""
             over = (groups.among(direction + suffix, column) for direction in ("forward", "backward"))
-            return _Neighbour(column[(index + step) % len(column)], *over)
+            there = (index + step) % len(column)
+            todo = actions(plan.schedule, len(column), plan.num_microbatches, there, len(chunks))
+            order = {action: i for i, action in enumerate(todo)}
+            return _Neighbour(column[there], chunk + step if around else chunk, order, *over)
 
         def shapes(chunk: int) -> tuple[tuple[int, int, int], ...]:
             layout = incoming_layout(plan, index, chunk)
@@ -90,13 +103,45 @@ class Pipeline:
         )
 
 
+class _Sent(NamedTuple):
+    """A message on its way; its tensor's memory must not be used again before it has gone."""
+
+    rank: int
+    taken_at: int
+    """Number of the receiver's action that takes it."""
+    work: dist.Work
+    tensor: Tensor
+
+
 @dataclass
 class _Flight:
     """What a step holds on the way: activations of microbatches not yet gone backward, and messages not yet taken."""
 
     inputs: dict[Turn, States] = field(default_factory=dict)
     outputs: dict[Turn, States] = field(default_factory=dict)
-    sends: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    sends: list[_Sent] = field(default_factory=list)
+
+    def send(self, x: Tensor, to: _Neighbour, action: Action) -> None:
+        """Send what a neighbour's action needs."""
+        x = x.contiguous()
+        work = dist.isend(x, to.rank, group=to.over(action.kind))
+        assert work is not None
+        self.sends.append(_Sent(to.rank, to.order[action], work, x))
+
+    def receive(self, x: Tensor, source: _Neighbour, action: Action) -> None:
+        """Wait for what a neighbour's action made, which also tells that it has taken all messages up to there.
+
+        Gloo does not say of a message whether it has gone, other than by waiting for it.
+        """
+        dist.recv(x, source.rank, group=source.over(action.kind))
+        done = source.order[action]
+        kept = []
+        for sent in self.sends:
+            if sent.rank == source.rank and sent.taken_at <= done:
+                sent.work.wait()
+            else:
+                kept.append(sent)
+        self.sends = kept
 
 
 @dataclass(frozen=True)
@@ -141,8 +186,9 @@ def run_step(stage: Stage, place: Pipeline, step: Step, mark: StepMark = no_mark
             last = not any(kind is Pass.BACKWARD and later == chunk for kind, _, later in todo[number + 1 :])
             stage.chunks[chunk].prepare_backward(last or every, last)
             _backward(place, flight, (microbatch, chunk), mark)
-    for work, _ in flight.sends:
-        work.wait()
+            stage.chunks[chunk].start_reductions()
+    for sent in flight.sends:
+        sent.work.wait()
     stage.finish_gradients()
     head = plan.head
     # Without Ulysses each rank of the head's group has computed the whole loss of its samples.
@@ -162,7 +208,7 @@ def _forward(stage: Stage, place: Pipeline, flight: _Flight, turn: Turn, step: S
         dtype = torch_dtype(place.plan.precision.compute)
         states = tuple(torch.empty(shape, dtype=dtype, device=place.device) for shape in place.input_shapes[chunk])
         for x in states:
-            dist.recv(x, source.rank, group=source.forward)
+            flight.receive(x, source, Action(Pass.FORWARD, microbatch, source.chunk))
             x.requires_grad_()
     rows = {k: v[microbatch * samples : (microbatch + 1) * samples].to(place.device) for k, v in step.batch.items()}
     at("forward.wait")
@@ -173,19 +219,20 @@ def _forward(stage: Stage, place: Pipeline, flight: _Flight, turn: Turn, step: S
     at("forward.end")
     if target is not None:
         for x in output:
-            _send(flight, x.detach(), target.rank, target.forward)
+            flight.send(x.detach(), target, Action(Pass.FORWARD, microbatch, target.chunk))
     return output
 
 
 def _backward(place: Pipeline, flight: _Flight, turn: Turn, mark: StepMark) -> None:
     mark("backward.begin", turn)
     states, outputs = flight.inputs.pop(turn), flight.outputs.pop(turn)
-    source, target = place.previous[turn[1]], place.next[turn[1]]
+    microbatch, chunk = turn
+    source, target = place.previous[chunk], place.next[chunk]
     grads: list[Tensor | None] = [None] * len(outputs)
     if target is not None:
         for i, x in enumerate(outputs):
             grads[i] = grad = torch.empty_like(x)
-            dist.recv(grad, target.rank, group=target.backward)
+            flight.receive(grad, target, Action(Pass.BACKWARD, microbatch, target.chunk))
     mark("backward.wait", turn)
     torch.autograd.backward(outputs, grads)
     mark(f"{'layers' if source is not None else 'embedding'}.backward", turn)
@@ -193,13 +240,5 @@ def _backward(place: Pipeline, flight: _Flight, turn: Turn, mark: StepMark) -> N
     if source is not None:
         for x in states:
             # What nothing here has used has no gradient, but the stage before waits for one.
-            _send(flight, torch.zeros_like(x) if x.grad is None else x.grad, source.rank, source.backward)
-
-
-def _send(flight: _Flight, x: Tensor, rank: int, group: dist.ProcessGroup) -> None:
-    # The tensor is kept beside its request: its memory must not be used again before it has gone.
-    flight.sends = [(work, sent) for work, sent in flight.sends if not work.is_completed()]
-    x = x.contiguous()
-    work = dist.isend(x, rank, group=group)
-    assert work is not None
-    flight.sends.append((work, x))
+            grad = torch.zeros_like(x) if x.grad is None else x.grad
+            flight.send(grad, source, Action(Pass.BACKWARD, microbatch, source.chunk))

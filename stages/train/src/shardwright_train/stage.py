@@ -64,12 +64,19 @@ class Chunk(nn.Module):
         self.set_is_last_backward(last)
         for element in self.elements:
             if element.replicas is not None:
-                element.replicas.armed = last
+                element.replicas.collect()
+                element.replicas.armed = reduce_gradients
             if isinstance(element.module, FSDPModule):
                 zero3 = element.strategy.data_parallel is DataParallel.ZERO3
                 element.module.set_reshard_after_backward(last or zero3, recurse=False)
                 if element.replicas is not None:
                     element.module.set_requires_gradient_sync(False)
+
+    def start_reductions(self) -> None:
+        """After a backward pass: begin to reduce the layers whose inputs have no gradient that could say so."""
+        for element in self.elements:
+            if element.replicas is not None:
+                element.replicas.start()
 
 
 @dataclass(frozen=True)

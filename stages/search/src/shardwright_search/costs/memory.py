@@ -17,11 +17,11 @@ __all__ = [
     "element_bytes",
     "gathered_parameters_bytes",
     "gradients_bytes",
+    "messages_bytes",
     "optimizer_bytes",
     "parameters_bytes",
     "peak_bytes",
-    "transient_gather_bytes",
-    "transient_gradients_bytes",
+    "unreduced_bytes",
 ]
 
 
@@ -35,11 +35,9 @@ def parameters_bytes(kind: LayerType, strategy: Strategy, precision: Precision) 
     return element_bytes(precision.parameters) * _held_elements(kind, strategy)
 
 
-def gathered_parameters_bytes(
-    kind: LayerType, strategy: Strategy, precision: Precision, every_microbatch: bool = False
-) -> int:
+def gathered_parameters_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
     """Copies for compute that stay all step long: cP under ZeRO-2 and DDP, but not where what is stored serves."""
-    if strategy.data_parallel is DataParallel.ZERO3 or _as_stored(strategy, precision, every_microbatch):
+    if strategy.data_parallel is DataParallel.ZERO3 or _as_stored(strategy, precision):
         return 0
     return element_bytes(precision.compute) * _whole_elements(kind, strategy)
 
@@ -49,15 +47,14 @@ def gradients_bytes(
 ) -> int:
     """Gradients: rP under DDP and, `deferred`, while several microbatches are summed up; sP/w when sharded.
 
-    In the last backward pass reduced gradients take the place of unreduced ones layer by layer. A whole layer that is
-    reduced `again`, every microbatch, keeps the last sum, rP, beside what it adds up.
+    In the last backward pass reduced gradients take the place of unreduced ones layer by layer. Replicas that reduce
+    `again`, every microbatch, keep the sum of what was reduced, sP, beside what is being reduced.
     """
     whole = element_bytes(precision.reduce) * _whole_elements(kind, strategy)
-    if _as_stored(strategy, precision, again):
-        return whole
-    if strategy.data_parallel is DataParallel.DDP:
-        return 2 * whole if again else whole
-    return whole if deferred else element_bytes(precision.parameters) * _held_elements(kind, strategy)
+    held = element_bytes(precision.parameters) * _held_elements(kind, strategy)
+    if _replicated(strategy):
+        return whole + held * again
+    return whole if deferred or _as_stored(strategy, precision) else held
 
 
 def optimizer_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
@@ -65,19 +62,29 @@ def optimizer_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -
     return 2 * parameters_bytes(kind, strategy, precision)
 
 
-def transient_gather_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
-    """The gathered parameters cP that a ZeRO-3 layer holds during its own forward or backward."""
-    if strategy.data_parallel is not DataParallel.ZERO3 or _as_stored(strategy, precision, every_microbatch=False):
-        return 0
-    return element_bytes(precision.compute) * _whole_elements(kind, strategy)
+def messages_bytes(kind: LayerType, strategy: Strategy, precision: Precision, deferred: bool) -> int:
+    """What FSDP2 holds of a layer's messages while the layer works: of gathers under ZeRO-3 2cP, of reductions rP.
 
-
-def transient_gradients_bytes(kind: LayerType, strategy: Strategy, precision: Precision, deferred: bool) -> int:
-    """What a sharded layer's reduction holds beside `gradients_bytes`: rP reduced at once, `deferred` only sP/w."""
-    if strategy.data_parallel is DataParallel.DDP or _as_stored(strategy, precision, every_microbatch=False):
+    Beside the parameters it works with lie those of the layer that comes next, on their way. The message of the layer
+    before it, here taken to be as large, is kept until its own is ready; `deferred` that one has taken the place of
+    gradients that are counted, and only its outcome, sP/w, comes on top.
+    """
+    if _replicated(strategy) or _as_stored(strategy, precision):
         return 0
+    whole = _whole_elements(kind, strategy)
+    gathers = 2 * element_bytes(precision.compute) * whole if strategy.data_parallel is DataParallel.ZERO3 else 0
     if deferred:
-        return element_bytes(precision.parameters) * _held_elements(kind, strategy)
+        return gathers + element_bytes(precision.parameters) * _held_elements(kind, strategy)
+    return gathers + element_bytes(precision.reduce) * whole
+
+
+def unreduced_bytes(kind: LayerType, strategy: Strategy, precision: Precision, deferred: bool) -> int:
+    """Gradients rP that a sharded layer makes and has reduced when its backward pass is over, unless `deferred`.
+
+    They grow while what the pass itself holds for a moment goes: the larger of both counts.
+    """
+    if deferred or _replicated(strategy) or _as_stored(strategy, precision):
+        return 0
     return element_bytes(precision.reduce) * _whole_elements(kind, strategy)
 
 
@@ -105,10 +112,15 @@ def peak_bytes(moments: Sequence[Moment]) -> int:
     return peak
 
 
-def _as_stored(strategy: Strategy, precision: Precision, every_microbatch: bool) -> bool:
-    """Whether a layer is held whole, reduced once a step and computed with as it is stored, without FSDP2."""
+def _replicated(strategy: Strategy) -> bool:
+    """Whether several ranks hold all of a layer, and sum its gradients where they lie."""
+    return strategy.data_parallel is DataParallel.DDP and parameter_layout(strategy).dp_size > 1
+
+
+def _as_stored(strategy: Strategy, precision: Precision) -> bool:
+    """Whether a layer is held whole and computed with as it is stored, without FSDP2."""
     whole = strategy.data_parallel is DataParallel.DDP or parameter_layout(strategy).dp_size == 1
-    return whole and not every_microbatch and precision.parameters == precision.compute == precision.reduce
+    return whole and precision.parameters == precision.compute == precision.reduce
 
 
 def _whole_elements(kind: LayerType, strategy: Strategy) -> int:

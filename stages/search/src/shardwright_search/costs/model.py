@@ -195,7 +195,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             gradients_bytes=own.gradients_bytes,
             optimizer_bytes=own.optimizer_bytes,
             activation_bytes=ceil(layer.activation_bytes),
-            transient_bytes=ceil(layer.transient_bytes) + own.transient_bytes,
+            transient_bytes=max(ceil(layer.transient_bytes), own.unreduced_bytes) + own.messages_bytes,
             warnings=tuple(dict.fromkeys(doubt for doubt in doubts if doubt is not None)),
         )
 

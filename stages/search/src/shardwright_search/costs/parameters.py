@@ -33,8 +33,10 @@ class ParameterCosts(NamedTuple):
     gathered_parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    transient_bytes: int
-    """Gathered parameters and gradients on their way, held for a moment."""
+    messages_bytes: int
+    """Parameters and gradients on their way, held while the layer works."""
+    unreduced_bytes: int
+    """Gradients that are reduced when the layer's backward pass is over."""
     gather: Beside | None
     """Of ZeRO's parameters: ZeRO-3's in every pass, ZeRO-2's once a step."""
     reduction: Beside | None
@@ -64,14 +66,13 @@ def parameter_costs(
     gather = messages.get(Collective.ALL_GATHER)
     reduces = messages.get(Collective.ALL_REDUCE) or messages.get(Collective.REDUCE_SCATTER)
     shards = 1 if strategy.data_parallel is DataParallel.DDP else layout.dp_size
-    transient = memory.transient_gather_bytes(kind, strategy, precision)
-    transient += memory.transient_gradients_bytes(kind, strategy, precision, deferred)
     return ParameterCosts(
         memory.parameters_bytes(kind, strategy, precision),
-        memory.gathered_parameters_bytes(kind, strategy, precision, every_microbatch),
+        memory.gathered_parameters_bytes(kind, strategy, precision),
         memory.gradients_bytes(kind, strategy, precision, deferred, every_microbatch and not one_microbatch),
         memory.optimizer_bytes(kind, strategy, precision),
-        transient,
+        memory.messages_bytes(kind, strategy, precision, deferred),
+        memory.unreduced_bytes(kind, strategy, precision, deferred),
         None if gather is None else _beside(profiles, type_name, layout.tp_size, gather, groups),
         None if reduces is None else _beside(profiles, type_name, layout.tp_size, reduces, groups),
         _partial_sum_s(profiles, model, precision, type_name, strategy, lie),

@@ -8,7 +8,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from shardwright_formats.plan import GradientReduction, Plan
+from shardwright_formats.plan import Plan
 from shardwright_formats.strategy import DataParallel
 
 __all__ = ["prefetch_in_backward", "share_root", "share_states", "torch_dtype"]
@@ -33,8 +33,7 @@ def share_states(module: nn.Module, kind: DataParallel, axis: DeviceMesh, plan: 
     FSDP2 wraps every layer but those that are held whole and computed with as they are stored.
     """
     precision, whole = plan.precision, kind is DataParallel.DDP or axis.size() == 1
-    once = plan.gradient_reduction is GradientReduction.DEFERRED
-    if whole and once and precision.parameters == precision.compute == precision.reduce:
+    if whole and precision.parameters == precision.compute == precision.reduce:
         return
     policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(precision.compute), reduce_dtype=torch_dtype(precision.reduce)
