@@ -2,7 +2,7 @@
 
     python benchmarks/accuracy.py                                    # all three
     python benchmarks/accuracy.py sailor --rows
-    python benchmarks/accuracy.py own --plans 30 --seed 1 --work /tmp/accuracy       # 80 probes and 31 plans
+    python benchmarks/accuracy.py own --plans 30 --seed 1 --work /tmp/accuracy       # 80 probes and 31 plans, 3 times
     python benchmarks/accuracy.py own --measurement M.json --hardware H.h5 --profile P.h5
 
 `own` draws plans on two processes from the whole space, predicts them, and measures them with the searched one.
@@ -42,10 +42,13 @@ def _own(asked: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as place:
         work = asked.work or Path(place)
         work.mkdir(parents=True, exist_ok=True)
-        inputs = own.prepare(work, ROOT, asked.hardware, asked.profile)
-        settings = {"steps": asked.steps, "warmup-steps": 2, "least-time-s": asked.least_time_s}
-        measurement = asked.measurement or own.measured(work, inputs, asked.plans, asked.seed, settings)
-        rows = own.compared(measurement, inputs)
+        inputs = own.prepare(work, ROOT, asked.hardware)
+        settings = {"steps": asked.steps, "warmup-steps": 1, "least-time-s": asked.least_time_s}
+        if asked.measurement:
+            taken = [own.Round(asked.profile, asked.measurement)]
+        else:
+            taken = list(own.rounds(work, inputs, asked.profile, asked.plans, asked.seed, settings, asked.rounds))
+        rows = own.compared(taken, inputs)
     found = own.verdict(rows)
     _keep(
         asked,
@@ -53,6 +56,7 @@ def _own(asked: argparse.Namespace) -> None:
         rows,
         plans=asked.plans,
         seed=asked.seed,
+        rounds=len(taken),
         measured=settings,
         **found,
         rows=[row._asdict() for row in rows],
@@ -86,18 +90,21 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--plans", type=int, default=30, help="random plans to draw")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each plan")
-    parser.add_argument("--least-time-s", type=float, default=3.0, help="each plan is measured for so many s at least")
+    parser.add_argument("--rounds", type=int, default=3, help="profile and plans are measured so many times, in turns")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each probe and plan in a round")
+    parser.add_argument("--least-time-s", type=float, default=1.0, help="and so many s at least")
     parser.add_argument("--work", type=Path, help="folder to keep profiles and measurements in, and to go on from")
     parser.add_argument("--hardware", type=Path, help="hardware profile, instead of measuring one")
     parser.add_argument("--profile", type=Path, help="model profile of the demo's model, instead of measuring one")
     parser.add_argument(
-        "--measurement", type=Path, help="what `own` measured before; the first plan is the searched one"
+        "--measurement", type=Path, help="what `own` measured in one round, the searched plan first; wants --profile"
     )
     asked = parser.parse_args()
     asked.parts = asked.parts or list(PARTS)
     if odd := sorted(set(asked.parts) - set(PARTS)):
         parser.error(f"no part {odd[0]!r}: known are {', '.join(PARTS)}")
+    if asked.measurement and not asked.profile:
+        parser.error("--measurement wants --profile beside it")
     return asked
 
 

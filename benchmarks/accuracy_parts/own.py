@@ -1,8 +1,9 @@
 """Random plans and the searched one on this machine: predicted first, measured afterwards.
 
 The model is the demo's, the profile is measured now (or given), every plan of the draw that the cost model prices and
-that fits the devices is taken. Plans are drawn and predicted before any of them is measured, and the profile is of
-probes that none of them is.
+that fits the devices is taken. Plans are drawn before any of them is measured, and the profile is of probes that none
+of them is. Profile and plans are measured in turns, some rounds of each: the speed of a shared machine drifts by a
+third within the hour, and so both see it all.
 """
 
 import random
@@ -31,7 +32,7 @@ from shardwright_search.profiles import Profiles, read_profiles
 from shardwright_search.request import TimeModel
 from shardwright_train.support import check_supported
 
-__all__ = ["Inputs", "compared", "measured", "prepare", "verdict"]
+__all__ = ["Inputs", "Round", "compared", "prepare", "rounds", "verdict"]
 
 BATCH, LENGTH = 16, 128
 KINDS = {
@@ -47,16 +48,22 @@ _MOST_DRAWS_PER_PLAN = 200
 
 
 class Inputs(NamedTuple):
-    """Files of what is planned for, and of the profiles."""
+    """Files of what is planned for."""
 
     model: Path
     cluster: Path
     hardware: Path
+
+
+class Round(NamedTuple):
+    """A profile, and what the plans took right after it was measured."""
+
     profile: Path
+    measurement: Path
 
 
-def prepare(work: Path, root: Path, hardware: Path | None, profile: Path | None) -> Inputs:
-    """Describe the demo's model and measure what was not given; what lies in `work` already is taken as it is."""
+def prepare(work: Path, root: Path, hardware: Path | None) -> Inputs:
+    """Describe the demo's model and measure the links, if not given; what lies in `work` already is taken as it is."""
     preset = yaml.safe_load((root / "config" / "models" / "llama-2m.yaml").read_text(encoding="utf-8"))
     write_json_document(work / "model" / "config.json", None, **preset["config"])
     nodes = [{"node_type": "cpu", "count": 1}]
@@ -66,7 +73,6 @@ def prepare(work: Path, root: Path, hardware: Path | None, profile: Path | None)
             work / "cluster.json", "cluster", name="two-cpus", nodes=nodes, node_types={"cpu": DEVICES}
         ),
         hardware or work / "hardware.h5",
-        profile or work / "profile.h5",
     )
     if not found.model.exists():
         run("shardwright-train", "describe", work / "model", "--name", "demo", "--sequence-length", LENGTH,
@@ -74,44 +80,51 @@ def prepare(work: Path, root: Path, hardware: Path | None, profile: Path | None)
     if not found.hardware.exists():
         run("shardwright-profile", "hardware", "--cluster", found.cluster, "--time-budget", 60,
             "--out", found.hardware)  # fmt: skip
-    if not found.profile.exists():
-        run("shardwright-profile", "fit", "--measurements", _probes(work, found), "--out", found.profile)
     return found
 
 
-def _probes(work: Path, inputs: Inputs) -> Path:
-    settings = write_json_document(work / "settings.json", "profile_settings", **PROBES, **KINDS)
-    probes, taken = work / "probes.json", work / "probes.measured.json"
-    if not taken.exists():
-        run("shardwright-profile", "probes", "--model", inputs.model, "--cluster", inputs.cluster,
-            "--node-type", "cpu", "--settings", settings, "--out", probes)  # fmt: skip
-        run("shardwright-train", "measure", probes, "--steps", 5, "--warmup-steps", 2, "--least-time-s", 2.5,
-            "--out", taken)  # fmt: skip
-    return taken
+def rounds(
+    work: Path, inputs: Inputs, profile: Path | None, count: int, seed: int, settings: dict[str, Any], number: int
+) -> Iterator[Round]:
+    """Measure the model, if it was not, draw plans and search one, measure them; then all but the draw again.
 
-
-def measured(work: Path, inputs: Inputs, count: int, seed: int, settings: dict[str, Any]) -> Path:
-    """Draw plans, search one, and measure all of them; returns the measurement, of which the first is the searched one.
-
-    `settings` are the options of `shardwright-train measure`.
+    The searched plan is the first of each measurement. `settings` are the options of `shardwright-train measure`.
     """
-    plans, out = work / f"plans-{seed}-{count}.json", work / f"measured-{seed}-{count}.json"
+    plans = work / f"plans-{seed}-{count}.json"
+    for i in range(1, number + 1):
+        found = Round(profile or _profiled(work, inputs, settings, i), work / f"measured-{seed}-{count}-{i}.json")
+        if not plans.exists():
+            every = (_searched(work, inputs, found.profile), *_drawn(inputs, found.profile, count, seed))
+            write_document(plans, Plans(plans=every))
+        _measure(plans, settings, found.measurement)
+        yield found
+
+
+def _profiled(work: Path, inputs: Inputs, settings: dict[str, Any], number: int) -> Path:
+    described = write_json_document(work / "settings.json", "profile_settings", **PROBES, **KINDS)
+    probes, taken, profile = (
+        work / "probes.json",
+        work / f"probes-{number}.measured.json",
+        work / f"profile-{number}.h5",
+    )
+    run("shardwright-profile", "probes", "--model", inputs.model, "--cluster", inputs.cluster,
+        "--node-type", "cpu", "--settings", described, "--out", probes)  # fmt: skip
+    _measure(probes, settings, taken)
+    run("shardwright-profile", "fit", "--measurements", taken, "--out", profile)
+    return profile
+
+
+def _measure(plans: Path, settings: dict[str, Any], out: Path) -> None:
     if not out.exists():
-        every = (_searched(work, inputs), *_drawn(inputs, count, seed))
-        write_document(plans, Plans(plans=every))
         options = [word for name, value in settings.items() for word in (f"--{name}", value)]
         run("shardwright-train", "measure", plans, *options, "--out", out)
-    return out
 
 
-def compared(measurement: Path, inputs: Inputs) -> list[Compared]:
-    """Step time in s of every plan, and memory in bytes of every rank."""
-    profiles = read_profiles(inputs.hardware, inputs.profile)
-    return [
-        row
-        for found in read_document(measurement, Measurement).plans
-        for row in _rows(found, _estimate(found.plan, profiles))
-    ]
+def compared(found: Sequence[Round], inputs: Inputs) -> list[Compared]:
+    """Step time in s of every plan, and memory in bytes of every rank: over all rounds the medians, and the most."""
+    profiles = [read_profiles(inputs.hardware, one.profile) for one in found]
+    taken = zip(*(read_document(one.measurement, Measurement).plans for one in found), strict=True)
+    return [row for plans in taken for row in _rows(plans, [_estimate(plans[0].plan, p) for p in profiles])]
 
 
 def _estimate(plan: Plan, profiles: Profiles) -> Estimate:
@@ -129,19 +142,20 @@ def verdict(rows: Sequence[Compared]) -> dict[str, float]:
     }
 
 
-def _rows(found: PlanMeasurement, estimate: Estimate) -> Iterator[Compared]:
-    plan = found.plan
+def _rows(found: Sequence[PlanMeasurement], estimates: Sequence[Estimate]) -> Iterator[Compared]:
+    plan = found[0].plan
     shape = "1 pipeline stage" if len(plan.stages) == 1 else f"{len(plan.stages)} pipeline stages"
-    time_s = median(found.step_times_s)
+    time_s = median(step_s for one in found for step_s in one.step_times_s)
+    predicted_s = median(estimate.simulated_step_time_s for estimate in estimates)
     for name in ("own plans, time", f"own plans, time, {shape}"):
-        yield Compared(name, plan.name, time_s, estimate.simulated_step_time_s)
-    for rank in found.ranks:
-        held = rank.memory.peak_bytes + rank.memory.process_bytes
-        what = f"{plan.name} rank {rank.rank}"
-        yield Compared("own plans, memory of every rank", what, held, estimate.stages[rank.stage].memory_bytes)
+        yield Compared(name, plan.name, time_s, predicted_s)
+    for ranks in zip(*(one.ranks for one in found), strict=True):
+        held = max(rank.memory.peak_bytes + rank.memory.process_bytes for rank in ranks)
+        counted = max(estimate.stages[ranks[0].stage].memory_bytes for estimate in estimates)
+        yield Compared("own plans, memory of every rank", f"{plan.name} rank {ranks[0].rank}", held, counted)
 
 
-def _searched(work: Path, inputs: Inputs) -> Plan:
+def _searched(work: Path, inputs: Inputs, profile: Path) -> Plan:
     search = write_json_document(
         work / "search.json",
         "search",
@@ -149,11 +163,11 @@ def _searched(work: Path, inputs: Inputs) -> Plan:
         global_batch_size=BATCH,
         schedules=["gpipe", "1f1b", "interleaved_1f1b"],
         time_model=str(TIME_MODEL),
-        **_profiled_kinds(inputs.profile),
+        **_profiled_kinds(profile),
     )
     plan = work / f"{CHOSEN}.json"
     run("shardwright-search", "plan", "--cluster", inputs.cluster, "--model", inputs.model, "--hardware",
-        inputs.hardware, "--profile", inputs.profile, "--search", search, "--out", plan)  # fmt: skip
+        inputs.hardware, "--profile", profile, "--search", search, "--out", plan)  # fmt: skip
     return read_document(plan, Plan)
 
 
@@ -163,10 +177,10 @@ def _profiled_kinds(profile: Path) -> dict[str, list[str]]:
     return {name: [kind for kind in KINDS[name] if kind.encode() in layers[name]] for name in KINDS}
 
 
-def _drawn(inputs: Inputs, count: int, seed: int) -> list[Plan]:
+def _drawn(inputs: Inputs, profile: Path, count: int, seed: int) -> list[Plan]:
     """Different plans that are priced and fit; why others were not taken is printed."""
     model, cluster = read_document(inputs.model, Model), read_document(inputs.cluster, Cluster)
-    profiles = read_profiles(inputs.hardware, inputs.profile)
+    profiles = read_profiles(inputs.hardware, profile)
     draw, known, refused = random.Random(seed), set[str](), Counter[str]()
     found: list[Plan] = []
     for _ in range(_MOST_DRAWS_PER_PLAN * count):

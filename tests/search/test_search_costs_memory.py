@@ -68,6 +68,18 @@ def test_replicas_that_reduce_every_microbatch_keep_the_sum_beside_what_is_being
         assert memory.gradients_bytes(block, spread("ddp", dp_size=1), precision, False, True) == 65536
 
 
+def test_the_messages_of_the_first_element_are_kept_until_the_next_ones(make):
+    """After the embedding's gather and its reduction nothing else may be gathered or reduced for most of a pass."""
+    block = make.model().types["block"]
+    assert memory.gathered_parameters_bytes(block, spread("zero3"), MIXED, first=True) == 32768
+    assert memory.gathered_parameters_bytes(block, spread("zero2"), MIXED, first=True) == 32768
+    assert memory.gathered_parameters_bytes(block, spread("ddp"), Precision(), first=True) == 0
+    for kind in ("zero2", "zero3"):
+        assert memory.gradients_bytes(block, spread(kind), MIXED, False, True, first=True) == 16384 + 65536
+        assert memory.gradients_bytes(block, spread(kind), MIXED, False, False, first=True) == 16384
+        assert memory.gradients_bytes(block, spread(kind), MIXED, True, False, first=True) == 65536
+
+
 def test_a_shard_is_rounded_up_to_whole_rows(make):
     # 256 rows over 3 ranks: 86 rows of 64
     assert memory.parameters_bytes(make.model().types["block"], spread("zero3", dp_size=3), MIXED) == 4 * 86 * 64

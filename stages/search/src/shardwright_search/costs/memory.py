@@ -35,26 +35,31 @@ def parameters_bytes(kind: LayerType, strategy: Strategy, precision: Precision) 
     return element_bytes(precision.parameters) * _held_elements(kind, strategy)
 
 
-def gathered_parameters_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
-    """Copies for compute that stay all step long: cP under ZeRO-2 and DDP, but not where what is stored serves."""
-    if strategy.data_parallel is DataParallel.ZERO3 or _as_stored(strategy, precision):
+def gathered_parameters_bytes(kind: LayerType, strategy: Strategy, precision: Precision, first: bool = False) -> int:
+    """Copies for compute that stay all step long: cP under ZeRO-2 and DDP, but not where what is stored serves.
+
+    Under ZeRO-3 that is the message of the `first` element of the model, which FSDP2 keeps until the next gather.
+    """
+    passing = strategy.data_parallel is DataParallel.ZERO3 and not first
+    if passing or _as_stored(strategy, precision):
         return 0
     return element_bytes(precision.compute) * _whole_elements(kind, strategy)
 
 
 def gradients_bytes(
-    kind: LayerType, strategy: Strategy, precision: Precision, deferred: bool, again: bool = False
+    kind: LayerType, strategy: Strategy, precision: Precision, deferred: bool, again: bool = False, first: bool = False
 ) -> int:
     """Gradients: rP under DDP and, `deferred`, while several microbatches are summed up; sP/w when sharded.
 
     In the last backward pass reduced gradients take the place of unreduced ones layer by layer. Replicas that reduce
-    `again`, every microbatch, keep the sum of what was reduced, sP, beside what is being reduced.
+    `again`, every microbatch, keep the sum of what was reduced, sP, beside what is being reduced; of a sharded `first`
+    element of the model the message, rP, is kept until the next microbatch's first reduction.
     """
     whole = element_bytes(precision.reduce) * _whole_elements(kind, strategy)
     held = element_bytes(precision.parameters) * _held_elements(kind, strategy)
     if _replicated(strategy):
         return whole + held * again
-    return whole if deferred or _as_stored(strategy, precision) else held
+    return whole if deferred or _as_stored(strategy, precision) else held + whole * (again and first)
 
 
 def optimizer_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from shardwright_formats.hardware_profile import Collective
-from shardwright_formats.model import Model
+from shardwright_formats.model import EMBEDDING, Model
 from shardwright_formats.placement import Message, parameter_layout, parameter_messages, partial_gradient_bytes
 from shardwright_formats.plan import Precision
 from shardwright_formats.strategy import DataParallel, Strategy
@@ -57,7 +57,8 @@ def parameter_costs(
 ) -> ParameterCosts:
     """Of one layer of a type on one rank."""
     kind, layout = model.types[type_name], parameter_layout(strategy)
-    deferred = not (one_microbatch or every_microbatch)
+    deferred, again = not (one_microbatch or every_microbatch), every_microbatch and not one_microbatch
+    first = type_name == EMBEDDING
     compute, reduce = memory.element_bytes(precision.compute), memory.element_bytes(precision.reduce)
     count = 1 if one_microbatch else 2
     found = parameter_messages(kind, strategy, compute, reduce, count, every_microbatch)
@@ -68,8 +69,8 @@ def parameter_costs(
     shards = 1 if strategy.data_parallel is DataParallel.DDP else layout.dp_size
     return ParameterCosts(
         memory.parameters_bytes(kind, strategy, precision),
-        memory.gathered_parameters_bytes(kind, strategy, precision),
-        memory.gradients_bytes(kind, strategy, precision, deferred, every_microbatch and not one_microbatch),
+        memory.gathered_parameters_bytes(kind, strategy, precision, first),
+        memory.gradients_bytes(kind, strategy, precision, deferred, again, first),
         memory.optimizer_bytes(kind, strategy, precision),
         memory.messages_bytes(kind, strategy, precision, deferred),
         memory.unreduced_bytes(kind, strategy, precision, deferred),
