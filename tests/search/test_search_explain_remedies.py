@@ -73,7 +73,7 @@ def test_nodes_that_are_promised_are_enough_and_one_less_is_not(make):
     """Of three nodes the devices do not divide the batch and the heads."""
     model, cluster = make.model(8), make.cluster(1)
     profiles = make.profiles(model, cluster, make.hardware(make.cluster(8, nodes=8)))
-    world = World(make.request(tp_sizes=[1], pp_sizes=[1], memory_gib=1.8 / 1024), model, cluster, profiles)
+    world = World(make.request(tp_sizes=[1], pp_sizes=[1], memory_gib=1.9 / 1024), model, cluster, profiles)
     nodes = remedies(*world[:4], FILE).nodes
     assert nodes is not None and nodes > 2
     assert isinstance(answer(with_nodes(world, nodes)), Found)

@@ -41,6 +41,8 @@ _ROUNDING_BYTES = 16
 """What rounding up each term of a corrected memory can add."""
 _MOST_PLAIN = 20
 _MOST_RUNNERS_UP = 5
+_MOST_DEGREES = 3
+"""Other pipeline degrees, the most promising ones, whose best plan is looked for."""
 _MOST_LABELS = 3_000
 """Work on the best plan of another case, after which it is left out."""
 
@@ -232,7 +234,7 @@ def _others(
     case = chosen.target.case
     sizes = _firsts(optimum, lambda other: other.pp_size, case.pp_size)
     counts = _firsts(optimum, lambda other: other.num_microbatches, case.num_microbatches)
-    for target in dict.fromkeys((*sizes[:_MOST_RUNNERS_UP], *counts[:2])):
+    for target in dict.fromkeys((*sizes[:_MOST_DEGREES], *counts[:2])):
         found = optimise([target], pricing.solvable, deadline=deadline, most_labels=_MOST_LABELS)
         if found.best is not None and not found.stopped:
             yield found.best

@@ -194,7 +194,8 @@ def _layer_points(table: Table) -> dict[LayerKey, LayerPoints]:
         )
         rows.setdefault(key, {})[int(table["micro_batch_size"][i])] = i
     columns = [table[name] for name in _LAYER_SOURCES]
-    errors = [table[name] / table[of] for name, of in _LAYER_ERRORS.items()]
+    with np.errstate(invalid="ignore"):  # absent times are 0
+        errors = [table[name] / table[of] for name, of in _LAYER_ERRORS.items()]
     return {
         key: LayerPoints(
             np.array(sorted(found)),

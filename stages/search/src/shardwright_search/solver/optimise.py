@@ -17,7 +17,7 @@ from shardwright_search.solver.partition import Found
 __all__ = ["Best", "Optimum", "Solvable", "Stopped", "Target", "optimise"]
 
 _GLANCED = -1
-_WINDOWS = (0.001, 0.002, 0.005, 0.015, 0.05, 0.2, 1.0, np.inf)
+_WINDOWS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0, np.inf)
 
 
 class Solvable(Protocol):

@@ -43,7 +43,7 @@ class Pipeline:
     @property
     def lower_ps(self) -> float:
         """A lower bound on T."""
-        return self._windows.lower_ps
+        return Windows(self._problem, self._costs_of, rough=True).lower_ps
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """See the function."""

@@ -58,10 +58,11 @@ class Target(NamedTuple):
 
 
 class Windows:
-    """The bounds of one case."""
+    """The bounds of one case; `rough` ones do with fewer counts of microbatches in flight, and are a little lower."""
 
-    def __init__(self, problem: Problem, costs_of: CostsOf) -> None:
+    def __init__(self, problem: Problem, costs_of: CostsOf, rough: bool = False) -> None:
         self.problem, self.costs_of = problem, costs_of
+        self._in_flight = [_fewer(count) if rough else count for count in problem.in_flight]
         self.runs = runs_of(problem.elements)
         self._stages = [self._bounds_of_stage(stage) for stage in range(problem.pp_size)]
         self._before = self._pass_forward()
@@ -128,7 +129,7 @@ class Windows:
             able[start, ends.start : ends.stop] = True
         found = {}
         for place in {place for used in problem.usages[stage] for place, _ in problem.placements(stage, used)}:
-            costs = self.costs_of.of(problem, place, problem.in_flight[stage])
+            costs = self.costs_of.of(problem, place, self._in_flight[stage])
             send = self._least_sends(stage, place)
             least = [costs.least(self.runs, w) + w[0] * send for w in weightings(problem)]
             slowest = least[1] - np.where(np.isfinite(least[0]), least[0], 0)
@@ -177,6 +178,12 @@ class Windows:
         at = np.full(len(self.problem.elements) + 1, np.inf)
         at[where] = 0
         return Rest(at, at, at)
+
+
+def _fewer(in_flight: int) -> int:
+    """The next number below that is 2^n or 3 x 2^n: with fewer in flight a stage needs no more memory, nor time."""
+    power = 1 << (in_flight.bit_length() - 1)
+    return power + power // 2 if power > 1 and in_flight >= power + power // 2 else power
 
 
 def _either(known: Rest | None, other: Rest) -> Rest:
