@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from math import prod
 from typing import NamedTuple
 
@@ -84,11 +85,11 @@ def _copy(plan: Plan, element: str, strategy: Strategy, kind: str, name: str) ->
 
 
 def _pieces(sender: Copy, receiver: Copy) -> Iterator[Piece]:
-    """Every element of the receiver is served once; replicas of the sender share the work."""
+    """Every element of the receiver is served once; replicas of the sender take turns."""
+    turns = {held: cycle(sources) for held, sources in sender.boxes().items()}
     for wanted, targets in receiver.boxes().items():
         for held, sources in sender.boxes().items():
             common = overlap(held, wanted)
             if common is not None:
-                for index, target in enumerate(targets):
-                    source = target if target in sources else sources[index % len(sources)]
-                    yield Piece(source, target, sender, receiver, common)
+                for target in targets:
+                    yield Piece(target if target in sources else next(turns[held]), target, sender, receiver, common)
