@@ -74,36 +74,36 @@ def parameter_costs(
         memory.optimizer_bytes(kind, strategy, precision),
         memory.messages_bytes(kind, strategy, precision, deferred),
         memory.unreduced_bytes(kind, strategy, precision, deferred),
-        None if gather is None else _message(profiles, gather, groups),
-        None if reduces is None else _reduction(profiles, type_name, layout.tp_size, reduces, groups),
+        None if gather is None else _beside(profiles, type_name, layout.tp_size, gather, groups),
+        None if reduces is None else _beside(profiles, type_name, layout.tp_size, reduces, groups),
         _partial_sum_s(profiles, model, precision, type_name, strategy, lie),
         states_of(profiles, type_name, layout.tp_size).optimizer_s / shards,
     )
 
 
-def _message(profiles: Profiles, message: Message, groups: tuple[GroupKind, ...]) -> Beside:
-    alone = collective_time(profiles, message.collective, groups, message.bytes)
-    return Beside(alone, slowdowns_of(profiles, message.collective, message.group_size), None)
-
-
-def _reduction(
+def _beside(
     profiles: Profiles, type_name: str, tp_size: int, message: Message, groups: tuple[GroupKind, ...]
 ) -> Beside:
-    """The profiled reduction added more or less to its backward pass than its message takes alone; so do all others.
+    """A profiled all_reduce added more or less to its backward pass than its message takes alone; so do all others.
 
-    What it added more (copies, waiting for the slowest rank) comes on top of any reduction of the layer; where it added
-    less, for it overlaps, they do in proportion.
+    What it added more (copies, waiting for the slowest rank) comes on top of another's message, half of it where that
+    is a reduce_scatter or an all_gather, which together are an all_reduce. Where it added less, for it overlaps, they
+    do in proportion. A gather beside a reduction that was lost in noise counts by itself.
     """
-    found = _message(profiles, message, groups)
+    alone = collective_time(profiles, message.collective, groups, message.bytes)
+    slowdowns = slowdowns_of(profiles, message.collective, message.group_size)
     states = states_of(profiles, type_name, tp_size)
     known = {source for name, source in states.sources if name == "reduction_s"} <= {"measured", "derived"}
-    if not known or states.reduction_ranks == 1:
-        return found
+    lost = states.reduction_s == 0 and message.collective is Collective.ALL_GATHER
+    if not known or lost or states.reduction_ranks == 1:
+        return Beside(alone, slowdowns, None)
     probed = GroupKind(states.reduction_ranks, states.tp_size == 1, False)
     profiled = collective_time(profiles, Collective.ALL_REDUCE, [probed], message.bytes)
     more_s = states.reduction_s - profiled.time_s
-    in_proportion_s = states.reduction_s * found.alone.time_s / profiled.time_s
-    return found._replace(measured_s=found.alone.time_s + more_s if more_s > 0 else in_proportion_s)
+    if more_s <= 0:
+        return Beside(alone, slowdowns, states.reduction_s * alone.time_s / profiled.time_s)
+    share = 1.0 if message.collective is Collective.ALL_REDUCE else 0.5
+    return Beside(alone, slowdowns, alone.time_s + share * more_s)
 
 
 def _partial_sum_s(
