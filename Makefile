@@ -43,8 +43,9 @@ check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@mypy $(SOURCES) workflow
 	@snakefmt --check $(WORKFLOW) 2>&1 | { grep -v -E '^\[INFO\]' || true; }
 	@lint-imports --no-logo | tail -n 3
-	@python -m shardwright_formats.schemas --check
-	@python -m shardwright_search.schema --check
+	@python -m shardwright_formats.schema.generate --check
+	@python -m shardwright_search.space.schema --check
+	@python tests/architecture/count_code.py
 	@echo "all checks passed"
 
 bench: $(STAMP) ## the side-by-side runs of benchmarks/ (long; on a quiet machine)

@@ -18,8 +18,8 @@ from pathlib import Path
 from accuracy_parts import aceso, own, sailor
 from accuracy_parts.figures import Compared, figures, show, write_json
 
-from shardwright_formats.errors import one_line_errors
-from shardwright_formats.versions import versions_text
+from shardwright_formats.io.errors import one_line_errors
+from shardwright_formats.io.versions import versions_text
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("own", "sailor", "aceso")

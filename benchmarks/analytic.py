@@ -23,15 +23,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from shardwright_formats.hardware_profile import Collective
-from shardwright_formats.model import Model
-from shardwright_formats.plan import Attention, Precision, misfit
-from shardwright_formats.strategy import LayerStrategy, Strategy
+from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import Attention, Precision, misfit
+from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_profile.analytic.devices import read_devices
 from shardwright_profile.analytic.layers import LayerEstimate, Machine, estimate_layer
 from shardwright_profile.analytic.messages import message_time_s
 from shardwright_profile.analytic.rates import Efficiencies, machine_of, rates_of
-from shardwright_train.families import family_named
+from shardwright_train.models.registry import family_named
 
 FASOP_MODELS = {
     "gpt2XL": ("gpt2", 1024, {"vocab_size": 50257, "n_positions": 1024, "n_embd": 1600, "n_layer": 1, "n_head": 16}),

@@ -25,18 +25,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
-from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.plan import PipelineStage, Plan, Schedule
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Strategy
-from shardwright_train.element import Site
-from shardwright_train.families import family_named
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Strategy
 from shardwright_train.launch import Nodes, launch
-from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
-from shardwright_train.parallel.groups import Groups
-from shardwright_train.parallel.randomness import seed_of
-from shardwright_train.pipeline import Pipeline, Step, run_step
-from shardwright_train.stage import build_stage
-from shardwright_train.world import World, joined_world
+from shardwright_train.models.registry import family_named
+from shardwright_train.parallel.parallelize import Site
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.rng import seed_of
+from shardwright_train.parallel.world import World, joined_world
+from shardwright_train.pipeline.runner import Pipeline, Step, run_step
+from shardwright_train.pipeline.stage import build_stage
+from shardwright_train.training.optimizer import Hyperparameters, ShardedAdamW
 
 RANKS, BATCH, LENGTH, WARM_UP = 2, 8, 128, 2
 CONFIG = {

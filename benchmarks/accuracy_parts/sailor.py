@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 from accuracy_parts.figures import Compared
 
-from shardwright_formats.model import LayerType, Parameter
-from shardwright_formats.plan import Precision, Schedule
-from shardwright_formats.schedule import in_flight
-from shardwright_formats.strategy import Strategy
-from shardwright_search.closed_form import step_time
-from shardwright_search.costs import memory
-from shardwright_search.simulate import StageTimes, simulate
+from shardwright_formats.semantics.schedule import in_flight
+from shardwright_formats.types.model import LayerType, Parameter
+from shardwright_formats.types.plan import Precision, Schedule
+from shardwright_formats.types.strategy import Strategy
+from shardwright_search.cost_model import memory
+from shardwright_search.cost_model.closed_form import step_time
+from shardwright_search.simulation.simulator import StageTimes, simulate
 
 __all__ = ["OUTLIERS", "compared"]
 

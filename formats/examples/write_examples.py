@@ -7,12 +7,14 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from shardwright_formats import hardware_profile, model_profile
-from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.correction import Correction, CorrectionFactor, Term
-from shardwright_formats.files import Document, write_document
-from shardwright_formats.hardware_profile import HardwareProfile, write_hardware_profile
-from shardwright_formats.measurement import (
+from shardwright_formats.io.hdf5 import Column, Provenance, Table, table_of
+from shardwright_formats.io.json import Document, write_document
+from shardwright_formats.semantics.schedule import Pass, actions
+from shardwright_formats.types import hardware_profile, model_profile
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
+from shardwright_formats.types.hardware_profile import HardwareProfile, write_hardware_profile
+from shardwright_formats.types.measurement import (
     HeldMemory,
     Measurement,
     PassTime,
@@ -24,10 +26,10 @@ from shardwright_formats.measurement import (
     Segment,
     SegmentMemory,
 )
-from shardwright_formats.model import BoundaryTensor, LayerType, Model, Parameter
-from shardwright_formats.model_profile import ModelProfile, ProfileOrigin, write_model_profile
-from shardwright_formats.plan import PipelineStage, Plan, Plans, Schedule
-from shardwright_formats.prediction import (
+from shardwright_formats.types.model import BoundaryTensor, LayerType, Model, Parameter
+from shardwright_formats.types.model_profile import ModelProfile, ProfileOrigin, write_model_profile
+from shardwright_formats.types.plan import PipelineStage, Plan, Plans, Schedule
+from shardwright_formats.types.prediction import (
     Estimate,
     Prediction,
     Proof,
@@ -36,10 +38,8 @@ from shardwright_formats.prediction import (
     StagePrediction,
     TimelineEvent,
 )
-from shardwright_formats.run import RunResult
-from shardwright_formats.schedule import Pass, actions
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_formats.tables import Column, Provenance, Table, table_of
+from shardwright_formats.types.run import RunResult
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 __all__ = ["write_examples"]
 

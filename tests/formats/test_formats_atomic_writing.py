@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import atomic_path, write_bytes, write_document
-from shardwright_formats.tables import Column, write_profile, write_table
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.hdf5 import Column, write_profile, write_table
+from shardwright_formats.io.json import atomic_path, write_bytes, write_document
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 
 CLUSTER = Cluster(
     name="one",

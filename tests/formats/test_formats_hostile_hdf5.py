@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
-from shardwright_formats.errors import BadInput, one_line_errors
-from shardwright_formats.hardware_profile import FORMAT, VERSION, read_hardware_profile
-from shardwright_formats.model_profile import read_model_profile
-from shardwright_formats.tables import Column, open_profile, read_table, write_profile, write_table
+from shardwright_formats.io.errors import BadInput, one_line_errors
+from shardwright_formats.io.hdf5 import Column, open_profile, read_table, write_profile, write_table
+from shardwright_formats.types.hardware_profile import FORMAT, VERSION, read_hardware_profile
+from shardwright_formats.types.model_profile import read_model_profile
 
 EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
 TIMES = {"time_s": Column("float64", "s", positive=True)}

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright_formats.placement import (
+from shardwright_formats.semantics.layout import (
     Layout,
     Rectangle,
     closed_groups,
@@ -16,7 +16,7 @@ from shardwright_formats.placement import (
     sent_elements,
     tp_groups,
 )
-from shardwright_formats.strategy import SequenceParallel, Strategy
+from shardwright_formats.types.strategy import SequenceParallel, Strategy
 
 SIZES = (1, 2, 3, 4, 6, 8)
 FEATURES = 3

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from shardwright_formats import hardware_profile as hp
-from shardwright_formats import model_profile as mp
-from shardwright_formats.files import sha256_of_file
-from shardwright_formats.tables import Column, Provenance, Table
+from shardwright_formats.io.hdf5 import Column, Provenance, Table
+from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.types import hardware_profile as hp
+from shardwright_formats.types import model_profile as mp
 
 OTHERS = ("pairs", "overlap", "ranks", "rates")
 EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"

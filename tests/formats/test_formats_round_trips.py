@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats import prediction
-from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.files import Document, read_document, sha256_of_value, write_document
-from shardwright_formats.measurement import (
+from shardwright_formats.io.json import Document, read_document, sha256_of_value, write_document
+from shardwright_formats.types import prediction
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.measurement import (
     HeldMemory,
     Measurement,
     PassTime,
@@ -24,11 +24,11 @@ from shardwright_formats.measurement import (
     Segment,
     SegmentMemory,
 )
-from shardwright_formats.model import BoundaryTensor, LayerType, Model, Parameter
-from shardwright_formats.plan import Attention, GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
-from shardwright_formats.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
-from shardwright_formats.run import RunResult
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.model import BoundaryTensor, LayerType, Model, Parameter
+from shardwright_formats.types.plan import Attention, GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
+from shardwright_formats.types.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
+from shardwright_formats.types.run import RunResult
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
 

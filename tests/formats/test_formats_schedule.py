@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright_formats.plan import Schedule
-from shardwright_formats.schedule import Action, Pass, actions, in_flight
+from shardwright_formats.semantics.schedule import Action, Pass, actions, in_flight
+from shardwright_formats.types.plan import Schedule
 
 F1B, GPIPE, INTERLEAVED = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED_1F1B
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.measurement import (
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.measurement import (
     HeldMemory,
     Measurement,
     PassTime,
@@ -21,8 +21,8 @@ from shardwright_formats.measurement import (
     Segment,
     SegmentMemory,
 )
-from shardwright_formats.model import LayerType, Model, Parameter
-from shardwright_formats.plan import Plan
+from shardwright_formats.types.model import LayerType, Model, Parameter
+from shardwright_formats.types.plan import Plan
 
 
 class Constants(NamedTuple):

@@ -5,10 +5,10 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.model import BoundaryTensor, Heads, LayerType, Model, Parameter, Region
-from shardwright_formats.plan import Attention, Precision
-from shardwright_formats.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.model import BoundaryTensor, Heads, LayerType, Model, Parameter, Region
+from shardwright_formats.types.plan import Attention, Precision
+from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_profile.analytic.layers import KERNEL_START_S, Machine, estimate_layer, optimizer_time_s
 from shardwright_profile.analytic.messages import START_S, Link
 from shardwright_profile.analytic.parts import layer_parts

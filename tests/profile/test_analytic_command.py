@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import yaml
 
-from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.files import write_document
-from shardwright_formats.hardware_profile import Collective, CollectiveKey, read_hardware_profile
-from shardwright_formats.model_profile import read_model_profile
-from shardwright_formats.plan import Precision
-from shardwright_formats.strategy import Recompute, SequenceParallel
+from shardwright_formats.io.json import write_document
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
+from shardwright_formats.types.model_profile import read_model_profile
+from shardwright_formats.types.plan import Precision
+from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S
 from shardwright_profile.analytic.notes import SEEN_ERROR, SEEN_LINK_ERROR
 from shardwright_profile.analytic.rates import Efficiencies
 from shardwright_profile.cli import analytic
-from shardwright_profile.message_kinds import message_kinds
+from shardwright_profile.hardware.message_kinds import message_kinds
 from shardwright_profile.model.settings import ProfileSettings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwright_formats.errors import BadInput
+from shardwright_formats.io.errors import BadInput
 from shardwright_profile.analytic.devices import device_lines, device_named, read_devices
 from shardwright_profile.analytic.rates import Efficiencies, machine_of, rates_of
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats.model_profile import LAYERS, FitMode
-from shardwright_formats.tables import Table, table_of
+from shardwright_formats.io.hdf5 import Table, table_of
+from shardwright_formats.types.model_profile import LAYERS, FitMode
 from shardwright_profile.model.curves import design_of, fit_curve, fits_table
 
 _SIZES, _LENGTHS = np.array([1, 2, 4, 8, 1, 2, 4, 8]), np.array([64, 64, 64, 64, 128, 128, 256, 512])

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwright_formats.model_profile import read_model_profile
-from shardwright_formats.tables import Table
-from shardwright_profile.model.falls import falling_times
+from shardwright_formats.io.hdf5 import Table
+from shardwright_formats.types.model_profile import read_model_profile
+from shardwright_profile.model.monotonicity import falling_times
 
 
 def _layers(times_s: tuple[float, ...], error_s: float) -> Table:

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.measurement import Measurement
-from shardwright_formats.model import Model
-from shardwright_formats.model_profile import read_model_profile, write_model_profile
-from shardwright_formats.plan import GradientReduction, Precision
-from shardwright_formats.strategy import Recompute, SequenceParallel
-from shardwright_formats.tables import Table
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.hdf5 import Table
+from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.model_profile import read_model_profile, write_model_profile
+from shardwright_formats.types.plan import GradientReduction, Precision
+from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes
 from shardwright_profile.model.settings import ProfileSettings

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.files import write_document
-from shardwright_formats.hardware_profile import Collective, HardwareProfile, read_hardware_profile
-from shardwright_formats.tables import Table
+from shardwright_formats.io.hdf5 import Table
+from shardwright_formats.io.json import write_document
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.hardware_profile import Collective, HardwareProfile, read_hardware_profile
 
 _RATES = {"matrix_flops_per_s", "memory_bytes_per_s"}
 _ONE_MIB = 1024 * 1024
@@ -122,7 +122,7 @@ def _columns(table: Table, count: int) -> list[np.ndarray]:
 def test_a_repeat_takes_as_long_as_on_the_slowest_rank_and_all_ranks_agree(tmp_path):
     code = f"""
 import os, time, torch, torch.distributed as dist
-from shardwright_profile.sweep.timing import agreed, timed_repeats
+from shardwright_profile.hardware.timing import agreed, timed_repeats
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=rank, world_size=2)
 times_s = timed_repeats(lambda: time.sleep(0.05 * rank), 3, torch.device("cpu"))

@@ -3,9 +3,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright_formats.hardware_profile import Collective, CollectiveKey
-from shardwright_formats.placement import dp_groups, tp_groups
-from shardwright_profile.message_kinds import (
+from shardwright_formats.semantics.layout import dp_groups, tp_groups
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
+from shardwright_profile.hardware.message_kinds import (
     always_sizes,
     message_kinds,
     message_sizes,

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import read_document, write_document
-from shardwright_formats.plan import Plans
-from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.plan import Plans
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_profile.model.probes import make_probes, with_layers
 from shardwright_profile.model.settings import Grid, ProfileSettings, Range
 

@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import read_document, write_document
-from shardwright_formats.measurement import Measurement
-from shardwright_formats.model_profile import read_model_profile
-from shardwright_formats.plan import Plans
-from shardwright_profile.sweep.start import SweepRequest, start_sweep
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.types.model_profile import read_model_profile
+from shardwright_formats.types.plan import Plans
+from shardwright_profile.hardware.start import SweepRequest, start_sweep
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from tiny_models import CONFIGS, tiny
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import read_document, write_document
-from shardwright_formats.measurement import Measurement
-from shardwright_formats.model_profile import ModelProfile, read_model_profile
-from shardwright_formats.plan import Plans
-from shardwright_formats.strategy import Recompute, SequenceParallel
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.types.model_profile import ModelProfile, read_model_profile
+from shardwright_formats.types.plan import Plans
+from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes
 from shardwright_profile.model.settings import ProfileSettings
-from shardwright_profile.show import draw_profile
+from shardwright_profile.show.tables import draw_profile
 
 FAMILIES = ("llama", "gpt2", "bert", "t5", "vit")
 SETTINGS = ProfileSettings(
@@ -100,7 +100,7 @@ def test_t5_has_two_block_types(profiles: dict[str, ModelProfile]) -> None:
 
 
 def test_a_profile_is_drawn_and_drawn_alike_again(profiles: dict[str, ModelProfile], tmp_path: Path) -> None:
-    from shardwright_formats.model_profile import write_model_profile
+    from shardwright_formats.types.model_profile import write_model_profile
 
     write_model_profile(tmp_path / "p.h5", profiles["t5"])
     for name in ("a.svg", "b.svg", "c.png"):

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.hardware_profile import HardwareProfile, write_hardware_profile
-from shardwright_formats.tables import Provenance
-from shardwright_profile.show import show_profile
-from shardwright_profile.units import bytes_text, rate_text, seconds_text
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.hdf5 import Provenance
+from shardwright_formats.types.hardware_profile import HardwareProfile, write_hardware_profile
+from shardwright_profile.show.tables import show_profile
+from shardwright_profile.show.units import bytes_text, rate_text, seconds_text
 
 
 def _profile() -> HardwareProfile:

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.errors import BadInput
-from shardwright_profile.sweep.slurm import rendezvous_of_step
+from shardwright_formats.io.errors import BadInput
+from shardwright_profile.hardware.slurm import rendezvous_of_step
 
 
 def _scontrol(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardwright_formats.hardware_profile import TABLES, Collective, write_hardware_profile
-from shardwright_formats.tables import table_of
-from shardwright_profile.show import show_profile
-from shardwright_profile.sweep.assemble import profile_of
-from shardwright_profile.sweep.entries import OverlapEntry, PairEntry, PointEntry, RateEntry, StartEntry
-from shardwright_profile.sweep.findings import bad_links, findings, slow_ranks, unsettled_points
-from shardwright_profile.sweep.job import SweepIdentity
+from shardwright_formats.io.hdf5 import table_of
+from shardwright_formats.types.hardware_profile import TABLES, Collective, write_hardware_profile
+from shardwright_profile.hardware.assemble import profile_of
+from shardwright_profile.hardware.entries import OverlapEntry, PairEntry, PointEntry, RateEntry, StartEntry
+from shardwright_profile.hardware.findings import bad_links, findings, slow_ranks, unsettled_points
+from shardwright_profile.hardware.job import SweepIdentity
+from shardwright_profile.show.tables import show_profile
 
 _MIB = 2**20
 

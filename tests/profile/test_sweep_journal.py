@@ -1,10 +1,10 @@
 import pytest
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.hardware_profile import Collective
-from shardwright_profile.sweep.entries import OverlapEntry, PairEntry, PointEntry, RateEntry, StartEntry
-from shardwright_profile.sweep.job import SweepIdentity
-from shardwright_profile.sweep.journal import Journal, Kept, journal_path, read_journal
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.hardware_profile import Collective
+from shardwright_profile.hardware.entries import OverlapEntry, PairEntry, PointEntry, RateEntry, StartEntry
+from shardwright_profile.hardware.job import SweepIdentity
+from shardwright_profile.hardware.journal import Journal, Kept, journal_path, read_journal
 
 _NOTHING = Kept((), 0)
 

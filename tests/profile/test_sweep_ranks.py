@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwright_profile.sweep import overlap, timing
-from shardwright_profile.sweep.job import Progress, SweepIdentity, SweepJob
-from shardwright_profile.sweep.journal import Journal, Kept
-from shardwright_profile.sweep.process_groups import ProcessGroups
-from shardwright_profile.sweep.session import Session
-from shardwright_profile.sweep.sweep import sweep
+from shardwright_profile.hardware import overlap, timing
+from shardwright_profile.hardware.job import Progress, SweepIdentity, SweepJob
+from shardwright_profile.hardware.journal import Journal, Kept
+from shardwright_profile.hardware.process_groups import ProcessGroups
+from shardwright_profile.hardware.session import Session
+from shardwright_profile.hardware.sweep import sweep
 
 
 def _swept(cluster, rank):

@@ -9,13 +9,13 @@ from pathlib import Path
 import h5py
 import pytest
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.files import read_document, write_document
-from shardwright_formats.hardware_profile import read_hardware_profile
-from shardwright_formats.versions import versions_text
-from shardwright_profile.sweep.entries import StartEntry
-from shardwright_profile.sweep.job import SweepIdentity
-from shardwright_profile.sweep.journal import Journal, Kept, journal_path
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.io.versions import versions_text
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.hardware_profile import read_hardware_profile
+from shardwright_profile.hardware.entries import StartEntry
+from shardwright_profile.hardware.job import SweepIdentity
+from shardwright_profile.hardware.journal import Journal, Kept, journal_path
 
 _POINTS = 5 * 4
 _PAIRS = 2

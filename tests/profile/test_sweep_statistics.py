@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright_profile.sweep.statistics import LEAST_REPEATS, median_interval, more_repeats, outliers, settled
+from shardwright_profile.hardware.statistics import LEAST_REPEATS, median_interval, more_repeats, outliers, settled
 
 _TIMES = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=40)
 

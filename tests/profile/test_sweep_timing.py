@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright_profile.sweep.both import both_clock
-from shardwright_profile.sweep.estimate import Line, Workload, estimate_words, least_s, line_through
-from shardwright_profile.sweep.timing import repeated
+from shardwright_profile.hardware.both import both_clock
+from shardwright_profile.hardware.estimate import Line, Workload, estimate_words, least_s, line_through
+from shardwright_profile.hardware.timing import repeated
 
 _CPU = torch.device("cpu")
 _WORK = Workload(

@@ -3,11 +3,11 @@
 import numpy as np
 from random_problems import best_of, random_problem
 
-from shardwright_search.solver.glance import Glances
-from shardwright_search.solver.optimise import Optimum, Target, optimise
+from shardwright_search.solver.branch_and_bound import Optimum, Target, optimise
+from shardwright_search.solver.case_bounds import CostsOf
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Problem, price
-from shardwright_search.solver.windows import CostsOf
+from shardwright_search.solver.relaxed_bound import Glances
 
 __all__ = ["NEAR", "mistake", "mistakes", "solved"]
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 from made_up import make_cluster, make_hardware, make_model, make_profile, make_profiles, make_request
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.files import write_document
-from shardwright_formats.hardware_profile import write_hardware_profile
-from shardwright_formats.model import Model
-from shardwright_formats.model_profile import ModelProfile, write_model_profile
-from shardwright_search.profiles import index_profiles
-from shardwright_search.request import SearchRequest
+from shardwright_formats.io.json import write_document
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.hardware_profile import write_hardware_profile
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.model_profile import ModelProfile, write_model_profile
+from shardwright_search.cost_model.profiles import index_profiles
+from shardwright_search.space.request import SearchRequest
 
 
 @pytest.fixture

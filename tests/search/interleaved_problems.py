@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_formats.plan import Schedule
-from shardwright_formats.schedule import Pass, actions
-from shardwright_search.flights import flights_of
+from shardwright_formats.semantics.schedule import Pass, actions
+from shardwright_formats.types.plan import Schedule
+from shardwright_search.solver.branch_and_bound import Target, optimise
 from shardwright_search.solver.interleaved import Interleaved, InterleavedProblem
-from shardwright_search.solver.optimise import Target, optimise
 from shardwright_search.solver.problem import Options, Place
-from shardwright_search.space import Case
+from shardwright_search.space.configurations import Case
+from shardwright_search.space.in_flight import flights_of
 
 __all__ = ["Priced", "every_interleaved", "mistake", "mistakes", "random_interleaved", "with_budget"]
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.hardware_profile import TABLES, Collective, HardwareProfile
-from shardwright_formats.model import BoundaryTensor, LayerType, Model, Parameter
-from shardwright_formats.model_profile import FITS, LAYERS, ModelProfile, ProfileOrigin
-from shardwright_formats.tables import Provenance, table_of
-from shardwright_search.profiles import Profiles, index_profiles
-from shardwright_search.request import SearchRequest
+from shardwright_formats.io.hdf5 import Provenance, table_of
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.hardware_profile import TABLES, Collective, HardwareProfile
+from shardwright_formats.types.model import BoundaryTensor, LayerType, Model, Parameter
+from shardwright_formats.types.model_profile import FITS, LAYERS, ModelProfile, ProfileOrigin
+from shardwright_search.cost_model.profiles import Profiles, index_profiles
+from shardwright_search.space.request import SearchRequest
 
 HIDDEN, VOCABULARY, LENGTH = 64, 256, 32
 

@@ -2,8 +2,9 @@
 
 import msgspec
 
-from shardwright_formats.correction import Term
-from shardwright_formats.measurement import (
+from shardwright_formats.semantics.schedule import Pass, actions
+from shardwright_formats.types.correction import Term
+from shardwright_formats.types.measurement import (
     HeldMemory,
     PassTime,
     Phase,
@@ -13,12 +14,11 @@ from shardwright_formats.measurement import (
     RankMemory,
     Segment,
 )
-from shardwright_formats.plan import Attention, Plan, Precision, Schedule
-from shardwright_formats.prediction import Estimate
-from shardwright_formats.schedule import Pass, actions
-from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
-from shardwright_search.evaluate import evaluate
-from shardwright_search.uniform import UniformRequest, uniform_plan
+from shardwright_formats.types.plan import Attention, Plan, Precision, Schedule
+from shardwright_formats.types.prediction import Estimate
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.interop.uniform import UniformRequest, uniform_plan
 
 __all__ = ["FACTORS", "PLAIN", "a_plan", "measured_as", "scaled", "three_plans"]
 

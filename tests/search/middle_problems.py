@@ -3,12 +3,12 @@
 import numpy as np
 from random_problems import with_budgets
 
-from shardwright_search.solver.glance import Glances
-from shardwright_search.solver.needs import least_memory
-from shardwright_search.solver.optimise import Target, optimise
+from shardwright_search.solver.branch_and_bound import Target, optimise
+from shardwright_search.solver.case_bounds import CostsOf
+from shardwright_search.solver.min_memory import least_memory
 from shardwright_search.solver.partition import Found, Pipeline
 from shardwright_search.solver.problem import Options, Place, Problem, price
-from shardwright_search.solver.windows import CostsOf
+from shardwright_search.solver.relaxed_bound import Glances
 
 __all__ = ["middle_problem", "solved"]
 

@@ -7,17 +7,17 @@ from typing import NamedTuple
 import numpy as np
 from made_up import HIDDEN, LENGTH, VOCABULARY, make_cluster, make_hardware, make_profiles, make_request
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.errors import BadInput
-from shardwright_formats.hardware_profile import Collective
-from shardwright_formats.model import BoundaryTensor, Heads, LayerType, Model, Parameter, Region
-from shardwright_search.case import Pricing
-from shardwright_search.optimal import pricing_of, targets_of
-from shardwright_search.profiles import Profiles
-from shardwright_search.request import SearchRequest
-from shardwright_search.solver.optimise import Target
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.model import BoundaryTensor, Heads, LayerType, Model, Parameter, Region
+from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.search import pricing_of, targets_of
+from shardwright_search.solver.branch_and_bound import Target
 from shardwright_search.solver.problem import Problem, Solution
-from shardwright_search.space import Case, divisors
+from shardwright_search.space.configurations import Case, divisors
+from shardwright_search.space.instance import Pricing
+from shardwright_search.space.request import SearchRequest
 
 __all__ = ["FILE", "World", "random_model", "random_solution", "random_world"]
 

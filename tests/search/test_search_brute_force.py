@@ -12,13 +12,14 @@ import pytest
 from brute_force import mistakes, solved
 from random_problems import best_of, every_plan, random_problem, with_budgets
 
-from shardwright_search.solver import fronts, optimise
-from shardwright_search.solver.glance import Glances
-from shardwright_search.solver.needs import least_memory
-from shardwright_search.solver.optimise import Target
+from shardwright_search.solver import branch_and_bound as optimise
+from shardwright_search.solver import stage_labels as fronts
+from shardwright_search.solver.branch_and_bound import Target
+from shardwright_search.solver.case_bounds import CostsOf
+from shardwright_search.solver.min_memory import least_memory
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Problem, price
-from shardwright_search.solver.windows import CostsOf
+from shardwright_search.solver.relaxed_bound import Glances
 
 BLOCK = 200
 

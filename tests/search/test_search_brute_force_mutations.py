@@ -9,9 +9,10 @@ from interleaved_problems import mistake as interleaved_mistake
 from interleaved_problems import random_interleaved
 from random_problems import random_problem
 
-from shardwright_search.solver import fronts, interleaved, partition
+from shardwright_search.solver import interleaved, partition
+from shardwright_search.solver import stage_labels as fronts
+from shardwright_search.solver.case_bounds import Windows
 from shardwright_search.solver.problem import Options, Problem
-from shardwright_search.solver.windows import Windows
 
 SEEDS = range(200, 1500)
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from shardwright_formats.files import read_document, write_document
-from shardwright_formats.plan import Plan
-from shardwright_formats.prediction import Prediction
-from shardwright_formats.strategy import Recompute
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.types.strategy import Recompute
 from shardwright_search.cli import app
 
 

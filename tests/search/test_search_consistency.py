@@ -6,18 +6,18 @@ from interleaved_problems import every_interleaved
 from msgspec.structs import replace
 from random_requests import World, random_solution, random_world
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.plan import Schedule
-from shardwright_search import evaluate as evaluation
-from shardwright_search.case import Pricing
-from shardwright_search.closed_form import step_time
-from shardwright_search.costs.model import CostModel
-from shardwright_search.evaluate import evaluate
-from shardwright_search.optimal import NEAR
-from shardwright_search.request import TimeModel
-from shardwright_search.solver.optimise import Target, optimise
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.plan import Schedule
+from shardwright_search.cost_model import plan as evaluation
+from shardwright_search.cost_model.closed_form import step_time
+from shardwright_search.cost_model.layer import CostModel
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.search import NEAR
+from shardwright_search.solver.branch_and_bound import Target, optimise
 from shardwright_search.solver.problem import Solution, price
-from shardwright_search.space import Case
+from shardwright_search.space.configurations import Case
+from shardwright_search.space.instance import Pricing
+from shardwright_search.space.request import TimeModel
 
 BLOCK = 12
 

@@ -9,22 +9,22 @@ import typer
 from measured import FACTORS, PLAIN, a_plan, measured_as, scaled, three_plans
 from typer.testing import CliRunner
 
-from shardwright_formats.correction import Correction, Term
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import read_document, sha256_of_file, write_document
-from shardwright_formats.hardware_profile import write_hardware_profile
-from shardwright_formats.measurement import (
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document, sha256_of_file, write_document
+from shardwright_formats.types.correction import Correction, Term
+from shardwright_formats.types.hardware_profile import write_hardware_profile
+from shardwright_formats.types.measurement import (
     Measurement,
 )
-from shardwright_formats.model_profile import FitMode, write_model_profile
-from shardwright_formats.plan import GradientReduction, Plan
-from shardwright_formats.prediction import Prediction, RunnerUp
-from shardwright_formats.strategy import DataParallel
-from shardwright_search.correct_cli import correct_command
-from shardwright_search.correction import check_learned_from, corrected, evidence_of, factor_of, learned
-from shardwright_search.evaluate import evaluate
-from shardwright_search.profiles import Curve
-from shardwright_search.select_cli import select_command
+from shardwright_formats.types.model_profile import FitMode, write_model_profile
+from shardwright_formats.types.plan import GradientReduction, Plan
+from shardwright_formats.types.prediction import Prediction, RunnerUp
+from shardwright_formats.types.strategy import DataParallel
+from shardwright_search.commands.correct import correct_command
+from shardwright_search.commands.select import select_command
+from shardwright_search.cost_model.calibration import check_learned_from, corrected, evidence_of, factor_of, learned
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.profiles import Curve
 
 
 @pytest.fixture

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.model_profile import FITS
-from shardwright_formats.tables import table_of
-from shardwright_search.costs.compute import LayerCost, layer_cost, states_of
-from shardwright_search.profiles import LayerKey, Profiles
-from shardwright_search.request import TimeModel
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.hdf5 import table_of
+from shardwright_formats.types.model_profile import FITS
+from shardwright_search.cost_model.compute import LayerCost, layer_cost, states_of
+from shardwright_search.cost_model.profiles import LayerKey, Profiles
+from shardwright_search.space.request import TimeModel
 
 BLOCK = LayerKey("block", 1, "none", "none", 32)
 

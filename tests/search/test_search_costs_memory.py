@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from shardwright_formats.plan import Precision
-from shardwright_formats.strategy import DataParallel, LayerStrategy, SequenceParallel, Strategy
-from shardwright_search.budget import GIB
-from shardwright_search.costs import memory
-from shardwright_search.costs.memory import Moment, peak_bytes
-from shardwright_search.costs.model import CostModel
-from shardwright_search.costs.ranks import Lie
-from shardwright_search.evaluate import evaluate
-from shardwright_search.optimal import Found, Infeasible, find_best
+from shardwright_formats.types.plan import Precision
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, SequenceParallel, Strategy
+from shardwright_search.cost_model import memory
+from shardwright_search.cost_model.layer import CostModel
+from shardwright_search.cost_model.memory import Moment, peak_bytes
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.topology import Lie
+from shardwright_search.search import Found, Infeasible, find_best
+from shardwright_search.space.budget import GIB
 
 MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
 

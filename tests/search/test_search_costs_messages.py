@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.hardware_profile import Collective
-from shardwright_search.costs.messages import (
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.hardware_profile import Collective
+from shardwright_search.cost_model.collectives import (
     Duration,
     Slowdowns,
     beside,
@@ -12,7 +12,7 @@ from shardwright_search.costs.messages import (
     send_kind_time,
     slowdowns_of,
 )
-from shardwright_search.costs.ranks import GroupKind, Lie, dp_group_kinds, lie_of, tp_group_kinds
+from shardwright_search.cost_model.topology import GroupKind, Lie, dp_group_kinds, lie_of, tp_group_kinds
 
 NEAR, FAR = GroupKind(2, True, False), GroupKind(2, False, True)
 

@@ -7,12 +7,12 @@ half as long a byte: 85.536 us and 52.768 us for its 65536 bytes. A sample takes
 import pytest
 from msgspec.structs import replace
 
-from shardwright_formats.hardware_profile import Collective
-from shardwright_formats.model import Parameter
-from shardwright_formats.plan import GradientReduction, Precision
-from shardwright_formats.strategy import DataParallel, LayerStrategy, SequenceParallel
-from shardwright_search.costs.model import CostModel, ElementCost
-from shardwright_search.costs.ranks import Lie
+from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.model import Parameter
+from shardwright_formats.types.plan import GradientReduction, Precision
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, SequenceParallel
+from shardwright_search.cost_model.layer import CostModel, ElementCost
+from shardwright_search.cost_model.topology import Lie
 
 EVERY = GradientReduction.EVERY_MICROBATCH
 ALL_REDUCE, ONE_WAY = 85_536_000, 52_768_000

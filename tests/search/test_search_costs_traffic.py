@@ -7,18 +7,18 @@ import pytest
 from msgspec.structs import replace
 from random_requests import random_model
 
-from shardwright_formats.hardware_profile import Collective
-from shardwright_formats.model import BoundaryTensor
-from shardwright_formats.placement import Layout, closed_groups, layout_of, sent_elements
-from shardwright_formats.plan import PipelineStage, Plan, Precision, Schedule
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_formats.ties import pieces_from_owners, pieces_to_owners, ties_of
-from shardwright_search.costs.messages import collective_time
-from shardwright_search.costs.model import CostModel
-from shardwright_search.costs.ranks import Lie, kinds_of, lie_of
-from shardwright_search.costs.ties import shared_cost_ps, tie_cost_ps
-from shardwright_search.costs.traffic import redistribution_time
-from shardwright_search.space import divisors
+from shardwright_formats.semantics.layout import Layout, closed_groups, layout_of, sent_elements
+from shardwright_formats.semantics.tied_weights import pieces_from_owners, pieces_to_owners, ties_of
+from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.model import BoundaryTensor
+from shardwright_formats.types.plan import PipelineStage, Plan, Precision, Schedule
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_search.cost_model.collectives import collective_time
+from shardwright_search.cost_model.communication import redistribution_time
+from shardwright_search.cost_model.layer import CostModel
+from shardwright_search.cost_model.tied_weights import shared_cost_ps, tie_cost_ps
+from shardwright_search.cost_model.topology import Lie, kinds_of, lie_of
+from shardwright_search.space.configurations import divisors
 
 
 def model_of(make, devices: int = 2, nodes: int = 1, **changes: object) -> CostModel:

@@ -4,14 +4,14 @@ import pytest
 from msgspec.structs import replace
 from random_requests import FILE, random_world
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.plan import Schedule
-from shardwright_formats.strategy import DataParallel, Recompute
-from shardwright_search.budget import GIB, Infeasible
-from shardwright_search.evaluate import cost_model_of, evaluate, offset_ps
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types.strategy import DataParallel, Recompute
+from shardwright_search.cost_model.plan import cost_model_of, evaluate, offset_ps
 from shardwright_search.explain import strategy_words
 from shardwright_search.explain.binding import Choices, binding_lines, faster_changes, step_parts
-from shardwright_search.optimal import find_best
+from shardwright_search.search import find_best
+from shardwright_search.space.budget import GIB, Infeasible
 
 
 def quiet(_: str) -> None:

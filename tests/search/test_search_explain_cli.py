@@ -4,9 +4,9 @@ import pytest
 from msgspec.structs import replace
 from test_search_cli import call, options, plan
 
-from shardwright_formats.files import read_document, write_document
-from shardwright_formats.plan import Plan
-from shardwright_search.request import SearchRequest
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.plan import Plan
+from shardwright_search.space.request import SearchRequest
 
 
 @pytest.fixture

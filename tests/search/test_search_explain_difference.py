@@ -4,9 +4,9 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from shardwright_formats.plan import PipelineStage, Plan
-from shardwright_formats.strategy import LayerStrategy, Strategy
-from shardwright_search.evaluate import evaluate
+from shardwright_formats.types.plan import PipelineStage, Plan
+from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.difference import difference, memory_changes, plan_differences, time_changes
 
 ONE = Strategy(tp_size=1, dp_size=1)

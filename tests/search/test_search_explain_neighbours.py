@@ -7,15 +7,15 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.hardware_profile import Collective
-from shardwright_formats.strategy import DataParallel, Recompute
-from shardwright_search.budget import GIB, Infeasible, budgets_of
-from shardwright_search.evaluate import evaluate
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.strategy import DataParallel, Recompute
+from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.answers import answer, answers_shown
 from shardwright_search.explain.neighbours import neighbours
 from shardwright_search.explain.outlook import faster_links, more_memory, more_nodes, outlook
-from shardwright_search.optimal import find_best
+from shardwright_search.search import find_best
+from shardwright_search.space.budget import GIB, Infeasible, budgets_of
 
 FILE = Path("s.json")
 

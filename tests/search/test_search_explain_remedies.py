@@ -6,12 +6,12 @@ import pytest
 from msgspec.structs import replace
 from random_requests import FILE, World, random_world
 
-from shardwright_formats.errors import BadInput
-from shardwright_search.budget import GIB, Infeasible, budgets_of
-from shardwright_search.optimal import Found, find_best
-from shardwright_search.remedies import further_remedies, remedies
-from shardwright_search.request import BatchRange, batch_sizes
-from shardwright_search.space import divisors
+from shardwright_formats.io.errors import BadInput
+from shardwright_search.explain.remedies import further_remedies, remedies
+from shardwright_search.search import Found, find_best
+from shardwright_search.space.budget import GIB, Infeasible, budgets_of
+from shardwright_search.space.configurations import divisors
+from shardwright_search.space.request import BatchRange, batch_sizes
 
 
 def answer(world: World):

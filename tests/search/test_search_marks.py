@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright_formats.plan import PipelineStage, Plan, Schedule
-from shardwright_formats.strategy import LayerStrategy, Strategy
-from shardwright_search.evaluate import evaluate
-from shardwright_search.profiles import index_profiles
+from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
+from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.profiles import index_profiles
 
 SEEN = "analytic, nothing was measured: median error 19 %."
 

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.errors import BadInput
-from shardwright_formats.model import EMBEDDING, HEAD, Model
-from shardwright_formats.plan import PipelineStage, Plan
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute
-from shardwright_search.budget import GIB
-from shardwright_search.evaluate import evaluate
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.plan import PipelineStage, Plan
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute
+from shardwright_search.commands.prediction import prediction_of_searched
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain import layer_runs
-from shardwright_search.optimal import NEAR, Found, Infeasible, find_best
-from shardwright_search.predict import prediction_of_searched
-from shardwright_search.profiles import Profiles
-from shardwright_search.request import SearchRequest
-from shardwright_search.space import cases, narrowed, spreads
-from shardwright_search.uniform import even_cuts
+from shardwright_search.interop.uniform import even_cuts
+from shardwright_search.search import NEAR, Found, Infeasible, find_best
+from shardwright_search.space.budget import GIB
+from shardwright_search.space.configurations import cases, narrowed, spreads
+from shardwright_search.space.request import SearchRequest
 
 FILE = Path("s.json")
 

@@ -10,19 +10,20 @@ from random_problems import best_of, random_problem
 from random_requests import World, random_world
 from typer.testing import CliRunner, Result
 
-from shardwright_formats.errors import BadInput, RunFailed
-from shardwright_formats.files import read_document
-from shardwright_formats.plan import Schedule
-from shardwright_formats.prediction import Prediction
-from shardwright_formats.strategy import Recompute
-from shardwright_search import integer_programme, prove
-from shardwright_search.case import Pricing
+from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.io.json import read_document
+from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.types.strategy import Recompute
+from shardwright_search import certify as prove
+from shardwright_search.certify import certificate
 from shardwright_search.cli import app
-from shardwright_search.integer_programme import Answer, solve
-from shardwright_search.prove import certificate
-from shardwright_search.solver.optimise import Best, Target, optimise
+from shardwright_search.solver import milp as integer_programme
+from shardwright_search.solver.branch_and_bound import Best, Target, optimise
+from shardwright_search.solver.milp import Answer, solve
 from shardwright_search.solver.problem import Problem, price
-from shardwright_search.space import Case
+from shardwright_search.space.configurations import Case
+from shardwright_search.space.instance import Pricing
 
 pytest.importorskip("highspy")
 

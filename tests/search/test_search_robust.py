@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 from made_up import make_cluster, make_hardware, make_model, make_profiles, make_request
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.hardware_profile import Collective, CollectiveKey, HardwareProfile
-from shardwright_formats.model_profile import FitMode, ModelProfile
-from shardwright_formats.plan import Schedule
-from shardwright_search import optimal
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
+from shardwright_formats.types.model_profile import FitMode, ModelProfile
+from shardwright_formats.types.plan import Schedule
 from shardwright_search import robust as module
-from shardwright_search.evaluate import evaluate
-from shardwright_search.optimal import find_best
-from shardwright_search.predict import prediction_of_searched
-from shardwright_search.profiles import Curve, LayerKey, Profiles, index_profiles
-from shardwright_search.request import Robust, SearchRequest
+from shardwright_search import search as optimal
+from shardwright_search.commands.prediction import prediction_of_searched
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.profiles import Curve, LayerKey, Profiles, index_profiles
 from shardwright_search.robust import NOMINAL, scenarios, spread_out
-from shardwright_search.solver.optimise import Best, Target
+from shardwright_search.search import find_best
+from shardwright_search.solver.branch_and_bound import Best, Target
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import Solution
-from shardwright_search.space import Case
+from shardwright_search.space.configurations import Case
+from shardwright_search.space.request import Robust, SearchRequest
 
 FILE = Path("s.json")
 MODEL = make_model(4)

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from made_up import make_request
 
-from shardwright_search import schema
-from shardwright_search.request import SearchRequest
+from shardwright_search.space import schema
+from shardwright_search.space.request import SearchRequest
 
 ROOT = Path(__file__).parents[2]
 FULL = {
@@ -62,7 +62,7 @@ def test_check_names_a_stale_schema_and_writing_mends_it(tmp_path, capsys):
     written.write_text(written.read_text().replace("shardwright.search", "shardwright.seek"))
     assert schema.main(["--check", "--root", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert str(written) in line and "python -m shardwright_search.schema" in line
+    assert str(written) in line and "python -m shardwright_search.space.schema" in line
     assert schema.main(["--root", str(tmp_path)]) == 0
     assert schema.main(["--check", "--root", str(tmp_path)]) == 0
 

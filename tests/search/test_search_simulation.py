@@ -6,9 +6,9 @@ from itertools import pairwise, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats.plan import Schedule
-from shardwright_search.closed_form import step_time
-from shardwright_search.simulate import StageTimes, lower_bound_ps, simulate
+from shardwright_formats.types.plan import Schedule
+from shardwright_search.cost_model.closed_form import step_time
+from shardwright_search.simulation.simulator import StageTimes, lower_bound_ps, simulate
 
 F1B, GPIPE, INTERLEAVED = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED_1F1B
 

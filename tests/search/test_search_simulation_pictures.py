@@ -10,16 +10,16 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from shardwright_formats.files import write_document
-from shardwright_formats.plan import PipelineStage, Plan, Schedule
-from shardwright_formats.prediction import TimelineEvent
-from shardwright_formats.strategy import LayerStrategy, Strategy
+from shardwright_formats.io.json import write_document
+from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
+from shardwright_formats.types.prediction import TimelineEvent
+from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_search.cli import app
-from shardwright_search.evaluate import evaluate
-from shardwright_search.profiles import read_profiles
-from shardwright_search.timeline.lanes import idle_s
-from shardwright_search.timeline.svg import timeline_svg
-from shardwright_search.timeline.trace import chrome_trace
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.profiles import read_profiles
+from shardwright_search.simulation.chrome_trace import chrome_trace
+from shardwright_search.simulation.gantt import timeline_svg
+from shardwright_search.simulation.lanes import idle_s
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats.plan import Schedule
-from shardwright_search.reduction import Overlap, Reduction, backward_pass
-from shardwright_search.simulate import StageTimes, lower_bound_ps, simulate, step_time_ps
+from shardwright_formats.types.plan import Schedule
+from shardwright_search.cost_model.reduction import Overlap, Reduction, backward_pass
+from shardwright_search.simulation.simulator import StageTimes, lower_bound_ps, simulate, step_time_ps
 
 ALONE, FREELY = None, Overlap(1, 1)
 elements = st.lists(st.builds(Reduction, st.integers(1, 60), st.integers(0, 90)), min_size=1, max_size=5).map(tuple)

@@ -7,14 +7,14 @@ import pytest
 from made_up import make_request
 from msgspec.structs import replace
 
-from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.errors import BadInput
-from shardwright_formats.plan import Plan, Schedule
-from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
-from shardwright_search.budget import GIB, budgets_of
-from shardwright_search.optimal import Found, Infeasible, find_best
-from shardwright_search.request import SearchRequest, batch_sizes
-from shardwright_search.space import cases, narrowed, spreads
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.search import Found, Infeasible, find_best
+from shardwright_search.space.budget import GIB, budgets_of
+from shardwright_search.space.configurations import cases, narrowed, spreads
+from shardwright_search.space.request import SearchRequest, batch_sizes
 
 FILE = Path("s.json")
 

@@ -6,13 +6,13 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import read_document
-from shardwright_formats.plan import Attention, GradientReduction, Plan, Precision, Schedule
-from shardwright_formats.prediction import Prediction
-from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
-from shardwright_search.uniform import UniformRequest, uniform_plan
-from shardwright_search.uniform_cli import uniform_command
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document
+from shardwright_formats.types.plan import Attention, GradientReduction, Plan, Precision, Schedule
+from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.commands.uniform import uniform_command
+from shardwright_search.interop.uniform import UniformRequest, uniform_plan
 
 app = typer.Typer()
 app.command()(uniform_command)

@@ -8,8 +8,8 @@ from random_plans import random_plan
 from tiny_models import CONFIGS, LAYERS, tiny
 
 import shardwright_train
-from shardwright_formats.files import write_document
-from shardwright_formats.plan import Plans
+from shardwright_formats.io.json import write_document
+from shardwright_formats.types.plan import Plans
 from shardwright_train.launch import Nodes, launch
 
 PLANS = 6

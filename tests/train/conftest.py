@@ -7,8 +7,8 @@ import random_plans
 import run_parity
 from tiny_models import tiny
 
-from shardwright_formats.model import Model
-from shardwright_formats.plan import Plan
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import Plan
 
 PlanMaker = Callable[..., Plan]
 Errors = dict[str, dict[str, float]]

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from tiny_models import batch_of
 
-from shardwright_formats.files import read_document
-from shardwright_formats.plan import Plan, Plans
-from shardwright_train.element import Site
-from shardwright_train.families import family_named
-from shardwright_train.parallel.groups import Groups
-from shardwright_train.parallel.stored import local_tensor
-from shardwright_train.pipeline import Pipeline, Step, run_step
-from shardwright_train.stage import build_stage
-from shardwright_train.world import World, joined_world
+from shardwright_formats.io.json import read_document
+from shardwright_formats.types.plan import Plan, Plans
+from shardwright_train.models.registry import family_named
+from shardwright_train.parallel.parallelize import Site
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.sharded_parameters import local_tensor
+from shardwright_train.parallel.world import World, joined_world
+from shardwright_train.pipeline.runner import Pipeline, Step, run_step
+from shardwright_train.pipeline.stage import build_stage
 
 
 def step_of(plan: Plan, groups: Groups, world: World) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -20,7 +20,7 @@ def as_command() -> None:
 
 def as_rank() -> None:
     """The worker, in which one rank does not come out of its third step."""
-    from shardwright_train import pipeline
+    from shardwright_train.pipeline import runner as pipeline
 
     stock, steps = pipeline.run_step, 0
 

@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from shardwright_formats.errors import BadInput, Stopped
+from shardwright_formats.io.errors import BadInput, Stopped
 from shardwright_train.watch import Watch, be_watched
 
 

@@ -8,12 +8,13 @@ from unittest.mock import patch
 
 import torch
 
-from shardwright_formats.errors import ShardwrightError
-from shardwright_formats.files import read_document
-from shardwright_train import loss_scale, optimiser
+from shardwright_formats.io.errors import ShardwrightError
+from shardwright_formats.io.json import read_document
 from shardwright_train.jobs import RunJob
-from shardwright_train.loop import train
-from shardwright_train.world import joined_world
+from shardwright_train.parallel.world import joined_world
+from shardwright_train.training import loss_scale
+from shardwright_train.training import optimizer as optimiser
+from shardwright_train.training.loop import train
 
 
 def main(start: str, *job_files: str) -> None:

@@ -15,23 +15,24 @@ import torch.distributed as dist
 from tiny_models import batch_of, stock_logits, stock_model
 from torch import Tensor, nn
 
-from shardwright_formats.files import read_document
-from shardwright_formats.placement import parameter_box
-from shardwright_formats.plan import Plan, Plans
-from shardwright_train import optimiser
-from shardwright_train.element import Site
-from shardwright_train.families import family_named
-from shardwright_train.families.base import Batch
-from shardwright_train.optimiser import Hyperparameters, ShardedAdamW
-from shardwright_train.parallel import collectives, data_parallel, redistribute
-from shardwright_train.parallel.groups import Groups
-from shardwright_train.parallel.randomness import seed_of
-from shardwright_train.parallel.stored import local_tensor
-from shardwright_train.parallel.tensor_parallel import TensorParallel
-from shardwright_train.parallel.ties import Ties
-from shardwright_train.pipeline import Pipeline, Step, run_step
-from shardwright_train.stage import Stage, build_stage
-from shardwright_train.world import World, joined_world
+from shardwright_formats.io.json import read_document
+from shardwright_formats.semantics.layout import parameter_box
+from shardwright_formats.types.plan import Plan, Plans
+from shardwright_train.models.base import Batch
+from shardwright_train.models.registry import family_named
+from shardwright_train.parallel import collectives, redistribute
+from shardwright_train.parallel import data as data_parallel
+from shardwright_train.parallel.parallelize import Site
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.rng import seed_of
+from shardwright_train.parallel.sharded_parameters import local_tensor
+from shardwright_train.parallel.tensor import TensorParallel
+from shardwright_train.parallel.tied_weights import Ties
+from shardwright_train.parallel.world import World, joined_world
+from shardwright_train.pipeline.runner import Pipeline, Step, run_step
+from shardwright_train.pipeline.stage import Stage, build_stage
+from shardwright_train.training import optimizer as optimiser
+from shardwright_train.training.optimizer import Hyperparameters, ShardedAdamW
 
 STEPS = 3
 SETTINGS = Hyperparameters(learning_rate=1e-2, warmup_steps=1, steps=STEPS, weight_decay=0.1, clip_norm=0.5)
@@ -185,7 +186,7 @@ def _partial_gradients_reduced_twice() -> AbstractContextManager[object]:
         once(tensors, group)
         once(tensors, group)
 
-    return patch("shardwright_train.stage.sum_together", twice)
+    return patch("shardwright_train.pipeline.stage.sum_together", twice)
 
 
 def _copies_of_tied_parameters_not_summed() -> AbstractContextManager[object]:

@@ -21,8 +21,8 @@ def as_command() -> None:
 
 def as_rank() -> None:
     """The worker, in which one rank's share of a layer is no number from its third step on."""
-    from shardwright_train import loop
-    from shardwright_train.parallel.stored import local_tensor
+    from shardwright_train.parallel.sharded_parameters import local_tensor
+    from shardwright_train.training import loop
 
     stock, steps = loop.run_step, 0
 

@@ -4,10 +4,10 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
-from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.model import EMBEDDING, HEAD, Model
-from shardwright_formats.plan import GradientReduction, PipelineStage, Plan, Precision, Schedule, misfit
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Precision, Schedule, misfit
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 _LOW = ("bfloat16", "float16")
 

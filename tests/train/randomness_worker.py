@@ -17,17 +17,17 @@ from random_plans import random_plan
 from tiny_models import batch_of, tiny
 from torch import Tensor, nn
 
-from shardwright_formats.plan import Plan
-from shardwright_formats.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_train.element import Site
-from shardwright_train.families import family_named
-from shardwright_train.families.base import Batch
-from shardwright_train.parallel.groups import Groups
-from shardwright_train.parallel.randomness import Randomness
-from shardwright_train.parallel.stored import local_tensor
-from shardwright_train.pipeline import Pipeline, Step, run_step
-from shardwright_train.stage import build_stage
-from shardwright_train.world import World, joined_world
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_train.models.base import Batch
+from shardwright_train.models.registry import family_named
+from shardwright_train.parallel.parallelize import Site
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.rng import Randomness
+from shardwright_train.parallel.sharded_parameters import local_tensor
+from shardwright_train.parallel.world import World, joined_world
+from shardwright_train.pipeline.runner import Pipeline, Step, run_step
+from shardwright_train.pipeline.stage import build_stage
 
 RATE = 0.1
 MODEL = tiny("gpt2", embd_pdrop=RATE, attn_pdrop=RATE, resid_pdrop=RATE)

@@ -13,8 +13,8 @@ from pathlib import Path
 from random_plans import random_plan
 from tiny_models import CONFIGS, tiny
 
-from shardwright_formats.files import write_document
-from shardwright_formats.plan import Plan, Plans
+from shardwright_formats.io.json import write_document
+from shardwright_formats.types.plan import Plan, Plans
 from shardwright_train.launch import Nodes, launch
 
 __all__ = ["TOLERANCE", "compare"]

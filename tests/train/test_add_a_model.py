@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import shardwright_train
-from shardwright_formats.files import read_document
-from shardwright_formats.plan import Plans
-from shardwright_formats.strategy import SequenceParallel
+from shardwright_formats.io.json import read_document
+from shardwright_formats.types.plan import Plans
+from shardwright_formats.types.strategy import SequenceParallel
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
 MOST_LINES = 60
@@ -32,8 +32,8 @@ def added(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("added")
     stock, copy = Path(shardwright_train.__file__).parent, folder / "shardwright_train"
     shutil.copytree(stock, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    assert not (copy / "families" / "qwen3.py").exists()
-    (copy / "families" / "qwen3.py").write_text(block_of_the_page())
+    assert not (copy / "models" / "qwen3.py").exists()
+    (copy / "models" / "qwen3.py").write_text(block_of_the_page())
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     script = Path(__file__).with_name("added_model.py")
     ended = subprocess.run(

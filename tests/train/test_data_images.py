@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiny_models import tiny
 
-from shardwright_formats.errors import BadInput
+from shardwright_formats.io.errors import BadInput
 from shardwright_train.data.batches import open_batches
 from shardwright_train.data.images import Images, open_images
-from shardwright_train.families import family_named
-from shardwright_train.families.base import ImageForm
+from shardwright_train.models.base import ImageForm
+from shardwright_train.models.registry import family_named
 
 FORM = ImageForm(channels=1, height=2, width=3, classes=8)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import sha256_of_file
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import sha256_of_file
 from shardwright_train.data.description import END_OF_TEXT, DataFolder
 from shardwright_train.data.prepare import prepare
 from shardwright_train.data.sampling import open_samples

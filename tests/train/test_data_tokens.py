@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats.errors import BadInput
+from shardwright_formats.io.errors import BadInput
 from shardwright_train.data.tokens import read_tokens, token_dtype, write_tokens
 
 # Two documents: tokens 7, 300, 0 and tokens 65535, 1.

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from shardwright_train.learning_rate import LearningRateSchedule, learning_rate_at
-from shardwright_train.optimiser import Hyperparameters
+from shardwright_train.training.learning_rate import LearningRateSchedule, learning_rate_at
+from shardwright_train.training.optimizer import Hyperparameters
 
 STEPS, WARMUP_STEPS, PEAK = 20, 4, 2.0
 

@@ -2,11 +2,18 @@
 
 import msgspec
 
-from shardwright_formats.measurement import HeldMemory
-from shardwright_train.memory_account import Category, Change, Counters, MemoryInterval, MemoryMark, memory_intervals
-from shardwright_train.record import Interval
-from shardwright_train.step_memory import phases_of_memory, segments_of_memory
-from shardwright_train.step_times import timing_of_step
+from shardwright_formats.types.measurement import HeldMemory
+from shardwright_train.measurement.memory_account import (
+    Category,
+    Change,
+    Counters,
+    MemoryInterval,
+    MemoryMark,
+    memory_intervals,
+)
+from shardwright_train.measurement.record import Interval
+from shardwright_train.measurement.step_memory import phases_of_memory, segments_of_memory
+from shardwright_train.measurement.timing import timing_of_step
 
 
 def _intervals(*marks: tuple[str, tuple[int, int] | None, float]) -> list[Interval]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 
-from shardwright_train.families import family_named
+from shardwright_train.models.registry import family_named
 
 
 @pytest.mark.parametrize(("name", "causal"), [("bert", False), ("gpt2", True), ("llama", True)])

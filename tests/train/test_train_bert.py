@@ -9,12 +9,12 @@ from tiny_models import CONFIGS, SEQUENCE_LENGTH, tiny
 from torch import Tensor
 from typer.testing import CliRunner
 
-from shardwright_formats.errors import RunFailed
+from shardwright_formats.io.errors import RunFailed
 from shardwright_train.cli import app
-from shardwright_train.families import family_named
-from shardwright_train.families.base import Batch
-from shardwright_train.families.masked import Vocabulary, mask_of_kernel
-from shardwright_train.parallel.vocabulary import IGNORED
+from shardwright_train.models.base import Batch
+from shardwright_train.models.masked import Vocabulary, mask_of_kernel
+from shardwright_train.models.registry import family_named
+from shardwright_train.parallel.vocab import IGNORED
 
 VOCABULARY = Vocabulary(size=1000, mask=999, padding=0)
 LENGTH = 200

@@ -19,10 +19,10 @@ from tiny_models import tiny
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright_formats.files import write_document
+from shardwright_formats.io.json import write_document
 from shardwright_train.data.prepare import prepare
+from shardwright_train.parallel.world import joined_world
 from shardwright_train.watch import RankFiles
-from shardwright_train.world import joined_world
 
 COMMAND = ("-m", "shardwright_train.cli")
 HANGING_COMMAND = (str(Path(__file__).with_name("hanging_train.py")),)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import CONFIGS, LAYERS, SEQUENCE_LENGTH, tiny
 
-from shardwright_train.families import family_named
+from shardwright_train.models.registry import family_named
 
 PUBLISHED = {
     "activation_function": "gelu_new",

@@ -15,20 +15,21 @@ from torch import Tensor
 from transformers.integrations import flash_attention
 from typer.testing import CliRunner
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import read_document, write_document
-from shardwright_formats.measurement import Measurement
-from shardwright_formats.plan import Attention, Plan, Plans, Precision
-from shardwright_formats.strategy import SequenceParallel, Strategy
-from shardwright_train import kernels, support
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.types.plan import Attention, Plan, Plans, Precision
+from shardwright_formats.types.strategy import SequenceParallel, Strategy
+from shardwright_train import support
 from shardwright_train.cli import app
-from shardwright_train.families import family_named
-from shardwright_train.kernels import check_kernels, settle_attention
 from shardwright_train.launch import Nodes
-from shardwright_train.parallel.ulysses import ULYSSES_ATTENTION, exchange_around_attention
+from shardwright_train.models import attention_kernels as kernels
+from shardwright_train.models.attention_kernels import check_kernels, settle_attention
+from shardwright_train.models.registry import family_named
+from shardwright_train.parallel.sequence import ULYSSES_ATTENTION, exchange_around_attention
+from shardwright_train.parallel.world import World
 from shardwright_train.start import start_measure
 from shardwright_train.support import check_installed, check_supported, without_devices
-from shardwright_train.world import World
 
 SDPA, FLASH, EAGER = Attention.SDPA, Attention.FLASH_ATTENTION_2, Attention.EAGER
 BFLOAT16 = Precision(parameters="float32", compute="bfloat16", reduce="float32")

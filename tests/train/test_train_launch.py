@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shardwright_formats.errors import RunFailed
+from shardwright_formats.io.errors import RunFailed
 from shardwright_train import cli
 from shardwright_train import launch as launching
 from shardwright_train.launch import Nodes, launch
@@ -148,7 +148,7 @@ def test_a_step_that_begins_in_time_starts_the_time_anew(tmp_path: Path) -> None
 def test_signals_before_the_ranks_can_stop_in_order_end_them(tmp_path: Path, signals: int, status: int) -> None:
     action = "sleep" if signals == 1 else "signal SIGSTOP"  # a stopped process does not die of SIGTERM
     script = f"from shardwright_train.launch import *; launch({[sys.executable, str(RANK), action]}, 1, 0, 1, Nodes())"
-    script = f"from shardwright_formats.errors import one_line_errors\nwith one_line_errors():\n    exec({script!r})"
+    script = f"from shardwright_formats.io.errors import one_line_errors\nwith one_line_errors():\n    exec({script!r})"
     environment = os.environ | {"STARTED_BY": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + STARTED_S

@@ -11,15 +11,15 @@ import pytest
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.files import read_document, write_document
-from shardwright_formats.plan import Plan, Precision
-from shardwright_formats.run import RunResult
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.plan import Plan, Precision
+from shardwright_formats.types.run import RunResult
 from shardwright_train.data.prepare import prepare
 from shardwright_train.jobs import RunJob
 from shardwright_train.launch import Nodes, launch
-from shardwright_train.learning_rate import LearningRateSchedule
-from shardwright_train.loss_scale import LossScale
-from shardwright_train.state.checkpoint_names import folder_of_plan, latest_checkpoint
+from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
+from shardwright_train.training.learning_rate import LearningRateSchedule
+from shardwright_train.training.loss_scale import LossScale
 
 START = 2.0**40
 STEPS, STOP = 32, 27

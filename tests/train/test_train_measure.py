@@ -11,12 +11,12 @@ import pytest
 from random_plans import cluster_of
 from tiny_models import tiny
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import read_document, write_document
-from shardwright_formats.measurement import Measurement, PlanMeasurement, RankMeasurement
-from shardwright_formats.plan import GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
-from shardwright_formats.schedule import actions
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, Strategy
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.semantics.schedule import actions
+from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement
+from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_train.launch import Nodes
 from shardwright_train.start import start_measure
 

@@ -10,11 +10,11 @@ from poisoned_train import POISONED_LAYER, POISONED_RANK, POISONED_STEP
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.files import write_document
-from shardwright_formats.plan import Plan
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, Strategy
+from shardwright_formats.io.json import write_document
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_train.data.prepare import prepare
-from shardwright_train.state.checkpoint_names import folder_of_plan, latest_checkpoint
+from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
 
 
 def replicated(plan: Plan) -> Plan:

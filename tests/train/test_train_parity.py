@@ -8,9 +8,9 @@ from random_plans import random_plan
 from run_parity import TOLERANCE
 from tiny_models import CONFIGS, tiny
 
-from shardwright_formats.placement import layout_of
-from shardwright_formats.plan import GradientReduction, Plan, Precision, Schedule
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.semantics.layout import layout_of
+from shardwright_formats.types.plan import GradientReduction, Plan, Precision, Schedule
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 Errors = dict[str, dict[str, float]]
 Compare = Callable[..., Errors]

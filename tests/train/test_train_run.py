@@ -11,11 +11,11 @@ import pytest
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.files import read_document, write_document
-from shardwright_formats.plan import Plan
-from shardwright_formats.run import RunResult
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.run import RunResult
 from shardwright_train.data.prepare import prepare
-from shardwright_train.state.checkpoint_names import folder_of_plan, latest_checkpoint
+from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
 
 STEPS = 6
 

@@ -11,10 +11,10 @@ import pytest
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.files import read_document, write_document
-from shardwright_formats.plan import Plan
-from shardwright_formats.strategy import SequenceParallel
-from shardwright_train.state.checkpoint_names import folder_of_plan
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.strategy import SequenceParallel
+from shardwright_train.training.checkpoint_names import folder_of_plan
 
 STEPS, MIDDLE = 8, 4
 

@@ -10,12 +10,12 @@ from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 from torch import Tensor
 from typer.testing import CliRunner
 
-from shardwright_formats.files import read_document
-from shardwright_formats.model import EMBEDDING, HEAD, Model
-from shardwright_formats.plan import misfit
-from shardwright_formats.strategy import SequenceParallel, Strategy
+from shardwright_formats.io.json import read_document
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.plan import misfit
+from shardwright_formats.types.strategy import SequenceParallel, Strategy
 from shardwright_train.cli import app
-from shardwright_train.families import family_named
+from shardwright_train.models.registry import family_named
 
 T5_SMALL = {
     "architectures": ["T5ForConditionalGeneration"],

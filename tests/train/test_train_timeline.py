@@ -7,11 +7,11 @@ import pytest
 from random_plans import cluster_of
 from tiny_models import tiny
 
-from shardwright_formats.files import read_document, write_document
-from shardwright_formats.measurement import Measurement, PassTime, PlanMeasurement
-from shardwright_formats.plan import PipelineStage, Plan, Plans, Precision, Schedule
-from shardwright_formats.strategy import LayerStrategy, Strategy
-from shardwright_search.simulate import Simulation, StageTimes, simulate
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.measurement import Measurement, PassTime, PlanMeasurement
+from shardwright_formats.types.plan import PipelineStage, Plan, Plans, Precision, Schedule
+from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_search.simulation.simulator import Simulation, StageTimes, simulate
 from shardwright_train.launch import Nodes
 from shardwright_train.start import start_measure
 

@@ -11,16 +11,16 @@ from random_plans import cluster_of, precision_of, random_plan
 from tiny_models import tiny
 from typer.testing import CliRunner
 
-from shardwright_formats.files import write_document
-from shardwright_formats.model import Model
-from shardwright_formats.placement import Cause
-from shardwright_formats.plan import GradientReduction, PipelineStage, Plan, Schedule
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_formats.traffic import step_messages
-from shardwright_train.check import check_roles, roles_of
+from shardwright_formats.io.json import write_document
+from shardwright_formats.semantics.communication import Cause
+from shardwright_formats.semantics.step_communication import step_messages
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Schedule
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_train.cli import app
-from shardwright_train.fake_world import fake_step
-from shardwright_train.families import family_named
+from shardwright_train.dry_run.check import check_roles, roles_of
+from shardwright_train.dry_run.fake_world import fake_step
+from shardwright_train.models.registry import family_named
 
 WORLD = 8
 RANDOM = (("llama", 3), ("llama", 7), ("gpt2", 1), ("bert", 0))
@@ -87,7 +87,7 @@ def test_mixed_plans_with_pipelines_and_ties_move_the_bytes_of_the_formulas(fami
 
 def test_a_gather_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = next(plan for plan in kinds_of_strategy() if plan.name == "zero3 every=False")
-    monkeypatch.setattr("shardwright_train.stage.prefetch_in_backward", lambda _modules: None)
+    monkeypatch.setattr("shardwright_train.pipeline.stage.prefetch_in_backward", lambda _modules: None)
     assert counted(plan, 0) != by_formula(plan, 0)
 
 

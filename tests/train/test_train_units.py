@@ -9,13 +9,13 @@ import pytest
 from tiny_models import CONFIGS, stock_model, tiny
 from typer.testing import CliRunner
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import read_document
-from shardwright_formats.plan import Plan
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document
+from shardwright_formats.types.plan import Plan
 from shardwright_train.cli import app
-from shardwright_train.families import family_named
-from shardwright_train.loop import model_flops_utilisation
-from shardwright_train.peaks import peak_flops_per_s
+from shardwright_train.models.registry import family_named
+from shardwright_train.training.loop import model_flops_utilisation
+from shardwright_train.training.peaks import peak_flops_per_s
 
 PlanMaker = Callable[..., Plan]
 

@@ -14,9 +14,9 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from shardwright_formats.model import Model
-from shardwright_train.families import family_named
-from shardwright_train.families.base import Batch
+from shardwright_formats.types.model import Model
+from shardwright_train.models.base import Batch
+from shardwright_train.models.registry import family_named
 
 SEQUENCE_LENGTH = 16
 LAYERS = 4

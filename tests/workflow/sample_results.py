@@ -4,10 +4,11 @@ from pathlib import Path
 
 import msgspec
 
-from shardwright_formats.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.correction import Correction, CorrectionFactor, Term
-from shardwright_formats.files import write_document
-from shardwright_formats.measurement import (
+from shardwright_formats.io.json import write_document
+from shardwright_formats.semantics.schedule import actions
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
+from shardwright_formats.types.measurement import (
     HeldMemory,
     Measurement,
     PassTime,
@@ -17,12 +18,11 @@ from shardwright_formats.measurement import (
     RankMeasurement,
     RankMemory,
 )
-from shardwright_formats.model import LayerType, Model, Parameter
-from shardwright_formats.plan import PipelineStage, Plan, Schedule
-from shardwright_formats.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
-from shardwright_formats.run import RunResult, StepMetrics
-from shardwright_formats.schedule import actions
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.model import LayerType, Model, Parameter
+from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
+from shardwright_formats.types.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
+from shardwright_formats.types.run import RunResult, StepMetrics
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 _MIB = 1024 * 1024
 

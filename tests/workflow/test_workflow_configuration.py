@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from configuration import ConfigurationError, check_model_keys, load_workflow, read_yaml
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.files import Document
+from shardwright_formats.io.json import Document
+from shardwright_formats.types.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "config" / "models").glob("*.yaml"))
@@ -148,7 +148,7 @@ def test_a_model_is_profiled_on_one_node_whatever_the_cluster_and_its_price():
 
 def test_searches_and_profiles_are_documents_that_the_stages_read():
     from shardwright_profile.model.settings import ProfileSettings
-    from shardwright_search.request import SearchRequest
+    from shardwright_search.space.request import SearchRequest
 
     workflow = _load()
     request = _read(workflow.search_json("tight"), SearchRequest)

@@ -19,7 +19,7 @@ from loss_picture import draw_loss
 from plan_picture import StrategyColours, draw_plan, plan_file
 from profile_section import read_profile
 from results import bytes_text, layers_text, read_run, read_search, seconds_text
-from shardwright_formats.errors import BadInput
+from shardwright_formats.io.errors import BadInput
 from stage_pictures import draw_memory, draw_timeline
 from svg import ticks
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from results import SearchOutcome, layers_text, read_search
-from shardwright_formats.errors import one_line_errors
-from shardwright_formats.files import write_bytes
+from shardwright_formats.io.errors import one_line_errors
+from shardwright_formats.io.json import write_bytes
 
 __all__ = ["main", "table"]
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from results import strategy_text
-from shardwright_formats.model import EMBEDDING, HEAD
-from shardwright_formats.plan import Plan
-from shardwright_formats.strategy import LayerStrategy, Recompute, Strategy
+from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
 from svg import PALETTE, STYLE, bar, element, legend, line, picture, text
 
 __all__ = ["StrategyColours", "draw_plan", "plan_file"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_formats.model_profile import ModelProfile, read_model_profile
+from shardwright_formats.types.model_profile import ModelProfile, read_model_profile
 
 __all__ = ["ProfileOutcome", "profile_section", "read_profile"]
 

@@ -5,7 +5,7 @@ from html import escape
 from statistics import median
 
 from results import Comparison, SearchOutcome, bytes_text, plan_text, ratio_text, seconds_text
-from shardwright_formats.correction import Correction
+from shardwright_formats.types.correction import Correction
 
 __all__ = ["reality_section"]
 

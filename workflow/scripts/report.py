@@ -23,8 +23,8 @@ from results import (
     read_search,
     seconds_text,
 )
-from shardwright_formats.errors import one_line_errors
-from shardwright_formats.files import write_bytes
+from shardwright_formats.io.errors import one_line_errors
+from shardwright_formats.io.json import write_bytes
 from stage_pictures import draw_memory, draw_timeline
 from svg import STYLE
 

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright_formats.correction import Correction
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import read_document
-from shardwright_formats.measurement import Measurement, PlanMeasurement
-from shardwright_formats.plan import Plan
-from shardwright_formats.prediction import Estimate, Prediction
-from shardwright_formats.run import RunResult, StepMetrics
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document
+from shardwright_formats.types.correction import Correction
+from shardwright_formats.types.measurement import Measurement, PlanMeasurement
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Estimate, Prediction
+from shardwright_formats.types.run import RunResult, StepMetrics
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 __all__ = [
     "Comparison",

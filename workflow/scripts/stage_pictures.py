@@ -1,7 +1,7 @@
 """What the pipeline stages hold and do: memory by term against the budget, and the timeline of a step."""
 
 from results import bytes_text, seconds_text
-from shardwright_formats.prediction import Estimate, TimelineEvent
+from shardwright_formats.types.prediction import Estimate, TimelineEvent
 from svg import PALETTE, bar, element, legend, line, picture, text, ticks
 
 __all__ = ["draw_memory", "draw_timeline"]

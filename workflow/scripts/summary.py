@@ -18,7 +18,7 @@ from results import (
     read_search,
     seconds_text,
 )
-from shardwright_formats.errors import one_line_errors
+from shardwright_formats.io.errors import one_line_errors
 
 __all__ = ["main", "summary"]
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from shardwright_formats.hardware_profile import Collective, CollectiveKey, write_hardware_profile
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, write_hardware_profile
 from shardwright_profile.importers.flat_model import FlatType, flat_model
-from shardwright_profile.importers.galvatron import GalvatronRequest
-from shardwright_profile.importers.galvatron_keys import read_computation, read_memory
+from shardwright_profile.importers.galvatron.keys import read_computation, read_memory
+from shardwright_profile.importers.galvatron.model_profile import GalvatronRequest
 from shardwright_profile.importers.hardware_points import hardware_profile, link_points
 from shardwright_profile.importers.traffic import Hardware
 

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.hardware_profile import Collective, CollectiveKey, read_hardware_profile
-from shardwright_formats.model_profile import read_model_profile
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
+from shardwright_formats.types.model_profile import read_model_profile
 from shardwright_profile.importers.fasop import FasopRequest, import_fasop, read_fasop_times
 from shardwright_profile.importers.fasop_constants import fasop_hardware, read_fasop_constants
 
@@ -160,7 +160,7 @@ def test_impossible_constants_are_one_clear_line(tmp_path, text, problem):
 
 
 def test_the_commands_write_what_can_be_read(command, tmp_path, make_model):
-    from shardwright_formats.files import write_document
+    from shardwright_formats.io.json import write_document
 
     write_document(tmp_path / "model.json", make_model(sequence_length=1024))
     of = ("--constants", str(CONSTANTS), "--gpu", "A10", "--device", "A10")

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.hardware_profile import Collective, CollectiveKey, read_hardware_profile
-from shardwright_profile.importers.galvatron_hardware import GalvatronTables, import_galvatron_hardware
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
+from shardwright_profile.importers.galvatron.hardware import GalvatronTables, import_galvatron_hardware
 
 MIB = 1024**2
 NAMES = {

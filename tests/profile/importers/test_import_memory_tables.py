@@ -2,13 +2,13 @@
 
 import pytest
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import read_document
-from shardwright_formats.model import Model
-from shardwright_formats.model_profile import read_model_profile
-from shardwright_formats.strategy import SequenceParallel
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.model_profile import read_model_profile
+from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_profile.importers.flat_model import FlatType
-from shardwright_profile.importers.galvatron import import_galvatron
+from shardwright_profile.importers.galvatron.model_profile import import_galvatron
 
 MIB = 1024**2
 NONE, MEGATRON = SequenceParallel.NONE, SequenceParallel.MEGATRON

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.hardware_profile import Collective, CollectiveKey
-from shardwright_profile.importers.galvatron_hardware import GalvatronTables, import_galvatron_hardware
-from shardwright_profile.importers.galvatron_keys import Forward, read_computation, read_memory
-from shardwright_profile.importers.galvatron_memory import layer_memory_from_rows, model_memory, tables_of
-from shardwright_profile.importers.galvatron_times import layer_times
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
+from shardwright_profile.importers.galvatron.hardware import GalvatronTables, import_galvatron_hardware
+from shardwright_profile.importers.galvatron.keys import Forward, read_computation, read_memory
+from shardwright_profile.importers.galvatron.memory import layer_memory_from_rows, model_memory, tables_of
+from shardwright_profile.importers.galvatron.times import layer_times
 
 MIB = 1024**2
 ROOT = Path(__file__).parents[3]

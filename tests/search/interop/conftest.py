@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from shardwright_formats.plan import Attention, GradientReduction, Plan, Precision, Schedule
-from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.types.plan import Attention, GradientReduction, Plan, Precision, Schedule
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.interop.galvatron import Unsaid, plan_of_galvatron
 from shardwright_search.interop.galvatron_file import read_galvatron
-from shardwright_search.uniform import UniformRequest, uniform_plan
+from shardwright_search.interop.uniform import UniformRequest, uniform_plan
 
 BF16 = Precision(compute="bfloat16", reduce="bfloat16")
 UNSAID = Unsaid("imported", "megatron", GradientReduction.DEFERRED, BF16, Attention.AUTO, None)

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import read_document, write_document
-from shardwright_formats.plan import Attention, GradientReduction, Plan, Precision, Schedule
-from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
-from shardwright_search.interop.cli import export_command, import_app
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.plan import Attention, GradientReduction, Plan, Precision, Schedule
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.commands.interop import export_command, import_app
 from shardwright_search.interop.galvatron import Unsaid, galvatron_file, galvatron_strategy, plan_of_galvatron
 from shardwright_search.interop.galvatron_file import GalvatronLayer, GalvatronStrategy, galvatron_keys, read_galvatron
 

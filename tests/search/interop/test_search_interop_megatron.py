@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.plan import GradientReduction, Plan, Precision, Schedule
-from shardwright_formats.strategy import DataParallel, Recompute
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.plan import GradientReduction, Plan, Precision, Schedule
+from shardwright_formats.types.strategy import DataParallel, Recompute
 from shardwright_search.interop.megatron import megatron_arguments
 
 PLAN = Path("plan.json")

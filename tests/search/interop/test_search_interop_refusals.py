@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.plan import Attention, PipelineStage, Plan, Precision, Schedule
-from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.plan import Attention, PipelineStage, Plan, Precision, Schedule
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.interop.galvatron import galvatron_file
 from shardwright_search.interop.megatron import megatron_arguments
 from shardwright_search.interop.torchtitan import torchtitan_toml

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.plan import Attention, GradientReduction, Precision
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.plan import Attention, GradientReduction, Precision
 from shardwright_search.interop.galvatron import Unsaid, galvatron_file, plan_of_galvatron
 from shardwright_search.interop.galvatron_file import read_galvatron
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright_formats.errors import one_line_errors
+from shardwright_formats.io.errors import one_line_errors
 from shardwright_profile.importers.commands import import_app
 
 __all__ = ["main"]
@@ -48,7 +48,7 @@ def hardware(
     same command is run again: what it has measured lies in OUT.journal until OUT is written.
     """
     with one_line_errors():
-        from shardwright_profile.sweep.start import SweepRequest, start_sweep
+        from shardwright_profile.hardware.start import SweepRequest, start_sweep
 
         request = SweepRequest(
             cluster, time_budget, min_bytes, max_bytes, nnodes, node_rank, rendezvous, out, max_repeats
@@ -71,10 +71,10 @@ def probes(
 ) -> None:
     """Write the plans of few layers from which `fit` learns what one layer costs."""
     with one_line_errors():
-        from shardwright_formats.cluster import Cluster
-        from shardwright_formats.files import read_document, write_document
-        from shardwright_formats.model import Model
-        from shardwright_formats.plan import Plans
+        from shardwright_formats.io.json import read_document, write_document
+        from shardwright_formats.types.cluster import Cluster
+        from shardwright_formats.types.model import Model
+        from shardwright_formats.types.plan import Plans
         from shardwright_profile.model.probes import make_probes
         from shardwright_profile.model.settings import ProfileSettings
 
@@ -109,7 +109,7 @@ def model(
     command goes on.
     """
     with one_line_errors():
-        from shardwright_profile.model.one_go import ModelRequest, profile_model
+        from shardwright_profile.model.profile_all import ModelRequest, profile_model
 
         profile_model(
             ModelRequest(
@@ -136,9 +136,9 @@ def fit(
 ) -> None:
     """Turn the measured probes of one model on one device into its profile: seconds and bytes per layer."""
     with one_line_errors():
-        from shardwright_formats.files import read_document
-        from shardwright_formats.measurement import Measurement
-        from shardwright_formats.model_profile import write_model_profile
+        from shardwright_formats.io.json import read_document
+        from shardwright_formats.types.measurement import Measurement
+        from shardwright_formats.types.model_profile import write_model_profile
         from shardwright_profile.model.fit import fit_profile
 
         write_model_profile(out, fit_profile([(path, read_document(path, Measurement)) for path in measurements]))
@@ -155,7 +155,7 @@ def show(
 ) -> None:
     """Print a profile as tables: times in s, ms or us, memory in KiB, MiB or GiB, bandwidth in MB/s or GB/s."""
     with one_line_errors():
-        from shardwright_profile.show import draw_profile, show_profile
+        from shardwright_profile.show.tables import draw_profile, show_profile
 
         if tables:
             show_profile(file)

@@ -5,13 +5,14 @@ from typing import Annotated
 
 import typer
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.errors import NothingFits, one_line_errors
-from shardwright_formats.files import atomic_path, read_document, write_document
-from shardwright_formats.model import Model
-from shardwright_formats.plan import Plan
-from shardwright_formats.prediction import Prediction
-from shardwright_search.arguments import (
+from shardwright_formats.io.errors import NothingFits, one_line_errors
+from shardwright_formats.io.json import atomic_path, read_document, write_document
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Prediction
+from shardwright_search.certify import prove
+from shardwright_search.commands.arguments import (
     ClusterFile,
     CorrectionFile,
     HardwareFile,
@@ -20,23 +21,22 @@ from shardwright_search.arguments import (
     ProfileFile,
     TimeModelOption,
 )
-from shardwright_search.budget import Infeasible, budgets_of
-from shardwright_search.correct_cli import correct_command
-from shardwright_search.evaluate import cost_model_of, evaluate
+from shardwright_search.commands.correct import correct_command
+from shardwright_search.commands.explain import explain_command
+from shardwright_search.commands.inputs import read_inputs
+from shardwright_search.commands.interop import export_command, import_app
+from shardwright_search.commands.prediction import prediction_of_evaluated, prediction_of_searched, prediction_path
+from shardwright_search.commands.progress import progress
+from shardwright_search.commands.select import select_command
+from shardwright_search.commands.simulate import simulate_command
+from shardwright_search.commands.uniform import uniform_command
+from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.explain import plan_summary, show
-from shardwright_search.explain_cli import explain_command
-from shardwright_search.inputs import read_inputs
-from shardwright_search.integer_programme import highs_version
-from shardwright_search.interop.cli import export_command, import_app
-from shardwright_search.optimal import find_best
-from shardwright_search.predict import prediction_of_evaluated, prediction_of_searched, prediction_path
-from shardwright_search.progress import progress
-from shardwright_search.prove import prove
-from shardwright_search.remedies import further_remedies
-from shardwright_search.request import SearchRequest, TimeModel
-from shardwright_search.select_cli import select_command
-from shardwright_search.simulate_cli import simulate_command
-from shardwright_search.uniform_cli import uniform_command
+from shardwright_search.explain.remedies import further_remedies
+from shardwright_search.search import find_best
+from shardwright_search.solver.milp import highs_version
+from shardwright_search.space.budget import Infeasible, budgets_of
+from shardwright_search.space.request import SearchRequest, TimeModel
 
 __all__ = ["app", "main"]
 

@@ -12,17 +12,17 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.hardware_profile import Collective, HardwareProfile
-from shardwright_formats.prediction import ScenarioRegret
-from shardwright_search.case import Pricing
-from shardwright_search.costs.model import CostModel
-from shardwright_search.evaluate import evaluate, offset_ps
-from shardwright_search.profiles import Curve, LayerPoints, Profiles
-from shardwright_search.request import Robust
-from shardwright_search.solver.optimise import Best
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.hardware_profile import Collective, HardwareProfile
+from shardwright_formats.types.prediction import ScenarioRegret
+from shardwright_search.cost_model.layer import CostModel
+from shardwright_search.cost_model.plan import evaluate, offset_ps
+from shardwright_search.cost_model.profiles import Curve, LayerPoints, Profiles
+from shardwright_search.solver.branch_and_bound import Best
 from shardwright_search.solver.pareto import Numbers
-from shardwright_search.space import Case
+from shardwright_search.space.configurations import Case
+from shardwright_search.space.instance import Pricing
+from shardwright_search.space.request import Robust
 
 __all__ = ["NOMINAL", "Regrets", "Scenario", "regrets_of", "scenarios"]
 

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from shardwright_formats.errors import BadInput, one_line_errors
-from shardwright_formats.files import read_document, write_document
-from shardwright_formats.plan import Plan
+from shardwright_formats.io.errors import BadInput, one_line_errors
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.plan import Plan
 from shardwright_train.jobs import RunJob
 from shardwright_train.launch import Nodes
-from shardwright_train.learning_rate import LearningRateSchedule
 from shardwright_train.start import start_measure, start_run
 from shardwright_train.support import check_supported, without_devices
+from shardwright_train.training.learning_rate import LearningRateSchedule
 from shardwright_train.watch import HANG_TIMEOUT_S, START_UP_S
 
 __all__ = ["app", "main"]
@@ -54,7 +54,7 @@ def describe(
             family = config["model_type"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BadInput(file, f"no configuration with a model_type ({error})", "write one") from None
-        from shardwright_train.families import family_named
+        from shardwright_train.models.registry import family_named
 
         try:
             model = family_named(family, file).describe(family, config, name, sequence_length)
@@ -148,9 +148,9 @@ def check(
     with one_line_errors():
         from rich.console import Console
 
-        from shardwright_train.check import check_roles, raise_if_too_large
-        from shardwright_train.check_report import print_checks
-        from shardwright_train.families import family_named
+        from shardwright_train.dry_run.check import check_roles, raise_if_too_large
+        from shardwright_train.dry_run.report import print_checks
+        from shardwright_train.models.registry import family_named
 
         found = read_document(plan, Plan)
         check_supported(found, plan)

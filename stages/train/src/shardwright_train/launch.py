@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from shardwright_formats.errors import BadInput, RunFailed
+from shardwright_formats.io.errors import BadInput, RunFailed
 from shardwright_train.verdict import Evidence, verdict
 from shardwright_train.watch import STACKS_SIGNAL, START_UP_S, RankFiles
 

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
-from shardwright_formats.errors import BadInput, RunFailed
-from shardwright_formats.files import Document, read_any_document, read_document, write_document
-from shardwright_formats.measurement import Measurement
-from shardwright_formats.plan import Attention, Plan, Plans
-from shardwright_formats.prediction import Prediction
+from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.io.json import Document, read_any_document, read_document, write_document
+from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.types.plan import Attention, Plan, Plans
+from shardwright_formats.types.prediction import Prediction
 from shardwright_train.jobs import MeasureJob, RunJob
 from shardwright_train.launch import Nodes, launch
-from shardwright_train.state.checkpoint_names import folder_of_plan
 from shardwright_train.support import check_installed, check_supported
+from shardwright_train.training.checkpoint_names import folder_of_plan
 from shardwright_train.watch import HANG_TIMEOUT_S
 
 __all__ = ["start_measure", "start_run"]

@@ -5,10 +5,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.model import HEAD
-from shardwright_formats.plan import Attention, Plan
-from shardwright_formats.strategy import SequenceParallel
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.model import HEAD
+from shardwright_formats.types.plan import Attention, Plan
+from shardwright_formats.types.strategy import SequenceParallel
 
 __all__ = ["check_installed", "check_supported", "flash_attn_is_installed", "flash_obstacle", "without_devices"]
 

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwright_formats.errors import Stopped
+from shardwright_formats.io.errors import Stopped
 from shardwright_train.watch import NotedError, Step
 
 __all__ = ["Evidence", "Verdict", "verdict"]

@@ -17,8 +17,8 @@ from types import TracebackType
 
 import msgspec
 
-from shardwright_formats.errors import ShardwrightError
-from shardwright_formats.files import write_bytes
+from shardwright_formats.io.errors import ShardwrightError
+from shardwright_formats.io.json import write_bytes
 
 __all__ = ["HANG_TIMEOUT_S", "STACKS_SIGNAL", "START_UP_S", "NotedError", "RankFiles", "Step", "Watch", "be_watched"]
 

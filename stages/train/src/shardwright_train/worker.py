@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright_formats.errors import ShardwrightError
-from shardwright_formats.files import read_any_document
+from shardwright_formats.io.errors import ShardwrightError
+from shardwright_formats.io.json import read_any_document
 from shardwright_train.jobs import MeasureJob, RunJob
 from shardwright_train.watch import START_UP_S, be_watched
 
 if TYPE_CHECKING:
-    from shardwright_train.world import World
+    from shardwright_train.parallel.world import World
 
 __all__ = ["main"]
 
@@ -25,7 +25,7 @@ def main(job_file: str, device_type: str) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     # PyTorch 2.13 renames two collectives; the old names are the only ones that 2.11 has.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
-    from shardwright_train.world import joined_world
+    from shardwright_train.parallel.world import joined_world
 
     job = read_any_document(Path(job_file), RunJob, MeasureJob)
     # Before the ranks meet, for it takes seconds: then the time that their first step is allowed begins for all.
@@ -41,10 +41,10 @@ def main(job_file: str, device_type: str) -> None:
 
 def _work_of(job: RunJob | MeasureJob) -> "Callable[[World], None]":
     if isinstance(job, RunJob):
-        from shardwright_train.loop import train
+        from shardwright_train.training.loop import train
 
         return lambda world: train(job, world)
-    from shardwright_train.measure import measure_plans
+    from shardwright_train.measurement.measure import measure_plans
 
     return lambda world: measure_plans(job, world)
 

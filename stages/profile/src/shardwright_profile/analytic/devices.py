@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import Value
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import Value
 
 __all__ = ["Device", "DeviceTable", "device_lines", "device_named", "read_devices"]
 

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.errors import BadInput
-from shardwright_formats.hardware_profile import TABLES, Collective, HardwareProfile
-from shardwright_formats.tables import Provenance, table_of
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.hdf5 import Provenance, table_of
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.hardware_profile import TABLES, Collective, HardwareProfile
 from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, steps
-from shardwright_profile.message_kinds import MessageKind, message_kinds, message_sizes
+from shardwright_profile.hardware.message_kinds import MessageKind, message_kinds, message_sizes
 
 __all__ = ["Network", "analytic_hardware", "kind_time_s"]
 

@@ -8,10 +8,10 @@ takes to start. A backward pass does twice the work of its forward pass, and rep
 
 from typing import NamedTuple
 
-from shardwright_formats.model import HEAD, LayerType, Model, Region
-from shardwright_formats.placement import Message, loss_messages, region_messages
-from shardwright_formats.plan import ELEMENT_BYTES, Attention, Precision
-from shardwright_formats.strategy import Recompute, SequenceParallel, Strategy
+from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
+from shardwright_formats.types.model import HEAD, LayerType, Model, Region
+from shardwright_formats.types.plan import ELEMENT_BYTES, Attention, Precision
+from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
 from shardwright_profile.analytic.messages import Link, messages_time_s
 from shardwright_profile.analytic.parts import Part, layer_parts
 

@@ -8,8 +8,8 @@ rounded from NCCL's own cost model (src/graph/tuning.cc, protocol Simple).
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shardwright_formats.hardware_profile import Collective
-from shardwright_formats.placement import Message
+from shardwright_formats.semantics.communication import Message
+from shardwright_formats.types.hardware_profile import Collective
 
 __all__ = ["NETWORK_STEP_S", "START_S", "STEP_S", "Link", "message_time_s", "messages_time_s", "moved_bytes", "steps"]
 

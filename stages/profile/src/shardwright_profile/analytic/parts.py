@@ -9,8 +9,8 @@ sizes the number of heads tells; what is left belongs to the feed-forward part.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.model import EMBEDDING, HEAD, LayerType, Model, Parameter, Region
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, Region
 
 __all__ = ["Part", "layer_parts"]
 

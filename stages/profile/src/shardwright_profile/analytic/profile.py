@@ -8,15 +8,15 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.errors import BadInput
-from shardwright_formats.hardware_profile import HardwareProfile
-from shardwright_formats.model import EMBEDDING, HEAD, Model
-from shardwright_formats.model_profile import LAYERS, PROCESS, STATES, ModelProfile, ProfileOrigin
-from shardwright_formats.plan import ELEMENT_BYTES, Precision, misfit
-from shardwright_formats.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_formats.tables import Provenance, table_of
-from shardwright_formats.versions import versions_text
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.hdf5 import Provenance, table_of
+from shardwright_formats.io.versions import versions_text
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.hardware_profile import HardwareProfile
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.model_profile import LAYERS, PROCESS, STATES, ModelProfile, ProfileOrigin
+from shardwright_formats.types.plan import ELEMENT_BYTES, Precision, misfit
+from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_profile.analytic.hardware import Network, analytic_hardware
 from shardwright_profile.analytic.layers import Machine, estimate_layer, optimizer_time_s
 from shardwright_profile.analytic.messages import Link

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from shardwright_formats.errors import BadInput
+from shardwright_formats.io.errors import BadInput
 from shardwright_profile.analytic.devices import Device, DeviceTable, device_named
 from shardwright_profile.analytic.layers import Machine
 from shardwright_profile.analytic.messages import STEP_S, Link

@@ -4,12 +4,12 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import read_document
-from shardwright_formats.hardware_profile import HardwareProfile, write_hardware_profile
-from shardwright_formats.model import Model
-from shardwright_formats.model_profile import ModelProfile, write_model_profile
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.hardware_profile import HardwareProfile, write_hardware_profile
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.model_profile import ModelProfile, write_model_profile
 from shardwright_profile.analytic.devices import DeviceTable, read_devices
 from shardwright_profile.analytic.profile import hardware_profile, model_profile
 from shardwright_profile.analytic.rates import Efficiencies, Rates, rates_of

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from shardwright_formats.errors import BadInput, one_line_errors
+from shardwright_formats.io.errors import BadInput, one_line_errors
 
 __all__ = ["import_app"]
 
@@ -71,14 +71,18 @@ def galvatron(
     Galvatron times forward passes on one GPU. What else a row says is derived or assumed, and marked so.
     """
     with one_line_errors():
-        from shardwright_formats.files import read_document, write_document
-        from shardwright_formats.hardware_profile import read_hardware_profile
-        from shardwright_formats.model import Model
-        from shardwright_formats.model_profile import write_model_profile
-        from shardwright_formats.strategy import SequenceParallel
+        from shardwright_formats.io.json import read_document, write_document
+        from shardwright_formats.types.hardware_profile import read_hardware_profile
+        from shardwright_formats.types.model import Model
+        from shardwright_formats.types.model_profile import write_model_profile
+        from shardwright_formats.types.strategy import SequenceParallel
         from shardwright_profile.importers.flat_model import parse_type
-        from shardwright_profile.importers.galvatron import GalvatronRequest, flat_galvatron_model, import_galvatron
-        from shardwright_profile.importers.galvatron_keys import read_computation, read_memory
+        from shardwright_profile.importers.galvatron.keys import read_computation, read_memory
+        from shardwright_profile.importers.galvatron.model_profile import (
+            GalvatronRequest,
+            flat_galvatron_model,
+            import_galvatron,
+        )
         from shardwright_profile.importers.traffic import Hardware
 
         _check_precision(precision)
@@ -136,8 +140,8 @@ def galvatron_hardware(
 ) -> None:
     """Import a cluster's bandwidths and times as hetu-galvatron 2.4.0 measures them."""
     with one_line_errors():
-        from shardwright_formats.hardware_profile import write_hardware_profile
-        from shardwright_profile.importers.galvatron_hardware import GalvatronTables, import_galvatron_hardware
+        from shardwright_formats.types.hardware_profile import write_hardware_profile
+        from shardwright_profile.importers.galvatron.hardware import GalvatronTables, import_galvatron_hardware
 
         tables = GalvatronTables(tuple(allreduce or ()), tuple(p2p or ()), tuple(sp_time or ()), overlap)
         profile = import_galvatron_hardware(tables, cluster, device)
@@ -162,9 +166,9 @@ def fasop(
 ) -> None:
     """Import the layer times of FASOP: one forward time a kind of layer, at micro-batch 1 and tp_size 1, 2, 4."""
     with one_line_errors():
-        from shardwright_formats.files import read_document
-        from shardwright_formats.model import Model
-        from shardwright_formats.model_profile import write_model_profile
+        from shardwright_formats.io.json import read_document
+        from shardwright_formats.types.model import Model
+        from shardwright_formats.types.model_profile import write_model_profile
         from shardwright_profile.importers.fasop import FasopRequest, import_fasop, read_fasop_times
         from shardwright_profile.importers.fasop_constants import read_fasop_constants
 
@@ -198,7 +202,7 @@ def fasop_hardware(
 ) -> None:
     """Write a hardware profile from FASOP's bandwidths; nothing of it was timed."""
     with one_line_errors():
-        from shardwright_formats.hardware_profile import write_hardware_profile
+        from shardwright_formats.types.hardware_profile import write_hardware_profile
         from shardwright_profile.importers.fasop_constants import fasop_hardware as made_of
         from shardwright_profile.importers.fasop_constants import read_fasop_constants
 
@@ -215,7 +219,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def _check_precision(precision: str) -> None:
-    from shardwright_formats.plan import ELEMENT_BYTES
+    from shardwright_formats.types.plan import ELEMENT_BYTES
 
     parts = precision.split("/")
     if len(parts) != 3 or any(part not in ELEMENT_BYTES for part in parts):

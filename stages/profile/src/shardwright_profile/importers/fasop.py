@@ -7,12 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import sha256_of_file
-from shardwright_formats.model import EMBEDDING, HEAD, Model
-from shardwright_formats.model_profile import ModelProfile, ProfileOrigin
-from shardwright_formats.strategy import Recompute, SequenceParallel
-from shardwright_formats.tables import Provenance
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.hdf5 import Provenance
+from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.model_profile import ModelProfile, ProfileOrigin
+from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.importers.fasop_constants import FasopConstants
 from shardwright_profile.importers.rows import ABSENT, LayerRow, Sourced, StateRow, noted, profile_of
 

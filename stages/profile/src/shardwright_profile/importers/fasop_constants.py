@@ -7,9 +7,9 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import Value, read_object, sha256_of_file
-from shardwright_formats.hardware_profile import Collective, CollectiveKey, HardwareProfile
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import Value, read_object, sha256_of_file
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright_profile.importers.hardware_points import HardwarePoint, hardware_profile, link_points
 
 __all__ = ["FasopConstants", "FasopLinks", "fasop_hardware", "read_fasop_constants"]

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardwright_formats.hardware_profile import TABLES, Collective, CollectiveKey, HardwareProfile
-from shardwright_formats.tables import Provenance, table_of
+from shardwright_formats.io.hdf5 import Provenance, table_of
+from shardwright_formats.types.hardware_profile import TABLES, Collective, CollectiveKey, HardwareProfile
 from shardwright_profile.importers.rows import noted
 
 __all__ = ["MIB", "HardwarePoint", "halves", "hardware_profile", "link_points"]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_formats.model_profile import FitMode
+from shardwright_formats.types.model_profile import FitMode
 from shardwright_profile.model.curves import design_of, fit_curve
 
 __all__ = ["Point", "completed", "first_fall", "levelled", "longest_rise"]

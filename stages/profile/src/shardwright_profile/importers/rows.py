@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shardwright_formats.model_profile import LAYERS, PROCESS, STATES, ModelProfile, ProfileOrigin
-from shardwright_formats.strategy import Recompute, SequenceParallel
-from shardwright_formats.tables import Provenance, table_of
+from shardwright_formats.io.hdf5 import Provenance, table_of
+from shardwright_formats.types.model_profile import LAYERS, PROCESS, STATES, ModelProfile, ProfileOrigin
+from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.model.curves import fits_table
 
 __all__ = ["ABSENT", "LayerRow", "Sourced", "StateRow", "noted", "profile_of", "weaker"]

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.hardware_profile import Collective, CollectiveKey, HardwareProfile
-from shardwright_formats.model import EMBEDDING, HEAD, Model
-from shardwright_formats.placement import Cause, Message, loss_messages, region_messages
-from shardwright_formats.strategy import LayerStrategy, Recompute, SequenceParallel
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.semantics.communication import Cause, Message, loss_messages, region_messages
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel
 
 __all__ = ["Hardware", "LayerTraffic", "layer_traffic"]
 

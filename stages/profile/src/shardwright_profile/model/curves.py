@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.model_profile import FITS, FitMode
-from shardwright_formats.tables import Table, table_of
+from shardwright_formats.io.hdf5 import Table, table_of
+from shardwright_formats.types.model_profile import FITS, FitMode
 
 __all__ = ["QUANTITIES", "Fit", "design_of", "fit_curve", "fits_table"]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from math import hypot
 from typing import NamedTuple
 
-from shardwright_formats.errors import BadInput
+from shardwright_formats.io.errors import BadInput
 from shardwright_profile.model.probe_results import Duration, ProbeKey, ProbeResult
 
 __all__ = ["LayerPair", "bytes_per_layer", "layer_pairs", "seconds_per_layer"]

@@ -6,16 +6,16 @@ from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
 
-from shardwright_formats.measurement import Measurement
-from shardwright_formats.model import EMBEDDING, HEAD
-from shardwright_formats.model_profile import LAYERS as LAYER_COLUMNS
-from shardwright_formats.model_profile import PROCESS, STATES, ModelProfile
-from shardwright_formats.strategy import Recompute
-from shardwright_formats.tables import table_of
+from shardwright_formats.io.hdf5 import table_of
+from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types.model_profile import LAYERS as LAYER_COLUMNS
+from shardwright_formats.types.model_profile import PROCESS, STATES, ModelProfile
+from shardwright_formats.types.strategy import Recompute
 from shardwright_profile.model.curves import fits_table
 from shardwright_profile.model.differences import LayerPair, bytes_per_layer, layer_pairs, seconds_per_layer
-from shardwright_profile.model.falls import falling_times
 from shardwright_profile.model.fit_states import OptimizerLine, StateRow, fit_optimizer_line, fit_states
+from shardwright_profile.model.monotonicity import falling_times
 from shardwright_profile.model.probe_results import LAYERS, Duration, ProbeKey, ProbeResult, SegmentCost, read_probes
 
 __all__ = ["fit_profile"]

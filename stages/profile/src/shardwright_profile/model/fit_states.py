@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.model import EMBEDDING, HEAD, Model
-from shardwright_formats.strategy import SequenceParallel
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_profile.model.differences import LayerPair, bytes_per_layer
 from shardwright_profile.model.probe_results import ProbeResult
 

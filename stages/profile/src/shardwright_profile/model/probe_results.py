@@ -6,13 +6,13 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import NamedTuple
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.measurement import Measurement, PlanMeasurement
-from shardwright_formats.model import EMBEDDING, HEAD, Model
-from shardwright_formats.model_profile import ProfileOrigin
-from shardwright_formats.plan import Attention, GradientReduction, Plan
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
-from shardwright_formats.tables import Provenance
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.hdf5 import Provenance
+from shardwright_formats.types.measurement import Measurement, PlanMeasurement
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.model_profile import ProfileOrigin
+from shardwright_formats.types.plan import Attention, GradientReduction, Plan
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
 from shardwright_profile.model.probes import layer_counts
 
 __all__ = ["LAYERS", "Duration", "ProbeKey", "ProbeResult", "SegmentCost", "read_probes"]

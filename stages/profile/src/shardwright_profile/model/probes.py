@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from shardwright_formats.cluster import Cluster, NodeGroup
-from shardwright_formats.errors import BadInput
-from shardwright_formats.model import EMBEDDING, HEAD, Model
-from shardwright_formats.plan import PipelineStage, Plan, Schedule, misfit
-from shardwright_formats.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster, NodeGroup
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.plan import PipelineStage, Plan, Schedule, misfit
+from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_profile.model.settings import ProfileSettings
 
 __all__ = ["NUM_MICROBATCHES", "Probes", "block_types", "layer_counts", "make_probes", "with_layers"]

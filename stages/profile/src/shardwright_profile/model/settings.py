@@ -5,9 +5,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shardwright_formats.files import Document, Value
-from shardwright_formats.plan import Attention, Precision
-from shardwright_formats.strategy import Recompute, SequenceParallel
+from shardwright_formats.io.json import Document, Value
+from shardwright_formats.types.plan import Attention, Precision
+from shardwright_formats.types.strategy import Recompute, SequenceParallel
 
 __all__ = ["Grid", "ProfileSettings", "Range"]
 

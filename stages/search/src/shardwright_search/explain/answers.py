@@ -8,17 +8,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.errors import BadInput
-from shardwright_formats.model import Model
-from shardwright_formats.plan import Plan
-from shardwright_formats.prediction import Estimate
-from shardwright_search.budget import Infeasible
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Estimate
+from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.tables import runs_words
-from shardwright_search.explain.words import MIB
-from shardwright_search.optimal import Found, find_best
-from shardwright_search.profiles import Profiles
-from shardwright_search.request import SearchRequest
+from shardwright_search.explain.wording import MIB
+from shardwright_search.search import Found, find_best
+from shardwright_search.space.budget import Infeasible
+from shardwright_search.space.request import SearchRequest
 
 __all__ = ["Answer", "Question", "answer", "answers_shown", "sample_s"]
 

@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.plan import Plan
-from shardwright_formats.prediction import Estimate
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute
-from shardwright_search.closed_form import interleaved_step_time, step_time
-from shardwright_search.costs.model import CostModel, picoseconds
-from shardwright_search.effective import effective
-from shardwright_search.evaluate import Evaluation, evaluate
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Estimate
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute
+from shardwright_search.cost_model.closed_form import interleaved_step_time, step_time
+from shardwright_search.cost_model.layer import CostModel, picoseconds
+from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.explain.tables import STEP_TERMS
-from shardwright_search.explain.words import MIB, range_words, strategy_words
+from shardwright_search.explain.wording import MIB, range_words, strategy_words
+from shardwright_search.space.canonical import effective
 
 __all__ = ["Change", "Choices", "StepParts", "binding_lines", "faster_changes", "step_parts"]
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from shardwright_formats.plan import Plan
-from shardwright_formats.strategy import Recompute
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.strategy import Recompute
+from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.answers import Question
-from shardwright_search.profiles import Profiles
-from shardwright_search.request import OuterSpace, SearchRequest, Space
-from shardwright_search.space import cases, narrowed
+from shardwright_search.space.configurations import cases, narrowed
+from shardwright_search.space.request import OuterSpace, SearchRequest, Space
 
 __all__ = ["neighbours"]
 

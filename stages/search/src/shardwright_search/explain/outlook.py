@@ -6,12 +6,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.plan import Plan
-from shardwright_formats.tables import Table
+from shardwright_formats.io.hdf5 import Table
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.plan import Plan
+from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.answers import Question
-from shardwright_search.profiles import Profiles
-from shardwright_search.request import SearchRequest
+from shardwright_search.space.request import SearchRequest
 
 __all__ = ["faster_links", "more_memory", "more_nodes", "outlook"]
 

@@ -6,9 +6,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwright_formats.plan import Plan
-from shardwright_formats.prediction import Estimate, Prediction, RunnerUp
-from shardwright_search.explain.words import MIB, headline, layer_runs, shape_words, stage_lines
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Estimate, Prediction, RunnerUp
+from shardwright_search.explain.wording import MIB, headline, layer_runs, shape_words, stage_lines
 
 __all__ = ["STEP_TERMS", "explanation", "plan_summary", "runs_words", "show"]
 

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from shardwright_formats.plan import Plan
-from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.interop.stages import Target, check_stages, elements, layer_ranges
 
 __all__ = ["Degrees", "uniform_degrees"]

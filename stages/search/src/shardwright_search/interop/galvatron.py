@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from shardwright_formats.cluster import Cluster
-from shardwright_formats.errors import BadInput
-from shardwright_formats.model import EMBEDDING, HEAD, Model
-from shardwright_formats.plan import Attention, GradientReduction, PipelineStage, Plan, Precision, Schedule
-from shardwright_formats.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_search.effective import effective
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.plan import Attention, GradientReduction, PipelineStage, Plan, Precision, Schedule
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_search.interop.galvatron_file import (
     DataParallelType,
     GalvatronLayer,
@@ -23,6 +22,7 @@ from shardwright_search.interop.galvatron_file import (
     galvatron_keys,
 )
 from shardwright_search.interop.stages import Exported, Target, check_stages, elements, kernel_notes
+from shardwright_search.space.canonical import effective
 
 __all__ = ["Unsaid", "galvatron_file", "galvatron_strategy", "plan_of_galvatron"]
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import read_object
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_object
 
 __all__ = ["GalvatronLayer", "GalvatronStrategy", "galvatron_keys", "read_galvatron"]
 

@@ -13,8 +13,8 @@ whole gradients over several, it has not.
 import shlex
 from collections.abc import Iterator
 
-from shardwright_formats.plan import GradientReduction, Plan, Schedule
-from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.interop.degrees import Degrees, uniform_degrees
 from shardwright_search.interop.stages import Exported, Target, kernel_notes
 

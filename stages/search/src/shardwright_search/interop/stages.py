@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.model import EMBEDDING, HEAD
-from shardwright_formats.plan import Attention, Plan, Schedule
-from shardwright_formats.strategy import Strategy
-from shardwright_search.effective import effective
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types.plan import Attention, Plan, Schedule
+from shardwright_formats.types.strategy import Strategy
+from shardwright_search.space.canonical import effective
 
 __all__ = ["Exported", "Target", "check_stages", "elements", "kernel_notes", "layer_ranges"]
 

@@ -9,8 +9,8 @@ Ranks are numbered pipeline stage first, then data-parallel rank, then tensor-pa
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardwright_formats.plan import GradientReduction, Plan, Schedule
-from shardwright_formats.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.interop.degrees import Degrees, uniform_degrees
 from shardwright_search.interop.stages import Exported, Target, kernel_notes
 

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_search.closed_form import interleaved_step_time
-from shardwright_search.solver.dual import Dual
+from shardwright_search.cost_model.closed_form import interleaved_step_time
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import Options, Place, Solution
+from shardwright_search.solver.stage_bounds import Dual
 
 __all__ = ["Flight", "Interleaved", "InterleavedProblem"]
 

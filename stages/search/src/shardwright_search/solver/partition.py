@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.fronts import Labels, stage_fronts
-from shardwright_search.solver.glance import Glances
+from shardwright_search.solver.case_bounds import CostsOf, StageKind, Windows
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
 from shardwright_search.solver.problem import Problem, Solution
-from shardwright_search.solver.windows import CostsOf, StageKind, Windows
+from shardwright_search.solver.relaxed_bound import Glances
+from shardwright_search.solver.stage_labels import Labels, stage_fronts
 
 __all__ = ["Found", "Pipeline", "solve_below"]
 

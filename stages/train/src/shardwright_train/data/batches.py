@@ -6,12 +6,11 @@ from typing import Protocol
 
 import torch
 
-from shardwright_formats.model import Model
+from shardwright_formats.types.model import Model
 from shardwright_train.data.images import open_images
 from shardwright_train.data.sampling import Samples, open_samples
-from shardwright_train.families import Family
-from shardwright_train.families.base import Batch
-from shardwright_train.parallel.randomness import seed_of
+from shardwright_train.models.base import Batch, Family
+from shardwright_train.parallel.rng import seed_of
 
 __all__ = ["Batches", "open_batches"]
 

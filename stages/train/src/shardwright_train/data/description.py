@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shardwright_formats.files import Document, read_document, sha256_of_value
+from shardwright_formats.io.json import Document, read_document, sha256_of_value
 
 __all__ = ["END_OF_TEXT", "DataFolder", "PreparedData"]
 

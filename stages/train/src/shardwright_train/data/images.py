@@ -13,10 +13,10 @@ import torch
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import sha256_of_file, sha256_of_value
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import sha256_of_file, sha256_of_value
 from shardwright_train.data.sampling import sample_at
-from shardwright_train.families.base import Batch, ImageForm
+from shardwright_train.models.base import Batch, ImageForm
 
 __all__ = ["Images", "open_images"]
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import sha256_of_file, write_bytes, write_document
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import sha256_of_file, write_bytes, write_document
 from shardwright_train.data.description import END_OF_TEXT, DataFolder, PreparedData
 from shardwright_train.data.tokens import write_tokens
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.errors import BadInput
+from shardwright_formats.io.errors import BadInput
 from shardwright_train.data.description import DataFolder
 from shardwright_train.data.tokens import read_tokens
 

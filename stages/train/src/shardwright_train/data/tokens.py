@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.errors import BadInput
-from shardwright_formats.files import atomic_path, write_bytes
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import atomic_path, write_bytes
 
 __all__ = ["TokenFile", "read_tokens", "token_dtype", "write_tokens"]
 

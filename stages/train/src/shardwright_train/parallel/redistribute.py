@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.placement import Layout, Rectangle, closed_groups, routes
-from shardwright_train.parallel.groups import Groups
+from shardwright_formats.semantics.layout import Layout, Rectangle, closed_groups, routes
+from shardwright_train.parallel.process_groups import Groups
 
 __all__ = ["Redistribution"]
 

@@ -1,0 +1,176 @@
+"""Reading files strictly and writing them atomically."""
+
+import hashlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from shardwright_formats.io.errors import BadInput
+
+__all__ = [
+    "Document",
+    "Value",
+    "atomic_path",
+    "canonical_json",
+    "read_any_document",
+    "read_document",
+    "read_object",
+    "sha256_of_file",
+    "sha256_of_value",
+    "write_bytes",
+    "write_document",
+]
+
+_MOST_JSON_BYTES = 256 * 1024 * 1024
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A frozen value of the contract; unknown keys are refused when it is read."""
+
+
+class Document(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A value that is a JSON file of its own, headed by the keys `format` and `version`."""
+
+    FORMAT: ClassVar[str]
+    VERSION: ClassVar[int] = 1
+
+
+DocumentType = TypeVar("DocumentType", bound=Document)
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; on success it is synced and renamed, on failure removed.
+
+    Raises BadInput where no file of that name can be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(path, f"cannot be written ({error.strerror})", "choose another place") from None
+    if path.is_dir():
+        raise BadInput(path, "is a folder", "choose another name")
+    if not os.access(path.parent, os.W_OK):
+        raise BadInput(path, "its folder cannot be written to", "choose another place")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a whole file or nothing."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def canonical_json(value: object) -> bytes:
+    """The one spelling of a value as JSON: sorted keys, no spaces, no NaN."""
+    return json.dumps(msgspec.to_builtins(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def sha256_of_value(value: object) -> str:
+    """Hexadecimal SHA-256 of the canonical JSON of a value."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def sha256_of_file(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_document(path: Path, document: Document) -> None:
+    """Write a document as indented JSON, atomically; the same document gives the same bytes."""
+    header = {"format": document.FORMAT, "version": document.VERSION}
+    text = json.dumps(header | msgspec.to_builtins(document), indent=1, allow_nan=False)
+    write_bytes(path, (text + "\n").encode())
+
+
+def read_document(path: Path, kind: type[DocumentType]) -> DocumentType:
+    """Read one document of a known kind.
+
+    Raises BadInput naming the file, the path to the offending value and the remedy.
+    """
+    return read_any_document(path, kind)
+
+
+def read_any_document(path: Path, *kinds: type[DocumentType]) -> DocumentType:
+    """Read a document that may be of several kinds, told apart by its `format` key."""
+    raw = read_object(path)
+    by_format = {kind.FORMAT: kind for kind in kinds}
+    expected = " or ".join(by_format)
+    found = raw.pop("format", None)
+    if not isinstance(found, str) or found not in by_format:
+        raise BadInput(path, f"format is {found!r}, not {expected}", "pass a file of that format")
+    kind = by_format[found]
+    version = raw.pop("version", None)
+    if type(version) is not int or version != kind.VERSION:
+        raise BadInput(
+            path,
+            f"version {version!r} of {found} is unknown here, only {kind.VERSION} is read",
+            "write the file again with this version of shardwright",
+        )
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise BadInput(path, str(error), "correct the file or write it again") from None
+
+
+def read_object(path: Path, most_bytes: int = _MOST_JSON_BYTES) -> dict[str, Any]:
+    """Read a JSON object of any keys; BadInput where it is larger than allowed, no JSON, repeats a key or holds NaN."""
+    try:
+        if path.stat().st_size > most_bytes:
+            raise BadInput(path, f"larger than {most_bytes >> 20} MiB", "pass a file of the right kind")
+        raw = json.loads(path.read_bytes(), object_pairs_hook=_without_repeats)
+        where = _first_non_finite(raw, "$")
+    except OSError as error:
+        raise BadInput(path, error.strerror or str(error), "check the path") from None
+    except RecursionError:
+        raise BadInput(path, "nested too deeply", "write the file again") from None
+    except ValueError as error:
+        raise BadInput(path, f"not valid JSON ({error})", "write the file again") from None
+    if not isinstance(raw, dict):
+        raise BadInput(path, "the outermost value is no object", "write the file again")
+    if where is not None:
+        raise BadInput(path, f"not a finite number at `{where}`", "measure or enter that value again")
+    return raw
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        ((repeated, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"key {repeated!r} stands twice")
+    return found
+
+
+def _first_non_finite(value: object, where: str) -> str | None:
+    if isinstance(value, float):
+        return None if math.isfinite(value) else where
+    children: Iterator[tuple[str, object]] = iter(())
+    if isinstance(value, dict):
+        children = ((f"{where}.{key}", child) for key, child in value.items())
+    elif isinstance(value, list):
+        children = ((f"{where}[{i}]", child) for i, child in enumerate(value))
+    found = (_first_non_finite(child, path) for path, child in children)
+    return next((path for path in found if path is not None), None)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,170 @@
+"""docs/formats.md: every file's fields or columns, with their types, units and meanings."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+
+from shardwright_formats.io.hdf5 import Column, Provenance
+from shardwright_formats.io.json import Document
+from shardwright_formats.schema.field_docs import class_doc, field_docs
+from shardwright_formats.types import hardware_profile, model_profile
+from shardwright_formats.types.run import StepMetrics
+
+__all__ = ["described_components", "markdown"]
+
+_INTRODUCTION = """\
+# File formats
+
+Written by `python -m shardwright_formats.schema.generate` from the types in `formats/`; change those, not this page.
+
+JSON files are UTF-8 objects headed by `format` and `version`. Readers refuse another version, unknown and repeated
+keys, wrong types, NaN and infinities, and what contradicts itself across fields. A field without a default must be
+there. The JSON Schemas in `formats/schemas/` say all of it but the checks across fields; `formats/examples/` holds an
+example of every file. Equal values are written as equal bytes, through a temporary name that is renamed at the end.
+"""
+_HDF5_INTRODUCTION = """\
+## HDF5 files
+
+The file's attributes are `format` (text), `version` (int64) and the texts named below. A table is a group; its columns
+are equally long one-dimensional datasets with a text attribute `unit` and a Fletcher-32 checksum. Text is ASCII.
+No number is infinite or NaN; one whose source is `absent` is 0, and nobody knows it. Readers refuse links, values in
+other files, compressed or absent values, and other columns, dtypes or units.
+"""
+
+
+def markdown(schemas: Mapping[type[Document], Mapping[str, Any]]) -> str:
+    """The whole page: the given documents with their JSON Schemas, the types they are made of, the HDF5 profiles."""
+    shared: dict[str, Any] = {}
+    blocks = [_INTRODUCTION, "## JSON files\n", _overview(schemas)]
+    for kind, schema in schemas.items():
+        name = kind.FORMAT.removeprefix("shardwright.")
+        properties = {field: of for field, of in schema["properties"].items() if field not in ("format", "version")}
+        blocks += [f"### {name}\n", f"{schema['description']}\n", _fields(properties, schema["required"])]
+        shared |= schema["$defs"]
+    shared |= described_components(StepMetrics)
+    for kind in schemas:
+        shared.pop(kind.__name__, None)
+    blocks.append("## Types inside them\n")
+    known = _types_of([*schemas, StepMetrics])
+    for title, of in sorted(shared.items()):
+        blocks += [f"### {title}\n", f"{of['description']}\n"]
+        blocks.append(_members(known[title]) if "enum" in of else _fields(of["properties"], of["required"]))
+    blocks.append(_HDF5_INTRODUCTION)
+    blocks += _profile(
+        hardware_profile,
+        class_doc(hardware_profile.HardwareProfile),
+        ("cluster", "device", "backend", *Provenance._fields),
+    )
+    blocks += _profile(
+        model_profile,
+        class_doc(model_profile.ModelProfile),
+        (*model_profile.ProfileOrigin._fields, *Provenance._fields),
+    )
+    return "\n".join(blocks)
+
+
+def _types_of(kinds: Iterable[type]) -> dict[str, type]:
+    """The given structs and every struct and enumeration that their fields are made of, by name."""
+    found: dict[str, type] = {}
+    waiting: list[Any] = list(kinds)
+    while waiting:
+        kind = waiting.pop()
+        waiting += get_args(kind)
+        if isinstance(kind, type) and kind.__module__.startswith("shardwright_") and kind.__name__ not in found:
+            found[kind.__name__] = kind
+            if issubclass(kind, msgspec.Struct):
+                waiting += [field.type for field in msgspec.structs.fields(kind)]
+    return found
+
+
+def described_components(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The JSON Schemas of a struct and of every type inside it, by name, with their meanings as descriptions."""
+    _, components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
+    known = _types_of([kind])
+    for name, component in components.items():
+        component["description"] = class_doc(known[name])
+        meanings = field_docs(known[name])
+        for field, schema in component.get("properties", {}).items():
+            if field in meanings:
+                schema["description"] = meanings[field]
+    return components
+
+
+def _overview(schemas: Mapping[type[Document], Mapping[str, Any]]) -> str:
+    rows = []
+    for kind in schemas:
+        name = kind.FORMAT.removeprefix("shardwright.")
+        links = f"[schema](../formats/schemas/{name}.schema.json) | [example](../formats/examples/{name}.json)"
+        rows.append(f"| [{name}](#{name}) | `{kind.FORMAT}` | {kind.VERSION} | {links} |")
+    return _table("| file | format | version | schema | example |", rows)
+
+
+def _fields(properties: Mapping[str, Any], required: Iterable[str]) -> str:
+    needed = set(required)
+    rows = []
+    for field, schema in properties.items():
+        default = "" if field in needed else f"`{_spelled(schema.get('default'))}`"
+        rows.append(f"| `{field}` | {_type(schema)} | {default} | {schema.get('description', '')} |")
+    return _table("| field | type | default | meaning |", rows)
+
+
+def _members(kind: type) -> str:
+    meanings = field_docs(kind)
+    members = msgspec.inspect.type_info(kind)
+    assert isinstance(members, msgspec.inspect.EnumType)
+    rows = [f'| `"{member.value}"` | {meanings.get(member.name, "")} |' for member in members.cls]
+    return _table("| value | meaning |", rows)
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """A JSON Schema in a few words."""
+    match schema:
+        case {"$ref": target}:
+            title = target.rpartition("/")[2]
+            return f"[{title}](#{title.lower()})"
+        case {"anyOf": options}:
+            return " or ".join(_type(option) for option in options)
+        case {"enum": values}:
+            return ", ".join(f'`"{value}"`' for value in values)
+        case {"type": "array", "prefixItems": items}:
+            return f"list of {len(items)}: {', '.join(_type(item) for item in items)}"
+        case {"type": "array", "items": item}:
+            return f"{'non-empty ' if schema.get('minItems') else ''}list of {_type(item)}"
+        case {"type": "object", "additionalProperties": dict(item)}:
+            return f"object: name to {_type(item)}"
+        case {"type": "string"}:
+            return "non-empty text" if schema.get("minLength") else "text"
+        case {"type": str(name)}:
+            return f"{name} >= {schema['minimum']}" if "minimum" in schema else name
+    raise ValueError(f"no words for the schema {schema}")
+
+
+def _spelled(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _profile(module: ModuleType, description: str, attributes: Iterable[str]) -> Iterator[str]:
+    yield f"### {module.FORMAT}, version {module.VERSION}\n"
+    yield f"{description}\n"
+    yield f"Attributes: {', '.join(f'`{name}`' for name in attributes)}.\n"
+    for name, columns in module.TABLES.items():
+        yield f"Table `{name}`:\n"
+        yield _table("| column | dtype | unit | values |", [_column(*item) for item in columns.items()])
+
+
+def _column(name: str, column: Column) -> str:
+    text = np.dtype(column.dtype).kind == "S"
+    values = ", ".join(f"`{value}`" for value in column.among) or (
+        "any text" if text else "any" if column.signed else ">= 0"
+    )
+    dtype = f"text of at most {np.dtype(column.dtype).itemsize} bytes" if text else column.dtype
+    unit = column.unit + (f" (source: `{column.sourced_by}`)" if column.sourced_by else "")
+    return f"| `{name}` | {dtype} | {unit} | {'> 0' if column.positive else values} |"
+
+
+def _table(head: str, rows: Iterable[str]) -> str:
+    rule = "|" + " --- |" * (head.count("|") - 1)
+    return "\n".join([head, rule, *rows]) + "\n"

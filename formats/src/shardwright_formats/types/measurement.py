@@ -1,0 +1,253 @@
+"""What running plans took: time by microbatch, segment and pass, memory by phase and category, for every rank."""
+
+from enum import StrEnum
+from statistics import median_low
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from shardwright_formats.io.json import Document, Value
+from shardwright_formats.types.plan import Plan
+
+__all__ = [
+    "HeldMemory",
+    "Measurement",
+    "PassTime",
+    "Phase",
+    "PhaseMemory",
+    "PlanMeasurement",
+    "RankMeasurement",
+    "RankMemory",
+    "Segment",
+    "SegmentMemory",
+]
+
+Seconds = Annotated[float, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0)]
+
+
+class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One microbatch's way through the embedding, the layers or the head of a rank, one entry per repeat.
+
+    Each entry is the mean over a step's microbatches, without the first one's forward pass, which also gathers
+    parameters, and without the last one's backward pass, which also reduces gradients (a step of one microbatch has no
+    others, and there they are inside).
+    """
+
+    name: str
+    """`embedding`, `layers` or `head`."""
+    forward_s: tuple[Seconds, ...]
+    """Time of the forward pass of one microbatch."""
+    backward_s: tuple[Seconds, ...]
+    """Time of the backward pass of one microbatch, its recomputation included."""
+
+
+class PassTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pass of one microbatch through one layer range of a rank's pipeline stage, in one step.
+
+    It waited from `start_s - wait_s` and was over at `start_s + time_s`.
+    """
+
+    kind: Literal["forward", "backward"]
+    """Which way."""
+    microbatch: Annotated[int, Meta(ge=0)]
+    """Number of the microbatch."""
+    chunk: Annotated[int, Meta(ge=0)]
+    """Number of the layer range in the stage's `layers`."""
+    wait_s: Seconds
+    """Waiting for the messages that the pass began with; next to nothing where there were none."""
+    start_s: Seconds
+    """When the messages were there and computing began, since the rank began the step."""
+    time_s: Seconds
+    """Computing, and what it communicates on the way: gathers, reductions and exchanges between the stage's ranks."""
+
+
+class SegmentMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tensor memory of one microbatch's way through a segment of a rank."""
+
+    name: str
+    """`embedding`, `layers` or `head`."""
+    activation_bytes: Bytes
+    """What the forward pass left behind for the backward pass."""
+    forward_transient_bytes: Bytes
+    """The most that was held in the forward pass beyond what stood before and what was left behind."""
+    backward_transient_bytes: Bytes
+    """The most that was held in the backward pass beyond what stood when it began."""
+
+
+class Phase(StrEnum):
+    """A part of a plan's life on a rank."""
+
+    MODEL = "model"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class HeldMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All the tensor memory that a rank holds at one moment; each byte is in one category."""
+
+    parameters_bytes: Bytes
+    """Parameters as stored between steps, with what sharding pads them by."""
+    gradients_bytes: Bytes
+    """Gradients of parameters: those not yet reduced (whole, in the type they are reduced in, once their pass is
+    over) and the reduced ones (shards in the type of the parameters). What a pass makes and reduces without a halt is
+    in `buffers_bytes`."""
+    optimizer_bytes: Bytes
+    """The optimizer's moments."""
+    activations_bytes: Bytes
+    """What forward passes have left for their backward passes, or received for them, and these have not freed yet."""
+    buffers_bytes: Bytes
+    """All the rest: gathered parameters, messages, buffers of modules, the optimizer's step counts, and what the pass
+    in progress holds for a moment (the activations it makes, in recomputing too, and their gradients). On CUDA also
+    what the allocator rounds up."""
+
+    @property
+    def total_bytes(self) -> int:
+        """The categories together."""
+        return (
+            self.parameters_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.buffers_bytes
+        )
+
+
+class PhaseMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tensor memory of one phase of a rank."""
+
+    phase: Phase
+    """`model`: building it; `forward`, `backward`, `optimizer`: all passes of that kind in a step, and its end."""
+    held: HeldMemory
+    """As it stood when the phase was over: the model built, the last backward pass's gradients reduced, the step done;
+    of the forward passes the end of the one after which most was held."""
+    peak: HeldMemory
+    """As it stood when most was held in the phase."""
+
+
+class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tensor memory of one rank, counted by the allocator; on CPU by its recorded allocations."""
+
+    parameters_bytes: Bytes
+    """Parameters as stored between steps."""
+    gradients_bytes: Bytes
+    """Gradients as they stand before the optimizer's step."""
+    optimizer_bytes: Bytes
+    """Optimizer state."""
+    gathered_parameters_bytes: Bytes
+    """The most that copies of parameters for compute held between two passes."""
+    unreduced_gradients_bytes: Bytes
+    """The most that gradients not yet reduced held between two passes."""
+    peak_bytes: Bytes
+    """The most held at once in a step, parameters, gradients and optimizer state included."""
+    phases: tuple[PhaseMemory, ...]
+    """The memory of each phase: model, forward, backward, optimizer."""
+    segments: tuple[SegmentMemory, ...]
+    """The memory of each segment that the rank's pipeline stage has."""
+    process_bytes: Bytes
+    """Device memory outside the tensors (0 on CPU, where the process is counted in resident_bytes)."""
+    resident_bytes: Bytes
+    """Host memory of the process before the model was made."""
+
+    def __post_init__(self) -> None:
+        if [p.phase for p in self.phases] != list(Phase):
+            raise ValueError(
+                f"memory of the phases {[str(p.phase) for p in self.phases]}, not of {list(map(str, Phase))}"
+            )
+        if (peak := self.peak.total_bytes) != self.peak_bytes:
+            raise ValueError(f"peak_bytes is {self.peak_bytes}, the phases of a step reach {peak}")
+
+    @property
+    def peak(self) -> HeldMemory:
+        """What was held at the peak of a step."""
+        in_a_step = (p.peak for p in self.phases if p.phase is not Phase.MODEL)
+        return max(in_a_step, key=lambda held: held.total_bytes)
+
+
+class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank's share of a measured plan; lists have one entry per repeat."""
+
+    rank: Annotated[int, Meta(ge=0)]
+    """Number of the rank in the plan."""
+    stage: Annotated[int, Meta(ge=0)]
+    """The rank's pipeline stage."""
+    step_s: Annotated[tuple[Seconds, ...], Meta(min_length=1)]
+    """Time of a whole step, from one barrier to the next."""
+    segments: tuple[Segment, ...]
+    """The time of each segment that the rank's pipeline stage has."""
+    gradient_reduction_s: tuple[float, ...]
+    """How much longer the last microbatch's backward pass took than the others' mean, with the waiting after it.
+
+    Empty with one microbatch.
+    """
+    optimizer_s: tuple[Seconds, ...]
+    """Gradient clipping and the optimizer's step."""
+    passes: tuple[PassTime, ...]
+    """The passes of one step in their order: of the repeat `median_repeat` of the plan."""
+    memory: RankMemory
+    """Taken in a step of its own that is not timed."""
+
+
+class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one plan took."""
+
+    plan: Plan
+    """What was run."""
+    ranks: Annotated[tuple[RankMeasurement, ...], Meta(min_length=1)]
+    """Every rank of the plan, in order."""
+
+    def __post_init__(self) -> None:
+        if [r.rank for r in self.ranks] != list(range(self.plan.world_size)):
+            raise ValueError(f"measured ranks {[r.rank for r in self.ranks]} of a plan for {self.plan.world_size}")
+        if len({len(r.step_s) for r in self.ranks}) != 1:
+            raise ValueError("the ranks have different numbers of repeats")
+        for rank in self.ranks:
+            self._check_passes(rank)
+
+    @property
+    def step_times_s(self) -> tuple[float, ...]:
+        """Time of each step: that of its slowest rank."""
+        return tuple(max(times) for times in zip(*(r.step_s for r in self.ranks), strict=True))
+
+    @property
+    def median_repeat(self) -> int:
+        """The repeat whose step time is the median (of two in the middle the shorter), the earliest of equal ones."""
+        times = self.step_times_s
+        return times.index(median_low(times))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of the fullest rank, process included."""
+        return max(r.memory.peak_bytes + r.memory.process_bytes for r in self.ranks)
+
+    def _check_passes(self, rank: RankMeasurement) -> None:
+        stage = next(i for i, stage in enumerate(self.plan.stages) if rank.rank in stage.ranks)
+        if rank.stage != stage:
+            raise ValueError(f"rank {rank.rank} is of stage {stage}, not {rank.stage}")
+        chunks = range(len(self.plan.stages[stage].layers))
+        microbatches = range(self.plan.num_microbatches)
+        wanted = [(kind, i, chunk) for kind in ("backward", "forward") for i in microbatches for chunk in chunks]
+        if sorted((p.kind, p.microbatch, p.chunk) for p in rank.passes) != wanted:
+            raise ValueError(
+                f"rank {rank.rank} has {len(rank.passes)} passes, not each of the plan's {len(wanted)} once"
+            )
+
+
+class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Plans that were run for some steps, on what and with what result."""
+
+    FORMAT = "shardwright.measurement"
+
+    device: str
+    """The device's name as its driver gives it, or `cpu`."""
+    backend: str
+    """What carried the collectives: `gloo` or `nccl`."""
+    date: str
+    """UTC day on which the last plan was run, as 2026-01-31."""
+    versions: str
+    """Of PyTorch, transformers and the device's driver, as `torch 2.13.0, transformers 5.17.0, driver 550.54`."""
+    attention: str
+    """The kernel that was taken where the plan said `auto`."""
+    plans: Annotated[tuple[PlanMeasurement, ...], Meta(min_length=1)]
+    """One entry per plan, in the order they were asked for."""

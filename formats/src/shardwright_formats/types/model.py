@@ -1,0 +1,160 @@
+"""What the planner must know of a model: its layer types, their shapes, and what must divide what."""
+
+from math import prod
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, field
+
+from shardwright_formats.io.json import Document, Value, sha256_of_value
+
+__all__ = ["EMBEDDING", "HEAD", "BoundaryTensor", "Heads", "LayerType", "Model", "Parameter", "Region"]
+
+EMBEDDING = "embedding"
+HEAD = "head"
+
+
+class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One parameter tensor of a layer type."""
+
+    name: str
+    """Its Hugging Face name; for a block, relative to the block."""
+    shape: tuple[Annotated[int, Meta(ge=1)], ...]
+    """Length of each dim of the whole tensor."""
+    tp_dim: Annotated[int, Meta(ge=0)] | None = None
+    """The tensor dim that tensor parallelism splits; null: each rank of the group holds the whole tensor."""
+    inside: bool = False
+    """Whether a whole tensor is used inside a region, where each rank of the group has a part of its gradient."""
+    shared: bool = False
+    """Whether all layers of the type hold copies of one and the same parameter."""
+
+    def __post_init__(self) -> None:
+        if self.tp_dim is not None and self.tp_dim >= len(self.shape):
+            raise ValueError(f"tp_dim {self.tp_dim} of {self.name} is outside its shape")
+
+    def elements(self, tp_size: int) -> int:
+        """Number of elements that one tensor-parallel rank holds: its even share, rounded up."""
+        if self.tp_dim is None:
+            return prod(self.shape)
+        length = self.shape[self.tp_dim]
+        return prod(self.shape) // length * -(-length // tp_size)
+
+
+class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor [batch, sequence_length, features] that a layer hands to the next, also over a pipeline cut."""
+
+    name: str
+    """What the runtime calls it."""
+    sequence_length: Annotated[int, Meta(ge=1)]
+    """Positions per sample."""
+    features: Annotated[int, Meta(ge=1)]
+    """Elements per position."""
+
+
+class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The attention of a region: what Ulysses exchanges positions for."""
+
+    queries: str
+    """The boundary tensor whose positions attend."""
+    keys: str
+    """The boundary tensor whose positions are attended to."""
+    heads: Annotated[int, Meta(ge=1)]
+    """Query heads."""
+    kv_heads: Annotated[int, Meta(ge=1)]
+    """Key and value heads."""
+    head_features: Annotated[int, Meta(ge=1)]
+    """Features of one head."""
+
+
+class Region(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A stretch of a layer in which tensor-parallel ranks hold different features (Shoeybi et al. 2019)."""
+
+    name: Literal["attention", "mlp", "lookup", "logits"]
+    """Which part of the layer it is of: `recompute` names the first two."""
+    enters: tuple[str, ...] = ()
+    """Boundary tensors whose whole sequence the region's matrices take in."""
+    leaves: str | None = None
+    """The boundary tensor that the sum over the ranks is like; null for the head, where only numbers are summed."""
+    replays_sum: tuple[Literal["full", "attention", "mlp"], ...] = ()
+    """The kinds of recomputation that repeat that sum even at their end, because something behind it is kept."""
+    attention: Heads | None = None
+    """The attention inside."""
+
+
+class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A kind of layer; layers of one type are alike in everything but their weights."""
+
+    parameters: tuple[Parameter, ...]
+    """Every parameter tensor of one layer of this type."""
+    forward_flops_per_sample: Annotated[int, Meta(ge=0)]
+    """Floating-point operations of one forward pass over one sample (a multiply-add counts 2)."""
+    tp_must_divide: dict[str, Annotated[int, Meta(ge=1)]] = field(default_factory=dict)
+    """Lengths, by name, of which tp_size must be a divisor."""
+    ulysses_must_divide: dict[str, Annotated[int, Meta(ge=1)]] = field(default_factory=dict)
+    """Lengths, by name, of which the Ulysses degree must be a divisor."""
+    outputs: tuple[BoundaryTensor, ...] = ()
+    """What the next layer receives; empty for the head."""
+    regions: tuple[Region, ...] = ()
+    """Where tensor parallelism communicates, in order."""
+    labels: Annotated[int, Meta(ge=0)] = 0
+    """Positions per sample that the head computes a loss for; 0 elsewhere."""
+
+    def parameter_count(self, tp_size: int = 1) -> int:
+        """Number of parameters that one tensor-parallel rank holds."""
+        return sum(p.elements(tp_size) for p in self.parameters)
+
+
+class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model as the planner sees it, written by `shardwright-train describe`."""
+
+    FORMAT = "shardwright.model"
+
+    name: Annotated[str, Meta(min_length=1)]
+    """What the user calls it; profiles of it carry it."""
+    family: Annotated[str, Meta(min_length=1)]
+    """Which file of the runtime knows how to build and shard it."""
+    config: dict[str, Any]
+    """The Hugging Face configuration without its number of layers, which is that of `layers`."""
+    sequence_length: Annotated[int, Meta(ge=1)]
+    """Tokens (or patches) of one sample."""
+    layers: Annotated[tuple[str, ...], Meta(min_length=1)]
+    """The type of each block, in order; embedding and head stand outside."""
+    types: dict[str, LayerType]
+    """By name; `embedding` and `head` are always among them."""
+    tied: tuple[tuple[str, str], ...] = ()
+    """Pairs of parameters, by full name, that are one and the same."""
+
+    def __post_init__(self) -> None:
+        for needed in (EMBEDDING, HEAD, *self.layers):
+            if needed not in self.types:
+                raise ValueError(f"layer type {needed!r} is not among types")
+        if {EMBEDDING, HEAD} & set(self.layers):
+            raise ValueError("embedding and head cannot be among the layers")
+        shapes = self._outer_shapes()
+        for first, second in self.tied:
+            if shapes.get(first) is None or shapes.get(first) != shapes.get(second):
+                raise ValueError(f"tied {first!r} and {second!r} are no equal parameters of embedding and head")
+
+    @property
+    def architecture_sha256(self) -> str:
+        """Identity of what a profile measures: family, configuration and parameters of each type.
+
+        Neither the number of layers nor the sequence length belongs to it: one profile serves several of both.
+        """
+        return sha256_of_value([self.family, self.config, {name: t.parameters for name, t in self.types.items()}])
+
+    @property
+    def boundary(self) -> tuple[BoundaryTensor, ...]:
+        """What crosses from the embedding to the first layer; all layers hand on tensors of these names."""
+        return self.types[EMBEDDING].outputs
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters, tied and shared ones counted once."""
+        every = sum(self.types[name].parameter_count() for name in (EMBEDDING, *self.layers, HEAD))
+        shapes = self._outer_shapes()
+        tied = sum(prod(shapes[second]) for _, second in self.tied)
+        copies = ((self.layers.count(name) - 1, self.types[name].parameters) for name in set(self.layers))
+        return every - tied - sum(n * prod(p.shape) for n, parameters in copies for p in parameters if p.shared)
+
+    def _outer_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {p.name: p.shape for name in (EMBEDDING, HEAD) for p in self.types[name].parameters}

@@ -1,0 +1,232 @@
+"""A plan: the whole decision how to train a model on a cluster, self-contained."""
+
+from collections import Counter
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from shardwright_formats.io.json import Document, Value, sha256_of_value
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
+
+__all__ = [
+    "ELEMENT_BYTES",
+    "Attention",
+    "GradientReduction",
+    "PipelineStage",
+    "Plan",
+    "Plans",
+    "Precision",
+    "Schedule",
+    "misfit",
+]
+
+DType = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+class Schedule(StrEnum):
+    """The order in which a pipeline stage works through its microbatches."""
+
+    GPIPE = "gpipe"
+    """All forward passes, then all backward passes."""
+    ONE_F_ONE_B = "1f1b"
+    """One forward and one backward pass in turn, once the pipeline is full."""
+    INTERLEAVED_1F1B = "interleaved_1f1b"
+    """1F1B with several layer ranges on every pipeline stage."""
+
+
+class GradientReduction(StrEnum):
+    """Whether gradients are reduced once a step, or after every microbatch."""
+
+    DEFERRED = "deferred"
+    """Once a step, in the last microbatch's backward pass."""
+    EVERY_MICROBATCH = "every_microbatch"
+    """In every backward pass."""
+
+
+class Attention(StrEnum):
+    """The attention kernel."""
+
+    AUTO = "auto"
+    """The fastest that the device and the installation have."""
+    SDPA = "sdpa"
+    """PyTorch's scaled_dot_product_attention."""
+    FLASH_ATTENTION_2 = "flash_attention_2"
+    """The flash-attn package (Dao 2023)."""
+    EAGER = "eager"
+    """Plain matrix products and a softmax."""
+
+
+class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The number formats of stored parameters, of forward and backward, and of gradient reduction."""
+
+    parameters: DType = "float32"
+    """Of the stored parameters and the optimizer state."""
+    compute: DType = "float32"
+    """Of the forward and backward pass."""
+    reduce: DType = "float32"
+    """Of accumulated gradients and their reduction."""
+
+
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one element of each number format."""
+
+
+class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Some ranks and the layers they hold."""
+
+    ranks: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]
+    """Numbers of the cluster's devices, ascending; strategies count in their order."""
+    layers: Annotated[tuple[tuple[int, int], ...], Meta(min_length=1)]
+    """Half-open ranges of layer numbers; several when the schedule is interleaved."""
+
+
+def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
+    """Why a layer type cannot be spread this way, or None when it can."""
+    kind = model.types[type_name]
+    if strategy.sequence_parallel is not SequenceParallel.NONE:
+        for length in (model.sequence_length, *(tensor.sequence_length for tensor in kind.outputs)):
+            if length % strategy.tp_size:
+                return f"tp_size {strategy.tp_size} does not divide the sequence length {length}"
+    ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
+    for name, length in (kind.ulysses_must_divide if ulysses else kind.tp_must_divide).items():
+        if length % strategy.tp_size:
+            return f"tp_size {strategy.tp_size} does not divide {name} {length}"
+    return None
+
+
+class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to train a model on a cluster; whoever holds it can train, export or re-evaluate it."""
+
+    FORMAT = "shardwright.plan"
+
+    name: Annotated[str, Meta(min_length=1)]
+    """What the user calls it."""
+    model: Model
+    """The whole model description."""
+    cluster: Cluster
+    """The devices, each of which is a rank of the plan."""
+    global_batch_size: Annotated[int, Meta(ge=1)]
+    """Samples of one optimizer step, over all ranks and microbatches."""
+    num_microbatches: Annotated[int, Meta(ge=1)]
+    """Equal parts that a step's samples go through the pipeline in."""
+    schedule: Schedule
+    """The order of forward and backward passes."""
+    gradient_reduction: GradientReduction = GradientReduction.DEFERRED
+    """When gradients are reduced."""
+    precision: Precision = Precision()
+    """The number formats."""
+    optimizer: Literal["adamw"] = "adamw"
+    """The optimizer; its settings belong to the run."""
+    attention: Attention = Attention.AUTO
+    """The attention kernel."""
+    fused: tuple[Literal["rotary", "norm", "cross_entropy"], ...] = ()
+    """What else kernels of the flash-attn package compute: rotary embeddings, norms, the loss."""
+    stages: Annotated[tuple[PipelineStage, ...], Meta(min_length=1)]
+    """The pipeline stages, first to last."""
+    embedding: Strategy
+    """How the embedding is spread over the first pipeline stage."""
+    head: Strategy
+    """How the head is spread over the last pipeline stage."""
+    layers: tuple[LayerStrategy, ...]
+    """How each layer is spread over its pipeline stage; one entry per layer of the model, in order."""
+
+    def __post_init__(self) -> None:
+        self._check_ranks()
+        self._check_layer_ranges()
+        if self.global_batch_size % self.num_microbatches:
+            raise ValueError(
+                f"num_microbatches {self.num_microbatches} does not divide global_batch_size {self.global_batch_size}"
+            )
+        if len(set(self.fused)) != len(self.fused):
+            raise ValueError(f"fused names something twice: {', '.join(self.fused)}")
+        for where, type_name, strategy in self._strategies():
+            ranks = len(self.stages[self.stage_of(where)].ranks)
+            if strategy.tp_size * strategy.dp_size != ranks:
+                raise ValueError(
+                    f"{where}: tp_size {strategy.tp_size} x dp_size {strategy.dp_size} "
+                    f"is not the {ranks} ranks of its pipeline stage"
+                )
+            if self.microbatch_samples % strategy.dp_size:
+                raise ValueError(
+                    f"{where}: dp_size {strategy.dp_size} does not divide "
+                    f"the {self.microbatch_samples} samples of a microbatch"
+                )
+            if (problem := misfit(self.model, type_name, strategy)) is not None:
+                raise ValueError(f"{where}: {problem}")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(len(stage.ranks) for stage in self.stages)
+
+    @property
+    def microbatch_samples(self) -> int:
+        """Samples of one microbatch, over all data-parallel ranks."""
+        return self.global_batch_size // self.num_microbatches
+
+    @property
+    def sha256(self) -> str:
+        """The plan's identity."""
+        return sha256_of_value(self)
+
+    def stage_of_rank(self, rank: int) -> int:
+        """The pipeline stage that a rank is part of."""
+        return next(i for i, stage in enumerate(self.stages) if rank in stage.ranks)
+
+    def stage_of(self, where: str) -> int:
+        """The pipeline stage that holds `embedding`, `head` or `layers[i]`."""
+        if where == EMBEDDING:
+            return 0
+        if where == HEAD:
+            return len(self.stages) - 1
+        layer = int(where[len("layers[") : -1])
+        return next(i for i, stage in enumerate(self.stages) if any(low <= layer < high for low, high in stage.layers))
+
+    def _strategies(self) -> list[tuple[str, str, Strategy]]:
+        blocks = [(f"layers[{i}]", layer.type, layer) for i, layer in enumerate(self.layers)]
+        return [(EMBEDDING, EMBEDDING, self.embedding), *blocks, (HEAD, HEAD, self.head)]
+
+    def _check_ranks(self) -> None:
+        used = Counter(rank for stage in self.stages for rank in stage.ranks)
+        if (devices := self.cluster.num_devices) != used.total():
+            raise ValueError(f"the stages use {used.total()} ranks, the cluster has {devices} devices")
+        if sorted(used) != list(range(devices)):
+            raise ValueError("the stages must use each of the cluster's ranks exactly once")
+        for i, stage in enumerate(self.stages):
+            if list(stage.ranks) != sorted(stage.ranks):
+                raise ValueError(f"stages[{i}]: its ranks do not ascend")
+
+    def _check_layer_ranges(self) -> None:
+        expected = self.model.layers
+        if len(self.layers) != len(expected):
+            raise ValueError(f"{len(self.layers)} layer strategies for a model of {len(expected)} layers")
+        for i, (layer, type_name) in enumerate(zip(self.layers, expected, strict=True)):
+            if layer.type != type_name:
+                raise ValueError(f"layers[{i}]: type {layer.type!r}, the model has {type_name!r} there")
+        chunks = {len(stage.layers) for stage in self.stages}
+        if self.schedule is not Schedule.INTERLEAVED_1F1B and chunks != {1}:
+            raise ValueError(f"several layer ranges in a stage need the schedule interleaved_1f1b, not {self.schedule}")
+        if chunks != {1} and len(self.stages) == 1:
+            raise ValueError("several layer ranges need several pipeline stages")
+        if len(chunks) != 1:
+            raise ValueError("every pipeline stage must have the same number of layer ranges")
+        ordered = [stage.layers[chunk] for chunk in range(chunks.pop()) for stage in self.stages]
+        position = 0
+        for low, high in ordered:
+            if low != position or high < low:
+                raise ValueError(f"layer range [{low}, {high}] does not continue at layer {position}")
+            position = high
+        if position != len(expected):
+            raise ValueError(f"the pipeline stages hold {position} of {len(expected)} layers")
+
+
+class Plans(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Several plans in one file, such as the probes that a model profile is fitted to."""
+
+    FORMAT = "shardwright.plans"
+
+    plans: Annotated[tuple[Plan, ...], Meta(min_length=1)]
+    """The plans, in the order they are to be run."""

@@ -1,0 +1,132 @@
+"""What is believed about a plan: its predicted time and memory, the proof, and the plans it was preferred to."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from shardwright_formats.io.json import Document, Value
+from shardwright_formats.types.plan import Plan
+
+__all__ = ["Estimate", "Prediction", "Proof", "RunnerUp", "ScenarioRegret", "StagePrediction", "TimelineEvent"]
+
+Seconds = Annotated[float, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0)]
+
+
+class StagePrediction(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pipeline stage: time of a microbatch and of a step's end, peak memory of a rank, each by term."""
+
+    time_s: Seconds
+    """Forward and backward of one microbatch, sends included."""
+    time_terms_s: dict[str, Seconds]
+    """What `time_s` is made of."""
+    memory_bytes: Bytes
+    """Peak memory of a rank."""
+    memory_terms_bytes: dict[str, Bytes]
+    """What `memory_bytes` is made of."""
+
+
+class TimelineEvent(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One action of the simulated step."""
+
+    stage: int
+    """The pipeline stage; of a message the one that sends it."""
+    kind: str
+    """`forward`, `backward`, `send_forward` (to the next stage), `send_backward` (to the previous one),
+    `gradient_sync`, which may go on beside a backward pass, or `optimizer`."""
+    microbatch: int | None
+    """The microbatch it is done for; null where it is for all of them."""
+    chunk: int | None
+    """Number of the layer range in the stage's `layers`; null where it is for all of them."""
+    start_s: Seconds
+    """Time since the step began."""
+    end_s: Seconds
+    """Time since the step began."""
+
+
+class Proof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was proven about a searched plan."""
+
+    objective: str
+    """What was minimised, in words."""
+    objective_s: Seconds
+    """Its value for the chosen plan."""
+    objective_bound_s: Seconds
+    """No plan in the scope has a lower value."""
+    gap: Annotated[float, Meta(ge=0)]
+    """objective_s / objective_bound_s - 1; 0 means optimal."""
+    scope: str
+    """The space of plans for which it holds."""
+    examined: Annotated[int, Meta(ge=0)]
+    """Cases (pipeline degree, microbatches, schedule) that were looked at."""
+    solved: Annotated[int, Meta(ge=0)]
+    """Cases of these that were solved exactly; the others were ruled out."""
+    certificate: str | None = None
+    """What another solver says of it; null where none was asked."""
+
+
+class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Predicted time and memory of one plan under the cost model."""
+
+    simulated_step_time_s: Seconds
+    """The event-driven simulation of the plan's action list."""
+    simulated_lower_bound_s: Seconds
+    """No order of the same actions can take less."""
+    objective_s: Seconds
+    """The closed form that the search minimises."""
+    samples_per_s: Seconds
+    """Global batch size over the simulated step time."""
+    usd_per_step: Seconds | None
+    """Price of the cluster for one step; null where a node has no price."""
+    stages: Annotated[tuple[StagePrediction, ...], Meta(min_length=1)]
+    """The pipeline stages, first to last."""
+    timeline: tuple[TimelineEvent, ...]
+    """The simulated step, by start."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Peak memory of a rank of the fullest pipeline stage."""
+        return max(stage.memory_bytes for stage in self.stages)
+
+
+class RunnerUp(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The best plan of another case (pipeline degree, microbatches, schedule) than the chosen one."""
+
+    plan: Plan
+    """The plan."""
+    estimate: Estimate
+    """What is predicted of it."""
+
+
+class ScenarioRegret(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much longer than the best plan of a scenario a plan takes there, by the closed form, as a share of it."""
+
+    scenario: Annotated[str, Meta(min_length=1)]
+    """What is other than in the profile."""
+    regret: Annotated[float, Meta(ge=0)]
+    """Of the chosen plan."""
+    nominal_regret: Annotated[float, Meta(ge=0)]
+    """Of the plan that would have been chosen for the profile as it is."""
+
+
+class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is believed about a plan, beside the plan."""
+
+    FORMAT = "shardwright.prediction"
+
+    plan_sha256: str
+    """Identity of the plan: SHA-256 of its canonical JSON."""
+    memory_budget_bytes: Bytes | None
+    """What one rank was allowed; null for a plan that was only evaluated."""
+    estimate: Estimate
+    """What is predicted of the plan."""
+    proof: Proof | None
+    """Null for a plan that was not searched."""
+    runners_up: tuple[RunnerUp, ...]
+    """Plans that were not chosen, the best first."""
+    warnings: tuple[str, ...]
+    """What the prediction leans on beyond measurements, such as extrapolation."""
+    inputs_sha256: dict[str, str]
+    """SHA-256 of every profile and of the search file, by role."""
+    robust: tuple[ScenarioRegret, ...] = ()
+    """The scenarios of a robust search, the profile as it is first; empty for any other."""

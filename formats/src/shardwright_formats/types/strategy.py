@@ -1,0 +1,73 @@
+"""How one layer is spread over the ranks of its pipeline stage."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from shardwright_formats.io.json import Value
+
+__all__ = ["DataParallel", "LayerStrategy", "Recompute", "SequenceParallel", "Strategy"]
+
+
+class DataParallel(StrEnum):
+    """What the data-parallel ranks of a layer share out among themselves."""
+
+    DDP = "ddp"
+    """Nothing: every rank holds parameters, gradients and optimizer state whole."""
+    ZERO2 = "zero2"
+    """Gradients and optimizer state; parameters are gathered once a step."""
+    ZERO3 = "zero3"
+    """Parameters too; they are gathered in the forward and again in the backward pass."""
+
+
+class SequenceParallel(StrEnum):
+    """Whether the ranks of a tensor-parallel group share the sequence, and how."""
+
+    NONE = "none"
+    """Every rank of the group holds the whole sequence."""
+    MEGATRON = "megatron"
+    """Between the matrix products each rank holds 1/tp_size of the sequence (Korthikanti et al. 2022)."""
+    ULYSSES = "ulysses"
+    """The sequence is split everywhere but in attention, where heads are (Jacobs et al. 2023)."""
+
+
+class Recompute(StrEnum):
+    """Which activations of a layer are computed again in its backward pass."""
+
+    NONE = "none"
+    """None: all are kept."""
+    FULL = "full"
+    """All: only the layer's input is kept."""
+    ATTENTION = "attention"
+    """Those of the attention part."""
+    MLP = "mlp"
+    """Those of the feed-forward part."""
+
+
+class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
+    """How the embedding or the head is spread over the ranks of its pipeline stage.
+
+    `tp_size * dp_size` is the number of ranks of the pipeline stage. For Ulysses, `tp_size` is the degree of the
+    sequence-parallel group of attention, and parameters are data-parallel over all ranks of the pipeline stage.
+    """
+
+    tp_size: Annotated[int, Meta(ge=1)]
+    """Ranks that one sample of the layer is spread over."""
+    tp_consecutive: bool = True
+    """Whether neighbouring ranks form a tensor-parallel group, or ranks `dp_size` apart."""
+    dp_size: Annotated[int, Meta(ge=1)]
+    """Parts that the samples of a microbatch are shared out in."""
+    data_parallel: DataParallel = DataParallel.DDP
+    """What the data-parallel ranks share out."""
+    sequence_parallel: SequenceParallel = SequenceParallel.NONE
+    """How the tensor-parallel group shares the sequence."""
+
+
+class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
+    """How one layer is spread over the ranks of its pipeline stage, and what of it is recomputed."""
+
+    type: str
+    """The layer's type: a key of the model description's `types`."""
+    recompute: Recompute = Recompute.NONE
+    """Which activations are computed again in the backward pass."""

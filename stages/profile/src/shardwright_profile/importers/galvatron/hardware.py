@@ -1,0 +1,187 @@
+"""Hardware profiles from the bandwidth and time tables of hetu-galvatron.
+
+B MB of 1e6 bytes at a bus bandwidth of W GB/s (1e9) take, in ms, 2(n-1)/n B/W in an all-reduce of n ranks: nccl-tests'
+own definition. Galvatron's cost model divides MiB by it instead, which is 4.6 % too low; that is not repeated here.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
+from shardwright_profile.importers.galvatron.keys import read_numbers
+from shardwright_profile.importers.hardware_points import (
+    MIB,
+    HardwarePoint,
+    halves,
+    hardware_profile,
+    link_points,
+)
+
+_Found = TypeVar("_Found")
+
+__all__ = ["GalvatronTables", "import_galvatron_hardware"]
+
+_CLUSTER = re.compile(r".*_(?P<nodes>[1-9]\d{0,4})nodes_(?P<gpus>[1-9]\d{0,2})gpus_per_node\.json")
+_BANDWIDTH = re.compile(r"allreduce_size_(?P<ranks>[1-9]\d{0,5})_consec_(?P<consecutive>[01])")
+_SEND = re.compile(r"pp_size_(?P<ranks>[1-9]\d{0,5})")
+_TIME = re.compile(r"(?P<kind>allreduce|all2all)_size_(?P<ranks>[1-9]\d{0,5})_(?P<mib>[1-9]\d{0,5})MB_time")
+_OVERLAP = "overlap_coe"
+_GIGA = 1e9
+
+
+class GalvatronTables(NamedTuple):
+    """The files to read; where two say the same thing, the first counts."""
+
+    allreduce: tuple[Path, ...]
+    p2p: tuple[Path, ...]
+    sp_time: tuple[Path, ...]
+    overlap: Path | None
+
+
+class _Cluster(NamedTuple):
+    """What a file's name says it was measured on."""
+
+    nodes: int
+    gpus_per_node: int
+
+    def key(self, collective: Collective, group_size: int, consecutive: bool) -> CollectiveKey:
+        """Neighbours cross nodes when one node is too small for them; ranks strided over all, when there are two."""
+        across = group_size > self.gpus_per_node if consecutive else self.nodes > 1
+        return CollectiveKey(collective, group_size, consecutive, across)
+
+
+def import_galvatron_hardware(tables: GalvatronTables, cluster: str, device: str) -> HardwareProfile:
+    """The profile that the tables determine.
+
+    Times of whole collectives, as measured, are taken before bandwidths, and their disagreement is noted. A gather and
+    a scatter are half of an all-reduce (ring, derived). Where no all-to-all was timed, the bus bandwidth of the
+    all-reduce is assumed for it. Raises BadInput where a table says something impossible, or nothing.
+    """
+    files = [*tables.allreduce, *tables.p2p, *tables.sp_time, *([tables.overlap] if tables.overlap else [])]
+    if not (tables.allreduce or tables.sp_time):
+        raise BadInput("--allreduce", "no table of collectives", "pass --allreduce or --sp-time")
+    notes = [f"Made from {file.name}, SHA-256 {sha256_of_file(file)}." for file in files]
+    notes.append("Times by bandwidth are without latency; errors are not known.")
+    timed = _first(item for file in tables.sp_time for item in _timed(file, notes))
+    bandwidths = _first(item for file in tables.allreduce for item in _bandwidths(file, notes))
+    notes += _disagreements(timed, bandwidths)
+    reduces = {key: list(link_points(key, rate, "derived")) for key, rate in bandwidths.items()}
+    reduces |= {key: found for key, found in timed.items() if key.collective is Collective.ALL_REDUCE}
+    exchanges = {key._replace(collective=Collective.ALL_TO_ALL): rate for key, rate in bandwidths.items()}
+    assumed = {key: list(link_points(key, rate, "assumed")) for key, rate in exchanges.items() if key not in timed}
+    if assumed:
+        notes.append("Where no all-to-all was timed, the all-reduce's bus bandwidth is assumed for it.")
+    notes.append("All-gather and reduce-scatter are half of the all-reduce, as on a ring (derived).")
+    points = [point for found in (*reduces.values(), *assumed.values()) for point in found]
+    points += [point for key, found in timed.items() if key not in reduces for point in found]
+    points += [half for found in reduces.values() for point in found for half in halves(point)]
+    for key, rate in _sends(tables.p2p, notes).items():
+        points += link_points(key, rate, "derived")
+    overlap = None if tables.overlap is None else (_world(tables), _overlap(tables.overlap, notes))
+    return hardware_profile(cluster, device, notes, points, overlap)
+
+
+def _first(items: Iterable[tuple[CollectiveKey, _Found]]) -> dict[CollectiveKey, _Found]:
+    """Of two figures of one kind of message, that of the file that was named first."""
+    found: dict[CollectiveKey, _Found] = {}
+    for key, value in items:
+        found.setdefault(key, value)
+    return found
+
+
+def _timed(file: Path, notes: list[str]) -> Iterator[tuple[CollectiveKey, list[HardwarePoint]]]:
+    """Times of whole collectives among neighbours, in ms, on messages of so many MiB."""
+    cluster, found = _cluster(file), dict[CollectiveKey, list[HardwarePoint]]()
+    for match, time_ms in _matches(file, _TIME, notes):
+        collective = Collective.ALL_REDUCE if match["kind"] == "allreduce" else Collective.ALL_TO_ALL
+        key = cluster.key(collective, int(match["ranks"]), True)
+        point = HardwarePoint(key, int(match["mib"]) * MIB, time_ms / 1000, "measured")
+        found.setdefault(key, []).append(point)
+    for key, points in found.items():
+        points.sort()
+        for small, large in pairwise(points):
+            if large.time_s < small.time_s:
+                notes.append(
+                    f"{key.collective.value} of {key.group_size} ranks takes {small.time_s * 1000:.4g} ms at"
+                    f" {small.message_bytes // MIB} MiB and {large.time_s * 1000:.4g} ms at"
+                    f" {large.message_bytes // MIB} MiB: kept as measured."
+                )
+        yield key, points
+
+
+def _bandwidths(file: Path, notes: list[str]) -> Iterator[tuple[CollectiveKey, float]]:
+    cluster = _cluster(file)
+    for match, giga in _matches(file, _BANDWIDTH, notes):
+        yield cluster.key(Collective.ALL_REDUCE, int(match["ranks"]), match["consecutive"] == "1"), giga * _GIGA
+
+
+def _sends(files: Iterable[Path], notes: list[str]) -> dict[CollectiveKey, float]:
+    """Bandwidth of sends by layout: of several strides the slowest, which is noted."""
+    found: dict[CollectiveKey, list[float]] = {}
+    for file in files:
+        cluster = _cluster(file)
+        world = cluster.nodes * cluster.gpus_per_node
+        of_file: dict[CollectiveKey, list[float]] = {}
+        for match, giga in _matches(file, _SEND, notes):
+            stride = world // int(match["ranks"])
+            across = cluster.nodes > 1
+            of_file.setdefault(CollectiveKey(Collective.P2P, 2, stride == 1, across), []).append(giga * _GIGA)
+        found = of_file | found
+    for key, rates in found.items():
+        if len(rates) > 1:
+            figures = ", ".join(f"{rate / _GIGA:.4g}" for rate in rates)
+            where = "across nodes" if key.across_nodes else "inside a node"
+            notes.append(f"Of sends {where} over several distances ({figures} GB/s) the slowest is taken.")
+    return {key: min(rates) for key, rates in found.items()}
+
+
+def _overlap(file: Path, notes: list[str]) -> float:
+    for _, factor in _matches(file, re.compile(_OVERLAP), notes):
+        if factor < 1:
+            raise BadInput(file, f"{_OVERLAP} is {factor:g}, a speed-up", "measure it again")
+        notes.append(f"{_OVERLAP} slows computation and data-parallel messages alike; of which size is not known.")
+        return factor
+    raise BadInput(file, f"has no {_OVERLAP}", "pass overlap_coefficient.json")
+
+
+def _disagreements(
+    timed: Mapping[CollectiveKey, list[HardwarePoint]], bandwidths: Mapping[CollectiveKey, float]
+) -> Iterator[str]:
+    for key in sorted(timed.keys() & bandwidths.keys()):
+        large = timed[key][-1]
+        (by_rate,) = link_points(key, bandwidths[key], "derived", (large.message_bytes,))
+        yield (
+            f"An all-reduce of {large.message_bytes // MIB} MiB among {key.group_size} neighbours takes"
+            f" {large.time_s * 1000:.4g} ms by sp_time and {by_rate.time_s * 1000:.4g} ms by bandwidth:"
+            " sp_time is taken."
+        )
+
+
+def _matches(file: Path, grammar: re.Pattern[str], notes: list[str]) -> Iterator[tuple[re.Match[str], float]]:
+    unknown = []
+    for key, value in read_numbers(file).items():
+        if value <= 0:
+            raise BadInput(file, f"{key!r} is {value:g}, not positive", "measure it again")
+        if found := grammar.fullmatch(key):
+            yield found, value
+        else:
+            unknown.append(key)
+    if unknown:
+        notes.append(f"Keys of {file.name} that are not understood were passed over: {', '.join(unknown[:5])}.")
+
+
+def _cluster(file: Path) -> _Cluster:
+    if (found := _CLUSTER.fullmatch(file.name)) is None:
+        what = "its name does not say of how many nodes and GPUs it is"
+        raise BadInput(file, what, "name it ..._1nodes_8gpus_per_node.json, as Galvatron does")
+    return _Cluster(int(found["nodes"]), int(found["gpus"]))
+
+
+def _world(tables: GalvatronTables) -> int:
+    cluster = _cluster((*tables.allreduce, *tables.sp_time)[0])
+    return cluster.nodes * cluster.gpus_per_node

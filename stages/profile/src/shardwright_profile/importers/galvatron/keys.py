@@ -1,0 +1,281 @@
+"""The keys of Galvatron's profile files (hetu-galvatron 2.4.0): numbers hidden in names, taken out strictly."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_object
+
+__all__ = [
+    "Computation",
+    "EndsMemory",
+    "Forward",
+    "LayerMemory",
+    "Memory",
+    "RankMemory",
+    "Spread",
+    "number",
+    "read_computation",
+    "read_memory",
+    "read_numbers",
+]
+
+Lengths = tuple[int, ...]
+
+_MOST_BYTES = 16 * 1024**2
+_MOST_COUNT = 100_000_000
+_MOST_NUMBER = 1e12
+
+_LENGTHS = r"(?:_seq(?:\[(?P<lengths>[\d,]+)\]|(?P<length>\d+)))?"
+_FORWARD = re.compile(rf"layernum\[(?P<layers>[\d,]+)\]_bsz(?P<batch>\d+){_LENGTHS}")
+_LAYER = re.compile(rf"layertype_(?P<type>\d+)(?:_bsz(?P<batch>\d+))?{_LENGTHS}")
+_OTHER = re.compile(rf"layertype_other(?:_\d+)?(?:_bsz(?P<batch>\d+))?{_LENGTHS}")
+_SPREAD = re.compile(
+    r"(?P<pp>[1-9]\d*)_(?P<tp>[1-9]\d*)_(?P<dp>[1-9]\d*)(?P<recompute>_c)?(?P<vocabulary>_vtp)?(?P<sequence>_sp)?"
+)
+_RANK_MEMORY = re.compile(_FORWARD.pattern + r"_rank(?P<rank>\d+)_(?P<kind>ms|act|act_peak)")
+_LAYER_TABLE = re.compile(r"layertype_(?P<type>\d+)(?P<sequence>_sp)?")
+_ENDS_TABLE = re.compile(r"other_memory_(?P<part>pp_off|pp_on_first|pp_on_last)(?P<sequence>_sp)?")
+
+
+class Forward(NamedTuple):
+    """Which forward pass was timed: layers of each type, samples, and positions by type (none in older files)."""
+
+    layers: tuple[int, ...]
+    batch: int
+    lengths: Lengths
+
+
+class Computation(NamedTuple):
+    """A file of computation times, all in ms."""
+
+    file: Path
+    forwards: Mapping[Forward, float]
+    """Of the whole model."""
+    layers: Mapping[tuple[int, int, Lengths], float]
+    """As the file gives it, a layer and a sample: by type, batch (0: not said) and length of that type."""
+    others: Mapping[tuple[int, Lengths], float]
+    """The rest of the model as the file gives it, a sample: by batch (0: not said) and lengths."""
+    unknown: tuple[str, ...]
+    """Keys of another grammar."""
+
+
+class Spread(NamedTuple):
+    """How a model lay over GPUs when its memory was measured."""
+
+    pp_size: int
+    tp_size: int
+    dp_size: int
+    recompute: bool
+    vocabulary: bool
+    sequence: bool
+
+    @property
+    def world(self) -> int:
+        """Number of GPUs."""
+        return self.pp_size * self.tp_size * self.dp_size
+
+
+class RankMemory(NamedTuple):
+    """Which memory was read: of which forward pass (its batch is the global one), on which rank, of what."""
+
+    forward: Forward
+    rank: int
+    kind: str
+    """ms: allocated after backward; act: grown in forward; act_peak: peak beyond ms."""
+
+
+class LayerMemory(NamedTuple):
+    """One whole layer, in MiB."""
+
+    parameters: float
+    """In float32."""
+    activations: Mapping[int, float]
+    """On one GPU a sample of its tensor-parallel group, by tp_size."""
+    recomputed: float | None
+    """The same with recomputation, at tp_size 1."""
+
+
+class EndsMemory(NamedTuple):
+    """All that is not a layer, in MiB, by the tp_size of the vocabulary."""
+
+    states: Mapping[int, float]
+    """On one GPU before ZeRO: 16 bytes a parameter."""
+    activations: Mapping[int, float]
+    """On one GPU a sample of the vocabulary's group, at the peak."""
+
+
+class Memory(NamedTuple):
+    """A file of memory figures, all in MiB."""
+
+    file: Path
+    ranks: Mapping[Spread, Mapping[RankMemory, float]]
+    layers: Mapping[tuple[int, bool, Lengths], LayerMemory]
+    """By type, sequence parallelism and length of that type."""
+    ends: Mapping[tuple[bool, Lengths], EndsMemory]
+    """Without pipeline, by sequence parallelism and lengths."""
+    unknown: tuple[str, ...]
+
+
+def read_numbers(file: Path) -> dict[str, float]:
+    """Read an object of numbers; BadInput for anything else."""
+    return {key: number(file, key, value) for key, value in read_object(file, _MOST_BYTES).items()}
+
+
+def read_computation(file: Path) -> Computation:
+    """Read a file `computation_profiling_*.json`; BadInput names a key with an impossible number."""
+    forwards: dict[Forward, float] = {}
+    layers: dict[tuple[int, int, Lengths], float] = {}
+    others: dict[tuple[int, Lengths], float] = {}
+    unknown = []
+    for key, value in read_numbers(file).items():
+        if found := _FORWARD.fullmatch(key):
+            forwards[_forward(file, found)] = _positive(file, key, value)
+        elif found := _LAYER.fullmatch(key):
+            layers[(_count(file, found["type"]), _batch(file, found), _lengths(file, found))] = value
+        elif found := _OTHER.fullmatch(key):
+            others[(_batch(file, found), _lengths(file, found))] = value
+        else:
+            unknown.append(key)
+    if not forwards and not layers:
+        raise BadInput(file, "holds no times of layers", "pass a computation_profiling_*.json of Galvatron")
+    return Computation(file, forwards, layers, others, tuple(unknown))
+
+
+def read_memory(file: Path) -> Memory:
+    """Read a file `memory_profiling_*.json`; BadInput names a key with an impossible number."""
+    ranks: dict[Spread, Mapping[RankMemory, float]] = {}
+    layers: dict[tuple[int, bool, Lengths], LayerMemory] = {}
+    ends: dict[tuple[bool, Lengths], EndsMemory] = {}
+    unknown = []
+    for key, value in read_object(file, _MOST_BYTES).items():
+        if found := _SPREAD.fullmatch(key):
+            ranks[_spread(file, found)] = _rank_memories(file, key, value)
+        elif found := _LAYER_TABLE.fullmatch(key):
+            for lengths, entry in _levels(file, key, value, "parameter_size"):
+                layers[(_count(file, found["type"]), bool(found["sequence"]), lengths)] = _layer(file, key, entry)
+        elif found := _ENDS_TABLE.fullmatch(key):
+            for lengths, entry in _levels(file, key, value, "model_states"):
+                ends_memory = _ends(file, key, entry)
+                if found["part"] == "pp_off":
+                    ends[(bool(found["sequence"]), lengths)] = ends_memory
+        else:
+            unknown.append(key)
+    if not ranks and not layers:
+        raise BadInput(file, "holds no memory of layers", "pass a memory_profiling_*.json of Galvatron")
+    return Memory(file, ranks, layers, ends, tuple(unknown))
+
+
+def number(file: Path, key: str, value: object) -> float:
+    """A JSON number as float; BadInput where it is none, or beyond anything that was ever measured."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadInput(file, f"{key!r} is {_shown(value)}, not a number", "measure that point again")
+    if abs(value) > _MOST_NUMBER:
+        raise BadInput(file, f"{key!r} is too large to be true", "measure that point again")
+    return float(value)
+
+
+def _positive(file: Path, key: str, value: float) -> float:
+    if value <= 0:
+        raise BadInput(file, f"{key!r} is {value:g}, not positive", "measure that point again")
+    return value
+
+
+def _count(file: Path, text: str) -> int:
+    # Checked as text first: a number of a million digits is not worth reading.
+    if not text.isdecimal() or len(text) > len(str(_MOST_COUNT)) or int(text) > _MOST_COUNT:
+        raise BadInput(file, f"a key declares a size of {text[:20]}", "pass a file as Galvatron writes it")
+    return int(text)
+
+
+def _counts(file: Path, text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if len(parts) > 64 or "" in parts:
+        raise BadInput(file, f"a key declares the list [{text[:20]}]", "pass a file as Galvatron writes it")
+    return tuple(_count(file, part) for part in parts)
+
+
+def _batch(file: Path, found: re.Match[str]) -> int:
+    return _count(file, found["batch"] or "0")
+
+
+def _lengths(file: Path, found: re.Match[str]) -> Lengths:
+    text = found["lengths"] or found["length"]
+    return _counts(file, text) if text else ()
+
+
+def _forward(file: Path, found: re.Match[str]) -> Forward:
+    made = Forward(_counts(file, found["layers"]), _batch(file, found), _lengths(file, found))
+    if made.batch == 0:
+        raise BadInput(file, f"{found.group()!r} is of a batch of 0", "pass a file as Galvatron writes it")
+    return made
+
+
+def _spread(file: Path, found: re.Match[str]) -> Spread:
+    pp_size, tp_size, dp_size = (_count(file, found[name]) for name in ("pp", "tp", "dp"))
+    flags = (bool(found[name]) for name in ("recompute", "vocabulary", "sequence"))
+    return Spread(pp_size, tp_size, dp_size, *flags)
+
+
+def _rank_memories(file: Path, key: str, value: object) -> dict[RankMemory, float]:
+    made = {}
+    for inner, size in _object(file, key, value).items():
+        if (found := _RANK_MEMORY.fullmatch(inner)) is None:
+            raise BadInput(file, f"{inner!r} of {key!r} is unknown", "pass a file as Galvatron writes it")
+        where = RankMemory(_forward(file, found), _count(file, found["rank"]), found["kind"])
+        made[where] = _not_negative(file, inner, size)
+    return made
+
+
+def _levels(file: Path, key: str, value: object, marker: str) -> list[tuple[Lengths, Mapping[str, Any]]]:
+    """The entries of a table by length, or its one entry where the file has no lengths."""
+    table = _object(file, key, value)
+    if marker in table:
+        return [((), table)]
+    return [(_counts(file, name.strip("[]")), _object(file, key, entry)) for name, entry in table.items()]
+
+
+def _layer(file: Path, key: str, entry: Mapping[str, Any]) -> LayerMemory:
+    name = "tp_activation_per_bsz_dict"
+    if set(entry) != {"parameter_size", name}:
+        raise BadInput(file, f"{key!r} has keys {sorted(entry)}", "pass a file as Galvatron writes it")
+    activations = dict(_object(file, key, entry[name]))
+    recomputed = activations.pop("checkpoint", None)
+    return LayerMemory(
+        _positive(file, key, number(file, key, entry["parameter_size"])),
+        _by_tp_size(file, key, activations),
+        None if recomputed is None else _not_negative(file, key, recomputed),
+    )
+
+
+def _ends(file: Path, key: str, entry: Mapping[str, Any]) -> EndsMemory:
+    if set(entry) != {"model_states", "activation"}:
+        raise BadInput(file, f"{key!r} has keys {sorted(entry)}", "pass a file as Galvatron writes it")
+    # Older files give one number, without parallel vocabulary.
+    tables = ((value if isinstance(value, dict) else {"1": value}) for value in entry.values())
+    by_name = dict(zip(entry, (_by_tp_size(file, key, table) for table in tables), strict=True))
+    return EndsMemory(by_name["model_states"], by_name["activation"])
+
+
+def _by_tp_size(file: Path, key: str, table: Mapping[str, Any]) -> dict[int, float]:
+    if odd := [name for name in table if not re.fullmatch(r"[1-9]\d{0,5}", name)]:
+        raise BadInput(file, f"{key!r} has {odd[0]!r} where a tp_size is due", "pass a file as Galvatron writes it")
+    return {int(name): _not_negative(file, key, value) for name, value in table.items()}
+
+
+def _not_negative(file: Path, key: str, value: object) -> float:
+    if (found := number(file, key, value)) < 0:
+        raise BadInput(file, f"{key!r} is {found:g}, below 0", "measure that point again")
+    return found
+
+
+def _object(file: Path, key: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise BadInput(file, f"{key!r} is {_shown(value)}, not an object", "pass a file as Galvatron writes it")
+    return value
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:40]

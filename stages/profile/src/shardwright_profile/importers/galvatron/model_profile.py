@@ -1,0 +1,281 @@
+"""Model profiles from the computation and memory files of hetu-galvatron."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.hdf5 import Provenance
+from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.model_profile import ModelProfile, ProfileOrigin
+from shardwright_formats.types.plan import ELEMENT_BYTES
+from shardwright_formats.types.strategy import Recompute, SequenceParallel
+from shardwright_profile.importers.flat_model import FlatType, flat_model
+from shardwright_profile.importers.galvatron.keys import Computation, Memory
+from shardwright_profile.importers.galvatron.memory import Activation, ModelMemory, model_memory, tables_of
+from shardwright_profile.importers.galvatron.times import LayerTimes, layer_times, lengths_of
+from shardwright_profile.importers.points import Point, completed
+from shardwright_profile.importers.rows import ABSENT, LayerRow, Sourced, StateRow, noted, profile_of, weaker
+from shardwright_profile.importers.traffic import Hardware, LayerTraffic, layer_traffic
+
+__all__ = ["FLAT_FAMILY", "GalvatronRequest", "flat_galvatron_model", "import_galvatron"]
+
+FLAT_FAMILY = "galvatron"
+"""The family of a model that these files alone describe."""
+
+_NO_TRAFFIC = LayerTraffic(0.0, 0.0)
+
+
+class GalvatronRequest(NamedTuple):
+    """What to import, and what the files do not say."""
+
+    computation: Computation
+    memory: Memory | None
+    models: tuple[Model, ...]
+    """Of one architecture, one for each length to import."""
+    device: str
+    backward_ratio: float
+    """Time of backward without recomputation over that of forward."""
+    tp_sizes: tuple[int, ...]
+    hardware: Hardware | None
+    """Prices the traffic of tensor parallelism."""
+    sequence_parallel: SequenceParallel | None
+    """none or megatron: the memory tables to take; None: megatron's where the file has them."""
+    micro_batch_sizes: tuple[int, ...]
+    """To be had even where they were not measured."""
+    precision: str
+    attention: str
+    mend: bool
+
+
+_Missing = dict[tuple[str, SequenceParallel, Recompute], list[int]]
+"""The tp_sizes at which nothing is known of the memory of a type under a strategy."""
+
+
+class _Length(NamedTuple):
+    """All that the files say of one length."""
+
+    request: GalvatronRequest
+    model: Model
+    times: LayerTimes
+    memory: ModelMemory
+
+
+def import_galvatron(request: GalvatronRequest) -> ModelProfile:
+    """The profile that the files determine, with every assumption and defect in its notes.
+
+    Raises BadInput where models and files do not belong together, where a point is missing or impossible, and where
+    tensor parallelism is asked for without hardware to price its traffic.
+    """
+    first = request.models[0]
+    if len({model.architecture_sha256 for model in request.models}) > 1:
+        raise BadInput("--model", "descriptions of different architectures", "import one model at a time")
+    if len({model.sequence_length for model in request.models}) < len(request.models):
+        raise BadInput("--model", "two descriptions of one sequence_length", "give one for each length")
+    if max(request.tp_sizes) > 1 and request.hardware is None:
+        what = f"tp_size {max(request.tp_sizes)} has traffic inside its layers, which needs a hardware profile"
+        raise BadInput("--tp-sizes", what, "pass --hardware, or --tp-sizes 1")
+    lengths = [_length(request, model) for model in request.models]
+    notes = list(_heading(request))
+    rows: list[LayerRow] = []
+    said_at: dict[str, list[int]] = {}
+    for length in lengths:
+        found = [*length.times.notes, *length.memory.notes]
+        rows += _rows(length, found)
+        for note in dict.fromkeys(found):
+            said_at.setdefault(note, []).append(length.model.sequence_length)
+    for note, where in said_at.items():
+        everywhere = len(where) == len(lengths)
+        notes.append(note if everywhere else f"At sequence_length {', '.join(map(str, where))}: {note}")
+    origin = ProfileOrigin(
+        model=first.name,
+        architecture_sha256=first.architecture_sha256,
+        device=request.device,
+        backend="nccl",
+        precision=request.precision,
+        attention=request.attention,
+    )
+    provenance = Provenance("unknown", "hetu-galvatron 2.4.0 or like it; torch, driver unknown", noted(notes))
+    return profile_of(origin, provenance, rows, list(_states(lengths[0])))
+
+
+def flat_galvatron_model(
+    name: str,
+    computation: Computation,
+    memory: Memory,
+    types: Sequence[FlatType],
+    sequence_parallel: SequenceParallel | None,
+) -> Model:
+    """A minimal model of what the files say: flat parameters, and an identity made of the files."""
+    lengths = lengths_of(computation, types[0].positions)
+    found = model_memory(memory, lengths, len(types), tables_of(memory, sequence_parallel))
+    sizes = [found.parameters_bytes(index) for index in range(len(types))]
+    ends = found.ends_at(1).parameters_bytes
+    if ends is None or None in sizes:
+        raise BadInput(memory.file, "lacks the sizes of some types", "pass --model in place of --type")
+    by_name = {kind.name: size for kind, size in zip(types, sizes, strict=True) if size is not None}
+    config = {"computation_sha256": sha256_of_file(computation.file), "memory_sha256": sha256_of_file(memory.file)}
+    return flat_model(name, FLAT_FAMILY, types, by_name | {EMBEDDING: ends / 2, HEAD: ends / 2}, config)
+
+
+def _length(request: GalvatronRequest, model: Model) -> _Length:
+    lengths = lengths_of(request.computation, model.sequence_length)
+    times = layer_times(request.computation, lengths, request.mend)
+    types = _block_types(model)
+    if len(times.layers) != len(types):
+        what = f"times of {len(times.layers)} types of layers, where model {model.name!r} has {len(types)}"
+        raise BadInput(request.computation.file, what, "pass the description of that file's model")
+    if request.memory is None:
+        memory = ModelMemory(False, {}, None, frozenset(), ("No memory file: memory is absent.",))
+    else:
+        known = {forward for *_, forward in request.memory.layers} | {e for _, e in request.memory.ends}
+        of_memory = lengths if lengths or () in known else (model.sequence_length,)
+        sequence = tables_of(request.memory, request.sequence_parallel)
+        memory = model_memory(request.memory, of_memory, len(types), sequence)
+    return _Length(request, model, times, memory)
+
+
+def _block_types(model: Model) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(model.layers))
+
+
+def _heading(request: GalvatronRequest) -> Iterator[str]:
+    files = [request.computation.file] + ([request.memory.file] if request.memory else [])
+    for file in files:
+        yield f"Made from {file.name}, SHA-256 {sha256_of_file(file)}."
+    yield "Forward times are differences of times of whole models, a layer and microbatch; their errors are not known."
+    yield (
+        f"Backward is assumed to take {request.backward_ratio:g} times forward, and with full recomputation"
+        " one forward more."
+    )
+    yield "Embedding and head were measured together, by subtraction: each is given half (derived)."
+    yield "Optimizer, reduction, process and step overhead are not in the files: absent."
+    yield "A recomputed layer holds for a moment what it holds without recomputation (transient, derived)."
+    if request.models[0].family == FLAT_FAMILY:
+        yield "The model's parameters are flat: as many as the memory file says, of shapes that are not known."
+    if max(request.tp_sizes) > 1:
+        yield (
+            "Beyond tp_size 1 nothing was timed: computation is assumed to divide evenly, and the traffic is of"
+            f" {request.hardware.file.name if request.hardware else ''}."
+        )
+    if request.micro_batch_sizes:
+        yield "Micro-batches that were asked for but not measured are off a line through those measured (derived)."
+    if all(not forward.lengths for forward in request.computation.forwards):
+        yield "The file of times does not say its sequence_length: the model's is taken on trust."
+    asked = {lengths_of(request.computation, model.sequence_length) for model in request.models}
+    if others := sorted({forward.lengths for forward in request.computation.forwards} - asked):
+        yield f"Times of {len(others)} further lengths are in the file and were not asked for."
+    unknown = (*request.computation.unknown, *(request.memory.unknown if request.memory else ()))
+    if unknown:
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        yield f"Keys that are not understood were passed over: {', '.join(unknown[:5])}{more}."
+
+
+def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
+    model, times, asked = length.model, length.times, length.request.micro_batch_sizes
+    blocks = [completed(points, asked) for points in times.layers]
+    missing: _Missing = {}
+    for index, (name, points) in enumerate(zip(_block_types(model), blocks, strict=True)):
+        for tp_size, sequence_parallel in _spreads(length, name, notes):
+            for recompute in (Recompute.NONE, Recompute.FULL):
+                held = length.memory.activation(index, tp_size, recompute is Recompute.FULL)
+                if held is None and tp_size > 1:
+                    missing.setdefault((name, sequence_parallel, recompute), []).append(tp_size)
+                    continue
+                for point in points:
+                    transient = ABSENT
+                    if recompute is Recompute.FULL:
+                        whole = length.memory.activation(index, tp_size, recompute=False)
+                        transient = _bytes(whole, point.micro_batch_size)
+                    key = (name, tp_size, sequence_parallel, recompute)
+                    yield _row(length, key, point, _bytes(held, point.micro_batch_size), transient)
+    sizes = sorted({point.micro_batch_size for points in blocks for point in points})
+    rest = completed(times.rest, sizes) or tuple(Point(size, 0.0, "absent") for size in sizes)
+    yield from _end_rows(length, rest, missing, notes)
+    notes += _left_out(missing)
+
+
+def _end_rows(length: _Length, rest: Sequence[Point], missing: _Missing, notes: list[str]) -> Iterator[LayerRow]:
+    for name in (EMBEDDING, HEAD):
+        for tp_size, sequence_parallel in _spreads(length, name, notes):
+            held = length.memory.ends_at(tp_size).activation
+            if held is None and tp_size > 1:
+                missing.setdefault((name, sequence_parallel, Recompute.NONE), []).append(tp_size)
+                continue
+            half = None if held is None else held._replace(bytes_a_sample=held.bytes_a_sample / 2)
+            for point in rest:
+                own = point._replace(time_s=point.time_s / 2)
+                key = (name, tp_size, sequence_parallel, Recompute.NONE)
+                yield _row(length, key, own, _bytes(half, point.micro_batch_size), ABSENT)
+
+
+def _row(
+    length: _Length,
+    key: tuple[str, int, SequenceParallel, Recompute],
+    point: Point,
+    activation: Sourced,
+    transient: Sourced,
+) -> LayerRow:
+    """One row: computation divided by tp_size, and the traffic added."""
+    request = length.request
+    name, tp_size, sequence_parallel, recompute = key
+    traffic = _NO_TRAFFIC
+    if tp_size > 1 and request.hardware is not None:
+        bytes_an_element = ELEMENT_BYTES[request.precision.split("/")[1]]
+        traffic = layer_traffic(request.hardware, length.model, *key, point.micro_batch_size, bytes_an_element)
+    alone_s = point.time_s / tp_size
+    passes = request.backward_ratio + (recompute is Recompute.FULL)
+    assumed = "assumed" if tp_size > 1 else point.source
+    return LayerRow(
+        name,
+        tp_size,
+        sequence_parallel,
+        recompute,
+        point.micro_batch_size,
+        length.model.sequence_length,
+        _time(alone_s + traffic.forward_s, assumed),
+        _time(passes * alone_s + traffic.backward_s, weaker("assumed", point.source) if tp_size == 1 else "assumed"),
+        activation,
+        transient,
+    )
+
+
+def _time(time_s: float, source: str) -> Sourced:
+    return Sourced(time_s, source) if source != "absent" else ABSENT
+
+
+def _spreads(length: _Length, name: str, notes: list[str]) -> Iterator[tuple[int, SequenceParallel]]:
+    must_divide: Mapping[str, int] = length.model.types[name].tp_must_divide
+    for tp_size in length.request.tp_sizes:
+        if odd := [what for what, size in must_divide.items() if size % tp_size]:
+            notes.append(f"{name} at tp_size {tp_size} is left out: it does not divide {odd[0]}.")
+            continue
+        split = tp_size > 1 and length.memory.sequence
+        yield tp_size, SequenceParallel.MEGATRON if split else SequenceParallel.NONE
+
+
+def _bytes(held: Activation | None, micro_batch_size: int) -> Sourced:
+    return ABSENT if held is None else Sourced(held.bytes_a_sample * micro_batch_size, held.source)
+
+
+def _left_out(missing: _Missing) -> Iterator[str]:
+    names: dict[tuple[SequenceParallel, Recompute, tuple[int, ...]], list[str]] = {}
+    for (name, sequence_parallel, recompute), tp_sizes in missing.items():
+        names.setdefault((sequence_parallel, recompute, tuple(tp_sizes)), []).append(name)
+    for (sequence_parallel, recompute, sizes), found in names.items():
+        yield (
+            f"Left out at tp_size {', '.join(map(str, sizes))} with sequence_parallel {sequence_parallel.value},"
+            f" recompute {recompute.value}, because their memory is in no table: {', '.join(found)}."
+        )
+
+
+def _states(length: _Length) -> Iterator[StateRow]:
+    """Float32 bytes of each type's parameters on a rank; tensor parallelism divides what was measured whole."""
+    for tp_size in length.request.tp_sizes:
+        for index, name in enumerate(_block_types(length.model)):
+            whole = length.memory.parameters_bytes(index)
+            yield StateRow(name, tp_size, ABSENT if whole is None else Sourced(whole / tp_size, "derived"))
+        share = length.memory.ends_at(tp_size)
+        ends = ABSENT if share.parameters_bytes is None else Sourced(share.parameters_bytes / 2, share.source)
+        for name in (EMBEDDING, HEAD):
+            yield StateRow(name, tp_size, ends)

@@ -1,0 +1,199 @@
+"""Forward times of layers from the times of whole models that Galvatron measured, and what is wrong with these.
+
+A layer's time is (T(more layers) - T(fewer)) / (more - fewer): the difference that Galvatron takes too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_profile.importers.galvatron.keys import Computation, Lengths
+from shardwright_profile.importers.points import Point, first_fall, levelled, longest_rise
+
+__all__ = ["LayerTimes", "layer_times", "lengths_of"]
+
+_STALE = 1e-3
+"""Relative difference from which a figure of the file is another one than its own raw rows give."""
+
+Row = tuple[tuple[int, ...], int]
+"""Layers of each type and batch of a forward pass."""
+
+
+class LayerTimes(NamedTuple):
+    """What one length of a file says."""
+
+    layers: tuple[tuple[Point, ...], ...]
+    """One layer, a microbatch, by type."""
+    rest: tuple[Point, ...]
+    """Embedding and head together, a microbatch."""
+    notes: tuple[str, ...]
+
+
+class _Difference(NamedTuple):
+    layer_ms: float
+    """Of one layer and the whole batch."""
+    fewer: tuple[int, ...]
+    more: tuple[int, ...]
+    """The two rows: their layers of each type."""
+
+
+def lengths_of(computation: Computation, sequence_length: int) -> Lengths:
+    """The file's name for a length: the list that starts with it, or none in a file without lengths."""
+    found = sorted({forward.lengths for forward in computation.forwards})
+    for lengths in found:
+        if lengths[:1] == (sequence_length,):
+            return lengths
+    if found == [()]:
+        return ()
+    known = ", ".join(str(lengths[0]) for lengths in found if lengths) or "none"
+    what = f"no times at sequence_length {sequence_length}, only at {known}"
+    raise BadInput(computation.file, what, "describe the model at one of these")
+
+
+def layer_times(computation: Computation, lengths: Lengths, mend: bool) -> LayerTimes:
+    """Times of each type of layer and of the rest at one length.
+
+    What cannot be (times that fall as the batch grows, layers that take no time, rows without another to compare with)
+    raises BadInput; with `mend` it is left out or levelled, and a note says so.
+    """
+    file, notes = computation.file, list[str]()
+    rows = {(f.layers, f.batch): ms for f, ms in computation.forwards.items() if f.lengths == lengths}
+    if not rows:
+        raise BadInput(file, f"no raw times of whole models at lengths {list(lengths)}", "measure these again")
+    if len({len(layers) for layers, _ in rows}) > 1:
+        raise BadInput(file, "layernum[…] lists numbers of differently many types", "pass one model's file")
+    rows = _without_falls(file, rows, mend, notes)
+    _check_lone_rows(file, rows, mend, notes)
+    types = range(len(next(iter(rows))[0]))
+    batches = sorted({batch for _, batch in rows})
+    layers = tuple(tuple(_layer_points(file, rows, i, batches, mend, notes)) for i in types)
+    for i, points in enumerate(layers):
+        if not points:
+            raise BadInput(file, f"no two usable rows differ in the layers of type {i} alone", "measure them")
+    rest = tuple(_rest_points(rows, len(types), batches, notes))
+    notes += _stale(computation, rows, lengths, len(types))
+    return LayerTimes(tuple(_without_dips(file, i, p, mend, notes) for i, p in enumerate(layers)), rest, tuple(notes))
+
+
+def _without_falls(file: Path, rows: Mapping[Row, float], mend: bool, notes: list[str]) -> dict[Row, float]:
+    kept: dict[Row, float] = {}
+    for layers in sorted({layers for layers, _ in rows}):
+        batches = sorted(batch for other, batch in rows if other == layers)
+        values = [rows[(layers, batch)] for batch in batches]
+        if (fall := first_fall(values)) is not None:
+            what = (
+                f"{_name(layers)} takes {values[fall - 1]:.4g} ms at batch {batches[fall - 1]} and"
+                f" {values[fall]:.4g} ms at {batches[fall]}"
+            )
+            _refuse_unless(mend, file, what)
+            run = longest_rise(values)
+            notes.append(f"{what}: only its batches {batches[run.start]} to {batches[run.stop - 1]} are used.")
+            batches = [batches[i] for i in run]
+        kept |= {(layers, batch): rows[(layers, batch)] for batch in batches}
+    return kept
+
+
+def _check_lone_rows(file: Path, rows: Mapping[Row, float], mend: bool, notes: list[str]) -> None:
+    for layers, batch in sorted(rows):
+        others = (other for other, same in rows if same == batch and other != layers)
+        if not any(_differing_type(layers, other) is not None for other in others):
+            what = f"{_name(layers)} at batch {batch} has no row of another number of layers beside it"
+            _refuse_unless(mend, file, what)
+            notes.append(f"{what}: it is left out.")
+
+
+def _layer_points(
+    file: Path, rows: Mapping[Row, float], index: int, batches: Sequence[int], mend: bool, notes: list[str]
+) -> Iterator[Point]:
+    for batch in batches:
+        found = list(_differences(rows, index, batch))
+        if not found:
+            continue
+        best = max(found, key=_by_layers)
+        if best.layer_ms > 0:
+            yield Point(batch, best.layer_ms / 1000, "measured")
+            continue
+        what = f"a layer of type {index} takes {best.layer_ms:.4g} ms at batch {batch}, by the difference of its rows"
+        _refuse_unless(mend, file, what)
+        notes.append(f"{what}: that point is left out.")
+
+
+def _rest_points(rows: Mapping[Row, float], types: int, batches: Sequence[int], notes: list[str]) -> Iterator[Point]:
+    """The time of fewest layers less that of its layers; what is not positive is absent."""
+    for batch in batches:
+        found = [
+            min(_differences(rows, i, batch), key=lambda difference: (difference.fewer, difference.more), default=None)
+            for i in range(types)
+        ]
+        known = [difference for difference in found if difference is not None]
+        if len(known) < types or len({difference.fewer for difference in known}) > 1:
+            continue
+        fewer = known[0].fewer
+        layers_ms = sum(n * difference.layer_ms for n, difference in zip(fewer, known, strict=True))
+        rest_ms = rows[(fewer, batch)] - layers_ms
+        if rest_ms > 0:
+            yield Point(batch, rest_ms / 1000, "derived")
+        else:
+            notes.append(f"Embedding and head at batch {batch} have {rest_ms:.4g} ms left: their time is absent.")
+
+
+def _without_dips(file: Path, index: int, points: tuple[Point, ...], mend: bool, notes: list[str]) -> tuple[Point, ...]:
+    times_s = [point.time_s for point in points]
+    if (fall := first_fall(times_s)) is None:
+        return points
+    before, after = points[fall - 1], points[fall]
+    what = (
+        f"a layer of type {index} takes {before.time_s * 1000:.4g} ms at batch {before.micro_batch_size} and"
+        f" {after.time_s * 1000:.4g} ms at {after.micro_batch_size}"
+    )
+    _refuse_unless(mend, file, what)
+    notes.append(f"{what}: times that fall are levelled.")
+    return levelled(points)
+
+
+def _stale(computation: Computation, rows: Mapping[Row, float], lengths: Lengths, types: int) -> Iterator[str]:
+    """Figures of the file that its own raw rows, any two of them, do not give."""
+    batches = sorted({batch for _, batch in rows})
+    for (index, batch, length), given_ms in sorted(computation.layers.items()):
+        if index >= types or length != lengths[index : index + 1]:
+            continue
+        at = f" at batch {batch}" if batch else ""
+        found = [(d, b) for b in batches if batch in (0, b) for d in _differences(rows, index, b)]
+        if given_ms <= 0:
+            yield f"The file's layertype_{index}{at} is {given_ms:.4g} ms a sample, which cannot be: it is not used."
+        elif found and all(abs(given_ms - d.layer_ms / b) > _STALE * abs(d.layer_ms / b) for d, b in found):
+            best, b = max(found, key=lambda item: _by_layers(item[0]))
+            yield (
+                f"The file's layertype_{index}{at} is {given_ms:.4g} ms a sample, {_name(best.fewer)} and"
+                f" {_name(best.more)} at batch {b} give {best.layer_ms / b:.4g} ms: the raw rows are taken."
+            )
+
+
+def _differences(rows: Mapping[Row, float], index: int, batch: int) -> Iterator[_Difference]:
+    """Every pair of rows of a batch that differ in the layers of one type alone."""
+    found = sorted(layers for layers, other in rows if other == batch)
+    for fewer, more in combinations(found, 2):
+        if _differing_type(fewer, more) == index:
+            step_ms = rows[(more, batch)] - rows[(fewer, batch)]
+            yield _Difference(step_ms / (more[index] - fewer[index]), fewer, more)
+
+
+def _by_layers(difference: _Difference) -> tuple[tuple[int, ...], ...]:
+    """Of several pairs the one of most layers counts: what is not a layer disturbs it least."""
+    return difference.more, difference.fewer
+
+
+def _differing_type(first: tuple[int, ...], second: tuple[int, ...]) -> int | None:
+    differing = [i for i, (one, other) in enumerate(zip(first, second, strict=True)) if one != other]
+    return differing[0] if len(differing) == 1 else None
+
+
+def _refuse_unless(mend: bool, file: Path, what: str) -> None:
+    if not mend:
+        raise BadInput(file, what, "measure it again, or pass --mend to leave out or level what cannot be")
+
+
+def _name(layers: tuple[int, ...]) -> str:
+    return f"layernum[{','.join(map(str, layers))}]"

@@ -1,0 +1,93 @@
+"""The command `model`: describe, probes, measure and fit, one after the other, for those who use no Snakemake."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.model_profile import write_model_profile
+from shardwright_formats.types.plan import Plans
+from shardwright_profile.model.fit import fit_profile
+from shardwright_profile.model.probes import make_probes
+from shardwright_profile.model.settings import ProfileSettings
+
+__all__ = ["ModelRequest", "profile_model"]
+
+_TRAIN = "shardwright-train"
+
+
+class ModelRequest(NamedTuple):
+    """What is asked, as on the command line."""
+
+    folder: Path
+    """Holds the Hugging Face config.json."""
+    name: str
+    sequence_length: int
+    cluster: Path
+    node_type: str
+    settings: Path
+    steps: int
+    warmup_steps: int
+    least_time_s: float
+    out: Path
+
+
+def profile_model(request: ModelRequest) -> None:
+    """Profile a model on this node; what lies between the steps stays in `OUT.work` until the profile is written.
+
+    Started again after an end, it goes on with the plans that are not yet measured. Raises BadInput where an input is
+    wrong (also one that the train stage refuses) and RunFailed where a command fails.
+    """
+    settings = read_document(request.settings, ProfileSettings)
+    cluster = read_document(request.cluster, Cluster)
+    work = request.out.with_name(f"{request.out.name}.work")
+    own, *further = settings.lengths(request.sequence_length)
+    try:
+        models = [_described(request, work, length) for length in (own, *further)]
+        made = make_probes(models, cluster, request.node_type, settings)
+    except (BadInput, SystemExit):
+        shutil.rmtree(work)
+        raise
+    for sentence in made.left_out:
+        _say(f"left out: {sentence}")
+    probes, measurement = work / "probes.json", work / "measurement.json"
+    write_document(probes, Plans(plans=made.plans))
+    _say(f"{len(made.plans)} probes")
+    _train(
+        "measure",
+        probes,
+        *("--steps", request.steps, "--warmup-steps", request.warmup_steps, "--least-time-s", request.least_time_s),
+        *("--out", measurement),
+    )
+    write_model_profile(request.out, fit_profile([(measurement, read_document(measurement, Measurement))]))
+    shutil.rmtree(work)
+
+
+def _described(request: ModelRequest, work: Path, length: int) -> Model:
+    work.mkdir(parents=True, exist_ok=True)
+    file = work / f"{length}.json"
+    _train("describe", request.folder, "--name", request.name, "--sequence-length", length, "--out", file)
+    return read_document(file, Model)
+
+
+def _train(*arguments: object) -> None:
+    """Run a command of the train stage, which tells of itself on standard error; its error is this command's."""
+    installed = shutil.which(_TRAIN) or shutil.which(_TRAIN, path=str(Path(sys.executable).parent))
+    if installed is None:
+        raise BadInput("model", f"{_TRAIN} is not installed here", "install shardwright-train")
+    _say(" ".join([_TRAIN, *map(str, arguments)]))
+    code = subprocess.run([installed, *map(str, arguments)], check=False).returncode
+    if code == BadInput.exit_code:
+        raise SystemExit(code)  # it has said why, in one line
+    if code != 0:
+        raise RunFailed(f"{_TRAIN} {arguments[0]} ended with exit code {code}")
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr)

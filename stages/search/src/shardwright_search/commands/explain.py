@@ -1,0 +1,148 @@
+"""The command that says why a plan is what it is, what else there is, and what would help."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from shardwright_formats.io.errors import BadInput, one_line_errors
+from shardwright_formats.io.json import read_document, sha256_of_file
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Prediction
+from shardwright_search.commands.arguments import CorrectionFile, HardwareFile, PlanFile, ProfileFile
+from shardwright_search.commands.inputs import Inputs, read_inputs
+from shardwright_search.commands.prediction import prediction_path
+from shardwright_search.commands.progress import progress
+from shardwright_search.cost_model.layer import CostModel
+from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
+from shardwright_search.explain import explanation, show
+from shardwright_search.explain.answers import Answer, Question, answer, answers_shown
+from shardwright_search.explain.binding import Change, Choices, binding_lines, faster_changes
+from shardwright_search.explain.difference import difference
+from shardwright_search.explain.neighbours import neighbours
+from shardwright_search.explain.outlook import outlook
+from shardwright_search.space.budget import budgets_of
+from shardwright_search.space.configurations import narrowed
+from shardwright_search.space.request import SearchRequest, TimeModel, batch_sizes
+
+__all__ = ["explain_command"]
+
+_STAYS = (
+    "Messages inside a layer, of tensor and sequence parallelism, are part of its profiled time and stay as they are."
+)
+
+
+class _Asked(NamedTuple):
+    """A search file and what it says."""
+
+    file: Path
+    request: SearchRequest
+
+
+def explain_command(
+    plan: PlanFile,
+    hardware: HardwareFile,
+    profile: ProfileFile,
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[OTHER]", help="A second plan for the same model, to be compared.")
+    ] = None,
+    search: Annotated[
+        Path | None, typer.Option(help="The search file that made PLAN: tells of neighbouring kinds and of more means.")
+    ] = None,
+    correction: CorrectionFile = None,
+    time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds for each search that --search asks.")] = None,
+) -> None:
+    """Show time (ms) and memory (MiB) of a plan by term and pipeline stage, what binds, and the runners-up.
+
+    With --search also the best plan of each neighbouring kind, and what more memory, faster links or a node would
+    bring. With OTHER also how the two plans differ.
+    """
+    with one_line_errors():
+        given, second = read_document(plan, Plan), None if other is None else read_document(other, Plan)
+        inputs, believed = read_inputs(hardware, profile, correction), _believed(plan, given)
+        asked = None if search is None else _Asked(search, read_document(search, SearchRequest))
+        if asked is not None:
+            _check_made_by(asked, plan, given, believed)
+        if second is not None and second.model != given.model:
+            raise BadInput(other, f"is for another model than {plan.name}", "compare plans for one model")
+        evaluation = evaluate(given, inputs.profiles, _costs(given, inputs, asked))
+        parts = [_why(given, evaluation, inputs, asked, believed)]
+        if asked is not None:
+            parts += _beside(given, evaluation, inputs, asked, time_limit)
+        if second is not None:
+            there = evaluate(second, inputs.profiles, _costs(second, inputs, asked))
+            parts.append(difference(given, evaluation.estimate, second, there.estimate))
+        show(Group(*parts))
+
+
+def _costs(plan: Plan, inputs: Inputs, asked: _Asked | None) -> CostModel:
+    time_model = TimeModel.INTERPOLATE if asked is None else asked.request.time_model
+    return cost_model_of(plan, inputs.profiles, time_model)
+
+
+def _why(
+    plan: Plan, evaluation: Evaluation, inputs: Inputs, asked: _Asked | None, believed: Prediction | None
+) -> RenderableType:
+    """The tables of the plan itself, what binds, and the runners-up that its prediction has."""
+    budget_bytes, choices = None if believed is None else believed.memory_budget_bytes, Choices()
+    if asked is not None:
+        request = narrowed(asked.request, plan.cluster.num_devices)
+        budget_bytes = min(budgets_of(request, plan.cluster, asked.file).values())
+        choices = Choices(request.data_parallel, request.recompute, not request.fine_grained)
+    changes: tuple[Change, ...] = ()
+    if budget_bytes is not None:
+        changes = faster_changes(plan, evaluation, _costs(plan, inputs, asked), budget_bytes, choices)
+    lines = binding_lines(plan, evaluation.estimate, budget_bytes, changes)
+    lines += [f"warning: {warning}" for warning in (*evaluation.warnings, *inputs.warnings)]
+    return explanation(plan, evaluation.estimate, budget_bytes, lines, () if believed is None else believed.runners_up)
+
+
+def _beside(
+    plan: Plan, evaluation: Evaluation, inputs: Inputs, asked: _Asked, time_limit_s: float | None
+) -> Iterator[RenderableType]:
+    """Tables of the neighbouring kinds, and of what more would bring."""
+    kinds = neighbours(plan, asked.request, inputs.profiles, asked.file)
+    more = outlook(plan, asked.request, inputs.profiles, asked.file)
+    answers = _answers([*kinds, *more], time_limit_s)
+    for title, own in (
+        ("the best plan of each neighbouring kind, against this plan", answers[: len(kinds)]),
+        ("what more would bring, against this plan", answers[len(kinds) :]),
+    ):
+        yield answers_shown(title, plan, evaluation.estimate, own)
+    yield Text(_STAYS)
+
+
+def _answers(questions: Sequence[Question], time_limit_s: float | None) -> list[Answer]:
+    found = []
+    with progress() as report:
+        for number, question in enumerate(questions, 1):
+            report(f"search {number} of {len(questions)}: {question.what}")
+            found.append(answer(question, time_limit_s))
+    return found
+
+
+def _believed(path: Path, plan: Plan) -> Prediction | None:
+    """The prediction beside a plan, if there is one."""
+    beside = prediction_path(path)
+    if not beside.exists():
+        return None
+    prediction = read_document(beside, Prediction)
+    if prediction.plan_sha256 != plan.sha256:
+        raise BadInput(beside, f"is the prediction of another plan than {path.name}", "remove it or search again")
+    return prediction
+
+
+def _check_made_by(asked: _Asked, path: Path, plan: Plan, believed: Prediction | None) -> None:
+    """Raise BadInput where the search file cannot be the one that made the plan."""
+    request, remedy = asked.request, "give the search file that made the plan"
+    known = None if believed is None else believed.inputs_sha256.get("search")
+    if known is not None and known != sha256_of_file(asked.file):
+        raise BadInput(asked.file, f"is not the search file that made {path.name}, or was changed since", remedy)
+    for field in ("name", "precision", "attention", "gradient_reduction"):
+        if getattr(request, field) != getattr(plan, field):
+            raise BadInput(asked.file, f"asks for another {field} than {path.name} has", remedy)
+    if plan.global_batch_size not in batch_sizes(request):
+        raise BadInput(asked.file, f"global_batch_size is not that of {path.name}", remedy)

@@ -1,0 +1,35 @@
+"""What plans are priced with: profiles, and what measured plans taught about them if that is asked for."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwright_formats.io.json import read_document
+from shardwright_formats.types.correction import Correction
+from shardwright_search.cost_model.calibration import check_learned_from, corrected
+from shardwright_search.cost_model.profiles import Profiles, read_profiles
+
+__all__ = ["Inputs", "read_inputs"]
+
+
+class Inputs(NamedTuple):
+    """Profiles, the files they come from by role, and what a prediction must say of them."""
+
+    profiles: Profiles
+    files: dict[str, Path]
+    warnings: tuple[str, ...]
+
+
+def read_inputs(hardware: Path, profile: Path, correction: Path | None) -> Inputs:
+    """Read the profiles, with the correction applied to them where there is one.
+
+    Raises BadInput where the correction was learned from other profiles.
+    """
+    profiles, files = read_profiles(hardware, profile), {"hardware": hardware, "profile": profile}
+    if correction is None:
+        return Inputs(profiles, files, ())
+    learned = read_document(correction, Correction)
+    check_learned_from(learned, correction, hardware, [profile])
+    words = [f"{term} x {of.factor:.3f}" for term, of in sorted(learned.factors.items())]
+    told = f"corrected by {correction.name}: {', '.join(words)}"
+    warnings = (told, *(f"{correction.name}: {warning}" for warning in learned.warnings))
+    return Inputs(corrected(profiles, learned), files | {"correction": correction}, warnings)

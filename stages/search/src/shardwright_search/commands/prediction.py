@@ -1,0 +1,89 @@
+"""The prediction that stands beside a searched or evaluated plan."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_formats.types.prediction import Prediction, Proof, RunnerUp
+from shardwright_search.cost_model.plan import Evaluation
+from shardwright_search.search import NEAR, Found
+from shardwright_search.space.request import Objective, SearchRequest
+
+__all__ = ["prediction_of_evaluated", "prediction_of_searched", "prediction_path"]
+
+
+def prediction_path(plan_path: Path) -> Path:
+    """Where the prediction of a plan file lies."""
+    return plan_path.with_suffix(".prediction.json")
+
+
+def prediction_of_evaluated(
+    plan: Plan, evaluation: Evaluation, files: Mapping[str, Path], warnings: tuple[str, ...] = ()
+) -> Prediction:
+    """What is believed about a plan that was given."""
+    return Prediction(
+        plan_sha256=plan.sha256,
+        memory_budget_bytes=None,
+        estimate=evaluation.estimate,
+        proof=None,
+        runners_up=(),
+        warnings=(*warnings, *evaluation.warnings),
+        inputs_sha256={role: sha256_of_file(path) for role, path in files.items()},
+    )
+
+
+def prediction_of_searched(
+    found: Found,
+    request: SearchRequest,
+    budget_bytes: int,
+    files: Mapping[str, Path],
+    warnings: tuple[str, ...] = (),
+    certificate: str | None = None,
+) -> Prediction:
+    """What is believed about a plan that was searched, with the proof and the plans it was preferred to."""
+    plan, evaluation = found.chosen
+    return Prediction(
+        plan_sha256=plan.sha256,
+        memory_budget_bytes=budget_bytes,
+        estimate=evaluation.estimate,
+        proof=Proof(
+            objective="closed form" if request.objective is Objective.STEP_TIME else "closed form / batch size",
+            objective_s=found.optimum_s,
+            objective_bound_s=found.bound_s,
+            gap=found.optimum_s / found.bound_s - 1 if found.bound_s else float(2**53),
+            scope=_scope(request, found),
+            examined=found.examined,
+            solved=found.solved,
+            certificate=certificate,
+        ),
+        runners_up=tuple(RunnerUp(plan=c.plan, estimate=c.evaluation.estimate) for c in found.runners_up),
+        warnings=(*warnings, *evaluation.warnings),
+        inputs_sha256={role: sha256_of_file(path) for role, path in files.items()},
+        robust=found.regrets,
+    )
+
+
+def _scope(request: SearchRequest, found: Found) -> str:
+    def names(field: str) -> str:
+        return ", ".join(str(value) for value in getattr(request, field) or ("every divisor",))
+
+    fields = ("pp_sizes", "tp_sizes", "num_microbatches", "schedules", "tp_consecutive")
+    kinds = ("data_parallel", "sequence_parallel", "recompute", "disable")
+    listed = "; ".join(f"{field} {names(field)}" for field in (*fields, *kinds) if getattr(request, field) != ())
+    layers = "any strategy for each layer" if request.fine_grained else "one strategy for all layers"
+    interleaved = (
+        ""
+        if Schedule.INTERLEAVED_1F1B not in request.schedules
+        else (
+            f"; interleaved schedules with {', '.join(map(str, request.chunks_per_stage))} equal chunks a stage and "
+            "the same strategies at each position of a chunk"
+        )
+    )
+    aim = "the optimum" if request.robust is None else "the least largest regret over all scenarios"
+    return (
+        f"space {request.space}: no plan of it has a smaller closed form than objective_bound_s: any cut of the layers "
+        f"into pipeline stages of equal width with a layer or more each, {layers}, the embedding and the head, "
+        f"{listed}{interleaved}; of {found.near} plans found within {NEAR:.0%} of {aim} {found.simulated} were "
+        "simulated, and the one with the least simulated time was taken"
+    )

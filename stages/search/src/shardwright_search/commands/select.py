@@ -1,0 +1,99 @@
+"""`shardwright-search select`: the measured winner among a searched plan and its runners-up."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import typer
+
+from shardwright_formats.io.errors import BadInput, NothingFits, one_line_errors
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.measurement import Measurement, PlanMeasurement
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Prediction
+from shardwright_search.commands.prediction import prediction_path
+
+__all__ = ["fastest_that_fits", "select_command", "verdict"]
+
+
+def select_command(
+    measurement: Annotated[Path, typer.Argument(help="The plan and its runners-up as measured (JSON).")],
+    plan: Annotated[Path, typer.Option(help="The searched plan; its prediction beside it has the memory budget.")],
+    out: Annotated[Path, typer.Option(help="Plan file to write: the measured winner.")],
+) -> None:
+    """Take the measured plan with the least time per sample (s) whose measured memory (bytes) fits the budget."""
+    with one_line_errors():
+        predicted, prediction = _believed(plan)
+        measured = read_document(measurement, Measurement).plans
+        _check_alike(measurement, measured, predicted)
+        winner = fastest_that_fits(measured, _budget_bytes(plan, prediction), measurement)
+        write_document(out, winner.plan)
+    typer.echo(verdict(winner, measured, predicted, prediction))
+
+
+def fastest_that_fits(measured: Sequence[PlanMeasurement], budget_bytes: int, file: Path) -> PlanMeasurement:
+    """The plan with the least median time per sample among those whose fullest rank stayed within the budget.
+
+    Raises NothingFits, naming the file of the measurement.
+    """
+    fitting = [each for each in measured if each.peak_bytes <= budget_bytes]
+    if not fitting:
+        missing = min(each.peak_bytes for each in measured) - budget_bytes
+        raise NothingFits(
+            f"{file}: no measured plan fits {budget_bytes} bytes a rank: even the leanest took {missing} bytes more: "
+            "raise memory_gib, or search with a correction"
+        )
+    return min(fitting, key=_sample_s)
+
+
+def verdict(winner: PlanMeasurement, measured: Sequence[PlanMeasurement], plan: Plan, prediction: Prediction) -> str:
+    """Which plan won and by how much, in one line."""
+    roles = {plan.sha256: "the predicted best"}
+    for number, other in enumerate(prediction.runners_up, start=1):
+        roles.setdefault(other.plan.sha256, f"runner-up {number}")
+
+    def named(each: PlanMeasurement) -> str:
+        role = roles.get(each.plan.sha256, f"plan {each.plan.name}")
+        return f"{role} ({len(each.plan.stages)} pipeline stage(s), {each.plan.num_microbatches} microbatch(es))"
+
+    line = f"{plan.name}: {named(winner)} is the measured best, {median(winner.step_times_s) * 1e3:.1f} ms a step"
+    predicted = next(each for each in measured if each.plan.sha256 == plan.sha256)
+    if winner is not predicted:
+        return f"{line}; {named(predicted)} takes {_more(predicted, winner)} and {predicted.peak_bytes} bytes a rank"
+    others = [each for each in measured if each is not winner]
+    if not others:
+        return f"{line}; no other was measured"
+    next_best = min(others, key=_sample_s)
+    return f"{line}; {named(next_best)} takes {_more(next_best, winner)} and {next_best.peak_bytes} bytes a rank"
+
+
+def _more(other: PlanMeasurement, winner: PlanMeasurement) -> str:
+    return f"{_sample_s(other) / _sample_s(winner) - 1:+.1%} time a sample"
+
+
+def _sample_s(measured: PlanMeasurement) -> float:
+    return median(measured.step_times_s) / measured.plan.global_batch_size
+
+
+def _believed(path: Path) -> tuple[Plan, Prediction]:
+    plan, beside = read_document(path, Plan), prediction_path(path)
+    prediction = read_document(beside, Prediction)
+    if prediction.plan_sha256 != plan.sha256:
+        raise BadInput(beside, f"is the prediction of another plan than {path.name}", "search again")
+    return plan, prediction
+
+
+def _budget_bytes(path: Path, prediction: Prediction) -> int:
+    if prediction.memory_budget_bytes is None:
+        raise BadInput(prediction_path(path), "has no memory budget", "take a plan that was searched")
+    return prediction.memory_budget_bytes
+
+
+def _check_alike(file: Path, measured: Sequence[PlanMeasurement], plan: Plan) -> None:
+    """Raise BadInput unless the plan itself was measured, beside plans for the same model and cluster only."""
+    if plan.sha256 not in {each.plan.sha256 for each in measured}:
+        raise BadInput(file, f"does not hold the plan {plan.name}", "measure the plan and its prediction again")
+    for each in measured:
+        if (each.plan.model, each.plan.cluster) != (plan.model, plan.cluster):
+            raise BadInput(file, f"holds a plan of {each.plan.model.name} on {each.plan.cluster.name}", "measure apart")

@@ -1,0 +1,87 @@
+"""The command that shows a plan's simulated step."""
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardwright_formats.io.errors import one_line_errors
+from shardwright_formats.io.json import atomic_path, read_document
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Estimate
+from shardwright_search.commands.arguments import CorrectionFile, HardwareFile, PlanFile, ProfileFile, TimeModelOption
+from shardwright_search.commands.inputs import read_inputs
+from shardwright_search.cost_model.plan import cost_model_of, evaluate
+from shardwright_search.explain import show
+from shardwright_search.simulation.chrome_trace import chrome_trace
+from shardwright_search.simulation.gantt import timeline_svg
+from shardwright_search.simulation.lanes import idle_s
+from shardwright_search.space.request import TimeModel
+
+__all__ = ["simulate_command"]
+
+_KINDS = ("forward", "backward", "gradient_sync", "optimizer")
+
+
+def simulate_command(
+    plan: PlanFile,
+    hardware: HardwareFile,
+    profile: ProfileFile,
+    svg: Annotated[Path | None, typer.Option(help="Picture of the timeline to write; its axis is in ms.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Chrome trace to write (JSON, for Perfetto; times in µs).")] = None,
+    correction: CorrectionFile = None,
+    time_model: TimeModelOption = TimeModel.INTERPOLATE,
+) -> None:
+    """Play a plan's action lists: step time (ms), its lower bound, the closed form, and how much each stage idles."""
+    with one_line_errors():
+        given = read_document(plan, Plan)
+        profiles = read_inputs(hardware, profile, correction).profiles
+        estimate = evaluate(given, profiles, cost_model_of(given, profiles, time_model)).estimate
+        files = {}
+        if svg is not None:
+            files[svg] = timeline_svg(given, estimate)
+        if trace is not None:
+            files[trace] = json.dumps(chrome_trace(given, estimate), ensure_ascii=False)
+        _write_all(files)
+        show(_report(given, estimate))
+
+
+def _report(plan: Plan, estimate: Estimate) -> RenderableType:
+    """The step's times, and what each pipeline stage does with the time until the last event."""
+    events = estimate.timeline
+    end_s = max(event.end_s for event in events)
+    step_ms, bound_ms, closed_ms, end_ms = (
+        f"{time_s * 1e3:.3f} ms"
+        for time_s in (
+            estimate.simulated_step_time_s,
+            estimate.simulated_lower_bound_s,
+            estimate.objective_s,
+            end_s,
+        )
+    )
+    table = Table(title=f"ms until {end_ms}, when the last stage is done", title_justify="left")
+    for heading in ("stage", *_KINDS, "idle", "idle share"):
+        table.add_column(heading.replace("_", " "), justify="right")
+    for stage in range(len(plan.stages)):
+        own = [event for event in events if event.stage == stage]
+        sums_s = [sum(event.end_s - event.start_s for event in own if event.kind == kind) for kind in _KINDS]
+        idle = idle_s(own, stage, end_s)
+        table.add_row(str(stage), *(f"{time_s * 1e3:.3f}" for time_s in (*sums_s, idle)), f"{idle / end_s:.1%}")
+    line = (
+        f"plan {plan.name}: {plan.schedule}, {len(plan.stages)} pipeline stage(s), {plan.num_microbatches} microbatches"
+    )
+    step = f"simulated step {step_ms}, lower bound {bound_ms}, closed form {closed_ms}"
+    return Group(Text(f"{line}\n{step}"), table)
+
+
+def _write_all(files: Mapping[Path, str]) -> None:
+    """Write all files or none: every one is complete before the first gets its name."""
+    with ExitStack() as stack:
+        for path, content in files.items():
+            stack.enter_context(atomic_path(path)).write_text(content, encoding="utf-8")

@@ -1,0 +1,175 @@
+"""What measured plans teach about predictions, and profiles with it applied."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
+from shardwright_formats.types.hardware_profile import Collective, HardwareProfile
+from shardwright_formats.types.measurement import PlanMeasurement, RankMeasurement
+from shardwright_formats.types.plan import GradientReduction
+from shardwright_formats.types.prediction import StagePrediction
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.profiles import Profiles
+
+__all__ = ["Evidence", "check_learned_from", "corrected", "evidence_of", "factor_of", "learned"]
+
+_FEWEST_PLANS = 3
+"""The median of fewer is an extreme or a mean."""
+_REDUCTIONS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
+
+
+class Evidence(NamedTuple):
+    """One term on one rank of one measured plan, in seconds or bytes."""
+
+    term: Term
+    plan_sha256: str
+    measured: float
+    predicted: float
+
+
+def evidence_of(measured: PlanMeasurement, profiles: Profiles) -> tuple[Evidence, ...]:
+    """Everything that a measured plan tells apart; nothing where nothing was predicted.
+
+    With one microbatch backward and reduction are one, and so neither is told; nor is a reduction that every microbatch
+    does, whose predicted time is subtracted from backward. Raises BadInput as `evaluate` does.
+    """
+    stages = evaluate(measured.plan, profiles).estimate.stages
+    return tuple(
+        Evidence(term, measured.plan.sha256, value, predicted)
+        for rank in measured.ranks
+        for term, value, predicted in _terms(measured, rank, stages[rank.stage], profiles.step_overhead_s)
+        if predicted > 0
+    )
+
+
+def learned(evidence: Iterable[Evidence]) -> tuple[dict[Term, CorrectionFactor], tuple[str, ...]]:
+    """The factor of each term, and where the evidence for it is thin or plans contradict one another."""
+    every = tuple(evidence)
+    factors: dict[Term, CorrectionFactor] = {}
+    warnings: list[str] = []
+    for term in Term:
+        ratios: dict[str, list[float]] = {}
+        for one in every:
+            if one.term is term:
+                ratios.setdefault(one.plan_sha256, []).append(one.measured / one.predicted)
+        if not ratios:
+            warnings.append(f"{term}: no measured plan tells it apart, so that it stays as predicted")
+            continue
+        # At the end of a step every rank waits for the slowest: the one that waited least tells the time itself.
+        one_of = min if term is Term.STEP_END else median
+        plans = [one_of(of_ranks) for of_ranks in ratios.values()]
+        if (factor := median(plans)) <= 0:
+            warnings.append(f"{term}: noise outweighs it in the measured plans, so that it stays as predicted")
+            continue
+        if len(plans) < _FEWEST_PLANS:
+            warnings.append(f"{term}: thin: {len(plans)} plan(s)")
+        if min(plans) < 1 < max(plans):
+            warnings.append(
+                f"{term}: plans contradict one another: from {min(plans):.2f} to {max(plans):.2f} of what is predicted"
+            )
+        factors[term] = CorrectionFactor(
+            factor=factor,
+            lowest=min(plans),
+            highest=max(plans),
+            num_plans=len(plans),
+            num_ranks=sum(map(len, ratios.values())),
+        )
+    return factors, tuple(warnings)
+
+
+def factor_of(correction: Correction, term: Term) -> float:
+    """What a term is multiplied by: 1 where nothing was learned of it."""
+    known = correction.factors.get(term)
+    return 1.0 if known is None else known.factor
+
+
+def check_learned_from(correction: Correction, file: Path, hardware: Path, profiles: Sequence[Path]) -> None:
+    """Raise BadInput, naming the correction's file, where it was learned from other profiles than these."""
+    given = (sha256_of_file(hardware), tuple(map(sha256_of_file, profiles)))
+    if (correction.hardware_sha256, correction.profiles_sha256) != given:
+        names = ", ".join(path.name for path in (hardware, *profiles))
+        raise BadInput(file, f"was learned from other profiles than {names}", "learn a correction from these")
+
+
+def corrected(profiles: Profiles, correction: Correction) -> Profiles:
+    """The profiles with every time multiplied by its term's factor.
+
+    Reductions are corrected in their messages, too. Memory's factor is of a sum, which `memory_factor` keeps for it.
+    """
+    forward, backward, sync, end = (
+        factor_of(correction, term) for term in (Term.FORWARD, Term.BACKWARD, Term.GRADIENT_SYNC, Term.STEP_END)
+    )
+    by_quantity = defaultdict(lambda: 1.0, forward_s=forward, backward_s=backward)
+    layers = {
+        key: points._replace(values=points.values * (forward, backward, 1.0, 1.0))
+        for key, points in profiles.layers.items()
+    }
+    fits = {
+        key: tuple(curve._replace(coefficients=_times(curve.coefficients, by_quantity[key[-1]])) for curve in curves)
+        for key, curves in profiles.fits.items()
+    }
+    states = {
+        key: of._replace(optimizer_s=of.optimizer_s * end, reduction_s=of.reduction_s * sync)
+        for key, of in profiles.states.items()
+    }
+    return profiles._replace(
+        hardware=_with_reductions_times(profiles.hardware, sync),
+        layers=layers,
+        fits=fits,
+        states=states,
+        step_overhead_s=profiles.step_overhead_s * end,
+        memory_factor=profiles.memory_factor * factor_of(correction, Term.MEMORY),
+    )
+
+
+def _times(coefficients: tuple[float, float, float], factor: float) -> tuple[float, float, float]:
+    constant, linear, quadratic = coefficients
+    return constant * factor, linear * factor, quadratic * factor
+
+
+def _with_reductions_times(hardware: HardwareProfile, factor: float) -> HardwareProfile:
+    scaled = np.isin(hardware.points["collective"], [name.encode() for name in _REDUCTIONS])
+    times_s = hardware.repeats["time_s"] * np.where(scaled, factor, 1.0)[hardware.repeats["point"]]
+    return replace(hardware, repeats=hardware.repeats | {"time_s": times_s})
+
+
+def _terms(
+    measured: PlanMeasurement, rank: RankMeasurement, stage: StagePrediction, overhead_s: float
+) -> Iterator[tuple[Term, float, float]]:
+    """Each term that this rank tells apart: measured, and predicted of its pipeline stage."""
+    terms = stage.time_terms_s
+    # Half of what is gathered and moved comes in forward, half in backward; neither is corrected here.
+    beside_s = (terms["gathers"] + terms["redistribution"]) / 2
+    forward_s = sum(median(segment.forward_s) for segment in rank.segments)
+    yield Term.FORWARD, forward_s - beside_s, terms["forward"]
+    yield Term.MEMORY, rank.memory.peak_bytes + rank.memory.process_bytes, stage.memory_bytes
+    if measured.plan.num_microbatches == 1:
+        return
+    backward_s = sum(median(segment.backward_s) for segment in rank.segments)
+    beside_s += terms["gradient_sync_every_microbatch"]
+    yield Term.BACKWARD, backward_s - beside_s, terms["backward"]
+    if measured.plan.gradient_reduction is GradientReduction.DEFERRED:
+        yield Term.GRADIENT_SYNC, median(rank.gradient_reduction_s), terms["gradient_sync"]
+    yield Term.STEP_END, _step_end_s(rank, measured.median_repeat), terms["optimizer"] + overhead_s
+
+
+def _step_end_s(rank: RankMeasurement, repeat: int) -> float:
+    """The optimizer's step and all that is neither a pass nor waiting for messages or reductions, in one repeat.
+
+    A profile keeps the optimizer's fixed part in the step's overhead, so that the two are only known together.
+    """
+    backward_s: dict[int, float] = {}
+    for each in rank.passes:
+        if each.kind == "backward":
+            backward_s[each.microbatch] = backward_s.get(each.microbatch, 0.0) + each.time_s
+    *others, last = (backward_s[microbatch] for microbatch in sorted(backward_s))
+    waited_s = rank.gradient_reduction_s[repeat] - (last - fmean(others))
+    return rank.step_s[repeat] - sum(each.wait_s + each.time_s for each in rank.passes) - waited_s

@@ -1,0 +1,92 @@
+"""Time of what moves between layers: redistribution between layouts, sends between pipeline stages, ties, the norm."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import ceil, lcm
+from typing import NamedTuple
+
+from shardwright_formats.semantics.layout import Layout, closed_groups, sent_elements
+from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.model import BoundaryTensor
+from shardwright_search.cost_model.collectives import Duration, collective_time, send_kind_time
+from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.cost_model.topology import GroupKind, Lie, kinds_of
+
+__all__ = ["redistribution_time", "send_time"]
+
+
+class _Exchange(NamedTuple):
+    """The exchanges of one change of layout that cost alike: the groups' kind, and what a rank sends at most."""
+
+    kind: GroupKind
+    elements_per_sample: float
+    """Of the microbatch, one way."""
+
+
+def redistribution_time(
+    profiles: Profiles,
+    lie: Lie,
+    source: Layout,
+    target: Layout,
+    samples: int,
+    outputs: Sequence[BoundaryTensor],
+    element_bytes: int,
+) -> Duration:
+    """Time to bring a microbatch's tensors from one layout to another, one way, all closed groups at once.
+
+    A pass is one all_to_all per tensor on each closed group. A full all_to_all of n ranks sends (n-1)/n of its message
+    to others; so a rank that sends x bytes waits as for a message of x n/(n-1) bytes.
+    """
+    total, warning = 0.0, None
+    if source == target:
+        return Duration(0.0)
+    for tensor in outputs:
+        slowest = Duration(0.0)
+        for kind, per_sample in _exchanges(lie, source, target, tensor.sequence_length, tensor.features):
+            message_bytes = ceil(per_sample * samples * element_bytes * kind.size / (kind.size - 1))
+            taken = collective_time(profiles, Collective.ALL_TO_ALL, [kind], message_bytes)
+            slowest = max(slowest, taken, key=lambda d: d.time_s)
+        total += slowest.time_s
+        warning = warning or slowest.warning
+    return Duration(total, warning)
+
+
+def send_time(
+    profiles: Profiles,
+    consecutive: bool,
+    across_nodes: bool,
+    layout: Layout,
+    samples: int,
+    outputs: Sequence[BoundaryTensor],
+    element_bytes: int,
+) -> Duration:
+    """Time to hand a microbatch to the next pipeline stage, one way: a rank sends its rectangle to its counterpart."""
+    total, warning = 0.0, None
+    for tensor in outputs:
+        tokens = layout.rectangle(0, samples, tensor.sequence_length).tokens
+        taken = send_kind_time(profiles, consecutive, across_nodes, tokens * tensor.features * element_bytes)
+        total += taken.time_s
+        warning = warning or taken.warning
+    return Duration(total, warning)
+
+
+@lru_cache(maxsize=8192)
+def _exchanges(lie: Lie, source: Layout, target: Layout, sequence_length: int, features: int) -> tuple[_Exchange, ...]:
+    """What a change of layout moves, for one sample.
+
+    Shares are exact, so all scales with the samples. Where the groups of both layouts are neighbours, ranks only
+    exchange inside blocks of lcm(tp, tp') of them, all alike.
+    """
+    block = lcm(source.tp_size, target.tp_size) if source.consecutive and target.consecutive else source.stage_size
+    inner = source._replace(stage_size=block), target._replace(stage_size=block)
+    samples = lcm(inner[0].dp_size, inner[1].dp_size)
+    sent = sent_elements(*inner, samples, sequence_length, features)
+    most: dict[GroupKind, int] = {}
+    for group in closed_groups(*inner, samples, sequence_length):
+        largest = max(sent[rank] for rank in group)
+        if largest:
+            everywhere = [[start + rank for rank in group] for start in range(0, source.stage_size, block)]
+            for kind in kinds_of(lie, everywhere):
+                most[kind] = max(most.get(kind, 0), largest)
+    per_block = samples * source.stage_size // block
+    return tuple(_Exchange(kind, largest / per_block) for kind, largest in sorted(most.items()))

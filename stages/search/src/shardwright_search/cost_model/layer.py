@@ -1,0 +1,244 @@
+"""All costs of one element of a plan (embedding, layer or head) under one strategy, as exact integers.
+
+Times are whole picoseconds and memory whole bytes, so that sums do not depend on their order and equal plans are
+recognised as equal.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import ceil
+from typing import NamedTuple
+
+import msgspec
+
+from shardwright_formats.semantics.communication import region_messages
+from shardwright_formats.semantics.layout import Layout, parameter_layout
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import GradientReduction, Precision
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
+from shardwright_search.cost_model import memory
+from shardwright_search.cost_model.collectives import Duration, beside, collective_time
+from shardwright_search.cost_model.communication import redistribution_time, send_time
+from shardwright_search.cost_model.compute import LayerCost, layer_cost
+from shardwright_search.cost_model.parameters import Beside, ParameterCosts, parameter_costs
+from shardwright_search.cost_model.profiles import LayerKey, Profiles
+from shardwright_search.cost_model.topology import GroupKind, Lie, tp_group_kinds
+from shardwright_search.space.request import TimeModel
+
+__all__ = ["Cost", "CostModel", "ElementCost", "picoseconds"]
+
+
+class Cost(NamedTuple):
+    """A time in picoseconds, one way, and what is doubtful about it."""
+
+    time_ps: int
+    warning: str | None
+
+
+class ElementCost(NamedTuple):
+    """Costs of one element on one rank; times in picoseconds."""
+
+    forward_ps: int
+    """One microbatch, tensor and sequence parallel traffic included; so is backward."""
+    backward_ps: int
+    gather_forward_ps: int
+    """What a ZeRO-3 gather adds to the forward pass of each microbatch; the backward pass likewise."""
+    gather_backward_ps: int
+    sync_every_ps: int
+    """What reducing the gradients adds to every microbatch's backward pass; 0 when they are reduced once a step."""
+    message_ps: int
+    """The reduction's message alone, where it goes on beside the backward pass and that was not measured; else 0."""
+    beside_ps: int
+    """What it adds to the last backward pass by the measured slowdowns; inside `sync_ps`."""
+    sync_ps: int
+    """Once a step: what reducing the gradients adds, ZeRO-2's gather, and sums of whole parameters' gradients."""
+    optimizer_ps: int
+    parameters_bytes: int
+    gathered_parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    """Of one microbatch in flight."""
+    transient_bytes: int
+    warnings: tuple[str, ...]
+
+    @property
+    def microbatch_ps(self) -> int:
+        """Forward and backward of one microbatch with what gathers and reductions add to them."""
+        gathers = self.gather_forward_ps + self.gather_backward_ps
+        return self.forward_ps + self.backward_ps + gathers + self.sync_every_ps
+
+    @property
+    def state_bytes(self) -> int:
+        """What is held all step long; gradients come with the first backward pass."""
+        return self.parameters_bytes + self.gathered_parameters_bytes + self.optimizer_bytes
+
+    @property
+    def moment(self) -> memory.Moment:
+        """What comes and goes with a microbatch."""
+        return memory.Moment(self.activation_bytes, self.transient_bytes, self.gradients_bytes)
+
+
+def picoseconds(time_s: float) -> int:
+    """Seconds as whole picoseconds."""
+    return round(time_s * 1e12)
+
+
+class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
+    """What is the same for every element of a plan, with everything priced so far."""
+
+    model: Model
+    cluster: Cluster
+    profiles: Profiles
+    precision: Precision
+    gradient_reduction: GradientReduction = GradientReduction.DEFERRED
+    time_model: TimeModel = TimeModel.INTERPOLATE
+
+    def element(
+        self, type_name: str, strategy: Strategy, lie: Lie, microbatch_samples: int, num_microbatches: int
+    ) -> ElementCost:
+        """Every cost of an element of that type on the ranks of a pipeline stage.
+
+        Raises BadInput when a profile lacks a point.
+        """
+        one = num_microbatches == 1
+        key = type_name, strategy, lie, microbatch_samples, one
+        if key not in self._elements:
+            self._elements[key] = self._element(type_name, strategy, lie, microbatch_samples, one)
+        return self._elements[key]
+
+    def redistribution(self, type_name: str, source: Layout, target: Layout, lie: Lie, samples: int) -> Cost:
+        """Bringing the outputs of an element of that type from one layout to another, one way.
+
+        Forward goes from the element's layout to the next one's, backward the other way round.
+        """
+        outputs = self.model.types[type_name].outputs
+        taken = redistribution_time(self.profiles, lie, source, target, samples, outputs, self.compute_bytes)
+        return Cost(picoseconds(taken.time_s), taken.warning)
+
+    def reduction_kind(self, strategy: Strategy) -> tuple[Collective, int] | None:
+        """Which collective reduces gradients among how many ranks; None where one rank has all."""
+        ranks = parameter_layout(strategy).dp_size
+        if ranks == 1:
+            return None
+        ddp = strategy.data_parallel is DataParallel.DDP
+        return (Collective.ALL_REDUCE if ddp else Collective.REDUCE_SCATTER), ranks
+
+    def link(self, senders: Sequence[int], receivers: Sequence[int]) -> tuple[bool, bool]:
+        """How two pipeline stages lie to each other: neighbouring ranks or not, across nodes where any pair is."""
+        nodes = self.nodes
+        across = any(nodes[a] != nodes[b] for a, b in zip(senders, receivers, strict=True))
+        return receivers[0] == senders[0] + 1, across
+
+    def send(self, type_name: str, layout: Layout, link: tuple[bool, bool], samples: int) -> Cost:
+        """Handing the outputs of an element of that type to the next pipeline stage, one way."""
+        outputs = self.model.types[type_name].outputs
+        taken = send_time(self.profiles, *link, layout, samples, outputs, self.compute_bytes)
+        return Cost(picoseconds(taken.time_s), taken.warning)
+
+    def boundary_bytes(self, type_name: str, layout: Layout, samples: int) -> int:
+        """What one rank holds of the outputs of an element of that type for one microbatch."""
+        outputs = self.model.types[type_name].outputs
+        tokens = (layout.rectangle(0, samples, t.sequence_length).tokens * t.features for t in outputs)
+        return sum(tokens) * self.compute_bytes
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of one element of an activation."""
+        return memory.element_bytes(self.precision.compute)
+
+    @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank."""
+        return self.cluster.node_of_rank
+
+    @cached_property
+    def _elements(self) -> dict[tuple[str, Strategy, Lie, int, bool], ElementCost]:
+        return {}
+
+    @cached_property
+    def _layers(self) -> dict[tuple[LayerKey, int], LayerCost]:
+        return {}
+
+    @cached_property
+    def _parameters(self) -> dict[tuple[object, ...], ParameterCosts]:
+        return {}
+
+    def _element(self, type_name: str, strategy: Strategy, lie: Lie, samples: int, one: bool) -> ElementCost:
+        every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+        layer = self._layer(type_name, strategy, samples // strategy.dp_size)
+        further = self._further_traffic(type_name, strategy, lie, samples)
+        forward_s, backward_s = layer.forward_s + further[0].time_s, layer.backward_s + further[1].time_s
+        own = self._parameters_of(type_name, strategy, lie, one)
+        gather, reduction = own.gather, own.reduction
+        zero3 = strategy.data_parallel is DataParallel.ZERO3
+        gathers = [0 if gather is None else picoseconds(_added_s(gather, t)) for t in (forward_s, backward_s)]
+        added = 0 if reduction is None else picoseconds(_added_s(reduction, backward_s))
+        message = 0
+        if reduction is not None and reduction.measured_s is None:
+            message = picoseconds(reduction.alone.time_s)
+        doubts = [layer.warning, *(d.warning for d in further)]
+        doubts += [of.alone.warning for of in (gather, reduction) if of is not None]
+        return ElementCost(
+            forward_ps=picoseconds(forward_s),
+            backward_ps=picoseconds(backward_s),
+            gather_forward_ps=gathers[0] if zero3 else 0,
+            gather_backward_ps=gathers[1] if zero3 else 0,
+            sync_every_ps=added if every else 0,
+            message_ps=0 if every else message,
+            beside_ps=added if message and not every else 0,
+            sync_ps=picoseconds(own.partial_sum_s) + (0 if zero3 else gathers[0]) + (0 if every else added),
+            optimizer_ps=picoseconds(own.optimizer_s),
+            parameters_bytes=own.parameters_bytes,
+            gathered_parameters_bytes=own.gathered_parameters_bytes,
+            gradients_bytes=own.gradients_bytes,
+            optimizer_bytes=own.optimizer_bytes,
+            activation_bytes=ceil(layer.activation_bytes),
+            transient_bytes=max(ceil(layer.transient_bytes), own.unreduced_bytes) + own.messages_bytes,
+            warnings=tuple(dict.fromkeys(doubt for doubt in doubts if doubt is not None)),
+        )
+
+    def _parameters_of(self, type_name: str, strategy: Strategy, lie: Lie, one: bool) -> ParameterCosts:
+        spread = tuple(getattr(strategy, name) for name in Strategy.__struct_fields__)
+        if (key := (type_name, spread, lie, one)) not in self._parameters:
+            every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+            self._parameters[key] = parameter_costs(
+                self.profiles, self.model, self.precision, every, type_name, strategy, lie, one
+            )
+        return self._parameters[key]
+
+    def _layer(self, type_name: str, strategy: Strategy, micro_batch_size: int) -> LayerCost:
+        recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
+        length = self.model.sequence_length
+        key = LayerKey(type_name, strategy.tp_size, strategy.sequence_parallel, recompute, length)
+        if (key, micro_batch_size) not in self._layers:
+            cost = layer_cost(self.profiles, key, micro_batch_size, self.time_model)
+            self._layers[key, micro_batch_size] = cost
+        return self._layers[key, micro_batch_size]
+
+    def _further_traffic(self, type_name: str, strategy: Strategy, lie: Lie, samples: int) -> tuple[Duration, Duration]:
+        """What tensor and sequence parallelism take longer forward and backward than where they were profiled.
+
+        They were profiled, and are inside the layer's times, among neighbours inside a node.
+        """
+        groups = tp_group_kinds(lie, strategy.tp_size, strategy.tp_consecutive)
+        profiled = (GroupKind(strategy.tp_size, True, False),)
+        if strategy.tp_size == 1 or groups == profiled:
+            return Duration(0.0), Duration(0.0)
+        if not self.model.types[type_name].regions:
+            doubt = f"absent: what {type_name} sends among ranks that lie apart: counted as among neighbours"
+            return Duration(0.0, doubt), Duration(0.0)
+        size, longer, warning = self.compute_bytes, 0.0, None
+        for message in region_messages(self.model, type_name, strategy, samples, size, 1):
+            here = collective_time(self.profiles, message.collective, groups, message.bytes)
+            there = collective_time(self.profiles, message.collective, profiled, message.bytes)
+            longer += max(0.0, here.time_s - there.time_s) * message.times
+            warning = warning or here.warning
+        return Duration(longer / 2, warning), Duration(longer / 2, warning)
+
+
+def _added_s(message: Beside, compute_s: float) -> float:
+    """What a message adds to a pass."""
+    return beside(compute_s, message.alone, message.slowdowns) if message.measured_s is None else message.measured_s

@@ -1,0 +1,145 @@
+"""Predicted time and memory of any plan, from the same cost functions that the search uses."""
+
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Estimate, StagePrediction, TimelineEvent
+from shardwright_search.cost_model.closed_form import interleaved_step_time, step_time
+from shardwright_search.cost_model.layer import CostModel, picoseconds
+from shardwright_search.cost_model.profiles import Profiles, check_profiles
+from shardwright_search.cost_model.provenance import marks
+from shardwright_search.cost_model.stage_costs import StageCosts, range_costs, stage_costs
+from shardwright_search.cost_model.tied_weights import shared_cost_ps, tie_cost_ps
+from shardwright_search.simulation.simulator import Simulation, lower_bound_ps, simulate, step_time_ps
+from shardwright_search.space.request import TimeModel
+
+__all__ = ["Evaluation", "cost_model_of", "evaluate", "offset_ps"]
+
+_PER_SECOND = 1e12
+
+
+class Evaluation(NamedTuple):
+    """An estimate, its closed form as the exact integer that plans are compared by, and what is doubtful about it."""
+
+    estimate: Estimate
+    objective_ps: int
+    warnings: tuple[str, ...]
+
+
+def cost_model_of(plan: Plan, profiles: Profiles, time_model: TimeModel = TimeModel.INTERPOLATE) -> CostModel:
+    """What prices a plan."""
+    return CostModel(plan.model, plan.cluster, profiles, plan.precision, plan.gradient_reduction, time_model)
+
+
+def offset_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
+    """What every step takes whatever its strategies: the step's overhead, and parameters that layers share."""
+    return picoseconds(costs.profiles.step_overhead_s) + shared_cost_ps(costs, stages)
+
+
+def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, timeline: bool = True) -> Evaluation:
+    """Price a plan; `costs` is its cost model, if it is known already. Without `timeline` no events are told.
+
+    Raises BadInput when a profile is of another model, device or precision, lacks a point, or the plan holds
+    something that is not priced yet.
+    """
+    if len({len(stage.ranks) for stage in plan.stages}) > 1:
+        what = "pipeline stages of unequal width are not priced yet"
+        raise BadInput(f"plan {plan.name}", what, "give each as many ranks")
+    check_profiles(profiles, plan.model, plan.cluster, plan.precision, plan.attention)
+    costs = cost_model_of(plan, profiles) if costs is None else costs
+    ranges = range_costs(plan, costs)
+    stages = [stage_costs(plan, index, ranges) for index in range(len(plan.stages))]
+    ranks = [stage.ranks for stage in plan.stages]
+    always_ps = offset_ps(costs, ranks) + tie_cost_ps(costs, plan.embedding, plan.head, ranks[0], ranks[-1])
+    times, num_chunks = [own.times for own in ranges], len(plan.stages[0].layers)
+    shape = plan.schedule, plan.num_microbatches, num_chunks
+    simulation = simulate(times, *shape) if timeline else Simulation((), step_time_ps(times, *shape))
+    objective_ps = always_ps + _closed_form_ps(stages, plan.num_microbatches, num_chunks)
+    step_s = (simulation.step_ps + always_ps) / _PER_SECOND
+    bound_ps = lower_bound_ps(times, plan.num_microbatches, num_chunks) + always_ps
+    estimate = Estimate(
+        simulated_step_time_s=step_s,
+        simulated_lower_bound_s=bound_ps / _PER_SECOND,
+        objective_s=objective_ps / _PER_SECOND,
+        samples_per_s=plan.global_batch_size / step_s,
+        usd_per_step=_usd_per_step(plan, step_s),
+        stages=tuple(_stage_prediction(stage, profiles) for stage in stages),
+        timeline=_timeline(simulation),
+    )
+    doubts = {doubt for own in ranges for doubt in own.warnings}
+    return Evaluation(estimate, objective_ps, (*marks(plan, profiles), *sorted(doubts)))
+
+
+def _closed_form_ps(stages: Sequence[StageCosts], num_microbatches: int, num_chunks: int) -> int:
+    """The closed form of a step without what every step takes."""
+    microbatch_ps = [stage.microbatch_ps for stage in stages]
+    total, slowest = sum(microbatch_ps), max(microbatch_ps)
+    end = max(stage.sum_of("sync_ps") + stage.sum_of("optimizer_ps") for stage in stages)
+    if num_chunks == 1:
+        return step_time(total, slowest, end, num_microbatches)
+    return interleaved_step_time(total, slowest, end, num_microbatches, num_chunks)
+
+
+def _stage_prediction(stage: StageCosts, profiles: Profiles) -> StagePrediction:
+    times_ps = {
+        "forward": stage.sum_of("forward_ps"),
+        "backward": stage.sum_of("backward_ps"),
+        "gathers": stage.sum_of("gather_forward_ps") + stage.sum_of("gather_backward_ps"),
+        "gradient_sync_every_microbatch": stage.sum_of("sync_every_ps"),
+        "redistribution": sum(r.redistribution_forward_ps + r.redistribution_backward_ps for r in stage.ranges),
+        "sends": sum(r.send_before_ps + r.send_after_ps for r in stage.ranges),
+        "gradient_sync": stage.sum_of("sync_ps"),
+        "optimizer": stage.sum_of("optimizer_ps"),
+    }
+    states = {
+        "parameters": stage.sum_of("parameters_bytes"),
+        "gathered_parameters": stage.sum_of("gathered_parameters_bytes"),
+        "optimizer": stage.sum_of("optimizer_bytes"),
+    }
+    # At the peak some gradients may not be there yet, and some activations no longer.
+    activations = min(stage.activation_bytes, stage.working_bytes)
+    gradients = min(stage.sum_of("gradients_bytes"), stage.working_bytes - activations)
+    transient = stage.working_bytes - activations - gradients
+    memory_terms = states | {
+        "gradients": gradients,
+        "activations": activations,
+        "transient": transient,
+        "process": profiles.process_bytes,
+    }
+    memory_terms = {name: ceil(held * profiles.memory_factor) for name, held in memory_terms.items()}
+    return StagePrediction(
+        time_s=stage.microbatch_ps / _PER_SECOND,
+        time_terms_s={name: time_ps / _PER_SECOND for name, time_ps in times_ps.items()},
+        memory_bytes=sum(memory_terms.values()),
+        memory_terms_bytes=memory_terms,
+    )
+
+
+def _timeline(simulation: Simulation) -> tuple[TimelineEvent, ...]:
+    return tuple(
+        TimelineEvent(
+            stage=event.stage,
+            kind=event.kind,
+            microbatch=event.microbatch,
+            chunk=event.chunk,
+            start_s=event.start_ps / _PER_SECOND,
+            end_s=event.end_ps / _PER_SECOND,
+        )
+        for event in simulation.events
+    )
+
+
+def _usd_per_step(plan: Plan, step_s: float) -> float | None:
+    """Price of all nodes for one step; None where one has no price."""
+    prices: Sequence[float | None] = [
+        plan.cluster.node_types[group.node_type].usd_per_hour for group in plan.cluster.nodes
+    ]
+    usd_per_hour = 0.0
+    for price, group in zip(prices, plan.cluster.nodes, strict=True):
+        if price is None:
+            return None
+        usd_per_hour += price * group.count
+    return usd_per_hour * step_s / 3600

@@ -1,0 +1,56 @@
+"""What a prediction must say of numbers that nobody measured: one line for each kind of them and each profile."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwright_formats.semantics.layout import parameter_layout
+from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
+from shardwright_search.cost_model.profiles import LayerKey, Profiles, Sources
+
+__all__ = ["marks"]
+
+_TOLD = ("analytic", "assumed")
+
+
+def marks(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
+    """Lines headed `analytic`, `assumed` or `absent` about the numbers that a plan's prediction leans on.
+
+    The first two repeat what the profile's own notes say of such numbers, such as the error that was seen.
+    """
+    layers = _used(plan, profiles)
+    messages = frozenset(("messages", source.decode()) for source in profiles.hardware.points["source"])
+    lines = [
+        *_lines(layers, profiles.model_file, profiles.notes),
+        *_lines(messages, profiles.hardware_file, profiles.hardware.provenance.notes),
+    ]
+    absent = sorted({name for name, source in layers | messages if source == "absent"})
+    return (*lines, *(f"absent: {name}: counted as 0" for name in absent))
+
+
+def _used(plan: Plan, profiles: Profiles) -> Sources:
+    """The numbers of the model profile that price the plan, with where they come from."""
+    elements: list[tuple[str, Strategy]] = [(EMBEDDING, plan.embedding), (HEAD, plan.head)]
+    elements += [(layer.type, layer) for layer in plan.layers]
+    found = set(profiles.sources)
+    for name, strategy in dict.fromkeys(elements):
+        recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
+        key = LayerKey(name, strategy.tp_size, strategy.sequence_parallel, recompute, plan.model.sequence_length)
+        # A length that was never profiled leans on the lengths that were.
+        exact = profiles.layers.get(key)
+        points = [of for other, of in profiles.layers.items() if other[:4] == key[:4]] if exact is None else [exact]
+        found = found.union(*(of.sources for of in points))
+        states = profiles.states[name, parameter_layout(strategy).tp_size].sources
+        # A reduction that was not measured is counted by its messages.
+        found |= {(number, source) for number, source in states if number != "reduction_s"}
+    return frozenset(found)
+
+
+def _lines(sources: Sources, file: Path, notes: str) -> Iterator[str]:
+    for kind in _TOLD:
+        names = sorted(name for name, source in sources if source == kind)
+        if names:
+            said = next((line for line in notes.splitlines() if line.startswith(kind)), kind)
+            what = said.removeprefix(kind).strip(" ,:.")
+            yield f"{kind}: {', '.join(names)} of {file.name}" + (f": {what}" if what else "")

@@ -1,0 +1,84 @@
+"""What else than more memory makes a request feasible: a smaller batch, or more nodes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import Model
+from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.search import find_best, pricing_of, targets_of
+from shardwright_search.space.budget import Infeasible, least_need
+from shardwright_search.space.configurations import divisors
+from shardwright_search.space.request import SearchRequest, batch_sizes
+
+__all__ = ["Remedies", "further_remedies", "remedies"]
+
+
+class Remedies(NamedTuple):
+    """Changes of an infeasible request, each of which alone makes it feasible; None where none was found."""
+
+    global_batch_size: int | None
+    """The largest divisor of the batch size, or of the smallest in a range, that fits."""
+    nodes: int | None
+    """The least number of nodes that the profiles cover; only of a cluster of equal nodes."""
+
+
+def remedies(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> Remedies:
+    """Try smaller batches, the largest first, and more nodes, the fewest first."""
+
+    def fits(asked: SearchRequest, machines: Cluster) -> bool:
+        return _fits(asked, model, machines, profiles, file)
+
+    return Remedies(_batch(request, cluster, fits), _nodes(request, cluster, profiles, fits))
+
+
+def further_remedies(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> str:
+    """The remedies of an infeasible request as the end of its one line; empty where there are none."""
+    found = remedies(request, model, cluster, profiles, file)
+    words = []
+    if found.global_batch_size is not None:
+        words.append(f", or lower global_batch_size to {found.global_batch_size}, the largest divisor that fits")
+    if found.nodes is not None:
+        words.append(f", or take {found.nodes} nodes of {cluster.nodes[0].node_type}")
+    return "".join(words)
+
+
+def _batch(request: SearchRequest, cluster: Cluster, fits: Callable[[SearchRequest, Cluster], bool]) -> int | None:
+    smallest = min(batch_sizes(request))
+    every = reversed(divisors(smallest)[:-1])
+    return next((size for size in every if fits(replace(request, global_batch_size=size), cluster)), None)
+
+
+def _nodes(
+    request: SearchRequest, cluster: Cluster, profiles: Profiles, fits: Callable[[SearchRequest, Cluster], bool]
+) -> int | None:
+    """Up to as many devices as the largest group that was measured."""
+    group, *others = cluster.nodes
+    if others:
+        return None
+    largest = max((key.group_size for key in profiles.hardware.curves), default=0)
+    most = largest // cluster.node_types[group.node_type].devices_per_node
+    for count in range(group.count + 1, most + 1):
+        if fits(request, replace(cluster, nodes=(replace(group, count=count),))):
+            return count
+    return None
+
+
+def _fits(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> bool:
+    """Whether some plan fits; what cannot be asked, or priced with these profiles, is no remedy."""
+    try:
+        pricing = pricing_of(request, model, cluster, profiles, file)
+        every = [target.case for target in targets_of(pricing, file)]
+        if least_need(pricing, every).missing_bytes > 0:
+            return False
+        single = [case for case in every if case.num_chunks == 1]
+        if single and least_need(pricing, single).missing_bytes <= 0:
+            return True
+        # Several chunks may hold more than one: their need is only known by searching.
+        return not isinstance(find_best(request, model, cluster, profiles, file, report=lambda _: None), Infeasible)
+    except BadInput:
+        return False

@@ -1,0 +1,126 @@
+"""A plan that spreads every layer alike: Galvatron's GLOBAL mode, made without profiles."""
+
+from typing import NamedTuple
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import Attention, GradientReduction, PipelineStage, Plan, Precision, Schedule
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_search.space.canonical import effective
+
+__all__ = ["UniformRequest", "even_cuts", "uniform_plan"]
+
+
+class UniformRequest(NamedTuple):
+    """The one strategy of all layers, that of embedding and head, and how a step is scheduled."""
+
+    name: str
+    global_batch_size: int
+    num_microbatches: int
+    tp_size: int
+    pp_size: int
+    data_parallel: DataParallel
+    sequence_parallel: SequenceParallel
+    recompute: Recompute
+    schedule: Schedule
+    precision: Precision
+    attention: Attention
+    tp_consecutive: bool = True
+    layer_ranges: int = 1
+    """Layer ranges of a pipeline stage; several when the schedule is interleaved."""
+    gradient_reduction: GradientReduction = GradientReduction.DEFERRED
+    vocabulary_tp_size: int | None = None
+    """Of embedding and head, as are the next two; None: as the layers."""
+    vocabulary_data_parallel: DataParallel | None = None
+    vocabulary_sequence_parallel: SequenceParallel | None = None
+
+
+def uniform_plan(request: UniformRequest, model: Model, cluster: Cluster) -> Plan:
+    """The plan with evenly cut layers.
+
+    Raises BadInput when the numbers do not divide one another.
+    """
+    width = _stage_width(request, model, cluster)
+    layer = _strategy(request, width)
+    vocabulary = _vocabulary(request, width)
+    fields = {name: getattr(layer, name) for name in Strategy.__struct_fields__}
+    try:
+        return Plan(
+            name=request.name,
+            model=model,
+            cluster=cluster,
+            global_batch_size=request.global_batch_size,
+            num_microbatches=request.num_microbatches,
+            schedule=request.schedule,
+            gradient_reduction=request.gradient_reduction,
+            precision=request.precision,
+            attention=request.attention,
+            stages=_stages(request, len(model.layers), width),
+            embedding=vocabulary,
+            head=vocabulary,
+            layers=tuple(LayerStrategy(**fields, type=name, recompute=request.recompute) for name in model.layers),
+        )
+    except ValueError as error:
+        raise BadInput(f"uniform plan {request.name}", str(error), "choose sizes that divide one another") from None
+
+
+def even_cuts(layers: int, pp_size: int) -> tuple[int, ...]:
+    """Where to cut layers evenly: pp_size + 1 layer numbers, from 0.
+
+    What is left over goes to stages in the middle, later ones first, then to the last: the first also holds the
+    embedding, and the most microbatches.
+    """
+    share, left = divmod(layers, pp_size)
+    order = [*range(pp_size - 2, 0, -1), pp_size - 1]
+    sizes = [share + (i in order[:left]) for i in range(pp_size)]
+    return tuple(sum(sizes[:i]) for i in range(pp_size + 1))
+
+
+def _stage_width(request: UniformRequest, model: Model, cluster: Cluster) -> int:
+    """Ranks of a pipeline stage."""
+    devices = cluster.num_devices
+    for name, tp_size in (("tp", request.tp_size), ("vocab-tp", request.vocabulary_tp_size or 1)):
+        if devices % (request.pp_size * tp_size):
+            what = f"{name} {tp_size} x pp {request.pp_size} does not divide {devices} devices"
+            raise BadInput(f"cluster {cluster.name}", what, "choose divisors")
+    ranges = request.pp_size * request.layer_ranges
+    if ranges > len(model.layers):
+        kind = "pipeline stages" if request.layer_ranges == 1 else "layer ranges"
+        what = f"{ranges} {kind} for {len(model.layers)} layers"
+        raise BadInput(f"model {model.name}", what, "lower pp")
+    return devices // request.pp_size
+
+
+def _strategy(request: UniformRequest, width: int) -> Strategy:
+    return effective(
+        Strategy(
+            tp_size=request.tp_size,
+            tp_consecutive=request.tp_consecutive,
+            dp_size=width // request.tp_size,
+            data_parallel=request.data_parallel,
+            sequence_parallel=request.sequence_parallel,
+        )
+    )
+
+
+def _vocabulary(request: UniformRequest, width: int) -> Strategy:
+    """As the layers where nothing else is asked for."""
+    own = request._replace(
+        tp_size=request.vocabulary_tp_size or request.tp_size,
+        data_parallel=request.vocabulary_data_parallel or request.data_parallel,
+        sequence_parallel=request.vocabulary_sequence_parallel or request.sequence_parallel,
+    )
+    return _strategy(own, width)
+
+
+def _stages(request: UniformRequest, layers: int, width: int) -> tuple[PipelineStage, ...]:
+    cuts = even_cuts(layers, request.pp_size * request.layer_ranges)
+    chunks = range(0, len(cuts) - 1, request.pp_size)
+    return tuple(
+        PipelineStage(
+            ranks=tuple(range(i * width, (i + 1) * width)),
+            layers=tuple((cuts[first + i], cuts[first + i + 1]) for first in chunks),
+        )
+        for i in range(request.pp_size)
+    )

@@ -1,0 +1,270 @@
+"""The best plan of the asked space: every case bounded, the promising ones solved, compared, and told about."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.semantics.schedule import actions
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_formats.types.prediction import ScenarioRegret
+from shardwright_formats.types.strategy import LayerStrategy
+from shardwright_search.cost_model.layer import CostModel
+from shardwright_search.cost_model.plan import Evaluation, evaluate, offset_ps
+from shardwright_search.cost_model.profiles import Profiles, check_profiles
+from shardwright_search.cost_model.stage_costs import range_costs
+from shardwright_search.robust import regrets_of
+from shardwright_search.simulation.simulator import step_time_ps
+from shardwright_search.solver.branch_and_bound import Best, Optimum, Target, optimise
+from shardwright_search.solver.feasible import plain_plan
+from shardwright_search.space.budget import Infeasible, budgets_of, infeasible
+from shardwright_search.space.configurations import Case, cases, narrowed
+from shardwright_search.space.instance import Pricing
+from shardwright_search.space.request import Objective, SearchRequest
+
+__all__ = ["NEAR", "Candidate", "Found", "Infeasible", "find_best", "pricing_of", "targets_of"]
+
+NEAR = 0.01
+"""Among plans whose closed form is within this share of the optimum, the least simulated time decides."""
+_MOST_NEAR = 64
+_MOST_NEAR_ELSEWHERE = 16
+"""Plans of each other scenario of a robust search."""
+_MOST_ACTIONS = 100_000
+"""Passes that are simulated to tell near plans apart."""
+_ROUNDING_BYTES = 16
+"""What rounding up each term of a corrected memory can add."""
+_MOST_PLAIN = 20
+_MOST_RUNNERS_UP = 5
+_MOST_DEGREES = 3
+"""Other pipeline degrees, the most promising ones, whose best plan is looked for."""
+_MOST_LABELS = 3_000
+"""Work on the best plan of another case, after which it is left out."""
+
+Report = Callable[[str], None]
+
+
+class Candidate(NamedTuple):
+    """A plan and what it is predicted to take."""
+
+    plan: Plan
+    evaluation: Evaluation
+
+
+class Found(NamedTuple):
+    """The chosen plan, what is proven, and plans that differ from it."""
+
+    chosen: Candidate
+    optimum_s: float
+    """The least closed form found, as a step of the chosen batch size."""
+    bound_s: float
+    """What no plan of the space is below, likewise."""
+    runners_up: tuple[Candidate, ...]
+    examined: int
+    solved: int
+    near: int
+    """Plans within `NEAR` of the optimum that were found; of a robust search, of the least largest regret."""
+    simulated: int
+    """How many of them were simulated."""
+    stopped: bool
+    """Whether the search ended before it was done."""
+    best: Best[Case]
+    """The plan of the least closed form."""
+    regrets: tuple[ScenarioRegret, ...]
+    """Of the chosen plan and that plan's like for the profile as it is, where the search was a robust one."""
+
+
+def pricing_of(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> Pricing:
+    """A request with the cost model that prices it.
+
+    Raises BadInput for profiles that do not fit the request, or a budget that no device has.
+    """
+    check_profiles(profiles, model, cluster, request.precision, request.attention)
+    costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
+    factor = profiles.memory_factor
+    rounding = 0 if factor == 1 else _ROUNDING_BYTES
+    budgets = {
+        name: int(size / factor) - profiles.process_bytes - rounding
+        for name, size in budgets_of(request, cluster, file).items()
+    }
+    return Pricing(narrowed(request, cluster.num_devices), costs, budgets)
+
+
+def find_best(
+    request: SearchRequest,
+    model: Model,
+    cluster: Cluster,
+    profiles: Profiles,
+    file: Path,
+    report: Report,
+    time_limit_s: float | None = None,
+) -> Found | Infeasible:
+    """The best plan of a request; `report` hears of the progress, `file` names the request in errors.
+
+    Raises BadInput for a request that names no plan, and for profiles that do not fit it.
+    """
+    deadline = None if time_limit_s is None else monotonic() + time_limit_s
+    pricing = pricing_of(request, model, cluster, profiles, file)
+    targets = targets_of(pricing, file)
+    optimum = _optimum(pricing, targets, deadline, report)
+    if optimum.best is None and optimum.stopped:
+        promising = [target for _, target in optimum.bounds]
+        if (plain := _plain(pricing, promising or targets)) is None:
+            raise BadInput(file, "no plan was found before the search was stopped", "give it more time")
+        optimum = optimum._replace(best=plain, near=(plain,), bound=min(optimum.bound, plain.score))
+    if optimum.best is None:
+        return infeasible(pricing, [target.case for target in targets], file)
+    report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
+    close = optimum.near
+    near, chosen = _least_simulated(pricing, close)
+    regrets: tuple[ScenarioRegret, ...] = ()
+    if request.robust is not None:
+
+        def search(scenario: str, other: Pricing) -> tuple[Best[Case], ...]:
+            report(f"scenario: {scenario}")
+            return _optimum(other, targets_of(other, file), deadline, report).near[:_MOST_NEAR_ELSEWHERE]
+
+        every = regrets_of(pricing, optimum.near[:_MOST_NEAR], request.robust, search)
+        nominal, close = chosen, every.least(NEAR)
+        near, chosen = _least_simulated(pricing, close)
+        regrets = every.told(chosen, nominal)
+    plan = pricing.plan(chosen.target.case, chosen.found.solution)
+    candidate = Candidate(plan, evaluate(plan, profiles, pricing.costs))
+    others = () if optimum.stopped else tuple(_others(pricing, optimum, chosen, deadline))
+    runners_up = _runners_up(pricing, plan, (*others, *near))
+    scale = chosen.target.scale * 1e12
+    return Found(
+        candidate,
+        optimum.best.score / scale,
+        optimum.bound / scale,
+        runners_up,
+        optimum.looked_at,
+        optimum.solved,
+        len(close),
+        len(near),
+        optimum.stopped,
+        optimum.best,
+        regrets,
+    )
+
+
+def targets_of(pricing: Pricing, file: Path) -> tuple[Target[Case], ...]:
+    """Every case of a request, and how it is scored: seconds of a step, or of a sample.
+
+    Raises BadInput where no case has a plan, whatever the memory.
+    """
+    request, costs = pricing.request, pricing.costs
+    every = _expanded(pricing, cases(request, costs.model, costs.cluster, file))
+    offsets: dict[int, int] = {}
+    found = []
+    for case in every:
+        if case.pp_size not in offsets:
+            offsets[case.pp_size] = offset_ps(costs, pricing.stage_ranks(case.pp_size))
+        scale = 1.0 if request.objective is Objective.STEP_TIME else 1.0 / case.global_batch_size
+        found.append(Target(case, float(offsets[case.pp_size]), scale))
+    if not found:
+        raise BadInput(file, "no strategy divides the batch, the model and the devices evenly", "allow other sizes")
+    return tuple(found)
+
+
+def _expanded(pricing: Pricing, every: Iterable[Case]) -> Iterator[Case]:
+    """The cases in which something has a plan, split where all layers share a strategy or a buffer is counted."""
+    for case in every:
+        if not pricing.has_plans(case):
+            continue
+        shared: Sequence[LayerStrategy | None] = [None]
+        if not pricing.request.fine_grained:
+            shared = pricing.layer_strategies(case)
+        for layers in shared:
+            split = case._replace(layers=layers)
+            if not pricing.request.megatron_gather_buffer:
+                yield split
+                continue
+            for tokens in pricing.buffer_tokens(split):
+                if pricing.has_plans(here := split._replace(buffer_tokens=tokens)):
+                    yield here
+
+
+def _optimum(
+    pricing: Pricing, targets: Sequence[Target[Case]], deadline: float | None, report: Report
+) -> Optimum[Case]:
+    def progress(best: float, bound: float, left: int) -> None:
+        known = "no plan yet" if not np.isfinite(best) else f"best {best * 1e-9:.6g} ms, gap {best / bound - 1:.2%}"
+        unit = "step" if pricing.request.objective is Objective.STEP_TIME else "sample"
+        report(f"{left} cases left: {known}, bound {bound * 1e-9:.6g} ms a {unit}")
+
+    report(f"bounding {len(targets)} cases")
+    return optimise(targets, pricing.solvable, NEAR, _MOST_NEAR, deadline, progress)
+
+
+def _plain(pricing: Pricing, targets: Iterable[Target[Case]]) -> Best[Case] | None:
+    """The best of some plain plans of cases with one chunk: what a search that is stopped at once answers."""
+    single = (target for target in targets if target.case.num_chunks == 1)
+    found = ((target, plain_plan(pricing.problem(target.case))) for target in single)
+    plans = (Best(target, plan, target.score(plan.objective_ps)) for target, plan in found if plan is not None)
+    return min(islice(plans, _MOST_PLAIN), key=lambda best: best.score, default=None)
+
+
+def _least_simulated(pricing: Pricing, near: Sequence[Best[Case]]) -> tuple[list[Best[Case]], Best[Case]]:
+    """The near plans that were simulated, the least score by simulation first, and that one."""
+    scores: list[tuple[float, int, Best[Case]]] = []
+    actions_left = _MOST_ACTIONS
+    for number, best in enumerate(near[:_MOST_NEAR]):
+        case = best.target.case
+        actions_left -= 2 * case.num_microbatches * case.pp_size * case.num_chunks
+        if scores and actions_left < 0:
+            break
+        plan = pricing.plan(case, best.found.solution)
+        times = [own.times for own in range_costs(plan, pricing.costs)]
+        step_ps = step_time_ps(times, plan.schedule, plan.num_microbatches, case.num_chunks)
+        scores.append((best.target.score(step_ps), number, best))
+    scores.sort(key=lambda one: one[:2])
+    return [best for _, _, best in scores], scores[0][2]
+
+
+def _others(
+    pricing: Pricing, optimum: Optimum[Case], chosen: Best[Case], deadline: float | None
+) -> Iterator[Best[Case]]:
+    """The best plans of the most promising case of other pipeline degrees, and of other microbatch counts."""
+    case = chosen.target.case
+    sizes = _firsts(optimum, lambda other: other.pp_size, case.pp_size)
+    counts = _firsts(optimum, lambda other: other.num_microbatches, case.num_microbatches)
+    for target in dict.fromkeys((*sizes[:_MOST_DEGREES], *counts[:2])):
+        found = optimise([target], pricing.solvable, deadline=deadline, most_labels=_MOST_LABELS)
+        if found.best is not None and not found.stopped:
+            yield found.best
+
+
+def _firsts(optimum: Optimum[Case], shape: Callable[[Case], int], own: int) -> list[Target[Case]]:
+    """The case with the least bound of each shape but one's own, the least first."""
+    found: dict[int, Target[Case]] = {}
+    for _, target in optimum.bounds:
+        if shape(target.case) != own:
+            found.setdefault(shape(target.case), target)
+    return list(found.values())
+
+
+def _runners_up(pricing: Pricing, chosen: Plan, others: Sequence[Best[Case]]) -> tuple[Candidate, ...]:
+    """A few plans that do something else than the chosen one and one another, by ascending closed form."""
+    known = {_decision(chosen)}
+    taken: list[Candidate] = []
+    for other in others:
+        plan = pricing.plan(other.target.case, other.found.solution)
+        if len(taken) < _MOST_RUNNERS_UP and (what := _decision(plan)) not in known:
+            known.add(what)
+            taken.append(Candidate(plan, evaluate(plan, pricing.costs.profiles, pricing.costs, timeline=False)))
+    return tuple(sorted(taken, key=lambda c: c.evaluation.objective_ps / c.plan.global_batch_size))
+
+
+def _decision(plan: Plan) -> tuple[object, ...]:
+    """What a plan does, whatever it is called: schedules that give the same action lists are one."""
+    count, chunks = len(plan.stages), len(plan.stages[0].layers)
+    schedule: object = plan.schedule
+    if plan.schedule is not Schedule.INTERLEAVED_1F1B and min(count, plan.num_microbatches) == 1:
+        schedule = actions(plan.schedule, count, plan.num_microbatches, 0, chunks)
+    return plan.stages, plan.embedding, plan.head, plan.layers, plan.global_batch_size, plan.num_microbatches, schedule

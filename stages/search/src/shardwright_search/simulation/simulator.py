@@ -1,0 +1,233 @@
+"""Event-driven simulation of one step: the very action lists that the runtime executes."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardwright_formats.semantics.schedule import Pass, actions
+from shardwright_formats.types.plan import Schedule
+from shardwright_search.cost_model.reduction import BackwardPass, Overlap, Reduction, backward_pass
+
+__all__ = ["Event", "Simulation", "StageTimes", "lower_bound_ps", "simulate", "step_time_ps"]
+
+
+class StageTimes(NamedTuple):
+    """What one layer range of a pipeline stage does, in picoseconds: the whole stage unless it is interleaved."""
+
+    forward_ps: int
+    """Of one microbatch; so is backward."""
+    backward_ps: int
+    send_ps: int
+    """Of one microbatch between this range and the next, one way; 0 for the last."""
+    gradient_sync_ps: int
+    """What is reduced when the last microbatch's backward pass and its `reductions` are over."""
+    optimizer_ps: int
+    reductions: tuple[Reduction, ...] = ()
+    """The elements of the last microbatch's backward pass, in forward order; () where no element reduces in it."""
+    early_reductions: tuple[Reduction, ...] = ()
+    """The same for every other microbatch's backward pass; () where reduction is deferred."""
+    overlap: Overlap | None = None
+    """None where nothing is reduced before the backward pass is over."""
+
+    def backward_pass(self, last: bool) -> BackwardPass:
+        """The backward pass of the last microbatch, or of another one.
+
+        Raises ValueError where the elements' backward passes are not together `backward_ps`.
+        """
+        elements = (self.reductions if last else self.early_reductions) or (Reduction(self.backward_ps, 0),)
+        together_ps = sum(element.backward_ps for element in elements)
+        if together_ps != self.backward_ps:
+            raise ValueError(f"the elements' backward passes take {together_ps} ps, the range's {self.backward_ps}")
+        return backward_pass(elements, self.overlap, self.gradient_sync_ps if last else 0)
+
+
+class Event(NamedTuple):
+    """Something a pipeline stage does for a while; None where it is not for one microbatch or one chunk.
+
+    `send_forward` and `send_backward` are on the stage's link to the next or to the previous stage.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int | None
+    chunk: int | None
+    start_ps: int
+    end_ps: int
+
+
+class Simulation(NamedTuple):
+    """The events of a step, in order of their start, and when the last ends."""
+
+    events: tuple[Event, ...]
+    step_ps: int
+
+
+def simulate(
+    ranges: Sequence[StageTimes], schedule: Schedule, num_microbatches: int, num_chunks: int = 1
+) -> Simulation:
+    """Play the schedule: an action starts when its stage is free and its message has come.
+
+    `ranges` are in the order a microbatch goes through them: chunk 0 of every stage, then chunk 1 of every stage.
+
+    Sends are asynchronous: they delay the receiver, not the sender; a link carries one message of a direction at a
+    time. What a backward pass reduces goes on beside it (see `backward_pass`): its message leaves when the backward
+    pass is over, the stage's next pass begins when the reductions are over too. The optimizer waits for all stages,
+    for clipping needs the norm of all gradients.
+    """
+    num_stages = len(ranges) // num_chunks
+    order = _order(schedule, num_stages, num_microbatches, num_chunks)
+    steps = _steps(ranges)
+    played = _play(order, steps, num_stages, num_microbatches)
+    events = []
+    for slot, step, stage, _ in order:
+        here, microbatch = steps[step], slot % num_microbatches
+        start, there, chunk = (
+            played.starts[slot],
+            played.arrivals[slot + num_microbatches],
+            here.range_number // num_stages,
+        )
+        which = None if here.last else microbatch
+        events += [
+            Event(stage, here.kind, microbatch, chunk, start, start + here.times.message_ps),
+            Event(stage, f"send_{here.kind}", microbatch, chunk, there - here.send_ps, there),
+            *(Event(stage, "gradient_sync", which, chunk, start + a, start + b) for a, b in here.times.reductions_ps),
+        ]
+    over = max(played.free)
+    events += [Event(i, "optimizer", None, None, over, over + last) for i, last in _optimizers(ranges, num_chunks)]
+    step_ps = max(event.end_ps for event in events[-num_stages:])
+    return Simulation(tuple(sorted((e for e in events if e.end_ps > e.start_ps), key=_by_start)), step_ps)
+
+
+def step_time_ps(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatches: int, num_chunks: int = 1) -> int:
+    """When the last event of `simulate` ends, without making its events."""
+    num_stages = len(ranges) // num_chunks
+    order = _order(schedule, num_stages, num_microbatches, num_chunks)
+    played = _play(order, _steps(ranges), num_stages, num_microbatches)
+    return max(played.free) + max(last for _, last in _optimizers(ranges, num_chunks))
+
+
+def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chunks: int = 1) -> int:
+    """A time that no order of the passes can beat, as long as every range's last one is of the last microbatch.
+
+    Range j starts when the first microbatch has come through the ranges before it. Then its stage does all passes of it
+    and of the later ranges that the stage holds, with their reductions. The last of these passes is a backward pass:
+    its message, which waits for no reduction, must still go back to each range k < j and be reduced there.
+    """
+    bounds = []
+    fill = 0
+    num_stages = len(ranges) // num_chunks
+    early, last = ([here.backward_pass(is_last) for here in ranges] for is_last in (False, True))
+    for j, first in enumerate(ranges):
+        own = range(j, len(ranges), num_stages)
+        forward = sum(ranges[i].forward_ps for i in own)
+        reduced = sum((num_microbatches - 1) * early[i].busy_ps + last[i].busy_ps for i in own)
+        drains, back = [0], -max(last[i].busy_ps - last[i].message_ps for i in own)
+        for k in reversed(range(j)):
+            drains.append(back + ranges[k].send_ps + last[k].busy_ps)
+            back += ranges[k].send_ps + last[k].message_ps
+        bounds.append(fill + num_microbatches * forward + reduced + max(drains))
+        fill += first.forward_ps + first.send_ps
+    return max(bounds) + max(last_ps for _, last_ps in _optimizers(ranges, num_chunks))
+
+
+def _optimizers(ranges: Sequence[StageTimes], num_chunks: int) -> list[tuple[int, int]]:
+    """Every stage with the time of its optimizer."""
+    num_stages = len(ranges) // num_chunks
+    return [(stage, sum(own.optimizer_ps for own in ranges[stage::num_stages])) for stage in range(num_stages)]
+
+
+def _by_start(event: Event) -> tuple[int, int]:
+    return event.start_ps, event.stage
+
+
+class _Step(NamedTuple):
+    """What a microbatch's way through one range, forward or backward, takes."""
+
+    kind: Pass
+    range_number: int
+    last: bool
+    """Whether it is the last microbatch's."""
+    times: BackwardPass
+    send_ps: int
+
+
+def _steps(ranges: Sequence[StageTimes]) -> list[_Step]:
+    """A microbatch's steps in order, forward through all ranges and back, then once more those of the last one."""
+    sends = [here.send_ps for here in ranges[:-1]]
+    forward = list(enumerate(zip(ranges, [*sends, 0], strict=True)))
+    backward = list(enumerate(zip(ranges, [0, *sends], strict=True)))[::-1]
+    found = []
+    for last in (False, True):
+        for i, (here, send) in forward:
+            found.append(_Step(Pass.FORWARD, i, last, BackwardPass(here.forward_ps, here.forward_ps), send))
+        for i, (here, send) in backward:
+            found.append(_Step(Pass.BACKWARD, i, last, here.backward_pass(last), send))
+    return found
+
+
+class _Turn(NamedTuple):
+    """One action in its place among all stages' actions."""
+
+    slot: int
+    """Number of the step on a microbatch's way x microbatches + the microbatch; its message is for the next step."""
+    step: int
+    """Number in `_steps`."""
+    stage: int
+    link: int
+    """Number of what carries its message."""
+
+
+@lru_cache(maxsize=16)
+def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[_Turn, ...]:
+    """The actions of all stages, each behind those it waits for; kept, for a search simulates many such plans."""
+    way = 2 * num_stages * num_chunks
+
+    def turn(kind: Pass, microbatch: int, chunk: int, stage: int) -> _Turn:
+        through = chunk * num_stages + stage
+        forward = kind is Pass.FORWARD
+        step = through if forward else way - 1 - through
+        link = 2 * stage + forward
+        if through == (way // 2 - 1 if forward else 0):
+            # The model's end is handed to the stage itself, and the way's end to nobody: no link carries that.
+            link = 2 * num_stages + forward
+        last = microbatch == num_microbatches - 1
+        return _Turn(step * num_microbatches + microbatch, step + last * way, stage, link)
+
+    lists = [actions(schedule, num_stages, num_microbatches, stage, num_chunks) for stage in range(num_stages)]
+    waiting = [[turn(*action, stage) for action in reversed(own)] for stage, own in enumerate(lists)]
+    come = set(range(num_microbatches))
+    order: list[_Turn] = []
+    while any(waiting):
+        for own in waiting:
+            while own and own[-1].slot in come:
+                order.append(own.pop())
+                come.add(order[-1].slot + num_microbatches)
+    return tuple(order)
+
+
+class _Played(NamedTuple):
+    """When each slot's action started and its message came, and when each stage is free at last."""
+
+    starts: list[int]
+    arrivals: list[int]
+    free: list[int]
+
+
+def _play(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: int, num_microbatches: int) -> _Played:
+    """Go through the actions once; plain lists, for this is the search's innermost loop."""
+    lengths = [step.times.message_ps for step in steps]
+    busy = [step.times.busy_ps for step in steps]
+    sends = [step.send_ps for step in steps]
+    slots = (len(steps) // 2 + 1) * num_microbatches
+    starts, arrivals, free, sent = [0] * slots, [0] * slots, [0] * num_stages, [0] * (2 * num_stages + 2)
+    for slot, step, stage, link in order:
+        start = arrivals[slot]
+        if free[stage] > start:
+            start = free[stage]
+        starts[slot] = start
+        free[stage] = start + busy[step]
+        leaves = start + lengths[step]
+        if sent[link] > leaves:
+            leaves = sent[link]
+        sent[link] = arrivals[slot + num_microbatches] = leaves + sends[step]
+    return _Played(starts, arrivals, free)

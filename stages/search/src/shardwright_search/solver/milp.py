@@ -1,0 +1,298 @@
+"""One case as a mixed-integer linear programme, solved by HiGHS: a second opinion on the case's best plan.
+
+It shares the numbers of a case with the solver and nothing else: no option is left out, no bound is used. An element's
+choice x[e, stage, place, option] is binary. A unit of flow runs through the layouts of neighbouring elements, within a
+stage or into the next one, and carries what redistribution and sends cost; the ends of it are the choices, so that
+whole choices make whole flows. Huangfu and Hall 2018 describe HiGHS.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_search.solver.problem import Options, Problem, Solution, phases
+
+if TYPE_CHECKING:
+    import highspy
+
+__all__ = ["Answer", "highs_version", "solve"]
+
+Terms = list[tuple[int, float]]
+
+_THOUSAND = 1000.0
+"""Times and memory are told in units that make a case's largest about this, for HiGHS's tolerances are absolute."""
+_FEASIBILITY = 1e-9
+
+
+class Answer(NamedTuple):
+    """What HiGHS says of a case."""
+
+    solution: Solution | None
+    """None where it found no plan."""
+    objective_ps: float
+    """T of the plan as HiGHS adds it up; infinity without one."""
+    done: bool
+    """Whether it searched everything: the plan is the best one, or there is none."""
+
+
+def highs_version() -> str:
+    """The installed HiGHS.
+
+    Raises BadInput where there is none.
+    """
+    try:
+        import highspy
+    except ImportError:
+        raise BadInput("--prove", "HiGHS is not installed", "pip install 'shardwright-search[prove]'") from None
+    return f"HiGHS {highspy.Highs().version()}"
+
+
+def solve(problem: Problem, time_limit_s: float, below_ps: float = np.inf) -> Answer:
+    """The best plan with T <= below_ps, within seconds of one thread."""
+    import highspy
+
+    programme = _Programme(problem, below_ps)
+    highs = highspy.Highs()
+    options = {
+        "output_flag": False,
+        "threads": 1,
+        "time_limit": max(0.0, time_limit_s),
+        "mip_rel_gap": 0.0,
+        "mip_feasibility_tolerance": _FEASIBILITY,
+        "primal_feasibility_tolerance": _FEASIBILITY,
+    }
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    highs.passModel(programme.model())
+    highs.run()
+    status, kinds = highs.getModelStatus(), highspy.HighsModelStatus
+    none = status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible)
+    if (
+        none
+        or not np.isfinite(found := highs.getInfo().objective_function_value)
+        or not highs.getSolution().value_valid
+    ):
+        return Answer(None, np.inf, none)
+    values = np.asarray(highs.getSolution().col_value)
+    return Answer(programme.decoded(values), found * programme.time_unit_ps, status == kinds.kOptimal)
+
+
+class _Where(NamedTuple):
+    """A pipeline stage on a place."""
+
+    stage: int
+    place: int
+
+
+class _Programme:
+    """Columns and rows of a case: minimise cost x, low <= A x <= high, 0 <= x."""
+
+    def __init__(self, problem: Problem, below_ps: float) -> None:
+        self._problem = problem
+        longest = max(float(o.time_ps.max() + o.end_ps.max()) for place in problem.places for o in place.options)
+        self.time_unit_ps = max(1.0, longest * len(problem.elements)) / _THOUSAND
+        self._byte_unit = max(1.0, *(float(place.budget_bytes) for place in problem.places)) / _THOUSAND
+        self._costs: list[float] = []
+        self._whole: list[bool] = []
+        self._rows: list[Terms] = []
+        self._bounds: list[tuple[float, float]] = []
+        self._times: list[Terms] = [[] for _ in problem.in_flight]
+        self._enters: dict[_Where, Terms] = {}
+        self._received: list[Terms] = [[] for _ in problem.in_flight]
+        self._given: list[Terms] = [[] for _ in problem.in_flight]
+        self._choices = [self._choices_of(element) for element in range(len(problem.elements))]
+        for element in range(len(problem.elements) - 1):
+            self._join(element)
+        self._place_stages()
+        self._limit_memory()
+        self._add_maxima()
+        self._tie()
+        if np.isfinite(below_ps):
+            self._row(list(enumerate(self._costs)), high=below_ps / self.time_unit_ps)
+
+    def model(self) -> "highspy.HighsLp":
+        """As HiGHS takes it."""
+        import highspy
+
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(self._costs), len(self._rows)
+        lp.col_cost_ = np.array(self._costs)
+        lp.col_lower_ = np.zeros(len(self._costs))
+        lp.col_upper_ = np.where(self._whole, 1.0, highspy.kHighsInf)
+        kinds = highspy.HighsVarType
+        lp.integrality_ = [kinds.kInteger if whole else kinds.kContinuous for whole in self._whole]
+        lp.row_lower_, lp.row_upper_ = np.array(self._bounds).T
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.cumsum([0, *(len(row) for row in self._rows)])
+        lp.a_matrix_.index_ = np.array([column for row in self._rows for column, _ in row])
+        lp.a_matrix_.value_ = np.array([value for row in self._rows for _, value in row])
+        return lp
+
+    def decoded(self, values: np.ndarray) -> Solution:
+        """The plan of HiGHS's values, which are whole up to its tolerance."""
+        taken = [max(own, key=lambda choice: values[own[choice]]) for own in self._choices]
+        starts = [e for e in range(1, len(taken)) if taken[e][0] != taken[e - 1][0]]
+        places = [taken[e][0].place for e in (0, *starts)]
+        return Solution((*starts, len(taken)), tuple(option for _, option in taken), tuple(places))
+
+    def _column(self, cost_ps: float, whole: bool = False) -> int:
+        self._costs.append(cost_ps / self.time_unit_ps)
+        self._whole.append(whole)
+        return len(self._costs) - 1
+
+    def _row(self, terms: Iterable[tuple[int, float]], low: float = -np.inf, high: float = np.inf) -> None:
+        """A column may come several times."""
+        summed: dict[int, float] = {}
+        for column, value in terms:
+            summed[column] = summed.get(column, 0.0) + value
+        self._rows.append([(column, value) for column, value in summed.items() if value])
+        self._bounds.append((low, high))
+
+    def _choices_of(self, element: int) -> dict[tuple[_Where, int], int]:
+        """A binary column for each stage, place and option, of which one is taken; it costs its time."""
+        problem, found = self._problem, {}
+        for stage in _stages_of(problem, element):
+            for place in problem.allowed[stage]:
+                own = self._options(_Where(stage, place), problem.elements[element])
+                for option, time_ps in enumerate(own.time_ps):
+                    column = self._column(time_ps, whole=True)
+                    found[_Where(stage, place), option] = column
+                    self._times[stage].append((column, time_ps))
+                    if element == 0:
+                        self._enters.setdefault(_Where(stage, place), []).append((column, 1.0))
+        self._row([(column, 1.0) for column in found.values()], 1.0, 1.0)
+        return found
+
+    def _by_layout(self, element: int, side: str) -> dict[tuple[_Where, int], Terms]:
+        """The choices that work in a layout (`takes`) or give one out (`gives`)."""
+        found: dict[tuple[_Where, int], Terms] = {}
+        for (where, option), column in self._choices[element].items():
+            own = self._options(where, self._problem.elements[element])
+            found.setdefault((where, int(getattr(own, side)[option])), []).append((column, 1.0))
+        return found
+
+    def _join(self, element: int) -> None:
+        """The flow from an element to the next one: its ends are their choices, it costs what the move costs."""
+        problem, kind = self._problem, self._problem.elements[element]
+        gives, takes = self._by_layout(element, "gives"), self._by_layout(element + 1, "takes")
+        outward: dict[tuple[_Where, int], Terms] = {key: [] for key in gives}
+        inward: dict[tuple[_Where, int], Terms] = {key: [] for key in takes}
+        for here, layout in gives:
+            for there, wanted in takes:
+                if there != here and there.stage != here.stage + 1:
+                    continue
+                move = float(problem.places[there.place].redistribution_ps[kind, layout, wanted])
+                send = 0.0
+                if there != here:
+                    send = float(problem.sends_ps[here.stage, here.place, there.place, kind, layout])
+                column = self._column(move + 2 * send)
+                outward[here, layout].append((column, -1.0))
+                inward[there, wanted].append((column, -1.0))
+                self._times[there.stage].append((column, move + send))
+                if there != here:
+                    self._times[here.stage].append((column, send))
+                    self._enters.setdefault(there, []).append((column, 1.0))
+                    over = column, float(problem.boundary_bytes[kind, layout]) / self._byte_unit
+                    self._given[here.stage].append(over)
+                    self._received[there.stage].append(over)
+        for ends, flows in ((gives, outward), (takes, inward)):
+            for key, choices in ends.items():
+                self._row(choices + flows[key], 0.0, 0.0)
+
+    def _place_stages(self) -> None:
+        """No place holds more stages than there are of it."""
+        for place, most in enumerate(self._problem.available):
+            terms = [term for where, entered in self._enters.items() if where.place == place for term in entered]
+            self._row(terms, high=float(most))
+
+    def _limit_memory(self) -> None:
+        """What a stage holds in each phase while a microbatch is at an element, for every stage and element.
+
+        Without the element in the stage this is less than what the stage holds at its first or last one.
+        """
+        problem = self._problem
+        for stage, count in enumerate(problem.in_flight):
+            inside = [e for e in range(len(problem.elements)) if stage in _stages_of(problem, e)]
+            held = self._running_sums("activation_bytes", stage, inside)
+            late = self._running_sums("late_bytes", stage, inside[::-1])
+            budget = [
+                (column, -problem.places[where.place].budget_bytes / self._byte_unit)
+                for where, entered in self._enters.items()
+                if where.stage == stage
+                for column, _ in entered
+            ]
+            for phase in phases(count, problem.num_microbatches):
+                total = self._column(0.0)
+                static = [(column, (phase.in_flight + 1) * held) for column, held in self._received[stage]]
+                static += self._given[stage]
+                for element in inside:
+                    static += self._bytes("state_bytes", stage, element)
+                    static += self._bytes("activation_bytes", stage, element, phase.in_flight - 1)
+                    static += [] if phase.late else self._bytes("late_bytes", stage, element)
+                self._row([*static, (total, -1.0)], 0.0, 0.0)
+                for at in inside:
+                    terms = [(total, 1.0), (held[at], 1.0), *self._bytes("transient_bytes", stage, at), *budget]
+                    self._row([*terms, (late[at], 1.0)] if phase.late else terms, high=0.0)
+
+    def _bytes(self, field: str, stage: int, element: int, times: int = 1) -> Terms:
+        """A kind of memory that an element's choices hold in a stage."""
+        kind = self._problem.elements[element]
+        return [
+            (column, times * getattr(self._options(where, kind), field)[option] / self._byte_unit)
+            for (where, option), column in self._choices[element].items()
+            if where.stage == stage
+        ]
+
+    def _running_sums(self, field: str, stage: int, elements: Iterable[int]) -> dict[int, int]:
+        """Columns of what the elements hold from the first up to each."""
+        found: dict[int, int] = {}
+        before: Terms = []
+        for element in elements:
+            found[element] = self._column(0.0)
+            self._row([*before, *self._bytes(field, stage, element), (found[element], -1.0)], 0.0, 0.0)
+            before = [(found[element], 1.0)]
+        return found
+
+    def _options(self, where: _Where, kind: int) -> Options:
+        return self._problem.places[where.place].options[kind]
+
+    def _add_maxima(self) -> None:
+        """The slowest stage, all microbatches but one, and the longest end."""
+        problem = self._problem
+        slowest = self._column((problem.num_microbatches - 1) * self.time_unit_ps)
+        longest = self._column(self.time_unit_ps)
+        for stage, times in enumerate(self._times):
+            self._row([*((c, v / self.time_unit_ps) for c, v in times), (slowest, -1.0)], high=0.0)
+            ends = [
+                (column, float(self._options(where, kind).end_ps[option]) / self.time_unit_ps)
+                for kind, own in zip(problem.elements, self._choices, strict=True)
+                for (where, option), column in own.items()
+                if where.stage == stage
+            ]
+            self._row([*ends, (longest, -1.0)], high=0.0)
+
+    def _tie(self) -> None:
+        """What tied parameters cost: a flow from the embedding's class to the head's."""
+        first, last = self._by_class(0, "takes"), self._by_class(-1, "gives")
+        pairs = {(a, b): self._column(float(self._problem.tie_ps[a, b])) for a in first for b in last}
+        for side, ends in enumerate((first, last)):
+            for number, choices in ends.items():
+                flows = [(column, -1.0) for pair, column in pairs.items() if pair[side] == number]
+                self._row([*choices, *flows], 0.0, 0.0)
+
+    def _by_class(self, element: int, side: str) -> Mapping[int, Terms]:
+        found: dict[int, Terms] = {}
+        for (_, number), choices in self._by_layout(element, side).items():
+            found.setdefault(number, []).extend(choices)
+        return found
+
+
+def _stages_of(problem: Problem, element: int) -> range:
+    """The pipeline stages that an element can be in: each has a layer, the first the embedding, the last the head."""
+    last, total = problem.pp_size - 1, len(problem.elements)
+    low, high = max(0, last - (total - 2 - element)), min(last, element - 1)
+    if element == 0:
+        return range(1)
+    return range(last, last + 1) if element == total - 1 else range(low, high + 1)

@@ -1,0 +1,1 @@
+"""What may be chosen, and a configuration as numbers for the solver."""

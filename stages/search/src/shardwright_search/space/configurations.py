@@ -1,0 +1,174 @@
+"""Which plans are searched: the cases, and the canonical strategies of a layer within a case."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.plan import Schedule, misfit
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_search.space.request import Dimension, OuterSpace, SearchRequest, Space, batch_sizes
+
+__all__ = ["Case", "cases", "divisors", "narrowed", "spreads"]
+
+_PLAIN: dict[str, object] = {"data_parallel": (DataParallel.DDP,), "recompute": (Recompute.NONE,)}
+
+
+class Case(NamedTuple):
+    """What is fixed before the layers are cut and each gets its strategy."""
+
+    global_batch_size: int
+    num_microbatches: int
+    pp_size: int
+    schedule: Schedule
+    num_chunks: int = 1
+    """Layer ranges of a pipeline stage."""
+    layers: LayerStrategy | None = None
+    """The one strategy of all layers, up to their types; None: each has its own."""
+    buffer_tokens: int | None = None
+    """Tokens that Megatron's gather buffer holds, which no layer may exceed; None: it is not counted."""
+
+    @property
+    def microbatch_samples(self) -> int:
+        """Samples of one microbatch."""
+        return self.global_batch_size // self.num_microbatches
+
+    def __str__(self) -> str:
+        chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        return (
+            f"batch {self.global_batch_size}, {self.num_microbatches} microbatches, pp_size {self.pp_size}{chunks}, "
+            f"{self.schedule}"
+        )
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Every divisor of a positive number, ascending."""
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+def narrowed(request: SearchRequest, devices: int) -> SearchRequest:
+    """The request with its named space and its disabled dimensions told by the other options, which narrow these.
+
+    Raises BadInput, naming the search, where the options and these leave nothing.
+    """
+    space: dict[Space, dict[str, object]] = {
+        Space.FULL: {},
+        Space.DP: {"pp_sizes": (1,), "tp_sizes": (1,), **_PLAIN},
+        Space.ZERO: {"pp_sizes": (1,), "tp_sizes": (1,), "data_parallel": (DataParallel.ZERO2, DataParallel.ZERO3)},
+        Space.TP: {"pp_sizes": (1,), "tp_sizes": (devices,), **_PLAIN},
+        Space.PP: {"pp_sizes": (devices,), "tp_sizes": (1,), **_PLAIN},
+        Space.DP_TP: {"pp_sizes": (1,), **_PLAIN},
+        Space.DP_PP: {"tp_sizes": (1,), **_PLAIN},
+        Space.THREE_D: {"fine_grained": False, **_PLAIN},
+    }
+    without: dict[Dimension, dict[str, object]] = {
+        Dimension.DATA_PARALLEL: {"max_dp_size": 1},
+        Dimension.ZERO: {"data_parallel": (DataParallel.DDP,)},
+        Dimension.TENSOR_PARALLEL: {"tp_sizes": (1,)},
+        Dimension.SEQUENCE_PARALLEL: {"sequence_parallel": (SequenceParallel.NONE,)},
+        Dimension.PIPELINE_PARALLEL: {"pp_sizes": (1,)},
+        Dimension.RECOMPUTE: {"recompute": (Recompute.NONE,)},
+    }
+    limits = {f"space {request.space}": space[request.space]}
+    limits |= {f"disable {dimension}": without[dimension] for dimension in request.disable}
+    for name, limit in limits.items():
+        for field, allowed in limit.items():
+            request = _limited(request, field, allowed, name)
+    return replace(request, space=Space.FULL, disable=())
+
+
+def _limited(request: SearchRequest, field: str, allowed: object, name: str) -> SearchRequest:
+    """The request with what it says of a field, as far as a limit of that name allows it."""
+    asked = getattr(request, field)
+    if isinstance(allowed, tuple) and asked is not None:
+        left = tuple(value for value in asked if value in allowed)
+        if not left:
+            listed = ", ".join(str(value) for value in asked)
+            what = f"{field}: {name} and {listed} leave nothing to choose from"
+            raise BadInput(f"search {request.name}", what, "change either")
+        allowed = left
+    return replace(request, **{field: allowed})
+
+
+def cases(request: SearchRequest, model: Model, cluster: Cluster, file: Path) -> tuple[Case, ...]:
+    """Every case of a narrowed request, in ascending order.
+
+    Raises BadInput, naming the search file, for a listed number that divides nothing: it would be left out in silence.
+    """
+    devices, layers = cluster.num_devices, len(model.layers)
+    batches = batch_sizes(request)
+    for field, listed, wholes, meaning in (
+        ("num_microbatches", request.num_microbatches, batches, "any global_batch_size"),
+        ("pp_sizes", request.pp_sizes, (devices,), f"the number of devices, {devices}"),
+        ("tp_sizes", request.tp_sizes, (devices,), f"the number of devices, {devices}"),
+    ):
+        for number in listed or ():
+            if all(whole % number for whole in wholes):
+                raise BadInput(file, f"{field}: {number} does not divide {meaning}", "list divisors only")
+    for pp_size in request.pp_sizes or ():
+        if pp_size > layers:
+            raise BadInput(file, f"pp_sizes: {pp_size} pipeline stages for {layers} layers", "list at most that many")
+    return tuple(
+        Case(batch, count, pp_size, schedule, chunks)
+        for batch in batches
+        for count in sorted(set(request.num_microbatches or divisors(batch)))
+        if batch % count == 0
+        for pp_size in sorted(set(request.pp_sizes or (d for d in divisors(devices) if d <= layers)))
+        if request.max_pp_size is None or pp_size <= request.max_pp_size
+        for schedule in sorted(set(request.schedules))
+        for chunks in _chunks(request, layers, pp_size, schedule)
+    )
+
+
+def spreads(request: SearchRequest, model: Model, type_name: str, stage_size: int) -> tuple[Strategy, ...]:
+    """Every way to spread a layer type over the ranks of a pipeline stage, each spelled in one way only.
+
+    Where there is no tensor parallelism there is nothing to split the sequence by and no grid to stride, and where
+    there is no data parallelism nothing to shard by. Ulysses shards parameters over all ranks.
+    """
+    outer = {EMBEDDING: request.embedding, HEAD: request.head}.get(type_name)
+    kinds = request.recompute if outer is None else (Recompute.NONE,)
+    found: set[Strategy] = set()
+    for spread in _grids(request, outer or OuterSpace(), stage_size):
+        if misfit(model, type_name, spread) is not None:
+            continue
+        if outer is not None:
+            found.add(spread)
+            continue
+        fields = {name: getattr(spread, name) for name in Strategy.__struct_fields__}
+        found |= {LayerStrategy(**fields, type=type_name, recompute=recompute) for recompute in kinds}
+    return tuple(sorted(found))
+
+
+def _chunks(request: SearchRequest, layers: int, pp_size: int, schedule: Schedule) -> tuple[int, ...]:
+    """Numbers of chunks: several where the schedule is interleaved and they can be equal."""
+    if schedule is not Schedule.INTERLEAVED_1F1B:
+        return (1,)
+    return tuple(v for v in sorted(set(request.chunks_per_stage)) if v > 1 < pp_size and layers % (v * pp_size) == 0)
+
+
+def _grids(request: SearchRequest, outer: OuterSpace, stage_size: int) -> Iterator[Strategy]:
+    kinds = outer.data_parallel or request.data_parallel
+    splits = outer.sequence_parallel or request.sequence_parallel
+    for tp_size in outer.tp_sizes or request.tp_sizes or divisors(stage_size):
+        dp_size = stage_size // tp_size
+        if stage_size % tp_size or tp_size > (request.max_tp_size or tp_size):
+            continue
+        if dp_size > (request.max_dp_size or dp_size):
+            continue
+        grid = tp_size > 1 < dp_size
+        for sequence_parallel in splits if tp_size > 1 else (SequenceParallel.NONE,):
+            shards = stage_size if sequence_parallel is SequenceParallel.ULYSSES else dp_size
+            for data_parallel in kinds if shards > 1 else (DataParallel.DDP,):
+                for consecutive in sorted(set(request.tp_consecutive)) if grid else (True,):
+                    yield Strategy(
+                        tp_size=tp_size,
+                        tp_consecutive=consecutive,
+                        dp_size=dp_size,
+                        data_parallel=data_parallel,
+                        sequence_parallel=sequence_parallel,
+                    )

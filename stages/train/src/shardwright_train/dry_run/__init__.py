@@ -1,0 +1,1 @@
+"""A plan's step without its cluster."""

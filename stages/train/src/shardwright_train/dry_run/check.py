@@ -1,0 +1,138 @@
+"""What a plan would do on its whole cluster, found in one process: validity, traffic and memory of every role."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from shardwright_formats.io.errors import NothingFits
+from shardwright_formats.semantics.communication import Cause
+from shardwright_formats.semantics.layout import parameter_box
+from shardwright_formats.semantics.schedule import in_flight
+from shardwright_formats.semantics.step_communication import chunk_elements, step_messages
+from shardwright_formats.types.plan import Plan
+from shardwright_train.dry_run.fake_world import FakeStep, Traffic, fake_step
+from shardwright_train.models.base import Family
+
+__all__ = ["Role", "RoleCheck", "check_roles", "raise_if_too_large", "roles_of"]
+
+_PLAYED = 2
+"""Microbatches that are played: the second one's activations are those of every further one."""
+
+
+class Role(NamedTuple):
+    """Ranks that do the same: of one pipeline stage, with equally large shards."""
+
+    stage: int
+    ranks: tuple[int, ...]
+
+
+class RoleCheck(NamedTuple):
+    """What one rank of a role does in a step."""
+
+    role: Role
+    messages: Mapping[tuple[Cause, Traffic], tuple[int, int]]
+    """How many messages, and their bytes together, by cause and kind; sends are counted by the sender.
+
+    Redistribution may move more on one rank of a role than on another: the most is given.
+    """
+    miscounted: Mapping[Traffic, tuple[int, int]]
+    """Where the played step moved other bytes than the formulas say: bytes counted, bytes by formula."""
+    parameters_bytes: int
+    gradients_bytes: int
+    """As they stand before the optimizer's step."""
+    optimizer_bytes: int
+    peak_bytes: int
+    """The most tensor memory held at once; estimated from two microbatches where a stage holds more of them."""
+
+
+def roles_of(plan: Plan) -> tuple[Role, ...]:
+    """The distinct roles of a plan's ranks, each with all its ranks."""
+    found: dict[object, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        for me, rank in enumerate(stage.ranks):
+            key = index, tuple(_shard_sizes(plan, index, me))
+            found.setdefault(key, []).append(rank)
+    return tuple(Role(plan.stage_of_rank(ranks[0]), tuple(ranks)) for ranks in found.values())
+
+
+def check_roles(
+    plan: Plan, family: Family, attention: str, progress: Callable[[int, int], None]
+) -> tuple[RoleCheck, ...]:
+    """Play a step of one rank of each role; `progress` hears how many of how many are done."""
+    roles = roles_of(plan)
+    found = []
+    for number, role in enumerate(roles, start=1):
+        found.append(_check(plan, role, family, attention))
+        progress(number, len(roles))
+    return tuple(found)
+
+
+def raise_if_too_large(plan: Plan, checks: tuple[RoleCheck, ...]) -> None:
+    """Raise NothingFits naming the rank that lacks most memory, where one does."""
+    lacking = []
+    for check in checks:
+        for rank in check.role.ranks:
+            node_type = plan.cluster.node_type_of_rank[rank]
+            lacks = check.peak_bytes - plan.cluster.node_types[node_type].memory_bytes
+            lacking.append((lacks, -rank, node_type))
+    worst, rank, node_type = max(lacking)
+    if worst > 0:
+        raise NothingFits(f"rank {-rank} on a {node_type} lacks {worst} bytes: recompute more, or share out more")
+
+
+def _check(plan: Plan, role: Role, family: Family, attention: str) -> RoleCheck:
+    played = min(_PLAYED, plan.num_microbatches)
+    shorter = msgspec.structs.replace(plan, num_microbatches=played, global_batch_size=played * plan.microbatch_samples)
+    step = fake_step(shorter, role.ranks[0], family, attention)
+    return RoleCheck(
+        role=role,
+        messages=_messages(plan, role),
+        miscounted=_miscounted(shorter, role.ranks[0], step),
+        parameters_bytes=step.parameters_bytes,
+        gradients_bytes=step.gradients_bytes,
+        optimizer_bytes=step.optimizer_bytes,
+        peak_bytes=step.peak_bytes + _further(plan, role.stage, played) * step.activation_bytes,
+    )
+
+
+def _messages(plan: Plan, role: Role) -> Mapping[tuple[Cause, Traffic], tuple[int, int]]:
+    most: dict[tuple[Cause, Traffic], tuple[int, int]] = {}
+    for rank in role.ranks:
+        found: dict[tuple[Cause, Traffic], tuple[int, int]] = {}
+        for message in step_messages(plan, rank):
+            key = message.cause, Traffic(message.collective, message.group_size)
+            count, size = found.get(key, (0, 0))
+            found[key] = count + message.times, size + message.times * message.bytes
+        for key, (count, size) in found.items():
+            most[key] = max(count, most.get(key, (0, 0))[0]), max(size, most.get(key, (0, 0))[1])
+    return most
+
+
+def _further(plan: Plan, stage: int, played: int) -> int:
+    """How many more chunks' activations the whole step holds than the played one."""
+    chunks, stages = len(plan.stages[stage].layers), len(plan.stages)
+    whole = in_flight(plan.schedule, stages, plan.num_microbatches, stage, chunks)
+    return whole - in_flight(plan.schedule, stages, played, stage, chunks)
+
+
+def _miscounted(plan: Plan, rank: int, step: FakeStep) -> Mapping[Traffic, tuple[int, int]]:
+    formula: Counter[Traffic] = Counter()
+    for message in step_messages(plan, rank):
+        # The optimizer's own message needs numbers, which a fake step does not have.
+        if message.cause is not Cause.NORM:
+            formula[Traffic(message.collective, message.group_size)] += message.times * message.bytes
+    kinds = {*formula, *step.message_bytes}
+    pairs = {kind: (step.message_bytes.get(kind, 0), formula[kind]) for kind in kinds}
+    return {kind: pair for kind, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _shard_sizes(plan: Plan, stage: int, me: int) -> Iterator[int]:
+    for chunk in range(len(plan.stages[stage].layers)):
+        for _, type_name, strategy in chunk_elements(plan, stage, chunk):
+            for parameter in plan.model.types[type_name].parameters:
+                size = 1
+                for low, high in parameter_box(parameter, strategy, me):
+                    size *= high - low
+                yield size

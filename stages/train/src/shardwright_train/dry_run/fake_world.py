@@ -1,0 +1,195 @@
+"""One rank of a plan in a world that is not there: its step on tensors without data, its traffic and memory counted."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.plan import Plan
+from shardwright_train.measurement.record import Turn
+from shardwright_train.models.base import Family
+from shardwright_train.parallel.parallelize import Site
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.sharded_parameters import local_tensor
+from shardwright_train.pipeline.runner import Pipeline, Step, run_step
+from shardwright_train.pipeline.stage import build_stage
+from shardwright_train.training.optimizer import Hyperparameters, ShardedAdamW
+
+__all__ = ["FakeStep", "Traffic", "fake_step"]
+
+_SETTINGS = Hyperparameters(learning_rate=1e-4, warmup_steps=0, steps=1, weight_decay=0.1, clip_norm=1.0)
+
+
+class Traffic(NamedTuple):
+    """A kind of message."""
+
+    collective: Collective
+    group_size: int
+
+
+class FakeStep(NamedTuple):
+    """What one step of a rank moved and held."""
+
+    messages: Mapping[Traffic, int]
+    """How many messages of each kind; sends are counted by the sender."""
+    message_bytes: Mapping[Traffic, int]
+    """Their bytes together, as `hardware_profile.Collective` counts them."""
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    peak_bytes: int
+    """The most tensor memory held at once, parameters, gradients and optimizer state included."""
+    activation_bytes: int
+    """What the last microbatch's forward pass through a chunk left behind (the mean over chunks)."""
+
+
+def fake_step(plan: Plan, rank: int, family: Family, attention: str) -> FakeStep:
+    """Build a rank's pipeline stage as every command does, and run one step of it without data or other ranks."""
+    device = torch.device("cpu")
+    with _fake_world(rank, plan.world_size):
+        groups = Groups("cpu")
+        groups.prepare(plan)
+        stage = build_stage(Site(plan, family, rank, groups, attention, device, seed=None))
+        place = Pipeline.of(plan, rank, groups, device)
+        step = Step(family.random_batch(plan.model, plan.global_batch_size, torch.Generator().manual_seed(0)))
+        assert step.counted
+        held, sent = _HeldBytes(), _SentBytes()
+        left = _LeftBehind(held, plan.num_microbatches - 1)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            for chunk in stage.chunks:
+                chunk.to_empty(device=device)
+            for parameter in stage.parameters_by_name().values():
+                held.follow(parameter)
+            parameters = held.now
+            with held:
+                optimiser = ShardedAdamW(stage.parameters_by_name(), _SETTINGS, stage.copies())
+                optimiser.begin(0)
+                states = held.now
+                with sent:
+                    run_step(stage, place, step, left.mark)
+            gradients = sum(_local_bytes(p) for p in stage.parameters_by_name().values())
+        return FakeStep(
+            messages=dict(sent.count),
+            message_bytes=dict(sent.bytes),
+            parameters_bytes=parameters,
+            gradients_bytes=gradients,
+            optimizer_bytes=states - parameters,
+            peak_bytes=held.peak,
+            activation_bytes=sum(left.bytes) // len(left.bytes),
+        )
+
+
+@contextmanager
+def _fake_world(rank: int, size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _SentBytes(TorchDispatchMode):
+    """Counts what every collective moves."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count: Counter[Traffic] = Counter()
+        self.bytes: Counter[Traffic] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = _COLLECTIVES.get(func._schema.name)
+        if found is not None:
+            collective, which = found
+            group = next(a for a in args if isinstance(a, torch.ScriptObject))
+            size = dist.ProcessGroup.unbox(group).size()
+            key = Traffic(collective, 2 if collective is Collective.P2P else size)
+            self.count[key] += 1
+            self.bytes[key] += sum(x.nbytes for x in tree_leaves(args[which]))
+        return func(*args, **(kwargs or {}))
+
+
+# The argument that holds the full tensor of each.
+_COLLECTIVES = {
+    "c10d::allreduce_": (Collective.ALL_REDUCE, 0),
+    "c10d::_allgather_base_": (Collective.ALL_GATHER, 0),
+    "c10d::_reduce_scatter_base_": (Collective.REDUCE_SCATTER, 1),
+    "c10d::alltoall_base_": (Collective.ALL_TO_ALL, 1),
+    "c10d::send": (Collective.P2P, 0),
+}
+
+
+class _HeldBytes(TorchDispatchMode):
+    """Follows the storages that operations make, until nothing holds them any more.
+
+    FSDP empties and refills storages that it keeps, which no operation shows: their sizes are asked for anew whenever
+    the sum seems to reach a peak, and when it is asked for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._sum = 0
+        self.peak = 0
+
+    @property
+    def now(self) -> int:
+        """Bytes held now."""
+        for key, (ref, _) in list(self._storages.items()):
+            storage = ref()
+            if storage is not None:
+                self._storages[key] = ref, storage.nbytes()
+        self._sum = sum(size for _, size in self._storages.values())
+        self.peak = max(self.peak, self._sum)
+        return self._sum
+
+    def follow(self, x: Tensor) -> None:
+        """Count a tensor's storage from now on."""
+        # A DTensor itself pretends to a storage of the whole tensor.
+        storage = local_tensor(x).untyped_storage()
+        key = id(storage)
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, lambda _: self._forget(key)), storage.nbytes()
+            self._sum += storage.nbytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.follow(x)
+        if self._sum > self.peak:
+            _ = self.now
+        return result
+
+    def _forget(self, key: int) -> None:
+        self._sum -= self._storages.pop(key)[1]
+
+
+class _LeftBehind:
+    """What the forward passes of one microbatch leave behind."""
+
+    def __init__(self, held: _HeldBytes, microbatch: int) -> None:
+        self._held, self._microbatch, self._before = held, microbatch, 0
+        self.bytes: list[int] = []
+
+    def mark(self, name: str, turn: Turn | None = None) -> None:
+        """Note what is held where a forward pass begins and ends."""
+        if turn is not None and turn[0] == self._microbatch:
+            if name == "forward.begin":
+                self._before = self._held.now
+            elif name == "forward.end":
+                self.bytes.append(self._held.now - self._before)
+
+
+def _local_bytes(parameter: nn.Parameter) -> int:
+    assert parameter.grad is not None
+    return local_tensor(parameter.grad).nbytes

@@ -1,0 +1,79 @@
+"""Which kernels the ranks compute with: looked for on every rank, and settled among them before anything is built."""
+
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types.plan import Attention, Plan
+from shardwright_train.models.base import Family
+from shardwright_train.models.registry import family_named
+from shardwright_train.parallel.fused import fusible
+from shardwright_train.parallel.world import World
+from shardwright_train.support import flash_attn_is_installed, flash_obstacle
+
+__all__ = ["check_kernels", "settle_attention"]
+
+_FLASH = Attention.FLASH_ATTENTION_2
+_FASTEST_LAST = (Attention.EAGER, Attention.SDPA, _FLASH)
+_CAPABILITY = (8, 0)
+"""The least compute capability of flash-attn 2: Ampere."""
+
+
+def check_kernels(plan: Plan, family: Family, device: torch.device, file: object) -> None:
+    """Raise BadInput naming the first kernel of a plan that this rank or the model's family cannot use."""
+    asked, model = plan.attention, plan.model
+    if asked is not Attention.AUTO and asked not in family.kernels:
+        others = ", ".join([Attention.AUTO, *family.kernels])
+        raise BadInput(file, f"attention {asked} is not for {model.family} models", f"use one of: {others}")
+    if asked is _FLASH and (lack := _lack(device)) is not None:
+        raise BadInput(file, f"attention {asked} {lack}", "use auto, sdpa or eager")
+    for name in _nowhere(plan, family):
+        raise BadInput(file, f"fused {name}: {model.family} models have none that flash-attn computes", "leave it out")
+
+
+def settle_attention(plans: Sequence[Plan], world: World) -> tuple[str, ...]:
+    """The attention kernel of each plan, the same on all ranks; rank 0 says so in one line.
+
+    `auto` is one kernel for all plans: the fastest that every rank can run for each of them.
+    """
+    undecided = [plan for plan in plans if plan.attention is Attention.AUTO]
+    possible = [i for i, kernel in enumerate(_FASTEST_LAST) if all(_can(p, kernel, world.device) for p in undecided)]
+    best = torch.tensor(possible[-1], device=world.device)
+    dist.all_reduce(best, dist.ReduceOp.MIN)
+    chosen = _FASTEST_LAST[int(best.item())]
+    settled = tuple(chosen if plan.attention is Attention.AUTO else plan.attention for plan in plans)
+    if world.rank == 0:
+        said = (f"{k} (auto)" if p.attention is Attention.AUTO else k for p, k in zip(plans, settled, strict=True))
+        print(f"attention: {', '.join(dict.fromkeys(said))}", file=sys.stderr, flush=True)
+    return tuple(kernel.value for kernel in settled)
+
+
+def _can(plan: Plan, kernel: Attention, device: torch.device) -> bool:
+    if kernel not in family_named(plan.model.family, plan.name).kernels:
+        return False
+    return kernel is not _FLASH or (flash_attn_is_installed() and flash_obstacle(plan) is None and not _lack(device))
+
+
+def _lack(device: torch.device) -> str | None:
+    """What a device lacks for flash-attn 2."""
+    if device.type != "cuda":
+        return f"needs CUDA, this is {device.type}"
+    if (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
+        found, least = (".".join(map(str, version)) for version in (capability, _CAPABILITY))
+        return f"needs compute capability {least}, {torch.cuda.get_device_name(device)} has {found}"
+    return None
+
+
+def _nowhere(plan: Plan, family: Family) -> Iterator[str]:
+    """What is to be fused, of which the model has nothing."""
+    layers = plan.model.layers
+    elements = (EMBEDDING, *(f"layers[{layers.index(kind)}]" for kind in dict.fromkeys(layers)), HEAD)
+    for name in plan.fused:
+        with torch.device("meta"):
+            modules = [family.build(plan.model, element, Attention.SDPA.value) for element in elements]
+        if not any(fusible(module, name) for module in modules):
+            yield name

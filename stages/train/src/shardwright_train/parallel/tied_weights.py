@@ -1,0 +1,77 @@
+"""Parameters that several elements hold copies of, on whatever ranks and in whatever layouts: one gradient for all."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright_formats.semantics.layout import Box, parameter_box
+from shardwright_formats.semantics.tied_weights import (
+    Copy,
+    Piece,
+    pieces_from_owners,
+    pieces_to_owners,
+    ranks_of_ties,
+    ties_of,
+)
+from shardwright_formats.types.plan import Plan
+
+__all__ = ["Ties"]
+
+
+class Ties:
+    """The copies on one rank and the two exchanges between them.
+
+    Both exchanges are one all_to_all over the ranks that hold copies; `group` is None when this rank holds none.
+    """
+
+    def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup | None) -> None:
+        ties = ties_of(plan)
+        self.group, self.rank = group, rank
+        self.members = ranks_of_ties(ties)
+        self.copies = frozenset(
+            (copy.element, copy.parameter.name) for tie in ties for copy in tie[1:] if rank in copy.ranks
+        )
+        """Element and parameter of what this rank holds but does not own: it counts once in a norm."""
+        self._to_owners, self._from_owners = pieces_to_owners(ties), pieces_from_owners(ties)
+
+    def sum_gradients(self, gradients: Mapping[tuple[str, str], Tensor]) -> None:
+        """Give every copy the sum of all copies' gradients: local shards by element and parameter, in place.
+
+        The owner adds in the order of the layers and hands out its sums, so that copies stay equal to the bit.
+        """
+        if self.group is not None:
+            self._exchange(self._to_owners, gradients, add=True)
+            self._exchange(self._from_owners, gradients, add=False)
+
+    def copy_owners(self, values: Mapping[tuple[str, str], Tensor]) -> None:
+        """Give every copy its owner's values, in place."""
+        if self.group is not None:
+            self._exchange(self._from_owners, values, add=False)
+
+    def _exchange(self, pieces: Sequence[Piece], tensors: Mapping[tuple[str, str], Tensor], add: bool) -> None:
+        sends = sorted((p for p in pieces if p.source == self.rank != p.target), key=lambda p: p.target)
+        receives = sorted((p for p in pieces if p.target == self.rank != p.source), key=lambda p: p.source)
+        outgoing = [self._window(p.sender, p.box, tensors).reshape(-1) for p in sends]
+        like = next(iter(tensors.values()))
+        empty = like.new_empty(0)
+        incoming = like.new_empty(sum(p.elements for p in receives))
+        dist.all_to_all_single(
+            incoming,
+            torch.cat([empty, *outgoing]),
+            [sum(p.elements for p in receives if p.source == member) for member in self.members],
+            [sum(p.elements for p in sends if p.target == member) for member in self.members],
+            group=self.group,
+        )
+        arrived = dict(zip(receives, incoming.split([p.elements for p in receives]), strict=True))
+        for piece in (p for p in pieces if p.target == self.rank):
+            target = self._window(piece.receiver, piece.box, tensors)
+            value = arrived[piece] if piece in arrived else self._window(piece.sender, piece.box, tensors)
+            value = value.view(target.shape)
+            _ = target.add_(value) if add else target.copy_(value)
+
+    def _window(self, copy: Copy, box: Box, tensors: Mapping[tuple[str, str], Tensor]) -> Tensor:
+        mine = parameter_box(copy.parameter, copy.strategy, copy.ranks.index(self.rank))
+        local = tensors[copy.element, copy.parameter.name]
+        return local[tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, mine, strict=True))]

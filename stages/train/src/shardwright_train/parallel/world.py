@@ -1,0 +1,76 @@
+"""This process as a rank among others."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from shardwright_formats.io.errors import ShardwrightError
+from shardwright_train.watch import START_UP_S, Watch
+
+__all__ = ["World", "joined_world"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """A rank, the number of ranks, the device this rank computes on, and what it tells its launcher through."""
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+    watch: Watch
+
+    @property
+    def device_name(self) -> str:
+        """The device's name as its driver gives it, or `cpu`."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+
+    def first_says(self, ask: Callable[[], T]) -> T:
+        """What rank 0 finds, on all ranks."""
+        found = [ask() if self.rank == 0 else None]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]  # type: ignore[return-value]
+
+    def agree(self, problem: ShardwrightError | None) -> None:
+        """Raise on all ranks what any of them has found wrong: the lowest such rank's error."""
+        every: list[ShardwrightError | None] = [None] * self.size
+        dist.all_gather_object(every, problem)
+        for found in every:
+            if found is not None:
+                raise found
+
+
+@contextmanager
+def joined_world(device_type: str, timeout_s: float = START_UP_S) -> Iterator[World]:
+    """Join the process group that the launcher's environment names: NCCL on `cuda`, gloo on `cpu`.
+
+    `timeout_s` bounds the joining and every collective, those of groups that are made later as well. An error that the
+    world is left with is noted for the launcher.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    watch = Watch.of_environment()
+    with ExitStack() as stack:
+        # A DeviceMesh takes no timeout: its groups have the defaults, which are 10 minutes with NCCL.
+        for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            stack.callback(setattr, distributed_c10d, default, getattr(distributed_c10d, default))
+            setattr(distributed_c10d, default, timeout)
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+        stack.callback(dist.destroy_process_group)
+        stack.push(watch.note)  # before the group is destroyed, from which the peers see that this rank is gone
+        watch.begin("before the first step")
+        yield World(rank, size, device, backend, watch)

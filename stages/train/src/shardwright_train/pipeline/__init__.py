@@ -1,0 +1,1 @@
+"""One rank's pipeline stage and its step."""

@@ -1,1 +1,0 @@
-"""What a run leaves on disk to be continued from."""

@@ -1,0 +1,273 @@
+"""Training with a plan: steps, metrics, checkpoints, and an orderly stop."""
+
+import json
+import math
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright_formats.io.errors import BadInput, RunFailed, ShardwrightError, Stopped
+from shardwright_formats.io.json import read_document, write_bytes, write_document
+from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.run import RunResult, StepMetrics
+from shardwright_train.data.batches import Batches, open_batches
+from shardwright_train.jobs import RunJob
+from shardwright_train.measurement.record import peak_resident_bytes
+from shardwright_train.models.attention_kernels import check_kernels, settle_attention
+from shardwright_train.models.registry import family_named
+from shardwright_train.parallel.parallelize import Site
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.world import World
+from shardwright_train.pipeline.runner import Pipeline, Step, run_step
+from shardwright_train.pipeline.stage import Stage, build_stage
+from shardwright_train.training.checkpoint import Progress, load, read_progress, save
+from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
+from shardwright_train.training.loss_scale import LossScale
+from shardwright_train.training.nonfinite import where_not_finite
+from shardwright_train.training.optimizer import Hyperparameters, ShardedAdamW, StepOutcome
+from shardwright_train.training.peaks import peak_flops_per_s
+
+__all__ = ["train"]
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """All that stays the same from the first step to the last."""
+
+    job: RunJob
+    plan: Plan
+    world: World
+    attention: str
+    batches: Batches
+    stage: Stage
+    place: Pipeline
+    optimiser: ShardedAdamW
+    folder: Path
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds."""
+        return {**self.optimiser.parameters, **self.optimiser.state()}
+
+
+def train(job: RunJob, world: World) -> None:
+    """Train to the job's last step on all ranks, from the latest checkpoint of this plan if there is one.
+
+    Raises BadInput together on all ranks when plan, data or checkpoint cannot be used, RunFailed when loss or gradient
+    norm is no number, Stopped when a rank was asked to stop: then the state is saved first.
+    """
+    plan = read_document(Path(job.plan), Plan)
+    batches, resumed = _agreed_inputs(job, plan, world)
+    (attention,) = settle_attention([plan], world)
+    run = _build(job, plan, world, attention, batches)
+    scale = LossScale.for_compute(plan.precision.compute)
+    progress = Progress(0, plan.sha256, batches.sha256, job.seed, 0.0, 0.0, 0, scale.value, 0)
+    if resumed is not None:
+        progress = read_progress(resumed)
+    run.optimiser.begin(progress.updates)
+    if resumed is not None:
+        load(resumed, run.tensors())
+    if world.rank == 0:
+        _keep_metrics_until(run.folder / METRICS, progress.step)
+    with _asked_to_stop() as stop_asked:
+        final = _steps(run, progress, stop_asked)
+    if world.rank == 0:
+        _finish(run, *final)
+
+
+def _agreed_inputs(job: RunJob, plan: Plan, world: World) -> tuple[Batches, Path | None]:
+    problem: ShardwrightError | None = None
+    batches, resumed = None, None
+    try:
+        _check_device(plan, world, job.plan)
+        family = family_named(plan.model.family, job.plan)
+        check_kernels(plan, family, world.device, job.plan)
+        batches = open_batches(Path(job.data), plan.model, family, job.seed)
+        resumed = _checkpoint_to_resume(job, plan, batches)
+    except ShardwrightError as error:
+        problem = error
+    world.agree(problem)
+    assert batches is not None
+    return batches, resumed
+
+
+def _check_device(plan: Plan, world: World, file: str) -> None:
+    cluster = plan.cluster
+    wanted = cluster.node_types[cluster.node_type_of_rank[world.rank]].device
+    if wanted != world.device_name:
+        raise BadInput(
+            file,
+            f"rank {world.rank} is planned for {wanted} and runs on {world.device_name}",
+            "start it on the plan's cluster",
+        )
+
+
+def _checkpoint_to_resume(job: RunJob, plan: Plan, batches: Batches) -> Path | None:
+    latest = latest_checkpoint(folder_of_plan(Path(job.checkpoints), plan.sha256))
+    chosen = Path(job.resume_from) if job.resume_from else latest
+    if chosen is None:
+        return None
+    progress = read_progress(chosen)
+    for what, found, wanted in (
+        ("another plan", progress.plan_sha256, plan.sha256),
+        ("other data", progress.data_sha256, batches.sha256),
+        ("another seed", progress.seed, job.seed),
+    ):
+        if found != wanted:
+            raise BadInput(chosen, f"was saved under {what} ({found})", "start anew in another --checkpoints folder")
+    if progress.step > job.steps:
+        raise BadInput(chosen, f"is at step {progress.step}, past --steps {job.steps}", "ask for more steps")
+    return chosen
+
+
+def _build(job: RunJob, plan: Plan, world: World, attention: str, batches: Batches) -> _Run:
+    groups = Groups(world.device.type)
+    groups.prepare(plan)
+    family = family_named(plan.model.family, job.plan)
+    stage = build_stage(Site(plan, family, world.rank, groups, attention, world.device, job.seed))
+    settings = Hyperparameters(
+        learning_rate=job.learning_rate,
+        warmup_steps=job.warmup_steps,
+        steps=job.steps,
+        weight_decay=job.weight_decay,
+        clip_norm=job.clip_norm,
+        learning_rate_schedule=job.learning_rate_schedule,
+        final_fraction=job.final_fraction,
+        decay_fraction=job.decay_fraction,
+    )
+    optimiser = ShardedAdamW(stage.parameters_by_name(), settings, stage.copies())
+    folder = folder_of_plan(Path(job.checkpoints), plan.sha256)
+    place = Pipeline.of(plan, world.rank, groups, world.device)
+    return _Run(job, plan, world, attention, batches, stage, place, optimiser, folder)
+
+
+def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progress, float, Path]:
+    """The training loop; returns the last progress, the last loss and the last checkpoint."""
+    job, began = run.job, time.monotonic() - progress.wall_s
+    saved, loss = run.folder / f"step-{progress.step:08d}", progress.first_loss
+    fixed = LossScale.for_compute(run.plan.precision.compute).fixed
+    scale = LossScale(progress.loss_scale, fixed, progress.steps_without_overflow)
+    for step in range(progress.step + 1, job.steps + 1):
+        run.world.watch.begin(f"in step {step}")
+        started = time.perf_counter()
+        work = Step(run.batches.batch(step, run.plan.global_batch_size), job.seed, step, scale.value)
+        loss_part = run_step(run.stage, run.place, work)
+        outcome = run.optimiser.step(step, loss_part, bool(stop_asked), scale.value)
+        step_time_s = time.perf_counter() - started
+        overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite
+        if not outcome.finite and not overflowed:
+            where = where_not_finite(run.stage, run.place, work)
+            what = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
+            raise RunFailed(f"step {step}: {what}: {where}: nothing of this step was saved")
+        scale = scale.after(overflowed)
+        loss = outcome.loss
+        _write_metrics(run, step, outcome, step_time_s)
+        first = outcome.loss if step == 1 else progress.first_loss
+        progress = replace(
+            progress,
+            step=step,
+            first_loss=first,
+            wall_s=time.monotonic() - began,
+            updates=progress.updates + outcome.finite,
+            loss_scale=scale.value,
+            steps_without_overflow=scale.steps_without_overflow,
+        )
+        if outcome.stop or step == job.steps or step % job.checkpoint_every == 0:
+            saved = save(run.folder, run.tensors(), progress, job.keep_checkpoints)
+        if outcome.stop and step < job.steps:
+            raise Stopped(f"stopped after step {step} of {job.steps}: run the same command to resume")
+    return progress, loss, saved
+
+
+def _write_metrics(run: _Run, step: int, outcome: StepOutcome, step_time_s: float) -> None:
+    plan, world = run.plan, run.world
+    peak = torch.tensor([_peak_memory_bytes(world.device)], dtype=torch.int64, device=world.device)
+    peaks = [torch.zeros_like(peak) for _ in range(world.size)]
+    dist.all_gather(peaks, peak)
+    if world.rank != 0:
+        return
+    tokens_per_s = plan.global_batch_size * plan.model.sequence_length / step_time_s
+    metrics = StepMetrics(
+        step=step,
+        loss=outcome.loss,
+        step_time_s=step_time_s,
+        tokens_per_s=tokens_per_s,
+        mfu=model_flops_utilisation(plan, step_time_s, world.device_name),
+        grad_norm=outcome.grad_norm if outcome.finite else None,
+        learning_rate=outcome.learning_rate,
+        peak_memory_bytes=tuple(int(p.item()) for p in peaks),
+        time_utc=datetime.now(UTC).isoformat(timespec="milliseconds"),
+    )
+    with (run.folder / METRICS).open("ab") as file:
+        file.write(msgspec.json.encode(metrics) + b"\n")
+    if step == 1 or step % max(1, run.job.steps // 20) == 0 or step == run.job.steps:
+        print(
+            f"step {step}/{run.job.steps}: loss {outcome.loss:.4f}, {step_time_s:.3f} s, {tokens_per_s:.0f} tokens/s",
+            flush=True,
+        )
+
+
+def model_flops_utilisation(plan: Plan, step_time_s: float, device_name: str) -> float | None:
+    """Share of the devices' peak that the model's own operations use (Chowdhery et al. 2022); None if that is unknown.
+
+    A backward pass counts twice a forward pass; what is recomputed does not count.
+    """
+    peak = peak_flops_per_s(device_name, plan.precision.compute)
+    if peak is None:
+        return None
+    forward = sum(plan.model.types[name].forward_flops_per_sample for name in (EMBEDDING, *plan.model.layers, HEAD))
+    return 3 * forward * plan.global_batch_size / step_time_s / (peak * plan.world_size)
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return peak_resident_bytes()
+
+
+def _keep_metrics_until(file: Path, step: int) -> None:
+    """Drop the lines past a checkpoint's step: those steps are run again."""
+    lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
+    kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+    write_bytes(file, b"".join(kept))
+
+
+def _finish(run: _Run, progress: Progress, loss: float, checkpoint: Path) -> None:
+    out = Path(run.job.out)
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(run.folder / METRICS, out / METRICS)
+    result = RunResult(
+        plan_sha256=run.plan.sha256,
+        steps=progress.step,
+        first_loss=progress.first_loss,
+        final_loss=loss,
+        attention=run.attention,
+        wall_s=progress.wall_s,
+        checkpoint=str(checkpoint),
+    )
+    write_document(out / "DONE.json", result)
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """Collect the stop signals of this process instead of dying of them."""
+    asked: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)

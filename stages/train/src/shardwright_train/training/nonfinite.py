@@ -1,0 +1,63 @@
+"""Where a loss or gradient that is no number first appeared."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_train.parallel.sharded_parameters import local_tensor
+from shardwright_train.pipeline.runner import Pipeline, Step, run_step
+from shardwright_train.pipeline.stage import Stage
+
+__all__ = ["where_not_finite"]
+
+# Forward finds come before those of the backward pass, then earlier microbatches, then lower layers, then ranks.
+_Find = tuple[int, int, int, int, str]
+
+
+def where_not_finite(stage: Stage, place: Pipeline, step: Step) -> str:
+    """Run a step again, watching every element's output and gradients; what is found first, on any rank.
+
+    Collective over the world; the parameters are as they were, for such a step updates nothing.
+    """
+    finds: list[_Find] = []
+    rank = dist.get_rank()
+    hooks = []
+    for element in stage.elements:
+        calls = [0]
+
+        def watch(
+            _module: nn.Module, _args: object, output: object, name: str = element.name, calls: list[int] = calls
+        ) -> None:
+            if not _finite(output):
+                microbatch = calls[0]
+                found = f"in the output of {name} on rank {rank}, microbatch {microbatch}"
+                finds.append((0, microbatch, _position(name), rank, found))
+            calls[0] += 1
+
+        hooks.append(element.module.register_forward_hook(watch))
+    run_step(stage, place, step)
+    for hook in hooks:
+        hook.remove()
+    for element in stage.elements:
+        for name, parameter in element.stored.items():
+            if not _finite(local_tensor(parameter.grad) if parameter.grad is not None else None):
+                # The backward pass comes from the head: what it meets last is the lowest layer.
+                found = f"in the gradient of {element.name}'s {name} on rank {rank}"
+                finds.append((1, 0, -_position(element.name), rank, found))
+            parameter.grad = None
+    every: list[_Find | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, min(finds, default=None))
+    known = [find for find in every if find is not None]
+    return f"first {min(known)[-1]}" if known else "and not again when the step was repeated"
+
+
+def _finite(values: object) -> bool:
+    return all(bool(torch.isfinite(x).all()) for x in tree_leaves(values) if isinstance(x, Tensor))
+
+
+def _position(element: str) -> int:
+    if element == EMBEDDING:
+        return -1
+    return 1 << 30 if element == HEAD else int(element[len("layers[") : -1])

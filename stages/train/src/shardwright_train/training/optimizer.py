@@ -1,0 +1,173 @@
+"""AdamW and gradient clipping over parameters that lie on different meshes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwright_train.parallel.sharded_parameters import local_tensor, placed_as
+from shardwright_train.training.learning_rate import LearningRateSchedule, learning_rate_at
+
+__all__ = ["Hyperparameters", "ShardedAdamW"]
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What a run asks of the optimizer; no part of the plan."""
+
+    learning_rate: float
+    warmup_steps: int
+    steps: int
+    weight_decay: float
+    clip_norm: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.COSINE
+    final_fraction: float = 0.1
+    """The peak's share that is left at the last step, where the schedule decays to one."""
+    decay_fraction: float = 0.1
+    """The share of all steps in which wsd decays."""
+
+    def learning_rate_at(self, step: int) -> float:
+        """The learning rate of a step; steps count from 1."""
+        return learning_rate_at(
+            step,
+            self.learning_rate_schedule,
+            peak=self.learning_rate,
+            steps=self.steps,
+            warmup_steps=self.warmup_steps,
+            final_fraction=self.final_fraction,
+            decay_fraction=self.decay_fraction,
+        )
+
+
+class ShardedAdamW:
+    """AdamW (Loshchilov & Hutter 2019) on each rank's shards.
+
+    The update is element by element, so it needs no mesh: it runs fused over plain local tensors, which share their
+    memory with the stored DTensors. Weight decay spares norms and biases. `copies` names the parameters that count in
+    the norm elsewhere: their gradients are those of the parameter they are copies of.
+    """
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], settings: Hyperparameters, copies: frozenset[str] = frozenset()
+    ) -> None:
+        self.parameters, self.settings, self._copies = parameters, settings, copies
+        self._local = {name: nn.Parameter(local_tensor(p.detach())) for name, p in parameters.items()}
+        decayed = [self._local[n] for n, p in parameters.items() if _decays(n, p)]
+        spared = [self._local[n] for n, p in parameters.items() if not _decays(n, p)]
+        groups = [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": spared, "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]],
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
+        )
+
+    def step(self, step: int, loss: Tensor, stop: bool, loss_scale: float = 1.0) -> "StepOutcome":
+        """Clip by the global norm, update, and forget the gradients; `step` counts from 1.
+
+        The gradients are those of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
+        the loss and whether any rank wants to stop. When loss or norm is not finite nothing is updated.
+        """
+        squares = _squared_norm([p for name, p in self.parameters.items() if name not in self._copies], self._device)
+        shared = torch.stack([loss.to(squares.device), squares, squares.new_tensor(float(stop))])
+        dist.all_reduce(shared)
+        mean_loss, squared, stops = shared.tolist()
+        norm = math.sqrt(squared) / loss_scale if squared >= 0 else math.nan
+        outcome = StepOutcome(mean_loss, norm, self.settings.learning_rate_at(step), stops > 0)
+        if outcome.finite:
+            self._update(outcome, loss_scale)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return outcome
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments as DTensors that lie as their parameters do, under `optim.<parameter>.<moment>`."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                found[f"optim.{name}.{moment}"] = placed_as(parameter, self._adamw.state[self._local[name]][moment])
+        return found
+
+    def begin(self, step: int) -> None:
+        """Make the moments exist, as zeros, and let the bias correction continue after `step` steps."""
+        for local in self._local.values():
+            self._adamw.state[local] = {
+                "step": torch.tensor(float(step), dtype=torch.float32, device=local.device),
+                "exp_avg": torch.zeros_like(local),
+                "exp_avg_sq": torch.zeros_like(local),
+            }
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the moments on this rank."""
+        return sum(2 * p.numel() * p.element_size() for p in self._local.values())
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._local.values())).device
+
+    def _update(self, outcome: "StepOutcome", loss_scale: float) -> None:
+        limit = self.settings.clip_norm
+        scale = (min(1.0, limit / (outcome.grad_norm + 1e-6)) if limit > 0 else 1.0) / loss_scale
+        for name, parameter in self.parameters.items():
+            assert parameter.grad is not None
+            self._local[name].grad = local_tensor(parameter.grad)
+        if scale != 1.0:
+            torch._foreach_mul_([p.grad for p in self._local.values() if p.grad is not None], scale)
+        for group in self._adamw.param_groups:
+            group["lr"] = outcome.learning_rate
+        self._adamw.step()
+        for local in self._local.values():
+            local.grad = None
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step came to, the same on every rank."""
+
+    loss: float
+    """Mean cross entropy over the tokens of the step."""
+    grad_norm: float
+    learning_rate: float
+    stop: bool
+    """Whether some rank was asked to stop."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient norm are numbers to go on with."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def _decays(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() > 1 and not name.endswith("bias")
+
+
+def _replicas(parameter: Tensor) -> int:
+    """On how many ranks each element of a parameter lies."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return math.prod(
+        mesh.size(axis) for axis, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)
+    )
+
+
+def _squared_norm(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+    """This rank's part of the squared norm of all gradients: over all ranks the parts sum up to it."""
+    gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if gradients:
+        # Each norm in the format it is stored in, which is 32 bits at least; their squares are added in 64.
+        norms = torch.stack(torch._foreach_norm(gradients)).double()
+        total = (norms.square() / norms.new_tensor([_replicas(p) for p in parameters])).sum()
+    return total
