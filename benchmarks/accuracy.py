@@ -43,7 +43,7 @@ def _own(asked: argparse.Namespace) -> None:
         work = asked.work or Path(place)
         work.mkdir(parents=True, exist_ok=True)
         inputs = own.prepare(work, ROOT, asked.hardware)
-        settings = {"steps": asked.steps, "warmup-steps": 1, "least-time-s": asked.least_time_s}
+        settings = {"steps": asked.steps, "warmup-steps": 1, "min-time-s": asked.min_time_s}
         if asked.measurement:
             taken = [own.Round(asked.profile, asked.measurement)]
         else:
@@ -92,7 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--rounds", type=int, default=3, help="profile and plans are measured so many times, in turns")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each probe and plan in a round")
-    parser.add_argument("--least-time-s", type=float, default=1.0, help="and so many s at least")
+    parser.add_argument("--min-time-s", type=float, default=1.0, help="and so many s at least")
     parser.add_argument("--work", type=Path, help="folder to keep profiles and measurements in, and to go on from")
     parser.add_argument("--hardware", type=Path, help="hardware profile, instead of measuring one")
     parser.add_argument("--profile", type=Path, help="model profile of the demo's model, instead of measuring one")

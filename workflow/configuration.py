@@ -27,7 +27,7 @@ __all__ = ["ConfigurationError", "Workflow", "check_model_keys", "load_workflow"
 
 _GIB = 1024**3
 _WORKFLOW_KEYS = ("model", "cluster", "select", "correction")
-_MEASURE_KEYS = ("source", "steps", "warmup_steps", "least_time_s")
+_MEASURE_KEYS = ("source", "steps", "warmup_steps", "min_time_s")
 _NO_NAME = "(?!)"
 # Said in full: inside a job of Snakemake's plugin, srun finds no SLURM_* variable to take the numbers from.
 _SRUN = "srun --nodes={0} --ntasks={0} --ntasks-per-node=1 --kill-on-bad-exit=1"

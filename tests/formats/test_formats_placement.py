@@ -1,4 +1,4 @@
-"""Groups, rectangles and routes against brute force over every element."""
+"""Groups, activation shards and redistribution plans against brute force over every element."""
 
 from collections import Counter
 from itertools import pairwise
@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright_formats.semantics.layout import (
+    ActivationShard,
     Layout,
-    Rectangle,
     closed_groups,
     dp_groups,
     layout_of,
-    routes,
+    redistribution_plan,
     sent_elements,
     tp_groups,
 )
@@ -49,7 +49,7 @@ def changes(draw: st.DrawFn) -> tuple[Layout, Layout, int, int]:
     )
 
 
-def _elements(piece: Rectangle) -> set[tuple[int, int]]:
+def _elements(piece: ActivationShard) -> set[tuple[int, int]]:
     return {
         (sample, position)
         for sample in range(piece.batch_start, piece.batch_end)
@@ -58,7 +58,7 @@ def _elements(piece: Rectangle) -> set[tuple[int, int]]:
 
 
 def _held(layout: Layout, rank: int, samples: int, length: int) -> set[tuple[int, int]]:
-    return _elements(layout.rectangle(rank, samples, length))
+    return _elements(layout.activation_shard(rank, samples, length))
 
 
 @given(changes())
@@ -79,10 +79,10 @@ def test_a_tensor_parallel_group_shares_samples_and_groups_have_others(
     for dp_index in range(layout.dp_size):
         for tp_index, rank in enumerate(layout.holders(dp_index)):
             assert layout.coordinates(rank) == (dp_index, tp_index)
-            rectangle = layout.rectangle(rank, samples, length)
-            assert rectangle.batch_start == dp_index * samples // layout.dp_size
-            assert rectangle.batch_end - rectangle.batch_start == samples // layout.dp_size
-            assert rectangle.tokens == len(_elements(rectangle))
+            shard = layout.activation_shard(rank, samples, length)
+            assert shard.batch_start == dp_index * samples // layout.dp_size
+            assert shard.batch_end - shard.batch_start == samples // layout.dp_size
+            assert shard.tokens == len(_elements(shard))
 
 
 @given(changes())
@@ -91,9 +91,9 @@ def test_routes_serve_every_element_of_the_target_exactly_once_from_one_who_hold
 ) -> None:
     source, target, samples, length = change
     served: Counter[tuple[int, tuple[int, int]]] = Counter()
-    for route in routes(source, target, samples, length):
-        assert _elements(route.piece) <= _held(source, route.source, samples, length)
-        served.update((route.target, element) for element in _elements(route.piece))
+    for transfer in redistribution_plan(source, target, samples, length):
+        assert _elements(transfer.piece) <= _held(source, transfer.source, samples, length)
+        served.update((transfer.target, element) for element in _elements(transfer.piece))
     wanted = {(rank, e) for rank in range(target.stage_size) for e in _held(target, rank, samples, length)}
     assert served == dict.fromkeys(wanted, 1)
 
@@ -102,9 +102,9 @@ def test_routes_serve_every_element_of_the_target_exactly_once_from_one_who_hold
 def test_a_rank_serves_itself_whatever_it_holds(change: tuple[Layout, Layout, int, int]) -> None:
     source, target, samples, length = change
     kept: dict[int, set[tuple[int, int]]] = {rank: set() for rank in range(source.stage_size)}
-    for route in routes(source, target, samples, length):
-        if route.source == route.target:
-            kept[route.target] |= _elements(route.piece)
+    for transfer in redistribution_plan(source, target, samples, length):
+        if transfer.source == transfer.target:
+            kept[transfer.target] |= _elements(transfer.piece)
     for rank, elements in kept.items():
         assert elements == _held(source, rank, samples, length) & _held(target, rank, samples, length)
 
@@ -123,8 +123,8 @@ def _moved(
     source: Layout, target: Layout, samples: int, length: int, held: list[set[tuple[int, int]]]
 ) -> list[set[tuple[int, int]]]:
     received: list[set[tuple[int, int]]] = [set() for _ in held]
-    for route in routes(source, target, samples, length):
-        received[route.target] |= held[route.source] & _elements(route.piece)
+    for transfer in redistribution_plan(source, target, samples, length):
+        received[transfer.target] |= held[transfer.source] & _elements(transfer.piece)
     return received
 
 
@@ -133,9 +133,11 @@ def test_closed_groups_are_closed_and_cannot_be_cut_further(change: tuple[Layout
     source, target, samples, length = change
     groups = closed_groups(source, target, samples, length)
     assert sorted(rank for group in groups for rank in group) == list(range(source.stage_size))
+    there = redistribution_plan(source, target, samples, length)
+    back = redistribution_plan(target, source, samples, length)
     edges = {
-        frozenset((route.source, route.target))
-        for route in routes(source, target, samples, length) + routes(target, source, samples, length)
+        frozenset((transfer.source, transfer.target))
+        for transfer in there + back + redistribution_plan(target, source, samples, length)
     }
     for group in groups:
         for edge in edges:
@@ -175,8 +177,8 @@ def test_tensor_and_data_parallel_groups_form_a_grid(size: int, consecutive: boo
 def test_sent_elements_count_what_leaves_a_rank(change: tuple[Layout, Layout, int, int]) -> None:
     source, target, samples, length = change
     sent = [0] * source.stage_size
-    for route in routes(source, target, samples, length):
-        sent[route.source] += FEATURES * len(_elements(route.piece)) * (route.source != route.target)
+    for transfer in redistribution_plan(source, target, samples, length):
+        sent[transfer.source] += FEATURES * len(_elements(transfer.piece)) * (transfer.source != transfer.target)
     assert sent_elements(source, target, samples, length, FEATURES) == tuple(sent)
 
 
@@ -213,4 +215,4 @@ def test_a_gather_within_pairs_is_closed_within_pairs() -> None:
     assert closed_groups(alone, pairs, 4, 4) == ((0, 1), (2, 3))
     strided = Layout(4, 2, False, True)
     assert strided.holders(0) == (0, 2)
-    assert strided.rectangle(2, 4, 4) == Rectangle(0, 2, 2, 4)
+    assert strided.activation_shard(2, 4, 4) == ActivationShard(0, 2, 2, 4)

@@ -1,4 +1,4 @@
-"""What moves between layers and stages, beside what the runtime's own routes say of the whole stage."""
+"""What moves between layers and stages, beside what the runtime's own redistribution plan says of the whole stage."""
 
 from math import ceil
 
@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from random_requests import random_model
 
 from shardwright_formats.semantics.layout import Layout, closed_groups, layout_of, sent_elements
-from shardwright_formats.semantics.tied_weights import pieces_from_owners, pieces_to_owners, ties_of
+from shardwright_formats.semantics.tied_weights import pieces_from_owners, pieces_to_owners, tied_parameters
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import BoundaryTensor
 from shardwright_formats.types.plan import PipelineStage, Plan, Precision, Schedule
@@ -147,9 +147,9 @@ def test_tied_parameters_move_between_stages_as_the_runtime_moves_them(make, kin
     for tp, tp_other in ((1, 1), (1, 2), (2, 4), (4, 1), (2, 2)):
         embedding = Strategy(tp_size=tp, dp_size=4 // tp, data_parallel=DataParallel(kind))
         head = Strategy(tp_size=tp_other, dp_size=4 // tp_other, data_parallel=DataParallel(other))
-        ties = ties_of(tied_plan(costs, embedding, head))
+        tied = tied_parameters(tied_plan(costs, embedding, head))
         taken = 0
-        for pieces, own in ((pieces_to_owners(ties), ranks[1]), (pieces_from_owners(ties), ranks[0])):
+        for pieces, own in ((pieces_to_owners(tied), ranks[1]), (pieces_from_owners(tied), ranks[0])):
             sent = [sum(piece.elements for piece in pieces if piece.source == rank) for rank in own]
             taken += 20_000_000 + max(sent) * 4 * 500
         assert tie_cost_ps(costs, embedding, head, *ranks) == taken, (tp, tp_other)

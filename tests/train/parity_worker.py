@@ -27,11 +27,11 @@ from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.sharded_parameters import local_tensor
 from shardwright_train.parallel.tensor import TensorParallel
-from shardwright_train.parallel.tied_weights import Ties
+from shardwright_train.parallel.tied_weights import TiedParameters
 from shardwright_train.parallel.world import World, joined_world
 from shardwright_train.pipeline.runner import Pipeline, Step, run_step
 from shardwright_train.pipeline.stage import Stage, build_stage
-from shardwright_train.training import optimizer as optimiser
+from shardwright_train.training import optimizer
 from shardwright_train.training.optimizer import Hyperparameters, ShardedAdamW
 
 STEPS = 3
@@ -52,9 +52,9 @@ class Reference:
         state: dict[str, Tensor] = {}
         for name in ("embedding", *(f"layers[{i}]" for i in range(len(plan.layers))), "head"):
             torch.manual_seed(seed_of(0, name))
-            element = family.build(model, name, "sdpa")
-            family.initialise(model, element)
-            for local, parameter in element.named_parameters():
+            layer = family.build(model, name, "sdpa")
+            family.initialize(model, layer)
+            for local, parameter in layer.named_parameters():
                 state.setdefault(family.hugging_face_name(model, name, local), parameter.detach())
         named = dict(self.model.named_parameters())
         assert set(named) <= set(state), set(named) - set(state)
@@ -94,12 +94,12 @@ class Reference:
         """What this rank should hold of some values, parameter by parameter."""
         model, family, me = stage.site.plan.model, stage.site.family, stage.site.me
         found = []
-        for element in stage.elements:
-            described = {p.name: p for p in model.types[element.kind].parameters}
-            for local, _ in element.module.named_parameters():
-                parameter = described[family.described_name(element.kind, local)]
-                name = family.hugging_face_name(model, element.name, local)
-                box = parameter_box(parameter, element.strategy, me)
+        for layer in stage.layers:
+            described = {p.name: p for p in model.types[layer.kind].parameters}
+            for local, _ in layer.module.named_parameters():
+                parameter = described[family.described_name(layer.kind, local)]
+                name = family.hugging_face_name(model, layer.name, local)
+                box = parameter_box(parameter, layer.strategy, me)
                 value = values[self.aliases.get(name, name)].view(parameter.shape)
                 found.append(value[tuple(slice(low, high) for low, high in box)])
         return found
@@ -122,7 +122,7 @@ def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> d
     stage = build_stage(Site(plan, family, world.rank, groups, "sdpa", world.device, 0))
     place = Pipeline.of(plan, world.rank, groups, world.device)
     parameters = stage.parameters_by_name()
-    adamw = ShardedAdamW(parameters, SETTINGS, stage.copies())
+    adamw = ShardedAdamW(parameters, SETTINGS, stage.replicas())
     adamw.begin(0)
     gradient_error = loss_error = norm_error = 0.0
     for step, batch in enumerate(batches(plan), start=1):
@@ -164,7 +164,7 @@ def _sequence_gradient_scaled() -> AbstractContextManager[object]:
 
 
 def _replicated_squares_counted_twice() -> AbstractContextManager[object]:
-    return patch.object(optimiser, "_replicas", lambda _parameter: 1)
+    return patch.object(optimizer, "_replicas", lambda _parameter: 1)
 
 
 def _a_route_skipped() -> AbstractContextManager[object]:
@@ -190,11 +190,11 @@ def _partial_gradients_reduced_twice() -> AbstractContextManager[object]:
 
 
 def _copies_of_tied_parameters_not_summed() -> AbstractContextManager[object]:
-    return patch.object(Ties, "sum_gradients", lambda _self, _gradients: None)
+    return patch.object(TiedParameters, "sum_gradients", lambda _self, _gradients: None)
 
 
 def _copies_counted_twice_in_the_norm() -> AbstractContextManager[object]:
-    return patch.object(Stage, "copies", lambda _self: frozenset())
+    return patch.object(Stage, "replicas", lambda _self: frozenset())
 
 
 MUTATIONS = {

@@ -30,9 +30,9 @@ def as_rank() -> None:
         nonlocal steps
         steps += 1
         if steps == POISONED_STEP:
-            element = next(e for e in stage.elements if e.name == f"layers[{POISONED_LAYER}]")
+            layer = next(e for e in stage.layers if e.name == f"layers[{POISONED_LAYER}]")
             with torch.no_grad():
-                local_tensor(next(element.module.parameters())).fill_(torch.nan)
+                local_tensor(next(layer.module.parameters())).fill_(torch.nan)
         return stock(stage, *arguments, **named)
 
     if int(os.environ["RANK"]) == POISONED_RANK:

@@ -79,9 +79,9 @@ class Runner:
         sample = batch_of(MODEL, 1, 0)
         batch: Batch = {name: x.expand(SAMPLES, -1) for name, x in sample.items()}
         seen = Seen()
-        for element in stage.elements:
-            if element.kind == "block":
-                element.module.register_forward_hook(lambda _module, _args, out: seen.outputs.append(out.detach()))
+        for layer in stage.layers:
+            if layer.kind == "block":
+                layer.module.register_forward_hook(lambda _module, _args, out: seen.outputs.append(out.detach()))
         with _drops_recorded(seen):
             loss = run_step(stage, place, Step(batch, seed=0, number=number))
         seen.gradients = [loss, *(local_tensor(p.grad) for p in stage.parameters_by_name().values())]  # type: ignore[arg-type]

@@ -7,8 +7,8 @@ from shardwright_train.measurement.memory_account import (
     Category,
     Change,
     Counters,
+    MemoryEvent,
     MemoryInterval,
-    MemoryMark,
     memory_intervals,
 )
 from shardwright_train.measurement.record import Interval
@@ -16,10 +16,10 @@ from shardwright_train.measurement.step_memory import phases_of_memory, segments
 from shardwright_train.measurement.timing import timing_of_step
 
 
-def _intervals(*marks: tuple[str, tuple[int, int] | None, float]) -> list[Interval]:
+def _intervals(*events: tuple[str, tuple[int, int] | None, float]) -> list[Interval]:
     found, start_s = [], 0.0
-    for name, turn, time_s in marks:
-        found.append(Interval(name, turn, start_s, time_s))
+    for name, at, time_s in events:
+        found.append(Interval(name, at, start_s, time_s))
         start_s += time_s
     return found
 
@@ -55,8 +55,8 @@ def test_the_chunks_of_a_microbatch_are_added_up() -> None:
     # The second microbatch comes before the first one's second chunk.
     turns = [(0, 0), (1, 0), (0, 1), (1, 1)]
     intervals = [
-        *(i for n, turn in enumerate(turns) for i in _pass("forward", turn, 2.0**n)),
-        *(i for n, turn in enumerate(reversed(turns)) for i in _pass("backward", turn, 2.0**n)),
+        *(i for n, at in enumerate(turns) for i in _pass("forward", at, 2.0**n)),
+        *(i for n, at in enumerate(reversed(turns)) for i in _pass("backward", at, 2.0**n)),
         *_intervals(("optimizer", None, 1.0)),
     ]
     timing = timing_of_step(intervals)
@@ -68,8 +68,12 @@ def test_the_chunks_of_a_microbatch_are_added_up() -> None:
     ]  # fmt: skip
 
 
-def _pass(kind: str, turn: tuple[int, int], time_s: float) -> list[Interval]:
-    return _intervals((f"{kind}.wait", turn, 0.0), (f"layers.{kind}", turn, time_s), (f"{kind}.end", turn, 0.0))
+def _pass(kind: str, at: tuple[int, int], time_s: float) -> list[Interval]:
+    return _intervals(
+        (f"{kind}.wait", at, 0.0),
+        (f"layers.{kind}", at, time_s),
+        (f"{kind}.end", at, 0.0),
+    )
 
 
 def _held(activations: int = 0, buffers: int = 0, gradients: int = 0) -> HeldMemory:
@@ -83,8 +87,8 @@ def _held(activations: int = 0, buffers: int = 0, gradients: int = 0) -> HeldMem
 
 
 def test_memory_of_a_segment_is_told_apart_by_what_stays_and_what_was_held_for_a_moment() -> None:
-    def interval(name: str, turn: tuple[int, int], before: int, after: int, peak: int) -> MemoryInterval:
-        return MemoryInterval(name, turn, _held(before), _held(after), _held(peak))
+    def interval(name: str, at: tuple[int, int], before: int, after: int, peak: int) -> MemoryInterval:
+        return MemoryInterval(name, at, _held(before), _held(after), _held(peak))
 
     intervals = [
         interval("layers.forward", (0, 0), 0, 100, 100),
@@ -98,29 +102,29 @@ def test_memory_of_a_segment_is_told_apart_by_what_stays_and_what_was_held_for_a
     assert (layers.activation_bytes, layers.forward_transient_bytes, layers.backward_transient_bytes) == (60, 31, 5)
 
 
-A_STEP: list[Change | MemoryMark] = [
-    MemoryMark("start", None, {}),
-    MemoryMark("forward.begin", (0, 0), {}),
+A_STEP: list[Change | MemoryEvent] = [
+    MemoryEvent("start", None, {}),
+    MemoryEvent("forward.begin", (0, 0), {}),
     Change(50, 5),  # received
-    MemoryMark("forward.wait", (0, 0), {}),
+    MemoryEvent("forward.wait", (0, 0), {}),
     Change(60, 64),  # gathered
     Change(70, 1000),  # a workspace
     Change(80, 30),  # left for the backward pass
     Change(70, -1000),
-    MemoryMark("head.forward", (0, 0), {Category.BUFFERS: {60: 64}}),
-    MemoryMark("forward.end", (0, 0), {Category.BUFFERS: {60: 64}}),
-    MemoryMark("backward.begin", (0, 0), {Category.BUFFERS: {60: 64}}),
+    MemoryEvent("head.forward", (0, 0), {Category.BUFFERS: {60: 64}}),
+    MemoryEvent("forward.end", (0, 0), {Category.BUFFERS: {60: 64}}),
+    MemoryEvent("backward.begin", (0, 0), {Category.BUFFERS: {60: 64}}),
     Change(70, 2000),  # another one at the place of the first
     Change(90, 8),  # a gradient
     Change(80, -30),
     Change(70, -2000),
-    MemoryMark("head.backward", (0, 0), {Category.GRADIENTS: {90: 8}, Category.BUFFERS: {60: 64}}),
-    MemoryMark("backward.end", (0, 0), {}),
+    MemoryEvent("head.backward", (0, 0), {Category.GRADIENTS: {90: 8}, Category.BUFFERS: {60: 64}}),
+    MemoryEvent("backward.end", (0, 0), {}),
     Change(50, -5),
     Change(60, -64),
-    MemoryMark("reduced", None, {Category.GRADIENTS: {90: 8}}),
+    MemoryEvent("reduced", None, {Category.GRADIENTS: {90: 8}}),
     Change(90, -8),
-    MemoryMark("optimizer", None, {}),
+    MemoryEvent("optimizer", None, {}),
 ]
 STANDING = {Category.PARAMETERS: {10: 100}, Category.OPTIMIZER: {20: 200}}
 
@@ -143,8 +147,8 @@ def test_every_byte_of_a_step_is_in_one_category() -> None:
 
 
 def test_of_the_forward_passes_the_end_counts_after_which_most_was_held() -> None:
-    def interval(name: str, turn: tuple[int, int] | None, after: int) -> MemoryInterval:
-        return MemoryInterval(name, turn, _held(), _held(after), _held(after))
+    def interval(name: str, at: tuple[int, int] | None, after: int) -> MemoryInterval:
+        return MemoryInterval(name, at, _held(), _held(after), _held(after))
 
     ends = [interval("forward.end", (i, 0), after) for i, after in enumerate((5, 9, 4))]
     phases = phases_of_memory(ends, [*ends, interval("reduced", None, 3), interval("optimizer", None, 2)])
@@ -153,11 +157,11 @@ def test_of_the_forward_passes_the_end_counts_after_which_most_was_held() -> Non
 
 def test_memory_that_was_not_seen_coming_or_going_is_counted_once_it_shows() -> None:
     record = [
-        MemoryMark("start", None, {}),
+        MemoryEvent("start", None, {}),
         Change(50, 5),
         Change(50, 6),  # so the first is gone
         Change(99, -1000),  # was there before, and is in the rest
-        MemoryMark("reduced", None, {Category.GRADIENTS: {60: 40}}),
+        MemoryEvent("reduced", None, {Category.GRADIENTS: {60: 40}}),
     ]
     (interval,) = memory_intervals(record, {}, rest_bytes=0)
     assert msgspec.structs.astuple(interval.after) == (0, 40, 0, 0, 6)
@@ -165,7 +169,7 @@ def test_memory_that_was_not_seen_coming_or_going_is_counted_once_it_shows() -> 
 
 def test_where_an_allocator_counts_its_counts_are_the_sum() -> None:
     counted = [
-        MemoryMark(item.name, item.turn, item.holdings, Counters(2048, 4096)) if isinstance(item, MemoryMark) else item
+        MemoryEvent(item.name, item.at, item.holdings, Counters(2048, 4096)) if isinstance(item, MemoryEvent) else item
         for item in A_STEP
     ]
     for interval in memory_intervals(counted, STANDING, rest_bytes=0):
@@ -173,6 +177,6 @@ def test_where_an_allocator_counts_its_counts_are_the_sum() -> None:
     missed = [item for item in counted if item != Change(80, -30)]
     last = memory_intervals(missed, STANDING, rest_bytes=0)[-1].after
     assert last.activations_bytes == 30
-    full = [item._replace(counters=Counters(310, 4096)) if isinstance(item, MemoryMark) else item for item in missed]
+    full = [item._replace(counters=Counters(310, 4096)) if isinstance(item, MemoryEvent) else item for item in missed]
     last = memory_intervals(full, STANDING, rest_bytes=0)[-1].after
     assert (last.activations_bytes, last.buffers_bytes) == (10, 0), "no more than the allocator leaves for them"

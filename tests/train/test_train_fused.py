@@ -86,12 +86,12 @@ def test_one_block_is_fused_and_the_stock_class_stays_as_it_is() -> None:
     assert second.forward.__func__.__globals__["apply_rotary_pos_emb"] is llama.apply_rotary_pos_emb is stock
 
 
-def on_two_ranks(name: str, dtype: str, family: str = "llama", vocab_size: int = 64, **spread: Any) -> Plan:
+def on_two_ranks(name: str, dtype: str, family: str = "llama", vocab_size: int = 64, **sharding: Any) -> Plan:
     plan = random_plan(tiny(family, vocab_size=vocab_size), 0, 2, dtype, stages=1)
-    layers = tuple(LayerStrategy(type="block", recompute=recompute, **spread) for recompute in Recompute)
+    layers = tuple(LayerStrategy(type="block", recompute=recompute, **sharding) for recompute in Recompute)
     fused = EVERYTHING if family == "llama" else EVERYTHING[1:]
     return msgspec.structs.replace(
-        plan, name=name, layers=layers, embedding=Strategy(**spread), head=Strategy(**spread), fused=fused
+        plan, name=name, layers=layers, embedding=Strategy(**sharding), head=Strategy(**sharding), fused=fused
     )
 
 

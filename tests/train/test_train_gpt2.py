@@ -64,7 +64,7 @@ def test_initial_weights_on_the_residual_path_shrink_with_depth() -> None:
         model = tiny("gpt2", n_layer=layers, n_embd=128, n_inner=512)
         block = family.build(model, "layers[1]", "sdpa")
         torch.manual_seed(0)
-        family.initialise(model, block)
+        family.initialize(model, block)
         shrunk = 0.02 / math.sqrt(2 * layers)
         assert block.get_parameter("mlp.c_proj.weight").std().item() == pytest.approx(shrunk, rel=0.02)
         assert block.get_parameter("attn.c_proj.weight").std().item() == pytest.approx(shrunk, rel=0.02)

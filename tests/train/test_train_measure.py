@@ -74,7 +74,7 @@ def _plan(
     # Every size is even: nothing is padded on 2 ranks.
     model = tiny("llama", vocab_size=64, num_hidden_layers=stages[-1][-1][-1])
     dp_size = 2 // len(stages)
-    spread: dict[str, Any] = {"tp_size": 1, "dp_size": dp_size, "data_parallel": kind}
+    sharding: dict[str, Any] = {"tp_size": 1, "dp_size": dp_size, "data_parallel": kind}
     fields = {
         "schedule": Schedule.INTERLEAVED_1F1B if len(stages[0]) > 1 else Schedule.ONE_F_ONE_B,
         "global_batch_size": 16,
@@ -90,9 +90,9 @@ def _plan(
             PipelineStage(ranks=tuple(range(i * dp_size, (i + 1) * dp_size)), layers=layers)
             for i, layers in enumerate(stages)
         ),
-        embedding=Strategy(**spread),
-        head=Strategy(**spread),
-        layers=tuple(LayerStrategy(type=type_, recompute=recompute, **spread) for type_ in model.layers),
+        embedding=Strategy(**sharding),
+        head=Strategy(**sharding),
+        layers=tuple(LayerStrategy(type=type_, recompute=recompute, **sharding) for type_ in model.layers),
         **(fields | changes),
     )
 

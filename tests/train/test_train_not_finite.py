@@ -19,9 +19,9 @@ from shardwright_train.training.checkpoint_names import folder_of_plan, latest_c
 
 def replicated(plan: Plan) -> Plan:
     """Both ranks hold everything, so that only one of them is hit."""
-    spread = {"tp_size": 1, "dp_size": 2, "data_parallel": DataParallel.DDP}
-    layers = tuple(LayerStrategy(type="block", recompute=Recompute.FULL, **spread) for _ in plan.layers)
-    return msgspec.structs.replace(plan, embedding=Strategy(**spread), head=Strategy(**spread), layers=layers)
+    sharding = {"tp_size": 1, "dp_size": 2, "data_parallel": DataParallel.DDP}
+    layers = tuple(LayerStrategy(type="block", recompute=Recompute.FULL, **sharding) for _ in plan.layers)
+    return msgspec.structs.replace(plan, embedding=Strategy(**sharding), head=Strategy(**sharding), layers=layers)
 
 
 def test_a_loss_that_is_no_number_stops_all_ranks_before_anything_is_saved(tmp_path: Path) -> None:

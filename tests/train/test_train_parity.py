@@ -67,13 +67,13 @@ def _reduced_in_float32() -> Plan:
 def _replicas_behind_a_cut() -> Plan:
     """Replicated layers whose inputs come from another stage: gradients must be there before they are reduced."""
     plan = random_plan(tiny("vit"), 4, 4, stages=2)
-    spread = {"tp_size": 1, "dp_size": 2}
-    layers = tuple(LayerStrategy(type=kind, **spread, recompute=Recompute.FULL) for kind in plan.model.layers)
+    sharding = {"tp_size": 1, "dp_size": 2}
+    layers = tuple(LayerStrategy(type=kind, **sharding, recompute=Recompute.FULL) for kind in plan.model.layers)
     return msgspec.structs.replace(
         plan,
         name="replicas behind a cut",
-        embedding=Strategy(**spread),
-        head=Strategy(**spread),
+        embedding=Strategy(**sharding),
+        head=Strategy(**sharding),
         layers=layers,
         gradient_reduction=GradientReduction.DEFERRED,
         num_microbatches=1,

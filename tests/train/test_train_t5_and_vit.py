@@ -141,7 +141,7 @@ def test_the_token_table_of_t5_begins_with_the_variance_of_the_stock_model() -> 
     model, family = tiny("t5", vocab_size=2000, initializer_factor=0.5), family_named("t5", "test")
     torch.manual_seed(0)
     embedding = family.build(model, EMBEDDING, "sdpa")
-    family.initialise(model, embedding)
+    family.initialize(model, embedding)
     assert embedding.get_parameter("shared.weight").std().item() == pytest.approx(0.5, rel=0.02)
 
 

@@ -19,17 +19,17 @@ from shardwright_formats.types.plan import GradientReduction, PipelineStage, Pla
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_train.cli import app
 from shardwright_train.dry_run.check import check_roles, roles_of
-from shardwright_train.dry_run.fake_world import fake_step
+from shardwright_train.dry_run.simulated_step import simulate_step
 from shardwright_train.models.registry import family_named
 
 WORLD = 8
 RANDOM = (("llama", 3), ("llama", 7), ("gpt2", 1), ("bert", 0))
 
 
-def uniform(model: Model, name: str, every: bool, recompute: Recompute, **spread: object) -> Plan:
+def uniform(model: Model, name: str, every: bool, recompute: Recompute, **sharding: object) -> Plan:
     """One strategy for all layers of one stage, another for embedding and head, so that layouts change too."""
     outer = Strategy(tp_size=2, dp_size=4, data_parallel=DataParallel.ZERO2, sequence_parallel=SequenceParallel.NONE)
-    layer = {"type": "block", "recompute": recompute, **spread}
+    layer = {"type": "block", "recompute": recompute, **sharding}
     return Plan(
         name=name,
         model=model,
@@ -49,14 +49,14 @@ def uniform(model: Model, name: str, every: bool, recompute: Recompute, **spread
 def kinds_of_strategy() -> Iterator[Plan]:
     model = tiny("llama", num_hidden_layers=2)
     for every, data_parallel in ((every, kind) for every in (False, True) for kind in DataParallel):
-        spread = {"tp_size": 1, "dp_size": 8, "data_parallel": data_parallel}
-        yield uniform(model, f"{data_parallel} every={every}", every, Recompute.NONE, **spread)
+        sharding = {"tp_size": 1, "dp_size": 8, "data_parallel": data_parallel}
+        yield uniform(model, f"{data_parallel} every={every}", every, Recompute.NONE, **sharding)
     for split, recompute in ((split, recompute) for split in SequenceParallel for recompute in Recompute):
-        spread = {"tp_size": 4, "dp_size": 2, "data_parallel": DataParallel.ZERO3, "sequence_parallel": split}
-        yield uniform(model, f"{split} {recompute}", False, recompute, **spread)
+        sharding = {"tp_size": 4, "dp_size": 2, "data_parallel": DataParallel.ZERO3, "sequence_parallel": split}
+        yield uniform(model, f"{split} {recompute}", False, recompute, **sharding)
     # Fewer key and value heads than the degree.
-    spread = {"tp_size": 8, "dp_size": 1, "sequence_parallel": SequenceParallel.ULYSSES}
-    yield uniform(model, "ulysses of 8", False, Recompute.NONE, **spread)
+    sharding = {"tp_size": 8, "dp_size": 1, "sequence_parallel": SequenceParallel.ULYSSES}
+    yield uniform(model, "ulysses of 8", False, Recompute.NONE, **sharding)
 
 
 def by_formula(plan: Plan, rank: int) -> Counter[tuple[str, int]]:
@@ -69,7 +69,7 @@ def by_formula(plan: Plan, rank: int) -> Counter[tuple[str, int]]:
 
 
 def counted(plan: Plan, rank: int) -> Counter[tuple[str, int]]:
-    step = fake_step(plan, rank, family_named(plan.model.family, "test"), "sdpa")
+    step = simulate_step(plan, rank, family_named(plan.model.family, "test"), "sdpa")
     return Counter({(kind.collective, kind.group_size): size for kind, size in step.message_bytes.items()})
 
 
@@ -96,8 +96,8 @@ def test_the_check_of_a_plan_shows_every_role(tmp_path: Path) -> None:
     write_document(tmp_path / "plan.json", plan)
     ended = CliRunner().invoke(app, ["check", str(tmp_path / "plan.json")])
     assert ended.exit_code == 0, ended.stderr
-    assert "The bytes counted while playing the step are those of the formulas." in ended.stdout
-    assert f"played {len(roles_of(plan))} of {len(roles_of(plan))} roles" in ended.stderr
+    assert "The bytes counted in the simulated step are those of the formulas." in ended.stdout
+    assert f"simulated {len(roles_of(plan))} of {len(roles_of(plan))} roles" in ended.stderr
     assert {rank for role in roles_of(plan) for rank in role.ranks} == set(range(WORLD))
 
 
@@ -115,6 +115,6 @@ def test_memory_of_more_microbatches_is_foretold_from_two() -> None:
     plan = random_plan(tiny("llama"), 4, 2, "float32", stages=1)
     plan = msgspec.structs.replace(plan, num_microbatches=4, schedule=Schedule.GPIPE)
     (check, *_) = check_roles(plan, family_named("llama", "test"), "sdpa", lambda _done, _all: None)
-    whole = fake_step(plan, 0, family_named("llama", "test"), "sdpa")
+    whole = simulate_step(plan, 0, family_named("llama", "test"), "sdpa")
     assert check.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
     assert check.parameters_bytes == whole.parameters_bytes

@@ -1,4 +1,4 @@
-"""Small parts: utilisation, refusals, descriptions."""
+"""Small parts: utilization, refusals, descriptions."""
 
 import json
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from shardwright_formats.io.json import read_document
 from shardwright_formats.types.plan import Plan
 from shardwright_train.cli import app
 from shardwright_train.models.registry import family_named
-from shardwright_train.training.loop import model_flops_utilisation
+from shardwright_train.training.loop import model_flops_utilization
 from shardwright_train.training.peaks import peak_flops_per_s
 
 PlanMaker = Callable[..., Plan]
 
 
-def test_utilisation_is_known_only_where_the_peak_is(random_plan: PlanMaker) -> None:
+def test_utilization_is_known_only_where_the_peak_is(random_plan: PlanMaker) -> None:
     plan = random_plan(0, 2, "bfloat16")
-    assert model_flops_utilisation(plan, 1.0, "cpu") is None
+    assert model_flops_utilization(plan, 1.0, "cpu") is None
     peak = peak_flops_per_s("NVIDIA H200", "bfloat16")
     assert peak is not None and peak_flops_per_s("NVIDIA H200", "float32") is None
     names = ("embedding", *plan.model.layers, "head")
     flops = 3 * plan.global_batch_size * sum(plan.model.types[n].forward_flops_per_sample for n in names)
-    assert model_flops_utilisation(plan, 0.5, "NVIDIA H200") == pytest.approx(flops / 0.5 / (2 * peak))
+    assert model_flops_utilization(plan, 0.5, "NVIDIA H200") == pytest.approx(flops / 0.5 / (2 * peak))
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
@@ -36,9 +36,9 @@ def test_the_description_has_every_parameter_of_the_stock_model(name: str) -> No
     family = family_named(name, "test")
     stock = {name: p.numel() for name, p in stock_model(model).named_parameters()}
     described: dict[str, int] = {}
-    for element in ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head"):
-        for local, parameter in family.build(model, element, "sdpa").named_parameters():
-            described.setdefault(family.hugging_face_name(model, element, local), parameter.numel())
+    for layer in ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head"):
+        for local, parameter in family.build(model, layer, "sdpa").named_parameters():
+            described.setdefault(family.hugging_face_name(model, layer, local), parameter.numel())
     aliases = {second for _, second in model.tied}
     assert {name: size for name, size in described.items() if name not in aliases} == stock
     assert model.parameter_count == sum(stock.values())

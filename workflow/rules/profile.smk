@@ -192,14 +192,14 @@ rule measure:
         warmup_steps=lambda wildcards: CONFIG.profile_of(wildcards.model)[
             "warmup_steps"
         ],
-        least_time_s=lambda wildcards: CONFIG.profile_of(wildcards.model).get(
-            "least_time_s", 0
+        min_time_s=lambda wildcards: CONFIG.profile_of(wildcards.model).get(
+            "min_time_s", 0
         ),
     message:
         "measure {wildcards.model} on {wildcards.node_type}"
     shell:
         "{resources.mpi} shardwright-train measure {input.probes} --steps {params.steps}"
-        " --warmup-steps {params.warmup_steps} --least-time-s {params.least_time_s}"
+        " --warmup-steps {params.warmup_steps} --min-time-s {params.min_time_s}"
         " --out {output.measurement} 2> {log}"
 
 

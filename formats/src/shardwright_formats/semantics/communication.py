@@ -48,7 +48,7 @@ class Cause(StrEnum):
     """Two layers lie differently over the ranks."""
     PIPELINE = "pipeline"
     """Sends between pipeline stages."""
-    TIES = "ties"
+    TIED_PARAMETERS = "tied_parameters"
     """Gradients of parameters that several elements hold copies of."""
     NORM = "norm"
     """Loss, gradient norm and the wish to stop, over all ranks."""

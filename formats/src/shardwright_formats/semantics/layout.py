@@ -8,23 +8,23 @@ from shardwright_formats.types.model import Parameter
 from shardwright_formats.types.strategy import DataParallel, SequenceParallel, Strategy
 
 __all__ = [
+    "ActivationShard",
     "Box",
     "Layout",
-    "Rectangle",
-    "Route",
+    "Transfer",
     "closed_groups",
     "dp_groups",
     "layout_of",
     "overlap",
     "parameter_box",
     "parameter_layout",
-    "routes",
+    "redistribution_plan",
     "sent_elements",
     "tp_groups",
 ]
 
 
-class Rectangle(NamedTuple):
+class ActivationShard(NamedTuple):
     """A part of a microbatch: samples [batch_start, batch_end) x positions [sequence_start, sequence_end)."""
 
     batch_start: int
@@ -37,9 +37,9 @@ class Rectangle(NamedTuple):
         """Number of positions over all samples."""
         return (self.batch_end - self.batch_start) * (self.sequence_end - self.sequence_start)
 
-    def intersect(self, other: "Rectangle") -> "Rectangle | None":
+    def intersect(self, other: "ActivationShard") -> "ActivationShard | None":
         """The common part, or None."""
-        common = Rectangle(
+        common = ActivationShard(
             max(self.batch_start, other.batch_start),
             min(self.batch_end, other.batch_end),
             max(self.sequence_start, other.sequence_start),
@@ -71,15 +71,15 @@ class Layout(NamedTuple):
             return rank // self.tp_size, rank % self.tp_size
         return rank % self.dp_size, rank // self.dp_size
 
-    def rectangle(self, rank: int, samples: int, sequence_length: int) -> Rectangle:
+    def activation_shard(self, rank: int, samples: int, sequence_length: int) -> ActivationShard:
         """The part of a microbatch of `samples` that a rank holds."""
         dp_index, tp_index = self.coordinates(rank)
         share = samples // self.dp_size
         first = dp_index * share
         if not self.sequence_split:
-            return Rectangle(first, first + share, 0, sequence_length)
+            return ActivationShard(first, first + share, 0, sequence_length)
         length = sequence_length // self.tp_size
-        return Rectangle(first, first + share, tp_index * length, (tp_index + 1) * length)
+        return ActivationShard(first, first + share, tp_index * length, (tp_index + 1) * length)
 
     def holders(self, dp_index: int) -> tuple[int, ...]:
         """The ranks of one tensor-parallel group, in tensor-parallel order."""
@@ -88,12 +88,12 @@ class Layout(NamedTuple):
         return tuple(range(dp_index, self.stage_size, self.dp_size))
 
 
-class Route(NamedTuple):
+class Transfer(NamedTuple):
     """One piece that moves from one rank to another (or stays) when the layout changes."""
 
     source: int
     target: int
-    piece: Rectangle
+    piece: ActivationShard
 
 
 def layout_of(strategy: Strategy) -> Layout:
@@ -158,7 +158,7 @@ def dp_groups(ranks: Sequence[int], tp_size: int, consecutive: bool) -> tuple[tu
 
 
 @lru_cache(maxsize=1024)
-def routes(source: Layout, target: Layout, samples: int, sequence_length: int) -> tuple[Route, ...]:
+def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_length: int) -> tuple[Transfer, ...]:
     """The pieces that change rank, or stay, when a microbatch goes from one layout to another.
 
     Each element of the target is served exactly once. Where the source holds copies, a rank serves itself if it can,
@@ -166,15 +166,15 @@ def routes(source: Layout, target: Layout, samples: int, sequence_length: int) -
     """
     found = []
     for rank in range(target.stage_size):
-        wanted = target.rectangle(rank, samples, sequence_length)
+        wanted = target.activation_shard(rank, samples, sequence_length)
         for dp_index in range(source.dp_size):
             holders = source.holders(dp_index)
             if not source.sequence_split:
                 holders = (rank if rank in holders else holders[rank % len(holders)],)
             for holder in holders:
-                piece = source.rectangle(holder, samples, sequence_length).intersect(wanted)
+                piece = source.activation_shard(holder, samples, sequence_length).intersect(wanted)
                 if piece is not None:
-                    found.append(Route(holder, rank, piece))
+                    found.append(Transfer(holder, rank, piece))
     return tuple(found)
 
 
@@ -182,10 +182,10 @@ def routes(source: Layout, target: Layout, samples: int, sequence_length: int) -
 def closed_groups(source: Layout, target: Layout, samples: int, sequence_length: int) -> tuple[tuple[int, ...], ...]:
     """The smallest groups of ranks that exchange pieces only among themselves, in either direction."""
     group_of = {rank: frozenset((rank,)) for rank in range(source.stage_size)}
-    there = routes(source, target, samples, sequence_length)
-    back = routes(target, source, samples, sequence_length)
-    for route in there + back:
-        merged = group_of[route.source] | group_of[route.target]
+    there = redistribution_plan(source, target, samples, sequence_length)
+    back = redistribution_plan(target, source, samples, sequence_length)
+    for transfer in there + back:
+        merged = group_of[transfer.source] | group_of[transfer.target]
         group_of.update(dict.fromkeys(merged, merged))
     return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
 
@@ -193,7 +193,7 @@ def closed_groups(source: Layout, target: Layout, samples: int, sequence_length:
 def sent_elements(source: Layout, target: Layout, samples: int, sequence_length: int, features: int) -> tuple[int, ...]:
     """Elements that each rank sends to others when the layout changes, forward; backward is the reverse change."""
     sent = [0] * source.stage_size
-    for route in routes(source, target, samples, sequence_length):
-        if route.source != route.target:
-            sent[route.source] += route.piece.tokens * features
+    for transfer in redistribution_plan(source, target, samples, sequence_length):
+        if transfer.source != transfer.target:
+            sent[transfer.source] += transfer.piece.tokens * features
     return tuple(sent)

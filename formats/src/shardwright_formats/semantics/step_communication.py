@@ -12,7 +12,12 @@ from shardwright_formats.semantics.communication import (
     region_messages,
 )
 from shardwright_formats.semantics.layout import Layout, layout_of, parameter_layout
-from shardwright_formats.semantics.tied_weights import pieces_from_owners, pieces_to_owners, ranks_of_ties, ties_of
+from shardwright_formats.semantics.tied_weights import (
+    pieces_from_owners,
+    pieces_to_owners,
+    ranks_of_replicas,
+    tied_parameters,
+)
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import ELEMENT_BYTES, GradientReduction, Plan
@@ -50,7 +55,7 @@ def step_messages(plan: Plan, rank: int) -> tuple[Message, ...]:
     for chunk in range(len(plan.stages[stage].layers)):
         found += _chunk_messages(plan, rank, stage, chunk)
     found += _partial_sums(plan, rank, stage)
-    found += _ties(plan, rank)
+    found += _tied(plan, rank)
     if plan.world_size > 1:
         found.append(Message(Cause.NORM, Collective.ALL_REDUCE, plan.world_size, _NORM_BYTES))
     return tuple(found)
@@ -81,7 +86,7 @@ def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[M
 def _sends(plan: Plan, layout: Layout, me: int) -> Iterator[Message]:
     """What goes to the next stage forward, or to the one before backward: as much either way."""
     for tensor in plan.model.boundary:
-        part = layout.rectangle(me, plan.microbatch_samples, tensor.sequence_length)
+        part = layout.activation_shard(me, plan.microbatch_samples, tensor.sequence_length)
         size = part.tokens * tensor.features * ELEMENT_BYTES[plan.precision.compute]
         yield Message(Cause.PIPELINE, Collective.P2P, 2, size, plan.num_microbatches)
 
@@ -101,11 +106,11 @@ def _partial_sums(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
             yield Message(Cause.PARTIAL_GRADIENTS, Collective.ALL_REDUCE, layout.tp_size, size)
 
 
-def _ties(plan: Plan, rank: int) -> Iterator[Message]:
-    ties = ties_of(plan)
-    members = ranks_of_ties(ties)
+def _tied(plan: Plan, rank: int) -> Iterator[Message]:
+    tied = tied_parameters(plan)
+    members = ranks_of_replicas(tied)
     if rank in members:
         stored = ELEMENT_BYTES[plan.precision.parameters]
-        for pieces in (pieces_to_owners(ties), pieces_from_owners(ties)):
+        for pieces in (pieces_to_owners(tied), pieces_from_owners(tied)):
             sent = sum(p.elements for p in pieces if p.source == rank != p.target)
-            yield Message(Cause.TIES, Collective.ALL_TO_ALL, len(members), sent * stored)
+            yield Message(Cause.TIED_PARAMETERS, Collective.ALL_TO_ALL, len(members), sent * stored)

@@ -1,4 +1,4 @@
-"""Parameters that several elements hold copies of, and which pieces move so that all copies get one gradient."""
+"""Parameters that several layers hold replicas of, and which pieces move so that all replicas get one gradient."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Strategy
 
-__all__ = ["Copy", "Piece", "pieces_from_owners", "pieces_to_owners", "ranks_of_ties", "ties_of"]
+__all__ = ["Piece", "Replica", "pieces_from_owners", "pieces_to_owners", "ranks_of_replicas", "tied_parameters"]
 
 
 @dataclass(frozen=True)
-class Copy:
-    """One element's copy of a parameter."""
+class Replica:
+    """One layer's replica of a parameter."""
 
-    element: str
+    layer: str
     parameter: Parameter
     strategy: Strategy
     ranks: tuple[int, ...]
 
     def boxes(self) -> dict[Box, list[int]]:
-        """Which ranks hold which part; those of one part hold replicas."""
+        """Which ranks hold which part; those of one part hold the same."""
         found: dict[Box, list[int]] = {}
         for index, rank in enumerate(self.ranks):
             found.setdefault(parameter_box(self.parameter, self.strategy, index), []).append(rank)
@@ -32,12 +32,12 @@ class Copy:
 
 
 class Piece(NamedTuple):
-    """A part of a parameter on its way from one copy to another."""
+    """A part of a parameter on its way from one replica to another."""
 
     source: int
     target: int
-    sender: Copy
-    receiver: Copy
+    sender: Replica
+    receiver: Replica
     box: Box
 
     @property
@@ -46,45 +46,45 @@ class Piece(NamedTuple):
         return prod(high - low for low, high in self.box)
 
 
-Tie = tuple[Copy, ...]
+TiedParameter = tuple[Replica, ...]
 
 
-def ties_of(plan: Plan) -> tuple[Tie, ...]:
-    """The parameters that have several copies; the first copy of each is its owner."""
+def tied_parameters(plan: Plan) -> tuple[TiedParameter, ...]:
+    """The parameters that have several replicas; the first replica of each is its owner."""
     found = []
     for first, second in plan.model.tied:
         outer = [(EMBEDDING, plan.embedding, first), (HEAD, plan.head, second)]
-        found.append(tuple(_copy(plan, element, strategy, element, name) for element, strategy, name in outer))
+        found.append(tuple(_replica(plan, layer, strategy, layer, name) for layer, strategy, name in outer))
     for kind in dict.fromkeys(plan.model.layers):
         layers = [(i, layer) for i, layer in enumerate(plan.layers) if layer.type == kind]
         for parameter in plan.model.types[kind].parameters:
             if parameter.shared and len(layers) > 1:
-                copies = (_copy(plan, f"layers[{i}]", layer, kind, parameter.name) for i, layer in layers)
-                found.append(tuple(copies))
+                replicas = (_replica(plan, f"layers[{i}]", layer, kind, parameter.name) for i, layer in layers)
+                found.append(tuple(replicas))
     return tuple(found)
 
 
-def ranks_of_ties(ties: Sequence[Tie]) -> tuple[int, ...]:
-    """The ranks that hold any copy, in order."""
-    return tuple(sorted({rank for tie in ties for copy in tie for rank in copy.ranks}))
+def ranks_of_replicas(tied: Sequence[TiedParameter]) -> tuple[int, ...]:
+    """The ranks that hold any replica, in order."""
+    return tuple(sorted({rank for one in tied for replica in one for rank in replica.ranks}))
 
 
-def pieces_to_owners(ties: Sequence[Tie]) -> tuple[Piece, ...]:
-    """What every copy's gradient sends to its owner, in the order in which the owner adds."""
-    return tuple(piece for tie in ties for copy in tie[1:] for piece in _pieces(copy, tie[0]))
+def pieces_to_owners(tied: Sequence[TiedParameter]) -> tuple[Piece, ...]:
+    """What every replica's gradient sends to its owner, in the order in which the owner adds."""
+    return tuple(piece for one in tied for replica in one[1:] for piece in _pieces(replica, one[0]))
 
 
-def pieces_from_owners(ties: Sequence[Tie]) -> tuple[Piece, ...]:
-    """What the owners send to every copy."""
-    return tuple(piece for tie in ties for copy in tie[1:] for piece in _pieces(tie[0], copy))
+def pieces_from_owners(tied: Sequence[TiedParameter]) -> tuple[Piece, ...]:
+    """What the owners send to every replica."""
+    return tuple(piece for one in tied for replica in one[1:] for piece in _pieces(one[0], replica))
 
 
-def _copy(plan: Plan, element: str, strategy: Strategy, kind: str, name: str) -> Copy:
+def _replica(plan: Plan, layer: str, strategy: Strategy, kind: str, name: str) -> Replica:
     parameter = next(p for p in plan.model.types[kind].parameters if p.name == name)
-    return Copy(element, parameter, strategy, plan.stages[plan.stage_of(element)].ranks)
+    return Replica(layer, parameter, strategy, plan.stages[plan.stage_of(layer)].ranks)
 
 
-def _pieces(sender: Copy, receiver: Copy) -> Iterator[Piece]:
+def _pieces(sender: Replica, receiver: Replica) -> Iterator[Piece]:
     """Every element of the receiver is served once; replicas of the sender take turns."""
     turns = {held: cycle(sources) for held, sources in sender.boxes().items()}
     for wanted, targets in receiver.boxes().items():

@@ -101,7 +101,7 @@ def model(
     out: Annotated[Path, typer.Option(help="The model profile to write, HDF5.")],
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each probe, at least.")] = 5,
     warmup_steps: Annotated[int, typer.Option(min=1, help="Steps before the timed ones.")] = 2,
-    least_time_s: Annotated[float, typer.Option(min=0, help="Time of each probe, at least, in seconds.")] = 1.0,
+    min_time_s: Annotated[float, typer.Option(min=0, help="Time of each probe, at least, in seconds.")] = 1.0,
 ) -> None:
     """Profile a model in one go: describe it, write its probes, measure them on this node, and fit.
 
@@ -121,7 +121,7 @@ def model(
                 settings,
                 steps,
                 warmup_steps,
-                least_time_s,
+                min_time_s,
                 out,
             )
         )

@@ -142,7 +142,7 @@ def check(
 ) -> None:
     """Check a plan in one process, without its cluster: messages (bytes) and tensor memory (MiB) of every role.
 
-    Plays a step of one rank of each distinct role on tensors without data. Exit codes: 0 it fits, 2 the plan is not
+    Simulates a step of one rank of each distinct role on tensors without data. Exit codes: 0 it fits, 2 the plan is not
     valid or cannot be run, 3 a rank lacks memory (the line says how much).
     """
     with one_line_errors():
@@ -157,10 +157,10 @@ def check(
         family = family_named(found.model.family, plan)
 
         def progress(done: int, total: int) -> None:
-            print(f"played {done} of {total} roles", file=sys.stderr, flush=True)
+            print(f"simulated {done} of {total} roles", file=sys.stderr, flush=True)
 
-        playable, attention = without_devices(found)
-        checks = check_roles(playable, family, attention, progress)
+        runnable, attention = without_devices(found)
+        checks = check_roles(runnable, family, attention, progress)
         print_checks(found, checks, Console())
         raise_if_too_large(found, checks)
 
@@ -174,7 +174,7 @@ def measure(
         typer.Option(help="Timed steps of each plan; up to 3 times as many where they scatter by over 10 %.", min=1),
     ] = 5,
     warmup_steps: Annotated[int, typer.Option(help="Steps before the timed ones.", min=1)] = 2,
-    least_time_s: Annotated[
+    min_time_s: Annotated[
         float, typer.Option(help="Go on with each plan for so many seconds at least, whatever the steps.", min=0)
     ] = 0.0,
     trace: Annotated[
@@ -196,7 +196,7 @@ def measure(
     """
     with one_line_errors():
         nodes = Nodes(nnodes, node_rank, rendezvous)
-        start_measure(plans, out, steps, warmup_steps, nodes, hang_timeout_s, trace, least_time_s)
+        start_measure(plans, out, steps, warmup_steps, nodes, hang_timeout_s, trace, min_time_s)
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ class MeasureJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A folder for what is finished, should the measurement be cut off."""
     steps: int
     warmup_steps: int
-    least_time_s: float
+    min_time_s: float
     """How long each plan is run at least, warm-up apart."""
     hang_timeout_s: float
     trace: str | None

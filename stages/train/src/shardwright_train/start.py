@@ -40,7 +40,7 @@ def start_measure(
     nodes: Nodes,
     hang_timeout_s: float = HANG_TIMEOUT_S,
     trace: Path | None = None,
-    least_time_s: float = 0.0,
+    min_time_s: float = 0.0,
 ) -> None:
     """Measure every plan of the files, in one launch per world size, and write one measurement.
 
@@ -67,7 +67,7 @@ def start_measure(
                 steps=steps,
                 parts=str(parts.absolute()),
                 warmup_steps=warmup_steps,
-                least_time_s=least_time_s,
+                min_time_s=min_time_s,
                 hang_timeout_s=hang_timeout_s,
                 trace=None if trace is None else str(trace),
             )

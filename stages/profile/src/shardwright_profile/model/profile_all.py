@@ -34,7 +34,7 @@ class ModelRequest(NamedTuple):
     settings: Path
     steps: int
     warmup_steps: int
-    least_time_s: float
+    min_time_s: float
     out: Path
 
 
@@ -62,7 +62,7 @@ def profile_model(request: ModelRequest) -> None:
     _train(
         "measure",
         probes,
-        *("--steps", request.steps, "--warmup-steps", request.warmup_steps, "--least-time-s", request.least_time_s),
+        *("--steps", request.steps, "--warmup-steps", request.warmup_steps, "--min-time-s", request.min_time_s),
         *("--out", measurement),
     )
     write_model_profile(request.out, fit_profile([(measurement, read_document(measurement, Measurement))]))

@@ -63,7 +63,7 @@ def send_time(
     """Time to hand a microbatch to the next pipeline stage, one way: a rank sends its rectangle to its counterpart."""
     total, warning = 0.0, None
     for tensor in outputs:
-        tokens = layout.rectangle(0, samples, tensor.sequence_length).tokens
+        tokens = layout.activation_shard(0, samples, tensor.sequence_length).tokens
         taken = send_kind_time(profiles, consecutive, across_nodes, tokens * tensor.features * element_bytes)
         total += taken.time_s
         warning = warning or taken.warning

@@ -141,7 +141,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def boundary_bytes(self, type_name: str, layout: Layout, samples: int) -> int:
         """What one rank holds of the outputs of an element of that type for one microbatch."""
         outputs = self.model.types[type_name].outputs
-        tokens = (layout.rectangle(0, samples, t.sequence_length).tokens * t.features for t in outputs)
+        tokens = (layout.activation_shard(0, samples, t.sequence_length).tokens * t.features for t in outputs)
         return sum(tokens) * self.compute_bytes
 
     @property

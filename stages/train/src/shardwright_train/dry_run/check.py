@@ -12,13 +12,13 @@ from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.semantics.schedule import in_flight
 from shardwright_formats.semantics.step_communication import chunk_elements, step_messages
 from shardwright_formats.types.plan import Plan
-from shardwright_train.dry_run.fake_world import FakeStep, Traffic, fake_step
+from shardwright_train.dry_run.simulated_step import SimulatedStep, Traffic, simulate_step
 from shardwright_train.models.base import Family
 
 __all__ = ["Role", "RoleCheck", "check_roles", "raise_if_too_large", "roles_of"]
 
-_PLAYED = 2
-"""Microbatches that are played: the second one's activations are those of every further one."""
+_SIMULATED = 2
+"""Microbatches that are simulated: the second one's activations are those of every further one."""
 
 
 class Role(NamedTuple):
@@ -38,7 +38,7 @@ class RoleCheck(NamedTuple):
     Redistribution may move more on one rank of a role than on another: the most is given.
     """
     miscounted: Mapping[Traffic, tuple[int, int]]
-    """Where the played step moved other bytes than the formulas say: bytes counted, bytes by formula."""
+    """Where the simulated step moved other bytes than the formulas say: bytes counted, bytes by formula."""
     parameters_bytes: int
     gradients_bytes: int
     """As they stand before the optimizer's step."""
@@ -60,7 +60,7 @@ def roles_of(plan: Plan) -> tuple[Role, ...]:
 def check_roles(
     plan: Plan, family: Family, attention: str, progress: Callable[[int, int], None]
 ) -> tuple[RoleCheck, ...]:
-    """Play a step of one rank of each role; `progress` hears how many of how many are done."""
+    """Simulate a step of one rank of each role; `progress` hears how many of how many are done."""
     roles = roles_of(plan)
     found = []
     for number, role in enumerate(roles, start=1):
@@ -83,9 +83,11 @@ def raise_if_too_large(plan: Plan, checks: tuple[RoleCheck, ...]) -> None:
 
 
 def _check(plan: Plan, role: Role, family: Family, attention: str) -> RoleCheck:
-    played = min(_PLAYED, plan.num_microbatches)
-    shorter = msgspec.structs.replace(plan, num_microbatches=played, global_batch_size=played * plan.microbatch_samples)
-    step = fake_step(shorter, role.ranks[0], family, attention)
+    simulated = min(_SIMULATED, plan.num_microbatches)
+    shorter = msgspec.structs.replace(
+        plan, num_microbatches=simulated, global_batch_size=simulated * plan.microbatch_samples
+    )
+    step = simulate_step(shorter, role.ranks[0], family, attention)
     return RoleCheck(
         role=role,
         messages=_messages(plan, role),
@@ -93,7 +95,7 @@ def _check(plan: Plan, role: Role, family: Family, attention: str) -> RoleCheck:
         parameters_bytes=step.parameters_bytes,
         gradients_bytes=step.gradients_bytes,
         optimizer_bytes=step.optimizer_bytes,
-        peak_bytes=step.peak_bytes + _further(plan, role.stage, played) * step.activation_bytes,
+        peak_bytes=step.peak_bytes + _further(plan, role.stage, simulated) * step.activation_bytes,
     )
 
 
@@ -110,14 +112,14 @@ def _messages(plan: Plan, role: Role) -> Mapping[tuple[Cause, Traffic], tuple[in
     return most
 
 
-def _further(plan: Plan, stage: int, played: int) -> int:
-    """How many more chunks' activations the whole step holds than the played one."""
+def _further(plan: Plan, stage: int, simulated: int) -> int:
+    """How many more chunks' activations the whole step holds than the simulated one."""
     chunks, stages = len(plan.stages[stage].layers), len(plan.stages)
     whole = in_flight(plan.schedule, stages, plan.num_microbatches, stage, chunks)
-    return whole - in_flight(plan.schedule, stages, played, stage, chunks)
+    return whole - in_flight(plan.schedule, stages, simulated, stage, chunks)
 
 
-def _miscounted(plan: Plan, rank: int, step: FakeStep) -> Mapping[Traffic, tuple[int, int]]:
+def _miscounted(plan: Plan, rank: int, step: SimulatedStep) -> Mapping[Traffic, tuple[int, int]]:
     formula: Counter[Traffic] = Counter()
     for message in step_messages(plan, rank):
         # The optimizer's own message needs numbers, which a fake step does not have.

@@ -38,11 +38,11 @@ def print_checks(plan: Plan, checks: Sequence[RoleCheck], console: Console) -> N
 def _verdict(checks: Sequence[RoleCheck]) -> Iterator[str]:
     wrong = [(check, kind, pair) for check in checks for kind, pair in check.miscounted.items()]
     if not wrong:
-        yield "The bytes counted while playing the step are those of the formulas."
+        yield "The bytes counted in the simulated step are those of the formulas."
     for check, kind, (counted, formula) in wrong:
         yield (
             f"warning: rank {check.role.ranks[0]}: {kind.collective.value} among {kind.group_size}: counted {counted} "
-            f"bytes while playing, {formula} by the formulas"
+            f"bytes in the simulated step, {formula} by the formulas"
         )
 
 

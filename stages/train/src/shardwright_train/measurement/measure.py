@@ -21,7 +21,7 @@ from shardwright_formats.types.plan import Attention, Plan, Plans
 from shardwright_train.jobs import MeasureJob
 from shardwright_train.measurement.memory_account import Category, Holdings, MemoryInterval, memory_intervals
 from shardwright_train.measurement.parts import Parts
-from shardwright_train.measurement.record import StepMark, Turn, clock_for, peak_resident_bytes
+from shardwright_train.measurement.record import MicrobatchChunk, StepHook, clock_for, peak_resident_bytes
 from shardwright_train.measurement.record_memory import record_memory, sizes_by_address
 from shardwright_train.measurement.step_memory import phases_of_memory, segments_of_memory
 from shardwright_train.measurement.timing import StepTiming, timing_of_step
@@ -33,7 +33,7 @@ from shardwright_train.parallel.parallelize import Site
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.sharded_parameters import local_tensor
 from shardwright_train.parallel.world import World
-from shardwright_train.pipeline.runner import Pipeline, Step, no_mark, run_step
+from shardwright_train.pipeline.runner import Pipeline, Step, no_hook, run_step
 from shardwright_train.pipeline.stage import build_stage
 from shardwright_train.training.optimizer import Hyperparameters, ShardedAdamW
 
@@ -60,7 +60,7 @@ def measure_plans(job: MeasureJob, world: World) -> None:
         attention=next(taken, kernels[0]),
         plans=(),
     )
-    settings = {name: getattr(job, name) for name in ("steps", "warmup_steps", "least_time_s")}
+    settings = {name: getattr(job, name) for name in ("steps", "warmup_steps", "min_time_s")}
     parts = Parts(Path(job.parts), settings, head)
     measured = [world.first_says(partial(parts.find, plan)) for plan in plans]
     if (known := sum(found is not None for found in measured)) and world.rank == 0:
@@ -99,19 +99,19 @@ class _Runner:
         family = family_named(plan.model.family, plan.name)
         self.stage = build_stage(Site(plan, family, world.rank, groups, kernel, world.device, 0))
         self.place = Pipeline.of(plan, world.rank, groups, world.device)
-        self.optimiser = ShardedAdamW(self.stage.parameters_by_name(), _SETTINGS, self.stage.copies())
-        self.optimiser.begin(0)
+        self.optimizer = ShardedAdamW(self.stage.parameters_by_name(), _SETTINGS, self.stage.replicas())
+        self.optimizer.begin(0)
 
-    def step(self, mark: StepMark) -> int:
+    def step(self, hook: StepHook) -> int:
         """One step; returns the bytes of its gradients on this rank once they are reduced."""
         self._steps += 1
         self._watch.begin(f"in step {self._steps} of {self._name}")
-        mark("start")
-        loss = run_step(self.stage, self.place, self.work, mark)
-        gradients = sum(_local_bytes(p.grad) for p in self.optimiser.parameters.values() if p.grad is not None)
-        mark("reduced")
-        self.optimiser.step(1, loss, stop=False)
-        mark("optimizer")
+        hook("start")
+        loss = run_step(self.stage, self.place, self.work, hook)
+        gradients = sum(_local_bytes(p.grad) for p in self.optimizer.parameters.values() if p.grad is not None)
+        hook("reduced")
+        self.optimizer.step(1, loss, stop=False)
+        hook("optimizer")
         return gradients
 
     @property
@@ -127,18 +127,19 @@ class _Runner:
     def lasting(self) -> Holdings:
         """What parameters and optimizer hold, between steps and in them."""
         return {
-            Category.PARAMETERS: sizes_by_address(map(local_tensor, self.optimiser.parameters.values())),
-            Category.OPTIMIZER: sizes_by_address(map(local_tensor, self.optimiser.state().values())),
+            Category.PARAMETERS: sizes_by_address(map(local_tensor, self.optimizer.parameters.values())),
+            Category.OPTIMIZER: sizes_by_address(map(local_tensor, self.optimizer.state().values())),
         }
 
     @torch.no_grad()
     def passing(self) -> Holdings:
         """What gradients and, among the buffers, gathered parameters hold now."""
         owned = (p for chunk in self.stage.chunks for p in chunk.parameters())
-        reduced = (p.grad for p in (*owned, *self.optimiser.parameters.values()) if p.grad is not None)
+        reduced = (p.grad for p in (*owned, *self.optimizer.parameters.values()) if p.grad is not None)
         unreduced = (x for chunk in self.stage.chunks for x in unreduced_gradients(chunk))
         gathered = (x for chunk in self.stage.chunks for x in gathered_parameters(chunk))
-        summed = (x for element in self.stage.elements if element.replicas for x in element.replicas.held())
+        reductions = (x.gradient_all_reduce for x in self.stage.layers if x.gradient_all_reduce)
+        summed = (x for reduction in reductions for x in reduction.resident())
         return {
             Category.GRADIENTS: sizes_by_address(map(local_tensor, (*reduced, *unreduced, *summed))),
             Category.BUFFERS: sizes_by_address(gathered),
@@ -151,7 +152,7 @@ class _Runner:
 def _measure(plan: Plan, kernel: str, job: MeasureJob, world: World, groups: Groups, resident: int) -> PlanMeasurement:
     runner, building = _built(plan, kernel, world, groups)
     for _ in range(job.warmup_steps):
-        runner.step(no_mark)
+        runner.step(no_hook)
     steps = [_timed(runner, world) for _ in range(job.steps)]
     while _too_short(steps, job, world) or (len(steps) < _MOST_ROUNDS * job.steps and _scatter_anywhere(steps, world)):
         steps.append(_timed(runner, world))
@@ -174,8 +175,8 @@ def _measure(plan: Plan, kernel: str, job: MeasureJob, world: World, groups: Gro
     )
     if job.trace is not None:
         dist.barrier()
-        with traced(world.device, world.rank, trace_file(Path(job.trace), plan, world.rank)) as mark:
-            runner.step(mark)
+        with traced(world.device, world.rank, trace_file(Path(job.trace), plan, world.rank)) as hook:
+            runner.step(hook)
     every: list[RankMeasurement | None] = [None] * world.size
     dist.all_gather_object(every, mine)
     return PlanMeasurement(plan=plan, ranks=tuple(rank for rank in every if rank is not None))
@@ -189,16 +190,16 @@ def _built(plan: Plan, kernel: str, world: World, groups: Groups) -> tuple[_Runn
     batch = family_named(plan.model.family, plan.name).random_batch(plan.model, plan.global_batch_size, generator)
     runner: _Runner | None = None
     with record_memory(world.device, lambda: runner.lasting() if runner else {}) as record:
-        record.mark("start")
+        record.hook("start")
         runner = _Runner(plan, kernel, Step(batch), world, groups)
-        record.mark("model")
+        record.hook("model")
     return runner, memory_intervals(record.items, {}, 0)
 
 
 def _timed(runner: _Runner, world: World) -> StepTiming:
     dist.barrier()
     clock = clock_for(world.device)
-    runner.step(clock.mark)
+    runner.step(clock.hook)
     return timing_of_step(clock.intervals())
 
 
@@ -206,7 +207,7 @@ def _too_short(steps: Sequence[StepTiming], job: MeasureJob, world: World) -> bo
     """Whether the slowest rank has not yet measured for as long as it was asked to."""
     spent = torch.tensor(sum(step.step_s for step in steps), device=world.device)
     dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return spent.item() < job.least_time_s
+    return spent.item() < job.min_time_s
 
 
 def _scatter_anywhere(steps: Sequence[StepTiming], world: World) -> bool:
@@ -231,13 +232,13 @@ def _memory(runner: _Runner, building: Sequence[MemoryInterval], world: World, r
     standing = runner.lasting()
     with record_memory(world.device, runner.passing) as record:
 
-        def mark(name: str, turn: Turn | None = None) -> None:
+        def hook(name: str, at: MicrobatchChunk | None = None) -> None:
             nonlocal gathered, unreduced
             if name.endswith(".begin"):
                 gathered, unreduced = max(gathered, runner.gathered_bytes), max(unreduced, runner.unreduced_bytes)
-            record.mark(name, turn)
+            record.hook(name, at)
 
-        gradients = runner.step(mark)
+        gradients = runner.step(hook)
     # What the model stands in beside parameters and optimizer stays as it was when the model was made.
     intervals = memory_intervals(record.items, standing, building[-1].after.buffers_bytes)
     phases = phases_of_memory(building, intervals)
@@ -246,9 +247,9 @@ def _memory(runner: _Runner, building: Sequence[MemoryInterval], world: World, r
         free, total = torch.cuda.mem_get_info(world.device)
         process = total - free - torch.cuda.memory_reserved(world.device)
     return RankMemory(
-        parameters_bytes=sum(_local_bytes(p) for p in runner.optimiser.parameters.values()),
+        parameters_bytes=sum(_local_bytes(p) for p in runner.optimizer.parameters.values()),
         gradients_bytes=gradients,
-        optimizer_bytes=runner.optimiser.state_bytes,
+        optimizer_bytes=runner.optimizer.state_bytes,
         gathered_parameters_bytes=gathered,
         unreduced_gradients_bytes=unreduced,
         peak_bytes=max(i.peak.total_bytes for i in intervals),

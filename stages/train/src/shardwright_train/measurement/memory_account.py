@@ -1,4 +1,4 @@
-"""Whose the memory is: from a record of allocations to what was held of each category, mark by mark."""
+"""Whose the memory is: from a record of allocations to what was held of each category, event by event."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from shardwright_formats.types.measurement import HeldMemory
-from shardwright_train.measurement.record import Turn
+from shardwright_train.measurement.record import MicrobatchChunk
 
-__all__ = ["Category", "Change", "Counters", "Holdings", "MemoryInterval", "MemoryMark", "memory_intervals"]
+__all__ = ["Category", "Change", "Counters", "Holdings", "MemoryEvent", "MemoryInterval", "memory_intervals"]
 
 
 class Category(IntEnum):
-    """What memory is held for, as it can be told from the tensors at a mark."""
+    """What memory is held for, as it can be told from the tensors at an event."""
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -33,26 +33,26 @@ class Change(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """An allocator's own counts: all that is held, and the most since the mark before."""
+    """An allocator's own counts: all that is held, and the most since the event before."""
 
     held_bytes: int
     peak_bytes: int
 
 
-class MemoryMark(NamedTuple):
-    """A mark of a step, with what tensors hold there and, where the device has them, the allocator's counts."""
+class MemoryEvent(NamedTuple):
+    """An event of a step, with what tensors hold there and, where the device has them, the allocator's counts."""
 
     name: str
-    turn: Turn | None
+    at: MicrobatchChunk | None
     holdings: Holdings
     counters: Counters | None = None
 
 
 class MemoryInterval(NamedTuple):
-    """Tensor memory between two marks."""
+    """Tensor memory between two events."""
 
     name: str
-    turn: Turn | None
+    at: MicrobatchChunk | None
     before: HeldMemory
     after: HeldMemory
     peak: HeldMemory
@@ -72,12 +72,12 @@ class _Block:
 
 
 def memory_intervals(
-    record: Sequence[Change | MemoryMark], standing: Holdings, rest_bytes: int
+    record: Sequence[Change | MemoryEvent], standing: Holdings, rest_bytes: int
 ) -> list[MemoryInterval]:
-    """What was held between the marks of a record that begins with a mark.
+    """What was held between the events of a record that begins with an event.
 
     `standing` and, beside it, `rest_bytes` of buffers were held when the record began. A block belongs, all its life,
-    to the category whose holdings it is among at some mark. Of the others, what is taken in a forward pass and held at
+    to the category whose holdings it is among at some event. Of the others, what is taken in a forward pass and held at
     its end is activations. All else is buffers.
     """
     blocks = _Blocks(standing)
@@ -100,8 +100,8 @@ class _Blocks:
         self.standing = tuple(self._live.values())
         self._taken_in_pass: dict[int, _Block] | None = None
 
-    def follow(self, item: "Change | MemoryMark") -> "Iterator[tuple[_Block, int] | MemoryMark]":
-        """The blocks that come (1) and go (-1) with an item of the record, and the mark itself."""
+    def follow(self, item: "Change | MemoryEvent") -> "Iterator[tuple[_Block, int] | MemoryEvent]":
+        """The blocks that come (1) and go (-1) with an item of the record, and the event itself."""
         if isinstance(item, Change):
             gone = self._live.pop(item.address, None)
             # Where one stood already, its end was not recorded: it is over now.
@@ -132,15 +132,15 @@ class _Blocks:
         return block
 
 
-def _added_up(history: "Sequence[tuple[_Block, int] | MemoryMark]", held: list[int]) -> Iterator[MemoryInterval]:
+def _added_up(history: "Sequence[tuple[_Block, int] | MemoryEvent]", held: list[int]) -> Iterator[MemoryInterval]:
     before: HeldMemory | None = None
     peak, total, most = list(held), sum(held), sum(held)
     for item in history:
-        if isinstance(item, MemoryMark):
+        if isinstance(item, MemoryEvent):
             after = _told_apart(held, item.counters.held_bytes if item.counters else None)
             if before is not None:
                 most_held = _told_apart(peak, item.counters.peak_bytes if item.counters else None)
-                yield MemoryInterval(item.name, item.turn, before, after, most_held)
+                yield MemoryInterval(item.name, item.at, before, after, most_held)
             before = after
             peak, most = list(held), total
             continue

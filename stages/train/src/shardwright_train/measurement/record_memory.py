@@ -13,51 +13,51 @@ from torch._C._profiler import _EventType, _ExtraFields_Allocation, _ProfilerEve
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright_train.measurement.memory_account import Change, Counters, Holdings, MemoryMark
-from shardwright_train.measurement.record import Turn
+from shardwright_train.measurement.memory_account import Change, Counters, Holdings, MemoryEvent
+from shardwright_train.measurement.record import MicrobatchChunk
 
 __all__ = ["MemoryRecord", "record_memory", "sizes_by_address"]
 
-_MARK = "shardwright.mark."
+_EVENT = "shardwright.hook."
 
 
 @dataclass
 class MemoryRecord:
-    """Filled with the allocations between its marks when the recording ends."""
+    """Filled with the allocations between its events when the recording ends."""
 
     device: torch.device
     holdings: Callable[[], Holdings]
-    """Tells at each mark what tensors are known to hold."""
-    items: list[Change | MemoryMark] = field(default_factory=list)
-    _marks: list[MemoryMark] = field(default_factory=list)
+    """Tells at each event what tensors are known to hold."""
+    items: list[Change | MemoryEvent] = field(default_factory=list)
+    _events: list[MemoryEvent] = field(default_factory=list)
 
-    def mark(self, name: str, turn: Turn | None = None) -> None:
-        """Set a mark now."""
+    def hook(self, name: str, at: MicrobatchChunk | None = None) -> None:
+        """Set an event now."""
         counters = None
         if self.device.type == "cuda":
             counters = Counters(torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device))
             torch.cuda.reset_peak_memory_stats(self.device)
-        with record_function(f"{_MARK}{len(self._marks)}"):
-            self._marks.append(MemoryMark(name, turn, self.holdings(), counters))
+        with record_function(f"{_EVENT}{len(self._events)}"):
+            self._events.append(MemoryEvent(name, at, self.holdings(), counters))
 
     def fill(self, roots: Iterable[_ProfilerEvent]) -> None:
-        """Put marks and the device's allocations in the order in which they came."""
+        """Put events and the device's allocations in the order in which they came."""
         for event in sorted(_all_events(roots), key=lambda event: event.start_time_ns):
             kind, details = event.typed
             if kind == _EventType.Allocation:
                 assert isinstance(details, _ExtraFields_Allocation)
                 if details.device.type == self.device.type:
                     self.items.append(Change(details.ptr, details.alloc_size))
-            elif event.name.startswith(_MARK):
-                self.items.append(self._marks[int(event.name.removeprefix(_MARK))])
+            elif event.name.startswith(_EVENT):
+                self.items.append(self._events[int(event.name.removeprefix(_EVENT))])
 
 
 @contextmanager
 def record_memory(device: torch.device, holdings: Callable[[], Holdings]) -> Iterator[MemoryRecord]:
-    """Record what a device's allocator gives and takes back in this thread, and the marks that are set meanwhile.
+    """Record what a device's allocator gives and takes back in this thread, and the events that are set meanwhile.
 
     PyTorch's profiler sees every single allocation. That is the only way on CPU, whose allocator counts nothing; CUDA's
-    own counts go with the marks.
+    own counts go with the events.
     """
     record = MemoryRecord(device, holdings)
     settled = _CollectivesSettled() if device.type == "cpu" else nullcontext()  # type: ignore[no-untyped-call]

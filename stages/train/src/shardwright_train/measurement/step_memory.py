@@ -33,8 +33,8 @@ def segments_of_memory(intervals: Sequence[MemoryInterval]) -> tuple[SegmentMemo
     The first microbatch also gathers parameters and makes gradients, which are counted as states. What is left behind
     is added up over the chunks of a pipeline stage; of what is held for a moment the most counts.
     """
-    second = min(1, max(i.turn[0] for i in intervals if i.turn is not None))
-    mine = [i for i in intervals if i.turn is not None and i.turn[0] == second]
+    second = min(1, max(i.at[0] for i in intervals if i.at is not None))
+    mine = [i for i in intervals if i.at is not None and i.at[0] == second]
     found = []
     for name in dict.fromkeys(i.name.removesuffix(_FORWARD) for i in mine if i.name.endswith(_FORWARD)):
         forward = [i for i in mine if i.name == name + _FORWARD]
@@ -55,7 +55,7 @@ def _phase(phase: Phase, intervals: Sequence[MemoryInterval], held: HeldMemory) 
 
 
 def _is_of(interval: MemoryInterval, kind: Phase) -> bool:
-    return interval.turn is not None and kind in interval.name.split(".")
+    return interval.at is not None and kind in interval.name.split(".")
 
 
 def _total(held: HeldMemory) -> int:

@@ -25,7 +25,7 @@ class StepTiming:
 
 
 def timing_of_step(intervals: Sequence[Interval]) -> StepTiming:
-    """Sort the times between the marks of one step by segment and pass; a microbatch's chunks are added up."""
+    """Sort the times between the events of one step by segment and pass; a microbatch's chunks are added up."""
     forward, backward = _by_segment(intervals, _FORWARD), _by_segment(intervals, _BACKWARD)
     passes = [sum(times) for times in zip(*backward.values(), strict=True)]
     # Reductions begin in the last backward pass and are waited for after it.
@@ -44,8 +44,8 @@ def _by_segment(intervals: Sequence[Interval], suffix: str) -> dict[str, list[fl
     """Times of each segment, one per microbatch in the order of the microbatches."""
     found: dict[str, dict[int, float]] = {}
     for interval in intervals:
-        if interval.name.endswith(suffix) and interval.turn is not None:
-            microbatch, _ = interval.turn
+        if interval.name.endswith(suffix) and interval.at is not None:
+            microbatch, _ = interval.at
             times = found.setdefault(interval.name.removesuffix(suffix), {})
             times[microbatch] = times.get(microbatch, 0.0) + interval.time_s
     return {name: [times[microbatch] for microbatch in sorted(times)] for name, times in found.items()}
@@ -58,9 +58,9 @@ def _passes(intervals: Sequence[Interval]) -> Iterator[PassTime]:
             case ("forward" | "backward", _, "wait"):
                 waited = interval
             case ("forward" | "backward" as kind, _, "end"):
-                assert waited is not None and interval.turn is not None
+                assert waited is not None and interval.at is not None
                 start_s = waited.start_s + waited.time_s
-                microbatch, chunk = interval.turn
+                microbatch, chunk = interval.at
                 yield PassTime(
                     kind=kind,
                     microbatch=microbatch,

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwright_formats.io.json import write_bytes
 from shardwright_formats.types.plan import Plan
-from shardwright_train.measurement.record import StepMark, Turn
+from shardwright_train.measurement.record import MicrobatchChunk, StepHook
 
 __all__ = ["trace_file", "traced"]
 
@@ -31,8 +31,8 @@ def trace_file(folder: Path, plan: Plan, rank: int) -> Path:
 
 
 @contextmanager
-def traced(device: torch.device, rank: int, file: Path) -> Iterator[StepMark]:
-    """Profile a step that sets the marks it is given, and write its trace.
+def traced(device: torch.device, rank: int, file: Path) -> Iterator[StepHook]:
+    """Profile a step that sets the events it is given, and write its trace.
 
     Each pass and the wait before it is a span of its own, `forward microbatch 0 chunk 0` and so on. The processes of
     the trace are named by the rank, and nothing in it means something else in another rank's.
@@ -40,7 +40,7 @@ def traced(device: torch.device, rank: int, file: Path) -> Iterator[StepMark]:
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     spans = _Spans()
     with profile(activities=activities) as profiler:
-        yield spans.mark
+        yield spans.hook
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     with tempfile.TemporaryDirectory() as scratch:
@@ -52,14 +52,14 @@ def traced(device: torch.device, rank: int, file: Path) -> Iterator[StepMark]:
 
 
 class _Spans:
-    """Opens and closes named spans at the marks of a step."""
+    """Opens and closes named spans at the events of a step."""
 
     def __init__(self) -> None:
         self._open: record_function | None = None
 
-    def mark(self, name: str, turn: Turn | None = None) -> None:
+    def hook(self, name: str, at: MicrobatchChunk | None = None) -> None:
         kind, _, point = name.partition(".")
-        which = "" if turn is None else f" microbatch {turn[0]} chunk {turn[1]}"
+        which = "" if at is None else f" microbatch {at[0]} chunk {at[1]}"
         match point or name:
             case "begin":
                 self._change(f"wait for {kind}{which}")

@@ -70,10 +70,10 @@ def _lack(device: torch.device) -> str | None:
 
 def _nowhere(plan: Plan, family: Family) -> Iterator[str]:
     """What is to be fused, of which the model has nothing."""
-    layers = plan.model.layers
-    elements = (EMBEDDING, *(f"layers[{layers.index(kind)}]" for kind in dict.fromkeys(layers)), HEAD)
+    types = plan.model.layers
+    layers = (EMBEDDING, *(f"layers[{types.index(kind)}]" for kind in dict.fromkeys(types)), HEAD)
     for name in plan.fused:
         with torch.device("meta"):
-            modules = [family.build(plan.model, element, Attention.SDPA.value) for element in elements]
+            modules = [family.build(plan.model, layer, Attention.SDPA.value) for layer in layers]
         if not any(fusible(module, name) for module in modules):
             yield name

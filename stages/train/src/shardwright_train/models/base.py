@@ -88,7 +88,7 @@ class Family(ABC):
         """What every pass through a block of a type needs besides states and batch, for the positions of this rank."""
         return {}
 
-    def after_split(self, block: nn.Module, config: Any, spread: TensorParallel) -> None:  # noqa: B027 (most: nothing)
+    def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:  # noqa: B027 (most: nothing)
         """Correct what a stock block remembers of its whole size."""
 
     def dropout(self, config: Any) -> float:
@@ -96,7 +96,7 @@ class Family(ABC):
         return 0.0
 
     def outputs(self, config: Any, sequence_length: int) -> tuple[BoundaryTensor, ...]:
-        """What crosses from each element to the next."""
+        """What crosses from each layer to the next."""
         hidden: int = config.hidden_size
         return (BoundaryTensor(name="hidden_states", sequence_length=sequence_length, features=hidden),)
 
@@ -105,7 +105,7 @@ class Family(ABC):
         return sequence_length
 
     def regions(self, kind: str, config: Any) -> tuple[Region, ...]:
-        """Where tensor parallelism communicates in an element; here as in a language model of pre-norm blocks."""
+        """Where tensor parallelism communicates in a layer; here as in a language model of pre-norm blocks."""
         hidden = "hidden_states"
         if kind == EMBEDDING:
             return (Region(name="lookup", leaves=hidden),)
@@ -125,7 +125,7 @@ class Family(ABC):
         return sequence_length
 
     def computed_positions(self, kind: str, sequence_length: int) -> int:
-        """Positions that the matrices of an element are applied to."""
+        """Positions that the matrices of a layer are applied to."""
         return sequence_length
 
     def image_form(self, model: Model) -> ImageForm:
@@ -147,9 +147,9 @@ class Family(ABC):
         text = torch.randint(0, model.config["vocab_size"], (samples, length + 1), generator=generator)
         return self.batch(model, text, generator)
 
-    def hugging_face_name(self, model: Model, element: str, parameter: str) -> str:
+    def hugging_face_name(self, model: Model, layer: str, parameter: str) -> str:
         """The name in the stock model of what a parameter is, or is a copy of."""
-        return self.full_name(model, element, parameter)
+        return self.full_name(model, layer, parameter)
 
     # What is the same for all.
 
@@ -191,27 +191,27 @@ class Family(ABC):
         counts = {key: model.layers.count(kind) for kind, key in zip(self.parts, self.counts, strict=True)}
         return self._parsed(model.config | counts)
 
-    def build(self, model: Model, element: str, attention: str) -> nn.Module:
-        """The stock modules of an element (`embedding`, `layers[i]`, `head`), on the default device."""
+    def build(self, model: Model, layer: str, attention: str) -> nn.Module:
+        """The stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device."""
         config = self.configuration(model)
         config._attn_implementation = attention
-        kind, index = _place(model, element)
+        kind, index = _place(model, layer)
         return self.make(kind, config, index)
 
-    def initialise(self, model: Model, module: nn.Module) -> None:
-        """Give a whole element the initial weights that transformers gives it."""
+    def initialize(self, model: Model, module: nn.Module) -> None:
+        """Give a whole layer the initial weights that transformers gives it."""
         with torch.no_grad():
             module.apply(self.pretrained_class(self.configuration(model))._init_weights)
 
-    def full_name(self, model: Model, element: str, parameter: str) -> str:
+    def full_name(self, model: Model, layer: str, parameter: str) -> str:
         """`model.layers.3.mlp.up_proj.weight` and the like."""
-        kind, index = _place(model, element)
+        kind, index = _place(model, layer)
         named = self.names[kind]
         return named.format(index) + parameter if isinstance(named, str) else _renamed(parameter, named)
 
-    def described_name(self, element: str, parameter: str) -> str:
-        """What the model description calls a parameter of an element."""
-        named = self.names.get(element)
+    def described_name(self, layer: str, parameter: str) -> str:
+        """What the model description calls a parameter of a layer."""
+        named = self.names.get(layer)
         return parameter if named is None or isinstance(named, str) else _renamed(parameter, named)
 
     def _parsed(self, config: dict[str, Any]) -> Any:
@@ -255,11 +255,11 @@ def heads_of(config: Any, queries: str, keys: str) -> Heads:
     )
 
 
-def _place(model: Model, element: str) -> tuple[str, int]:
-    """The layer type of an element, and its number among those of its type."""
-    if element in (EMBEDDING, HEAD):
-        return element, 0
-    number = int(element[len("layers[") : -1])
+def _place(model: Model, layer: str) -> tuple[str, int]:
+    """The layer type of a layer, and its number among those of its type."""
+    if layer in (EMBEDDING, HEAD):
+        return layer, 0
+    number = int(layer[len("layers[") : -1])
     return model.layers[number], model.layers[:number].count(model.layers[number])
 
 

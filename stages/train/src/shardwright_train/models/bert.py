@@ -20,7 +20,7 @@ __all__ = ["FAMILIES", "Bert"]
 class _Embedding(nn.Module):
     """Tokens [b, s] to hidden states: vectors of token, position and type (always 0), summed and normed."""
 
-    spread: TensorParallel
+    tensor_parallel: TensorParallel
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -32,9 +32,11 @@ class _Embedding(nn.Module):
 
     def forward(self, batch: Batch) -> States:
         tokens = batch["tokens"]
-        mine = self.spread.positions(tokens.shape[1])
+        mine = self.tensor_parallel.positions(tokens.shape[1])
         positions = torch.arange(mine.start, mine.stop, device=tokens.device)
-        summed = token_embedding(self.word_embeddings, tokens, self.spread) + self.position_embeddings(positions)
+        summed = token_embedding(self.word_embeddings, tokens, self.tensor_parallel) + self.position_embeddings(
+            positions
+        )
         summed = summed + self.token_type_embeddings(torch.zeros_like(positions))
         return (self.dropout(self.LayerNorm(summed)),)
 
@@ -42,7 +44,7 @@ class _Embedding(nn.Module):
 class _Head(nn.Module):
     """A dense layer, a norm and a vocabulary matrix: hidden states and labels [b, s] to the sum of cross entropy."""
 
-    spread: TensorParallel
+    tensor_parallel: TensorParallel
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -52,8 +54,8 @@ class _Head(nn.Module):
         self.classes = config.vocab_size
 
     def forward(self, states: States, batch: Batch) -> Tensor:
-        logits = self.decoder(self.spread.enter(self.transform(states[0])))
-        return loss_of_logits(logits, batch["labels"], self.classes, self.spread)
+        logits = self.decoder(self.tensor_parallel.enter(self.transform(states[0])))
+        return loss_of_logits(logits, batch["labels"], self.classes, self.tensor_parallel)
 
 
 class Bert(Family):

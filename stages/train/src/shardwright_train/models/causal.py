@@ -16,7 +16,7 @@ __all__ = ["NextTokenHead", "TokenEmbedding", "causal_mask", "rotary_constants"]
 class TokenEmbedding(nn.Module):
     """Tokens [b, s] to hidden states, in the layout of the embedding's strategy."""
 
-    spread: TensorParallel
+    tensor_parallel: TensorParallel
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -24,13 +24,13 @@ class TokenEmbedding(nn.Module):
 
     def forward(self, batch: Batch) -> States:
         """Look up this rank's rows and sum over the group."""
-        return (token_embedding(self.embed_tokens, batch["tokens"], self.spread),)
+        return (token_embedding(self.embed_tokens, batch["tokens"], self.tensor_parallel),)
 
 
 class NextTokenHead(nn.Module):
     """A norm and a matrix: hidden states and labels [b, s] to the sum of cross entropy over the group's samples."""
 
-    spread: TensorParallel
+    tensor_parallel: TensorParallel
 
     def __init__(self, config: Any, norm: nn.Module) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class NextTokenHead(nn.Module):
 
     def forward(self, states: States, batch: Batch) -> Tensor:
         """The loss, summed; the same on each rank of the group (its own positions' part under Ulysses)."""
-        logits = self.lm_head(self.spread.enter(self.norm(states[0])))
-        return loss_of_logits(logits, batch["labels"], self.classes, self.spread)
+        logits = self.lm_head(self.tensor_parallel.enter(self.norm(states[0])))
+        return loss_of_logits(logits, batch["labels"], self.classes, self.tensor_parallel)
 
 
 def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:

@@ -20,7 +20,7 @@ __all__ = ["FAMILIES", "GPT2"]
 class _Embedding(nn.Module):
     """Tokens [b, s] to hidden states: a vector of the token and one of the position, which is learned."""
 
-    spread: TensorParallel
+    tensor_parallel: TensorParallel
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -30,9 +30,9 @@ class _Embedding(nn.Module):
 
     def forward(self, batch: Batch) -> States:
         tokens = batch["tokens"]
-        mine = self.spread.positions(tokens.shape[1])
+        mine = self.tensor_parallel.positions(tokens.shape[1])
         positions = self.wpe(torch.arange(mine.start, mine.stop, device=tokens.device))
-        return (self.drop(token_embedding(self.wte, tokens, self.spread) + positions),)
+        return (self.drop(token_embedding(self.wte, tokens, self.tensor_parallel) + positions),)
 
 
 class GPT2(Family):
@@ -73,9 +73,9 @@ class GPT2(Family):
             return NextTokenHead(config, nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon))
         return self.block_class(config, layer_idx=index)
 
-    def after_split(self, block: nn.Module, config: Any, spread: TensorParallel) -> None:
+    def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
         """The attention remembers the width of query, key and value."""
-        block.attn.split_size = config.n_embd // spread.size  # type: ignore[union-attr]
+        block.attn.split_size = config.n_embd // tensor_parallel.size  # type: ignore[union-attr]
 
     def constants(self, config: Any, kind: str, positions: slice, example: Tensor, kernel: str) -> dict[str, Any]:
         """Which kernel attention uses."""

@@ -27,7 +27,7 @@ _NORM = "final_layer_norm.weight"
 class _Embedding(nn.Module):
     """Tokens [b, s] of the encoder and of the decoder to the states of both, by one table."""
 
-    spread: TensorParallel
+    tensor_parallel: TensorParallel
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Embedding(nn.Module):
 
     def forward(self, batch: Batch) -> States:
         tokens = (batch["tokens"], batch["decoder_tokens"])
-        return tuple(self.dropout(token_embedding(self.shared, x, self.spread)) for x in tokens)
+        return tuple(self.dropout(token_embedding(self.shared, x, self.tensor_parallel)) for x in tokens)
 
 
 class _FinalNorm(t5.T5LayerNorm):
@@ -130,13 +130,13 @@ class T5(Family):
         config.is_decoder = kind == _DECODER
         return _Block(config, index)
 
-    def after_split(self, block: nn.Module, config: Any, spread: TensorParallel) -> None:
+    def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
         """Attention has this rank's heads; the bias is one of all positions, also where this rank holds but some."""
         for module in block.modules():
             if isinstance(module, t5.T5Attention):
-                module.n_heads = config.num_heads // spread.size
-                if spread.splits_everything:
-                    module.compute_bias = _bias_of_whole_sequence(module, spread)  # type: ignore[method-assign]
+                module.n_heads = config.num_heads // tensor_parallel.size
+                if tensor_parallel.splits_everything:
+                    module.compute_bias = _bias_of_whole_sequence(module, tensor_parallel)  # type: ignore[method-assign]
 
     def constants(self, config: Any, kind: str, positions: slice, example: Tensor, kernel: str) -> dict[str, Any]:
         """Which kernel attention uses."""
@@ -214,29 +214,29 @@ class T5(Family):
             "labels": labels,
         }
 
-    def initialise(self, model: Model, module: nn.Module) -> None:
+    def initialize(self, model: Model, module: nn.Module) -> None:
         """As stock, where the whole model's class gives the token table its weights."""
-        super().initialise(model, module)
+        super().initialize(model, module)
         if isinstance(module, _Embedding):
             nn.init.normal_(module.shared.weight, std=self.configuration(model).initializer_factor)
 
-    def hugging_face_name(self, model: Model, element: str, parameter: str) -> str:
+    def hugging_face_name(self, model: Model, layer: str, parameter: str) -> str:
         """The stock model has one bias in each stack, in its first block, and one norm behind the encoder."""
-        name = self.full_name(model, element, parameter)
+        name = self.full_name(model, layer, parameter)
         stack, block, _ = name.partition(".block.")
         if block and parameter.endswith(_BIAS):
             return f"{stack}.block.0.{parameter}"
         return f"{stack}.{parameter}" if block and parameter == _NORM else name
 
 
-def _bias_of_whole_sequence(attention: Any, spread: TensorParallel) -> Any:
+def _bias_of_whole_sequence(attention: Any, tensor_parallel: TensorParallel) -> Any:
     """What computes the position bias under Ulysses: [1, this rank's heads, s, s]."""
-    stock, ranks = attention.compute_bias, spread.sequence_axis.size()
+    stock, ranks = attention.compute_bias, tensor_parallel.sequence_axis.size()
 
     def compute_bias(query_length: int, key_length: int, **kwargs: Any) -> Tensor:
         bias: Tensor = stock(query_length * ranks, key_length * ranks, **kwargs)
         # The ranks share out the heads in the order in which they share out the positions.
-        return bias[:, spread.positions(bias.shape[1])]
+        return bias[:, tensor_parallel.positions(bias.shape[1])]
 
     return compute_bias
 

@@ -20,7 +20,7 @@ __all__ = ["FAMILIES", "ViT"]
 class _Embedding(nn.Module):
     """Images [b, channels, height, width] to hidden states of the class and the patches."""
 
-    spread: TensorParallel
+    tensor_parallel: TensorParallel
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class _Embedding(nn.Module):
         # Images are read in float32.
         states = self.embeddings(batch["pixel_values"].to(self.embeddings.cls_token.dtype))
         # A view would hold the others' positions, too.
-        return (states[:, self.spread.positions(states.shape[1])].clone(),)
+        return (states[:, self.tensor_parallel.positions(states.shape[1])].clone(),)
 
 
 class _Head(nn.Module):
     """Hidden states and labels [b, 1] to the sum of cross entropy over the group's samples."""
 
-    spread: TensorParallel
+    tensor_parallel: TensorParallel
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class _Head(nn.Module):
         self.classes = config.num_labels
 
     def forward(self, states: States, batch: Batch) -> Tensor:
-        first = self.spread.enter(self.layernorm(states[0]))[:, :1]
-        return loss_of_logits(self.classifier(first), batch["labels"], self.classes, self.spread)
+        first = self.tensor_parallel.enter(self.layernorm(states[0]))[:, :1]
+        return loss_of_logits(self.classifier(first), batch["labels"], self.classes, self.tensor_parallel)
 
 
 class ViT(Family):
@@ -91,9 +91,9 @@ class ViT(Family):
         """Attention in both directions and a feed-forward."""
         return (block(states[0]),)
 
-    def after_split(self, block: nn.Module, config: Any, spread: TensorParallel) -> None:
+    def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
         """Each rank has its share of the heads."""
-        block.get_submodule("attention").num_attention_heads = config.num_attention_heads // spread.size
+        block.get_submodule("attention").num_attention_heads = config.num_attention_heads // tensor_parallel.size
 
     def dropout(self, config: Any) -> float:
         """Of hidden states and of the attention's weights."""

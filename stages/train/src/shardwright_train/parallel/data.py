@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import DataParallel
 
-__all__ = ["prefetch_in_backward", "share_root", "share_states", "torch_dtype"]
+__all__ = ["apply_fsdp", "apply_fsdp_to_stage", "prefetch_in_backward", "torch_dtype"]
 
 
 _DTYPES = {
@@ -27,7 +27,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def share_states(module: nn.Module, kind: DataParallel, axis: DeviceMesh, plan: Plan) -> None:
+def apply_fsdp(module: nn.Module, kind: DataParallel, axis: DeviceMesh, plan: Plan) -> None:
     """Make the ranks of `axis` share a layer's states; gradients are plain sums over them.
 
     FSDP2 wraps every layer but those that are held whole and computed with as they are stored.
@@ -45,7 +45,7 @@ def share_states(module: nn.Module, kind: DataParallel, axis: DeviceMesh, plan: 
     _sum_gradients(module)
 
 
-def share_root(module: nn.Module, layers: Sequence[nn.Module], axis: DeviceMesh) -> None:
+def apply_fsdp_to_stage(module: nn.Module, layers: Sequence[nn.Module], axis: DeviceMesh) -> None:
     """Wrap a whole pipeline stage, which has no parameters outside its layers, so that FSDP2's layers share streams."""
     plain = {p for layer in layers if not isinstance(layer, FSDPModule) for p in layer.parameters()}
     fully_shard(module, mesh=axis, reshard_after_forward=False, ignored_params=plain)

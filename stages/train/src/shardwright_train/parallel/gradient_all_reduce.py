@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from shardwright_train.parallel.fsdp_memory import take_gradients
 from shardwright_train.parallel.sharded_parameters import placed_as
 
-__all__ = ["ReplicaSum"]
+__all__ = ["GradientAllReduce"]
 
 
-class ReplicaSum:
+class GradientAllReduce:
     """The gradients of one replicated (DDP) layer, reduced once a step or every microbatch.
 
     FSDP2's own reduction copies them three times and, on CPU, waits for each layer's message before the next layer's
@@ -50,7 +50,7 @@ class ReplicaSum:
             self._sums[parameter] = gradient.to(parameter.dtype) if before is None else before.add_(gradient)
         self.armed, self._works = False, None
 
-    def held(self) -> Iterator[Tensor]:
+    def resident(self) -> Iterator[Tensor]:
         """Memory of the gradients that are being reduced, and of the sums of those that were."""
         yield from (gradient for _, gradient, _ in self._works or ())
         yield from self._sums.values()

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright_formats.semantics.layout import Layout, closed_groups, layout_of, parameter_layout
-from shardwright_formats.semantics.tied_weights import ranks_of_ties, ties_of
+from shardwright_formats.semantics.tied_weights import ranks_of_replicas, tied_parameters
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Strategy
 
@@ -44,8 +44,8 @@ class Groups:
                 self._make_sets(direction, columns)
         for ranks in (stage.ranks for stage in plan.stages):
             self._make_sets("redistribute", _exchange_sets(plan, ranks))
-        if tied := ranks_of_ties(ties_of(plan)):
-            self._make_sets("ties", (tied,))
+        if tied := ranks_of_replicas(tied_parameters(plan)):
+            self._make_sets("tied parameters", (tied,))
 
     def mesh(self, plan: Plan, strategy: Strategy) -> DeviceMesh:
         """The mesh (pp, dp, tp) whose tp axis shards the parameters of a layer and whose dp axis replicates them."""
@@ -59,7 +59,7 @@ class Groups:
         """The group of some ranks for a purpose.
 
         `forward` and `backward` (with ` around` for those from the last stage to the first) carry sends, `redistribute`
-        activations, `ties` gradients of parameters that have copies.
+        activations, `tied parameters` gradients of parameters that have replicas.
         """
         return self._sets[purpose, tuple(ranks)]
 

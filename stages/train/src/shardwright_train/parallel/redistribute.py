@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.semantics.layout import Layout, Rectangle, closed_groups, routes
+from shardwright_formats.semantics.layout import ActivationShard, Layout, closed_groups, redistribution_plan
 from shardwright_train.parallel.process_groups import Groups
 
 __all__ = ["Redistribution"]
@@ -50,9 +50,9 @@ class _Move:
     ) -> None:
         members = next(group for group in closed_groups(source, target, samples, length) if me in group)
         index = {rank: i for i, rank in enumerate(members)}
-        every = routes(source, target, samples, length)
-        mine_before = source.rectangle(me, samples, length)
-        mine_after = target.rectangle(me, samples, length)
+        every = redistribution_plan(source, target, samples, length)
+        mine_before = source.activation_shard(me, samples, length)
+        mine_after = target.activation_shard(me, samples, length)
         self.size = len(members)
         self.group = groups.among("redistribute", (ranks[i] for i in members)) if self.size > 1 else None
         self.shape = (
@@ -91,7 +91,7 @@ class _Move:
         return out
 
 
-def _window(piece: Rectangle, whole: Rectangle) -> tuple[slice, slice]:
+def _window(piece: ActivationShard, whole: ActivationShard) -> tuple[slice, slice]:
     return (
         slice(piece.batch_start - whole.batch_start, piece.batch_end - whole.batch_start),
         slice(piece.sequence_start - whole.sequence_start, piece.sequence_end - whole.sequence_start),

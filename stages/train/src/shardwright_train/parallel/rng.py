@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Draw", "Randomness", "seed_of"]
+__all__ = ["RNGKey", "Randomness", "seed_of"]
 
-Draw = tuple[int, int, int]
+RNGKey = tuple[int, int, int]
 """What a pass draws for: the run's seed, the step and the microbatch."""
 
 
@@ -28,15 +28,15 @@ class _Pass:
 
 
 class Randomness:
-    """The random numbers of one element (embedding, block or head) on this rank.
+    """The random numbers of one layer (embedding, block or head) on this rank.
 
     Each pass of a microbatch starts from a seed of its own, so that a recomputed pass draws the same numbers again.
     Ranks that hold copies of the activations (`holder`: those of a tensor-parallel group without sequence parallelism)
     share the seed; between `inside` and `outside`, where each has its own heads and features, they draw apart.
     """
 
-    def __init__(self, element: str, holder: tuple[int, ...], part: int, device: torch.device) -> None:
-        self._who: tuple[object, ...] = (element, *holder)
+    def __init__(self, layer: str, holder: tuple[int, ...], part: int, device: torch.device) -> None:
+        self._who: tuple[object, ...] = (layer, *holder)
         self._part, self._device = part, device
         self._now: _Pass | None = None
 

@@ -1,4 +1,4 @@
-"""How the parameters of an element lie on the mesh: DTensors that share their memory with what is computed with."""
+"""How the parameters of a layer lie on the mesh: DTensors that share their memory with what is computed with."""
 
 from collections.abc import Mapping
 
@@ -8,12 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["local_tensor", "placed_as", "stored_parameters"]
+__all__ = ["local_tensor", "placed_as", "shard_parameters"]
 
 
-def stored_parameters(
-    module: nn.Module, tp_dims: Mapping[str, int | None], mesh: DeviceMesh
-) -> dict[str, nn.Parameter]:
+def shard_parameters(module: nn.Module, tp_dims: Mapping[str, int | None], mesh: DeviceMesh) -> dict[str, nn.Parameter]:
     """A cut and shared module's parameters as DTensors over the axes (dp, tp) of a mesh, by name.
 
     Autograd does not know them: computing with DTensors costs some 4 % of a small layer's time. `tp_dims` says which

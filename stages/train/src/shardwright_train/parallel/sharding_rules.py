@@ -26,8 +26,8 @@ __all__ = [
     "Parts",
     "Rule",
     "Split",
+    "apply_activation_checkpointing",
     "cuts",
-    "set_apart",
     "split_module",
 ]
 
@@ -90,7 +90,7 @@ class Split(NamedTuple):
     """The whole parameters whose gradients must be summed over the axis after the backward pass."""
 
 
-def split_module(module: nn.Module, rules: Rules, spread: TensorParallel) -> Split:
+def split_module(module: nn.Module, rules: Rules, tensor_parallel: TensorParallel) -> Split:
     """Leave every module its share of its parameters, and make it compute with that."""
     tp_dims, partial = {}, set()
     for owner_name, owner in list(module.named_modules()):
@@ -99,13 +99,13 @@ def split_module(module: nn.Module, rules: Rules, spread: TensorParallel) -> Spl
         for name, parameter in list(owner.named_parameters(recurse=False)):
             lengths[name] = parameter.shape[0]
             shape, tp_dim = _stored(owner, name, tuple(parameter.shape), rule)
-            owner.register_parameter(name, cut_parameter(parameter.detach().view(shape), tp_dim, spread.size))
+            owner.register_parameter(name, cut_parameter(parameter.detach().view(shape), tp_dim, tensor_parallel.size))
             full_name = f"{owner_name}.{name}".lstrip(".")
             tp_dims[full_name] = tp_dim
-            if tp_dim is None and spread.size > 1 and (rule is not None or spread.sums_outside):
+            if tp_dim is None and tensor_parallel.size > 1 and (rule is not None or tensor_parallel.sums_outside):
                 partial.add(full_name)
         if lengths and rule is not None:
-            _compute_by(owner, rule, lengths, spread)
+            _compute_by(owner, rule, lengths, tensor_parallel)
     return Split(tp_dims, frozenset(partial))
 
 
@@ -122,7 +122,7 @@ def enter_before(module: nn.Module, tensor_parallel: TensorParallel) -> None:
     module.forward = forward
 
 
-def set_apart(block: nn.Module, name: str, randomness: Randomness, recompute: bool) -> None:
+def apply_activation_checkpointing(block: nn.Module, name: str, randomness: Randomness, recompute: bool) -> None:
     """Make one of a block's parts draw from a seed of its own, so that it draws the same whether recomputed or not.
 
     Where it is, it is computed again in the backward pass instead of keeping its activations.
@@ -130,21 +130,21 @@ def set_apart(block: nn.Module, name: str, randomness: Randomness, recompute: bo
     owner_name, _, last = name.rpartition(".")
     part = getattr(block.get_submodule(owner_name), last)
     if isinstance(part, nn.Module):
-        part.forward = _apart(part.forward, name, randomness, recompute)
+        part.forward = _checkpointed(part.forward, name, randomness, recompute)
     else:
-        setattr(block.get_submodule(owner_name), last, _apart(part, name, randomness, recompute))
+        setattr(block.get_submodule(owner_name), last, _checkpointed(part, name, randomness, recompute))
 
 
-def _apart(stock: Callable[..., Any], name: str, randomness: Randomness, recompute: bool) -> Callable[..., Any]:
+def _checkpointed(stock: Callable[..., Any], name: str, randomness: Randomness, recompute: bool) -> Callable[..., Any]:
     # Some stock blocks read a part's signature.
     @wraps(stock)
     def call(*args: Any, **kwargs: Any) -> Any:
-        draw = randomness.current
+        rng_key = randomness.current
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if draw is None:
+            if rng_key is None:
                 return stock(*args, **kwargs)
-            with randomness.seeded(*draw, name):
+            with randomness.seeded(*rng_key, name):
                 return stock(*args, **kwargs)
 
         if not recompute:
@@ -174,18 +174,18 @@ def _stored(
     return (*shape[:dim], rule.fused, shape[dim] // rule.fused, *shape[dim + 1 :]), dim + 1
 
 
-def _compute_by(owner: nn.Module, rule: Rule, lengths: Mapping[str, int], spread: TensorParallel) -> None:
+def _compute_by(owner: nn.Module, rule: Rule, lengths: Mapping[str, int], tensor_parallel: TensorParallel) -> None:
     if rule.kind == "row":
-        make_row_parallel(owner, spread)
+        make_row_parallel(owner, tensor_parallel)
     elif rule.kind == "vocabulary":
-        change_parameters(owner, lambda name, local: real_rows(local, lengths[name], spread))
+        change_parameters(owner, lambda name, local: real_rows(local, lengths[name], tensor_parallel))
     elif rule.kind == "column":
         if rule.fused > 1:
             change_parameters(owner, lambda _name, local: local.flatten(-2))
         if isinstance(owner, Conv1D):
-            owner.nf = owner.nf // spread.size
+            owner.nf = owner.nf // tensor_parallel.size
 
 
-def real_rows(local: Tensor, length: int, spread: TensorParallel) -> Tensor:
+def real_rows(local: Tensor, length: int, tensor_parallel: TensorParallel) -> Tensor:
     """A vocabulary's share without its padding, of `length` rows in all."""
-    return local[: max(0, min(local.shape[0], length - spread.rank * local.shape[0]))]
+    return local[: max(0, min(local.shape[0], length - tensor_parallel.rank * local.shape[0]))]

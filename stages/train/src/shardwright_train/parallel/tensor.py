@@ -18,7 +18,7 @@ __all__ = ["TensorParallel", "change_parameters", "cut_parameter", "make_row_par
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How the ranks that one sample is spread over share an element.
+    """How the ranks that one sample is spread over share a layer.
 
     `axis` is the mesh axis that cuts parameters (of one rank under Ulysses), `sequence_axis` the one of tp_size ranks.
     `fused_loss` says that the head's cross entropy is flash-attn's.
@@ -32,12 +32,12 @@ class TensorParallel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that share the element's matrices."""
+        """The ranks that share the layer's matrices."""
         return self.axis.get_group()
 
     @property
     def size(self) -> int:
-        """Number of ranks that share the element's matrices."""
+        """Number of ranks that share the layer's matrices."""
         return self.axis.size()
 
     @property

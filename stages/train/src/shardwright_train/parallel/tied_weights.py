@@ -1,4 +1,4 @@
-"""Parameters that several elements hold copies of, on whatever ranks and in whatever layouts: one gradient for all."""
+"""Parameters that several layers hold replicas of, on whatever ranks and in whatever layouts: one gradient for all."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,45 +8,45 @@ from torch import Tensor
 
 from shardwright_formats.semantics.layout import Box, parameter_box
 from shardwright_formats.semantics.tied_weights import (
-    Copy,
     Piece,
+    Replica,
     pieces_from_owners,
     pieces_to_owners,
-    ranks_of_ties,
-    ties_of,
+    ranks_of_replicas,
+    tied_parameters,
 )
 from shardwright_formats.types.plan import Plan
 
-__all__ = ["Ties"]
+__all__ = ["TiedParameters"]
 
 
-class Ties:
-    """The copies on one rank and the two exchanges between them.
+class TiedParameters:
+    """The replicas on one rank and the two exchanges between them.
 
-    Both exchanges are one all_to_all over the ranks that hold copies; `group` is None when this rank holds none.
+    Both exchanges are one all_to_all over the ranks that hold replicas; `group` is None when this rank holds none.
     """
 
     def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup | None) -> None:
-        ties = ties_of(plan)
+        tied = tied_parameters(plan)
         self.group, self.rank = group, rank
-        self.members = ranks_of_ties(ties)
-        self.copies = frozenset(
-            (copy.element, copy.parameter.name) for tie in ties for copy in tie[1:] if rank in copy.ranks
+        self.members = ranks_of_replicas(tied)
+        self.replicas = frozenset(
+            (replica.layer, replica.parameter.name) for one in tied for replica in one[1:] if rank in replica.ranks
         )
-        """Element and parameter of what this rank holds but does not own: it counts once in a norm."""
-        self._to_owners, self._from_owners = pieces_to_owners(ties), pieces_from_owners(ties)
+        """Layer and parameter of what this rank holds but does not own: it counts once in a norm."""
+        self._to_owners, self._from_owners = pieces_to_owners(tied), pieces_from_owners(tied)
 
     def sum_gradients(self, gradients: Mapping[tuple[str, str], Tensor]) -> None:
-        """Give every copy the sum of all copies' gradients: local shards by element and parameter, in place.
+        """Give every replica the sum of all replicas' gradients: local shards by layer and parameter, in place.
 
-        The owner adds in the order of the layers and hands out its sums, so that copies stay equal to the bit.
+        The owner adds in the order of the layers and hands out its sums, so that replicas stay equal to the bit.
         """
         if self.group is not None:
             self._exchange(self._to_owners, gradients, add=True)
             self._exchange(self._from_owners, gradients, add=False)
 
-    def copy_owners(self, values: Mapping[tuple[str, str], Tensor]) -> None:
-        """Give every copy its owner's values, in place."""
+    def broadcast_owners(self, values: Mapping[tuple[str, str], Tensor]) -> None:
+        """Give every replica its owner's values, in place."""
         if self.group is not None:
             self._exchange(self._from_owners, values, add=False)
 
@@ -71,7 +71,7 @@ class Ties:
             value = value.view(target.shape)
             _ = target.add_(value) if add else target.copy_(value)
 
-    def _window(self, copy: Copy, box: Box, tensors: Mapping[tuple[str, str], Tensor]) -> Tensor:
-        mine = parameter_box(copy.parameter, copy.strategy, copy.ranks.index(self.rank))
-        local = tensors[copy.element, copy.parameter.name]
+    def _window(self, replica: Replica, box: Box, tensors: Mapping[tuple[str, str], Tensor]) -> Tensor:
+        mine = parameter_box(replica.parameter, replica.strategy, replica.ranks.index(self.rank))
+        local = tensors[replica.layer, replica.parameter.name]
         return local[tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, mine, strict=True))]

@@ -16,23 +16,23 @@ IGNORED = -100
 """The label of a position that does not count, as in transformers."""
 
 
-def token_embedding(embedding: nn.Embedding, tokens: Tensor, spread: TensorParallel) -> Tensor:
+def token_embedding(embedding: nn.Embedding, tokens: Tensor, tensor_parallel: TensorParallel) -> Tensor:
     """Look up tokens [b, s] in this rank's rows and sum over the group: [b, this rank's positions, h]."""
     weight = embedding.weight
-    tokens = tokens[:, spread.positions_inside(tokens.shape[1])]
-    index = tokens - spread.rank * weight.shape[0]
+    tokens = tokens[:, tensor_parallel.positions_inside(tokens.shape[1])]
+    index = tokens - tensor_parallel.rank * weight.shape[0]
     mine = (index >= 0) & (index < weight.shape[0])
     rows = F.embedding(index.where(mine, torch.zeros_like(index)), weight)
-    return spread.leave(rows * mine[..., None].to(rows.dtype))
+    return tensor_parallel.leave(rows * mine[..., None].to(rows.dtype))
 
 
-def loss_of_logits(logits: Tensor, labels: Tensor, classes: int, spread: TensorParallel) -> Tensor:
+def loss_of_logits(logits: Tensor, labels: Tensor, classes: int, tensor_parallel: TensorParallel) -> Tensor:
     """Sum of cross entropy of this rank's share [b, s, v/n] of `classes` logits; labels [b, s] are of all positions."""
-    labels = labels[:, spread.positions_inside(labels.shape[1])]
-    if spread.fused_loss:
-        return fused_cross_entropy(logits, labels, IGNORED, spread.group).sum()
-    first = spread.rank * -(-classes // spread.size)
-    return sum_of_cross_entropy(logits, labels, first, spread.group)
+    labels = labels[:, tensor_parallel.positions_inside(labels.shape[1])]
+    if tensor_parallel.fused_loss:
+        return fused_cross_entropy(logits, labels, IGNORED, tensor_parallel.group).sum()
+    first = tensor_parallel.rank * -(-classes // tensor_parallel.size)
+    return sum_of_cross_entropy(logits, labels, first, tensor_parallel.group)
 
 
 def sum_of_cross_entropy(logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:

@@ -13,18 +13,18 @@ from shardwright_formats.semantics.schedule import Action, Pass, actions
 from shardwright_formats.semantics.step_communication import incoming_layout
 from shardwright_formats.types.plan import GradientReduction, Plan
 from shardwright_formats.types.strategy import SequenceParallel
-from shardwright_train.measurement.record import StepMark, Turn
+from shardwright_train.measurement.record import MicrobatchChunk, StepHook
 from shardwright_train.models.base import Batch, States
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.process_groups import Groups
-from shardwright_train.parallel.rng import Draw
+from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.vocab import IGNORED
 from shardwright_train.pipeline.stage import Stage
 
-__all__ = ["Pipeline", "Step", "no_mark", "run_step"]
+__all__ = ["Pipeline", "Step", "no_hook", "run_step"]
 
 
-def no_mark(name: str, turn: Turn | None = None) -> None:
+def no_hook(name: str, at: MicrobatchChunk | None = None) -> None:
     """Record nothing."""
 
 
@@ -86,7 +86,7 @@ class Pipeline:
             if layout is None:
                 return ()
             parts = (
-                (layout.rectangle(me, plan.microbatch_samples, tensor.sequence_length), tensor.features)
+                (layout.activation_shard(me, plan.microbatch_samples, tensor.sequence_length), tensor.features)
                 for tensor in plan.model.boundary
             )
             return tuple(
@@ -117,8 +117,8 @@ class _Sent(NamedTuple):
 class _Flight:
     """What a step holds on the way: activations of microbatches not yet gone backward, and messages not yet taken."""
 
-    inputs: dict[Turn, States] = field(default_factory=dict)
-    outputs: dict[Turn, States] = field(default_factory=dict)
+    inputs: dict[MicrobatchChunk, States] = field(default_factory=dict)
+    outputs: dict[MicrobatchChunk, States] = field(default_factory=dict)
     sends: list[_Sent] = field(default_factory=list)
 
     def send(self, x: Tensor, to: _Neighbour, action: Action) -> None:
@@ -160,7 +160,7 @@ class Step:
         return int((self.batch["labels"] != IGNORED).sum().item())
 
 
-def run_step(stage: Stage, place: Pipeline, step: Step, mark: StepMark = no_mark) -> Tensor:
+def run_step(stage: Stage, place: Pipeline, step: Step, hook: StepHook = no_hook) -> Tensor:
     """Forward and backward of a global batch.
 
     Leaves in the parameters the gradients of `loss_scale` times the mean loss over all labels of the batch that count.
@@ -175,7 +175,7 @@ def run_step(stage: Stage, place: Pipeline, step: Step, mark: StepMark = no_mark
     every = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
     for number, (kind, microbatch, chunk) in enumerate(todo):
         if kind is Pass.FORWARD:
-            output = _forward(stage, place, flight, (microbatch, chunk), step, mark)
+            output = _forward(stage, place, flight, (microbatch, chunk), step, hook)
             if isinstance(output, Tensor):
                 output = output / step.counted
                 loss += output.detach().to("cpu", torch.float64)
@@ -185,7 +185,7 @@ def run_step(stage: Stage, place: Pipeline, step: Step, mark: StepMark = no_mark
         else:
             last = not any(kind is Pass.BACKWARD and later == chunk for kind, _, later in todo[number + 1 :])
             stage.chunks[chunk].prepare_backward(last or every, last)
-            _backward(place, flight, (microbatch, chunk), mark)
+            _backward(place, flight, (microbatch, chunk), hook)
             stage.chunks[chunk].start_reductions()
     for sent in flight.sends:
         sent.work.wait()
@@ -195,12 +195,14 @@ def run_step(stage: Stage, place: Pipeline, step: Step, mark: StepMark = no_mark
     return loss if head.sequence_parallel is SequenceParallel.ULYSSES else loss / head.tp_size
 
 
-def _forward(stage: Stage, place: Pipeline, flight: _Flight, turn: Turn, step: Step, mark: StepMark) -> States | Tensor:
-    def at(name: str) -> None:
-        mark(name, turn)
+def _forward(
+    stage: Stage, place: Pipeline, flight: _Flight, at: MicrobatchChunk, step: Step, hook: StepHook
+) -> States | Tensor:
+    def event(name: str) -> None:
+        hook(name, at)
 
-    at("forward.begin")
-    microbatch, chunk = turn
+    event("forward.begin")
+    microbatch, chunk = at
     samples = place.plan.microbatch_samples
     states: States = ()
     source, target = place.previous[chunk], place.next[chunk]
@@ -211,32 +213,32 @@ def _forward(stage: Stage, place: Pipeline, flight: _Flight, turn: Turn, step: S
             flight.receive(x, source, Action(Pass.FORWARD, microbatch, source.chunk))
             x.requires_grad_()
     rows = {k: v[microbatch * samples : (microbatch + 1) * samples].to(place.device) for k, v in step.batch.items()}
-    at("forward.wait")
-    flight.inputs[turn] = states
-    draw: Draw = (step.seed, step.number, microbatch)
-    output: States | Tensor = stage.chunks[chunk](states, rows, draw, at)
-    at(f"{'layers' if target is not None else 'head'}.forward")
-    at("forward.end")
+    event("forward.wait")
+    flight.inputs[at] = states
+    rng_key: RNGKey = (step.seed, step.number, microbatch)
+    output: States | Tensor = stage.chunks[chunk](states, rows, rng_key, event)
+    event(f"{'layers' if target is not None else 'head'}.forward")
+    event("forward.end")
     if target is not None:
         for x in output:
             flight.send(x.detach(), target, Action(Pass.FORWARD, microbatch, target.chunk))
     return output
 
 
-def _backward(place: Pipeline, flight: _Flight, turn: Turn, mark: StepMark) -> None:
-    mark("backward.begin", turn)
-    states, outputs = flight.inputs.pop(turn), flight.outputs.pop(turn)
-    microbatch, chunk = turn
+def _backward(place: Pipeline, flight: _Flight, at: MicrobatchChunk, hook: StepHook) -> None:
+    hook("backward.begin", at)
+    states, outputs = flight.inputs.pop(at), flight.outputs.pop(at)
+    microbatch, chunk = at
     source, target = place.previous[chunk], place.next[chunk]
     grads: list[Tensor | None] = [None] * len(outputs)
     if target is not None:
         for i, x in enumerate(outputs):
             grads[i] = grad = torch.empty_like(x)
             flight.receive(grad, target, Action(Pass.BACKWARD, microbatch, target.chunk))
-    mark("backward.wait", turn)
+    hook("backward.wait", at)
     torch.autograd.backward(outputs, grads)
-    mark(f"{'layers' if source is not None else 'embedding'}.backward", turn)
-    mark("backward.end", turn)
+    hook(f"{'layers' if source is not None else 'embedding'}.backward", at)
+    hook("backward.end", at)
     if source is not None:
         for x in states:
             # What nothing here has used has no gradient, but the stage before waits for one.

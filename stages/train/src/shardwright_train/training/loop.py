@@ -34,7 +34,7 @@ from shardwright_train.pipeline.stage import Stage, build_stage
 from shardwright_train.training.checkpoint import Progress, load, read_progress, save
 from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
 from shardwright_train.training.loss_scale import LossScale
-from shardwright_train.training.nonfinite import where_not_finite
+from shardwright_train.training.nonfinite import first_nonfinite
 from shardwright_train.training.optimizer import Hyperparameters, ShardedAdamW, StepOutcome
 from shardwright_train.training.peaks import peak_flops_per_s
 
@@ -54,12 +54,12 @@ class _Run:
     batches: Batches
     stage: Stage
     place: Pipeline
-    optimiser: ShardedAdamW
+    optimizer: ShardedAdamW
     folder: Path
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds."""
-        return {**self.optimiser.parameters, **self.optimiser.state()}
+        return {**self.optimizer.parameters, **self.optimizer.state()}
 
 
 def train(job: RunJob, world: World) -> None:
@@ -76,7 +76,7 @@ def train(job: RunJob, world: World) -> None:
     progress = Progress(0, plan.sha256, batches.sha256, job.seed, 0.0, 0.0, 0, scale.value, 0)
     if resumed is not None:
         progress = read_progress(resumed)
-    run.optimiser.begin(progress.updates)
+    run.optimizer.begin(progress.updates)
     if resumed is not None:
         load(resumed, run.tensors())
     if world.rank == 0:
@@ -147,10 +147,10 @@ def _build(job: RunJob, plan: Plan, world: World, attention: str, batches: Batch
         final_fraction=job.final_fraction,
         decay_fraction=job.decay_fraction,
     )
-    optimiser = ShardedAdamW(stage.parameters_by_name(), settings, stage.copies())
+    optimizer = ShardedAdamW(stage.parameters_by_name(), settings, stage.replicas())
     folder = folder_of_plan(Path(job.checkpoints), plan.sha256)
     place = Pipeline.of(plan, world.rank, groups, world.device)
-    return _Run(job, plan, world, attention, batches, stage, place, optimiser, folder)
+    return _Run(job, plan, world, attention, batches, stage, place, optimizer, folder)
 
 
 def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progress, float, Path]:
@@ -164,11 +164,11 @@ def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progre
         started = time.perf_counter()
         work = Step(run.batches.batch(step, run.plan.global_batch_size), job.seed, step, scale.value)
         loss_part = run_step(run.stage, run.place, work)
-        outcome = run.optimiser.step(step, loss_part, bool(stop_asked), scale.value)
+        outcome = run.optimizer.step(step, loss_part, bool(stop_asked), scale.value)
         step_time_s = time.perf_counter() - started
         overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite
         if not outcome.finite and not overflowed:
-            where = where_not_finite(run.stage, run.place, work)
+            where = first_nonfinite(run.stage, run.place, work)
             what = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
             raise RunFailed(f"step {step}: {what}: {where}: nothing of this step was saved")
         scale = scale.after(overflowed)
@@ -204,7 +204,7 @@ def _write_metrics(run: _Run, step: int, outcome: StepOutcome, step_time_s: floa
         loss=outcome.loss,
         step_time_s=step_time_s,
         tokens_per_s=tokens_per_s,
-        mfu=model_flops_utilisation(plan, step_time_s, world.device_name),
+        mfu=model_flops_utilization(plan, step_time_s, world.device_name),
         grad_norm=outcome.grad_norm if outcome.finite else None,
         learning_rate=outcome.learning_rate,
         peak_memory_bytes=tuple(int(p.item()) for p in peaks),
@@ -219,7 +219,7 @@ def _write_metrics(run: _Run, step: int, outcome: StepOutcome, step_time_s: floa
         )
 
 
-def model_flops_utilisation(plan: Plan, step_time_s: float, device_name: str) -> float | None:
+def model_flops_utilization(plan: Plan, step_time_s: float, device_name: str) -> float | None:
     """Share of the devices' peak that the model's own operations use (Chowdhery et al. 2022); None if that is unknown.
 
     A backward pass counts twice a forward pass; what is recomputed does not count.

@@ -10,25 +10,25 @@ from shardwright_train.parallel.sharded_parameters import local_tensor
 from shardwright_train.pipeline.runner import Pipeline, Step, run_step
 from shardwright_train.pipeline.stage import Stage
 
-__all__ = ["where_not_finite"]
+__all__ = ["first_nonfinite"]
 
 # Forward finds come before those of the backward pass, then earlier microbatches, then lower layers, then ranks.
 _Find = tuple[int, int, int, int, str]
 
 
-def where_not_finite(stage: Stage, place: Pipeline, step: Step) -> str:
-    """Run a step again, watching every element's output and gradients; what is found first, on any rank.
+def first_nonfinite(stage: Stage, place: Pipeline, step: Step) -> str:
+    """Run a step again, watching every layer's output and gradients; what is found first, on any rank.
 
     Collective over the world; the parameters are as they were, for such a step updates nothing.
     """
     finds: list[_Find] = []
     rank = dist.get_rank()
     hooks = []
-    for element in stage.elements:
+    for layer in stage.layers:
         calls = [0]
 
         def watch(
-            _module: nn.Module, _args: object, output: object, name: str = element.name, calls: list[int] = calls
+            _module: nn.Module, _args: object, output: object, name: str = layer.name, calls: list[int] = calls
         ) -> None:
             if not _finite(output):
                 microbatch = calls[0]
@@ -36,16 +36,16 @@ def where_not_finite(stage: Stage, place: Pipeline, step: Step) -> str:
                 finds.append((0, microbatch, _position(name), rank, found))
             calls[0] += 1
 
-        hooks.append(element.module.register_forward_hook(watch))
+        hooks.append(layer.module.register_forward_hook(watch))
     run_step(stage, place, step)
     for hook in hooks:
         hook.remove()
-    for element in stage.elements:
-        for name, parameter in element.stored.items():
+    for layer in stage.layers:
+        for name, parameter in layer.sharded.items():
             if not _finite(local_tensor(parameter.grad) if parameter.grad is not None else None):
                 # The backward pass comes from the head: what it meets last is the lowest layer.
-                found = f"in the gradient of {element.name}'s {name} on rank {rank}"
-                finds.append((1, 0, -_position(element.name), rank, found))
+                found = f"in the gradient of {layer.name}'s {name} on rank {rank}"
+                finds.append((1, 0, -_position(layer.name), rank, found))
             parameter.grad = None
     every: list[_Find | None] = [None] * dist.get_world_size()
     dist.all_gather_object(every, min(finds, default=None))
@@ -57,7 +57,7 @@ def _finite(values: object) -> bool:
     return all(bool(torch.isfinite(x).all()) for x in tree_leaves(values) if isinstance(x, Tensor))
 
 
-def _position(element: str) -> int:
-    if element == EMBEDDING:
+def _position(layer: str) -> int:
+    if layer == EMBEDDING:
         return -1
-    return 1 << 30 if element == HEAD else int(element[len("layers[") : -1])
+    return 1 << 30 if layer == HEAD else int(layer[len("layers[") : -1])

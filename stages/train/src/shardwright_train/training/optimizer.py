@@ -49,14 +49,14 @@ class ShardedAdamW:
     """AdamW (Loshchilov & Hutter 2019) on each rank's shards.
 
     The update is element by element, so it needs no mesh: it runs fused over plain local tensors, which share their
-    memory with the stored DTensors. Weight decay spares norms and biases. `copies` names the parameters that count in
-    the norm elsewhere: their gradients are those of the parameter they are copies of.
+    memory with the stored DTensors. Weight decay spares norms and biases. `replicas` names the parameters that count in
+    the norm elsewhere: their gradients are those of the parameter they are replicas of.
     """
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], settings: Hyperparameters, copies: frozenset[str] = frozenset()
+        self, parameters: dict[str, nn.Parameter], settings: Hyperparameters, replicas: frozenset[str] = frozenset()
     ) -> None:
-        self.parameters, self.settings, self._copies = parameters, settings, copies
+        self.parameters, self.settings, self._replica_names = parameters, settings, replicas
         self._local = {name: nn.Parameter(local_tensor(p.detach())) for name, p in parameters.items()}
         decayed = [self._local[n] for n, p in parameters.items() if _decays(n, p)]
         spared = [self._local[n] for n, p in parameters.items() if not _decays(n, p)]
@@ -78,7 +78,9 @@ class ShardedAdamW:
         The gradients are those of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
         the loss and whether any rank wants to stop. When loss or norm is not finite nothing is updated.
         """
-        squares = _squared_norm([p for name, p in self.parameters.items() if name not in self._copies], self._device)
+        squares = _squared_norm(
+            [p for name, p in self.parameters.items() if name not in self._replica_names], self._device
+        )
         shared = torch.stack([loss.to(squares.device), squares, squares.new_tensor(float(stop))])
         dist.all_reduce(shared)
         mean_loss, squared, stops = shared.tolist()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.plan import Plan
-from shardwright_train.measurement.record import Turn
+from shardwright_train.measurement.record import MicrobatchChunk
 from shardwright_train.models.base import Family
 from shardwright_train.parallel.parallelize import Site
 from shardwright_train.parallel.process_groups import Groups
@@ -25,7 +25,7 @@ from shardwright_train.pipeline.runner import Pipeline, Step, run_step
 from shardwright_train.pipeline.stage import build_stage
 from shardwright_train.training.optimizer import Hyperparameters, ShardedAdamW
 
-__all__ = ["FakeStep", "Traffic", "fake_step"]
+__all__ = ["SimulatedStep", "Traffic", "simulate_step"]
 
 _SETTINGS = Hyperparameters(learning_rate=1e-4, warmup_steps=0, steps=1, weight_decay=0.1, clip_norm=1.0)
 
@@ -37,7 +37,7 @@ class Traffic(NamedTuple):
     group_size: int
 
 
-class FakeStep(NamedTuple):
+class SimulatedStep(NamedTuple):
     """What one step of a rank moved and held."""
 
     messages: Mapping[Traffic, int]
@@ -53,7 +53,7 @@ class FakeStep(NamedTuple):
     """What the last microbatch's forward pass through a chunk left behind (the mean over chunks)."""
 
 
-def fake_step(plan: Plan, rank: int, family: Family, attention: str) -> FakeStep:
+def simulate_step(plan: Plan, rank: int, family: Family, attention: str) -> SimulatedStep:
     """Build a rank's pipeline stage as every command does, and run one step of it without data or other ranks."""
     device = torch.device("cpu")
     with _fake_world(rank, plan.world_size):
@@ -72,13 +72,13 @@ def fake_step(plan: Plan, rank: int, family: Family, attention: str) -> FakeStep
                 held.follow(parameter)
             parameters = held.now
             with held:
-                optimiser = ShardedAdamW(stage.parameters_by_name(), _SETTINGS, stage.copies())
-                optimiser.begin(0)
+                optimizer = ShardedAdamW(stage.parameters_by_name(), _SETTINGS, stage.replicas())
+                optimizer.begin(0)
                 states = held.now
                 with sent:
-                    run_step(stage, place, step, left.mark)
+                    run_step(stage, place, step, left.hook)
             gradients = sum(_local_bytes(p) for p in stage.parameters_by_name().values())
-        return FakeStep(
+        return SimulatedStep(
             messages=dict(sent.count),
             message_bytes=dict(sent.bytes),
             parameters_bytes=parameters,
@@ -181,9 +181,9 @@ class _LeftBehind:
         self._held, self._microbatch, self._before = held, microbatch, 0
         self.bytes: list[int] = []
 
-    def mark(self, name: str, turn: Turn | None = None) -> None:
+    def hook(self, name: str, at: MicrobatchChunk | None = None) -> None:
         """Note what is held where a forward pass begins and ends."""
-        if turn is not None and turn[0] == self._microbatch:
+        if at is not None and at[0] == self._microbatch:
             if name == "forward.begin":
                 self._before = self._held.now
             elif name == "forward.end":
