@@ -7,12 +7,13 @@ ShardwrightError
 └── Stopped     75   stopped in order; run the same command again to resume
 """
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-__all__ = ["BadInput", "NothingFits", "RunFailed", "ShardwrightError", "Stopped", "one_line_errors"]
+__all__ = ["BadInput", "NothingFits", "RunFailed", "ShardwrightError", "Stopped", "one_line_errors", "system_fault"]
 
 _MOST_CHARACTERS = 1000
 
@@ -52,6 +53,31 @@ class Stopped(ShardwrightError):
     """A run was asked to stop, saved its state and can be resumed."""
 
     exit_code = 75
+
+
+def system_fault(error: OSError | MemoryError, file: object = None) -> BadInput:
+    """One line on what the system refused: about a file where it is known, else about the machine."""
+    if isinstance(error, MemoryError):
+        return BadInput("memory", "there is too little of it here", "ask for less at once, or take a larger machine")
+    what = error.strerror or " ".join(str(error).split())
+    return BadInput(file or error.filename or "this machine", what, _REMEDIES.get(error.errno or 0, "check it"))
+
+
+_REMEDIES = {
+    errno.ENOSPC: "make room, or choose another place",
+    errno.EDQUOT: "make room, or choose another place",
+    errno.EFBIG: "raise the limit of file sizes, or choose another place",
+    errno.EROFS: "choose another place",
+    errno.EACCES: "change its permissions, or choose another place",
+    errno.EPERM: "change its permissions, or choose another place",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOTDIR: "choose a name below a folder",
+    errno.EISDIR: "choose the name of a file",
+    errno.EEXIST: "choose another name",
+    errno.ENOENT: "check the path",
+    errno.EPIPE: "let its reader read to the end",
+    errno.EMFILE: "raise the limit of open files",
+}
 
 
 def _on_one_line(text: str) -> str:

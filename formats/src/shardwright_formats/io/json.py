@@ -6,13 +6,13 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.errors import BadInput, system_fault
 
 __all__ = [
     "Document",
@@ -49,24 +49,25 @@ DocumentType = TypeVar("DocumentType", bound=Document)
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path`; on success it is synced and renamed, on failure removed.
 
-    Raises BadInput where no file of that name can be made.
+    Raises BadInput where no file of that name can be made, at once or while it is written.
     """
+    temporary = path.parent / f".{path.name[:64]}.{os.getpid()}.tmp"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(path, f"cannot be written ({error.strerror})", "choose another place") from None
-    if path.is_dir():
-        raise BadInput(path, "is a folder", "choose another name")
-    if not os.access(path.parent, os.W_OK):
-        raise BadInput(path, "its folder cannot be written to", "choose another place")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+        if path.is_dir() or (path.exists() and not path.is_file()):
+            raise BadInput(path, "is a folder" if path.is_dir() else "is no regular file", "choose another name")
+        temporary.touch()
         yield temporary
         _sync(temporary)
         os.replace(temporary, path)
         _sync(path.parent)
+    except OSError as error:
+        if error.filename is not None and Path(os.fsdecode(error.filename)) not in {path, temporary, *path.parents}:
+            raise
+        raise system_fault(error, path) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -1,0 +1,123 @@
+"""A command line: names of commands, their options, and where the functions lie that run them."""
+
+import shutil
+import textwrap
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple, NoReturn
+
+from shardwright_formats.command.faults import show
+from shardwright_formats.command.options import Option, Options, options_of
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.schema.field_docs import class_doc, field_docs
+
+__all__ = ["Command", "CommandLine"]
+
+_HELP = ("-h", "--help")
+
+
+class Command(NamedTuple):
+    """What a command is asked, and what runs it."""
+
+    options: type[Options]
+    function: str
+    """`package.module:function`, which takes the options; it is imported when the command runs."""
+
+    def parse(self, prog: str, arguments: Sequence[str]) -> Options:
+        """The options that the arguments spell; BadInput where they spell none, SystemExit after `--help`."""
+        options = list(options_of(self.options))
+        places = " ".join(option.name + " ..." * option.repeats for option in options if option.is_positional)
+        usage = f"{prog} {places} [options]".replace("  ", " ")
+        parser = _Parser(prog, usage, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter)
+        wants_help = any(flag in arguments for flag in _HELP)
+        meanings = field_docs(self.options) if wants_help else {}
+        parser.description = _filled(class_doc(self.options)) if wants_help else None
+        for option in options:
+            _add(parser, option, meanings.get(option.field, option.description))
+        given = vars(parser.parse_intermixed_args(arguments))
+        return self.options(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+
+    def call(self, options: Options) -> None:
+        """Run the command."""
+        module, _, function = self.function.partition(":")
+        getattr(import_module(module), function)(options)
+
+
+class CommandLine(NamedTuple):
+    """The commands of one program, by name; a name may be several words, as `import galvatron`."""
+
+    name: str
+    purpose: str
+    commands: Mapping[str, Command]
+
+    def call(self, arguments: Sequence[str]) -> int:
+        """Run what the arguments ask for; its exit code."""
+        for name, command in self.commands.items():
+            words = name.split()
+            if list(arguments[: len(words)]) == words:
+                command.call(command.parse(f"{self.name} {name}", arguments[len(words) :]))
+                return 0
+        given = " ".join(word for word in arguments if word not in _HELP)
+        if any(name.startswith(given) for name in self.commands):
+            show(self._overview(given))
+            return 0 if len(arguments) else BadInput.exit_code
+        raise BadInput(self.name, f"there is no command {given!r}", f"see {self.name} --help")
+
+    def _overview(self, prefix: str) -> str:
+        rows = {name: each for name, each in self.commands.items() if name.startswith(prefix)}
+        width = max(map(len, rows))
+        lines = [
+            textwrap.fill(
+                class_doc(command.options).split("\n\n")[0],
+                _columns(),
+                initial_indent=f"  {name:{width}}  ",
+                subsequent_indent=" " * (width + 4),
+            )
+            for name, command in rows.items()
+        ]
+        usage = f"usage: {self.name} COMMAND ...\n\n{_filled(self.purpose)}\n\ncommands (each has --help):\n"
+        return usage + "\n".join(lines)
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(self.prog, message, f"see {self.prog} --help")
+
+    def print_help(self, file: object = None) -> None:
+        show(self.format_help().rstrip())
+
+
+def _add(parser: ArgumentParser, option: Option, meaning: str) -> None:
+    """Add one option to a parser; what is not given stays out of its result, so that the struct's default holds."""
+    settings: dict[str, Any] = {"help": _help(option, meaning), "default": SUPPRESS}
+    if option.is_switch:
+        settings["action"] = BooleanOptionalAction if option.off is None else "store_true"
+    else:
+        settings |= {"type": option.value, "metavar": option.placeholder}
+    if option.is_positional:
+        settings["metavar"] = option.name
+        settings["nargs"] = "+" if option.repeats else None if option.is_required else "?"
+        parser.add_argument(option.field, **settings)
+        return
+    if option.repeats:
+        settings["action"] = "append"
+    parser.add_argument(option.name, dest=option.field, required=option.is_required, **settings)
+    if option.off is not None:
+        parser.add_argument(option.off, dest=option.field, action="store_false", default=SUPPRESS, help="The opposite.")
+
+
+def _help(option: Option, meaning: str) -> str:
+    default = getattr(option.default, "value", option.default)
+    is_told = default is not None and default != ()
+    notes = [option.limits, f"default {default}" if is_told else "", "required" if option.is_required else ""]
+    told = "; ".join(note for note in notes if note)
+    return f"{meaning} ({told})".replace("%", "%%") if told else meaning.replace("%", "%%")
+
+
+def _filled(text: str) -> str:
+    return "\n\n".join(textwrap.fill(paragraph, _columns()) for paragraph in text.split("\n\n"))
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size().columns - 2

@@ -1,0 +1,43 @@
+"""Faults of the outside world, each told in one line."""
+
+import os
+import sys
+from io import TextIOWrapper
+
+from shardwright_formats.io.errors import BadInput, system_fault
+
+__all__ = ["check_streams", "discard_output", "flush", "show"]
+
+_STANDARD_OUTPUT = "standard output"
+
+
+def show(text: str) -> None:
+    """Print a result on standard output; BadInput where that cannot take it."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        raise system_fault(error, _STANDARD_OUTPUT) from None
+
+
+def flush() -> None:
+    """Print what is still waiting; BadInput where standard output cannot take it."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        raise system_fault(error, _STANDARD_OUTPUT) from None
+
+
+def check_streams() -> None:
+    """Make both streams take any text; BadInput where one is closed, as the next opened file would take its place."""
+    for name, stream in {_STANDARD_OUTPUT: sys.stdout, "standard error": sys.stderr}.items():
+        if stream is None:
+            raise BadInput(name, "is closed", "open it, or send it to /dev/null")
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def discard_output() -> None:
+    """Let what standard output could not take go nowhere, so that Python does not try again at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)

@@ -1,0 +1,56 @@
+"""From a command line to its exit code."""
+
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from shardwright_formats.command.command_line import CommandLine
+from shardwright_formats.command.faults import check_streams, discard_output, flush
+from shardwright_formats.io.errors import BadInput, ShardwrightError, system_fault
+
+__all__ = ["run"]
+
+
+def run(app: CommandLine, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and end the process: 0, or one line `error: …` on standard error and the error's exit code.
+
+    2: an input or the world outside is at fault; 3: nothing fits; 4: a run failed; 75: stopped in order; 130:
+    interrupted. An error of our own making passes through with its traceback, as exit code 1.
+    """
+    raise SystemExit(_exit_code(app, sys.argv[1:] if arguments is None else arguments))
+
+
+def _exit_code(app: CommandLine, arguments: Sequence[str]) -> int:
+    try:
+        check_streams()
+        exit_code = app.call(arguments)
+        flush()
+        return exit_code
+    except ShardwrightError as error:
+        return _reported(error)
+    except (OSError, MemoryError) as error:
+        return _reported(_culprit(error))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _culprit(error: OSError | MemoryError) -> BadInput:
+    """The fault of an error that nobody caught; where it names no file, standard output may have caused it."""
+    if isinstance(error, OSError) and error.filename is None:
+        try:
+            flush()
+        except BadInput as fault:
+            return fault
+    return system_fault(error)
+
+
+def _reported(error: ShardwrightError) -> int:
+    if sys.stderr is not None:
+        print(f"error: {error}", file=sys.stderr)
+    if sys.stdout is not None:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            discard_output()
+    return error.exit_code

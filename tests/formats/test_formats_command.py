@@ -1,0 +1,172 @@
+"""The front door of all commands."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_calls import call
+from front_door import APP, Schedule, WriteOptions
+
+from shardwright_formats.command import Options
+from shardwright_formats.command.options import options_of
+from shardwright_formats.types.limits import Count
+
+
+def test_options_reach_the_command_as_its_struct(tmp_path):
+    out = tmp_path / "out"
+    wanted = WriteOptions(
+        plans=(Path("a"), Path("b"), Path("c")),
+        out=out,
+        an_option_with_quite_a_long_name_that_nobody_should_cut=3,
+        time_limit=2.5,
+        schedule=Schedule.GPIPE,
+        dtype="bfloat16",
+        model=(Path("x"), Path("y")),
+        consecutive=False,
+        tables=False,
+        name="null",
+    )
+    spelled = "--an-option-with-quite-a-long-name-that-nobody-should-cut=3 --time-limit 2.5 --schedule gpipe b"
+    more = "--dtype bfloat16 --model x --model y --strided --no-tables --name null c"
+    called = call(APP, "write", "a", "--out", out, *spelled.split(), *more.split())
+    assert called == (0, "out\n", "")
+    assert out.read_text() == repr(wanted)
+
+
+def test_what_is_not_given_takes_the_default_of_the_struct(tmp_path):
+    assert call(APP, "write", "a", "--out", tmp_path / "out").exit_code == 0
+    assert (tmp_path / "out").read_text() == repr(WriteOptions(plans=(Path("a"),), out=tmp_path / "out"))
+
+
+LONG = "--an-option-with-quite-a-long-name-that-nobody-should-cut"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([LONG, "0"], "a whole number at least 1 and at most 2,147,483,647"),
+        ([LONG, "2.5"], "give a whole number"),
+        ([LONG, "1e300"], "give a whole number"),
+        ([LONG, "9" * 5000], "give a whole number"),
+        ([LONG, "nan"], "give a whole number"),
+        ([LONG, "ten"], "'ten' is out of range or no value"),
+        (["--time-limit", "inf"], "give a number at least 0 and at most 1,000,000,000"),
+        (["--time-limit", "nan"], "give a number"),
+        (["--time-limit", "1e300"], "give a number"),
+        (["--time-limit", "-1"], "give a number"),
+        (["--time-limit", ""], "'' is empty"),
+        (["--time-limit"], "expected one argument"),
+        (["--schedule", "ONE_F_ONE_B"], "give one of gpipe, 1f1b"),
+        (["--dtype", "int8"], "give one of float32, bfloat16"),
+        (["--name", "a\udcffb"], "not UTF-8"),
+        (["--time", "3"], "--time"),
+        (["--unknown\nsecond"], "--unknown second"),
+        (["--out", "x" * 300], "File name too long: choose a shorter name"),
+        (["--out", "/proc/nowhere/out"], "No such file"),
+        (["--out", "."], "is a folder"),
+        (["--out", "/dev/full"], "is no regular file"),
+    ],
+)
+def test_a_bad_option_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, arguments, told):
+    monkeypatch.chdir(tmp_path)
+    called = call(APP, "write", "a", "--out", "out", *arguments)
+    assert (called.exit_code, called.stdout) == (2, "")
+    assert called.stderr.startswith("error: ") and called.stderr.count("\n") == 1
+    assert told in called.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["write", "a"], ["write", "--out", "x"], ["nothing"], ["import", "nothing"]])
+def test_what_is_missing_or_unknown_is_one_line(arguments):
+    called = call(APP, *arguments)
+    assert (called.exit_code, called.stdout) == (2, "")
+    assert called.stderr.count("\n") == 1 and "--help" in called.stderr
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path):
+    called = call(APP, "import", "fail", "full", tmp_path / "out")
+    fault = "No space left on device: make room, or choose another place"
+    assert called == (2, "", f"error: {tmp_path / 'out'}: {fault}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("how", "exit_code"), [("memory", 2), ("nothing", 3), ("interrupt", 130)])
+def test_each_way_to_end_has_its_exit_code(how, exit_code):
+    called = call(APP, "import", "fail", how)
+    assert called.exit_code == exit_code
+    assert called.stderr.count("\n") == (how != "interrupt")
+
+
+def test_an_error_of_our_own_making_is_not_hidden():
+    with pytest.raises(ValueError, match="a bug"):
+        call(APP, "import", "fail", "bug")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["import", "--help"]])
+def test_the_overview_names_the_commands(arguments):
+    called = call(APP, *arguments)
+    assert called.exit_code == 0 and "import fail" in called.stdout and "Try the front door." in called.stdout
+
+
+def test_without_arguments_there_is_the_overview_too():
+    assert call(APP).exit_code == 2 and "Write what was asked." in call(APP).stdout
+
+
+def test_help_cuts_no_name_and_tells_limits_defaults_and_meanings(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    told = call(APP, "write", "--help")
+    assert told.exit_code == 0
+    for words in (
+        LONG,
+        "--strided",
+        "--no-tables",
+        "{gpipe,1f1b}",
+        "default 1f1b",
+        "Where to.",
+        "100 % plain",
+        "Neighb",
+    ):
+        assert words in told.stdout
+    assert "at least 1 and at most 2,147,483,647" in " ".join(told.stdout.split())
+    assert max(map(len, told.stdout.splitlines())) <= 80
+
+
+def test_a_number_without_limits_is_no_option():
+    class Loose(Options, kw_only=True):
+        batch_size: int
+
+    with pytest.raises(TypeError, match="has no limits"):
+        list(options_of(Loose))
+
+    class Narrow(Options, kw_only=True):
+        batch_size: Count
+
+    assert [option.name for option in options_of(Narrow)] == ["--batch-size"]
+
+
+def _shell(command, tmp_path):
+    line = f"{sys.executable} {Path(__file__).with_name('front_door.py')} {command}"
+    return subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", ">&-", "2>&-"])
+def test_a_stream_that_takes_nothing_is_no_success(tmp_path, redirection):
+    ended = _shell(f"write a --out out {redirection}", tmp_path)
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == (redirection != "2>&-") and not (tmp_path / "out").exists()
+
+
+def test_a_reader_that_stops_early_leaves_one_line(tmp_path):
+    ended = _shell("write a --out out | true; exit ${PIPESTATUS[0]}", tmp_path)
+    assert (ended.returncode, ended.stderr.count("\n")) in {(0, 0), (2, 1)}
+
+
+def test_a_file_size_limit_is_one_line(tmp_path):
+    ended = _shell(f"write {'a ' * 2000} --out out", tmp_path)
+    assert ended.returncode == 0
+    (tmp_path / "out").unlink()
+    line = f"ulimit -f 1; {sys.executable} {Path(__file__).with_name('front_door.py')} write {'a ' * 2000} --out out"
+    ended = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and "out" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
