@@ -15,7 +15,6 @@ from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
 from shardwright_formats.types.hardware_profile import HardwareProfile, write_hardware_profile
 from shardwright_formats.types.measurement import (
-    HeldMemory,
     Measurement,
     PassTime,
     Phase,
@@ -23,6 +22,7 @@ from shardwright_formats.types.measurement import (
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
+    ResidentMemory,
     Segment,
     SegmentMemory,
 )
@@ -219,7 +219,7 @@ def _rank(plan: Plan, rank: int) -> RankMeasurement:
         peak_bytes=8192,
         phases=tuple(_phase(phase) for phase in Phase),
         segments=tuple(
-            SegmentMemory(name=name, activation_bytes=512, forward_transient_bytes=256, backward_transient_bytes=768)
+            SegmentMemory(name=name, activation_bytes=512, forward_workspace_bytes=256, backward_workspace_bytes=768)
             for name in names
         ),
         process_bytes=0,
@@ -248,21 +248,21 @@ def _rank(plan: Plan, rank: int) -> RankMeasurement:
 
 
 def _phase(phase: Phase) -> PhaseMemory:
-    held = HeldMemory(
+    held = ResidentMemory(
         parameters_bytes=1024,
         gradients_bytes=1024 if phase is Phase.BACKWARD else 0,
         optimizer_bytes=2048,
         activations_bytes=2048 if phase is Phase.FORWARD else 0,
         buffers_bytes=256,
     )
-    peak = HeldMemory(
+    peak = ResidentMemory(
         parameters_bytes=1024,
         gradients_bytes=1024 if phase in (Phase.BACKWARD, Phase.OPTIMIZER) else 0,
         optimizer_bytes=2048,
         activations_bytes=2048 if phase in (Phase.FORWARD, Phase.BACKWARD) else 0,
         buffers_bytes=2048 if phase is Phase.BACKWARD else 512,
     )
-    return PhaseMemory(phase=phase, held=held, peak=peak)
+    return PhaseMemory(phase=phase, resident=held, peak=peak)
 
 
 _PROVENANCE = Provenance(date="2026-01-31", versions="torch 2.13.0", notes="Made up.")

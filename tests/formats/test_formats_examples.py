@@ -51,7 +51,7 @@ def test_a_schema_accepts_its_example_and_refuses_an_unknown_key(name: str) -> N
     validator.validate(example)
     for broken in (
         example | {"surprise": 1},
-        example | {"version": 2},
+        example | {"version": example["version"] + 1},
         example | {"format": "shardwright.other"},
         {key: value for key, value in example.items() if key != "version"},
     ):

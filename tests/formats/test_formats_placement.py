@@ -13,7 +13,7 @@ from shardwright_formats.semantics.layout import (
     dp_groups,
     layout_of,
     redistribution_plan,
-    sent_elements,
+    sent_numel,
     tp_groups,
 )
 from shardwright_formats.types.strategy import SequenceParallel, Strategy
@@ -86,7 +86,7 @@ def test_a_tensor_parallel_group_shares_samples_and_groups_have_others(
 
 
 @given(changes())
-def test_routes_serve_every_element_of_the_target_exactly_once_from_one_who_holds_it(
+def test_redistribution_plans_serve_every_element_of_the_target_exactly_once_from_one_who_holds_it(
     change: tuple[Layout, Layout, int, int],
 ) -> None:
     source, target, samples, length = change
@@ -174,12 +174,12 @@ def test_tensor_and_data_parallel_groups_form_a_grid(size: int, consecutive: boo
 
 
 @given(changes())
-def test_sent_elements_count_what_leaves_a_rank(change: tuple[Layout, Layout, int, int]) -> None:
+def test_sent_numel_count_what_leaves_a_rank(change: tuple[Layout, Layout, int, int]) -> None:
     source, target, samples, length = change
     sent = [0] * source.stage_size
     for transfer in redistribution_plan(source, target, samples, length):
         sent[transfer.source] += FEATURES * len(_elements(transfer.piece)) * (transfer.source != transfer.target)
-    assert sent_elements(source, target, samples, length, FEATURES) == tuple(sent)
+    assert sent_numel(source, target, samples, length, FEATURES) == tuple(sent)
 
 
 @given(st.sampled_from(SIZES), st.data())
@@ -189,7 +189,7 @@ def test_between_data_parallel_and_a_split_sequence_each_rank_keeps_its_share(si
     alone, split = (Layout(size, tp, True, tp > 1) for tp in (1, tp_size))
     shard = size * size * FEATURES // size
     for source, target in ((alone, split), (split, alone)):
-        assert sent_elements(source, target, size, size, FEATURES) == (shard - shard // tp_size,) * size
+        assert sent_numel(source, target, size, size, FEATURES) == (shard - shard // tp_size,) * size
 
 
 @given(st.sampled_from(SIZES), st.data())
@@ -197,7 +197,7 @@ def test_between_two_split_sequences_a_rank_sends_its_shard_or_keeps_one_share(s
     few, many = (data.draw(st.sampled_from(_divisors(size))) for _ in range(2))
     source, target = (Layout(size, tp, True, tp > 1) for tp in (few, many))
     shard = size * size * FEATURES // size
-    for sent in sent_elements(source, target, size, size, FEATURES):
+    for sent in sent_numel(source, target, size, size, FEATURES):
         assert shard * (1 - min(few, many) / max(few, many)) <= sent + 1e-9 and sent <= shard
 
 
@@ -206,7 +206,7 @@ def test_equal_layouts_move_nothing_and_have_one_spelling() -> None:
     assert alone == layout_of(Strategy(tp_size=1, dp_size=4, sequence_parallel=SequenceParallel.MEGATRON))
     whole = layout_of(Strategy(tp_size=4, dp_size=1, tp_consecutive=False))
     assert whole == layout_of(Strategy(tp_size=4, dp_size=1))
-    assert sent_elements(alone, alone, 4, 4, FEATURES) == (0, 0, 0, 0)
+    assert sent_numel(alone, alone, 4, 4, FEATURES) == (0, 0, 0, 0)
     assert closed_groups(alone, alone, 4, 4) == ((0,), (1,), (2,), (3,))
 
 

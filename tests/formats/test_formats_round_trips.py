@@ -13,7 +13,6 @@ from shardwright_formats.io.json import Document, read_document, sha256_of_value
 from shardwright_formats.types import prediction
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.measurement import (
-    HeldMemory,
     Measurement,
     PassTime,
     Phase,
@@ -21,6 +20,7 @@ from shardwright_formats.types.measurement import (
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
+    ResidentMemory,
     Segment,
     SegmentMemory,
 )
@@ -214,11 +214,11 @@ def measurements(draw: st.DrawFn) -> Measurement:
         SegmentMemory,
         name=names,
         activation_bytes=byte_counts,
-        forward_transient_bytes=byte_counts,
-        backward_transient_bytes=byte_counts,
+        forward_workspace_bytes=byte_counts,
+        backward_workspace_bytes=byte_counts,
     )
-    held_memory = st.builds(HeldMemory, **dict.fromkeys(HeldMemory.__struct_fields__, byte_counts))
-    phases = tuple(PhaseMemory(phase=phase, held=draw(held_memory), peak=draw(held_memory)) for phase in Phase)
+    held_memory = st.builds(ResidentMemory, **dict.fromkeys(ResidentMemory.__struct_fields__, byte_counts))
+    phases = tuple(PhaseMemory(phase=phase, resident=draw(held_memory), peak=draw(held_memory)) for phase in Phase)
     memory = RankMemory(
         parameters_bytes=draw(byte_counts),
         gradients_bytes=draw(byte_counts),
@@ -312,7 +312,7 @@ def test_parameters_are_counted_with_their_tensor_parallel_share_and_ties_once()
     model = read_document(EXAMPLES / "model.json", Model)
     assert model.types["block"].parameter_count() == 8 + 32 * 8 + 8 * 32
     assert model.types["block"].parameter_count(2) == 8 + 16 * 8 + 8 * 16
-    assert Parameter(name="w", shape=(5, 3), tp_dim=0).elements(2) == 9
+    assert Parameter(name="w", shape=(5, 3), tp_dim=0).numel(2) == 9
     assert model.parameter_count == 64 * 8 + 3 * 520
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.measurement import (
-    HeldMemory,
     Measurement,
     PassTime,
     Phase,
@@ -18,6 +17,7 @@ from shardwright_formats.types.measurement import (
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
+    ResidentMemory,
     Segment,
     SegmentMemory,
 )
@@ -31,7 +31,7 @@ class Constants(NamedTuple):
     base_s: float
     layer_s: Mapping[str, float]
     layer_bytes: Mapping[str, int]
-    transient_bytes: int
+    workspace_bytes: int
     ends_bytes: int
     optimizer_constant_s: float
     optimizer_s_per_parameter: float
@@ -78,7 +78,9 @@ def _cluster(*nodes: tuple[int, int]) -> Cluster:
     )
 
 
-_ONE_BYTE = HeldMemory(parameters_bytes=1, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0, buffers_bytes=0)
+_ONE_BYTE = ResidentMemory(
+    parameters_bytes=1, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0, buffers_bytes=0
+)
 
 
 def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
@@ -127,13 +129,13 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
                 gathered_parameters_bytes=0,
                 unreduced_gradients_bytes=0,
                 peak_bytes=1,
-                phases=tuple(PhaseMemory(phase=phase, held=_ONE_BYTE, peak=_ONE_BYTE) for phase in Phase),
+                phases=tuple(PhaseMemory(phase=phase, resident=_ONE_BYTE, peak=_ONE_BYTE) for phase in Phase),
                 segments=tuple(
                     SegmentMemory(
                         name=name,
                         activation_bytes=held,
-                        forward_transient_bytes=constants.transient_bytes // 2,
-                        backward_transient_bytes=constants.transient_bytes,
+                        forward_workspace_bytes=constants.workspace_bytes // 2,
+                        backward_workspace_bytes=constants.workspace_bytes,
                     )
                     for name, held in held_bytes.items()
                 ),

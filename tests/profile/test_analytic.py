@@ -84,7 +84,7 @@ def test_full_recomputation_keeps_the_stream_alone_and_partial_what_the_other_pa
     model = decoder()
     full = estimate(model, recompute=Recompute.FULL)
     assert full.activation_bytes == 2 * TOKENS
-    assert full.transient_bytes - estimate(model).transient_bytes == 34 * TOKENS
+    assert full.workspace_bytes - estimate(model).workspace_bytes == 34 * TOKENS
     # Attention keeps 8 + 5, the feed-forward part 16 + 5; the recomputed one leaves its stream, 2.
     assert estimate(model, recompute=Recompute.ATTENTION).activation_bytes == (21 + 2) * TOKENS
     assert estimate(model, recompute=Recompute.MLP).activation_bytes == (13 + 2) * TOKENS

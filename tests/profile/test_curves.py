@@ -89,8 +89,8 @@ def _points(where: set[tuple[int, int]]) -> Table:
                 "backward_source": "measured",
                 "activation_bytes": 0,
                 "activation_source": "absent",
-                "transient_bytes": 0,
-                "transient_source": "absent",
+                "workspace_bytes": 0,
+                "workspace_source": "absent",
             }
             for b, s in sorted(where)
         ),

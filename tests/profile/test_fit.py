@@ -79,7 +79,7 @@ def test_fit_recovers_the_constants_of_a_linear_world(
         base_s=base_s,
         layer_s=layer_s,
         layer_bytes=layer_bytes,
-        transient_bytes=50,
+        workspace_bytes=50,
         ends_bytes=ends_bytes,
         optimizer_constant_s=constant_s,
         optimizer_s_per_parameter=slope,
@@ -97,7 +97,7 @@ def test_fit_recovers_the_constants_of_a_linear_world(
         np.testing.assert_allclose(table["forward_s"][rows], samples * layer_s[name], rtol=1e-9, atol=tolerance)
         np.testing.assert_allclose(table["backward_s"][rows], 2 * samples * layer_s[name], rtol=1e-9, atol=tolerance)
         assert (table["activation_bytes"][rows] == samples * layer_bytes[name]).all()
-        assert (table["transient_bytes"][rows] == 50).all()
+        assert (table["workspace_bytes"][rows] == 50).all()
     for name, factor, held_bytes in (("embedding", 1, 7), ("head", 2, 13)):
         rows = _rows(table, name)
         assert set(table["recompute"][rows]) == {b"none"}

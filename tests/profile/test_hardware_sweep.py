@@ -103,14 +103,16 @@ def _check_what_else_is_in_it(profile: HardwareProfile) -> None:
     assert kinds == [("all_gather", 2), ("all_reduce", 2), ("reduce_scatter", 2)]
     for name in (b"all_gather", b"all_reduce", b"reduce_scatter"):
         rows = overlap["collective"] == name
-        assert sorted(overlap["message_bytes"][rows]) == sorted([4096, 65536, _ONE_MIB] * 3)
+        assert sorted(overlap["collective_bytes"][rows]) == sorted([4096, 65536, _ONE_MIB] * 3)
     assert len(set(overlap["compute_s"].tolist())) == len(overlap["compute_s"])
     medians = {
         (key.collective.value, int(size)): time_s
         for key, (sizes, times_s) in profile.curves.items()
         for size, time_s in zip(sizes, times_s, strict=True)
     }
-    for name, size, time_s in zip(*(overlap[c] for c in ("collective", "message_bytes", "message_s")), strict=True):
+    for name, size, time_s in zip(
+        *(overlap[c] for c in ("collective", "collective_bytes", "collective_s")), strict=True
+    ):
         # The same message, timed in two ways on a machine that does other things too.
         assert 0.02 < time_s / medians[name.decode(), int(size)] < 50
 

@@ -116,12 +116,12 @@ def test_every_entry_has_its_row_and_outliers_are_kept_and_marked(made):
         OverlapEntry(
             collective=Collective.ALL_GATHER,
             group_size=2,
-            message_bytes=64,
+            collective_bytes=64,
             compute_ratio=0.5,
             compute_s=1.0,
-            message_s=2.0,
+            collective_s=2.0,
             compute_slowdown=0.9,
-            message_slowdown=1.5,
+            collective_slowdown=1.5,
         ),
         *_pairs(1, {0: 1e-3}),
         nodes=((1, 2),),
@@ -135,11 +135,11 @@ def test_every_entry_has_its_row_and_outliers_are_kept_and_marked(made):
     assert {name: column.tolist() for name, column in profile.overlap.items()} == {
         "collective": [b"all_gather"],
         "group_size": [2],
-        "message_bytes": [64],
+        "collective_bytes": [64],
         "compute_s": [1.0],
-        "message_s": [2.0],
+        "collective_s": [2.0],
         "compute_slowdown": [0.9],
-        "message_slowdown": [1.5],
+        "collective_slowdown": [1.5],
         "source": [b"measured"],
     }
     for name, columns in TABLES.items():
@@ -149,12 +149,12 @@ def test_every_entry_has_its_row_and_outliers_are_kept_and_marked(made):
 
 
 def test_show_prints_the_notes_and_what_was_measured_of_links_overlap_and_ranks(made, tmp_path, capsys):
-    overlap = {"compute_ratio": 0.5, "compute_s": 0.25, "message_s": 2.0, "compute_slowdown": 1.125}
-    kind = {"collective": Collective.ALL_REDUCE, "group_size": 4, "message_bytes": 4096}
+    overlap = {"compute_ratio": 0.5, "compute_s": 0.25, "collective_s": 2.0, "compute_slowdown": 1.125}
+    kind = {"collective": Collective.ALL_REDUCE, "group_size": 4, "collective_bytes": 4096}
     profile, _ = made(
         RateEntry(name="matrix_flops_per_s", values=(4e12, 4e12, 4e12, 1e12)),
         _point(1.0),
-        OverlapEntry(**kind, **overlap, message_slowdown=1.75),
+        OverlapEntry(**kind, **overlap, collective_slowdown=1.75),
         *_pairs(1, {0: 1e-3, 1: 1e-3, 2: 1.6e-3}),
     )
     write_hardware_profile(tmp_path / "h.h5", profile)

@@ -36,12 +36,12 @@ def random_interleaved(seed: int) -> InterleavedProblem:
 
     def options(kind: int) -> Options:
         n = int(rng.integers(1, 4))
-        times, ends, states, activations, transients = rng.integers(0, spread, (5, n)).astype(float)
+        times, ends, states, activations, workspaces = rng.integers(0, spread, (5, n)).astype(float)
         late = rng.integers(0, spread if count == 1 else 1, n).astype(float)
         layout = rng.integers(0, layouts, n)
         classed = rng.integers(0, classes, n)
         takes, gives = (classed if kind == 0 else layout), (classed if kind == 3 else layout)
-        return Options(times + 1, ends, states, late, activations, transients, takes, gives)
+        return Options(times + 1, ends, states, late, activations, workspaces, takes, gives)
 
     moves = rng.integers(0, 1 + spread // 2, (4, layouts, layouts)).astype(float)
     moves[:, np.arange(layouts), np.arange(layouts)] = 0
@@ -161,7 +161,7 @@ def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
             held = static + sum(kept[chunk] for _, chunk in flying) + received[action.chunk]
             for kind, option in chains[action.chunk]:
                 held += int(options[kind].activation_bytes[option])
-                most = max(most, held + int(options[kind].transient_bytes[option]))
+                most = max(most, held + int(options[kind].workspace_bytes[option]))
             if action.kind is Pass.FORWARD:
                 flying.add(own)
     return most

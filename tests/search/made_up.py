@@ -102,8 +102,8 @@ def make_hardware(
 
 
 def _overlap_row(collective: Collective, ranks: int, compute: float, message: float) -> dict[str, object]:
-    row = {"collective": collective, "group_size": ranks, "compute_slowdown": compute, "message_slowdown": message}
-    return {**row, "message_bytes": 0, "compute_s": 0.0, "message_s": 0.0, "source": "measured"}
+    row = {"collective": collective, "group_size": ranks, "compute_slowdown": compute, "collective_slowdown": message}
+    return {**row, "collective_bytes": 0, "compute_s": 0.0, "collective_s": 0.0, "source": "measured"}
 
 
 def make_profile(

@@ -36,7 +36,7 @@ def random_problem(seed: int) -> Problem:
 
     def options(kind: int) -> Options:
         n = int(rng.integers(1, 4))
-        times, ends, states, activations, transients = rng.integers(0, spread, (5, n)).astype(float)
+        times, ends, states, activations, workspaces = rng.integers(0, spread, (5, n)).astype(float)
         late = rng.integers(0, spread, n).astype(float)
         takes, gives = rng.integers(0, layouts, n), rng.integers(0, layouts, n)
         gives = takes if kind in (1, 2) else gives
@@ -44,7 +44,7 @@ def random_problem(seed: int) -> Problem:
             takes = rng.integers(0, classes, n)
         if kind == 3:
             gives = rng.integers(0, classes, n)
-        return Options(times + 1, ends, states, late, activations, transients, takes, gives)
+        return Options(times + 1, ends, states, late, activations, workspaces, takes, gives)
 
     def place(budget: int) -> Place:
         moves = rng.integers(0, 1 + spread // int(rng.choice([1, 4])), (4, layouts, layouts)).astype(float)
@@ -133,7 +133,7 @@ def _priced(problem: Problem, ends: tuple[int, ...], places: tuple[int, ...]) ->
         parts = [(k, False)] if k < problem.num_microbatches else [(k, True)] if k == 1 else [(k, True), (k - 1, False)]
         for flight, late in parts:
             for j in inside:  # the peak while element j works on the last microbatch in flight
-                need = own[j].transient_bytes[chosen[j]]
+                need = own[j].workspace_bytes[chosen[j]]
                 for e in inside:
                     o, rows = own[e], chosen[e]
                     need = need + o.state_bytes[rows] + (flight - 1 + (e <= j)) * o.activation_bytes[rows]

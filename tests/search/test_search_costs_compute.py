@@ -87,11 +87,11 @@ def test_static_times_are_proportional_and_batch_times_a_line(fitted):
     batch = layer_cost(profiles, BLOCK, 4, TimeModel.BATCH)
     assert (batch.backward_s, batch.activation_bytes) == pytest.approx((9e-4, 4100))
     # what is held for a moment has no curve: the point measured at 4 samples
-    assert batch.transient_bytes == 24 * 4 * 2048
+    assert batch.workspace_bytes == 24 * 4 * 2048
     assert batch.warning is None
     beyond = layer_cost(profiles, BLOCK, 16, TimeModel.BATCH)
     assert beyond.warning is not None and "micro_batch_size 16, measured 1 to 8" in beyond.warning
-    assert beyond.transient_bytes == 2 * 24 * 8 * 2048, "grows with the tokens from 8 samples"
+    assert beyond.workspace_bytes == 2 * 24 * 8 * 2048, "grows with the tokens from 8 samples"
 
 
 def test_sequence_times_are_quadratic_in_a_length_that_was_never_profiled(fitted):
@@ -102,7 +102,7 @@ def test_sequence_times_are_quadratic_in_a_length_that_was_never_profiled(fitted
     at_two = 1e-5 + 48 * 2e-6 + 48 * 48 * 1e-8
     assert at_two == pytest.approx(129.04e-6)
     assert (found.forward_s, found.backward_s) == pytest.approx((2 * at_two, 2 * at_two))
-    assert found.transient_bytes == pytest.approx(24 * 4 * 2048 * 48 / 32)
+    assert found.workspace_bytes == pytest.approx(24 * 4 * 2048 * 48 / 32)
     assert found.warning is not None
     assert "extrapolated" in found.warning and "sequence_length 48, nearest measured 32" in found.warning
 

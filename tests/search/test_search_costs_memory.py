@@ -139,7 +139,7 @@ def test_a_stage_holds_microbatches_in_flight_and_one_peak(make):
         "optimizer": 8 * 65536,
         "gradients": 2 * 65536,
         "activations": 2 * 268 * 2048,
-        "transient": 0,
+        "workspace": 0,
         "process": 1 << 20,
     }
     assert stage.memory_bytes == (1 << 20) + 12 * 65536 + (268 + 244 + 24 + 2 * 32) * 2048

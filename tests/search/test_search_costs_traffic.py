@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from random_requests import random_model
 
-from shardwright_formats.semantics.layout import Layout, closed_groups, layout_of, sent_elements
+from shardwright_formats.semantics.layout import Layout, closed_groups, layout_of, sent_numel
 from shardwright_formats.semantics.tied_weights import pieces_from_owners, pieces_to_owners, tied_parameters
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import BoundaryTensor
@@ -47,7 +47,7 @@ def test_redistribution_moves_only_what_a_rank_lacks(make):
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, 1), (4, 1), (4, 2), (6, 1), (6, 2), (8, 1), (8, 2)])
-def test_redistribution_is_that_of_the_routes_over_the_whole_stage(make, size, nodes):
+def test_redistribution_is_that_of_the_plans_over_the_whole_stage(make, size, nodes):
     costs = model_of(make, size, nodes)
     lie = lie_of(costs.cluster, range(size))
     outputs = (
@@ -66,7 +66,7 @@ def slowest_exchange_s(
     costs: CostModel, lie: Lie, source: Layout, target: Layout, samples: int, tensor: BoundaryTensor
 ) -> float:
     """Every closed group on its own: a rank that sends x bytes waits as for an all_to_all of x n/(n-1)."""
-    sent = sent_elements(source, target, samples, tensor.sequence_length, tensor.features)
+    sent = sent_numel(source, target, samples, tensor.sequence_length, tensor.features)
     slowest = 0.0
     for group in closed_groups(source, target, samples, tensor.sequence_length):
         most, ranks = max(sent[rank] for rank in group) * 4, len(group)
@@ -150,7 +150,7 @@ def test_tied_parameters_move_between_stages_as_the_runtime_moves_them(make, kin
         tied = tied_parameters(tied_plan(costs, embedding, head))
         taken = 0
         for pieces, own in ((pieces_to_owners(tied), ranks[1]), (pieces_from_owners(tied), ranks[0])):
-            sent = [sum(piece.elements for piece in pieces if piece.source == rank) for rank in own]
+            sent = [sum(piece.numel for piece in pieces if piece.source == rank) for rank in own]
             taken += 20_000_000 + max(sent) * 4 * 500
         assert tie_cost_ps(costs, embedding, head, *ranks) == taken, (tp, tp_other)
 

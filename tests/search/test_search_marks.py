@@ -53,7 +53,7 @@ def test_measured_profiles_leave_nothing_to_say(priced):
 def test_an_analytic_profile_is_told_in_one_line_with_the_error_that_was_seen(priced, make):
     (line,) = priced(make.profile(make.model(), source="analytic"), notes=f"made in January\n{SEEN}\nmore")
     assert line == (
-        "analytic: activation_bytes, backward_s, forward_s, transient_bytes of m.h5: "
+        "analytic: activation_bytes, backward_s, forward_s, workspace_bytes of m.h5: "
         "nothing was measured: median error 19 %"
     )
 

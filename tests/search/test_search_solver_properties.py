@@ -104,7 +104,7 @@ def test_memory_in_other_units_changes_nothing(seed, factor):
     problem = random_problem(seed)
 
     def scaled(place: Place) -> Place:
-        columns = ("state_bytes", "late_bytes", "activation_bytes", "transient_bytes")
+        columns = ("state_bytes", "late_bytes", "activation_bytes", "workspace_bytes")
         options = (o._replace(**{name: getattr(o, name) * factor for name in columns}) for o in place.options)
         return place._replace(options=tuple(options), budget_bytes=place.budget_bytes * factor)
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from shardwright_formats.types.measurement import HeldMemory
+from shardwright_formats.types.measurement import ResidentMemory
 from shardwright_train.measurement.memory_account import (
     Category,
     Change,
@@ -76,8 +76,8 @@ def _pass(kind: str, at: tuple[int, int], time_s: float) -> list[Interval]:
     )
 
 
-def _held(activations: int = 0, buffers: int = 0, gradients: int = 0) -> HeldMemory:
-    return HeldMemory(
+def _held(activations: int = 0, buffers: int = 0, gradients: int = 0) -> ResidentMemory:
+    return ResidentMemory(
         parameters_bytes=0,
         gradients_bytes=gradients,
         optimizer_bytes=0,
@@ -99,7 +99,7 @@ def test_memory_of_a_segment_is_told_apart_by_what_stays_and_what_was_held_for_a
         interval("layers.backward", (0, 0), 90, 20, 97),
     ]
     (layers,) = segments_of_memory(intervals)
-    assert (layers.activation_bytes, layers.forward_transient_bytes, layers.backward_transient_bytes) == (60, 31, 5)
+    assert (layers.activation_bytes, layers.forward_workspace_bytes, layers.backward_workspace_bytes) == (60, 31, 5)
 
 
 A_STEP: list[Change | MemoryEvent] = [
@@ -143,7 +143,7 @@ def test_every_byte_of_a_step_is_in_one_category() -> None:
     assert held["optimizer"] == (100, 0, 200, 0, 7)
     phases = phases_of_memory([intervals["forward.begin"]], list(intervals.values()))
     assert [p.peak.total_bytes for p in phases] == [307, 307 + 35 + 1064, 307 + 43 + 2064, 307 + 8]
-    assert [p.held.total_bytes for p in phases] == [307, 307 + 35 + 64, 307 + 8, 307]
+    assert [p.resident.total_bytes for p in phases] == [307, 307 + 35 + 64, 307 + 8, 307]
 
 
 def test_of_the_forward_passes_the_end_counts_after_which_most_was_held() -> None:
@@ -152,7 +152,7 @@ def test_of_the_forward_passes_the_end_counts_after_which_most_was_held() -> Non
 
     ends = [interval("forward.end", (i, 0), after) for i, after in enumerate((5, 9, 4))]
     phases = phases_of_memory(ends, [*ends, interval("reduced", None, 3), interval("optimizer", None, 2)])
-    assert [phase.held.total_bytes for phase in phases] == [4, 9, 3, 2]
+    assert [phase.resident.total_bytes for phase in phases] == [4, 9, 3, 2]
 
 
 def test_memory_that_was_not_seen_coming_or_going_is_counted_once_it_shows() -> None:

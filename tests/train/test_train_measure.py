@@ -193,7 +193,7 @@ def test_states_take_the_bytes_of_the_table(measured: Measured, state: State) ->
             memory.optimizer_bytes,
         )
         assert found == tuple(count * size for size in state[4:])
-        model_made, forward, backward, optimizer = (phase.held for phase in memory.phases)
+        model_made, forward, backward, optimizer = (phase.resident for phase in memory.phases)
         for held in (model_made, forward, backward, optimizer):
             assert held.parameters_bytes == memory.parameters_bytes
             assert held.optimizer_bytes == memory.optimizer_bytes
@@ -219,7 +219,7 @@ def test_messages_do_not_pile_up_with_the_microbatches(measured: Measured) -> No
 def test_activations_are_those_of_the_microbatches_in_flight(measured: Measured) -> None:
     def of(plan: str, rank: int) -> tuple[int, int]:
         memory = measured[plan].ranks[rank].memory
-        return memory.phases[1].held.activations_bytes, sum(s.activation_bytes for s in memory.segments)
+        return memory.phases[1].resident.activations_bytes, sum(s.activation_bytes for s in memory.segments)
 
     held, one = of("kept", 0)
     assert held == one > 0

@@ -48,7 +48,7 @@ def galvatron_files(wildcards, name):
     return (
         f"--computation {folder}/computation_profiling_bf16_{profile['files']}.json"
         f" --memory {folder}/memory_profiling_bf16_{profile['files']}.json"
-        f" {'--mend' if profile.get('mend') else ''}"
+        f" {'--repair' if profile.get('repair') else ''}"
     )
 
 

@@ -79,7 +79,7 @@ def request_for(tmp_path):
             "micro_batch_sizes": (),
             "precision": "float32/bfloat16/float32",
             "attention": "auto",
-            "mend": False,
+            "repair": False,
         }
         return GalvatronRequest(
             computation=read_computation(tmp_path / "times.json"),

@@ -79,7 +79,7 @@ def test_what_t5s_last_layers_have_more_than_others_is_the_heads(profile_of):
 
 def test_what_is_not_published_is_absent_and_larger_micro_batches_are_assumed(profile_of):
     profile = profile_of(sizes=(4,))
-    for name in ("activation_source", "transient_source"):
+    for name in ("activation_source", "workspace_source"):
         assert set(profile.layers[name]) == {b"absent"}
     assert set(profile.states["bytes_source"]) == set(profile.process["process_source"]) == {b"absent"}
     row = rows_of(profile)[("block", 1, "none", 4)]

@@ -50,9 +50,9 @@ def test_memory_is_in_mib_a_sample_and_a_recomputed_layer_keeps_its_input(reques
     rows = rows_of(import_galvatron(request_for()))
     plain, again = (rows[("block", 1, "none", recompute, 4)] for recompute in ("none", "full"))
     assert (plain["activation_bytes"], again["activation_bytes"]) == (40 * MIB, 4 * MIB)
-    assert (plain["transient_bytes"], plain["transient_source"]) == (0, "absent")
+    assert (plain["workspace_bytes"], plain["workspace_source"]) == (0, "absent")
     # Computed again, the layer holds for a moment what it holds otherwise.
-    assert (again["transient_bytes"], again["transient_source"]) == (40 * MIB, "derived")
+    assert (again["workspace_bytes"], again["workspace_source"]) == (40 * MIB, "derived")
 
 
 def test_parameter_size_is_of_a_whole_layer_and_other_states_are_four_times_the_parameters(
@@ -238,14 +238,14 @@ def test_mending_keeps_the_longest_run_of_rows_and_levels_what_falls(request_for
     times = {f"layernum[{n}]_bsz{b}_seq32": n * 2.0 * b + 1 for n in (2, 4) for b in (1, 2, 3, 4)}
     # As another, slower machine: rows that fall afterwards.
     times |= {"layernum[2]_bsz1_seq32": 50.0, "layernum[4]_bsz1_seq32": 70.0}
-    profile = import_galvatron(request_for(times=times, mend=True))
+    profile = import_galvatron(request_for(times=times, repair=True))
     sizes = [key[4] for key in rows_of(profile) if key[:4] == ("block", 1, "none", "none")]
     assert sizes == [2, 3, 4]
     assert "layernum[2] takes 50 ms at batch 1 and 9 ms at 2: only its batches 2 to 4 are used." in (
         profile.provenance.notes
     )
     noisy = {f"layernum[{n}]_bsz{b}_seq32": 20.0 * b + n * t for n in (2, 4) for b, t in ((1, 5), (2, 3), (3, 7))}
-    levelled = rows_of(import_galvatron(request_for(times=noisy, mend=True)))
+    levelled = rows_of(import_galvatron(request_for(times=noisy, repair=True)))
     found = [levelled[("block", 1, "none", "none", b)] for b in (1, 2, 3)]
     assert [row["forward_s"] for row in found] == pytest.approx([0.004, 0.004, 0.007])
     assert [row["forward_source"] for row in found] == ["derived", "derived", "measured"]

@@ -110,8 +110,8 @@ def test_the_file_that_is_named_first_counts(tables_for):
 def test_an_overlap_slows_both_sides_at_no_known_size(tables_for):
     profile = imported(tables_for(allreduce={"allreduce_size_2_consec_1": 1.0}, overlap={"overlap_coe": 1.125}))
     row = {name: column[0] for name, column in profile.overlap.items()}
-    assert row["compute_slowdown"] == row["message_slowdown"] == 1.125
-    assert (row["message_bytes"], row["compute_s"], row["group_size"], row["source"]) == (0, 0, 8, b"measured")
+    assert row["compute_slowdown"] == row["collective_slowdown"] == 1.125
+    assert (row["collective_bytes"], row["compute_s"], row["group_size"], row["source"]) == (0, 0, 8, b"measured")
 
 
 @pytest.mark.parametrize(

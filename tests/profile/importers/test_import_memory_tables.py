@@ -59,7 +59,7 @@ def test_memory_at_tp_size_1_is_of_the_table_that_larger_sizes_are_of(imported, 
         for recompute in ("none", "full"):
             held = rows[("block", tp_size, spelt, recompute, 4)]
             assert held["activation_bytes"] == 4 * mib[recompute][place] * MIB
-        assert rows[("block", tp_size, spelt, "full", 4)]["transient_bytes"] == 4 * mib["none"][place] * MIB
+        assert rows[("block", tp_size, spelt, "full", 4)]["workspace_bytes"] == 4 * mib["none"][place] * MIB
         assert states[("block", tp_size)]["parameter_bytes"] == mib["parameters"][place] * MIB
         for name in ("embedding", "head"):
             assert rows[(name, tp_size, spelt, "none", 4)]["activation_bytes"] == 4 * mib["ends"][place] * MIB / 2

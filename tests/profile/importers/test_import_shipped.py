@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"{FOLDER} is not th
 
 COMPUTATION = sorted(FOLDER.glob("models/*/configs/computation_profiling_*.json"))
 MEMORY = sorted(FOLDER.glob("models/*/configs/memory_profiling_*.json"))
-MENDED = {"T5/t5-3B", "llama_fa/hidden4096_head32_seqlen2048"}
+REPAIRED = {"T5/t5-3B", "llama_fa/hidden4096_head32_seqlen2048"}
 """These have times that cannot be."""
 
 
@@ -37,7 +37,7 @@ def parametrised(paths):
 def times_of(path, lengths=None):
     computation = read_computation(path)
     lengths = lengths if lengths is not None else sorted({forward.lengths for forward in computation.forwards})[0]
-    return layer_times(computation, lengths, mend=name_of(path) in MENDED)
+    return layer_times(computation, lengths, repair=name_of(path) in REPAIRED)
 
 
 def test_all_fifteen_are_there():

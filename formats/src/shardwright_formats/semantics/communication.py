@@ -10,7 +10,7 @@ from enum import StrEnum
 from math import lcm, prod
 from typing import NamedTuple
 
-from shardwright_formats.semantics.layout import Layout, closed_groups, parameter_box, parameter_layout, sent_elements
+from shardwright_formats.semantics.layout import Layout, closed_groups, parameter_box, parameter_layout, sent_numel
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import BoundaryTensor, LayerType, Model, Region
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
@@ -103,7 +103,7 @@ def partial_gradient_bytes(kind: LayerType, strategy: Strategy, rank: int, param
 
 
 def region_messages(
-    model: Model, type_name: str, strategy: Strategy, samples: int, element_bytes: int, microbatches: int
+    model: Model, type_name: str, strategy: Strategy, samples: int, itemsize: int, microbatches: int
 ) -> Iterator[Message]:
     """What tensor and sequence parallelism move for one layer in one step, `samples` being those of a microbatch.
 
@@ -117,7 +117,7 @@ def region_messages(
         return
     kind = model.types[type_name]
     recompute = getattr(strategy, "recompute", Recompute.NONE)
-    share = samples // strategy.dp_size * element_bytes
+    share = samples // strategy.dp_size * itemsize
     sizes = {tensor.name: share * tensor.sequence_length for tensor in model.boundary}
     features = {tensor.name: tensor.features for tensor in model.boundary}
     for index, region in enumerate(kind.regions):
@@ -165,14 +165,14 @@ def _exchanges(region: Region, ranks: int, sizes: dict[str, int], times: int) ->
 
 
 def loss_messages(
-    kind: LayerType, strategy: Strategy, samples: int, element_bytes: int, microbatches: int
+    kind: LayerType, strategy: Strategy, samples: int, itemsize: int, microbatches: int
 ) -> Iterator[Message]:
     """What the cross entropy over a shared vocabulary moves in one step: a maximum and two sums for each position.
 
     They are computed in float32 at least.
     """
     ranks = parameter_layout(strategy).tp_size
-    positions = samples // strategy.dp_size * kind.labels * max(4, element_bytes)
+    positions = samples // strategy.dp_size * kind.labels * max(4, itemsize)
     if ranks > 1 and positions:
         for size in (positions, _REDUCTIONS * positions):
             yield Message(Cause.LOSS, Collective.ALL_REDUCE, ranks, size, microbatches)
@@ -184,7 +184,7 @@ def redistribution_messages(
     target: Layout,
     rank: int,
     samples: int,
-    element_bytes: int,
+    itemsize: int,
     microbatches: int,
 ) -> Iterator[Message]:
     """What one rank sends in a step where tensors change their layout: one uneven all_to_all each, and one back.
@@ -198,9 +198,9 @@ def redistribution_messages(
         length = tensor.sequence_length
         members = next(group for group in closed_groups(source, target, samples, length) if rank in group)
         for before, after in ((source, target), (target, source)):
-            sent = sent_elements(before, after, samples, length, tensor.features)[rank]
+            sent = sent_numel(before, after, samples, length, tensor.features)[rank]
             if len(members) > 1:
-                size = sent * element_bytes
+                size = sent * itemsize
                 yield Message(Cause.REDISTRIBUTION, Collective.ALL_TO_ALL, len(members), size, microbatches)
 
 

@@ -19,7 +19,7 @@ __all__ = [
     "parameter_box",
     "parameter_layout",
     "redistribution_plan",
-    "sent_elements",
+    "sent_numel",
     "tp_groups",
 ]
 
@@ -190,7 +190,7 @@ def closed_groups(source: Layout, target: Layout, samples: int, sequence_length:
     return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
 
 
-def sent_elements(source: Layout, target: Layout, samples: int, sequence_length: int, features: int) -> tuple[int, ...]:
+def sent_numel(source: Layout, target: Layout, samples: int, sequence_length: int, features: int) -> tuple[int, ...]:
     """Elements that each rank sends to others when the layout changes, forward; backward is the reverse change."""
     sent = [0] * source.stage_size
     for transfer in redistribution_plan(source, target, samples, sequence_length):

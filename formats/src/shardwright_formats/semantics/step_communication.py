@@ -20,16 +20,16 @@ from shardwright_formats.semantics.tied_weights import (
 )
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.plan import ELEMENT_BYTES, GradientReduction, Plan
+from shardwright_formats.types.plan import ITEMSIZE, GradientReduction, Plan
 from shardwright_formats.types.strategy import Strategy
 
-__all__ = ["chunk_elements", "incoming_layout", "step_messages"]
+__all__ = ["chunk_layers", "incoming_layout", "step_messages"]
 
 _NORM_BYTES = 3 * 8
 """Loss, squared gradient norm and the wish to stop, in float64."""
 
 
-def chunk_elements(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:
+def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:
     """Name, type and strategy of what one range of layers of a pipeline stage holds, in order."""
     if stage == chunk == 0:
         yield EMBEDDING, EMBEDDING, plan.embedding
@@ -64,12 +64,12 @@ def step_messages(plan: Plan, rank: int) -> tuple[Message, ...]:
 def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[Message]:
     me = plan.stages[stage].ranks.index(rank)
     model, samples, microbatches = plan.model, plan.microbatch_samples, plan.num_microbatches
-    compute, reduce = ELEMENT_BYTES[plan.precision.compute], ELEMENT_BYTES[plan.precision.reduce]
+    compute, reduce = ITEMSIZE[plan.precision.compute], ITEMSIZE[plan.precision.reduce]
     every = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
     current = incoming_layout(plan, stage, chunk)
     if current is not None:
         yield from _sends(plan, current, me)
-    elements = list(chunk_elements(plan, stage, chunk))
+    elements = list(chunk_layers(plan, stage, chunk))
     for name, type_name, strategy in elements:
         kind, wanted = model.types[type_name], layout_of(strategy)
         if current is not None:
@@ -87,7 +87,7 @@ def _sends(plan: Plan, layout: Layout, me: int) -> Iterator[Message]:
     """What goes to the next stage forward, or to the one before backward: as much either way."""
     for tensor in plan.model.boundary:
         part = layout.activation_shard(me, plan.microbatch_samples, tensor.sequence_length)
-        size = part.tokens * tensor.features * ELEMENT_BYTES[plan.precision.compute]
+        size = part.tokens * tensor.features * ITEMSIZE[plan.precision.compute]
         yield Message(Cause.PIPELINE, Collective.P2P, 2, size, plan.num_microbatches)
 
 
@@ -96,8 +96,8 @@ def _partial_sums(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
     me = plan.stages[stage].ranks.index(rank)
     sizes: dict[Layout, int] = {}
     for chunk in range(len(plan.stages[stage].layers)):
-        for _, type_name, strategy in chunk_elements(plan, stage, chunk):
-            stored = ELEMENT_BYTES[plan.precision.parameters]
+        for _, type_name, strategy in chunk_layers(plan, stage, chunk):
+            stored = ITEMSIZE[plan.precision.parameters]
             size = partial_gradient_bytes(plan.model.types[type_name], strategy, me, stored)
             layout = parameter_layout(strategy)
             sizes[layout] = sizes.get(layout, 0) + size
@@ -110,7 +110,7 @@ def _tied(plan: Plan, rank: int) -> Iterator[Message]:
     tied = tied_parameters(plan)
     members = ranks_of_replicas(tied)
     if rank in members:
-        stored = ELEMENT_BYTES[plan.precision.parameters]
+        stored = ITEMSIZE[plan.precision.parameters]
         for pieces in (pieces_to_owners(tied), pieces_from_owners(tied)):
-            sent = sum(p.elements for p in pieces if p.source == rank != p.target)
+            sent = sum(p.numel for p in pieces if p.source == rank != p.target)
             yield Message(Cause.TIED_PARAMETERS, Collective.ALL_TO_ALL, len(members), sent * stored)

@@ -41,7 +41,7 @@ class Piece(NamedTuple):
     box: Box
 
     @property
-    def elements(self) -> int:
+    def numel(self) -> int:
         """Number of elements."""
         return prod(high - low for low, high in self.box)
 

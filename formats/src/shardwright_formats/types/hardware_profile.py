@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 FORMAT = "shardwright.hardware_profile"
-VERSION = 2
+VERSION = 3
 
 
 class Collective(StrEnum):
@@ -80,11 +80,11 @@ TABLES = {
     "overlap": {
         "collective": Column("S16", "name", among=tuple(Collective)),
         "group_size": Column("int64", "ranks", positive=True),
-        "message_bytes": Column("int64", "bytes; 0 where it is not known"),
+        "collective_bytes": Column("int64", "bytes; 0 where it is not known"),
         "compute_s": Column("float64", "s of the computation alone; 0 where it is not known"),
-        "message_s": Column("float64", "s of the message alone; 0 where it is not known"),
-        "compute_slowdown": Column("float64", "time beside the message over time alone", positive=True),
-        "message_slowdown": Column("float64", "time beside the computation over time alone", positive=True),
+        "collective_s": Column("float64", "s of the collective alone; 0 where it is not known"),
+        "compute_slowdown": Column("float64", "time overlapped with the collective over time alone", positive=True),
+        "collective_slowdown": Column("float64", "time overlapped with the computation over time alone", positive=True),
         "source": _SOURCE,
     },
     "ranks": {

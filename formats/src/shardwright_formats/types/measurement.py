@@ -10,7 +10,6 @@ from shardwright_formats.io.json import Document, Value
 from shardwright_formats.types.plan import Plan
 
 __all__ = [
-    "HeldMemory",
     "Measurement",
     "PassTime",
     "Phase",
@@ -18,6 +17,7 @@ __all__ = [
     "PlanMeasurement",
     "RankMeasurement",
     "RankMemory",
+    "ResidentMemory",
     "Segment",
     "SegmentMemory",
 ]
@@ -69,10 +69,10 @@ class SegmentMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`embedding`, `layers` or `head`."""
     activation_bytes: Bytes
     """What the forward pass left behind for the backward pass."""
-    forward_transient_bytes: Bytes
-    """The most that was held in the forward pass beyond what stood before and what was left behind."""
-    backward_transient_bytes: Bytes
-    """The most that was held in the backward pass beyond what stood when it began."""
+    forward_workspace_bytes: Bytes
+    """The most that was resident in the forward pass beyond what stood before and what was left behind."""
+    backward_workspace_bytes: Bytes
+    """The most that was resident in the backward pass beyond what stood when it began."""
 
 
 class Phase(StrEnum):
@@ -84,8 +84,8 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
 
 
-class HeldMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All the tensor memory that a rank holds at one moment; each byte is in one category."""
+class ResidentMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All the tensor memory of a rank at one moment; each byte is in one category."""
 
     parameters_bytes: Bytes
     """Parameters as stored between steps, with what sharding pads them by."""
@@ -119,11 +119,11 @@ class PhaseMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     phase: Phase
     """`model`: building it; `forward`, `backward`, `optimizer`: all passes of that kind in a step, and its end."""
-    held: HeldMemory
+    resident: ResidentMemory
     """As it stood when the phase was over: the model built, the last backward pass's gradients reduced, the step done;
-    of the forward passes the end of the one after which most was held."""
-    peak: HeldMemory
-    """As it stood when most was held in the phase."""
+    of the forward passes the end of the one after which most was resident."""
+    peak: ResidentMemory
+    """As it stood at the peak of the phase."""
 
 
 class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,7 +140,7 @@ class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     unreduced_gradients_bytes: Bytes
     """The most that gradients not yet reduced held between two passes."""
     peak_bytes: Bytes
-    """The most held at once in a step, parameters, gradients and optimizer state included."""
+    """The most that is resident at once in a step, parameters, gradients and optimizer state included."""
     phases: tuple[PhaseMemory, ...]
     """The memory of each phase: model, forward, backward, optimizer."""
     segments: tuple[SegmentMemory, ...]
@@ -159,10 +159,10 @@ class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"peak_bytes is {self.peak_bytes}, the phases of a step reach {peak}")
 
     @property
-    def peak(self) -> HeldMemory:
-        """What was held at the peak of a step."""
+    def peak(self) -> ResidentMemory:
+        """What was resident at the peak of a step."""
         in_a_step = (p.peak for p in self.phases if p.phase is not Phase.MODEL)
-        return max(in_a_step, key=lambda held: held.total_bytes)
+        return max(in_a_step, key=lambda resident: resident.total_bytes)
 
 
 class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -238,6 +238,7 @@ class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Plans that were run for some steps, on what and with what result."""
 
     FORMAT = "shardwright.measurement"
+    VERSION = 2
 
     device: str
     """The device's name as its driver gives it, or `cpu`."""

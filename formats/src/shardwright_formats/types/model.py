@@ -31,7 +31,7 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.tp_dim is not None and self.tp_dim >= len(self.shape):
             raise ValueError(f"tp_dim {self.tp_dim} of {self.name} is outside its shape")
 
-    def elements(self, tp_size: int) -> int:
+    def numel(self, tp_size: int) -> int:
         """Number of elements that one tensor-parallel rank holds: its even share, rounded up."""
         if self.tp_dim is None:
             return prod(self.shape)
@@ -100,7 +100,7 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def parameter_count(self, tp_size: int = 1) -> int:
         """Number of parameters that one tensor-parallel rank holds."""
-        return sum(p.elements(tp_size) for p in self.parameters)
+        return sum(p.numel(tp_size) for p in self.parameters)
 
 
 class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):

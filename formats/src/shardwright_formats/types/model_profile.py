@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 FORMAT = "shardwright.model_profile"
-VERSION = 2
+VERSION = 3
 
 _SOURCE = Column("S8", "name", among=SOURCES)
 
@@ -71,10 +71,10 @@ LAYERS = {
     "backward_source": _SOURCE,
     "activation_bytes": _sourced("int64", "bytes held from forward to backward, a microbatch", "activation_source"),
     "activation_source": _SOURCE,
-    "transient_bytes": _sourced(
-        "int64", "most further bytes held for a moment in forward or backward", "transient_source"
+    "workspace_bytes": _sourced(
+        "int64", "most further bytes held for a moment in forward or backward", "workspace_source"
     ),
-    "transient_source": _SOURCE,
+    "workspace_source": _SOURCE,
 }
 STATES = {
     "type": Column("S32", "name"),

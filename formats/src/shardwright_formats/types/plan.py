@@ -12,7 +12,7 @@ from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
 
 __all__ = [
-    "ELEMENT_BYTES",
+    "ITEMSIZE",
     "Attention",
     "GradientReduction",
     "PipelineStage",
@@ -70,7 +70,7 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of accumulated gradients and their reduction."""
 
 
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element of each number format."""
 
 

@@ -113,6 +113,7 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What is believed about a plan, beside the plan."""
 
     FORMAT = "shardwright.prediction"
+    VERSION = 2
 
     plan_sha256: str
     """Identity of the plan: SHA-256 of its canonical JSON."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
 from shardwright_formats.types.model import HEAD, LayerType, Model, Region
-from shardwright_formats.types.plan import ELEMENT_BYTES, Attention, Precision
+from shardwright_formats.types.plan import ITEMSIZE, Attention, Precision
 from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
 from shardwright_profile.analytic.messages import Link, messages_time_s
 from shardwright_profile.analytic.parts import Part, layer_parts
@@ -35,14 +35,14 @@ class LayerEstimate(NamedTuple):
     forward_s: float
     backward_s: float
     activation_bytes: int
-    transient_bytes: int
+    workspace_bytes: int
 
 
 class _Share(NamedTuple):
     """What one rank has of a layer."""
 
     samples: int
-    element_bytes: int
+    itemsize: int
     inside: float
     """Part of what tensor-parallel ranks share out."""
     outside: float
@@ -52,18 +52,18 @@ class _Share(NamedTuple):
     scores_kept: bool
 
     def kept_bytes(self, part: Part) -> float:
-        scores = part.scores * self.element_bytes + part.scores // 2 if self.scores_kept else 0
-        inside = part.inside * self.element_bytes + part.inside_bytes + scores
-        outside = part.outside * self.element_bytes + part.outside_bytes
+        scores = part.scores * self.itemsize + part.scores // 2 if self.scores_kept else 0
+        inside = part.inside * self.itemsize + part.inside_bytes + scores
+        outside = part.outside * self.itemsize + part.outside_bytes
         return self.samples * (inside * self.inside + outside * self.outside)
 
     def result_bytes(self, part: Part) -> float:
-        return self.samples * part.result * self.element_bytes * self.outside
+        return self.samples * part.result * self.itemsize * self.outside
 
     def widest_bytes(self, part: Part) -> float:
         """The largest tensor of a part and its gradient."""
-        inside = (part.widest * self.element_bytes + part.widest_bytes) * self.inside
-        return 2 * self.samples * max(inside, part.result * self.element_bytes * self.entering)
+        inside = (part.widest * self.itemsize + part.widest_bytes) * self.inside
+        return 2 * self.samples * max(inside, part.result * self.itemsize * self.entering)
 
 
 def estimate_layer(
@@ -80,9 +80,9 @@ def estimate_layer(
     parts = layer_parts(model, type_name)
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     replayed = [part for part in parts if recompute in (Recompute.FULL, part.name)]
-    there, back = _messages(model, type_name, strategy, micro_batch_size, share.element_bytes)
+    there, back = _messages(model, type_name, strategy, micro_batch_size, share.itemsize)
     forward_s = sum(_part_time_s(part, share, machine) for part in parts)
-    table_bytes = sum(part.dense_gradient for part in parts) * share.element_bytes * share.weights
+    table_bytes = sum(part.dense_gradient for part in parts) * share.itemsize * share.weights
     backward_s = (
         2 * forward_s
         + sum(_part_time_s(part, share, machine) for part in replayed)
@@ -108,7 +108,7 @@ def optimizer_time_s(kind: LayerType, tp_size: int, precision: Precision, machin
     AdamW reads and writes the parameter and two moments and reads the gradient; clipping reads the gradient twice and
     writes it once.
     """
-    stored, reduced = ELEMENT_BYTES[precision.parameters], ELEMENT_BYTES[precision.reduce]
+    stored, reduced = ITEMSIZE[precision.parameters], ITEMSIZE[precision.reduce]
     moved = kind.parameter_count(tp_size) * (6 * stored + 4 * reduced)
     return moved / machine.memory_bytes_per_s
 
@@ -117,7 +117,7 @@ def _share(strategy: Strategy, samples: int, precision: Precision, attention: At
     ranks, kind = strategy.tp_size, strategy.sequence_parallel
     return _Share(
         samples=samples,
-        element_bytes=ELEMENT_BYTES[precision.compute],
+        itemsize=ITEMSIZE[precision.compute],
         inside=1 / ranks,
         outside=1.0 if kind is SequenceParallel.NONE else 1 / ranks,
         entering=1 / ranks if kind is SequenceParallel.ULYSSES else 1.0,
@@ -129,26 +129,26 @@ def _share(strategy: Strategy, samples: int, precision: Precision, attention: At
 def _part_time_s(part: Part, share: _Share, machine: Machine) -> float:
     """Forward, without messages."""
     kept = share.kept_bytes(part)
-    product_bytes = part.weights * share.element_bytes * share.weights + kept if part.weights else 0.0
+    product_bytes = part.weights * share.itemsize * share.weights + kept if part.weights else 0.0
     operations = part.flops * share.samples * share.inside
     product_s = max(operations / machine.flops_per_s, product_bytes / machine.memory_bytes_per_s)
     return product_s + 2 * kept / machine.memory_bytes_per_s + part.kernels * KERNEL_START_S
 
 
 def _messages(
-    model: Model, type_name: str, strategy: Strategy, samples: int, element_bytes: int
+    model: Model, type_name: str, strategy: Strategy, samples: int, itemsize: int
 ) -> tuple[list[Message], list[Message]]:
     """What tensor and sequence parallelism move forward and backward, replays in the latter.
 
     The forward pass has what there is without recomputation, and of that: of Ulysses' exchanges half, of Megatron's
     pairs the first, and without sequence parallelism the sums of what leaves a region.
     """
-    every = list(region_messages(model, type_name, strategy, samples, element_bytes, 1))
+    every = list(region_messages(model, type_name, strategy, samples, itemsize, 1))
     plain = Strategy(tp_size=strategy.tp_size, dp_size=strategy.dp_size, sequence_parallel=strategy.sequence_parallel)
     there = _forward_messages(
-        model.types[type_name], plain, list(region_messages(model, type_name, plain, samples, element_bytes, 1))
+        model.types[type_name], plain, list(region_messages(model, type_name, plain, samples, itemsize, 1))
     )
-    loss = list(loss_messages(model.types[type_name], plain, samples, element_bytes, 1)) if type_name == HEAD else []
+    loss = list(loss_messages(model.types[type_name], plain, samples, itemsize, 1)) if type_name == HEAD else []
     # A message sent so many times less is what is left for the backward pass.
     return [*there, *loss], [*every, *(message._replace(times=-message.times) for message in there)]
 

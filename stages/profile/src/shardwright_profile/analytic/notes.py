@@ -39,7 +39,7 @@ def model_notes(rates: Rates, efficiencies: Efficiencies, compute: str) -> str:
             + f"; {_origin(rates.memory_bytes_per_s, device.memory_bytes_per_s_source)}.",
             _link_note(rates, efficiencies),
             f"Each kernel adds {KERNEL_START_S * 1e6:g} us.",
-            "Activations are those of Korthikanti et al. (2022), told from the model's own shapes; transients are the "
+            "Activations are those of Korthikanti et al. (2022), derived from the model's own shapes; workspace is the "
             "largest tensor of a part with its gradient, and what is replayed.",
             "States: AdamW with two moments in the parameters' format; its step is bound by memory.",
             f"assumed: {PROCESS_BYTES} bytes for CUDA's context, NCCL's buffers and libraries.",

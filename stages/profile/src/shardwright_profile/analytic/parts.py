@@ -123,8 +123,8 @@ def _mlp_part(model: Model, region: Region, hidden: int, matrices: Sequence[Para
     """Two matrices keep what enters and what leaves the activation function; a gate, the third, its product too."""
     stream = _stream(model, region)
     length = stream // hidden
-    weights = sum(p.elements(1) for p in matrices) // parts
-    widths = [p.elements(1) // hidden for p in matrices]
+    weights = sum(p.numel(1) for p in matrices) // parts
+    widths = [p.numel(1) // hidden for p in matrices]
     widest = max(widths, default=hidden)
     gated = len(matrices) == 3 * parts
     drops = bool(region.replays_sum)
@@ -173,7 +173,7 @@ def _logits(model: Model, kind: LayerType) -> Part:
     tensor = model.boundary[-1]
     names = {name for region in kind.regions for name in region.enters}
     tensor = next((t for t in model.boundary if t.name in names), tensor)
-    weights = sum(p.elements(1) for p in kind.parameters if len(p.shape) > 1)
+    weights = sum(p.numel(1) for p in kind.parameters if len(p.shape) > 1)
     positions = kind.labels or tensor.sequence_length
     logits = weights // tensor.features * positions
     return Part(
@@ -200,7 +200,7 @@ def _without_attention(
     wanted = sum(2 * hidden * (a.query_width + a.key_width) for a in attentions)
     taken = count = 0
     while count < len(matrices) and taken < wanted:
-        taken += matrices[count].elements(1)
+        taken += matrices[count].numel(1)
         count += 1
     return tuple(matrices[count:])
 

@@ -15,7 +15,7 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import LAYERS, PROCESS, STATES, ModelProfile, ProfileOrigin
-from shardwright_formats.types.plan import ELEMENT_BYTES, Precision, misfit
+from shardwright_formats.types.plan import ITEMSIZE, Precision, misfit
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_profile.analytic.hardware import Network, analytic_hardware
 from shardwright_profile.analytic.layers import Machine, estimate_layer, optimizer_time_s
@@ -133,7 +133,7 @@ def _layer_rows(
 ) -> Iterator[dict[str, object]]:
     asked = settings.micro_batch_sizes
     sizes = asked if isinstance(asked, tuple) else asked.values(None)
-    sources = ("forward_source", "backward_source", "activation_source", "transient_source")
+    sources = ("forward_source", "backward_source", "activation_source", "workspace_source")
     for name in (EMBEDDING, *block_types(model), HEAD):
         kinds = (Recompute.NONE,) if name in (EMBEDDING, HEAD) else settings.recompute
         for recompute, samples in product(kinds, sizes):
@@ -163,7 +163,7 @@ def _state_rows(
     model: Model, tp_sizes: Sequence[int], precision: Precision, machine: Machine
 ) -> Iterator[dict[str, object]]:
     """A single rank reduces nothing: `reduction_s` is what reducing takes beyond its message, and that is 0."""
-    stored, reduced = ELEMENT_BYTES[precision.parameters], ELEMENT_BYTES[precision.reduce]
+    stored, reduced = ITEMSIZE[precision.parameters], ITEMSIZE[precision.reduce]
     for name, tp_size in product((EMBEDDING, *block_types(model), HEAD), tp_sizes):
         kind = model.types[name]
         count = kind.parameter_count(tp_size)

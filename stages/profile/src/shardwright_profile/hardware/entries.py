@@ -98,22 +98,23 @@ class OverlapEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
     collective: Collective
     group_size: _Count
-    message_bytes: _Count
+    collective_bytes: _Count
     compute_ratio: _Positive
     """How long the computation was to take alone, over the message alone."""
     compute_s: _Positive
-    message_s: _Positive
+    collective_s: _Positive
     compute_slowdown: _Positive
-    message_slowdown: _Positive
+    collective_slowdown: _Positive
 
     @property
     def key(self) -> Key:
         """By kind of message, size, and length of the computation."""
-        return ("overlap", self.collective, self.group_size, self.message_bytes, self.compute_ratio)
+        return ("overlap", self.collective, self.group_size, self.collective_bytes, self.compute_ratio)
 
     def __str__(self) -> str:
         return (
-            f"{bytes_text(self.message_bytes)} of {seconds_text(self.message_s)}: {self.message_slowdown:.3g} times, "
+            f"{bytes_text(self.collective_bytes)} of {seconds_text(self.collective_s)}: "
+            f"{self.collective_slowdown:.3g} times, "
             f"computing of {seconds_text(self.compute_s)}: {self.compute_slowdown:.3g} times"
         )
 

@@ -95,12 +95,12 @@ def _timed(
             OverlapEntry(
                 collective=kind.key.collective,
                 group_size=kind.key.group_size,
-                message_bytes=point.message_bytes,
+                collective_bytes=point.message_bytes,
                 compute_ratio=ratio,
                 compute_s=compute_s,
-                message_s=message_s,
+                collective_s=message_s,
                 compute_slowdown=slowed_compute_s / compute_s,
-                message_slowdown=slowed_message_s / message_s,
+                collective_slowdown=slowed_message_s / message_s,
             )
         )
     return entries

@@ -61,9 +61,9 @@ def galvatron(
         str, typer.Option(help="Number formats that were measured: parameters/compute/reduce.")
     ] = "float32/bfloat16/float32",
     attention: Annotated[str, typer.Option(help="Attention kernel that was measured.")] = "auto",
-    mend: Annotated[
+    repair: Annotated[
         bool,
-        typer.Option("--mend", help="Leave out or level times that cannot be, and say so; else they are refused."),
+        typer.Option("--repair", help="Leave out or level times that cannot be, and say so; else they are refused."),
     ] = False,
 ) -> None:
     """Import a model's times and memory as hetu-galvatron 2.4.0 measures them.
@@ -111,7 +111,7 @@ def galvatron(
                 micro_batch_sizes=_numbers("--micro-batch-sizes", micro_batch_sizes),
                 precision=precision,
                 attention=attention,
-                mend=mend,
+                repair=repair,
             )
         )
         write_model_profile(out, profile)
@@ -219,10 +219,10 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def _check_precision(precision: str) -> None:
-    from shardwright_formats.types.plan import ELEMENT_BYTES
+    from shardwright_formats.types.plan import ITEMSIZE
 
     parts = precision.split("/")
-    if len(parts) != 3 or any(part not in ELEMENT_BYTES for part in parts):
+    if len(parts) != 3 or any(part not in ITEMSIZE for part in parts):
         raise BadInput("--precision", f"{precision!r} is unknown", "write it as float32/bfloat16/float32")
 
 

@@ -79,10 +79,10 @@ def _slowdown(ranks: int, factor: float) -> dict[str, object]:
     return {
         "collective": Collective.ALL_REDUCE.value,
         "group_size": ranks,
-        "message_bytes": 0,
+        "collective_bytes": 0,
         "compute_s": 0.0,
-        "message_s": 0.0,
+        "collective_s": 0.0,
         "compute_slowdown": factor,
-        "message_slowdown": factor,
+        "collective_slowdown": factor,
         "source": "measured",
     }

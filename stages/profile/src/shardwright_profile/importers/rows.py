@@ -39,7 +39,7 @@ class LayerRow(NamedTuple):
     forward_s: Sourced
     backward_s: Sourced
     activation_bytes: Sourced
-    transient_bytes: Sourced
+    workspace_bytes: Sourced
 
 
 class StateRow(NamedTuple):
@@ -98,8 +98,8 @@ def _layer(row: LayerRow) -> dict[str, object]:
         "backward_source": row.backward_s.source,
         "activation_bytes": round(row.activation_bytes.value),
         "activation_source": row.activation_bytes.source,
-        "transient_bytes": round(row.transient_bytes.value),
-        "transient_source": row.transient_bytes.source,
+        "workspace_bytes": round(row.workspace_bytes.value),
+        "workspace_source": row.workspace_bytes.source,
     }
 
 

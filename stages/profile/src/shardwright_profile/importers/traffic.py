@@ -38,7 +38,7 @@ def layer_traffic(
     sequence_parallel: SequenceParallel,
     recompute: Recompute,
     samples: int,
-    element_bytes: int,
+    itemsize: int,
 ) -> LayerTraffic:
     """What `placement.region_messages` counts, split over the two passes; `samples` are those of the group.
 
@@ -53,11 +53,11 @@ def layer_traffic(
     outputs = kind.outputs or model.boundary
     embedding = msgspec.structs.replace(model.types[EMBEDDING], outputs=outputs)
     alone = msgspec.structs.replace(model, types={**model.types, EMBEDDING: embedding})
-    every_s = _sum_s(hardware, region_messages(alone, type_name, strategy, samples, element_bytes, 1))
-    forward_s = _sum_s(hardware, _forward_messages(alone, type_name, strategy, samples * element_bytes))
+    every_s = _sum_s(hardware, region_messages(alone, type_name, strategy, samples, itemsize, 1))
+    forward_s = _sum_s(hardware, _forward_messages(alone, type_name, strategy, samples * itemsize))
     loss_s = 0.0
     if type_name == HEAD:
-        loss_s = _sum_s(hardware, loss_messages(kind, strategy, samples, element_bytes, 1))
+        loss_s = _sum_s(hardware, loss_messages(kind, strategy, samples, itemsize, 1))
     # Sums in another order may differ in the last digit.
     return LayerTraffic(forward_s + loss_s, max(0.0, every_s - forward_s))
 

@@ -51,7 +51,7 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
 
 
 def _block_rows(pairs: Sequence[LayerPair]) -> Iterator[_LayerRow]:
-    """Each block type under each key: the difference of its two probes; transients are those of the shorter one."""
+    """Each block type under each key: the difference of its two probes; workspace is that of the shorter one."""
     for pair in pairs:
         yield _LayerRow(
             pair.type,
@@ -62,7 +62,7 @@ def _block_rows(pairs: Sequence[LayerPair]) -> Iterator[_LayerRow]:
                 activation_bytes=bytes_per_layer(
                     pair, "activation memory", lambda p: p.segments[LAYERS].activation_bytes
                 ),
-                transient_bytes=pair.few.segments[LAYERS].transient_bytes,
+                workspace_bytes=pair.few.segments[LAYERS].workspace_bytes,
             ),
         )
 
@@ -80,7 +80,7 @@ def _end_rows(probes: Sequence[ProbeResult]) -> Iterator[_LayerRow]:
                     forward=_mean([cost.forward for cost in costs]),
                     backward=_mean([cost.backward for cost in costs]),
                     activation_bytes=max(cost.activation_bytes for cost in costs),
-                    transient_bytes=max(cost.transient_bytes for cost in costs),
+                    workspace_bytes=max(cost.workspace_bytes for cost in costs),
                 ),
             )
 
@@ -101,8 +101,8 @@ def _layer(row: _LayerRow) -> dict[str, object]:
         "backward_s": cost.backward.median_s,
         "backward_error_s": cost.backward.error_s,
         "activation_bytes": cost.activation_bytes,
-        "transient_bytes": cost.transient_bytes,
-        **dict.fromkeys(("forward_source", "backward_source", "activation_source", "transient_source"), "measured"),
+        "workspace_bytes": cost.workspace_bytes,
+        **dict.fromkeys(("forward_source", "backward_source", "activation_source", "workspace_source"), "measured"),
     }
 
 

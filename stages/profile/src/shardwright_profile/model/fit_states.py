@@ -135,5 +135,5 @@ def _rank_parameters(probe: ProbeResult) -> int:
 
 
 def _tied_parameters(model: Model, tp_size: int) -> int:
-    ends = {p.name: p.elements(tp_size) for name in (EMBEDDING, HEAD) for p in model.types[name].parameters}
+    ends = {p.name: p.numel(tp_size) for name in (EMBEDDING, HEAD) for p in model.types[name].parameters}
     return sum(ends[second] for _, second in model.tied)

@@ -46,7 +46,7 @@ class SegmentCost(NamedTuple):
     forward: Duration
     backward: Duration
     activation_bytes: int
-    transient_bytes: int
+    workspace_bytes: int
 
 
 class ProbeResult(NamedTuple):
@@ -184,7 +184,7 @@ def _segment(file: Path, found: PlanMeasurement, name: str) -> SegmentCost:
         forward=_slowest(file, found, f"forward_s of {name}", [segment.forward_s for segment in times]),
         backward=_slowest(file, found, f"backward_s of {name}", [segment.backward_s for segment in times]),
         activation_bytes=max(segment.activation_bytes for segment in memory),
-        transient_bytes=max(max(s.forward_transient_bytes, s.backward_transient_bytes) for s in memory),
+        workspace_bytes=max(max(s.forward_workspace_bytes, s.backward_workspace_bytes) for s in memory),
     )
 
 

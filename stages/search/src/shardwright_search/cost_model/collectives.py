@@ -63,7 +63,7 @@ def slowdowns_of(profiles: Profiles, collective: Collective, group_size: int) ->
     near = same & (table["group_size"] == group_size)
     rows = near if near.any() else same if same.any() else np.ones(len(same), bool)
     compute, message = (
-        max(1.0, float(np.median(table[name][rows]))) for name in ("compute_slowdown", "message_slowdown")
+        max(1.0, float(np.median(table[name][rows]))) for name in ("compute_slowdown", "collective_slowdown")
     )
     return Slowdowns(compute, message)
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 from math import ceil, lcm
 from typing import NamedTuple
 
-from shardwright_formats.semantics.layout import Layout, closed_groups, sent_elements
+from shardwright_formats.semantics.layout import Layout, closed_groups, sent_numel
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import BoundaryTensor
 from shardwright_search.cost_model.collectives import Duration, collective_time, send_kind_time
@@ -30,7 +30,7 @@ def redistribution_time(
     target: Layout,
     samples: int,
     outputs: Sequence[BoundaryTensor],
-    element_bytes: int,
+    itemsize: int,
 ) -> Duration:
     """Time to bring a microbatch's tensors from one layout to another, one way, all closed groups at once.
 
@@ -43,7 +43,7 @@ def redistribution_time(
     for tensor in outputs:
         slowest = Duration(0.0)
         for kind, per_sample in _exchanges(lie, source, target, tensor.sequence_length, tensor.features):
-            message_bytes = ceil(per_sample * samples * element_bytes * kind.size / (kind.size - 1))
+            message_bytes = ceil(per_sample * samples * itemsize * kind.size / (kind.size - 1))
             taken = collective_time(profiles, Collective.ALL_TO_ALL, [kind], message_bytes)
             slowest = max(slowest, taken, key=lambda d: d.time_s)
         total += slowest.time_s
@@ -58,13 +58,13 @@ def send_time(
     layout: Layout,
     samples: int,
     outputs: Sequence[BoundaryTensor],
-    element_bytes: int,
+    itemsize: int,
 ) -> Duration:
     """Time to hand a microbatch to the next pipeline stage, one way: a rank sends its rectangle to its counterpart."""
     total, warning = 0.0, None
     for tensor in outputs:
         tokens = layout.activation_shard(0, samples, tensor.sequence_length).tokens
-        taken = send_kind_time(profiles, consecutive, across_nodes, tokens * tensor.features * element_bytes)
+        taken = send_kind_time(profiles, consecutive, across_nodes, tokens * tensor.features * itemsize)
         total += taken.time_s
         warning = warning or taken.warning
     return Duration(total, warning)
@@ -80,7 +80,7 @@ def _exchanges(lie: Lie, source: Layout, target: Layout, sequence_length: int, f
     block = lcm(source.tp_size, target.tp_size) if source.consecutive and target.consecutive else source.stage_size
     inner = source._replace(stage_size=block), target._replace(stage_size=block)
     samples = lcm(inner[0].dp_size, inner[1].dp_size)
-    sent = sent_elements(*inner, samples, sequence_length, features)
+    sent = sent_numel(*inner, samples, sequence_length, features)
     most: dict[GroupKind, int] = {}
     for group in closed_groups(*inner, samples, sequence_length):
         largest = max(sent[rank] for rank in group)

@@ -18,7 +18,7 @@ class LayerCost(NamedTuple):
     forward_s: float
     backward_s: float
     activation_bytes: float
-    transient_bytes: float
+    workspace_bytes: float
     warning: str | None
 
 

@@ -61,7 +61,7 @@ class ElementCost(NamedTuple):
     optimizer_bytes: int
     activation_bytes: int
     """Of one microbatch in flight."""
-    transient_bytes: int
+    workspace_bytes: int
     warnings: tuple[str, ...]
 
     @property
@@ -78,7 +78,7 @@ class ElementCost(NamedTuple):
     @property
     def moment(self) -> memory.Moment:
         """What comes and goes with a microbatch."""
-        return memory.Moment(self.activation_bytes, self.transient_bytes, self.gradients_bytes)
+        return memory.Moment(self.activation_bytes, self.workspace_bytes, self.gradients_bytes)
 
 
 def picoseconds(time_s: float) -> int:
@@ -147,7 +147,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     @property
     def compute_bytes(self) -> int:
         """Of one element of an activation."""
-        return memory.element_bytes(self.precision.compute)
+        return memory.itemsize(self.precision.compute)
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
@@ -196,7 +196,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             gradients_bytes=own.gradients_bytes,
             optimizer_bytes=own.optimizer_bytes,
             activation_bytes=ceil(layer.activation_bytes),
-            transient_bytes=max(ceil(layer.transient_bytes), own.unreduced_bytes) + own.messages_bytes,
+            workspace_bytes=max(ceil(layer.workspace_bytes), own.unreduced_bytes) + own.messages_bytes,
             warnings=tuple(dict.fromkeys(doubt for doubt in doubts if doubt is not None)),
         )
 

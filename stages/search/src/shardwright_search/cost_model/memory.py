@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from shardwright_formats.semantics.layout import parameter_layout
 from shardwright_formats.types.model import LayerType, Parameter
-from shardwright_formats.types.plan import ELEMENT_BYTES, Precision
+from shardwright_formats.types.plan import ITEMSIZE, Precision
 from shardwright_formats.types.strategy import DataParallel, Strategy
 
 __all__ = [
     "Moment",
-    "element_bytes",
     "gathered_parameters_bytes",
     "gradients_bytes",
+    "itemsize",
     "messages_bytes",
     "optimizer_bytes",
     "parameters_bytes",
@@ -25,14 +25,14 @@ __all__ = [
 ]
 
 
-def element_bytes(dtype: str) -> int:
+def itemsize(dtype: str) -> int:
     """Bytes of one element."""
-    return ELEMENT_BYTES[dtype]
+    return ITEMSIZE[dtype]
 
 
 def parameters_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
     """Stored parameters: sP under DDP, sP/w when sharded."""
-    return element_bytes(precision.parameters) * _held_elements(kind, strategy)
+    return itemsize(precision.parameters) * _held_elements(kind, strategy)
 
 
 def gathered_parameters_bytes(kind: LayerType, strategy: Strategy, precision: Precision, first: bool = False) -> int:
@@ -43,7 +43,7 @@ def gathered_parameters_bytes(kind: LayerType, strategy: Strategy, precision: Pr
     passing = strategy.data_parallel is DataParallel.ZERO3 and not first
     if passing or _as_stored(strategy, precision):
         return 0
-    return element_bytes(precision.compute) * _whole_elements(kind, strategy)
+    return itemsize(precision.compute) * _whole_elements(kind, strategy)
 
 
 def gradients_bytes(
@@ -55,8 +55,8 @@ def gradients_bytes(
     `again`, every microbatch, keep the sum of what was reduced, sP, beside what is being reduced; of a sharded `first`
     element of the model the message, rP, is kept until the next microbatch's first reduction.
     """
-    whole = element_bytes(precision.reduce) * _whole_elements(kind, strategy)
-    held = element_bytes(precision.parameters) * _held_elements(kind, strategy)
+    whole = itemsize(precision.reduce) * _whole_elements(kind, strategy)
+    held = itemsize(precision.parameters) * _held_elements(kind, strategy)
     if _replicated(strategy):
         return whole + held * again
     return whole if deferred or _as_stored(strategy, precision) else held + whole * (again and first)
@@ -77,10 +77,10 @@ def messages_bytes(kind: LayerType, strategy: Strategy, precision: Precision, de
     if _replicated(strategy) or _as_stored(strategy, precision):
         return 0
     whole = _whole_elements(kind, strategy)
-    gathers = 2 * element_bytes(precision.compute) * whole if strategy.data_parallel is DataParallel.ZERO3 else 0
+    gathers = 2 * itemsize(precision.compute) * whole if strategy.data_parallel is DataParallel.ZERO3 else 0
     if deferred:
-        return gathers + element_bytes(precision.parameters) * _held_elements(kind, strategy)
-    return gathers + element_bytes(precision.reduce) * whole
+        return gathers + itemsize(precision.parameters) * _held_elements(kind, strategy)
+    return gathers + itemsize(precision.reduce) * whole
 
 
 def unreduced_bytes(kind: LayerType, strategy: Strategy, precision: Precision, deferred: bool) -> int:
@@ -90,7 +90,7 @@ def unreduced_bytes(kind: LayerType, strategy: Strategy, precision: Precision, d
     """
     if deferred or _replicated(strategy) or _as_stored(strategy, precision):
         return 0
-    return element_bytes(precision.reduce) * _whole_elements(kind, strategy)
+    return itemsize(precision.reduce) * _whole_elements(kind, strategy)
 
 
 class Moment(NamedTuple):
@@ -98,7 +98,7 @@ class Moment(NamedTuple):
 
     activation_bytes: int
     """Held from the element's forward pass to its backward pass."""
-    transient_bytes: int
+    workspace_bytes: int
     """Held for a moment in either."""
     late_bytes: int
     """Held from its first backward pass on: gradients."""
@@ -107,12 +107,12 @@ class Moment(NamedTuple):
 def peak_bytes(moments: Sequence[Moment]) -> int:
     """The most that one microbatch holds on its way through a chain of elements.
 
-    While element j works, the activations of the elements up to j are there, j's own transient, and the late bytes of
+    While element j works, the activations of the elements up to j are there, j's own workspace, and the late bytes of
     j and of the elements behind it.
     """
     peak = held = 0
     for moment in moments:
-        peak = moment.late_bytes + max(peak, held + moment.activation_bytes + moment.transient_bytes)
+        peak = moment.late_bytes + max(peak, held + moment.activation_bytes + moment.workspace_bytes)
         held += moment.activation_bytes
     return peak
 
@@ -140,7 +140,7 @@ def _held_elements(kind: LayerType, strategy: Strategy) -> int:
 
 def _shard_elements(parameter: Parameter, tp_size: int, shards: int) -> int:
     """Elements of the largest shard: FSDP2 cuts the first dim into even pieces, rounded up."""
-    whole = parameter.elements(tp_size)
+    whole = parameter.numel(tp_size)
     if not parameter.shape:
         return whole
     rows = parameter.shape[0]

@@ -60,7 +60,7 @@ def parameter_costs(
     kind, layout = model.types[type_name], parameter_layout(strategy)
     deferred, again = not (one_microbatch or every_microbatch), every_microbatch and not one_microbatch
     first = type_name == EMBEDDING
-    compute, reduce = memory.element_bytes(precision.compute), memory.element_bytes(precision.reduce)
+    compute, reduce = memory.itemsize(precision.compute), memory.itemsize(precision.reduce)
     count = 1 if one_microbatch else 2
     found = parameter_messages(kind, strategy, compute, reduce, count, every_microbatch)
     messages = {message.collective: message for message in found}
@@ -111,7 +111,7 @@ def _partial_sum_s(
     profiles: Profiles, model: Model, precision: Precision, type_name: str, strategy: Strategy, lie: Lie
 ) -> float:
     """One message for all layers alike, shared out among them."""
-    stored = memory.element_bytes(precision.parameters)
+    stored = memory.itemsize(precision.parameters)
     size = partial_gradient_bytes(model.types[type_name], strategy, 0, stored)
     if not size:
         return 0.0

@@ -102,11 +102,11 @@ def _stage_prediction(stage: StageCosts, profiles: Profiles) -> StagePrediction:
     # At the peak some gradients may not be there yet, and some activations no longer.
     activations = min(stage.activation_bytes, stage.working_bytes)
     gradients = min(stage.sum_of("gradients_bytes"), stage.working_bytes - activations)
-    transient = stage.working_bytes - activations - gradients
+    workspace = stage.working_bytes - activations - gradients
     memory_terms = states | {
         "gradients": gradients,
         "activations": activations,
-        "transient": transient,
+        "workspace": workspace,
         "process": profiles.process_bytes,
     }
     memory_terms = {name: ceil(held * profiles.memory_factor) for name, held in memory_terms.items()}

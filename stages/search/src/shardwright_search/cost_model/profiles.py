@@ -45,7 +45,7 @@ Sources = frozenset[tuple[str, str]]
 class LayerPoints(NamedTuple):
     """Measured points of one curve, by ascending micro_batch_size [points]; `values` [points, columns].
 
-    The columns are forward_s, backward_s, activation_bytes and transient_bytes.
+    The columns are forward_s, backward_s, activation_bytes and workspace_bytes.
     """
 
     micro_batch_sizes: NDArray[Any]
@@ -171,7 +171,7 @@ _LAYER_SOURCES = {
     "forward_s": "forward_source",
     "backward_s": "backward_source",
     "activation_bytes": "activation_source",
-    "transient_bytes": "transient_source",
+    "workspace_bytes": "workspace_source",
 }
 _LAYER_ERRORS = {"forward_error_s": "forward_s", "backward_error_s": "backward_s"}
 _STATE_SOURCES = {"optimizer_s": "optimizer_source", "reduction_s": "reduction_source"}

@@ -9,7 +9,7 @@ from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.strategy import DataParallel, Strategy
 from shardwright_search.cost_model.collectives import collective_time, send_kind_time
 from shardwright_search.cost_model.layer import CostModel, picoseconds
-from shardwright_search.cost_model.memory import element_bytes
+from shardwright_search.cost_model.memory import itemsize
 from shardwright_search.cost_model.topology import GroupKind, lie_of
 
 __all__ = ["shared_cost_ps", "tie_class", "tie_cost_ps"]
@@ -47,7 +47,7 @@ def shared_cost_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
     for name in dict.fromkeys(costs.model.layers):
         copies = costs.model.layers.count(name) - 1
         shared = sum(prod(p.shape) for p in costs.model.types[name].parameters if p.shared)
-        sent = copies * shared * element_bytes(costs.precision.parameters)
+        sent = copies * shared * itemsize(costs.precision.parameters)
         if not sent:
             continue
         if len(stages) > 1:
@@ -69,4 +69,4 @@ def _part_bytes(costs: CostModel, element: str, name: str, strategy: Strategy) -
     """What one rank stores of a parameter."""
     parameter = next(p for p in costs.model.types[element].parameters if p.name == name)
     box = parameter_box(parameter, strategy, 0)
-    return prod(high - low for low, high in box) * element_bytes(costs.precision.parameters)
+    return prod(high - low for low, high in box) * itemsize(costs.precision.parameters)

@@ -137,7 +137,7 @@ class Interleaved:
                 options.end_ps,
                 options.state_bytes + options.late_bytes,
                 options.activation_bytes,
-                options.activation_bytes + options.transient_bytes,
+                options.activation_bytes + options.workspace_bytes,
                 options.takes,
                 options.gives,
                 rows,
@@ -157,7 +157,7 @@ class Interleaved:
             before.end_ps[parent] + options.end_ps[option],
             before.state_bytes[parent] + (options.state_bytes + options.late_bytes)[option],
             held,
-            np.maximum(before.peak_bytes[parent], held + options.transient_bytes[option]),
+            np.maximum(before.peak_bytes[parent], held + options.workspace_bytes[option]),
             before.takes[parent],
             options.gives[option],
             parent,
@@ -223,11 +223,11 @@ class Interleaved:
         """
         problem, (embedding, head) = self._problem, self._outer
         received = problem.boundary_bytes[problem.positions[-1]][labels.gives]
-        ahead = embedding.activation_bytes[first] + np.maximum(embedding.transient_bytes[first], labels.peak_bytes)
+        ahead = embedding.activation_bytes[first] + np.maximum(embedding.workspace_bytes[first], labels.peak_bytes)
         labels = labels._replace(
             activation_bytes=labels.activation_bytes + received, peak_bytes=labels.peak_bytes + received
         )
-        behind = labels.activation_bytes + (head.activation_bytes + head.transient_bytes)[last]
+        behind = labels.activation_bytes + (head.activation_bytes + head.workspace_bytes)[last]
         needs = (
             self._memory(
                 labels,

@@ -233,7 +233,7 @@ class _Programme:
                     static += [] if phase.late else self._bytes("late_bytes", stage, element)
                 self._row([*static, (total, -1.0)], 0.0, 0.0)
                 for at in inside:
-                    terms = [(total, 1.0), (held[at], 1.0), *self._bytes("transient_bytes", stage, at), *budget]
+                    terms = [(total, 1.0), (held[at], 1.0), *self._bytes("workspace_bytes", stage, at), *budget]
                     self._row([*terms, (late[at], 1.0)] if phase.late else terms, high=0.0)
 
     def _bytes(self, field: str, stage: int, element: int, times: int = 1) -> Terms:

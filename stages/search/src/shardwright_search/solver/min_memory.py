@@ -72,7 +72,7 @@ def _needs(problem: Problem, place: int, in_flight: int, start: int) -> dict[tup
         o, columns = costs.options[kind], []
         for i, of in enumerate(costs.phases):
             held, peak = memory[:, 2 * i : 2 * i + 1], memory[:, 2 * i + 1 : 2 * i + 2]
-            moment = held + o.activation_bytes + o.transient_bytes
+            moment = held + o.activation_bytes + o.workspace_bytes
             columns.append((held + of.static[kind] + o.activation_bytes).ravel())
             columns.append((of.static[kind] + of.late[kind] + np.maximum(peak, moment)).ravel())
         last = start + length == len(problem.elements)

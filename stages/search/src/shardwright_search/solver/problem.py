@@ -49,7 +49,7 @@ class Options(NamedTuple):
     """Held from the element's own first backward pass on: gradients."""
     activation_bytes: Numbers
     """Of one microbatch in flight."""
-    transient_bytes: Numbers
+    workspace_bytes: Numbers
     """Held for a moment, in the element's own forward or backward pass."""
     takes: Ints
     """Number of the layout the element works in; of the embedding the class that ties tell apart."""
@@ -80,7 +80,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     The memory of a stage is the most of its `phases`. In each, with k microbatches in flight, it holds its state,
     (k - 1) times its activations and the most that a microbatch holds on its way: at element j the activations of the
-    elements up to j, j's transient, and late bytes: of all elements, or in the first backward pass of those from j on,
+    elements up to j, j's workspace, and late bytes: of all elements, or in the first backward pass of those from j on,
     whose backward passes are over or in progress. Besides it holds what it received of each microbatch in flight, and
     of one microbatch the gradients of what it received and of what it gave out.
     """
@@ -222,7 +222,7 @@ def _held(chosen: Sequence[tuple[Options, int]], phase: Phase) -> float:
     for own, option in chosen:
         activation, late = own.activation_bytes[option], own.late_bytes[option]
         state = own.state_bytes[option] + (phase.in_flight - 1) * activation + (0 if phase.late else late)
-        moment = held + activation + own.transient_bytes[option]
+        moment = held + activation + own.workspace_bytes[option]
         most = state + (late if phase.late else 0) + max(most, moment)
         held += state + activation
     return most

@@ -76,7 +76,7 @@ def stage_fronts(
 
     `tick` is called between steps and may raise to stop.
     """
-    moments = [o.activation_bytes + o.transient_bytes for o in costs.options]
+    moments = [o.activation_bytes + o.workspace_bytes for o in costs.options]
     static = [
         max((of.static[kind] + np.maximum(o.activation_bytes, of.late[kind])).max() for of in costs.phases)
         for kind, o in enumerate(costs.options)
@@ -187,13 +187,13 @@ def _following(
 def _memory(step: _Step, before: Numbers, kind: int, option: Ints) -> Numbers:
     """Held and peak of each phase after one more element."""
     o = step.costs.options[kind]
-    activation, transient = o.activation_bytes[option], o.transient_bytes[option]
+    activation, workspace = o.activation_bytes[option], o.workspace_bytes[option]
     after = np.empty_like(before)
     for i, of in enumerate(step.costs.phases):
         held, peak = before[:, 2 * i], before[:, 2 * i + 1]
         static = of.static[kind][option]
         after[:, 2 * i] = held + static + activation
-        after[:, 2 * i + 1] = static + of.late[kind][option] + np.maximum(peak, held + activation + transient)
+        after[:, 2 * i + 1] = static + of.late[kind][option] + np.maximum(peak, held + activation + workspace)
     return after
 
 

@@ -2,7 +2,7 @@
 
 In each phase the memory of a label is two numbers. `held`: what the elements so far hold at the end, activations of the
 last microbatch included. `peak`: the most so far, and late bytes. An element that holds x all phase long raises them
-to held + x + activation and x + late + max(peak, held + activation + transient).
+to held + x + activation and x + late + max(peak, held + activation + workspace).
 """
 
 from math import prod
@@ -33,8 +33,8 @@ def weightings(problem: Problem) -> tuple[Weights, Weights, Weights]:
 class Measure(NamedTuple):
     """An additive amount of memory that a stage cannot do without: `share` of it held, the rest peak.
 
-    At the last element the peak is all x and activations, that element's transient and late bytes; at the first, all x
-    and late bytes, that element's activation and transient. Any mixture of the two is no more than the peak.
+    At the last element the peak is all x and activations, that element's workspace and late bytes; at the first, all x
+    and late bytes, that element's activation and workspace. Any mixture of the two is no more than the peak.
     """
 
     share: float
@@ -158,13 +158,13 @@ class PlaceCosts:
             o, measure = self.options[kind], self.measures[0].memory
             cost = weights[0] * o.time_ps + weights[1] * o.end_ps
             late = self.phases[0].late
-            moment = late[kind] + o.transient_bytes
+            moment = late[kind] + o.workspace_bytes
             memory = measure[kind] + moment
             if behind >= 0:
                 after = self.options[behind]
                 cost = (cost[:, None] + weights[0] * after.time_ps + weights[1] * after.end_ps).ravel()
                 here = moment[:, None] + late[behind] - after.activation_bytes
-                most = np.maximum(here, late[behind] + after.transient_bytes)
+                most = np.maximum(here, late[behind] + after.workspace_bytes)
                 memory = (measure[kind][:, None] + measure[behind] + most).ravel()
             rows = non_dominated(np.stack([cost, memory], 1), np.zeros(len(cost), np.int64))
             self._pivots[key] = Pivot(cost[rows], memory[rows])
@@ -177,8 +177,8 @@ class PlaceCosts:
             static + share * o.activation_bytes + (1 - share) * late
             for static, late, o in zip(own.static, own.late, self.options, strict=True)
         )
-        first = [(1 - share) * (o.activation_bytes + o.transient_bytes).min() for o in self.options]
-        last = [share * (late + o.transient_bytes).min() for late, o in zip(own.late, self.options, strict=True)]
+        first = [(1 - share) * (o.activation_bytes + o.workspace_bytes).min() for o in self.options]
+        last = [share * (late + o.workspace_bytes).min() for late, o in zip(own.late, self.options, strict=True)]
         return Measure(share, memory, np.array(first), np.array(last))
 
     def _exactly(self, elements: tuple[int, ...], weights: Weights) -> float | None:
@@ -199,7 +199,7 @@ class PlaceCosts:
         for kind in elements:
             o, static, late = self.options[kind], self.phases[0].static[kind], self.phases[0].late[kind]
             time, end = (time[:, None] + o.time_ps).ravel(), (end[:, None] + o.end_ps).ravel()
-            before = held[:, None] + (o.activation_bytes + o.transient_bytes)
+            before = held[:, None] + (o.activation_bytes + o.workspace_bytes)
             peak = (static + late + np.maximum(peak[:, None], before)).ravel()
             held = (held[:, None] + (static + o.activation_bytes)).ravel()
         fits = peak <= self.place.budget_bytes
@@ -220,6 +220,6 @@ def _useful(options: Options, parts: tuple[Phase, ...]) -> Ints:
     for phase in parts:
         static, late = _in_phase(options, phase)
         ends = static + late
-        columns += [ends, ends + options.activation_bytes + options.transient_bytes, static + options.activation_bytes]
+        columns += [ends, ends + options.activation_bytes + options.workspace_bytes, static + options.activation_bytes]
     key = options.takes * (int(options.gives.max()) + 1) + options.gives
     return np.sort(non_dominated(np.stack(columns, 1), key))

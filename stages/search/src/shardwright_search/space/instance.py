@@ -254,7 +254,7 @@ class Pricing(msgspec.Struct, frozen=True, dict=True, eq=False):
             np.array([cost.state_bytes for cost in costs], float),
             np.array([cost.gradients_bytes for cost in costs], float),
             np.array([cost.activation_bytes for cost in costs], float),
-            np.array([cost.transient_bytes for cost in costs], float),
+            np.array([cost.workspace_bytes for cost in costs], float),
             takes=classes if name == EMBEDDING else layouts,
             gives=classes if name == HEAD else layouts,
         )

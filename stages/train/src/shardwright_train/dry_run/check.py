@@ -10,7 +10,7 @@ from shardwright_formats.io.errors import NothingFits
 from shardwright_formats.semantics.communication import Cause
 from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.semantics.schedule import in_flight
-from shardwright_formats.semantics.step_communication import chunk_elements, step_messages
+from shardwright_formats.semantics.step_communication import chunk_layers, step_messages
 from shardwright_formats.types.plan import Plan
 from shardwright_train.dry_run.simulated_step import SimulatedStep, Traffic, simulate_step
 from shardwright_train.models.base import Family
@@ -132,7 +132,7 @@ def _miscounted(plan: Plan, rank: int, step: SimulatedStep) -> Mapping[Traffic, 
 
 def _shard_sizes(plan: Plan, stage: int, me: int) -> Iterator[int]:
     for chunk in range(len(plan.stages[stage].layers)):
-        for _, type_name, strategy in chunk_elements(plan, stage, chunk):
+        for _, type_name, strategy in chunk_layers(plan, stage, chunk):
             for parameter in plan.model.types[type_name].parameters:
                 size = 1
                 for low, high in parameter_box(parameter, strategy, me):

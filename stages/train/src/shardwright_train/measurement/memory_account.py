@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from shardwright_formats.types.measurement import HeldMemory
+from shardwright_formats.types.measurement import ResidentMemory
 from shardwright_train.measurement.record import MicrobatchChunk
 
 __all__ = ["Category", "Change", "Counters", "Holdings", "MemoryEvent", "MemoryInterval", "memory_intervals"]
@@ -53,9 +53,9 @@ class MemoryInterval(NamedTuple):
 
     name: str
     at: MicrobatchChunk | None
-    before: HeldMemory
-    after: HeldMemory
-    peak: HeldMemory
+    before: ResidentMemory
+    after: ResidentMemory
+    peak: ResidentMemory
 
 
 @dataclass
@@ -133,7 +133,7 @@ class _Blocks:
 
 
 def _added_up(history: "Sequence[tuple[_Block, int] | MemoryEvent]", held: list[int]) -> Iterator[MemoryInterval]:
-    before: HeldMemory | None = None
+    before: ResidentMemory | None = None
     peak, total, most = list(held), sum(held), sum(held)
     for item in history:
         if isinstance(item, MemoryEvent):
@@ -151,7 +151,7 @@ def _added_up(history: "Sequence[tuple[_Block, int] | MemoryEvent]", held: list[
             peak, most = list(held), total
 
 
-def _told_apart(held: Sequence[int], counted_bytes: int | None) -> HeldMemory:
+def _told_apart(held: Sequence[int], counted_bytes: int | None) -> ResidentMemory:
     """The categories of what is held; where an allocator has counted, all it counts beyond them is buffers."""
     parameters, gradients, optimizer, activations, buffers = held
     if counted_bytes is not None:
@@ -159,7 +159,7 @@ def _told_apart(held: Sequence[int], counted_bytes: int | None) -> HeldMemory:
         # What another thread frees is not in the record: activations are no more than the allocator leaves for them.
         activations = min(activations, left)
         buffers = left - activations
-    return HeldMemory(
+    return ResidentMemory(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardwright_formats.types.measurement import HeldMemory, Phase, PhaseMemory, SegmentMemory
+from shardwright_formats.types.measurement import Phase, PhaseMemory, ResidentMemory, SegmentMemory
 from shardwright_train.measurement.memory_account import MemoryInterval
 
 __all__ = ["phases_of_memory", "segments_of_memory"]
@@ -43,20 +43,20 @@ def segments_of_memory(intervals: Sequence[MemoryInterval]) -> tuple[SegmentMemo
             SegmentMemory(
                 name=name,
                 activation_bytes=sum(max(0, _total(i.after) - _total(i.before)) for i in forward),
-                forward_transient_bytes=max(_total(i.peak) - max(_total(i.before), _total(i.after)) for i in forward),
-                backward_transient_bytes=max(_total(i.peak) - _total(i.before) for i in backward),
+                forward_workspace_bytes=max(_total(i.peak) - max(_total(i.before), _total(i.after)) for i in forward),
+                backward_workspace_bytes=max(_total(i.peak) - _total(i.before) for i in backward),
             )
         )
     return tuple(found)
 
 
-def _phase(phase: Phase, intervals: Sequence[MemoryInterval], held: HeldMemory) -> PhaseMemory:
-    return PhaseMemory(phase=phase, held=held, peak=max((i.peak for i in intervals), key=_total))
+def _phase(phase: Phase, intervals: Sequence[MemoryInterval], held: ResidentMemory) -> PhaseMemory:
+    return PhaseMemory(phase=phase, resident=held, peak=max((i.peak for i in intervals), key=_total))
 
 
 def _is_of(interval: MemoryInterval, kind: Phase) -> bool:
     return interval.at is not None and kind in interval.name.split(".")
 
 
-def _total(held: HeldMemory) -> int:
+def _total(held: ResidentMemory) -> int:
     return held.total_bytes

@@ -56,15 +56,15 @@ class TiedParameters:
         outgoing = [self._window(p.sender, p.box, tensors).reshape(-1) for p in sends]
         like = next(iter(tensors.values()))
         empty = like.new_empty(0)
-        incoming = like.new_empty(sum(p.elements for p in receives))
+        incoming = like.new_empty(sum(p.numel for p in receives))
         dist.all_to_all_single(
             incoming,
             torch.cat([empty, *outgoing]),
-            [sum(p.elements for p in receives if p.source == member) for member in self.members],
-            [sum(p.elements for p in sends if p.target == member) for member in self.members],
+            [sum(p.numel for p in receives if p.source == member) for member in self.members],
+            [sum(p.numel for p in sends if p.target == member) for member in self.members],
             group=self.group,
         )
-        arrived = dict(zip(receives, incoming.split([p.elements for p in receives]), strict=True))
+        arrived = dict(zip(receives, incoming.split([p.numel for p in receives]), strict=True))
         for piece in (p for p in pieces if p.target == self.rank):
             target = self._window(piece.receiver, piece.box, tensors)
             value = arrived[piece] if piece in arrived else self._window(piece.sender, piece.box, tensors)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright_formats.semantics.layout import layout_of
-from shardwright_formats.semantics.step_communication import chunk_elements, incoming_layout
+from shardwright_formats.semantics.step_communication import chunk_layers, incoming_layout
 from shardwright_formats.semantics.tied_weights import ranks_of_replicas, tied_parameters
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.strategy import DataParallel
@@ -148,7 +148,7 @@ def _build_chunk(site: Site, stage: int, number: int) -> Chunk:
     ranks = plan.stages[stage].ranks
     current = incoming_layout(plan, stage, number)
     layers = []
-    for name, _, strategy in chunk_elements(plan, stage, number):
+    for name, _, strategy in chunk_layers(plan, stage, number):
         wanted = layout_of(strategy)
         moves = tuple(
             Redistribution(

@@ -8,7 +8,7 @@ from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.json import sha256_of_file
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import ModelProfile, ProfileOrigin
-from shardwright_formats.types.plan import ELEMENT_BYTES
+from shardwright_formats.types.plan import ITEMSIZE
 from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.importers.flat_model import FlatType, flat_model
 from shardwright_profile.importers.galvatron.keys import Computation, Memory
@@ -45,7 +45,7 @@ class GalvatronRequest(NamedTuple):
     """To be had even where they were not measured."""
     precision: str
     attention: str
-    mend: bool
+    repair: bool
 
 
 _Missing = dict[tuple[str, SequenceParallel, Recompute], list[int]]
@@ -120,7 +120,7 @@ def flat_galvatron_model(
 
 def _length(request: GalvatronRequest, model: Model) -> _Length:
     lengths = lengths_of(request.computation, model.sequence_length)
-    times = layer_times(request.computation, lengths, request.mend)
+    times = layer_times(request.computation, lengths, request.repair)
     types = _block_types(model)
     if len(times.layers) != len(types):
         what = f"times of {len(times.layers)} types of layers, where model {model.name!r} has {len(types)}"
@@ -150,7 +150,7 @@ def _heading(request: GalvatronRequest) -> Iterator[str]:
     )
     yield "Embedding and head were measured together, by subtraction: each is given half (derived)."
     yield "Optimizer, reduction, process and step overhead are not in the files: absent."
-    yield "A recomputed layer holds for a moment what it holds without recomputation (transient, derived)."
+    yield "A recomputed layer holds for a moment what it holds without recomputation (workspace, derived)."
     if request.models[0].family == FLAT_FAMILY:
         yield "The model's parameters are flat: as many as the memory file says, of shapes that are not known."
     if max(request.tp_sizes) > 1:
@@ -183,12 +183,12 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
                     missing.setdefault((name, sequence_parallel, recompute), []).append(tp_size)
                     continue
                 for point in points:
-                    transient = ABSENT
+                    workspace = ABSENT
                     if recompute is Recompute.FULL:
                         whole = length.memory.activation(index, tp_size, recompute=False)
-                        transient = _bytes(whole, point.micro_batch_size)
+                        workspace = _bytes(whole, point.micro_batch_size)
                     key = (name, tp_size, sequence_parallel, recompute)
-                    yield _row(length, key, point, _bytes(held, point.micro_batch_size), transient)
+                    yield _row(length, key, point, _bytes(held, point.micro_batch_size), workspace)
     sizes = sorted({point.micro_batch_size for points in blocks for point in points})
     rest = completed(times.rest, sizes) or tuple(Point(size, 0.0, "absent") for size in sizes)
     yield from _end_rows(length, rest, missing, notes)
@@ -214,15 +214,15 @@ def _row(
     key: tuple[str, int, SequenceParallel, Recompute],
     point: Point,
     activation: Sourced,
-    transient: Sourced,
+    workspace: Sourced,
 ) -> LayerRow:
     """One row: computation divided by tp_size, and the traffic added."""
     request = length.request
     name, tp_size, sequence_parallel, recompute = key
     traffic = _NO_TRAFFIC
     if tp_size > 1 and request.hardware is not None:
-        bytes_an_element = ELEMENT_BYTES[request.precision.split("/")[1]]
-        traffic = layer_traffic(request.hardware, length.model, *key, point.micro_batch_size, bytes_an_element)
+        itemsize = ITEMSIZE[request.precision.split("/")[1]]
+        traffic = layer_traffic(request.hardware, length.model, *key, point.micro_batch_size, itemsize)
     alone_s = point.time_s / tp_size
     passes = request.backward_ratio + (recompute is Recompute.FULL)
     assumed = "assumed" if tp_size > 1 else point.source
@@ -236,7 +236,7 @@ def _row(
         _time(alone_s + traffic.forward_s, assumed),
         _time(passes * alone_s + traffic.backward_s, weaker("assumed", point.source) if tp_size == 1 else "assumed"),
         activation,
-        transient,
+        workspace,
     )
 
 

@@ -52,11 +52,11 @@ def lengths_of(computation: Computation, sequence_length: int) -> Lengths:
     raise BadInput(computation.file, what, "describe the model at one of these")
 
 
-def layer_times(computation: Computation, lengths: Lengths, mend: bool) -> LayerTimes:
+def layer_times(computation: Computation, lengths: Lengths, repair: bool) -> LayerTimes:
     """Times of each type of layer and of the rest at one length.
 
     What cannot be (times that fall as the batch grows, layers that take no time, rows without another to compare with)
-    raises BadInput; with `mend` it is left out or levelled, and a note says so.
+    raises BadInput; with `repair` it is left out or levelled, and a note says so.
     """
     file, notes = computation.file, list[str]()
     rows = {(f.layers, f.batch): ms for f, ms in computation.forwards.items() if f.lengths == lengths}
@@ -64,20 +64,20 @@ def layer_times(computation: Computation, lengths: Lengths, mend: bool) -> Layer
         raise BadInput(file, f"no raw times of whole models at lengths {list(lengths)}", "measure these again")
     if len({len(layers) for layers, _ in rows}) > 1:
         raise BadInput(file, "layernum[…] lists numbers of differently many types", "pass one model's file")
-    rows = _without_falls(file, rows, mend, notes)
-    _check_lone_rows(file, rows, mend, notes)
+    rows = _without_falls(file, rows, repair, notes)
+    _check_lone_rows(file, rows, repair, notes)
     types = range(len(next(iter(rows))[0]))
     batches = sorted({batch for _, batch in rows})
-    layers = tuple(tuple(_layer_points(file, rows, i, batches, mend, notes)) for i in types)
+    layers = tuple(tuple(_layer_points(file, rows, i, batches, repair, notes)) for i in types)
     for i, points in enumerate(layers):
         if not points:
             raise BadInput(file, f"no two usable rows differ in the layers of type {i} alone", "measure them")
     rest = tuple(_rest_points(rows, len(types), batches, notes))
     notes += _stale(computation, rows, lengths, len(types))
-    return LayerTimes(tuple(_without_dips(file, i, p, mend, notes) for i, p in enumerate(layers)), rest, tuple(notes))
+    return LayerTimes(tuple(_without_dips(file, i, p, repair, notes) for i, p in enumerate(layers)), rest, tuple(notes))
 
 
-def _without_falls(file: Path, rows: Mapping[Row, float], mend: bool, notes: list[str]) -> dict[Row, float]:
+def _without_falls(file: Path, rows: Mapping[Row, float], repair: bool, notes: list[str]) -> dict[Row, float]:
     kept: dict[Row, float] = {}
     for layers in sorted({layers for layers, _ in rows}):
         batches = sorted(batch for other, batch in rows if other == layers)
@@ -87,7 +87,7 @@ def _without_falls(file: Path, rows: Mapping[Row, float], mend: bool, notes: lis
                 f"{_name(layers)} takes {values[fall - 1]:.4g} ms at batch {batches[fall - 1]} and"
                 f" {values[fall]:.4g} ms at {batches[fall]}"
             )
-            _refuse_unless(mend, file, what)
+            _refuse_unless(repair, file, what)
             run = longest_rise(values)
             notes.append(f"{what}: only its batches {batches[run.start]} to {batches[run.stop - 1]} are used.")
             batches = [batches[i] for i in run]
@@ -95,17 +95,17 @@ def _without_falls(file: Path, rows: Mapping[Row, float], mend: bool, notes: lis
     return kept
 
 
-def _check_lone_rows(file: Path, rows: Mapping[Row, float], mend: bool, notes: list[str]) -> None:
+def _check_lone_rows(file: Path, rows: Mapping[Row, float], repair: bool, notes: list[str]) -> None:
     for layers, batch in sorted(rows):
         others = (other for other, same in rows if same == batch and other != layers)
         if not any(_differing_type(layers, other) is not None for other in others):
             what = f"{_name(layers)} at batch {batch} has no row of another number of layers beside it"
-            _refuse_unless(mend, file, what)
+            _refuse_unless(repair, file, what)
             notes.append(f"{what}: it is left out.")
 
 
 def _layer_points(
-    file: Path, rows: Mapping[Row, float], index: int, batches: Sequence[int], mend: bool, notes: list[str]
+    file: Path, rows: Mapping[Row, float], index: int, batches: Sequence[int], repair: bool, notes: list[str]
 ) -> Iterator[Point]:
     for batch in batches:
         found = list(_differences(rows, index, batch))
@@ -116,7 +116,7 @@ def _layer_points(
             yield Point(batch, best.layer_ms / 1000, "measured")
             continue
         what = f"a layer of type {index} takes {best.layer_ms:.4g} ms at batch {batch}, by the difference of its rows"
-        _refuse_unless(mend, file, what)
+        _refuse_unless(repair, file, what)
         notes.append(f"{what}: that point is left out.")
 
 
@@ -139,7 +139,9 @@ def _rest_points(rows: Mapping[Row, float], types: int, batches: Sequence[int], 
             notes.append(f"Embedding and head at batch {batch} have {rest_ms:.4g} ms left: their time is absent.")
 
 
-def _without_dips(file: Path, index: int, points: tuple[Point, ...], mend: bool, notes: list[str]) -> tuple[Point, ...]:
+def _without_dips(
+    file: Path, index: int, points: tuple[Point, ...], repair: bool, notes: list[str]
+) -> tuple[Point, ...]:
     times_s = [point.time_s for point in points]
     if (fall := first_fall(times_s)) is None:
         return points
@@ -148,7 +150,7 @@ def _without_dips(file: Path, index: int, points: tuple[Point, ...], mend: bool,
         f"a layer of type {index} takes {before.time_s * 1000:.4g} ms at batch {before.micro_batch_size} and"
         f" {after.time_s * 1000:.4g} ms at {after.micro_batch_size}"
     )
-    _refuse_unless(mend, file, what)
+    _refuse_unless(repair, file, what)
     notes.append(f"{what}: times that fall are levelled.")
     return levelled(points)
 
@@ -190,9 +192,9 @@ def _differing_type(first: tuple[int, ...], second: tuple[int, ...]) -> int | No
     return differing[0] if len(differing) == 1 else None
 
 
-def _refuse_unless(mend: bool, file: Path, what: str) -> None:
-    if not mend:
-        raise BadInput(file, what, "measure it again, or pass --mend to leave out or level what cannot be")
+def _refuse_unless(repair: bool, file: Path, what: str) -> None:
+    if not repair:
+        raise BadInput(file, what, "measure it again, or pass --repair to leave out or level what cannot be")
 
 
 def _name(layers: tuple[int, ...]) -> str:
