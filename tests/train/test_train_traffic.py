@@ -12,8 +12,7 @@ from tiny_models import tiny
 from typer.testing import CliRunner
 
 from shardwright_formats.io.json import write_document
-from shardwright_formats.semantics.communication import Cause
-from shardwright_formats.semantics.step_communication import step_messages
+from shardwright_formats.semantics.communication import Cause, step_messages
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy

@@ -1,32 +1,53 @@
-"""The bytes that every collective of a step moves: what the runtime does, in formulas.
+"""Every byte that a rank moves in one step of a plan: what the runtime does, in formulas.
 
-`bytes` counts as `hardware_profile.Collective` does, the full tensor on one rank: the input of all_reduce,
-reduce_scatter and all_to_all, the output of all_gather. An uneven all_to_all (redistribution, ties) counts what this
-rank sends.
+`Message.bytes` counts as `hardware_profile.Collective` does, the full tensor on one rank: the input of all_reduce,
+reduce_scatter and all_to_all, the output of all_gather. An uneven all_to_all (redistribution, tied parameters) counts
+what this rank sends; sends are counted by the sender.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from math import lcm, prod
 from typing import NamedTuple
 
-from shardwright_formats.semantics.layout import Layout, closed_groups, parameter_box, parameter_layout, sent_numel
+from shardwright_formats.semantics.layout import (
+    Layout,
+    closed_groups,
+    layout_of,
+    parameter_box,
+    parameter_layout,
+    sent_numel,
+)
+from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.semantics.tied_weights import (
+    pieces_from_owners,
+    pieces_to_owners,
+    ranks_of_replicas,
+    tied_parameters,
+)
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model import BoundaryTensor, LayerType, Model, Region
+from shardwright_formats.types.model import EMBEDDING, HEAD, BoundaryTensor, LayerType, Model, Region
+from shardwright_formats.types.plan import ITEMSIZE, GradientReduction, Plan
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
 
 __all__ = [
     "Cause",
     "Message",
+    "chunk_layers",
+    "incoming_layout",
     "loss_messages",
     "parameter_messages",
     "partial_gradient_bytes",
     "redistribution_messages",
     "region_messages",
+    "step_messages",
 ]
 
 _REDUCTIONS = 2
 """What the cross entropy sums over the ranks for a position: the exponentials and the label's own logit."""
+_NORM_BYTES = 3 * 8
+"""Loss, squared gradient norm and the wish to stop, in float64."""
 
 
 class Cause(StrEnum):
@@ -37,7 +58,7 @@ class Cause(StrEnum):
     GRADIENTS = "gradients"
     """Data-parallel ranks sum gradients."""
     PARTIAL_GRADIENTS = "partial_gradients"
-    """Tensor-parallel ranks sum the gradients of whole parameters that each applied to its own part."""
+    """Tensor-parallel ranks sum the gradients of replicated parameters that each applied to its own part."""
     TENSOR_PARALLEL = "tensor_parallel"
     """Activations enter and leave matrices that ranks share."""
     ULYSSES = "ulysses"
@@ -49,48 +70,94 @@ class Cause(StrEnum):
     PIPELINE = "pipeline"
     """Sends between pipeline stages."""
     TIED_PARAMETERS = "tied_parameters"
-    """Gradients of parameters that several elements hold copies of."""
+    """Gradients of parameters that several layers hold replicas of."""
     NORM = "norm"
     """Loss, gradient norm and the wish to stop, over all ranks."""
 
 
 class Message(NamedTuple):
-    """A collective that a rank takes part in, so many times."""
+    """A collective or a send that a rank takes part in, so many times."""
 
     cause: Cause
     collective: Collective
     group_size: int
     bytes: int
+    during: Pass | None
+    """The pass that it belongs to; None at the end of a step."""
     times: int = 1
 
 
+_Crossing = tuple[Collective | None, Collective | None]
+
+
+def step_messages(plan: Plan, rank: int) -> tuple[Message, ...]:
+    """What one rank takes part in during one step."""
+    stage = plan.stage_of_rank(rank)
+    found: list[Message] = []
+    for chunk in range(len(plan.stages[stage].layers)):
+        found += _chunk_messages(plan, rank, stage, chunk)
+    found += _partial_sums(plan, rank, stage)
+    found += _tied_parameter_messages(plan, rank)
+    if plan.world_size > 1:
+        found.append(Message(Cause.NORM, Collective.ALL_REDUCE, plan.world_size, _NORM_BYTES, None))
+    return tuple(found)
+
+
+def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:
+    """Name, type and strategy of each layer of a model chunk, embedding and head included, in order."""
+    if stage == chunk == 0:
+        yield EMBEDDING, EMBEDDING, plan.embedding
+    low, high = plan.stages[stage].layers[chunk]
+    for i in range(low, high):
+        yield f"layers[{i}]", plan.layers[i].type, plan.layers[i]
+    if stage == len(plan.stages) - 1 and chunk == len(plan.stages[stage].layers) - 1:
+        yield HEAD, HEAD, plan.head
+
+
+def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
+    """The layout in which a model chunk receives its input: that of the layer before it; None of the first chunk."""
+    if stage == chunk == 0:
+        return None
+    first = plan.stages[stage].layers[chunk][0]
+    return layout_of(plan.layers[first - 1] if first > 0 else plan.embedding)
+
+
 def parameter_messages(
-    kind: LayerType, strategy: Strategy, compute_bytes: int, reduce_bytes: int, microbatches: int, every: bool
+    kind: LayerType,
+    strategy: Strategy,
+    compute_itemsize: int,
+    reduce_itemsize: int,
+    microbatches: int,
+    reduce_every_microbatch: bool,
 ) -> Iterator[Message]:
     """What data parallelism moves for one layer in one step (Rajbhandari et al. 2020).
 
     ZeRO cuts the first dim of every parameter's tensor-parallel share into equal parts, the last ones padded; ZeRO-2
     gathers once a step, ZeRO-3 for every forward and every backward pass (recomputation happens inside the latter).
-    Gradients are reduced once, or with `every` after each microbatch.
     """
     layout = parameter_layout(strategy)
     ranks = layout.dp_size
     if ranks == 1:
         return
     shapes = [_share(parameter.shape, parameter.tp_dim, layout.tp_size) for parameter in kind.parameters]
-    reductions = microbatches if every else 1
+    reductions = microbatches if reduce_every_microbatch else 1
     if strategy.data_parallel is DataParallel.DDP:
-        whole = sum(prod(shape) for shape in shapes)
-        yield Message(Cause.GRADIENTS, Collective.ALL_REDUCE, ranks, whole * reduce_bytes, reductions)
+        size = sum(prod(shape) for shape in shapes) * reduce_itemsize
+        yield Message(Cause.GRADIENTS, Collective.ALL_REDUCE, ranks, size, Pass.BACKWARD, reductions)
         return
     padded = sum(-(-shape[0] // ranks) * ranks * prod(shape[1:]) for shape in shapes)
-    gathers = 2 * microbatches if strategy.data_parallel is DataParallel.ZERO3 else 1
-    yield Message(Cause.PARAMETERS, Collective.ALL_GATHER, ranks, padded * compute_bytes, gathers)
-    yield Message(Cause.GRADIENTS, Collective.REDUCE_SCATTER, ranks, padded * reduce_bytes, reductions)
+    size = padded * compute_itemsize
+    if strategy.data_parallel is DataParallel.ZERO3:
+        yield Message(Cause.PARAMETERS, Collective.ALL_GATHER, ranks, size, Pass.FORWARD, microbatches)
+        yield Message(Cause.PARAMETERS, Collective.ALL_GATHER, ranks, size, Pass.BACKWARD, microbatches)
+    else:
+        yield Message(Cause.PARAMETERS, Collective.ALL_GATHER, ranks, size, Pass.FORWARD)
+    size = padded * reduce_itemsize
+    yield Message(Cause.GRADIENTS, Collective.REDUCE_SCATTER, ranks, size, Pass.BACKWARD, reductions)
 
 
-def partial_gradient_bytes(kind: LayerType, strategy: Strategy, rank: int, parameter_bytes: int) -> int:
-    """Bytes that this rank's tensor-parallel group adds up once a step: gradients of whole parameters, as stored.
+def partial_gradient_bytes(kind: LayerType, strategy: Strategy, rank: int, parameter_itemsize: int) -> int:
+    """Bytes that this rank's tensor-parallel group adds up once a step: gradients of replicated parameters, as stored.
 
     Those used inside a region are parts of a sum on every rank, the others where Megatron splits the sequence.
     """
@@ -99,7 +166,7 @@ def partial_gradient_bytes(kind: LayerType, strategy: Strategy, rank: int, param
     everywhere = strategy.sequence_parallel is SequenceParallel.MEGATRON
     parts = (p for p in kind.parameters if p.tp_dim is None and (p.inside or everywhere))
     boxes = (parameter_box(parameter, strategy, rank) for parameter in parts)
-    return sum(prod(high - low for low, high in box) for box in boxes) * parameter_bytes
+    return sum(prod(high - low for low, high in box) for box in boxes) * parameter_itemsize
 
 
 def region_messages(
@@ -110,58 +177,59 @@ def region_messages(
     Without sequence parallelism a region sums its output forward and the gradient of its inputs backward (Shoeybi et
     al. 2019); Megatron's gathers and scatters the sequence in place of both (Korthikanti et al. 2022); Ulysses
     exchanges queries, keys, values and the result, and their gradients (Jacobs et al. 2023), key and value heads
-    repeated until the degree divides their number. Recomputation repeats what the forward pass did, but stops when it
-    has all it needs: the last sum of what is recomputed is left out, unless `replays_sum` names the kind.
+    repeated until the degree divides their number. Recomputation repeats in the backward pass what the forward pass
+    did, but stops when it has all it needs: the last sum of what is recomputed is left out, unless `replays_sum` names
+    the kind.
     """
     if strategy.tp_size == 1:
         return
-    kind = model.types[type_name]
+    kind, ranks = model.types[type_name], strategy.tp_size
     recompute = getattr(strategy, "recompute", Recompute.NONE)
-    share = samples // strategy.dp_size * itemsize
-    sizes = {tensor.name: share * tensor.sequence_length for tensor in model.boundary}
-    features = {tensor.name: tensor.features for tensor in model.boundary}
+    positions = samples // strategy.dp_size * itemsize
+    # Levels of a pyramid hand on other sizes than the embedding does: a layer's messages are of its own outputs.
+    tensors = {tensor.name: tensor for tensor in kind.outputs or model.boundary}
     for index, region in enumerate(kind.regions):
         alone = recompute.value == region.name
         replays = recompute is Recompute.FULL or alone
         ends = (alone or index == len(kind.regions) - 1) and recompute.value not in region.replays_sum
         if strategy.sequence_parallel is SequenceParallel.ULYSSES:
-            yield from _exchanges(region, strategy.tp_size, sizes, (3 if replays else 2) * microbatches)
+            sizes = {name: positions * tensor.sequence_length for name, tensor in tensors.items()}
+            yield from _ulysses_messages(region, ranks, sizes, replays, microbatches)
             continue
-        for name in region.enters:
-            yield from _entering(strategy, sizes[name] * features[name], replays, microbatches)
+        entering, leaving = _CROSSINGS[strategy.sequence_parallel]
+        crossings = [(name, *entering, replays) for name in region.enters]
         if region.leaves is not None:
-            yield from _leaving(
-                strategy, sizes[region.leaves] * features[region.leaves], replays and not ends, microbatches
-            )
+            crossings.append((region.leaves, *leaving, replays and not ends))
+        for name, forward, backward, replayed in crossings:
+            size = positions * tensors[name].sequence_length * tensors[name].features
+            collectives = [(Pass.FORWARD, forward), (Pass.BACKWARD, backward)]
+            for during, collective in [*collectives, (Pass.BACKWARD, forward)] if replayed else collectives:
+                if collective is not None:
+                    yield Message(Cause.TENSOR_PARALLEL, collective, ranks, size, during, microbatches)
 
 
-def _entering(strategy: Strategy, size: int, replays: bool, microbatches: int) -> Iterator[Message]:
-    ranks = strategy.tp_size
-    if strategy.sequence_parallel is SequenceParallel.MEGATRON:
-        times = (2 if replays else 1) * microbatches
-        yield Message(Cause.TENSOR_PARALLEL, Collective.ALL_GATHER, ranks, size, times)
-        yield Message(Cause.TENSOR_PARALLEL, Collective.REDUCE_SCATTER, ranks, size, microbatches)
-    else:
-        yield Message(Cause.TENSOR_PARALLEL, Collective.ALL_REDUCE, ranks, size, microbatches)
+_CROSSINGS: dict[SequenceParallel, tuple[_Crossing, _Crossing]] = {
+    SequenceParallel.NONE: ((None, Collective.ALL_REDUCE), (Collective.ALL_REDUCE, None)),
+    SequenceParallel.MEGATRON: (
+        (Collective.ALL_GATHER, Collective.REDUCE_SCATTER),
+        (Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
+    ),
+}
+"""What entering and leaving a region take, each forward and backward."""
 
 
-def _leaving(strategy: Strategy, size: int, replays: bool, microbatches: int) -> Iterator[Message]:
-    ranks, times = strategy.tp_size, (2 if replays else 1) * microbatches
-    if strategy.sequence_parallel is SequenceParallel.MEGATRON:
-        yield Message(Cause.TENSOR_PARALLEL, Collective.REDUCE_SCATTER, ranks, size, times)
-        yield Message(Cause.TENSOR_PARALLEL, Collective.ALL_GATHER, ranks, size, microbatches)
-    else:
-        yield Message(Cause.TENSOR_PARALLEL, Collective.ALL_REDUCE, ranks, size, times)
-
-
-def _exchanges(region: Region, ranks: int, sizes: dict[str, int], times: int) -> Iterator[Message]:
+def _ulysses_messages(
+    region: Region, ranks: int, sizes: Mapping[str, int], replays: bool, microbatches: int
+) -> Iterator[Message]:
+    """Queries and the result, keys and values; `sizes` are the bytes of one feature of each boundary tensor."""
     heads = region.attention
     if heads is None:
         return
     queries = sizes[heads.queries] * heads.heads * heads.head_features // ranks
     keys = sizes[heads.keys] * lcm(heads.kv_heads, ranks) * heads.head_features // ranks
-    for size, number in ((queries, 2), (keys, 2)):
-        yield Message(Cause.ULYSSES, Collective.ALL_TO_ALL, ranks, size, number * times)
+    for size in (queries, keys):
+        for during, times in ((Pass.FORWARD, 2), (Pass.BACKWARD, 4 if replays else 2)):
+            yield Message(Cause.ULYSSES, Collective.ALL_TO_ALL, ranks, size, during, times * microbatches)
 
 
 def loss_messages(
@@ -175,7 +243,7 @@ def loss_messages(
     positions = samples // strategy.dp_size * kind.labels * max(4, itemsize)
     if ranks > 1 and positions:
         for size in (positions, _REDUCTIONS * positions):
-            yield Message(Cause.LOSS, Collective.ALL_REDUCE, ranks, size, microbatches)
+            yield Message(Cause.LOSS, Collective.ALL_REDUCE, ranks, size, Pass.FORWARD, microbatches)
 
 
 def redistribution_messages(
@@ -197,11 +265,62 @@ def redistribution_messages(
     for tensor in tensors:
         length = tensor.sequence_length
         members = next(group for group in closed_groups(source, target, samples, length) if rank in group)
-        for before, after in ((source, target), (target, source)):
-            sent = sent_numel(before, after, samples, length, tensor.features)[rank]
-            if len(members) > 1:
-                size = sent * itemsize
-                yield Message(Cause.REDISTRIBUTION, Collective.ALL_TO_ALL, len(members), size, microbatches)
+        if len(members) > 1:
+            for during, before, after in ((Pass.FORWARD, source, target), (Pass.BACKWARD, target, source)):
+                size = sent_numel(before, after, samples, length, tensor.features)[rank] * itemsize
+                yield Message(Cause.REDISTRIBUTION, Collective.ALL_TO_ALL, len(members), size, during, microbatches)
+
+
+def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[Message]:
+    me = plan.stages[stage].ranks.index(rank)
+    model, samples, microbatches = plan.model, plan.microbatch_samples, plan.num_microbatches
+    compute, reduce = ITEMSIZE[plan.precision.compute], ITEMSIZE[plan.precision.reduce]
+    every = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+    current = incoming_layout(plan, stage, chunk)
+    if current is not None:
+        yield from _sends(plan, current, me, Pass.BACKWARD)
+    layers = list(chunk_layers(plan, stage, chunk))
+    for name, type_name, strategy in layers:
+        kind, wanted = model.types[type_name], layout_of(strategy)
+        if current is not None:
+            yield from redistribution_messages(model.boundary, current, wanted, me, samples, compute, microbatches)
+        current = wanted
+        yield from parameter_messages(kind, strategy, compute, reduce, microbatches, every)
+        yield from region_messages(model, type_name, strategy, samples, compute, microbatches)
+        if name == HEAD:
+            yield from loss_messages(kind, strategy, samples, compute, microbatches)
+    if current is not None and (not layers or layers[-1][0] != HEAD):
+        yield from _sends(plan, current, me, Pass.FORWARD)
+
+
+def _sends(plan: Plan, layout: Layout, me: int, during: Pass) -> Iterator[Message]:
+    """What goes to the next pipeline stage forward, or to the one before backward."""
+    for tensor in plan.model.boundary:
+        shard = layout.activation_shard(me, plan.microbatch_samples, tensor.sequence_length)
+        size = shard.tokens * tensor.features * ITEMSIZE[plan.precision.compute]
+        yield Message(Cause.PIPELINE, Collective.P2P, 2, size, during, plan.num_microbatches)
+
+
+def _partial_sums(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
+    """One message for each tensor-parallel grid that the pipeline stage's layers lie on."""
+    me, itemsize = plan.stages[stage].ranks.index(rank), ITEMSIZE[plan.precision.parameters]
+    sizes: Counter[Layout] = Counter()
+    for chunk in range(len(plan.stages[stage].layers)):
+        for _, type_name, strategy in chunk_layers(plan, stage, chunk):
+            size = partial_gradient_bytes(plan.model.types[type_name], strategy, me, itemsize)
+            sizes[parameter_layout(strategy)] += size
+    for layout, size in sizes.items():
+        if size:
+            yield Message(Cause.PARTIAL_GRADIENTS, Collective.ALL_REDUCE, layout.tp_size, size, None)
+
+
+def _tied_parameter_messages(plan: Plan, rank: int) -> Iterator[Message]:
+    tied = tied_parameters(plan)
+    members = ranks_of_replicas(tied)
+    if rank in members:
+        for pieces in (pieces_to_owners(tied), pieces_from_owners(tied)):
+            size = sum(p.numel for p in pieces if p.source == rank != p.target) * ITEMSIZE[plan.precision.parameters]
+            yield Message(Cause.TIED_PARAMETERS, Collective.ALL_TO_ALL, len(members), size, None)
 
 
 def _share(shape: tuple[int, ...], tp_dim: int | None, tp_size: int) -> tuple[int, ...]:

@@ -6,10 +6,12 @@ backward pass is written once and read once. Kernels follow one another, so thei
 takes to start. A backward pass does twice the work of its forward pass, and repeats what was not kept.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
-from shardwright_formats.types.model import HEAD, LayerType, Model, Region
+from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.types.model import HEAD, LayerType, Model
 from shardwright_formats.types.plan import ITEMSIZE, Attention, Precision
 from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
 from shardwright_profile.analytic.messages import Link, messages_time_s
@@ -80,7 +82,7 @@ def estimate_layer(
     parts = layer_parts(model, type_name)
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     replayed = [part for part in parts if recompute in (Recompute.FULL, part.name)]
-    there, back = _messages(model, type_name, strategy, micro_batch_size, share.itemsize)
+    there, back = (_messages(model, type_name, strategy, micro_batch_size, share.itemsize, way) for way in Pass)
     forward_s = sum(_part_time_s(part, share, machine) for part in parts)
     table_bytes = sum(part.dense_gradient for part in parts) * share.itemsize * share.weights
     backward_s = (
@@ -136,34 +138,10 @@ def _part_time_s(part: Part, share: _Share, machine: Machine) -> float:
 
 
 def _messages(
-    model: Model, type_name: str, strategy: Strategy, samples: int, itemsize: int
-) -> tuple[list[Message], list[Message]]:
-    """What tensor and sequence parallelism move forward and backward, replays in the latter.
-
-    The forward pass has what there is without recomputation, and of that: of Ulysses' exchanges half, of Megatron's
-    pairs the first, and without sequence parallelism the sums of what leaves a region.
-    """
-    every = list(region_messages(model, type_name, strategy, samples, itemsize, 1))
-    plain = Strategy(tp_size=strategy.tp_size, dp_size=strategy.dp_size, sequence_parallel=strategy.sequence_parallel)
-    there = _forward_messages(
-        model.types[type_name], plain, list(region_messages(model, type_name, plain, samples, itemsize, 1))
-    )
-    loss = list(loss_messages(model.types[type_name], plain, samples, itemsize, 1)) if type_name == HEAD else []
-    # A message sent so many times less is what is left for the backward pass.
-    return [*there, *loss], [*every, *(message._replace(times=-message.times) for message in there)]
-
-
-def _forward_messages(kind: LayerType, strategy: Strategy, messages: list[Message]) -> list[Message]:
-    """Of a layer's messages without recomputation those of its forward pass; `messages` are in the regions' order."""
-    if strategy.tp_size == 1:
-        return []
-    if strategy.sequence_parallel is SequenceParallel.ULYSSES:
-        return [message._replace(times=message.times // 2) for message in messages]
-    if strategy.sequence_parallel is SequenceParallel.MEGATRON:
-        return messages[::2]
-    leaving = [end for region in kind.regions for end in (*(False for _ in region.enters), *_leaving(region))]
-    return [message for message, leaves in zip(messages, leaving, strict=True) if leaves]
-
-
-def _leaving(region: Region) -> tuple[bool, ...]:
-    return () if region.leaves is None else (True,)
+    model: Model, type_name: str, strategy: Strategy, samples: int, itemsize: int, during: Pass
+) -> Iterator[Message]:
+    """What tensor and sequence parallelism move in one pass, replays in the backward one."""
+    found = list(region_messages(model, type_name, strategy, samples, itemsize, 1))
+    if type_name == HEAD:
+        found += loss_messages(model.types[type_name], strategy, samples, itemsize, 1)
+    return (message for message in found if message.during is during)

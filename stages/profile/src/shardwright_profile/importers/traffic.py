@@ -1,16 +1,15 @@
 """Time of the messages that tensor parallelism adds to a layer, priced with a hardware profile."""
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.semantics.communication import Cause, Message, loss_messages, region_messages
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
+from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.types.hardware_profile import CollectiveKey, HardwareProfile
+from shardwright_formats.types.model import HEAD, Model
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel
 
 __all__ = ["Hardware", "LayerTraffic", "layer_traffic"]
@@ -40,46 +39,17 @@ def layer_traffic(
     samples: int,
     itemsize: int,
 ) -> LayerTraffic:
-    """What `placement.region_messages` counts, split over the two passes; `samples` are those of the group.
-
-    Forward has a layer's sums, or with Megatron's sequence parallelism its gathers and scatters; backward the rest,
-    with what recomputation repeats. The cross entropy of a shared vocabulary is counted forward.
-    """
+    """Time of the layer's messages, one after another; `samples` are those of the group."""
     strategy = LayerStrategy(
         type=type_name, tp_size=tp_size, dp_size=1, sequence_parallel=sequence_parallel, recompute=recompute
     )
-    kind = model.types[type_name]
-    # Levels of a pyramid hand on other sizes than the embedding does: a layer's messages are of its own outputs.
-    outputs = kind.outputs or model.boundary
-    embedding = msgspec.structs.replace(model.types[EMBEDDING], outputs=outputs)
-    alone = msgspec.structs.replace(model, types={**model.types, EMBEDDING: embedding})
-    every_s = _sum_s(hardware, region_messages(alone, type_name, strategy, samples, itemsize, 1))
-    forward_s = _sum_s(hardware, _forward_messages(alone, type_name, strategy, samples * itemsize))
-    loss_s = 0.0
+    messages = list(region_messages(model, type_name, strategy, samples, itemsize, 1))
     if type_name == HEAD:
-        loss_s = _sum_s(hardware, loss_messages(kind, strategy, samples, itemsize, 1))
-    # Sums in another order may differ in the last digit.
-    return LayerTraffic(forward_s + loss_s, max(0.0, every_s - forward_s))
-
-
-def _forward_messages(model: Model, type_name: str, strategy: LayerStrategy, bytes_a_number: int) -> Iterator[Message]:
-    sizes = {t.name: t.sequence_length * t.features * bytes_a_number for t in model.boundary}
-    megatron = strategy.sequence_parallel is SequenceParallel.MEGATRON
-    if strategy.tp_size == 1:
-        return
-    for region in model.types[type_name].regions:
-        entering = region.enters if megatron else ()
-        leaving = () if region.leaves is None else (region.leaves,)
-        for names, collective in (
-            (entering, Collective.ALL_GATHER),
-            (leaving, Collective.REDUCE_SCATTER if megatron else Collective.ALL_REDUCE),
-        ):
-            for name in names:
-                yield Message(Cause.TENSOR_PARALLEL, collective, strategy.tp_size, sizes[name])
-
-
-def _sum_s(hardware: Hardware, messages: Iterable[Message]) -> float:
-    return sum((_time_s(hardware, message) * message.times for message in messages), 0.0)
+        messages += loss_messages(model.types[type_name], strategy, samples, itemsize, 1)
+    times_s: dict[Pass | None, float] = dict.fromkeys(Pass, 0.0)
+    for message in messages:
+        times_s[message.during] += _time_s(hardware, message) * message.times
+    return LayerTraffic(times_s[Pass.FORWARD], times_s[Pass.BACKWARD])
 
 
 def _time_s(hardware: Hardware, message: Message) -> float:

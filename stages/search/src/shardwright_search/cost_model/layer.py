@@ -13,6 +13,7 @@ import msgspec
 
 from shardwright_formats.semantics.communication import region_messages
 from shardwright_formats.semantics.layout import Layout, parameter_layout
+from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import Model
@@ -230,13 +231,14 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         if not self.model.types[type_name].regions:
             doubt = f"absent: what {type_name} sends among ranks that lie apart: counted as among neighbours"
             return Duration(0.0, doubt), Duration(0.0)
-        size, longer, warning = self.compute_bytes, 0.0, None
-        for message in region_messages(self.model, type_name, strategy, samples, size, 1):
+        longer_s: dict[Pass | None, float] = dict.fromkeys(Pass, 0.0)
+        warning = None
+        for message in region_messages(self.model, type_name, strategy, samples, self.compute_bytes, 1):
             here = collective_time(self.profiles, message.collective, groups, message.bytes)
             there = collective_time(self.profiles, message.collective, profiled, message.bytes)
-            longer += max(0.0, here.time_s - there.time_s) * message.times
+            longer_s[message.during] += max(0.0, here.time_s - there.time_s) * message.times
             warning = warning or here.warning
-        return Duration(longer / 2, warning), Duration(longer / 2, warning)
+        return Duration(longer_s[Pass.FORWARD], warning), Duration(longer_s[Pass.BACKWARD], warning)
 
 
 def _added_s(message: Beside, compute_s: float) -> float:

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import msgspec
 
 from shardwright_formats.io.errors import NothingFits
-from shardwright_formats.semantics.communication import Cause
+from shardwright_formats.semantics.communication import Cause, chunk_layers, step_messages
 from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.semantics.schedule import in_flight
-from shardwright_formats.semantics.step_communication import chunk_layers, step_messages
 from shardwright_formats.types.plan import Plan
 from shardwright_train.dry_run.simulated_step import SimulatedStep, Traffic, simulate_step
 from shardwright_train.models.base import Family

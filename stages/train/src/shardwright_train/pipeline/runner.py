@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright_formats.semantics.communication import incoming_layout
 from shardwright_formats.semantics.schedule import Action, Pass, actions
-from shardwright_formats.semantics.step_communication import incoming_layout
 from shardwright_formats.types.plan import GradientReduction, Plan
 from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_train.measurement.record import MicrobatchChunk, StepHook

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwright_formats.semantics.communication import chunk_layers, incoming_layout
 from shardwright_formats.semantics.layout import layout_of
-from shardwright_formats.semantics.step_communication import chunk_layers, incoming_layout
 from shardwright_formats.semantics.tied_weights import ranks_of_replicas, tied_parameters
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.strategy import DataParallel
