@@ -42,8 +42,8 @@ def random_plan(model: Model, cluster: Cluster, global_batch_size: int, draw: ra
             )
             for i in range(pp_size)
         ),
-        embedding=_spread(model, EMBEDDING, width, draw),
-        head=_spread(model, HEAD, width, draw),
+        embedding=_shardings(model, EMBEDDING, width, draw),
+        head=_shardings(model, HEAD, width, draw),
         layers=_layers(model, width, draw),
     )
 
@@ -57,13 +57,13 @@ def _layers(model: Model, width: int, draw: random.Random) -> tuple[LayerStrateg
         if found and number not in ends and found[-1].type == kind:
             found.append(found[-1])
             continue
-        spread = _spread(model, kind, width, draw)
+        spread = _shardings(model, kind, width, draw)
         fields = {name: getattr(spread, name) for name in Strategy.__struct_fields__}
         found.append(LayerStrategy(**fields, type=kind, recompute=draw.choice(list(Recompute))))
     return tuple(found)
 
 
-def _spread(model: Model, kind: str, width: int, draw: random.Random) -> Strategy:
+def _shardings(model: Model, kind: str, width: int, draw: random.Random) -> Strategy:
     tp_sizes = [
         tp_size for tp_size in _divisors(width) if misfit(model, kind, Strategy(tp_size=tp_size, dp_size=1)) is None
     ]

@@ -4,10 +4,10 @@ import numpy as np
 from random_problems import best_of, random_problem
 
 from shardwright_search.solver.branch_and_bound import Optimum, Target, optimise
-from shardwright_search.solver.case_bounds import CostsOf
+from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Problem, price
-from shardwright_search.solver.relaxed_bound import Glances
+from shardwright_search.solver.relaxed_bound import RelaxedBounds
 
 __all__ = ["NEAR", "mistake", "mistakes", "solved"]
 
@@ -17,7 +17,7 @@ NEAR = 0.01
 def solved(problem: Problem, deadline: float | None = None) -> Optimum[int]:
     """The solver's answer, with plans near the best one."""
     costs = CostsOf()
-    return optimise([Target(0, 0.0, 1.0)], lambda _: Pipeline(problem, costs, Glances()), NEAR, 8, deadline)
+    return optimise([Target(0, 0.0, 1.0)], lambda _: Pipeline(problem, costs, RelaxedBounds()), NEAR, 8, deadline)
 
 
 def mistake(problem: Problem, answer: Optimum[int]) -> str | None:
@@ -29,10 +29,13 @@ def mistake(problem: Problem, answer: Optimum[int]) -> str | None:
     if any(bound > best for bound, _ in answer.bounds):
         return f"bounded by {answer.bounds[0][0]}, the best of all plans takes {best}"
     for one in answer.near:
-        counted, places = price(problem, one.found.solution), one.found.solution.places
+        counted, device_groups = price(problem, one.found.solution), one.found.solution.device_groups
         if counted.objective_ps != one.score or one.score > best * (1 + NEAR):
             return f"{one} takes {counted.objective_ps}"
-        if any(need > problem.places[at].budget_bytes for need, at in zip(counted.memory_bytes, places, strict=True)):
+        if any(
+            need > problem.device_groups[at].budget_bytes
+            for need, at in zip(counted.memory_bytes, device_groups, strict=True)
+        ):
             return f"{one} needs {counted.memory_bytes}"
     return None
 

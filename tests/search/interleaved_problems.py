@@ -9,9 +9,9 @@ from shardwright_formats.semantics.schedule import Pass, actions
 from shardwright_formats.types.plan import Schedule
 from shardwright_search.solver.branch_and_bound import Target, optimise
 from shardwright_search.solver.interleaved import Interleaved, InterleavedProblem
-from shardwright_search.solver.problem import Options, Place
-from shardwright_search.space.configurations import Case
-from shardwright_search.space.in_flight import flights_of
+from shardwright_search.solver.problem import DeviceGroup, Options
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.in_flight import moments_in_flight
 
 __all__ = ["Priced", "every_interleaved", "mistake", "mistakes", "random_interleaved", "with_budget"]
 
@@ -32,33 +32,37 @@ def random_interleaved(seed: int) -> InterleavedProblem:
     rng = np.random.default_rng(seed)
     pp_size, num_chunks = int(rng.integers(2, 5)), int(rng.integers(2, 4))
     count, layouts, classes = int(rng.integers(1, 7)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
-    spread = int(rng.choice([4, 40, 1000]))
+    sharding = int(rng.choice([4, 40, 1000]))
 
     def options(kind: int) -> Options:
         n = int(rng.integers(1, 4))
-        times, ends, states, activations, workspaces = rng.integers(0, spread, (5, n)).astype(float)
-        late = rng.integers(0, spread if count == 1 else 1, n).astype(float)
+        times, ends, states, activations, transients = rng.integers(0, sharding, (5, n)).astype(float)
+        late = rng.integers(0, sharding if count == 1 else 1, n).astype(float)
         layout = rng.integers(0, layouts, n)
         classed = rng.integers(0, classes, n)
-        takes, gives = (classed if kind == 0 else layout), (classed if kind == 3 else layout)
-        return Options(times + 1, ends, states, late, activations, workspaces, takes, gives)
+        input_layout, output_layout = (classed if kind == 0 else layout), (classed if kind == 3 else layout)
+        return Options(times + 1, ends, states, late, activations, transients, input_layout, output_layout)
 
-    moves = rng.integers(0, 1 + spread // 2, (4, layouts, layouts)).astype(float)
+    moves = rng.integers(0, 1 + sharding // 2, (4, layouts, layouts)).astype(float)
     moves[:, np.arange(layouts), np.arange(layouts)] = 0
-    case = Case(count, count, pp_size, Schedule.INTERLEAVED_1F1B, num_chunks)
-    moments = [flights_of(case, stage) for stage in range(pp_size)]
+    configuration = Configuration(count, count, pp_size, Schedule.INTERLEAVED_1F1B, num_chunks)
+    workspaces = [moments_in_flight(configuration, stage) for stage in range(pp_size)]
     problem = InterleavedProblem(
         embedding=0,
         positions=tuple(int(kind) for kind in rng.integers(1, 3, rng.integers(1, 4))),
         head=3,
-        place=Place(tuple(options(kind) for kind in range(4)), moves, 1 << 40),
+        group=DeviceGroup(tuple(options(kind) for kind in range(4)), moves, 1 << 40),
         pp_size=pp_size,
         num_chunks=num_chunks,
         num_microbatches=count,
-        sends_ps=rng.integers(0, 1 + spread // 4, (pp_size, 4, layouts)).astype(float),
-        boundary_bytes=rng.integers(0, 1 + spread // 8, (4, layouts)).astype(float),
-        flights=(moments[0], moments[1] if pp_size > 2 else (*moments[0], *moments[-1]), moments[-1]),
-        tie_ps=rng.integers(0, 1 + spread // 2, (classes, classes)).astype(float),
+        sends_ps=rng.integers(0, 1 + sharding // 4, (pp_size, 4, layouts)).astype(float),
+        boundary_bytes=rng.integers(0, 1 + sharding // 8, (4, layouts)).astype(float),
+        moments_in_flight=(
+            workspaces[0],
+            workspaces[1] if pp_size > 2 else (*workspaces[0], *workspaces[-1]),
+            workspaces[-1],
+        ),
+        tie_ps=rng.integers(0, 1 + sharding // 2, (classes, classes)).astype(float),
     )
     needs = sorted(plan.memory_bytes for plan in every_interleaved(problem))
     return with_budget(problem, needs[int(len(needs) * rng.choice([0, 0.1, 0.5, 0.999]))] - int(rng.random() < 0.05))
@@ -67,19 +71,19 @@ def random_interleaved(seed: int) -> InterleavedProblem:
 def with_budget(problem: InterleavedProblem, budget_bytes: int) -> InterleavedProblem:
     """The same case with another budget."""
     fields = {name: getattr(problem, name) for name in InterleavedProblem.__struct_fields__}
-    return InterleavedProblem(**fields | {"place": problem.place._replace(budget_bytes=budget_bytes)})
+    return InterleavedProblem(**fields | {"group": problem.group._replace(budget_bytes=budget_bytes)})
 
 
 def every_interleaved(problem: InterleavedProblem) -> list[Priced]:
     """All plans with equal chunks."""
     kinds = (problem.embedding, *problem.positions, problem.head)
-    every = product(*(range(len(problem.place.options[kind].takes)) for kind in kinds))
+    every = product(*(range(len(problem.group.options[kind].input_layout)) for kind in kinds))
     return [Priced(chosen, _time_ps(problem, chosen), _memory_bytes(problem, chosen)) for chosen in every]
 
 
 def mistake(problem: InterleavedProblem) -> str | None:
     """What the solver gets wrong, or None."""
-    fitting = [plan for plan in every_interleaved(problem) if plan.memory_bytes <= problem.place.budget_bytes]
+    fitting = [plan for plan in every_interleaved(problem) if plan.memory_bytes <= problem.group.budget_bytes]
     best = min((plan.time_ps for plan in fitting), default=np.inf)
     answer = optimise([Target(0, 0.0, 1.0)], lambda _: Interleaved(problem), 0.01, 8)
     found = np.inf if answer.best is None else answer.best.score
@@ -114,27 +118,29 @@ def _chain(problem: InterleavedProblem, chosen: tuple[int, ...], stage: int, chu
 
 
 def _time_ps(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
-    p, v, m, place = problem.pp_size, problem.num_chunks, problem.num_microbatches, problem.place
+    p, v, m, group = problem.pp_size, problem.num_chunks, problem.num_microbatches, problem.group
     time, end, before = [0] * p, [0] * p, None
     for number in range(p * v):  # the chunks in the order a microbatch goes through them
         stage = number % p
         for position, (kind, option) in enumerate(_chain(problem, chosen, stage, number // p)):
-            own = place.options[kind]
+            own = group.options[kind]
             time[stage] += int(own.time_ps[option])
-            end[stage] += int(own.end_ps[option])
+            end[stage] += int(own.exposed_ps[option])
             if before is not None:
-                gives = place.options[before[0]].gives[before[1]]
-                time[stage] += int(place.redistribution_ps[before[0], gives, own.takes[option]])
+                output_layout = group.options[before[0]].output_layout[before[1]]
+                time[stage] += int(group.redistribution_ps[before[0], output_layout, own.input_layout[option]])
                 if position == 0:
-                    send = int(problem.sends_ps[(stage - 1) % p, before[0], gives])
+                    send = int(problem.sends_ps[(stage - 1) % p, before[0], output_layout])
                     time[stage] += send
                     time[stage - 1] += send
             before = kind, option
     slowest, total = max(time), sum(time)
     full = slowest * m - (slowest - total) // v
     few = total - (m - 1) * (-slowest // v)
-    options = place.options
-    tie = problem.tie_ps[options[problem.embedding].takes[chosen[0]], options[problem.head].gives[chosen[-1]]]
+    options = group.options
+    tie = problem.tie_ps[
+        options[problem.embedding].input_layout[chosen[0]], options[problem.head].output_layout[chosen[-1]]
+    ]
     return max(full, few) + max(end) + int(tie)
 
 
@@ -143,9 +149,9 @@ def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
 
     A chunk keeps what it received of each microbatch; beside that there is the largest message of each direction.
     """
-    p, v, m, options = problem.pp_size, problem.num_chunks, problem.num_microbatches, problem.place.options
+    p, v, m, options = problem.pp_size, problem.num_chunks, problem.num_microbatches, problem.group.options
     kind, option = problem.positions[-1], chosen[-2]
-    message = int(problem.boundary_bytes[kind, options[kind].gives[option]])
+    message = int(problem.boundary_bytes[kind, options[kind].output_layout[option]])
     most = 0
     for stage in range(p):
         chains = [_chain(problem, chosen, stage, chunk) for chunk in range(v)]
@@ -158,10 +164,10 @@ def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
         for action in actions(Schedule.INTERLEAVED_1F1B, p, m, stage, v):
             own = action.microbatch, action.chunk
             flying.discard(own)
-            held = static + sum(kept[chunk] for _, chunk in flying) + received[action.chunk]
+            resident = static + sum(kept[chunk] for _, chunk in flying) + received[action.chunk]
             for kind, option in chains[action.chunk]:
-                held += int(options[kind].activation_bytes[option])
-                most = max(most, held + int(options[kind].workspace_bytes[option]))
+                resident += int(options[kind].activation_bytes[option])
+                most = max(most, resident + int(options[kind].workspace_bytes[option]))
             if action.kind is Pass.FORWARD:
                 flying.add(own)
     return most

@@ -133,13 +133,13 @@ def make_profile(
                         tokens = samples * LENGTH * HIDDEN
                         kept = {"embedding": 4, "head": 24}.get(name, 120) * tokens
                         split = 1 + (tp_size - 1) / 2 if sequence_parallel == "none" else tp_size
-                        held, moment = kept / split, 0.2 * kept / split
+                        resident, workspace = kept / split, 0.2 * kept / split
                         if recompute == "mlp":
-                            held, moment = 0.6 * kept / split, 0.5 * kept / split
+                            resident, workspace = 0.6 * kept / split, 0.5 * kept / split
                         if recompute == "full":
-                            held, moment = 4 * tokens, 1.1 * kept / split
-                        spread = (name, tp_size, sequence_parallel, recompute, samples, LENGTH)
-                        rows.append((*spread, forward, backward, held, moment))
+                            resident, workspace = 4 * tokens, 1.1 * kept / split
+                        sharding = (name, tp_size, sequence_parallel, recompute, samples, LENGTH)
+                        rows.append((*sharding, forward, backward, resident, workspace))
     values = [name for name in LAYERS if not name.endswith(("_source", "_error_s"))]
     named = [dict(zip(values, row, strict=True)) for row in rows]
     states = [(name, tp_size) for name in ("embedding", *dict.fromkeys(model.layers), "head") for tp_size in tp_sizes]

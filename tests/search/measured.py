@@ -54,9 +54,9 @@ def _rank(plan, rank, estimate: Estimate, overhead_s, factors, repeats) -> RankM
     index = next(i for i, stage in enumerate(plan.stages) if rank in stage.ranks)
     stage = estimate.stages[index]
     terms, several = stage.time_terms_s, plan.num_microbatches > 1
-    beside = (terms["gathers"] + terms["redistribution"]) / 2
-    forward = factors[Term.FORWARD] * terms["forward"] + beside
-    backward = factors[Term.BACKWARD] * terms["backward"] + beside + terms["gradient_sync_every_microbatch"]
+    overlapped_time = (terms["gathers"] + terms["redistribution"]) / 2
+    forward = factors[Term.FORWARD] * terms["forward"] + overlapped_time
+    backward = factors[Term.BACKWARD] * terms["backward"] + overlapped_time + terms["gradient_sync_every_microbatch"]
     sync = factors[Term.GRADIENT_SYNC] * terms["gradient_sync"]
     end = factors[Term.STEP_END] * (terms["optimizer"] + overhead_s)
     passes = tuple(

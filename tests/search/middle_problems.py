@@ -4,11 +4,11 @@ import numpy as np
 from random_problems import with_budgets
 
 from shardwright_search.solver.branch_and_bound import Target, optimise
-from shardwright_search.solver.case_bounds import CostsOf
-from shardwright_search.solver.min_memory import least_memory
+from shardwright_search.solver.configuration_bounds import CostsOf
+from shardwright_search.solver.min_memory import min_memory
 from shardwright_search.solver.partition import Found, Pipeline
-from shardwright_search.solver.problem import Options, Place, Problem, price
-from shardwright_search.solver.relaxed_bound import Glances
+from shardwright_search.solver.problem import DeviceGroup, Options, Problem, price
+from shardwright_search.solver.relaxed_bound import RelaxedBounds
 
 __all__ = ["middle_problem", "solved"]
 
@@ -37,7 +37,7 @@ def middle_problem(seed: int) -> Problem:
     moves[:, np.arange(_LAYOUTS), np.arange(_LAYOUTS)] = 0
     problem = Problem(
         elements=(0, *(1 if i < split else 2 for i in range(layers)), _TYPES - 1),
-        places=(Place(tuple(options(kind) for kind in range(_TYPES)), moves, _LARGE),),
+        device_groups=(DeviceGroup(tuple(options(kind) for kind in range(_TYPES)), moves, _LARGE),),
         available=(pp_size,),
         allowed=((0,),) * pp_size,
         sends_ps=np.round(rng.uniform(0, 1e10, (pp_size - 1, 1, 1, _TYPES, _LAYOUTS))),
@@ -46,12 +46,12 @@ def middle_problem(seed: int) -> Problem:
         tie_ps=np.round(rng.uniform(0, 3e10, (_CLASSES, _CLASSES))),
         boundary_bytes=np.round(rng.uniform(0, 3e8, (_TYPES, _LAYOUTS))),
     )
-    least, most = least_memory(problem).memory_bytes, max(price(problem, solved(problem).solution).memory_bytes)
+    least, most = min_memory(problem).memory_bytes, max(price(problem, solved(problem).solution).memory_bytes)
     return with_budgets(problem, [int(least + rng.uniform(0.05, 0.7) * (most - least))])
 
 
 def solved(problem: Problem) -> Found:
     """The best plan by the solver."""
-    best = optimise([Target(0, 0.0, 1.0)], lambda _: Pipeline(problem, CostsOf(), Glances())).best
+    best = optimise([Target(0, 0.0, 1.0)], lambda _: Pipeline(problem, CostsOf(), RelaxedBounds())).best
     assert best is not None
     return best.found

@@ -12,11 +12,11 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.search import pricing_of, targets_of
+from shardwright_search.search import instance_of, targets_of
 from shardwright_search.solver.branch_and_bound import Target
 from shardwright_search.solver.problem import Problem, Solution
-from shardwright_search.space.configurations import Case, divisors
-from shardwright_search.space.instance import Pricing
+from shardwright_search.space.configurations import Configuration, divisors
+from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
 
 __all__ = ["FILE", "World", "random_model", "random_solution", "random_world"]
@@ -34,13 +34,13 @@ class World(NamedTuple):
     profiles: Profiles
 
     @property
-    def pricing(self) -> Pricing:
+    def instance(self) -> Instance:
         """What prices its plans."""
-        return pricing_of(self.request, self.model, self.cluster, self.profiles, FILE)
+        return instance_of(self.request, self.model, self.cluster, self.profiles, FILE)
 
-    def targets(self, pricing: Pricing) -> tuple[Target[Case], ...]:
+    def targets(self, instance: Instance) -> tuple[Target[Configuration], ...]:
         """Its cases."""
-        return targets_of(pricing, FILE)
+        return targets_of(instance, FILE)
 
 
 def random_model(rng: np.random.Generator, layers: int, tied: bool) -> Model:
@@ -89,7 +89,7 @@ def random_world(seed: int, devices: tuple[int, ...] = (2, 3, 4, 6, 8), most_lay
     while True:
         world = _random_world(rng, devices, most_layers)
         try:
-            world.targets(world.pricing)
+            world.targets(world.instance)
         except BadInput:
             continue
         return world
@@ -138,13 +138,13 @@ def random_solution(rng: np.random.Generator, problem: Problem) -> Solution:
     """Any cut and any options."""
     total, p = len(problem.elements), problem.pp_size
     cuts = sorted(rng.choice(np.arange(2, total - 1), p - 1, replace=False).tolist())
-    (places,) = _places(problem)
+    (device_groups,) = _places(problem)
     stage_of = np.searchsorted(cuts, np.arange(total), side="right")
     options = tuple(
-        int(rng.integers(len(problem.places[places[stage]].options[kind].takes)))
+        int(rng.integers(len(problem.device_groups[device_groups[stage]].options[kind].input_layout)))
         for stage, kind in zip(stage_of, problem.elements, strict=True)
     )
-    return Solution((*cuts, total), options, places)
+    return Solution((*cuts, total), options, device_groups)
 
 
 def _places(problem: Problem) -> Iterator[tuple[int, ...]]:

@@ -13,13 +13,13 @@ from brute_force import mistakes, solved
 from random_problems import best_of, every_plan, random_problem, with_budgets
 
 from shardwright_search.solver import branch_and_bound as optimise
-from shardwright_search.solver import stage_labels as fronts
+from shardwright_search.solver import stage_labels as labels_of
 from shardwright_search.solver.branch_and_bound import Target
-from shardwright_search.solver.case_bounds import CostsOf
-from shardwright_search.solver.min_memory import least_memory
+from shardwright_search.solver.configuration_bounds import CostsOf
+from shardwright_search.solver.min_memory import min_memory
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Problem, price
-from shardwright_search.solver.relaxed_bound import Glances
+from shardwright_search.solver.relaxed_bound import RelaxedBounds
 
 BLOCK = 200
 
@@ -36,7 +36,7 @@ def test_interleaved_solver_equals_brute_force_of_its_space(block):
 
 def test_labels_compared_across_layouts_leave_the_solver_exact(monkeypatch):
     """Tiny cases have few labels: too few to be compared without this."""
-    monkeypatch.setattr(fronts, "_FEW", 1)
+    monkeypatch.setattr(labels_of, "_FEW", 1)
     assert mistakes(range(5000, 5150)) == {}
 
 
@@ -54,7 +54,7 @@ def test_price_equals_the_enumeration():
 def least_lack(problem: Problem) -> int:
     """What the plan that lacks the least lacks in its scarcest stage."""
     lacks = (
-        found.memory - np.array([[problem.places[place].budget_bytes] for place in found.places])
+        found.memory - np.array([[problem.device_groups[group].budget_bytes] for group in found.device_groups])
         for found in every_plan(problem)
     )
     return int(min(lack.max(0).min() for lack in lacks))
@@ -63,18 +63,18 @@ def least_lack(problem: Problem) -> int:
 def test_least_memory_is_exact():
     for seed in range(250):
         problem = random_problem(seed)
-        need = least_memory(problem)
+        need = min_memory(problem)
         assert need.missing_bytes == least_lack(problem), seed
-        budgets = {place.budget_bytes for place in problem.places}
+        budgets = {group.budget_bytes for group in problem.device_groups}
         assert need.memory_bytes - need.missing_bytes in budgets and 0 <= need.stage < problem.pp_size
 
 
 def test_less_than_the_least_memory_has_no_plan():
     for seed in range(60):
         problem = random_problem(seed)
-        missing = least_memory(problem).missing_bytes
+        missing = min_memory(problem).missing_bytes
         for more, fits in ((missing, True), (missing - 1, False)):
-            given = with_budgets(problem, [place.budget_bytes + more for place in problem.places])
+            given = with_budgets(problem, [group.budget_bytes + more for group in problem.device_groups])
             assert (solved(given).best is not None) == fits, seed
 
 
@@ -85,7 +85,7 @@ def test_a_search_that_is_stopped_knows_a_true_bound(monkeypatch):
         problems = [random_problem(seed) for seed in range(first, first + 5)]
         times = [best_of(problem) for problem in problems]
         targets = [Target(i, 0.0, (1 + i / 100) / time) for i, time in enumerate(times) if np.isfinite(time)]
-        best = min(target.score(times[target.case]) for target in targets)
+        best = min(target.score(times[target.configuration]) for target in targets)
         for looks in (*range(0, 50, 6), 100, 200):
             clock = chain(repeat(0.0, looks), repeat(2.0))
             monkeypatch.setattr(optimise, "monotonic", partial(next, clock))
@@ -100,7 +100,7 @@ def test_a_search_that_is_stopped_knows_a_true_bound(monkeypatch):
 
 
 def pipeline(problems: list[Problem], costs: CostsOf, number: int) -> Pipeline:
-    return Pipeline(problems[number], costs, Glances())
+    return Pipeline(problems[number], costs, RelaxedBounds())
 
 
 def test_a_search_stopped_before_it_began_bounds_nothing():

@@ -9,9 +9,8 @@ from interleaved_problems import mistake as interleaved_mistake
 from interleaved_problems import random_interleaved
 from random_problems import random_problem
 
-from shardwright_search.solver import interleaved, partition
-from shardwright_search.solver import stage_labels as fronts
-from shardwright_search.solver.case_bounds import Windows
+from shardwright_search.solver import interleaved, partition, stage_labels
+from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.problem import Options, Problem
 
 SEEDS = range(200, 1500)
@@ -29,21 +28,23 @@ def without(term: str) -> Callable[[Problem], Problem]:
         return options._replace(**{term: np.zeros_like(getattr(options, term))})
 
     def seen(problem: Problem) -> Problem:
-        places = (place._replace(options=tuple(map(forgetful, place.options))) for place in problem.places)
-        return changed(problem, places=tuple(places))
+        device_groups = (
+            group._replace(options=tuple(map(forgetful, group.options))) for group in problem.device_groups
+        )
+        return changed(problem, device_groups=tuple(device_groups))
 
     return seen
 
 
 def without_redistribution(problem: Problem) -> Problem:
-    places = (p._replace(redistribution_ps=np.zeros_like(p.redistribution_ps)) for p in problem.places)
-    return changed(problem, places=tuple(places))
+    device_groups = (p._replace(redistribution_ps=np.zeros_like(p.redistribution_ps)) for p in problem.device_groups)
+    return changed(problem, device_groups=tuple(device_groups))
 
 
 @pytest.mark.parametrize(
     "seen",
     [
-        *(pytest.param(without(term), id=term) for term in Options._fields[: Options._fields.index("takes")]),
+        *(pytest.param(without(term), id=term) for term in Options._fields[: Options._fields.index("input_layout")]),
         pytest.param(without_redistribution, id="redistribution_ps"),
         pytest.param(lambda p: changed(p, sends_ps=np.zeros_like(p.sends_ps)), id="sends_ps"),
         pytest.param(lambda p: changed(p, tie_ps=np.zeros_like(p.tie_ps)), id="tie_ps"),
@@ -73,39 +74,39 @@ def test_a_middle_stage_that_is_ignored_in_the_largest_time_is_caught(monkeypatc
 
 
 def test_a_middle_stage_that_has_no_window_is_caught(monkeypatch):
-    targets = Windows.targets
+    targets = ConfigurationBounds.targets
 
     def ignoring(self, below_ps):
         found = targets(self, below_ps)
         if found is None or self.problem.pp_size < 3:
             return found
-        held = {self.problem.in_flight[0], self.problem.in_flight[-1]}
-        return {kind: own for kind, own in found.items() if kind.first or kind.in_flight in held}
+        resident = {self.problem.in_flight[0], self.problem.in_flight[-1]}
+        return {kind: own for kind, own in found.items() if kind.first or kind.in_flight in resident}
 
-    monkeypatch.setattr(Windows, "targets", ignoring)
+    monkeypatch.setattr(ConfigurationBounds, "targets", ignoring)
     assert caught()
 
 
 def test_labels_that_are_compared_across_layouts_at_the_end_of_a_stage_are_caught(monkeypatch):
-    front, few = fronts._front, fronts._FEW
+    front, few = stage_labels._front, stage_labels._FEW
 
     def pruned(step, labels, target):
-        run = fronts.runs_of(step.problem.elements).runs[target.run]
+        run = stage_labels.runs_of(step.problem.elements).runs[target.run]
         if run.elements[-1] == step.problem.elements[-1]:
             return front(step, labels, target)  # behind the head there is no layout
-        monkeypatch.setattr(fronts, "_FEW", 1)
-        kept = labels.take(fronts._worth_extending(step, labels, run.elements[-1]))
-        monkeypatch.setattr(fronts, "_FEW", few)
+        monkeypatch.setattr(stage_labels, "_FEW", 1)
+        kept = labels.take(stage_labels._worth_extending(step, labels, run.elements[-1]))
+        monkeypatch.setattr(stage_labels, "_FEW", few)
         return front(step, kept, target)
 
-    monkeypatch.setattr(fronts, "_front", pruned)
+    monkeypatch.setattr(stage_labels, "_front", pruned)
     assert caught()
 
 
 @pytest.mark.parametrize("dropped", ["peak", "held"])
 def test_labels_that_are_compared_without_a_measure_of_their_memory_are_caught(monkeypatch, dropped):
     """Behind the objectives stand for each phase a peak and, unless the run is over, what is held."""
-    following, non_dominated = fronts._following, fronts.non_dominated
+    following, non_dominated = stage_labels._following, stage_labels.non_dominated
 
     def blind(step, *rest):
         first = len(step.problem.objectives(np.zeros(1), np.zeros(1)))
@@ -113,26 +114,26 @@ def test_labels_that_are_compared_without_a_measure_of_their_memory_are_caught(m
         def without_memory(columns, key):
             both = columns.shape[1] - first == 2 * len(step.costs.phases)
             peaks = range(first, columns.shape[1], 2 if both else 1)
-            held = range(first + 1, columns.shape[1], 2) if both else ()
-            return non_dominated(np.delete(columns, peaks if dropped == "peak" else held, 1), key)
+            resident = range(first + 1, columns.shape[1], 2) if both else ()
+            return non_dominated(np.delete(columns, peaks if dropped == "peak" else resident, 1), key)
 
-        monkeypatch.setattr(fronts, "non_dominated", without_memory)
+        monkeypatch.setattr(stage_labels, "non_dominated", without_memory)
         found = following(step, *rest)
-        monkeypatch.setattr(fronts, "non_dominated", non_dominated)
+        monkeypatch.setattr(stage_labels, "non_dominated", non_dominated)
         return found
 
-    monkeypatch.setattr(fronts, "_following", blind)
+    monkeypatch.setattr(stage_labels, "_following", blind)
     assert caught()
 
 
 def test_a_bound_above_the_best_plan_is_caught(monkeypatch):
     """The sum of the least times, half as much again."""
-    bounds = Windows._bounds_of_stage
+    bounds = ConfigurationBounds._bounds_of_stage
 
     def bold(self, stage):
-        return {place: (a * 1.5, z, g) for place, (a, z, g) in bounds(self, stage).items()}
+        return {group: (a * 1.5, z, g) for group, (a, z, g) in bounds(self, stage).items()}
 
-    monkeypatch.setattr(Windows, "_bounds_of_stage", bold)
+    monkeypatch.setattr(ConfigurationBounds, "_bounds_of_stage", bold)
     assert caught()
 
 
@@ -153,7 +154,7 @@ def test_an_interleaved_solver_that_never_looks_at_the_last_stage_is_caught(monk
 
     def forgetful(self, problem):
         fields = {name: getattr(problem, name) for name in type(problem).__struct_fields__}
-        made(self, type(problem)(**fields | {"flights": (*problem.flights[:2], ())}))
+        made(self, type(problem)(**fields | {"moments_in_flight": (*problem.moments_in_flight[:2], ())}))
 
     monkeypatch.setattr(interleaved.Interleaved, "__init__", forgetful)
     assert any(map(interleaved_mistake, map(random_interleaved, SEEDS)))

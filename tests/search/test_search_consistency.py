@@ -15,33 +15,35 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.search import NEAR
 from shardwright_search.solver.branch_and_bound import Target, optimise
 from shardwright_search.solver.problem import Solution, price
-from shardwright_search.space.configurations import Case
-from shardwright_search.space.instance import Pricing
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import TimeModel
 
 BLOCK = 12
 
 
-def difference(pricing: Pricing, target: Target[Case], solution: Solution) -> str | None:
+def difference(instance: Instance, target: Target[Configuration], solution: Solution) -> str | None:
     """Where `evaluate` counts something else than the solver, for a plan of one chunk a stage."""
-    problem = pricing.problem(target.case)
+    problem = instance.problem(target.configuration)
     counted = price(problem, solution)
-    found = evaluate(pricing.plan(target.case, solution), pricing.costs.profiles, pricing.costs)
-    process = pricing.costs.profiles.process_bytes
+    found = evaluate(instance.plan(target.configuration, solution), instance.costs.profiles, instance.costs)
+    process = instance.costs.profiles.process_bytes
     memory = [stage.memory_bytes - process for stage in found.estimate.stages]
     if found.objective_ps != counted.objective_ps + target.offset_ps:
-        return f"{target.case}: {found.objective_ps} is not {counted.objective_ps} + {target.offset_ps}"
+        return f"{target.configuration}: {found.objective_ps} is not {counted.objective_ps} + {target.offset_ps}"
     if memory != list(counted.memory_bytes):
-        return f"{target.case}: {memory} are not {counted.memory_bytes}"
+        return f"{target.configuration}: {memory} are not {counted.memory_bytes}"
     return None
 
 
 def differences(world: World, seed: int) -> list[str]:
     """For a random plan of each of some cases."""
-    rng, pricing = np.random.default_rng(seed), world.pricing
-    targets = [target for target in world.targets(pricing) if target.case.num_chunks == 1]
+    rng, instance = np.random.default_rng(seed), world.instance
+    targets = [target for target in world.targets(instance) if target.configuration.num_chunks == 1]
     some = [targets[i] for i in rng.permutation(len(targets))[:8]]
-    found = (difference(pricing, target, random_solution(rng, pricing.problem(target.case))) for target in some)
+    found = (
+        difference(instance, target, random_solution(rng, instance.problem(target.configuration))) for target in some
+    )
     return [what for what in found if what is not None]
 
 
@@ -57,10 +59,14 @@ def test_plans_of_interleaved_schedules_cost_the_same_to_the_solver_and_to_evalu
     compared = 0
     for seed in range(1000 + BLOCK * block, 1000 + BLOCK * (block + 1)):
         rng, world = np.random.default_rng(seed), interleaved_world(seed)
-        pricing = world.pricing
-        for target in world.targets(pricing):
-            case = target.case
-            problem = pricing._interleaved(case, pricing._spread(case)) if case.num_chunks > 1 else None
+        instance = world.instance
+        for target in world.targets(instance):
+            configuration = target.configuration
+            problem = (
+                instance._interleaved(configuration, instance._shardings(configuration))
+                if configuration.num_chunks > 1
+                else None
+            )
             if problem is None or len(problem.positions) > 2:
                 continue
             plans = every_interleaved(problem)
@@ -68,11 +74,13 @@ def test_plans_of_interleaved_schedules_cost_the_same_to_the_solver_and_to_evalu
                 embedding, *chunk, head = counted.options
                 layers = chunk * (problem.pp_size * problem.num_chunks)
                 found = evaluate(
-                    pricing.plan(case, Solution((), (embedding, *layers, head), ())), world.profiles, pricing.costs
+                    instance.plan(configuration, Solution((), (embedding, *layers, head), ())),
+                    world.profiles,
+                    instance.costs,
                 )
-                assert found.objective_ps == counted.time_ps + target.offset_ps, (seed, case)
+                assert found.objective_ps == counted.time_ps + target.offset_ps, (seed, configuration)
                 need = counted.memory_bytes + world.profiles.process_bytes
-                assert found.estimate.memory_bytes == need, (seed, case)
+                assert found.estimate.memory_bytes == need, (seed, configuration)
                 compared += 1
     assert compared > 20
 
@@ -93,14 +101,14 @@ def interleaved_world(seed: int) -> World:
 def test_the_best_and_near_plans_of_a_request_are_evaluated_as_they_were_solved(block):
     for seed in range(2000 + BLOCK * block, 2000 + BLOCK * (block + 1)):
         world = random_world(seed, most_layers=4)
-        pricing = world.pricing
-        answer = optimise(world.targets(pricing), pricing.solvable, NEAR, 4)
+        instance = world.instance
+        answer = optimise(world.targets(instance), instance.solvable, NEAR, 4)
         assert answer.best is not None and answer.bound == answer.best.score
         for one in answer.near:
-            plan = pricing.plan(one.target.case, one.found.solution)
-            found = evaluate(plan, world.profiles, pricing.costs)
+            plan = instance.plan(one.target.configuration, one.found.solution)
+            found = evaluate(plan, world.profiles, instance.costs)
             assert found.objective_ps == one.found.objective_ps + one.target.offset_ps, seed
-            budget = pricing.budgets["n"] + world.profiles.process_bytes
+            budget = instance.budgets["n"] + world.profiles.process_bytes
             assert found.estimate.memory_bytes <= budget, seed
 
 
@@ -125,14 +133,16 @@ def test_an_evaluation_without_a_message_is_caught(monkeypatch, name):
 
     def both(seed: int) -> list[str]:
         world, rng = random_world(seed), np.random.default_rng(seed)
-        pricing = world.pricing
-        targets = [target for target in world.targets(pricing) if target.case.num_chunks == 1]
-        problems = [(target, pricing.problem(target.case)) for target in targets[:8]]
+        instance = world.instance
+        targets = [target for target in world.targets(instance) if target.configuration.num_chunks == 1]
+        problems = [(target, instance.problem(target.configuration)) for target in targets[:8]]
         monkeypatch.setattr(CostModel, name, lambda *a: cost(*a)._replace(time_ps=0))
         found = []
         for target, problem in problems:
             solution = random_solution(rng, problem)
-            priced = evaluate(pricing.plan(target.case, solution), world.profiles, pricing.costs).objective_ps
+            priced = evaluate(
+                instance.plan(target.configuration, solution), world.profiles, instance.costs
+            ).objective_ps
             found.append(priced != price(problem, solution).objective_ps + target.offset_ps)
         monkeypatch.setattr(CostModel, name, cost)
         return found
@@ -152,13 +162,13 @@ def test_a_batch_that_is_floored_is_caught(monkeypatch):
         tp_sizes=(2, 4),
     )
     with pytest.raises(BadInput, match="no strategy divides the batch"):
-        world._replace(request=request).targets(world._replace(request=request).pricing)
-    monkeypatch.setattr(Pricing, "_possible", lambda *_: True)
-    pricing = world._replace(request=request).pricing
-    (target, *_) = world.targets(pricing)
-    answer = optimise([target], pricing.solvable)
+        world._replace(request=request).targets(world._replace(request=request).instance)
+    monkeypatch.setattr(Instance, "_possible", lambda *_: True)
+    instance = world._replace(request=request).instance
+    (target, *_) = world.targets(instance)
+    answer = optimise([target], instance.solvable)
     with pytest.raises(ValueError, match="does not divide the 7 samples of a microbatch"):
-        pricing.plan(target.case, answer.best.found.solution)
+        instance.plan(target.configuration, answer.best.found.solution)
 
 
 def test_a_time_model_prices_a_plan_as_it_prices_its_case():
@@ -166,7 +176,9 @@ def test_a_time_model_prices_a_plan_as_it_prices_its_case():
     world = random_world(3)
     world = world._replace(request=replace(world.request, time_model=TimeModel.BATCH))
     assert differences(world, 0) == []
-    pricing = world.pricing
-    target = next(target for target in world.targets(pricing) if target.case.num_chunks == 1)
-    plan = pricing.plan(target.case, random_solution(np.random.default_rng(0), pricing.problem(target.case)))
-    assert any("no batch curve" in warning for warning in evaluate(plan, world.profiles, pricing.costs).warnings)
+    instance = world.instance
+    target = next(target for target in world.targets(instance) if target.configuration.num_chunks == 1)
+    plan = instance.plan(
+        target.configuration, random_solution(np.random.default_rng(0), instance.problem(target.configuration))
+    )
+    assert any("no batch curve" in warning for warning in evaluate(plan, world.profiles, instance.costs).warnings)

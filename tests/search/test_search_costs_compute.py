@@ -6,14 +6,14 @@ import pytest
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import table_of
 from shardwright_formats.types.model_profile import FITS
-from shardwright_search.cost_model.compute import LayerCost, layer_cost, states_of
+from shardwright_search.cost_model.compute import ComputeCost, layer_cost, states_of
 from shardwright_search.cost_model.profiles import LayerKey, Profiles
 from shardwright_search.space.request import TimeModel
 
 BLOCK = LayerKey("block", 1, "none", "none", 32)
 
 
-def interpolated(profiles: Profiles, size: int, key: LayerKey = BLOCK) -> LayerCost:
+def interpolated(profiles: Profiles, size: int, key: LayerKey = BLOCK) -> ComputeCost:
     return layer_cost(profiles, key, size, TimeModel.INTERPOLATE)
 
 

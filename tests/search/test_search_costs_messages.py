@@ -7,12 +7,18 @@ from shardwright_formats.types.hardware_profile import Collective
 from shardwright_search.cost_model.collectives import (
     Duration,
     Slowdowns,
-    beside,
     collective_time,
+    overlapped_time,
     send_kind_time,
     slowdowns_of,
 )
-from shardwright_search.cost_model.topology import GroupKind, Lie, dp_group_kinds, lie_of, tp_group_kinds
+from shardwright_search.cost_model.topology import (
+    GroupKind,
+    StageTopology,
+    dp_group_kinds,
+    stage_topology,
+    tp_group_kinds,
+)
 
 NEAR, FAR = GroupKind(2, True, False), GroupKind(2, False, True)
 
@@ -59,12 +65,12 @@ def test_two_ranks_send_alike_whether_neighbours_or_not(make):
 def test_a_message_beside_a_computation_slows_both():
     """4 s of message take 6, in which 4.8 of 10 s of computation are done; the other 5.2 follow alone."""
     slowdowns = Slowdowns(compute=1.25, message=1.5)
-    assert beside(10, Duration(4), slowdowns) == pytest.approx(6 + 5.2 - 10)
+    assert overlapped_time(10, Duration(4), slowdowns) == pytest.approx(6 + 5.2 - 10)
     # 4 s of computation take 5, in which 5/1.5 of 10 s of message are done
-    assert beside(4, Duration(10), slowdowns) == pytest.approx(5 + (10 - 5 / 1.5) - 4)
-    assert beside(10, Duration(4), None) == 4, "nothing overlaps that was not measured"
-    assert beside(10, Duration(4), Slowdowns(1, 1)) == 0
-    assert beside(10, Duration(0), slowdowns) == 0
+    assert overlapped_time(4, Duration(10), slowdowns) == pytest.approx(5 + (10 - 5 / 1.5) - 4)
+    assert overlapped_time(10, Duration(4), None) == 4, "nothing overlaps that was not measured"
+    assert overlapped_time(10, Duration(4), Slowdowns(1, 1)) == 0
+    assert overlapped_time(10, Duration(0), slowdowns) == 0
 
 
 def test_the_nearest_measured_slowdowns_are_taken(make):
@@ -89,12 +95,12 @@ def test_the_nearest_measured_slowdowns_are_taken(make):
 
 def test_a_stages_groups_are_told_by_how_their_ranks_lie(make):
     """Six ranks on two nodes of three: pairs of neighbours, of which the middle one crosses."""
-    lie = lie_of(make.cluster(6, nodes=2), range(6))
-    assert lie == Lie("n", (3, 3))
-    assert tp_group_kinds(lie, 2, True) == (GroupKind(2, True, False), GroupKind(2, True, True))
-    assert tp_group_kinds(lie, 2, False) == (GroupKind(2, False, True),)
-    assert tp_group_kinds(lie, 3, True) == (GroupKind(3, True, False),)
+    topology = stage_topology(make.cluster(6, nodes=2), range(6))
+    assert topology == StageTopology("n", (3, 3))
+    assert tp_group_kinds(topology, 2, True) == (GroupKind(2, True, False), GroupKind(2, True, True))
+    assert tp_group_kinds(topology, 2, False) == (GroupKind(2, False, True),)
+    assert tp_group_kinds(topology, 3, True) == (GroupKind(3, True, False),)
     # of neighbouring triples, ranks 0 and 3, 1 and 4, 2 and 5 reduce gradients
-    assert dp_group_kinds(lie, 3, True) == (GroupKind(2, False, True),)
-    assert dp_group_kinds(lie, 3, False) == (GroupKind(2, True, False), GroupKind(2, True, True))
-    assert lie_of(make.cluster(6, nodes=2), (2, 3)) == Lie("n", (1, 1))
+    assert dp_group_kinds(topology, 3, True) == (GroupKind(2, False, True),)
+    assert dp_group_kinds(topology, 3, False) == (GroupKind(2, True, False), GroupKind(2, True, True))
+    assert stage_topology(make.cluster(6, nodes=2), (2, 3)) == StageTopology("n", (1, 1))

@@ -11,8 +11,8 @@ from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import Parameter
 from shardwright_formats.types.plan import GradientReduction, Precision
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, SequenceParallel
-from shardwright_search.cost_model.layer import CostModel, ElementCost
-from shardwright_search.cost_model.topology import Lie
+from shardwright_search.cost_model.layer import CostModel, LayerCost
+from shardwright_search.cost_model.topology import StageTopology
 
 EVERY = GradientReduction.EVERY_MICROBATCH
 ALL_REDUCE, ONE_WAY = 85_536_000, 52_768_000
@@ -44,7 +44,7 @@ def cost(make):
         microbatches=2,
         parameters=(),
         **changes,
-    ) -> ElementCost:
+    ) -> LayerCost:
         model, cluster = make.model(), make.cluster(4)
         if parameters:
             block = model.types["block"]
@@ -53,7 +53,7 @@ def cost(make):
         profiles = make.profiles(model, cluster, make.hardware(cluster, overlap=overlap), **changes)
         costs = CostModel(model, cluster, profiles, Precision(), reduction)
         size = strategy.tp_size * strategy.dp_size
-        return costs.element("block", strategy, Lie("n", (size,)), strategy.dp_size, microbatches)
+        return costs.layer("block", strategy, StageTopology("n", (size,)), strategy.dp_size, microbatches)
 
     return of
 
@@ -75,11 +75,11 @@ def test_gathers_and_reductions_go_on_beside_the_passes_where_that_was_measured(
     A reduction of 85.536 us takes 128.304 beside the backward pass, which a fifth of it is lost to.
     """
     ddp, zero2, zero3 = (cost(layer(kind), OVERLAP) for kind in ("ddp", "zero2", "zero3"))
-    assert ddp.sync_ps == ddp.beside_ps == 25_660_800 and ddp.message_ps == ALL_REDUCE
+    assert ddp.sync_ps == ddp.overlapped_ps == 25_660_800 and ddp.reduction_ps == ALL_REDUCE
     gather, reduce = 21_107_200, 17_589_333
     assert (zero3.gather_forward_ps, zero3.gather_backward_ps) == (gather, gather)
-    assert (zero3.sync_ps, zero3.beside_ps, zero3.message_ps) == (reduce, reduce, ONE_WAY)
-    assert zero2.sync_ps == gather + reduce and zero2.beside_ps == reduce
+    assert (zero3.sync_ps, zero3.overlapped_ps, zero3.reduction_ps) == (reduce, reduce, ONE_WAY)
+    assert zero2.sync_ps == gather + reduce and zero2.overlapped_ps == reduce
 
 
 def test_a_gather_that_is_longer_than_its_pass_goes_on_alone(cost):
@@ -93,7 +93,7 @@ def test_what_the_profiled_reduction_added_beyond_its_message_comes_on_top_of_ot
     """300 us over two ranks, whose all_reduce takes 85.536 us alone: 214.464 us more, half in a reduce_scatter."""
     rate = 300e-6 / 16384
     ddp, zero3 = (cost(layer(kind), OVERLAP, reduction_s_per_parameter=rate) for kind in ("ddp", "zero3"))
-    assert (ddp.sync_ps, ddp.beside_ps, ddp.message_ps) == (300_000_000, 0, 0)
+    assert (ddp.sync_ps, ddp.overlapped_ps, ddp.reduction_ps) == (300_000_000, 0, 0)
     assert zero3.sync_ps == ONE_WAY + 107_232_000
     four = cost(layer("ddp", dp_size=4), reduction_s_per_parameter=rate)
     assert four.sync_ps == pytest.approx((20 + 65.536 * 1.5) * 1e6 + 214_464_000)
@@ -124,7 +124,7 @@ def test_reductions_that_overlap_make_other_messages_shorter_in_proportion(cost)
 def test_reductions_after_every_microbatch_are_part_of_each(cost):
     for overlap, ddp, scatter in (((), ALL_REDUCE, ONE_WAY), (OVERLAP, 25_660_800, 17_589_333)):
         found = cost(layer("ddp"), overlap, EVERY)
-        assert (found.sync_every_ps, found.sync_ps, found.message_ps, found.beside_ps) == (ddp, 0, 0, 0)
+        assert (found.sync_every_ps, found.sync_ps, found.reduction_ps, found.overlapped_ps) == (ddp, 0, 0, 0)
         zero2 = cost(layer("zero2"), overlap, EVERY)
         assert zero2.sync_every_ps == scatter and zero2.sync_ps > 0, "its gather is still once a step"
     assert cost(layer("ddp"), (), EVERY).microbatch_ps == 360_000_000 + ALL_REDUCE

@@ -17,7 +17,7 @@ from shardwright_search.cost_model.collectives import collective_time
 from shardwright_search.cost_model.communication import redistribution_time
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.tied_weights import shared_cost_ps, tie_cost_ps
-from shardwright_search.cost_model.topology import Lie, kinds_of, lie_of
+from shardwright_search.cost_model.topology import StageTopology, kinds_of, stage_topology
 from shardwright_search.space.configurations import divisors
 
 
@@ -39,17 +39,17 @@ def layouts(size: int) -> list[Layout]:
 def test_redistribution_moves_only_what_a_rank_lacks(make):
     """From a sample each to copies of both: 8192 bytes are sent, half of a full all_to_all of 16384; back is free."""
     split, whole = Layout(2, 1, True, False), Layout(2, 2, True, False)
-    costs, lie = model_of(make), Lie("n", (2,))
-    there = costs.redistribution("block", split, whole, lie, 2)
-    back = costs.redistribution("block", whole, split, lie, 2)
+    costs, topology = model_of(make), StageTopology("n", (2,))
+    there = costs.redistribution("block", split, whole, topology, 2)
+    back = costs.redistribution("block", whole, split, topology, 2)
     assert (there.time_ps, back.time_ps) == (20_000_000 + 8_192_000, 0)
-    assert costs.redistribution("block", split, split, lie, 2).time_ps == 0
+    assert costs.redistribution("block", split, split, topology, 2).time_ps == 0
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, 1), (4, 1), (4, 2), (6, 1), (6, 2), (8, 1), (8, 2)])
 def test_redistribution_is_that_of_the_plans_over_the_whole_stage(make, size, nodes):
     costs = model_of(make, size, nodes)
-    lie = lie_of(costs.cluster, range(size))
+    topology = stage_topology(costs.cluster, range(size))
     outputs = (
         BoundaryTensor(name="hidden", sequence_length=48, features=64),
         BoundaryTensor(name="memory", sequence_length=24, features=8),
@@ -57,13 +57,13 @@ def test_redistribution_is_that_of_the_plans_over_the_whole_stage(make, size, no
     samples = 48
     for source in layouts(size):
         for target in layouts(size):
-            expected = sum(slowest_exchange_s(costs, lie, source, target, samples, tensor) for tensor in outputs)
-            found = redistribution_time(costs.profiles, lie, source, target, samples, outputs, 4)
+            expected = sum(slowest_exchange_s(costs, topology, source, target, samples, tensor) for tensor in outputs)
+            found = redistribution_time(costs.profiles, topology, source, target, samples, outputs, 4)
             assert found.time_s == pytest.approx(expected, rel=1e-6), (source, target)
 
 
 def slowest_exchange_s(
-    costs: CostModel, lie: Lie, source: Layout, target: Layout, samples: int, tensor: BoundaryTensor
+    costs: CostModel, topology: StageTopology, source: Layout, target: Layout, samples: int, tensor: BoundaryTensor
 ) -> float:
     """Every closed group on its own: a rank that sends x bytes waits as for an all_to_all of x n/(n-1)."""
     sent = sent_numel(source, target, samples, tensor.sequence_length, tensor.features)
@@ -72,7 +72,7 @@ def slowest_exchange_s(
         most, ranks = max(sent[rank] for rank in group) * 4, len(group)
         if most:
             full = ceil(most * ranks / (ranks - 1))
-            taken = collective_time(costs.profiles, Collective.ALL_TO_ALL, kinds_of(lie, [group]), full)
+            taken = collective_time(costs.profiles, Collective.ALL_TO_ALL, kinds_of(topology, [group]), full)
             slowest = max(slowest, taken.time_s)
     return slowest
 
@@ -101,7 +101,7 @@ def test_tensor_parallel_groups_that_lie_apart_take_longer_than_those_that_were_
 
     def passes(consecutive: bool, **changes: object) -> int:
         strategy = LayerStrategy(type="block", tp_size=2, dp_size=2, tp_consecutive=consecutive, **changes)
-        found = costs.element("block", strategy, Lie("n", (2, 2)), 2, 2)
+        found = costs.layer("block", strategy, StageTopology("n", (2, 2)), 2, 2)
         return found.forward_ps + found.backward_ps
 
     assert passes(False) - passes(True) == 4 * 20_000_000
@@ -114,8 +114,8 @@ def test_tensor_parallel_groups_that_lie_apart_take_longer_than_those_that_were_
 def test_traffic_of_groups_that_lie_apart_is_marked_where_the_model_does_not_tell_it(make):
     costs = model_of(make, 4, 2)
     strategy = LayerStrategy(type="block", tp_size=2, dp_size=2, tp_consecutive=False)
-    (doubt,) = costs.element("block", strategy, Lie("n", (2, 2)), 2, 2).warnings
-    assert doubt == "absent: what block sends among ranks that lie apart: counted as among neighbours"
+    (warning,) = costs.layer("block", strategy, StageTopology("n", (2, 2)), 2, 2).warnings
+    assert warning == "absent: what block sends among ranks that lie apart: counted as among neighbours"
 
 
 def tied_plan(costs: CostModel, embedding: Strategy, head: Strategy) -> Plan:

@@ -79,7 +79,7 @@ def tight_world(seed: int):
     request = replace(world.request, megatron_gather_buffer=False)
     none = best(replace(request, memory_gib=2**20 / GIB), world.model, world.cluster, world.profiles)
     assert isinstance(none, Infeasible)
-    return replace(request, memory_gib=1.1 * none.least_bytes / GIB), world
+    return replace(request, memory_gib=1.1 * none.min_bytes / GIB), world
 
 
 def test_a_change_saves_and_lacks_what_its_plan_does():

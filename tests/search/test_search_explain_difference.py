@@ -115,8 +115,8 @@ def test_terms_are_those_of_the_slowest_and_of_the_fullest_stage(plans, make):
     plain = replace(first, layers=(first.layers[0],) * 4)
     profiles = make.profiles(first.model, first.cluster)
     here, there = (evaluate(plan, profiles).estimate for plan in (plain, second))
-    times, held = [s.time_s for s in here.stages], [s.memory_bytes for s in here.stages]
-    assert times[1] > times[0] and held[0] > held[1]
+    times, resident = [s.time_s for s in here.stages], [s.memory_bytes for s in here.stages]
+    assert times[1] > times[0] and resident[0] > resident[1]
     forward, *_ = time_changes(plain, here, second, there)
     assert forward.binding.here == 4 * here.stages[1].time_terms_s["forward"]
     assert forward.binding.there == 2 * there.stages[0].time_terms_s["forward"]

@@ -129,9 +129,9 @@ def test_of_chunks_a_bound_is_told_and_only_what_a_search_finds_is_promised(make
     world = World(request, model, cluster, make.profiles(model, cluster, make.hardware(make.cluster(8, nodes=4))))
     found = answer(changed(world, memory_gib=1.2 / 1024))
     assert not found.exact and "lacks more than" in found.reason and "raise memory_gib to more than" in found.reason
-    bound = changed(world, memory_gib=found.least_bytes / GIB)
+    bound = changed(world, memory_gib=found.min_bytes / GIB)
     assert isinstance(answer(bound), Infeasible)
-    assert isinstance(answer(changed(world, memory_gib=1.2 * found.least_bytes / GIB)), Found)
+    assert isinstance(answer(changed(world, memory_gib=1.2 * found.min_bytes / GIB)), Found)
     batch, nodes = remedies(*bound[:4], FILE)
     smaller = [size for size in (1, 2, 4) if isinstance(answer(changed(bound, global_batch_size=size)), Found)]
     assert batch == max(smaller, default=None)
@@ -146,7 +146,7 @@ def test_promises_hold_for_random_requests(block):
         none = answer(changed(world, memory_gib=2**20 / GIB))
         assert isinstance(none, Infeasible)
         for share in (0.97, 0.8):
-            gib = (2**20 + share * (none.least_bytes - 2**20)) / GIB
+            gib = (2**20 + share * (none.min_bytes - 2**20)) / GIB
             tight = changed(world, memory_gib=gib)
             assert isinstance(answer(tight), Infeasible)
             batch, nodes = remedies(*tight[:4], FILE)

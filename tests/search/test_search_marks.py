@@ -18,12 +18,12 @@ SEEN = "analytic, nothing was measured: median error 19 %."
 def priced(make):
     """Prices a plan of two tensor-parallel ranks with profiles that a test has marked."""
     model, cluster = make.model(), make.cluster()
-    spread = {"tp_size": 2, "dp_size": 1}
+    sharding = {"tp_size": 2, "dp_size": 1}
     plan = Plan(
         name="p", model=model, cluster=cluster, global_batch_size=4, num_microbatches=1,
         schedule=Schedule.ONE_F_ONE_B, stages=(PipelineStage(ranks=(0, 1), layers=((0, 4),)),),
-        embedding=Strategy(**spread), head=Strategy(**spread),
-        layers=tuple(LayerStrategy(type="block", **spread) for _ in range(4)),
+        embedding=Strategy(**sharding), head=Strategy(**sharding),
+        layers=tuple(LayerStrategy(type="block", **sharding) for _ in range(4)),
     )  # fmt: skip
 
     def warnings(profile=None, hardware=None, notes=""):

@@ -20,7 +20,7 @@ from shardwright_search.explain import layer_runs
 from shardwright_search.interop.uniform import even_cuts
 from shardwright_search.search import NEAR, Found, Infeasible, find_best
 from shardwright_search.space.budget import GIB
-from shardwright_search.space.configurations import cases, narrowed, spreads
+from shardwright_search.space.configurations import configurations, narrowed, shardings
 from shardwright_search.space.request import SearchRequest
 
 FILE = Path("s.json")
@@ -45,23 +45,26 @@ def optimum_ps(found: Found) -> float:
 def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterator[Plan]:
     """All plans of a request with a fixed batch size, put together without the solver."""
     request = narrowed(request, cluster.num_devices)
-    for case in cases(request, model, cluster, FILE):
-        width, samples = cluster.num_devices // case.pp_size, request.global_batch_size // case.num_microbatches
+    for configuration in configurations(request, model, cluster, FILE):
+        width, samples = (
+            cluster.num_devices // configuration.pp_size,
+            request.global_batch_size // configuration.num_microbatches,
+        )
         spaces = [
-            [s for s in spreads(request, model, name, width) if samples % s.dp_size == 0]
+            [s for s in shardings(request, model, name, width) if samples % s.dp_size == 0]
             for name in (EMBEDDING, *model.layers, HEAD)
         ]
         layers = len(model.layers)
-        for cut in range(1, layers) if case.pp_size == 2 else (layers,):
-            bounds = ((0, cut), (cut, layers))[: case.pp_size]
+        for cut in range(1, layers) if configuration.pp_size == 2 else (layers,):
+            bounds = ((0, cut), (cut, layers))[: configuration.pp_size]
             for embedding, *blocks, head in product(*spaces):
                 yield Plan(
                     name=request.name,
                     model=model,
                     cluster=cluster,
                     global_batch_size=request.global_batch_size,
-                    num_microbatches=case.num_microbatches,
-                    schedule=case.schedule,
+                    num_microbatches=configuration.num_microbatches,
+                    schedule=configuration.schedule,
                     stages=tuple(
                         PipelineStage(ranks=tuple(range(i * width, (i + 1) * width)), layers=(bound,))
                         for i, bound in enumerate(bounds)
@@ -148,10 +151,10 @@ def test_least_bytes_of_an_infeasible_request_are_exact(make):
     tight = make.request(memory_gib=2**20 / GIB)
     found = ask(tight, model, cluster, profiles)
     assert isinstance(found, Infeasible)
-    assert found.missing_bytes == found.least_bytes - 2**20
-    enough, short = (replace(tight, memory_gib=size / GIB) for size in (found.least_bytes, found.least_bytes - 1))
+    assert found.missing_bytes == found.min_bytes - 2**20
+    enough, short = (replace(tight, memory_gib=size / GIB) for size in (found.min_bytes, found.min_bytes - 1))
     fits = search(enough, model, cluster, profiles)
-    assert fits.chosen.evaluation.estimate.memory_bytes == found.least_bytes
+    assert fits.chosen.evaluation.estimate.memory_bytes == found.min_bytes
     missing = ask(short, model, cluster, profiles)
     assert isinstance(missing, Infeasible) and missing.missing_bytes == 1
     named = float(found.reason.rsplit(" ", 1)[1])
@@ -186,7 +189,7 @@ def test_a_wider_space_is_never_slower(make):
 def test_more_memory_is_never_slower(make):
     model, cluster = make.model(3), make.cluster(4)
     profiles = make.profiles(model, cluster)
-    least = ask(make.request(memory_gib=2**20 / GIB), model, cluster, profiles).least_bytes
+    least = ask(make.request(memory_gib=2**20 / GIB), model, cluster, profiles).min_bytes
     requests = [make.request(memory_gib=least * more / GIB) for more in (1, 1.05, 1.2, 1.5, 2, 4)]
     times = [search(request, model, cluster, profiles).optimum_s for request in requests]
     assert times == sorted(times, reverse=True) and times[-1] < times[0]

@@ -22,8 +22,8 @@ from shardwright_search.solver import milp as integer_programme
 from shardwright_search.solver.branch_and_bound import Best, Target, optimise
 from shardwright_search.solver.milp import Answer, solve
 from shardwright_search.solver.problem import Problem, price
-from shardwright_search.space.configurations import Case
-from shardwright_search.space.instance import Pricing
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.instance import Instance
 
 pytest.importorskip("highspy")
 
@@ -34,12 +34,12 @@ SECONDS = 60.0
 def costlier(problem: Problem, solution_options: tuple[int, ...], element: int) -> Problem:
     """The option that one element has, slower by a tenth."""
     kind = problem.elements[element]
-    place = problem.places[0]
+    place = problem.device_groups[0]
     times = place.options[kind].time_ps.copy()
     times[solution_options[element]] *= 1.1
     options = list(place.options)
     options[kind] = options[kind]._replace(time_ps=times)
-    return replace(problem, places=(place._replace(options=tuple(options)),))
+    return replace(problem, device_groups=(place._replace(options=tuple(options)),))
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -51,7 +51,7 @@ def test_the_solver_and_highs_find_equally_good_plans_of_middle_sized_problems(b
         assert theirs.objective_ps == pytest.approx(ours, rel=NEAR), seed
         counted = price(problem, theirs.solution)
         assert counted.objective_ps == pytest.approx(theirs.objective_ps, rel=NEAR), seed
-        assert max(counted.memory_bytes) <= problem.places[0].budget_bytes, seed
+        assert max(counted.memory_bytes) <= problem.device_groups[0].budget_bytes, seed
 
 
 def test_memory_binds_in_middle_sized_problems():
@@ -59,7 +59,7 @@ def test_memory_binds_in_middle_sized_problems():
     binding = 0
     for seed in range(10):
         problem = middle_problem(seed)
-        free = replace(problem, places=(problem.places[0]._replace(budget_bytes=1 << 50),))
+        free = replace(problem, device_groups=(problem.device_groups[0]._replace(budget_bytes=1 << 50),))
         binding += solved(free).objective_ps < solved(problem).objective_ps
     assert binding >= 8
 
@@ -102,24 +102,24 @@ def world() -> World:
 
 
 @pytest.fixture(scope="module")
-def searched() -> tuple[Pricing, tuple[Target[Case], ...], Best[Case]]:
+def searched() -> tuple[Instance, tuple[Target[Configuration], ...], Best[Configuration]]:
     """A request's cases and its best plan."""
     given = world()
-    pricing = given.pricing
-    targets = given.targets(pricing)
-    best = optimise(targets, pricing.solvable).best
-    assert best is not None and best.target.case.num_chunks == 1
-    return pricing, targets, best
+    instance = given.instance
+    targets = given.targets(instance)
+    best = optimise(targets, instance.solvable).best
+    assert best is not None and best.target.configuration.num_chunks == 1
+    return instance, targets, best
 
 
-def ask(searched, best: Best[Case] | None = None, seconds: float = SECONDS) -> str:
-    pricing, targets, found = searched
-    return certificate(pricing, targets, best or found, seconds, lambda line: None)
+def ask(searched, best: Best[Configuration] | None = None, seconds: float = SECONDS) -> str:
+    instance, targets, found = searched
+    return certificate(instance, targets, best or found, seconds, lambda line: None)
 
 
 def test_the_certificate_tells_what_was_compared(searched):
     _, targets, best = searched
-    interleaved = sum(target.case.num_chunks > 1 for target in targets)
+    interleaved = sum(target.configuration.num_chunks > 1 for target in targets)
     step_ms = (best.found.objective_ps + best.target.offset_ps) * 1e-9
     said = ask(searched)
     assert said.startswith("HiGHS 1.") and f"{step_ms:.6f} ms, equal" in said
@@ -131,10 +131,10 @@ def test_the_certificate_tells_what_was_compared(searched):
 @pytest.mark.parametrize("seed", range(300, 308))
 def test_highs_knows_no_better_plan_in_any_case_of_random_requests(seed):
     given = random_world(seed, most_layers=5)
-    pricing = given.pricing
-    targets = given.targets(pricing)
-    best = optimise(targets, pricing.solvable).best
-    said = certificate(pricing, targets, best, SECONDS, lambda line: None)
+    instance = given.instance
+    targets = given.targets(instance)
+    best = optimise(targets, instance.solvable).best
+    said = certificate(instance, targets, best, SECONDS, lambda line: None)
     others = len(targets) - 1
     assert "ms, equal" in said and said.endswith(f"{others} of {others} other cases have no better plan")
 
@@ -156,7 +156,7 @@ def test_a_case_that_needs_more_than_its_share_is_asked_again(searched, monkeypa
         return Answer(None, np.inf, False) if len(limits) == 2 else solve(problem, time_limit_s, *below_ps)
 
     monkeypatch.setattr(prove, "solve", slow_at_first)
-    single = sum(target.case.num_chunks == 1 for target in targets)
+    single = sum(target.configuration.num_chunks == 1 for target in targets)
     assert f"{single - 1} of {len(targets) - 1} other cases" in ask(searched)
     assert len(limits) == single + 1 and limits[-1] > SECONDS / 2 > limits[1]
 
@@ -171,11 +171,15 @@ def test_a_best_plan_that_is_said_to_take_another_time_is_noticed(searched, fact
 
 
 def test_a_search_that_missed_a_better_case_is_noticed(searched):
-    pricing, targets, best = searched
-    others = [target for target in targets if target.case != best.target.case and target.case.num_chunks == 1]
-    second = optimise(others, pricing.solvable).best
+    instance, targets, best = searched
+    others = [
+        target
+        for target in targets
+        if target.configuration != best.target.configuration and target.configuration.num_chunks == 1
+    ]
+    second = optimise(others, instance.solvable).best
     assert second is not None and second.score > best.score * (1 + NEAR)
-    with pytest.raises(RunFailed, match=f"HiGHS disagrees: {best.target.case}"):
+    with pytest.raises(RunFailed, match=f"HiGHS disagrees: {best.target.configuration}"):
         ask(searched, second)
 
 
@@ -183,7 +187,7 @@ def test_a_plan_that_is_over_budget_by_rounding_is_no_better_plan():
     problem = middle_problem(0)
     answer = solve(problem, SECONDS)
     need = max(price(problem, answer.solution).memory_bytes)
-    tight = replace(problem, places=(problem.places[0]._replace(budget_bytes=need - 1),))
+    tight = replace(problem, device_groups=(problem.device_groups[0]._replace(budget_bytes=need - 1),))
     assert prove._is_better(problem, answer, answer.objective_ps * 2, 0.0)
     assert not prove._is_better(tight, answer, answer.objective_ps * 2, 0.0)
 

@@ -22,7 +22,7 @@ from shardwright_search.search import find_best
 from shardwright_search.solver.branch_and_bound import Best, Target
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import Solution
-from shardwright_search.space.configurations import Case
+from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.request import Robust, SearchRequest
 
 FILE = Path("s.json")
@@ -106,7 +106,7 @@ def test_no_plan_near_any_optimum_has_a_smaller_largest_regret():
 def test_the_largest_regret_decides_and_what_is_near_it_is_kept_by_score():
     """One plan is the best in most scenarios, two others are never far from it."""
     shares = np.array([[0.0, 0.205, 0.1], [0.0, 0.2, 0.2], [0.4, 0.0, 0.2]])
-    target = Target(Case(8, 1, 1, Schedule.ONE_F_ONE_B), 0.0, 1.0)
+    target = Target(Configuration(8, 1, 1, Schedule.ONE_F_ONE_B), 0.0, 1.0)
     plans = tuple(
         Best(target, Found(score, Solution((3,), (0, i, 0), (0,))), score) for i, score in enumerate((1, 3, 2))
     )

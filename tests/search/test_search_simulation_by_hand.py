@@ -147,10 +147,10 @@ def drawn(simulation: Simulation, num_stages: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("drawing", DRAWINGS.values(), ids=DRAWINGS)
 def test_the_simulation_equals_a_timeline_drawn_by_hand(drawing: Drawing) -> None:
-    case = (drawing.ranges, drawing.schedule, drawing.num_microbatches, drawing.num_chunks)
-    found = simulate(*case)
+    configuration = (drawing.ranges, drawing.schedule, drawing.num_microbatches, drawing.num_chunks)
+    found = simulate(*configuration)
     assert drawn(found, len(drawing.ranges) // drawing.num_chunks) == drawing.lanes
-    assert found.step_ps == step_time_ps(*case) == drawing.step
+    assert found.step_ps == step_time_ps(*configuration) == drawing.step
 
 
 def test_reductions_beside_a_backward_pass_that_slow_nothing_down_take_no_longer_than_the_longer_of_both() -> None:

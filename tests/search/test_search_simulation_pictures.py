@@ -55,8 +55,8 @@ def reducing(estimate):
     """The same with a reduction beside the last backward pass of stage 0, half as long."""
     (*_, last) = (e for e in estimate.timeline if e.stage == 0 and e.kind == "backward")
     middle_s = (last.start_s + last.end_s) / 2
-    beside = msgspec.structs.replace(last, kind="gradient_sync", microbatch=None, start_s=middle_s)
-    return msgspec.structs.replace(estimate, timeline=(*estimate.timeline, beside))
+    overlapped_time = msgspec.structs.replace(last, kind="gradient_sync", microbatch=None, start_s=middle_s)
+    return msgspec.structs.replace(estimate, timeline=(*estimate.timeline, overlapped_time))
 
 
 @pytest.fixture
@@ -156,10 +156,10 @@ def test_the_picture_shows_every_event_where_it_is_and_nothing_over_another(plan
     end_s = max(event.end_s for event in reducing.timeline)
     left = min(x for _, x, *_ in shown)
     right = max(x + width for _, x, width, *_ in shown)
-    places = sorted((round(x - left, 1), round(width, 1)) for _, x, width, *_ in shown)
+    device_groups = sorted((round(x - left, 1), round(width, 1)) for _, x, width, *_ in shown)
     scale = (right - left) / end_s
     wanted = sorted((round(e.start_s * scale, 1), round((e.end_s - e.start_s) * scale, 1)) for e in reducing.timeline)
-    assert [time for place in places for time in place] == pytest.approx(
+    assert [time for place in device_groups for time in place] == pytest.approx(
         [time for place in wanted for time in place], abs=0.11
     )
     for one in range(len(shown)):

@@ -17,7 +17,7 @@ overlaps = st.none() | st.builds(Overlap, st.floats(1, 3), st.floats(1, 3))
 
 
 @st.composite
-def cases(draw, overlap=overlaps):
+def configurations(draw, overlap=overlaps):
     """Ranges, schedule, number of microbatches and of chunks; the last pass and some of the others reduce."""
     schedule = draw(st.sampled_from(list(Schedule)))
     num_chunks = draw(st.integers(2, 3)) if schedule is Schedule.INTERLEAVED_1F1B else 1
@@ -37,11 +37,11 @@ def scaled(times: StageTimes, factor: int) -> StageTimes:
 
 
 @settings(max_examples=100, deadline=None)
-@given(cases())
-def test_a_step_takes_no_less_than_the_bound_and_no_less_than_any_stages_work(case):
-    ranges, _, microbatches, chunks = case
-    step_ps = simulate(*case).step_ps
-    assert step_ps == step_time_ps(*case)
+@given(configurations())
+def test_a_step_takes_no_less_than_the_bound_and_no_less_than_any_stages_work(configuration):
+    ranges, _, microbatches, chunks = configuration
+    step_ps = simulate(*configuration).step_ps
+    assert step_ps == step_time_ps(*configuration)
     bound = lower_bound_ps(ranges, microbatches, chunks)
     stages = len(ranges) // chunks
     work = [microbatches * sum(r.forward_ps + r.backward_ps for r in ranges[i::stages]) for i in range(stages)]
@@ -49,11 +49,11 @@ def test_a_step_takes_no_less_than_the_bound_and_no_less_than_any_stages_work(ca
 
 
 @settings(max_examples=100, deadline=None)
-@given(cases())
-def test_every_lane_does_one_thing_at_a_time_and_each_thing_once(case):
-    ranges, _, microbatches, chunks = case
+@given(configurations())
+def test_every_lane_does_one_thing_at_a_time_and_each_thing_once(configuration):
+    ranges, _, microbatches, chunks = configuration
     stages = len(ranges) // chunks
-    found = simulate(*case)
+    found = simulate(*configuration)
     lanes = defaultdict(list)
     for e in found.events:
         kind = e.kind if e.kind in ("send_forward", "send_backward", "gradient_sync") else "stage"
@@ -71,29 +71,29 @@ def test_every_lane_does_one_thing_at_a_time_and_each_thing_once(case):
 
 
 @settings(max_examples=100, deadline=None)
-@given(cases(st.sampled_from((ALONE, FREELY))), st.integers(2, 9))
-def test_scaling_all_times_scales_the_answer(case, factor):
-    ranges, *rest = case
+@given(configurations(st.sampled_from((ALONE, FREELY))), st.integers(2, 9))
+def test_scaling_all_times_scales_the_answer(configuration, factor):
+    ranges, *rest = configuration
     larger = [scaled(times, factor) for times in ranges]
     assert step_time_ps(larger, *rest) == factor * step_time_ps(ranges, *rest)
     assert lower_bound_ps(larger, *rest[1:]) == factor * lower_bound_ps(ranges, *rest[1:])
 
 
 @settings(max_examples=100, deadline=None)
-@given(cases(), st.integers(2, 9))
-def test_rounding_slowed_times_to_picoseconds_moves_the_answer_by_next_to_nothing(case, factor):
-    ranges, *rest = case
+@given(configurations(), st.integers(2, 9))
+def test_rounding_slowed_times_to_picoseconds_moves_the_answer_by_next_to_nothing(configuration, factor):
+    ranges, *rest = configuration
     fine = [scaled(times, 10**9) for times in ranges]
     larger = [scaled(times, factor * 10**9) for times in ranges]
     assert step_time_ps(larger, *rest) == pytest.approx(factor * step_time_ps(fine, *rest), rel=1e-8)
 
 
 @settings(max_examples=100, deadline=None)
-@given(cases())
-def test_reducing_beside_the_backward_pass_is_never_slower_where_nothing_slows_down(case):
-    ranges, *rest = case
-    behind, beside = ([r._replace(overlap=overlap) for r in ranges] for overlap in (ALONE, FREELY))
-    assert step_time_ps(beside, *rest) <= step_time_ps(behind, *rest)
+@given(configurations())
+def test_reducing_beside_the_backward_pass_is_never_slower_where_nothing_slows_down(configuration):
+    ranges, *rest = configuration
+    behind, overlapped_time = ([r._replace(overlap=overlap) for r in ranges] for overlap in (ALONE, FREELY))
+    assert step_time_ps(overlapped_time, *rest) <= step_time_ps(behind, *rest)
 
 
 @settings(max_examples=100, deadline=None)
@@ -102,7 +102,7 @@ def test_a_slowed_pass_lies_between_an_unhindered_one_and_one_that_is_always_slo
     found = backward_pass(own, Overlap(compute, message), behind)
     freely = backward_pass(own, FREELY, behind)
     rounding = 2 * len(own)
-    assert freely.message_ps <= found.message_ps <= compute * freely.message_ps + rounding
+    assert freely.gradient_ps <= found.gradient_ps <= compute * freely.gradient_ps + rounding
     assert freely.busy_ps <= found.busy_ps <= max(compute, message) * freely.busy_ps + rounding
     spent = sum(end - start for start, end in found.reductions_ps)
     alone = sum(e.sync_ps for e in own) + behind

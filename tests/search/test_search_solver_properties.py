@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import random_problem, with_budgets
 
-from shardwright_search.solver.problem import Options, Place, Problem
+from shardwright_search.solver.problem import DeviceGroup, Options, Problem
 
 SEEDS = st.integers(0, 1_000_000)
 MANY = settings(deadline=None, max_examples=60, derandomize=True)
@@ -27,7 +27,7 @@ def best(problem: Problem) -> float:
 @given(SEEDS, st.lists(st.floats(0, 2), min_size=2, max_size=2))
 def test_more_memory_is_never_slower(seed, more):
     problem = random_problem(seed)
-    budgets = [place.budget_bytes for place in problem.places]
+    budgets = [place.budget_bytes for place in problem.device_groups]
     larger = [int(budget * (1 + share)) for budget, share in zip(budgets, more, strict=False)]
     assert best(with_budgets(problem, larger)) <= best(problem)
 
@@ -40,12 +40,12 @@ def test_a_wider_space_is_never_slower(seed, kind, which):
     keep = np.random.default_rng(which).random(8) < 0.5
     keep[0] = True
 
-    def narrow(place: Place) -> Place:
-        rows = np.flatnonzero(keep[: len(place.options[kind].takes)])
+    def narrow(place: DeviceGroup) -> DeviceGroup:
+        rows = np.flatnonzero(keep[: len(place.options[kind].input_layout)])
         options = tuple(o.take(rows) if i == kind else o for i, o in enumerate(place.options))
         return place._replace(options=options)
 
-    assert best(problem) <= best(changed(problem, places=tuple(map(narrow, problem.places))))
+    assert best(problem) <= best(changed(problem, device_groups=tuple(map(narrow, problem.device_groups))))
 
 
 @MANY
@@ -53,28 +53,28 @@ def test_a_wider_space_is_never_slower(seed, kind, which):
 def test_a_problem_told_in_another_order_has_the_same_answer(seed, which):
     """Places, options and layouts have other numbers."""
     problem, rng = random_problem(seed), np.random.default_rng(which)
-    places, layouts = rng.permutation(len(problem.places)), rng.permutation(problem.num_layouts)
-    new_place, new_layout = np.argsort(places), np.argsort(layouts)
+    device_groups, layouts = rng.permutation(len(problem.device_groups)), rng.permutation(problem.num_layouts)
+    new_place, new_layout = np.argsort(device_groups), np.argsort(layouts)
 
     def told(kind: int, options: Options) -> Options:
-        rows = rng.permutation(len(options.takes))
-        takes = options.takes if kind == 0 else new_layout[options.takes]
-        gives = options.gives if kind == 3 else new_layout[options.gives]
-        return options._replace(takes=takes, gives=gives).take(rows)
+        rows = rng.permutation(len(options.input_layout))
+        input_layout = options.input_layout if kind == 0 else new_layout[options.input_layout]
+        output_layout = options.output_layout if kind == 3 else new_layout[options.output_layout]
+        return options._replace(input_layout=input_layout, output_layout=output_layout).take(rows)
 
     other = changed(
         problem,
-        places=tuple(
-            Place(
+        device_groups=tuple(
+            DeviceGroup(
                 tuple(told(kind, options) for kind, options in enumerate(place.options)),
                 place.redistribution_ps[:, layouts][:, :, layouts],
                 place.budget_bytes,
             )
-            for place in (problem.places[i] for i in places)
+            for place in (problem.device_groups[i] for i in device_groups)
         ),
-        available=tuple(problem.available[i] for i in places),
+        available=tuple(problem.available[i] for i in device_groups),
         allowed=tuple(tuple(int(new_place[i]) for i in allowed) for allowed in problem.allowed),
-        sends_ps=problem.sends_ps[:, places][:, :, places][..., layouts],
+        sends_ps=problem.sends_ps[:, device_groups][:, :, device_groups][..., layouts],
         boundary_bytes=problem.boundary_bytes[:, layouts],
     )
     assert best(other) == best(problem)
@@ -85,13 +85,13 @@ def test_a_problem_told_in_another_order_has_the_same_answer(seed, which):
 def test_times_that_are_so_many_times_as_long_take_so_many_times_as_long(seed, factor):
     problem = random_problem(seed)
 
-    def scaled(place: Place) -> Place:
-        options = (o._replace(time_ps=o.time_ps * factor, end_ps=o.end_ps * factor) for o in place.options)
-        return Place(tuple(options), place.redistribution_ps * factor, place.budget_bytes)
+    def scaled(place: DeviceGroup) -> DeviceGroup:
+        options = (o._replace(time_ps=o.time_ps * factor, exposed_ps=o.exposed_ps * factor) for o in place.options)
+        return DeviceGroup(tuple(options), place.redistribution_ps * factor, place.budget_bytes)
 
     other = changed(
         problem,
-        places=tuple(map(scaled, problem.places)),
+        device_groups=tuple(map(scaled, problem.device_groups)),
         sends_ps=problem.sends_ps * factor,
         tie_ps=problem.tie_ps * factor,
     )
@@ -103,13 +103,15 @@ def test_times_that_are_so_many_times_as_long_take_so_many_times_as_long(seed, f
 def test_memory_in_other_units_changes_nothing(seed, factor):
     problem = random_problem(seed)
 
-    def scaled(place: Place) -> Place:
+    def scaled(place: DeviceGroup) -> DeviceGroup:
         columns = ("state_bytes", "late_bytes", "activation_bytes", "workspace_bytes")
         options = (o._replace(**{name: getattr(o, name) * factor for name in columns}) for o in place.options)
         return place._replace(options=tuple(options), budget_bytes=place.budget_bytes * factor)
 
-    held = problem.boundary_bytes * factor
-    assert best(changed(problem, places=tuple(map(scaled, problem.places)), boundary_bytes=held)) == best(problem)
+    resident = problem.boundary_bytes * factor
+    assert best(
+        changed(problem, device_groups=tuple(map(scaled, problem.device_groups)), boundary_bytes=resident)
+    ) == best(problem)
 
 
 @MANY
@@ -124,10 +126,10 @@ def test_what_all_ties_cost_comes_on_top(seed, more):
 def test_an_option_that_is_there_twice_changes_nothing(seed):
     problem = random_problem(seed)
 
-    def doubled(place: Place) -> Place:
-        return place._replace(options=tuple(o.take(np.arange(len(o.takes)).repeat(2)) for o in place.options))
+    def doubled(place: DeviceGroup) -> DeviceGroup:
+        return place._replace(options=tuple(o.take(np.arange(len(o.input_layout)).repeat(2)) for o in place.options))
 
-    assert best(changed(problem, places=tuple(map(doubled, problem.places)))) == best(problem)
+    assert best(changed(problem, device_groups=tuple(map(doubled, problem.device_groups)))) == best(problem)
 
 
 @MANY

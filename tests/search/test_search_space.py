@@ -13,7 +13,7 @@ from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.search import Found, Infeasible, find_best
 from shardwright_search.space.budget import GIB, budgets_of
-from shardwright_search.space.configurations import cases, narrowed, spreads
+from shardwright_search.space.configurations import configurations, narrowed, shardings
 from shardwright_search.space.request import SearchRequest, batch_sizes
 
 FILE = Path("s.json")
@@ -116,7 +116,7 @@ def test_options_that_leave_nothing_of_a_space_are_refused(searched, options, fi
 )
 def test_a_disabled_dimension_is_left_out(planned, searched, dimension, holds):
     """Under a budget in which the best plan uses it, or may."""
-    tight = searched(memory_gib=2**20 / GIB).least_bytes * 1.6 / GIB
+    tight = searched(memory_gib=2**20 / GIB).min_bytes * 1.6 / GIB
     assert holds(planned(memory_gib=tight, disable=[dimension]))
 
 
@@ -130,7 +130,7 @@ def test_degrees_stay_below_their_maxima(planned, searched):
 
 
 def test_one_strategy_for_all_layers_where_that_is_asked(searched):
-    budget = searched(memory_gib=2**20 / GIB).least_bytes * 1.2 / GIB
+    budget = searched(memory_gib=2**20 / GIB).min_bytes * 1.2 / GIB
     fine, coarse = (searched(memory_gib=budget, fine_grained=fine) for fine in (True, False))
     assert len(set(fine.chosen.plan.layers)) > 1
     assert len(set(coarse.chosen.plan.layers)) == 1
@@ -173,7 +173,7 @@ def test_at_one_batch_size_all_objectives_want_the_same(searched, objective):
 
 def test_uneven_divisions_are_left_out_of_the_space_not_rounded(make, searched):
     # 5 ranks would split 8 heads unevenly
-    assert {s.tp_size for s in spreads(make.request(), make.model(), "block", 5)} == {1}
+    assert {s.tp_size for s in shardings(make.request(), make.model(), "block", 5)} == {1}
     # 7 samples a microbatch on 8 ranks: only one data-parallel rank divides them
     found = searched(8, global_batch_size=56, num_microbatches=[8], pp_sizes=[1])
     assert shape(found.chosen.plan)[1] == {1}
@@ -182,19 +182,19 @@ def test_uneven_divisions_are_left_out_of_the_space_not_rounded(make, searched):
 
 
 def test_each_strategy_is_spelled_once(make):
-    found = spreads(make.request(), make.model(), "block", 4)
+    found = shardings(make.request(), make.model(), "block", 4)
     # tp 1: 3 kinds x 2; tp 2: 3 kinds x 2 splits x 2; tp 4: 2 splits x 2
     assert len(set(found)) == len(found) == 6 + 12 + 4
     assert all(s.sequence_parallel == "none" for s in found if s.tp_size == 1)
     assert all(s.data_parallel is DataParallel.DDP for s in found if s.dp_size == 1)
-    ulysses = spreads(make.request(sequence_parallel=["ulysses"], tp_sizes=[4]), make.model(), "block", 4)
+    ulysses = shardings(make.request(sequence_parallel=["ulysses"], tp_sizes=[4]), make.model(), "block", 4)
     assert {s.data_parallel for s in ulysses} == set(DataParallel), "all ranks share its parameters"
 
 
 def test_every_case_is_there_once(make):
     model, cluster = make.model(4), make.cluster(4)
     request = narrowed(make.request(global_batch_size=4, schedules=["1f1b", "gpipe", "1f1b"]), 4)
-    found = cases(request, model, cluster, FILE)
+    found = configurations(request, model, cluster, FILE)
     assert len(set(found)) == len(found) == 3 * 3 * 2 and list(found) == sorted(found)
 
 
@@ -235,7 +235,7 @@ def test_budgets_that_no_device_has_are_refused(make, changes, message):
 def test_a_reserve_is_left_free(searched):
     whole = searched(memory_gib=2**20 / GIB)
     assert isinstance(whole, Infeasible)
-    budget = whole.least_bytes / GIB
+    budget = whole.min_bytes / GIB
     assert isinstance(searched(memory_gib=budget + 0.25, reserve_gib=0.25), Found)
     short = searched(memory_gib=budget + 0.25, reserve_gib=0.25 + 2**10 / GIB)
     assert isinstance(short, Infeasible) and short.missing_bytes == 2**10

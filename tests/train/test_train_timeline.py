@@ -15,7 +15,7 @@ from shardwright_search.simulation.simulator import Simulation, StageTimes, simu
 from shardwright_train.launch import Nodes
 from shardwright_train.start import start_measure
 
-Place = tuple[str, int, int]
+DeviceGroup = tuple[str, int, int]
 """Of a pass in the pipeline: its kind, microbatch and layer range, counted through all stages and chunks."""
 
 UNEQUAL, IN_TURNS = (((0, 3),), ((3, 4),)), (((0, 1), (2, 3)), ((1, 2), (3, 4)))
@@ -88,7 +88,7 @@ def test_across_ranks_every_cause_comes_before_its_effect(measured: dict[str, Pl
 
     Messages from rank 0 tell how far rank 1's clock can be behind at most, messages to rank 0 how far ahead.
     """
-    passes: dict[Place, tuple[int, PassTime]] = {}
+    passes: dict[DeviceGroup, tuple[int, PassTime]] = {}
     for rank in measured[name].ranks:
         for one in rank.passes:
             passes[one.kind, one.microbatch, _range_number(rank.stage, one.chunk)] = rank.rank, one

@@ -11,12 +11,12 @@ from shardwright_formats.io.errors import RunFailed
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.search import Found, pricing_of, targets_of
+from shardwright_search.search import Found, instance_of, targets_of
 from shardwright_search.solver.branch_and_bound import Best, Target
 from shardwright_search.solver.milp import Answer, highs_version, solve
 from shardwright_search.solver.problem import Problem, price
-from shardwright_search.space.configurations import Case
-from shardwright_search.space.instance import Pricing
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
 
 __all__ = ["TOLERANCE", "certificate", "prove"]
@@ -46,14 +46,14 @@ def prove(
     """The certificate of a search's answer, told all that the search was told."""
     if found.stopped:
         return "none: the search was stopped before it was done"
-    pricing = pricing_of(request, model, cluster, profiles, file)
-    return certificate(pricing, targets_of(pricing, file), found.best, time_limit_s, report)
+    instance = instance_of(request, model, cluster, profiles, file)
+    return certificate(instance, targets_of(instance, file), found.best, time_limit_s, report)
 
 
 def certificate(
-    pricing: Pricing,
-    targets: Sequence[Target[Case]],
-    best: Best[Case],
+    instance: Instance,
+    targets: Sequence[Target[Configuration]],
+    best: Best[Configuration],
     time_limit_s: float,
     report: Callable[[str], None],
 ) -> str:
@@ -64,58 +64,64 @@ def certificate(
     schedules, which have another programme. Raises RunFailed where HiGHS finds a better plan, or none as good.
     """
     version, deadline = highs_version(), monotonic() + time_limit_s
-    own = f"{version}: {_own_case(pricing, best, deadline)}"
-    others = [target for target in targets if target.case != best.target.case]
-    tally = _other_cases(pricing, others, best, deadline, report)
+    own = f"{version}: {_own_configuration(instance, best, deadline)}"
+    others = [target for target in targets if target.configuration != best.target.configuration]
+    tally = _other_configurations(instance, others, best, deadline, report)
     left = [f"{tally.undecided} not decided within {time_limit_s:g} s"] if tally.undecided else []
     left += [f"{tally.interleaved} interleaved ones not asked"] if tally.interleaved else []
     return "; ".join([own, f"{tally.ruled_out} of {len(others)} other cases have no better plan", *left])
 
 
-def _own_case(pricing: Pricing, best: Best[Case], deadline: float) -> str:
-    if best.target.case.num_chunks > 1:
+def _own_configuration(instance: Instance, best: Best[Configuration], deadline: float) -> str:
+    if best.target.configuration.num_chunks > 1:
         return "the best plan's case is interleaved and was not asked"
-    problem = pricing.problem(best.target.case)
+    problem = instance.problem(best.target.configuration)
     answer = solve(problem, deadline - monotonic())
     offset_ps = best.target.offset_ps
     ours_ps, theirs_ps = best.found.objective_ps + offset_ps, answer.objective_ps + offset_ps
     worse = answer.done and theirs_ps > ours_ps * (1 + TOLERANCE)
     if worse or _is_better(problem, answer, best.found.objective_ps, offset_ps):
-        raise RunFailed(_difference(best.target.case, ours_ps, theirs_ps))
+        raise RunFailed(_difference(best.target.configuration, ours_ps, theirs_ps))
     if not answer.done:
         return "the best plan's case was not decided in time"
     return f"optimum of the best plan's case {theirs_ps * 1e-9:.6f} ms, equal"
 
 
-def _other_cases(
-    pricing: Pricing, others: Sequence[Target[Case]], best: Best[Case], deadline: float, report: Callable[[str], None]
+def _other_configurations(
+    instance: Instance,
+    others: Sequence[Target[Configuration]],
+    best: Best[Configuration],
+    deadline: float,
+    report: Callable[[str], None],
 ) -> _Tally:
     """In rounds: each open case gets an even share of the time that is left, the least promising first.
 
     These take the least time, and what they leave goes to the others.
     """
-    single = [target for target in others if target.case.num_chunks == 1]
-    single.sort(key=lambda target: -target.score(pricing.solvable(target.case).glance_ps))
+    single = [target for target in others if target.configuration.num_chunks == 1]
+    single.sort(key=lambda target: -target.score(instance.solvable(target.configuration).relaxed_bound_ps))
     ruled_out, waiting = 0, single
     while waiting and monotonic() < deadline:
         following = []
         for number, target in enumerate(waiting):
             report(f"HiGHS: case {number + 1} of {len(waiting)}")
-            answer = _other_case(pricing, target, best, (deadline - monotonic()) / (len(waiting) - number))
+            answer = _other_configuration(instance, target, best, (deadline - monotonic()) / (len(waiting) - number))
             ruled_out += answer.done and answer.solution is None
             following += [] if answer.done else [target]
         waiting = following
     return _Tally(ruled_out, len(single) - ruled_out, len(others) - len(single))
 
 
-def _other_case(pricing: Pricing, target: Target[Case], best: Best[Case], time_limit_s: float) -> Answer:
+def _other_configuration(
+    instance: Instance, target: Target[Configuration], best: Best[Configuration], time_limit_s: float
+) -> Answer:
     """Whether the case has a better plan."""
-    problem, limit_ps = pricing.problem(target.case), target.time_ps(best.score)
+    problem, limit_ps = instance.problem(target.configuration), target.time_ps(best.score)
     below_ps = limit_ps - TOLERANCE * (limit_ps + target.offset_ps)
     answer = solve(problem, time_limit_s, below_ps)
     if _is_better(problem, answer, limit_ps, target.offset_ps):
         ours_ps, theirs_ps = limit_ps + target.offset_ps, answer.objective_ps + target.offset_ps
-        raise RunFailed(_difference(target.case, ours_ps, theirs_ps))
+        raise RunFailed(_difference(target.configuration, ours_ps, theirs_ps))
     return answer
 
 
@@ -124,10 +130,12 @@ def _is_better(problem: Problem, answer: Answer, limit_ps: float, offset_ps: flo
     if answer.solution is None or answer.objective_ps + offset_ps > (limit_ps + offset_ps) * (1 - TOLERANCE / 2):
         return False
     needs = price(problem, answer.solution).memory_bytes
-    budgets = [problem.places[place].budget_bytes for place in answer.solution.places]
+    budgets = [problem.device_groups[place].budget_bytes for place in answer.solution.device_groups]
     return all(need <= budget for need, budget in zip(needs, budgets, strict=True))
 
 
-def _difference(case: Case, ours_ps: float, theirs_ps: float) -> str:
+def _difference(configuration: Configuration, ours_ps: float, theirs_ps: float) -> str:
     theirs = f"its best plan takes {theirs_ps * 1e-9:.9g} ms" if np.isfinite(theirs_ps) else "it finds no plan"
-    return f"HiGHS disagrees: {case}: {theirs}, the search's takes {ours_ps * 1e-9:.9g} ms as a step of that case"
+    return (
+        f"HiGHS disagrees: {configuration}: {theirs}, the search's takes {ours_ps * 1e-9:.9g} ms as a step of that case"
+    )

@@ -20,8 +20,8 @@ from shardwright_search.cost_model.plan import evaluate, offset_ps
 from shardwright_search.cost_model.profiles import Curve, LayerPoints, Profiles
 from shardwright_search.solver.branch_and_bound import Best
 from shardwright_search.solver.pareto import Numbers
-from shardwright_search.space.configurations import Case
-from shardwright_search.space.instance import Pricing
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Robust
 
 __all__ = ["NOMINAL", "Regrets", "Scenario", "regrets_of", "scenarios"]
@@ -43,18 +43,18 @@ class Regrets(msgspec.Struct, frozen=True, eq=False):
 
     names: tuple[str, ...]
     """Of the scenarios, the profile as it is first."""
-    plans: tuple[Best[Case], ...]
+    plans: tuple[Best[Configuration], ...]
     """As they score with the profile as it is."""
     shares: Numbers
     """[scenarios, plans]."""
 
-    def least(self, near: float) -> tuple[Best[Case], ...]:
+    def least(self, near: float) -> tuple[Best[Configuration], ...]:
         """The plans whose largest regret is within a share of the least one, by score."""
         worst = 1 + self.shares.max(0)
         kept = [self.plans[i] for i in np.flatnonzero(worst <= worst.min() * (1 + near))]
         return tuple(sorted(kept, key=lambda best: best.score))
 
-    def told(self, chosen: Best[Case], nominal: Best[Case]) -> tuple[ScenarioRegret, ...]:
+    def told(self, chosen: Best[Configuration], nominal: Best[Configuration]) -> tuple[ScenarioRegret, ...]:
         """The regrets of two of the plans."""
         known = [_identity(best) for best in self.plans]
         columns = self.shares[:, [known.index(_identity(best)) for best in (chosen, nominal)]]
@@ -95,48 +95,48 @@ def spread_out(profiles: Profiles, spreads: float) -> Profiles:
 
 
 def regrets_of(
-    pricing: Pricing,
-    near: Sequence[Best[Case]],
+    instance: Instance,
+    near: Sequence[Best[Configuration]],
     robust: Robust,
-    search: Callable[[str, Pricing], Sequence[Best[Case]]],
+    search: Callable[[str, Instance], Sequence[Best[Configuration]]],
 ) -> Regrets:
     """The near plans of every scenario, each priced in all of them; `near` are those of the profile as it is.
 
     `search` finds those of another scenario. Its best plan is one of them, if its search was done; else the best one
     known stands in for it.
     """
-    costs, found = pricing.costs, list(near)
+    costs, found = instance.costs, list(near)
     every = scenarios(costs.profiles, costs.cluster, robust)
-    prices = [pricing, *(_repriced(pricing, scenario.profiles) for scenario in every[1:])]
+    prices = [instance, *(_repriced(instance, scenario.profiles) for scenario in every[1:])]
     for scenario, other in zip(every[1:], prices[1:], strict=True):
         found += search(scenario.name, other)
     plans = {_identity(best): best for best in found}
     scores = np.array([[_score(other, best) for best in plans.values()] for other in prices])
-    retold = tuple(_retold(pricing, best, score) for best, score in zip(plans.values(), scores[0], strict=True))
+    retold = tuple(_retold(instance, best, score) for best, score in zip(plans.values(), scores[0], strict=True))
     return Regrets(tuple(scenario.name for scenario in every), retold, scores / scores.min(1, keepdims=True) - 1)
 
 
-def _repriced(pricing: Pricing, profiles: Profiles) -> Pricing:
+def _repriced(instance: Instance, profiles: Profiles) -> Instance:
     """The same request with other profiles; they say the same of memory."""
-    costs = pricing.costs
+    costs = instance.costs
     other = CostModel(costs.model, costs.cluster, profiles, costs.precision, costs.gradient_reduction, costs.time_model)
-    return Pricing(pricing.request, other, pricing.budgets)
+    return Instance(instance.request, other, instance.budgets)
 
 
-def _retold(pricing: Pricing, best: Best[Case], score: float) -> Best[Case]:
+def _retold(instance: Instance, best: Best[Configuration], score: float) -> Best[Configuration]:
     """A plan of any scenario as its score with the profile as it is."""
-    always_ps = offset_ps(pricing.costs, pricing.stage_ranks(best.target.case.pp_size))
+    always_ps = offset_ps(instance.costs, instance.stage_ranks(best.target.configuration.pp_size))
     target = best.target._replace(offset_ps=float(always_ps))
     return Best(target, best.found._replace(objective_ps=target.time_ps(score)), score)
 
 
-def _identity(best: Best[Case]) -> tuple[object, ...]:
-    return best.target.case, best.found.solution
+def _identity(best: Best[Configuration]) -> tuple[object, ...]:
+    return best.target.configuration, best.found.solution
 
 
-def _score(pricing: Pricing, best: Best[Case]) -> float:
-    plan = pricing.plan(best.target.case, best.found.solution)
-    evaluation = evaluate(plan, pricing.costs.profiles, pricing.costs, timeline=False)
+def _score(instance: Instance, best: Best[Configuration]) -> float:
+    plan = instance.plan(best.target.configuration, best.found.solution)
+    evaluation = evaluate(plan, instance.costs.profiles, instance.costs, timeline=False)
     return evaluation.objective_ps * best.target.scale
 
 

@@ -24,26 +24,26 @@ from shardwright_search.simulation.simulator import step_time_ps
 from shardwright_search.solver.branch_and_bound import Best, Optimum, Target, optimise
 from shardwright_search.solver.feasible import plain_plan
 from shardwright_search.space.budget import Infeasible, budgets_of, infeasible
-from shardwright_search.space.configurations import Case, cases, narrowed
-from shardwright_search.space.instance import Pricing
+from shardwright_search.space.configurations import Configuration, configurations, narrowed
+from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest
 
-__all__ = ["NEAR", "Candidate", "Found", "Infeasible", "find_best", "pricing_of", "targets_of"]
+__all__ = ["NEAR", "Candidate", "Found", "Infeasible", "find_best", "instance_of", "targets_of"]
 
 NEAR = 0.01
 """Among plans whose closed form is within this share of the optimum, the least simulated time decides."""
-_MOST_NEAR = 64
-_MOST_NEAR_ELSEWHERE = 16
+_MAX_NEAR = 64
+_MAX_NEAR_ELSEWHERE = 16
 """Plans of each other scenario of a robust search."""
-_MOST_ACTIONS = 100_000
+_MAX_ACTIONS = 100_000
 """Passes that are simulated to tell near plans apart."""
 _ROUNDING_BYTES = 16
 """What rounding up each term of a corrected memory can add."""
-_MOST_PLAIN = 20
-_MOST_RUNNERS_UP = 5
-_MOST_DEGREES = 3
+_MAX_PLAIN = 20
+_MAX_RUNNERS_UP = 5
+_MAX_DEGREES = 3
 """Other pipeline degrees, the most promising ones, whose best plan is looked for."""
-_MOST_LABELS = 3_000
+_MAX_LABELS = 3_000
 """Work on the best plan of another case, after which it is left out."""
 
 Report = Callable[[str], None]
@@ -73,13 +73,13 @@ class Found(NamedTuple):
     """How many of them were simulated."""
     stopped: bool
     """Whether the search ended before it was done."""
-    best: Best[Case]
+    best: Best[Configuration]
     """The plan of the least closed form."""
     regrets: tuple[ScenarioRegret, ...]
     """Of the chosen plan and that plan's like for the profile as it is, where the search was a robust one."""
 
 
-def pricing_of(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> Pricing:
+def instance_of(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> Instance:
     """A request with the cost model that prices it.
 
     Raises BadInput for profiles that do not fit the request, or a budget that no device has.
@@ -92,7 +92,7 @@ def pricing_of(request: SearchRequest, model: Model, cluster: Cluster, profiles:
         name: int(size / factor) - profiles.process_bytes - rounding
         for name, size in budgets_of(request, cluster, file).items()
     }
-    return Pricing(narrowed(request, cluster.num_devices), costs, budgets)
+    return Instance(narrowed(request, cluster.num_devices), costs, budgets)
 
 
 def find_best(
@@ -109,34 +109,34 @@ def find_best(
     Raises BadInput for a request that names no plan, and for profiles that do not fit it.
     """
     deadline = None if time_limit_s is None else monotonic() + time_limit_s
-    pricing = pricing_of(request, model, cluster, profiles, file)
-    targets = targets_of(pricing, file)
-    optimum = _optimum(pricing, targets, deadline, report)
+    instance = instance_of(request, model, cluster, profiles, file)
+    targets = targets_of(instance, file)
+    optimum = _optimum(instance, targets, deadline, report)
     if optimum.best is None and optimum.stopped:
         promising = [target for _, target in optimum.bounds]
-        if (plain := _plain(pricing, promising or targets)) is None:
+        if (plain := _plain(instance, promising or targets)) is None:
             raise BadInput(file, "no plan was found before the search was stopped", "give it more time")
         optimum = optimum._replace(best=plain, near=(plain,), bound=min(optimum.bound, plain.score))
     if optimum.best is None:
-        return infeasible(pricing, [target.case for target in targets], file)
+        return infeasible(instance, [target.configuration for target in targets], file)
     report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
     close = optimum.near
-    near, chosen = _least_simulated(pricing, close)
+    near, chosen = _least_simulated(instance, close)
     regrets: tuple[ScenarioRegret, ...] = ()
     if request.robust is not None:
 
-        def search(scenario: str, other: Pricing) -> tuple[Best[Case], ...]:
+        def search(scenario: str, other: Instance) -> tuple[Best[Configuration], ...]:
             report(f"scenario: {scenario}")
-            return _optimum(other, targets_of(other, file), deadline, report).near[:_MOST_NEAR_ELSEWHERE]
+            return _optimum(other, targets_of(other, file), deadline, report).near[:_MAX_NEAR_ELSEWHERE]
 
-        every = regrets_of(pricing, optimum.near[:_MOST_NEAR], request.robust, search)
+        every = regrets_of(instance, optimum.near[:_MAX_NEAR], request.robust, search)
         nominal, close = chosen, every.least(NEAR)
-        near, chosen = _least_simulated(pricing, close)
+        near, chosen = _least_simulated(instance, close)
         regrets = every.told(chosen, nominal)
-    plan = pricing.plan(chosen.target.case, chosen.found.solution)
-    candidate = Candidate(plan, evaluate(plan, profiles, pricing.costs))
-    others = () if optimum.stopped else tuple(_others(pricing, optimum, chosen, deadline))
-    runners_up = _runners_up(pricing, plan, (*others, *near))
+    plan = instance.plan(chosen.target.configuration, chosen.found.solution)
+    candidate = Candidate(plan, evaluate(plan, profiles, instance.costs))
+    others = () if optimum.stopped else tuple(_others(instance, optimum, chosen, deadline))
+    runners_up = _runners_up(instance, plan, (*others, *near))
     scale = chosen.target.scale * 1e12
     return Found(
         candidate,
@@ -153,111 +153,115 @@ def find_best(
     )
 
 
-def targets_of(pricing: Pricing, file: Path) -> tuple[Target[Case], ...]:
+def targets_of(instance: Instance, file: Path) -> tuple[Target[Configuration], ...]:
     """Every case of a request, and how it is scored: seconds of a step, or of a sample.
 
     Raises BadInput where no case has a plan, whatever the memory.
     """
-    request, costs = pricing.request, pricing.costs
-    every = _expanded(pricing, cases(request, costs.model, costs.cluster, file))
+    request, costs = instance.request, instance.costs
+    every = _expanded(instance, configurations(request, costs.model, costs.cluster, file))
     offsets: dict[int, int] = {}
     found = []
-    for case in every:
-        if case.pp_size not in offsets:
-            offsets[case.pp_size] = offset_ps(costs, pricing.stage_ranks(case.pp_size))
-        scale = 1.0 if request.objective is Objective.STEP_TIME else 1.0 / case.global_batch_size
-        found.append(Target(case, float(offsets[case.pp_size]), scale))
+    for configuration in every:
+        if configuration.pp_size not in offsets:
+            offsets[configuration.pp_size] = offset_ps(costs, instance.stage_ranks(configuration.pp_size))
+        scale = 1.0 if request.objective is Objective.STEP_TIME else 1.0 / configuration.global_batch_size
+        found.append(Target(configuration, float(offsets[configuration.pp_size]), scale))
     if not found:
         raise BadInput(file, "no strategy divides the batch, the model and the devices evenly", "allow other sizes")
     return tuple(found)
 
 
-def _expanded(pricing: Pricing, every: Iterable[Case]) -> Iterator[Case]:
+def _expanded(instance: Instance, every: Iterable[Configuration]) -> Iterator[Configuration]:
     """The cases in which something has a plan, split where all layers share a strategy or a buffer is counted."""
-    for case in every:
-        if not pricing.has_plans(case):
+    for configuration in every:
+        if not instance.has_plans(configuration):
             continue
         shared: Sequence[LayerStrategy | None] = [None]
-        if not pricing.request.fine_grained:
-            shared = pricing.layer_strategies(case)
+        if not instance.request.fine_grained:
+            shared = instance.layer_strategies(configuration)
         for layers in shared:
-            split = case._replace(layers=layers)
-            if not pricing.request.megatron_gather_buffer:
+            split = configuration._replace(layers=layers)
+            if not instance.request.megatron_gather_buffer:
                 yield split
                 continue
-            for tokens in pricing.buffer_tokens(split):
-                if pricing.has_plans(here := split._replace(buffer_tokens=tokens)):
+            for tokens in instance.buffer_tokens(split):
+                if instance.has_plans(here := split._replace(buffer_tokens=tokens)):
                     yield here
 
 
 def _optimum(
-    pricing: Pricing, targets: Sequence[Target[Case]], deadline: float | None, report: Report
-) -> Optimum[Case]:
+    instance: Instance, targets: Sequence[Target[Configuration]], deadline: float | None, report: Report
+) -> Optimum[Configuration]:
     def progress(best: float, bound: float, left: int) -> None:
         known = "no plan yet" if not np.isfinite(best) else f"best {best * 1e-9:.6g} ms, gap {best / bound - 1:.2%}"
-        unit = "step" if pricing.request.objective is Objective.STEP_TIME else "sample"
+        unit = "step" if instance.request.objective is Objective.STEP_TIME else "sample"
         report(f"{left} cases left: {known}, bound {bound * 1e-9:.6g} ms a {unit}")
 
     report(f"bounding {len(targets)} cases")
-    return optimise(targets, pricing.solvable, NEAR, _MOST_NEAR, deadline, progress)
+    return optimise(targets, instance.solvable, NEAR, _MAX_NEAR, deadline, progress)
 
 
-def _plain(pricing: Pricing, targets: Iterable[Target[Case]]) -> Best[Case] | None:
+def _plain(instance: Instance, targets: Iterable[Target[Configuration]]) -> Best[Configuration] | None:
     """The best of some plain plans of cases with one chunk: what a search that is stopped at once answers."""
-    single = (target for target in targets if target.case.num_chunks == 1)
-    found = ((target, plain_plan(pricing.problem(target.case))) for target in single)
+    single = (target for target in targets if target.configuration.num_chunks == 1)
+    found = ((target, plain_plan(instance.problem(target.configuration))) for target in single)
     plans = (Best(target, plan, target.score(plan.objective_ps)) for target, plan in found if plan is not None)
-    return min(islice(plans, _MOST_PLAIN), key=lambda best: best.score, default=None)
+    return min(islice(plans, _MAX_PLAIN), key=lambda best: best.score, default=None)
 
 
-def _least_simulated(pricing: Pricing, near: Sequence[Best[Case]]) -> tuple[list[Best[Case]], Best[Case]]:
+def _least_simulated(
+    instance: Instance, near: Sequence[Best[Configuration]]
+) -> tuple[list[Best[Configuration]], Best[Configuration]]:
     """The near plans that were simulated, the least score by simulation first, and that one."""
-    scores: list[tuple[float, int, Best[Case]]] = []
-    actions_left = _MOST_ACTIONS
-    for number, best in enumerate(near[:_MOST_NEAR]):
-        case = best.target.case
-        actions_left -= 2 * case.num_microbatches * case.pp_size * case.num_chunks
+    scores: list[tuple[float, int, Best[Configuration]]] = []
+    actions_left = _MAX_ACTIONS
+    for number, best in enumerate(near[:_MAX_NEAR]):
+        configuration = best.target.configuration
+        actions_left -= 2 * configuration.num_microbatches * configuration.pp_size * configuration.num_chunks
         if scores and actions_left < 0:
             break
-        plan = pricing.plan(case, best.found.solution)
-        times = [own.times for own in range_costs(plan, pricing.costs)]
-        step_ps = step_time_ps(times, plan.schedule, plan.num_microbatches, case.num_chunks)
+        plan = instance.plan(configuration, best.found.solution)
+        times = [own.times for own in range_costs(plan, instance.costs)]
+        step_ps = step_time_ps(times, plan.schedule, plan.num_microbatches, configuration.num_chunks)
         scores.append((best.target.score(step_ps), number, best))
     scores.sort(key=lambda one: one[:2])
     return [best for _, _, best in scores], scores[0][2]
 
 
 def _others(
-    pricing: Pricing, optimum: Optimum[Case], chosen: Best[Case], deadline: float | None
-) -> Iterator[Best[Case]]:
+    instance: Instance, optimum: Optimum[Configuration], chosen: Best[Configuration], deadline: float | None
+) -> Iterator[Best[Configuration]]:
     """The best plans of the most promising case of other pipeline degrees, and of other microbatch counts."""
-    case = chosen.target.case
-    sizes = _firsts(optimum, lambda other: other.pp_size, case.pp_size)
-    counts = _firsts(optimum, lambda other: other.num_microbatches, case.num_microbatches)
-    for target in dict.fromkeys((*sizes[:_MOST_DEGREES], *counts[:2])):
-        found = optimise([target], pricing.solvable, deadline=deadline, most_labels=_MOST_LABELS)
+    configuration = chosen.target.configuration
+    sizes = _firsts(optimum, lambda other: other.pp_size, configuration.pp_size)
+    counts = _firsts(optimum, lambda other: other.num_microbatches, configuration.num_microbatches)
+    for target in dict.fromkeys((*sizes[:_MAX_DEGREES], *counts[:2])):
+        found = optimise([target], instance.solvable, deadline=deadline, max_labels=_MAX_LABELS)
         if found.best is not None and not found.stopped:
             yield found.best
 
 
-def _firsts(optimum: Optimum[Case], shape: Callable[[Case], int], own: int) -> list[Target[Case]]:
+def _firsts(
+    optimum: Optimum[Configuration], shape: Callable[[Configuration], int], own: int
+) -> list[Target[Configuration]]:
     """The case with the least bound of each shape but one's own, the least first."""
-    found: dict[int, Target[Case]] = {}
+    found: dict[int, Target[Configuration]] = {}
     for _, target in optimum.bounds:
-        if shape(target.case) != own:
-            found.setdefault(shape(target.case), target)
+        if shape(target.configuration) != own:
+            found.setdefault(shape(target.configuration), target)
     return list(found.values())
 
 
-def _runners_up(pricing: Pricing, chosen: Plan, others: Sequence[Best[Case]]) -> tuple[Candidate, ...]:
+def _runners_up(instance: Instance, chosen: Plan, others: Sequence[Best[Configuration]]) -> tuple[Candidate, ...]:
     """A few plans that do something else than the chosen one and one another, by ascending closed form."""
     known = {_decision(chosen)}
     taken: list[Candidate] = []
     for other in others:
-        plan = pricing.plan(other.target.case, other.found.solution)
-        if len(taken) < _MOST_RUNNERS_UP and (what := _decision(plan)) not in known:
+        plan = instance.plan(other.target.configuration, other.found.solution)
+        if len(taken) < _MAX_RUNNERS_UP and (what := _decision(plan)) not in known:
             known.add(what)
-            taken.append(Candidate(plan, evaluate(plan, pricing.costs.profiles, pricing.costs, timeline=False)))
+            taken.append(Candidate(plan, evaluate(plan, instance.costs.profiles, instance.costs, timeline=False)))
     return tuple(sorted(taken, key=lambda c: c.evaluation.objective_ps / c.plan.global_batch_size))
 
 

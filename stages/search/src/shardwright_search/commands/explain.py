@@ -71,7 +71,7 @@ def explain_command(
         evaluation = evaluate(given, inputs.profiles, _costs(given, inputs, asked))
         parts = [_why(given, evaluation, inputs, asked, believed)]
         if asked is not None:
-            parts += _beside(given, evaluation, inputs, asked, time_limit)
+            parts += _overlapped(given, evaluation, inputs, asked, time_limit)
         if second is not None:
             there = evaluate(second, inputs.profiles, _costs(second, inputs, asked))
             parts.append(difference(given, evaluation.estimate, second, there.estimate))
@@ -100,7 +100,7 @@ def _why(
     return explanation(plan, evaluation.estimate, budget_bytes, lines, () if believed is None else believed.runners_up)
 
 
-def _beside(
+def _overlapped(
     plan: Plan, evaluation: Evaluation, inputs: Inputs, asked: _Asked, time_limit_s: float | None
 ) -> Iterator[RenderableType]:
     """Tables of the neighbouring kinds, and of what more would bring."""

@@ -147,15 +147,15 @@ def _terms(
     """Each term that this rank tells apart: measured, and predicted of its pipeline stage."""
     terms = stage.time_terms_s
     # Half of what is gathered and moved comes in forward, half in backward; neither is corrected here.
-    beside_s = (terms["gathers"] + terms["redistribution"]) / 2
+    overlapped_s = (terms["gathers"] + terms["redistribution"]) / 2
     forward_s = sum(median(segment.forward_s) for segment in rank.segments)
-    yield Term.FORWARD, forward_s - beside_s, terms["forward"]
+    yield Term.FORWARD, forward_s - overlapped_s, terms["forward"]
     yield Term.MEMORY, rank.memory.peak_bytes + rank.memory.process_bytes, stage.memory_bytes
     if measured.plan.num_microbatches == 1:
         return
     backward_s = sum(median(segment.backward_s) for segment in rank.segments)
-    beside_s += terms["gradient_sync_every_microbatch"]
-    yield Term.BACKWARD, backward_s - beside_s, terms["backward"]
+    overlapped_s += terms["gradient_sync_every_microbatch"]
+    yield Term.BACKWARD, backward_s - overlapped_s, terms["backward"]
     if measured.plan.gradient_reduction is GradientReduction.DEFERRED:
         yield Term.GRADIENT_SYNC, median(rank.gradient_reduction_s), terms["gradient_sync"]
     yield Term.STEP_END, _step_end_s(rank, measured.median_repeat), terms["optimizer"] + overhead_s

@@ -10,7 +10,7 @@ from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import GroupKind
 
-__all__ = ["Duration", "Slowdowns", "beside", "collective_time", "send_kind_time", "slowdowns_of"]
+__all__ = ["Duration", "Slowdowns", "collective_time", "overlapped_time", "send_kind_time", "slowdowns_of"]
 
 
 class Duration(NamedTuple):
@@ -68,7 +68,7 @@ def slowdowns_of(profiles: Profiles, collective: Collective, group_size: int) ->
     return Slowdowns(compute, message)
 
 
-def beside(compute_s: float, message: Duration, slowdowns: Slowdowns | None) -> float:
+def overlapped_time(compute_s: float, message: Duration, slowdowns: Slowdowns | None) -> float:
     """How much longer a computation and a message take than the computation alone when both start at once.
 
     Each runs slowed down until the shorter is over, the other then goes on alone. Without slowdowns they do not

@@ -10,7 +10,7 @@ from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import BoundaryTensor
 from shardwright_search.cost_model.collectives import Duration, collective_time, send_kind_time
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.cost_model.topology import GroupKind, Lie, kinds_of
+from shardwright_search.cost_model.topology import GroupKind, StageTopology, kinds_of
 
 __all__ = ["redistribution_time", "send_time"]
 
@@ -25,7 +25,7 @@ class _Exchange(NamedTuple):
 
 def redistribution_time(
     profiles: Profiles,
-    lie: Lie,
+    topology: StageTopology,
     source: Layout,
     target: Layout,
     samples: int,
@@ -42,7 +42,7 @@ def redistribution_time(
         return Duration(0.0)
     for tensor in outputs:
         slowest = Duration(0.0)
-        for kind, per_sample in _exchanges(lie, source, target, tensor.sequence_length, tensor.features):
+        for kind, per_sample in _exchanges(topology, source, target, tensor.sequence_length, tensor.features):
             message_bytes = ceil(per_sample * samples * itemsize * kind.size / (kind.size - 1))
             taken = collective_time(profiles, Collective.ALL_TO_ALL, [kind], message_bytes)
             slowest = max(slowest, taken, key=lambda d: d.time_s)
@@ -71,7 +71,9 @@ def send_time(
 
 
 @lru_cache(maxsize=8192)
-def _exchanges(lie: Lie, source: Layout, target: Layout, sequence_length: int, features: int) -> tuple[_Exchange, ...]:
+def _exchanges(
+    topology: StageTopology, source: Layout, target: Layout, sequence_length: int, features: int
+) -> tuple[_Exchange, ...]:
     """What a change of layout moves, for one sample.
 
     Shares are exact, so all scales with the samples. Where the groups of both layouts are neighbours, ranks only
@@ -86,7 +88,7 @@ def _exchanges(lie: Lie, source: Layout, target: Layout, sequence_length: int, f
         largest = max(sent[rank] for rank in group)
         if largest:
             everywhere = [[start + rank for rank in group] for start in range(0, source.stage_size, block)]
-            for kind in kinds_of(lie, everywhere):
+            for kind in kinds_of(topology, everywhere):
                 most[kind] = max(most.get(kind, 0), largest)
     per_block = samples * source.stage_size // block
     return tuple(_Exchange(kind, largest / per_block) for kind, largest in sorted(most.items()))

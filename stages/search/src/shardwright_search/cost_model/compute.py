@@ -9,10 +9,10 @@ from shardwright_formats.types.model_profile import FitMode
 from shardwright_search.cost_model.profiles import LayerKey, LayerPoints, Profiles, States
 from shardwright_search.space.request import TimeModel
 
-__all__ = ["LayerCost", "layer_cost", "states_of"]
+__all__ = ["ComputeCost", "layer_cost", "states_of"]
 
 
-class LayerCost(NamedTuple):
+class ComputeCost(NamedTuple):
     """One microbatch through one layer on one rank."""
 
     forward_s: float
@@ -22,7 +22,7 @@ class LayerCost(NamedTuple):
     warning: str | None
 
 
-def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_model: TimeModel) -> LayerCost:
+def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_model: TimeModel) -> ComputeCost:
     """Cost of a layer at a micro-batch of that many samples per tensor-parallel group.
 
     `interpolate`: piecewise linear between measured sizes; beyond them the line through the two outermost points, with
@@ -47,7 +47,7 @@ def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_mo
             f"{points.micro_batch_sizes.tolist()}",
             "add it to micro_batch_sizes of the profile settings and measure the probes again",
         )
-    return LayerCost(values[0], values[1], values[2], values[3], beyond)
+    return ComputeCost(values[0], values[1], values[2], values[3], beyond)
 
 
 def states_of(profiles: Profiles, type_name: str, tp_size: int) -> States:
@@ -75,8 +75,8 @@ def _at(points: LayerPoints, size: int) -> list[float] | None:
         return None
     near, far = (0, 1) if size < sizes[0] else (-1, -2)
     slope = (points.values[near] - points.values[far]) / (sizes[near] - sizes[far])
-    forward_s, backward_s, held, moment = (float(v) for v in points.values[near] + slope * (size - sizes[near]))
-    return [forward_s, backward_s, max(0.0, held), max(0.0, moment)]
+    forward_s, backward_s, resident, workspace = (float(v) for v in points.values[near] + slope * (size - sizes[near]))
+    return [forward_s, backward_s, max(0.0, resident), max(0.0, workspace)]
 
 
 def _beyond(key: LayerKey, points: LayerPoints, size: int) -> str | None:
@@ -86,7 +86,7 @@ def _beyond(key: LayerKey, points: LayerPoints, size: int) -> str | None:
     return f"extrapolated: {_named(key)} at micro_batch_size {size}, measured {sizes[0]} to {sizes[-1]}"
 
 
-def _on_fits(profiles: Profiles, key: LayerKey, size: int, time_model: TimeModel) -> LayerCost:
+def _on_fits(profiles: Profiles, key: LayerKey, size: int, time_model: TimeModel) -> ComputeCost:
     """The curves of a mode; what has none grows with the tokens from the nearest length, with a warning."""
     nearest = _nearest_length(profiles, key)
     points = profiles.layers[nearest]
@@ -110,7 +110,7 @@ def _on_fits(profiles: Profiles, key: LayerKey, size: int, time_model: TimeModel
             f"extrapolated: {_named(key)} at sequence_length {key.sequence_length}, nearest measured {measured}"
         )
     told = "; ".join(dict.fromkeys(warning for warning in warnings if warning is not None))
-    return LayerCost(values[0], values[1], max(0.0, values[2]), max(0.0, values[3]), told or None)
+    return ComputeCost(values[0], values[1], max(0.0, values[2]), max(0.0, values[3]), told or None)
 
 
 def _on_curve(profiles: Profiles, key: LayerKey, quantity: str, size: int, time_model: TimeModel) -> float | None:

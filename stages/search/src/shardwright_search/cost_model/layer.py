@@ -20,15 +20,15 @@ from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, Precision
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_search.cost_model import memory
-from shardwright_search.cost_model.collectives import Duration, beside, collective_time
+from shardwright_search.cost_model.collectives import Duration, collective_time, overlapped_time
 from shardwright_search.cost_model.communication import redistribution_time, send_time
-from shardwright_search.cost_model.compute import LayerCost, layer_cost
-from shardwright_search.cost_model.parameters import Beside, ParameterCosts, parameter_costs
+from shardwright_search.cost_model.compute import ComputeCost, layer_cost
+from shardwright_search.cost_model.parameters import Overlapped, ParameterCosts, parameter_costs
 from shardwright_search.cost_model.profiles import LayerKey, Profiles
-from shardwright_search.cost_model.topology import GroupKind, Lie, tp_group_kinds
+from shardwright_search.cost_model.topology import GroupKind, StageTopology, tp_group_kinds
 from shardwright_search.space.request import TimeModel
 
-__all__ = ["Cost", "CostModel", "ElementCost", "picoseconds"]
+__all__ = ["Cost", "CostModel", "LayerCost", "picoseconds"]
 
 
 class Cost(NamedTuple):
@@ -38,7 +38,7 @@ class Cost(NamedTuple):
     warning: str | None
 
 
-class ElementCost(NamedTuple):
+class LayerCost(NamedTuple):
     """Costs of one element on one rank; times in picoseconds."""
 
     forward_ps: int
@@ -49,9 +49,9 @@ class ElementCost(NamedTuple):
     gather_backward_ps: int
     sync_every_ps: int
     """What reducing the gradients adds to every microbatch's backward pass; 0 when they are reduced once a step."""
-    message_ps: int
+    reduction_ps: int
     """The reduction's message alone, where it goes on beside the backward pass and that was not measured; else 0."""
-    beside_ps: int
+    overlapped_ps: int
     """What it adds to the last backward pass by the measured slowdowns; inside `sync_ps`."""
     sync_ps: int
     """Once a step: what reducing the gradients adds, ZeRO-2's gather, and sums of whole parameters' gradients."""
@@ -77,9 +77,9 @@ class ElementCost(NamedTuple):
         return self.parameters_bytes + self.gathered_parameters_bytes + self.optimizer_bytes
 
     @property
-    def moment(self) -> memory.Moment:
+    def workspace(self) -> memory.Workspace:
         """What comes and goes with a microbatch."""
-        return memory.Moment(self.activation_bytes, self.workspace_bytes, self.gradients_bytes)
+        return memory.Workspace(self.activation_bytes, self.workspace_bytes, self.gradients_bytes)
 
 
 def picoseconds(time_s: float) -> int:
@@ -97,26 +97,33 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     time_model: TimeModel = TimeModel.INTERPOLATE
 
-    def element(
-        self, type_name: str, strategy: Strategy, lie: Lie, microbatch_samples: int, num_microbatches: int
-    ) -> ElementCost:
+    def layer(
+        self,
+        type_name: str,
+        strategy: Strategy,
+        topology: StageTopology,
+        microbatch_samples: int,
+        num_microbatches: int,
+    ) -> LayerCost:
         """Every cost of an element of that type on the ranks of a pipeline stage.
 
         Raises BadInput when a profile lacks a point.
         """
         one = num_microbatches == 1
-        key = type_name, strategy, lie, microbatch_samples, one
-        if key not in self._elements:
-            self._elements[key] = self._element(type_name, strategy, lie, microbatch_samples, one)
-        return self._elements[key]
+        key = type_name, strategy, topology, microbatch_samples, one
+        if key not in self._layer_costs:
+            self._layer_costs[key] = self._layer_cost(type_name, strategy, topology, microbatch_samples, one)
+        return self._layer_costs[key]
 
-    def redistribution(self, type_name: str, source: Layout, target: Layout, lie: Lie, samples: int) -> Cost:
+    def redistribution(
+        self, type_name: str, source: Layout, target: Layout, topology: StageTopology, samples: int
+    ) -> Cost:
         """Bringing the outputs of an element of that type from one layout to another, one way.
 
         Forward goes from the element's layout to the next one's, backward the other way round.
         """
         outputs = self.model.types[type_name].outputs
-        taken = redistribution_time(self.profiles, lie, source, target, samples, outputs, self.compute_bytes)
+        taken = redistribution_time(self.profiles, topology, source, target, samples, outputs, self.compute_bytes)
         return Cost(picoseconds(taken.time_s), taken.warning)
 
     def reduction_kind(self, strategy: Strategy) -> tuple[Collective, int] | None:
@@ -156,23 +163,25 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return self.cluster.node_of_rank
 
     @cached_property
-    def _elements(self) -> dict[tuple[str, Strategy, Lie, int, bool], ElementCost]:
+    def _layer_costs(self) -> dict[tuple[str, Strategy, StageTopology, int, bool], LayerCost]:
         return {}
 
     @cached_property
-    def _layers(self) -> dict[tuple[LayerKey, int], LayerCost]:
+    def _compute_costs(self) -> dict[tuple[LayerKey, int], ComputeCost]:
         return {}
 
     @cached_property
     def _parameters(self) -> dict[tuple[object, ...], ParameterCosts]:
         return {}
 
-    def _element(self, type_name: str, strategy: Strategy, lie: Lie, samples: int, one: bool) -> ElementCost:
+    def _layer_cost(
+        self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, one: bool
+    ) -> LayerCost:
         every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-        layer = self._layer(type_name, strategy, samples // strategy.dp_size)
-        further = self._further_traffic(type_name, strategy, lie, samples)
+        layer = self._compute(type_name, strategy, samples // strategy.dp_size)
+        further = self._further_traffic(type_name, strategy, topology, samples)
         forward_s, backward_s = layer.forward_s + further[0].time_s, layer.backward_s + further[1].time_s
-        own = self._parameters_of(type_name, strategy, lie, one)
+        own = self._parameters_of(type_name, strategy, topology, one)
         gather, reduction = own.gather, own.reduction
         zero3 = strategy.data_parallel is DataParallel.ZERO3
         gathers = [0 if gather is None else picoseconds(_added_s(gather, t)) for t in (forward_s, backward_s)]
@@ -180,16 +189,16 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         message = 0
         if reduction is not None and reduction.measured_s is None:
             message = picoseconds(reduction.alone.time_s)
-        doubts = [layer.warning, *(d.warning for d in further)]
-        doubts += [of.alone.warning for of in (gather, reduction) if of is not None]
-        return ElementCost(
+        warnings = [layer.warning, *(d.warning for d in further)]
+        warnings += [of.alone.warning for of in (gather, reduction) if of is not None]
+        return LayerCost(
             forward_ps=picoseconds(forward_s),
             backward_ps=picoseconds(backward_s),
             gather_forward_ps=gathers[0] if zero3 else 0,
             gather_backward_ps=gathers[1] if zero3 else 0,
             sync_every_ps=added if every else 0,
-            message_ps=0 if every else message,
-            beside_ps=added if message and not every else 0,
+            reduction_ps=0 if every else message,
+            overlapped_ps=added if message and not every else 0,
             sync_ps=picoseconds(own.partial_sum_s) + (0 if zero3 else gathers[0]) + (0 if every else added),
             optimizer_ps=picoseconds(own.optimizer_s),
             parameters_bytes=own.parameters_bytes,
@@ -197,40 +206,42 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             gradients_bytes=own.gradients_bytes,
             optimizer_bytes=own.optimizer_bytes,
             activation_bytes=ceil(layer.activation_bytes),
-            workspace_bytes=max(ceil(layer.workspace_bytes), own.unreduced_bytes) + own.messages_bytes,
-            warnings=tuple(dict.fromkeys(doubt for doubt in doubts if doubt is not None)),
+            workspace_bytes=max(ceil(layer.workspace_bytes), own.unreduced_bytes) + own.buffer_bytes,
+            warnings=tuple(dict.fromkeys(warning for warning in warnings if warning is not None)),
         )
 
-    def _parameters_of(self, type_name: str, strategy: Strategy, lie: Lie, one: bool) -> ParameterCosts:
-        spread = tuple(getattr(strategy, name) for name in Strategy.__struct_fields__)
-        if (key := (type_name, spread, lie, one)) not in self._parameters:
+    def _parameters_of(self, type_name: str, strategy: Strategy, topology: StageTopology, one: bool) -> ParameterCosts:
+        sharding = tuple(getattr(strategy, name) for name in Strategy.__struct_fields__)
+        if (key := (type_name, sharding, topology, one)) not in self._parameters:
             every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
             self._parameters[key] = parameter_costs(
-                self.profiles, self.model, self.precision, every, type_name, strategy, lie, one
+                self.profiles, self.model, self.precision, every, type_name, strategy, topology, one
             )
         return self._parameters[key]
 
-    def _layer(self, type_name: str, strategy: Strategy, micro_batch_size: int) -> LayerCost:
+    def _compute(self, type_name: str, strategy: Strategy, micro_batch_size: int) -> ComputeCost:
         recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
         length = self.model.sequence_length
         key = LayerKey(type_name, strategy.tp_size, strategy.sequence_parallel, recompute, length)
-        if (key, micro_batch_size) not in self._layers:
+        if (key, micro_batch_size) not in self._compute_costs:
             cost = layer_cost(self.profiles, key, micro_batch_size, self.time_model)
-            self._layers[key, micro_batch_size] = cost
-        return self._layers[key, micro_batch_size]
+            self._compute_costs[key, micro_batch_size] = cost
+        return self._compute_costs[key, micro_batch_size]
 
-    def _further_traffic(self, type_name: str, strategy: Strategy, lie: Lie, samples: int) -> tuple[Duration, Duration]:
+    def _further_traffic(
+        self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int
+    ) -> tuple[Duration, Duration]:
         """What tensor and sequence parallelism take longer forward and backward than where they were profiled.
 
         They were profiled, and are inside the layer's times, among neighbours inside a node.
         """
-        groups = tp_group_kinds(lie, strategy.tp_size, strategy.tp_consecutive)
+        groups = tp_group_kinds(topology, strategy.tp_size, strategy.tp_consecutive)
         profiled = (GroupKind(strategy.tp_size, True, False),)
         if strategy.tp_size == 1 or groups == profiled:
             return Duration(0.0), Duration(0.0)
         if not self.model.types[type_name].regions:
-            doubt = f"absent: what {type_name} sends among ranks that lie apart: counted as among neighbours"
-            return Duration(0.0, doubt), Duration(0.0)
+            absent = f"absent: what {type_name} sends among ranks that lie apart: counted as among neighbours"
+            return Duration(0.0, absent), Duration(0.0)
         longer_s: dict[Pass | None, float] = dict.fromkeys(Pass, 0.0)
         warning = None
         for message in region_messages(self.model, type_name, strategy, samples, self.compute_bytes, 1):
@@ -241,6 +252,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return Duration(longer_s[Pass.FORWARD], warning), Duration(longer_s[Pass.BACKWARD], warning)
 
 
-def _added_s(message: Beside, compute_s: float) -> float:
+def _added_s(message: Overlapped, compute_s: float) -> float:
     """What a message adds to a pass."""
-    return beside(compute_s, message.alone, message.slowdowns) if message.measured_s is None else message.measured_s
+    return (
+        overlapped_time(compute_s, message.alone, message.slowdowns)
+        if message.measured_s is None
+        else message.measured_s
+    )

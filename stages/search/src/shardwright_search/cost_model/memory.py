@@ -13,11 +13,11 @@ from shardwright_formats.types.plan import ITEMSIZE, Precision
 from shardwright_formats.types.strategy import DataParallel, Strategy
 
 __all__ = [
-    "Moment",
+    "Workspace",
+    "buffer_bytes",
     "gathered_parameters_bytes",
     "gradients_bytes",
     "itemsize",
-    "messages_bytes",
     "optimizer_bytes",
     "parameters_bytes",
     "peak_bytes",
@@ -32,7 +32,7 @@ def itemsize(dtype: str) -> int:
 
 def parameters_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
     """Stored parameters: sP under DDP, sP/w when sharded."""
-    return itemsize(precision.parameters) * _held_elements(kind, strategy)
+    return itemsize(precision.parameters) * _sharded_numel(kind, strategy)
 
 
 def gathered_parameters_bytes(kind: LayerType, strategy: Strategy, precision: Precision, first: bool = False) -> int:
@@ -43,7 +43,7 @@ def gathered_parameters_bytes(kind: LayerType, strategy: Strategy, precision: Pr
     passing = strategy.data_parallel is DataParallel.ZERO3 and not first
     if passing or _as_stored(strategy, precision):
         return 0
-    return itemsize(precision.compute) * _whole_elements(kind, strategy)
+    return itemsize(precision.compute) * _unsharded_numel(kind, strategy)
 
 
 def gradients_bytes(
@@ -55,11 +55,11 @@ def gradients_bytes(
     `again`, every microbatch, keep the sum of what was reduced, sP, beside what is being reduced; of a sharded `first`
     element of the model the message, rP, is kept until the next microbatch's first reduction.
     """
-    whole = itemsize(precision.reduce) * _whole_elements(kind, strategy)
-    held = itemsize(precision.parameters) * _held_elements(kind, strategy)
+    whole = itemsize(precision.reduce) * _unsharded_numel(kind, strategy)
+    resident = itemsize(precision.parameters) * _sharded_numel(kind, strategy)
     if _replicated(strategy):
-        return whole + held * again
-    return whole if deferred or _as_stored(strategy, precision) else held + whole * (again and first)
+        return whole + resident * again
+    return whole if deferred or _as_stored(strategy, precision) else resident + whole * (again and first)
 
 
 def optimizer_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
@@ -67,7 +67,7 @@ def optimizer_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -
     return 2 * parameters_bytes(kind, strategy, precision)
 
 
-def messages_bytes(kind: LayerType, strategy: Strategy, precision: Precision, deferred: bool) -> int:
+def buffer_bytes(kind: LayerType, strategy: Strategy, precision: Precision, deferred: bool) -> int:
     """What FSDP2 holds of a layer's messages while the layer works: of gathers under ZeRO-3 2cP, of reductions rP.
 
     Beside the parameters it works with lie those of the layer that comes next, on their way. The message of the layer
@@ -76,10 +76,10 @@ def messages_bytes(kind: LayerType, strategy: Strategy, precision: Precision, de
     """
     if _replicated(strategy) or _as_stored(strategy, precision):
         return 0
-    whole = _whole_elements(kind, strategy)
+    whole = _unsharded_numel(kind, strategy)
     gathers = 2 * itemsize(precision.compute) * whole if strategy.data_parallel is DataParallel.ZERO3 else 0
     if deferred:
-        return gathers + itemsize(precision.parameters) * _held_elements(kind, strategy)
+        return gathers + itemsize(precision.parameters) * _sharded_numel(kind, strategy)
     return gathers + itemsize(precision.reduce) * whole
 
 
@@ -90,10 +90,10 @@ def unreduced_bytes(kind: LayerType, strategy: Strategy, precision: Precision, d
     """
     if deferred or _replicated(strategy) or _as_stored(strategy, precision):
         return 0
-    return itemsize(precision.reduce) * _whole_elements(kind, strategy)
+    return itemsize(precision.reduce) * _unsharded_numel(kind, strategy)
 
 
-class Moment(NamedTuple):
+class Workspace(NamedTuple):
     """What one element adds to the memory of a microbatch on its way."""
 
     activation_bytes: int
@@ -104,16 +104,16 @@ class Moment(NamedTuple):
     """Held from its first backward pass on: gradients."""
 
 
-def peak_bytes(moments: Sequence[Moment]) -> int:
+def peak_bytes(workspaces: Sequence[Workspace]) -> int:
     """The most that one microbatch holds on its way through a chain of elements.
 
-    While element j works, the activations of the elements up to j are there, j's own workspace, and the late bytes of
+    While element j works, the activations of the elements up to j are there, j's own transient, and the late bytes of
     j and of the elements behind it.
     """
-    peak = held = 0
-    for moment in moments:
-        peak = moment.late_bytes + max(peak, held + moment.activation_bytes + moment.workspace_bytes)
-        held += moment.activation_bytes
+    peak = resident = 0
+    for workspace in workspaces:
+        peak = workspace.late_bytes + max(peak, resident + workspace.activation_bytes + workspace.workspace_bytes)
+        resident += workspace.activation_bytes
     return peak
 
 
@@ -128,17 +128,17 @@ def _as_stored(strategy: Strategy, precision: Precision) -> bool:
     return whole and precision.parameters == precision.compute == precision.reduce
 
 
-def _whole_elements(kind: LayerType, strategy: Strategy) -> int:
+def _unsharded_numel(kind: LayerType, strategy: Strategy) -> int:
     return kind.parameter_count(parameter_layout(strategy).tp_size)
 
 
-def _held_elements(kind: LayerType, strategy: Strategy) -> int:
+def _sharded_numel(kind: LayerType, strategy: Strategy) -> int:
     layout = parameter_layout(strategy)
     shards = 1 if strategy.data_parallel is DataParallel.DDP else layout.dp_size
-    return sum(_shard_elements(p, layout.tp_size, shards) for p in kind.parameters)
+    return sum(_shard_numel(p, layout.tp_size, shards) for p in kind.parameters)
 
 
-def _shard_elements(parameter: Parameter, tp_size: int, shards: int) -> int:
+def _shard_numel(parameter: Parameter, tp_size: int, shards: int) -> int:
     """Elements of the largest shard: FSDP2 cuts the first dim into even pieces, rounded up."""
     whole = parameter.numel(tp_size)
     if not parameter.shape:

@@ -10,7 +10,7 @@ from shardwright_formats.types.prediction import Estimate, StagePrediction, Time
 from shardwright_search.cost_model.closed_form import interleaved_step_time, step_time
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
-from shardwright_search.cost_model.provenance import marks
+from shardwright_search.cost_model.provenance import provenance_warnings
 from shardwright_search.cost_model.stage_costs import StageCosts, range_costs, stage_costs
 from shardwright_search.cost_model.tied_weights import shared_cost_ps, tie_cost_ps
 from shardwright_search.simulation.simulator import Simulation, lower_bound_ps, simulate, step_time_ps
@@ -69,8 +69,8 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
         stages=tuple(_stage_prediction(stage, profiles) for stage in stages),
         timeline=_timeline(simulation),
     )
-    doubts = {doubt for own in ranges for doubt in own.warnings}
-    return Evaluation(estimate, objective_ps, (*marks(plan, profiles), *sorted(doubts)))
+    warnings = {warning for own in ranges for warning in own.warnings}
+    return Evaluation(estimate, objective_ps, (*provenance_warnings(plan, profiles), *sorted(warnings)))
 
 
 def _closed_form_ps(stages: Sequence[StageCosts], num_microbatches: int, num_chunks: int) -> int:
@@ -109,7 +109,7 @@ def _stage_prediction(stage: StageCosts, profiles: Profiles) -> StagePrediction:
         "workspace": workspace,
         "process": profiles.process_bytes,
     }
-    memory_terms = {name: ceil(held * profiles.memory_factor) for name, held in memory_terms.items()}
+    memory_terms = {name: ceil(resident * profiles.memory_factor) for name, resident in memory_terms.items()}
     return StagePrediction(
         time_s=stage.microbatch_ps / _PER_SECOND,
         time_terms_s={name: time_ps / _PER_SECOND for name, time_ps in times_ps.items()},

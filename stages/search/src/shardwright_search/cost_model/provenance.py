@@ -9,12 +9,12 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
 from shardwright_search.cost_model.profiles import LayerKey, Profiles, Sources
 
-__all__ = ["marks"]
+__all__ = ["provenance_warnings"]
 
 _TOLD = ("analytic", "assumed")
 
 
-def marks(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
+def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
     """Lines headed `analytic`, `assumed` or `absent` about the numbers that a plan's prediction leans on.
 
     The first two repeat what the profile's own notes say of such numbers, such as the error that was seen.

@@ -24,7 +24,7 @@ class Overlap(NamedTuple):
 class BackwardPass(NamedTuple):
     """A backward pass and its reductions, in picoseconds since it began."""
 
-    message_ps: int
+    gradient_ps: int
     """When the gradient for the stage before is there."""
     busy_ps: int
     """When the reductions are over too."""
@@ -57,14 +57,14 @@ def backward_pass(elements: Sequence[Reduction], overlap: Overlap | None, gradie
             begun = now
         if sync_ps:
             waiting.append(sync_ps)
-    message_ps = now
+    gradient_ps = now
     if overlap is None:
         begun = now
     for left in (*waiting, gradient_sync_ps):
         now += left
         spans.append((begun, now))
         begun = now
-    return BackwardPass(message_ps, now, tuple(span for span in spans if span[0] < span[1]))
+    return BackwardPass(gradient_ps, now, tuple(span for span in spans if span[0] < span[1]))
 
 
 def _left(work_ps: int, slowdown: float, spent_ps: int) -> int:

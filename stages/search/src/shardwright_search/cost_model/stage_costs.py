@@ -12,10 +12,10 @@ from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.collectives import slowdowns_of
-from shardwright_search.cost_model.layer import Cost, CostModel, ElementCost
-from shardwright_search.cost_model.memory import Moment, peak_bytes
+from shardwright_search.cost_model.layer import Cost, CostModel, LayerCost
+from shardwright_search.cost_model.memory import Workspace, peak_bytes
 from shardwright_search.cost_model.reduction import Overlap, Reduction
-from shardwright_search.cost_model.topology import lie_of
+from shardwright_search.cost_model.topology import stage_topology
 from shardwright_search.simulation.simulator import StageTimes
 from shardwright_search.solver.problem import phases
 from shardwright_search.space.canonical import effective
@@ -26,7 +26,7 @@ __all__ = ["RangeCosts", "StageCosts", "range_costs", "stage_costs"]
 class RangeCosts(NamedTuple):
     """One layer range's elements and what passes between them, in picoseconds and bytes."""
 
-    elements: tuple[ElementCost, ...]
+    layers: tuple[LayerCost, ...]
     redistribution_forward_ps: int
     redistribution_backward_ps: int
     send_before_ps: int
@@ -46,8 +46,8 @@ class RangeCosts(NamedTuple):
         backward += self.redistribution_backward_ps
         sync = self.sum_of("sync_ps")
         reductions: tuple[Reduction, ...] = ()
-        if self.overlap is not None and any(element.message_ps for element in self.elements):
-            sync -= self.sum_of("beside_ps")
+        if self.overlap is not None and any(element.reduction_ps for element in self.layers):
+            sync -= self.sum_of("overlapped_ps")
             reductions = self._reductions()
         return StageTimes(
             forward,
@@ -63,17 +63,17 @@ class RangeCosts(NamedTuple):
     def microbatch_ps(self) -> int:
         """Forward and backward with the sends at both ends."""
         redistribution = self.redistribution_forward_ps + self.redistribution_backward_ps
-        return sum(e.microbatch_ps for e in self.elements) + redistribution + self.send_before_ps + self.send_after_ps
+        return sum(e.microbatch_ps for e in self.layers) + redistribution + self.send_before_ps + self.send_after_ps
 
     def sum_of(self, field: str) -> int:
         """Sum of one number over the elements."""
-        return sum(getattr(element, field) for element in self.elements)
+        return sum(getattr(element, field) for element in self.layers)
 
     def _reductions(self) -> tuple[Reduction, ...]:
         """The elements' backward passes and messages; redistribution goes to the first element, the last to run."""
-        own = [e.backward_ps + e.gather_backward_ps + e.sync_every_ps for e in self.elements]
+        own = [e.backward_ps + e.gather_backward_ps + e.sync_every_ps for e in self.layers]
         own[0] += self.redistribution_backward_ps
-        return tuple(Reduction(time, e.message_ps) for time, e in zip(own, self.elements, strict=True))
+        return tuple(Reduction(time, e.reduction_ps) for time, e in zip(own, self.layers, strict=True))
 
 
 class StageCosts(NamedTuple):
@@ -98,27 +98,27 @@ class StageCosts(NamedTuple):
 def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
     """Every layer range, in the order a microbatch goes through them."""
     ranks = [stage.ranks for _ in plan.stages[0].layers for stage in plan.stages]
-    lies = [lie_of(plan.cluster, own) for own in ranks]
+    topologies = [stage_topology(plan.cluster, own) for own in ranks]
     elements, samples = _elements(plan), plan.microbatch_samples
     lasts = [(own or [_last_before(elements, i)])[-1] for i, own in enumerate(elements)]
     sends = [
         # One stage hands its chunks' outputs to itself.
-        Cost(0, None) if here == there else costs.send(kind, layout_of(gives), costs.link(here, there), samples)
-        for (kind, gives), (here, there) in zip(lasts, pairwise(ranks), strict=False)
+        Cost(0, None) if here == there else costs.send(kind, layout_of(output_layout), costs.link(here, there), samples)
+        for (kind, output_layout), (here, there) in zip(lasts, pairwise(ranks), strict=False)
     ]
     found = []
     for index, own in enumerate(elements):
-        lie = lies[index]
-        priced = tuple(costs.element(name, s, lie, samples, plan.num_microbatches) for name, s in own)
+        topology = topologies[index]
+        priced = tuple(costs.layer(name, s, topology, samples, plan.num_microbatches) for name, s in own)
         chain = [lasts[index - 1]] * (index > 0) + own
         moves = [
             (
-                costs.redistribution(name, layout_of(before), layout_of(after), lie, samples),
-                costs.redistribution(name, layout_of(after), layout_of(before), lie, samples),
+                costs.redistribution(name, layout_of(before), layout_of(after), topology, samples),
+                costs.redistribution(name, layout_of(after), layout_of(before), topology, samples),
             )
             for (name, before), (_, after) in pairwise(chain)
         ]
-        boundary = [costs.boundary_bytes(kind, layout_of(gives), samples) for kind, gives in lasts[:-1]]
+        boundary = [costs.boundary_bytes(kind, layout_of(output_layout), samples) for kind, output_layout in lasts[:-1]]
         around = (sends[index - 1] if index else Cost(0, None), sends[index] if index < len(sends) else Cost(0, None))
         traffic = [cost for move in moves for cost in move] + list(around)
         found.append(
@@ -148,37 +148,37 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
     kept = [here.sum_of("activation_bytes") + here.before_bytes for here in own]
     # The gradient that comes in, and the one that goes out.
     messages = max(here.before_bytes for here in own) + max(here.after_bytes for here in own)
-    moments = [[element.moment for element in here.elements] for here in own]
+    workspaces = [[element.workspace for element in here.layers] for here in own]
     num_stages, num_microbatches = len(plan.stages), plan.num_microbatches
     if len(own) == 1:
-        most_in_flight = in_flight(plan.schedule, num_stages, num_microbatches, stage)
+        max_in_flight = in_flight(plan.schedule, num_stages, num_microbatches, stage)
         working = max(
-            (phase.in_flight - 1) * kept[0] + own[0].before_bytes + _working_bytes(moments[0], phase.late)
-            for phase in phases(most_in_flight, num_microbatches)
+            (phase.in_flight - 1) * kept[0] + own[0].before_bytes + _working_bytes(workspaces[0], phase.late)
+            for phase in phases(max_in_flight, num_microbatches)
         )
-        return StageCosts(own, most_in_flight * kept[0], working + messages)
-    gradients = sum(moment.late_bytes for here in moments for moment in here)
+        return StageCosts(own, max_in_flight * kept[0], working + messages)
+    gradients = sum(workspace.late_bytes for here in workspaces for workspace in here)
     peaks = [
-        range_.before_bytes + _working_bytes(here, late=False) - sum(moment.late_bytes for moment in here)
-        for range_, here in zip(own, moments, strict=True)
+        range_.before_bytes + _working_bytes(here, late=False) - sum(workspace.late_bytes for workspace in here)
+        for range_, here in zip(own, workspaces, strict=True)
     ]
-    held = most_held = most = 0
+    resident = max_resident = most = 0
     for action in actions(plan.schedule, num_stages, num_microbatches, stage, len(own)):
         if action.kind is Pass.BACKWARD:
-            held -= kept[action.chunk]
-        most = max(most, held + peaks[action.chunk])
+            resident -= kept[action.chunk]
+        most = max(most, resident + peaks[action.chunk])
         if action.kind is Pass.FORWARD:
-            held += kept[action.chunk]
-        most_held = max(most_held, held)
-    return StageCosts(own, most_held, gradients + most + messages)
+            resident += kept[action.chunk]
+        max_resident = max(max_resident, resident)
+    return StageCosts(own, max_resident, gradients + most + messages)
 
 
-def _working_bytes(moments: Sequence[Moment], late: bool) -> int:
+def _working_bytes(workspaces: Sequence[Workspace], late: bool) -> int:
     """The most on one microbatch's way, with gradients that come element by element or are there all along."""
     if late:
-        return peak_bytes(moments)
-    early = [moment._replace(late_bytes=0) for moment in moments]
-    return peak_bytes(early) + sum(moment.late_bytes for moment in moments)
+        return peak_bytes(workspaces)
+    early = [workspace._replace(late_bytes=0) for workspace in workspaces]
+    return peak_bytes(early) + sum(workspace.late_bytes for workspace in workspaces)
 
 
 def _elements(plan: Plan) -> list[list[tuple[str, Strategy]]]:

@@ -10,7 +10,7 @@ from shardwright_formats.types.strategy import DataParallel, Strategy
 from shardwright_search.cost_model.collectives import collective_time, send_kind_time
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.memory import itemsize
-from shardwright_search.cost_model.topology import GroupKind, lie_of
+from shardwright_search.cost_model.topology import GroupKind, stage_topology
 
 __all__ = ["shared_cost_ps", "tie_class", "tie_cost_ps"]
 
@@ -31,8 +31,8 @@ def tie_cost_ps(
         for received, senders, receivers in ((boxes[0], last, first), (boxes[1], first, last)):
             sent = received * len(receivers) / len(senders)
             if first == last:
-                lie = lie_of(costs.cluster, first)
-                kind = GroupKind(lie.size, True, len(lie.on_each_node) > 1)
+                topology = stage_topology(costs.cluster, first)
+                kind = GroupKind(topology.size, True, len(topology.on_each_node) > 1)
                 taken = collective_time(costs.profiles, Collective.ALL_TO_ALL, [kind], sent)
             else:
                 link = costs.link(first, last)
@@ -53,8 +53,8 @@ def shared_cost_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
         if len(stages) > 1:
             taken = send_kind_time(costs.profiles, *costs.link(stages[0], stages[-1]), sent)
         else:
-            lie = lie_of(costs.cluster, stages[0])
-            kind = GroupKind(lie.size, True, len(lie.on_each_node) > 1)
+            topology = stage_topology(costs.cluster, stages[0])
+            kind = GroupKind(topology.size, True, len(topology.on_each_node) > 1)
             taken = collective_time(costs.profiles, Collective.ALL_TO_ALL, [kind], sent)
         total += 2 * picoseconds(taken.time_s)
     return total

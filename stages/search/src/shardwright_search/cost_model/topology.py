@@ -10,10 +10,10 @@ import numpy as np
 from shardwright_formats.semantics.layout import Layout
 from shardwright_formats.types.cluster import Cluster
 
-__all__ = ["GroupKind", "Lie", "dp_group_kinds", "kinds_of", "lie_of", "tp_group_kinds"]
+__all__ = ["GroupKind", "StageTopology", "dp_group_kinds", "kinds_of", "stage_topology", "tp_group_kinds"]
 
 
-class Lie(NamedTuple):
+class StageTopology(NamedTuple):
     """How many neighbouring ranks of a stage share each node: stages that lie alike cost alike."""
 
     node_type: str
@@ -33,32 +33,32 @@ class GroupKind(NamedTuple):
     across_nodes: bool
 
 
-def lie_of(cluster: Cluster, ranks: Sequence[int]) -> Lie:
+def stage_topology(cluster: Cluster, ranks: Sequence[int]) -> StageTopology:
     """The lie of a stage; of several node types the first is named."""
     nodes = cluster.node_of_rank
     runs = tuple(len(list(run)) for _, run in groupby(ranks, key=lambda rank: nodes[rank]))
-    return Lie(cluster.node_type_of_rank[ranks[0]], runs)
+    return StageTopology(cluster.node_type_of_rank[ranks[0]], runs)
 
 
 @lru_cache(maxsize=4096)
-def tp_group_kinds(lie: Lie, tp_size: int, consecutive: bool) -> tuple[GroupKind, ...]:
+def tp_group_kinds(topology: StageTopology, tp_size: int, consecutive: bool) -> tuple[GroupKind, ...]:
     """The kinds of a stage's tensor-parallel groups."""
-    layout = Layout(lie.size, tp_size, consecutive, False)
-    return kinds_of(lie, [layout.holders(index) for index in range(layout.dp_size)])
+    layout = Layout(topology.size, tp_size, consecutive, False)
+    return kinds_of(topology, [layout.holders(index) for index in range(layout.dp_size)])
 
 
 @lru_cache(maxsize=4096)
-def dp_group_kinds(lie: Lie, tp_size: int, consecutive: bool) -> tuple[GroupKind, ...]:
+def dp_group_kinds(topology: StageTopology, tp_size: int, consecutive: bool) -> tuple[GroupKind, ...]:
     """The kinds of a stage's data-parallel groups: ranks of equal tensor-parallel index."""
-    layout = Layout(lie.size, tp_size, consecutive, False)
+    layout = Layout(topology.size, tp_size, consecutive, False)
     holders = np.array([layout.holders(index) for index in range(layout.dp_size)])
-    return kinds_of(lie, holders.T)
+    return kinds_of(topology, holders.T)
 
 
-def kinds_of(lie: Lie, groups: Iterable[Sequence[int]] | np.ndarray) -> tuple[GroupKind, ...]:
+def kinds_of(topology: StageTopology, groups: Iterable[Sequence[int]] | np.ndarray) -> tuple[GroupKind, ...]:
     """The kinds of equally large groups of ranks, counted inside the stage."""
     members = np.asarray(list(groups))
-    nodes = np.repeat(np.arange(len(lie.on_each_node)), lie.on_each_node)[members]
+    nodes = np.repeat(np.arange(len(topology.on_each_node)), topology.on_each_node)[members]
     across = (nodes != nodes[:, :1]).any(1)
     consecutive = (members == members[:, :1] + np.arange(members.shape[1])).all(1)
     found = set(zip(consecutive.tolist(), across.tolist(), strict=True))

@@ -9,7 +9,7 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Recompute
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.answers import Question
-from shardwright_search.space.configurations import cases, narrowed
+from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import OuterSpace, SearchRequest, Space
 
 __all__ = ["neighbours"]
@@ -33,10 +33,14 @@ def _kinds(plan: Plan, asked: SearchRequest, file: Path) -> Iterator[tuple[str, 
     alone = replace(asked, embedding=OuterSpace(), head=OuterSpace(), max_pp_size=None, max_dp_size=None)
     yield "data parallelism only", replace(alone, space=Space.DP)
     yield "ZeRO only", replace(alone, space=Space.ZERO)
-    every = cases(asked, plan.model, plan.cluster, file)
-    for pp_size in sorted({case.pp_size for case in every} - {len(plan.stages)}):
+    every = configurations(asked, plan.model, plan.cluster, file)
+    for pp_size in sorted({configuration.pp_size for configuration in every} - {len(plan.stages)}):
         yield f"pp_size {pp_size}", replace(asked, pp_sizes=(pp_size,))
     fixed = replace(asked, global_batch_size=plan.global_batch_size)
-    counts = {case.num_microbatches for case in every if case.global_batch_size == plan.global_batch_size}
+    counts = {
+        configuration.num_microbatches
+        for configuration in every
+        if configuration.global_batch_size == plan.global_batch_size
+    }
     for count in sorted(counts - {plan.num_microbatches}):
         yield f"{count} microbatch(es)", replace(fixed, num_microbatches=(count,))

@@ -10,8 +10,8 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.search import find_best, pricing_of, targets_of
-from shardwright_search.space.budget import Infeasible, least_need
+from shardwright_search.search import find_best, instance_of, targets_of
+from shardwright_search.space.budget import Infeasible, min_need
 from shardwright_search.space.configurations import divisors
 from shardwright_search.space.request import SearchRequest, batch_sizes
 
@@ -71,12 +71,12 @@ def _nodes(
 def _fits(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> bool:
     """Whether some plan fits; what cannot be asked, or priced with these profiles, is no remedy."""
     try:
-        pricing = pricing_of(request, model, cluster, profiles, file)
-        every = [target.case for target in targets_of(pricing, file)]
-        if least_need(pricing, every).missing_bytes > 0:
+        instance = instance_of(request, model, cluster, profiles, file)
+        every = [target.configuration for target in targets_of(instance, file)]
+        if min_need(instance, every).missing_bytes > 0:
             return False
-        single = [case for case in every if case.num_chunks == 1]
-        if single and least_need(pricing, single).missing_bytes <= 0:
+        single = [configuration for configuration in every if configuration.num_chunks == 1]
+        if single and min_need(instance, single).missing_bytes <= 0:
             return True
         # Several chunks may hold more than one: their need is only known by searching.
         return not isinstance(find_best(request, model, cluster, profiles, file, report=lambda _: None), Infeasible)

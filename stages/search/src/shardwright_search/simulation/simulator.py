@@ -88,7 +88,7 @@ def simulate(
         )
         which = None if here.last else microbatch
         events += [
-            Event(stage, here.kind, microbatch, chunk, start, start + here.times.message_ps),
+            Event(stage, here.kind, microbatch, chunk, start, start + here.times.gradient_ps),
             Event(stage, f"send_{here.kind}", microbatch, chunk, there - here.send_ps, there),
             *(Event(stage, "gradient_sync", which, chunk, start + a, start + b) for a, b in here.times.reductions_ps),
         ]
@@ -121,10 +121,10 @@ def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chun
         own = range(j, len(ranges), num_stages)
         forward = sum(ranges[i].forward_ps for i in own)
         reduced = sum((num_microbatches - 1) * early[i].busy_ps + last[i].busy_ps for i in own)
-        drains, back = [0], -max(last[i].busy_ps - last[i].message_ps for i in own)
+        drains, back = [0], -max(last[i].busy_ps - last[i].gradient_ps for i in own)
         for k in reversed(range(j)):
             drains.append(back + ranges[k].send_ps + last[k].busy_ps)
-            back += ranges[k].send_ps + last[k].message_ps
+            back += ranges[k].send_ps + last[k].gradient_ps
         bounds.append(fill + num_microbatches * forward + reduced + max(drains))
         fill += first.forward_ps + first.send_ps
     return max(bounds) + max(last_ps for _, last_ps in _optimizers(ranges, num_chunks))
@@ -215,7 +215,7 @@ class _Played(NamedTuple):
 
 def _play(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: int, num_microbatches: int) -> _Played:
     """Go through the actions once; plain lists, for this is the search's innermost loop."""
-    lengths = [step.times.message_ps for step in steps]
+    lengths = [step.times.gradient_ps for step in steps]
     busy = [step.times.busy_ps for step in steps]
     sends = [step.send_ps for step in steps]
     slots = (len(steps) // 2 + 1) * num_microbatches

@@ -16,7 +16,7 @@ from shardwright_search.solver.partition import Found
 
 __all__ = ["Best", "Optimum", "Solvable", "Stopped", "Target", "optimise"]
 
-_GLANCED = -1
+_RELAXED = -1
 _WINDOWS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0, np.inf)
 
 
@@ -24,7 +24,7 @@ class Solvable(Protocol):
     """A case that can be bounded, and solved below a window."""
 
     @property
-    def glance_ps(self) -> float:
+    def relaxed_bound_ps(self) -> float:
         """A quick lower bound on T."""
         ...
 
@@ -44,7 +44,7 @@ C = TypeVar("C")
 class Target(NamedTuple, Generic[C]):
     """A case and how its T becomes the number that cases are compared by: (T + offset_ps) * scale."""
 
-    case: C
+    configuration: C
     offset_ps: float
     scale: float
 
@@ -91,17 +91,17 @@ def optimise(
     most: int = 1,
     deadline: float | None = None,
     report: Callable[[float, float, int], None] = lambda best, bound, left: None,
-    most_labels: float = np.inf,
+    max_labels: float = np.inf,
 ) -> Optimum[C]:
     """The best plan of all cases, and up to `most` of each case within `near` of it.
 
     `deadline` is a time of `monotonic`; it and Ctrl-C end the search early. `report` hears the best score, the least
     bound and how many cases are left. After `most_labels` labels it ends early, too.
     """
-    search = _Search(targets, solvable, most, _Clock(deadline, most_labels))
+    search = _Search(targets, solvable, most, _Clock(deadline, max_labels))
     stopped = False
     try:
-        search.glance()
+        search.relax()
         while search.heap and search.heap[0].bound < search.best_score:
             report(search.best_score, search.heap[0].bound, len(search.heap))
             search.step(search.best_score)
@@ -135,7 +135,7 @@ class _Clock(NamedTuple):
     """What ends a search early."""
 
     deadline: float | None
-    most_labels: float
+    max_labels: float
 
 
 class _Search(Generic[C]):
@@ -166,18 +166,18 @@ class _Search(Generic[C]):
     def tick(self, made: int = 0) -> None:
         """Raise Stopped when time or labels are spent."""
         self._labels += made
-        deadline, most_labels = self._clock
-        if self._labels > most_labels or (deadline is not None and monotonic() > deadline):
+        deadline, max_labels = self._clock
+        if self._labels > max_labels or (deadline is not None and monotonic() > deadline):
             raise Stopped
 
-    def glance(self) -> None:
+    def relax(self) -> None:
         """Look at every case."""
         for number, target in enumerate(self._targets):
             self.tick()
-            bound = target.score(self._solvable(target.case).glance_ps)
+            bound = target.score(self._solvable(target.configuration).relaxed_bound_ps)
             self.looked_at += 1
             if np.isfinite(bound):
-                self.heap.append(_Open(bound, number, _GLANCED))
+                self.heap.append(_Open(bound, number, _RELAXED))
         heapq.heapify(self.heap)
         self._now = _NOTHING
 
@@ -185,8 +185,8 @@ class _Search(Generic[C]):
         """Bound the most promising case if it was only glanced at, else solve it below its next window or the limit."""
         self._now = here = heapq.heappop(self.heap)
         target = self._targets[here.number]
-        if here.window == _GLANCED:
-            bound = max(here.bound, target.score(self._solvable(target.case).lower_ps))
+        if here.window == _RELAXED:
+            bound = max(here.bound, target.score(self._solvable(target.configuration).lower_ps))
             if np.isfinite(bound):
                 heapq.heappush(self.heap, _Open(bound, here.number, 0))
         else:
@@ -197,7 +197,7 @@ class _Search(Generic[C]):
         """Without a plan below the window the case's bound is higher, or it has none."""
         cut = min(here.bound * (1 + _WINDOWS[here.window]), limit)
         self.plans.setdefault(here.number, ())
-        found = self._solvable(target.case).solve_below(target.time_ps(cut), self._most, self.tick)
+        found = self._solvable(target.configuration).solve_below(target.time_ps(cut), self._most, self.tick)
         self.plans[here.number] = tuple(Best(target, one, target.score(one.objective_ps)) for one in found)
         if found:
             known = (self.best,) if self.best is not None else ()

@@ -69,8 +69,8 @@ def runs_of(elements: tuple[int, ...]) -> Runs:
 def _groups(runs: Sequence[Run], counts: Numbers, head: int) -> tuple[PivotGroup, ...]:
     found: dict[tuple[int, int], list[int]] = {}
     for number, run in enumerate(runs):
-        place, behind = pivot_of(run.elements, head)
-        found.setdefault((-1 if place is None else run.elements[place], behind), []).append(number)
+        pivot, behind = pivot_of(run.elements, head)
+        found.setdefault((-1 if pivot is None else run.elements[pivot], behind), []).append(number)
     kinds = np.arange(counts.shape[1])
     return tuple(
         PivotGroup(kind, behind, np.array(rows), counts[rows] - (kinds == kind) - (kinds == behind))

@@ -1,9 +1,9 @@
 """One case as a mixed-integer linear programme, solved by HiGHS: a second opinion on the case's best plan.
 
-It shares the numbers of a case with the solver and nothing else: no option is left out, no bound is used. An element's
-choice x[e, stage, place, option] is binary. A unit of flow runs through the layouts of neighbouring elements, within a
-stage or into the next one, and carries what redistribution and sends cost; the ends of it are the choices, so that
-whole choices make whole flows. Huangfu and Hall 2018 describe HiGHS.
+It shares the numbers of a case with the solver and nothing else: no option is left out, no bound is used. A layer's
+choice x[layer, stage, device group, option] is binary. A unit of flow runs through the layouts of neighbouring layers,
+within a stage or into the next one, and carries what redistribution and sends cost; the ends of it are the choices, so
+that whole choices make whole flows. Huangfu and Hall 2018 describe HiGHS.
 """
 
 from collections.abc import Iterable, Mapping
@@ -80,10 +80,10 @@ def solve(problem: Problem, time_limit_s: float, below_ps: float = np.inf) -> An
 
 
 class _Where(NamedTuple):
-    """A pipeline stage on a place."""
+    """A pipeline stage on a device group."""
 
     stage: int
-    place: int
+    group: int
 
 
 class _Programme:
@@ -91,9 +91,11 @@ class _Programme:
 
     def __init__(self, problem: Problem, below_ps: float) -> None:
         self._problem = problem
-        longest = max(float(o.time_ps.max() + o.end_ps.max()) for place in problem.places for o in place.options)
+        longest = max(
+            float(o.time_ps.max() + o.exposed_ps.max()) for group in problem.device_groups for o in group.options
+        )
         self.time_unit_ps = max(1.0, longest * len(problem.elements)) / _THOUSAND
-        self._byte_unit = max(1.0, *(float(place.budget_bytes) for place in problem.places)) / _THOUSAND
+        self._byte_unit = max(1.0, *(float(group.budget_bytes) for group in problem.device_groups)) / _THOUSAND
         self._costs: list[float] = []
         self._whole: list[bool] = []
         self._rows: list[Terms] = []
@@ -105,7 +107,7 @@ class _Programme:
         self._choices = [self._choices_of(element) for element in range(len(problem.elements))]
         for element in range(len(problem.elements) - 1):
             self._join(element)
-        self._place_stages()
+        self._limit_groups()
         self._limit_memory()
         self._add_maxima()
         self._tie()
@@ -134,8 +136,8 @@ class _Programme:
         """The plan of HiGHS's values, which are whole up to its tolerance."""
         taken = [max(own, key=lambda choice: values[own[choice]]) for own in self._choices]
         starts = [e for e in range(1, len(taken)) if taken[e][0] != taken[e - 1][0]]
-        places = [taken[e][0].place for e in (0, *starts)]
-        return Solution((*starts, len(taken)), tuple(option for _, option in taken), tuple(places))
+        device_groups = [taken[e][0].group for e in (0, *starts)]
+        return Solution((*starts, len(taken)), tuple(option for _, option in taken), tuple(device_groups))
 
     def _column(self, cost_ps: float, whole: bool = False) -> int:
         self._costs.append(cost_ps / self.time_unit_ps)
@@ -151,17 +153,17 @@ class _Programme:
         self._bounds.append((low, high))
 
     def _choices_of(self, element: int) -> dict[tuple[_Where, int], int]:
-        """A binary column for each stage, place and option, of which one is taken; it costs its time."""
+        """A binary column for each stage, device group and option, of which one is taken; it costs its time."""
         problem, found = self._problem, {}
         for stage in _stages_of(problem, element):
-            for place in problem.allowed[stage]:
-                own = self._options(_Where(stage, place), problem.elements[element])
+            for group in problem.allowed[stage]:
+                own = self._options(_Where(stage, group), problem.elements[element])
                 for option, time_ps in enumerate(own.time_ps):
                     column = self._column(time_ps, whole=True)
-                    found[_Where(stage, place), option] = column
+                    found[_Where(stage, group), option] = column
                     self._times[stage].append((column, time_ps))
                     if element == 0:
-                        self._enters.setdefault(_Where(stage, place), []).append((column, 1.0))
+                        self._enters.setdefault(_Where(stage, group), []).append((column, 1.0))
         self._row([(column, 1.0) for column in found.values()], 1.0, 1.0)
         return found
 
@@ -176,17 +178,20 @@ class _Programme:
     def _join(self, element: int) -> None:
         """The flow from an element to the next one: its ends are their choices, it costs what the move costs."""
         problem, kind = self._problem, self._problem.elements[element]
-        gives, takes = self._by_layout(element, "gives"), self._by_layout(element + 1, "takes")
-        outward: dict[tuple[_Where, int], Terms] = {key: [] for key in gives}
-        inward: dict[tuple[_Where, int], Terms] = {key: [] for key in takes}
-        for here, layout in gives:
-            for there, wanted in takes:
+        output_layout, input_layout = (
+            self._by_layout(element, "output_layout"),
+            self._by_layout(element + 1, "input_layout"),
+        )
+        outward: dict[tuple[_Where, int], Terms] = {key: [] for key in output_layout}
+        inward: dict[tuple[_Where, int], Terms] = {key: [] for key in input_layout}
+        for here, layout in output_layout:
+            for there, wanted in input_layout:
                 if there != here and there.stage != here.stage + 1:
                     continue
-                move = float(problem.places[there.place].redistribution_ps[kind, layout, wanted])
+                move = float(problem.device_groups[there.group].redistribution_ps[kind, layout, wanted])
                 send = 0.0
                 if there != here:
-                    send = float(problem.sends_ps[here.stage, here.place, there.place, kind, layout])
+                    send = float(problem.sends_ps[here.stage, here.group, there.group, kind, layout])
                 column = self._column(move + 2 * send)
                 outward[here, layout].append((column, -1.0))
                 inward[there, wanted].append((column, -1.0))
@@ -197,14 +202,14 @@ class _Programme:
                     over = column, float(problem.boundary_bytes[kind, layout]) / self._byte_unit
                     self._given[here.stage].append(over)
                     self._received[there.stage].append(over)
-        for ends, flows in ((gives, outward), (takes, inward)):
+        for ends, flows in ((output_layout, outward), (input_layout, inward)):
             for key, choices in ends.items():
                 self._row(choices + flows[key], 0.0, 0.0)
 
-    def _place_stages(self) -> None:
-        """No place holds more stages than there are of it."""
-        for place, most in enumerate(self._problem.available):
-            terms = [term for where, entered in self._enters.items() if where.place == place for term in entered]
+    def _limit_groups(self) -> None:
+        """No device group holds more stages than there are of it."""
+        for group, most in enumerate(self._problem.available):
+            terms = [term for where, entered in self._enters.items() if where.group == group for term in entered]
             self._row(terms, high=float(most))
 
     def _limit_memory(self) -> None:
@@ -215,17 +220,17 @@ class _Programme:
         problem = self._problem
         for stage, count in enumerate(problem.in_flight):
             inside = [e for e in range(len(problem.elements)) if stage in _stages_of(problem, e)]
-            held = self._running_sums("activation_bytes", stage, inside)
+            resident = self._running_sums("activation_bytes", stage, inside)
             late = self._running_sums("late_bytes", stage, inside[::-1])
             budget = [
-                (column, -problem.places[where.place].budget_bytes / self._byte_unit)
+                (column, -problem.device_groups[where.group].budget_bytes / self._byte_unit)
                 for where, entered in self._enters.items()
                 if where.stage == stage
                 for column, _ in entered
             ]
             for phase in phases(count, problem.num_microbatches):
                 total = self._column(0.0)
-                static = [(column, (phase.in_flight + 1) * held) for column, held in self._received[stage]]
+                static = [(column, (phase.in_flight + 1) * resident) for column, resident in self._received[stage]]
                 static += self._given[stage]
                 for element in inside:
                     static += self._bytes("state_bytes", stage, element)
@@ -233,7 +238,7 @@ class _Programme:
                     static += [] if phase.late else self._bytes("late_bytes", stage, element)
                 self._row([*static, (total, -1.0)], 0.0, 0.0)
                 for at in inside:
-                    terms = [(total, 1.0), (held[at], 1.0), *self._bytes("workspace_bytes", stage, at), *budget]
+                    terms = [(total, 1.0), (resident[at], 1.0), *self._bytes("workspace_bytes", stage, at), *budget]
                     self._row([*terms, (late[at], 1.0)] if phase.late else terms, high=0.0)
 
     def _bytes(self, field: str, stage: int, element: int, times: int = 1) -> Terms:
@@ -256,7 +261,7 @@ class _Programme:
         return found
 
     def _options(self, where: _Where, kind: int) -> Options:
-        return self._problem.places[where.place].options[kind]
+        return self._problem.device_groups[where.group].options[kind]
 
     def _add_maxima(self) -> None:
         """The slowest stage, all microbatches but one, and the longest end."""
@@ -266,7 +271,7 @@ class _Programme:
         for stage, times in enumerate(self._times):
             self._row([*((c, v / self.time_unit_ps) for c, v in times), (slowest, -1.0)], high=0.0)
             ends = [
-                (column, float(self._options(where, kind).end_ps[option]) / self.time_unit_ps)
+                (column, float(self._options(where, kind).exposed_ps[option]) / self.time_unit_ps)
                 for kind, own in zip(problem.elements, self._choices, strict=True)
                 for (where, option), column in own.items()
                 if where.stage == stage
@@ -275,7 +280,7 @@ class _Programme:
 
     def _tie(self) -> None:
         """What tied parameters cost: a flow from the embedding's class to the head's."""
-        first, last = self._by_class(0, "takes"), self._by_class(-1, "gives")
+        first, last = self._by_class(0, "input_layout"), self._by_class(-1, "output_layout")
         pairs = {(a, b): self._column(float(self._problem.tie_ps[a, b])) for a in first for b in last}
         for side, ends in enumerate((first, last)):
             for number, choices in ends.items():

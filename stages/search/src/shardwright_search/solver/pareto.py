@@ -32,8 +32,10 @@ def non_dominated(columns: NDArray[Any], key: Ints) -> Ints:
             beaten &= column[:, None] <= column
         return np.asarray(order[~beaten.any(0)])
     starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
-    fronts = (first + _front(rows[first:last]) for first, last in zip(starts, np.r_[starts[1:], len(key)], strict=True))
-    return np.asarray(order[np.concatenate(list(fronts))])
+    labels_of = (
+        first + _front(rows[first:last]) for first, last in zip(starts, np.r_[starts[1:], len(key)], strict=True)
+    )
+    return np.asarray(order[np.concatenate(list(labels_of))])
 
 
 def _front(rows: NDArray[Any]) -> Ints:
@@ -55,11 +57,11 @@ def _front_of_three(second: list[float], third: list[float]) -> Ints:
     steps: list[float] = []
     heights: list[float] = []
     for row, (x, y) in enumerate(zip(second, third, strict=True)):
-        place = bisect_right(steps, x)
-        if place and heights[place - 1] <= y:
+        pivot = bisect_right(steps, x)
+        if pivot and heights[pivot - 1] <= y:
             continue
         kept.append(row)
-        start = place - 1 if place and steps[place - 1] == x else place
+        start = pivot - 1 if pivot and steps[pivot - 1] == x else pivot
         end = start
         while end < len(heights) and heights[end] >= y:
             end += 1

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.case_bounds import CostsOf, StageKind, Windows
+from shardwright_search.solver.configuration_bounds import ConfigurationBounds, CostsOf, StageKind
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
 from shardwright_search.solver.problem import Problem, Solution
-from shardwright_search.solver.relaxed_bound import Glances
-from shardwright_search.solver.stage_labels import Labels, stage_fronts
+from shardwright_search.solver.relaxed_bound import RelaxedBounds
+from shardwright_search.solver.stage_labels import Labels, stage_labels
 
 __all__ = ["Found", "Pipeline", "solve_below"]
 
@@ -32,34 +32,34 @@ class Found(NamedTuple):
 class Pipeline:
     """A case of GPipe or 1F1B."""
 
-    def __init__(self, problem: Problem, costs_of: CostsOf, glances: Glances) -> None:
-        self._problem, self._costs_of, self._glances = problem, costs_of, glances
+    def __init__(self, problem: Problem, costs_of: CostsOf, relaxed_bounds: RelaxedBounds) -> None:
+        self._problem, self._costs_of, self._relaxed_bounds = problem, costs_of, relaxed_bounds
 
     @property
-    def glance_ps(self) -> float:
+    def relaxed_bound_ps(self) -> float:
         """A quick lower bound on T."""
-        return self._glances.lower_ps(self._problem)
+        return self._relaxed_bounds.lower_ps(self._problem)
 
     @property
     def lower_ps(self) -> float:
         """A lower bound on T."""
-        return Windows(self._problem, self._costs_of, rough=True).lower_ps
+        return ConfigurationBounds(self._problem, self._costs_of, rough=True).lower_ps
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """See the function."""
-        return solve_below(self._windows, below_ps, most, tick)
+        return solve_below(self._bounds, below_ps, most, tick)
 
     @cached_property
-    def _windows(self) -> Windows:
-        return Windows(self._problem, self._costs_of)
+    def _bounds(self) -> ConfigurationBounds:
+        return ConfigurationBounds(self._problem, self._costs_of)
 
 
 class _At(NamedTuple):
-    """Where a label is: the end of its elements, how many stages are on each place, the last one's and the next's."""
+    """Where a label is: where its layers end, the stages on each device group, the last one's and the next one's."""
 
     end: int
     used: tuple[int, ...]
-    place: int
+    group: int
     following: int
 
 
@@ -68,8 +68,8 @@ class _Prefix(NamedTuple):
 
     total_ps: Numbers
     slowest_ps: Numbers
-    end_ps: Numbers
-    gives: Ints
+    exposed_ps: Numbers
+    output_layout: Ints
     tie_class: Ints
     source: Ints
     """Number of the level's source: where the label came from."""
@@ -83,20 +83,22 @@ class _Prefix(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """The labels after some stages, and what their sources are: the label's place before, and the front."""
+    """The labels after some stages, and what their sources are: the label's position before, and the front."""
 
     labels: dict[_At, _Prefix]
     sources: list[tuple[_At, Labels]]
 
 
-def solve_below(windows: Windows, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
+def solve_below(
+    bounds: ConfigurationBounds, below_ps: float, most: int, tick: Callable[[int], None]
+) -> tuple[Found, ...]:
     """Plans with T < below_ps: the best one first and up to `most` in all, non-dominated ones; none: there is none."""
-    problem = windows.problem
-    targets = windows.targets(below_ps)
+    problem = bounds.problem
+    targets = bounds.targets(below_ps)
     if targets is None:
         return ()
-    fronts = {
-        kind: stage_fronts(problem, kind, windows.costs_of.of(problem, kind.place, kind.in_flight), found, tick)
+    labels_of = {
+        kind: stage_labels(problem, kind, bounds.costs_of.of(problem, kind.group, kind.in_flight), found, tick)
         for kind, found in targets.items()
     }
     nothing = np.zeros(1)
@@ -105,28 +107,32 @@ def solve_below(windows: Windows, below_ps: float, most: int, tick: Callable[[in
     levels = [_Level({at: start for at in _followed(problem, 0, 0, problem.usages[0][0], -1)}, [])]
     for stage in range(problem.pp_size):
         tick(0)
-        levels.append(_next_level(windows, stage, levels[-1], fronts, below_ps))
+        levels.append(_next_level(bounds, stage, levels[-1], labels_of, below_ps))
     return _best(problem, levels, below_ps, most)
 
 
 def _next_level(
-    windows: Windows, stage: int, before: _Level, fronts: dict[StageKind, dict[int, Labels]], below_ps: float
+    bounds: ConfigurationBounds,
+    stage: int,
+    before: _Level,
+    labels_of: dict[StageKind, dict[int, Labels]],
+    below_ps: float,
 ) -> _Level:
     """Append one pipeline stage to every label in every way."""
-    problem, number = windows.problem, windows.runs.number
+    problem, number = bounds.problem, bounds.runs.number
     found: dict[_At, list[_Prefix]] = {}
     sources: list[tuple[_At, Labels]] = []
     for at, labels in before.labels.items():
         used = dict(problem.placements(stage, at.used))[at.following]
-        known = fronts.get(StageKind(at.following, problem.in_flight[stage], stage == 0), {})
-        rest = windows.after[stage + 1][used]
+        known = labels_of.get(StageKind(at.following, problem.in_flight[stage], stage == 0), {})
+        rest = bounds.after[stage + 1][used]
         for end in problem.ends(stage, at.end):
             front = known.get(int(number[at.end, end]))
-            if front is None or not len(front.gives) or not np.isfinite(rest.total[end]):
+            if front is None or not len(front.output_layout) or not np.isfinite(rest.total[end]):
                 continue
             for after in _followed(problem, stage + 1, end, used, at.following):
                 appended = _appended(problem, stage, at, labels, after, front, len(sources))
-                own = (problem.num_microbatches - 1) * appended.slowest_ps + appended.end_ps
+                own = (problem.num_microbatches - 1) * appended.slowest_ps + appended.exposed_ps
                 least = appended.total_ps + rest.total[end] + np.maximum(own, rest.slowest[end])
                 rows = np.flatnonzero(least + problem.tie_ps.min() < below_ps)
                 if len(rows):
@@ -136,7 +142,7 @@ def _next_level(
     for where, parts in found.items():
         joined = _Prefix(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
         columns = np.stack(_comparable(problem, joined), 1)
-        key = joined.gives * len(problem.tie_ps) + joined.tie_class
+        key = joined.output_layout * len(problem.tie_ps) + joined.tie_class
         level[where] = joined.take(non_dominated(columns, key))
     return _Level(level, sources)
 
@@ -145,35 +151,35 @@ def _comparable(problem: Problem, labels: _Prefix) -> list[Numbers]:
     """The numbers in which one label must be no worse to replace another: S with any choice of what else it raises."""
     slowest = (problem.num_microbatches - 1) * labels.slowest_ps
     total, both = labels.total_ps, labels.total_ps + slowest
-    return [total, both, total + labels.end_ps, both + labels.end_ps]
+    return [total, both, total + labels.exposed_ps, both + labels.exposed_ps]
 
 
-def _followed(problem: Problem, stage: int, end: int, used: tuple[int, ...], place: int) -> list[_At]:
-    """A place in the search with each place that the next stage, number `stage`, can be on; -1 behind the last."""
+def _followed(problem: Problem, stage: int, end: int, used: tuple[int, ...], group: int) -> list[_At]:
+    """A position with each device group that the next stage, number `stage`, can be on; -1 behind the last."""
     if stage == problem.pp_size:
-        return [_At(end, used, place, -1)]
-    return [_At(end, used, place, following) for following, _ in problem.placements(stage, used)]
+        return [_At(end, used, group, -1)]
+    return [_At(end, used, group, following) for following, _ in problem.placements(stage, used)]
 
 
 def _appended(problem: Problem, stage: int, at: _At, labels: _Prefix, after: _At, own: Labels, source: int) -> _Prefix:
     """Every label before a cut with every label of the stage that takes what it gives."""
     if stage == 0:
-        parent, chosen = np.zeros(len(own.gives), np.int64), np.arange(len(own.gives))
+        parent, chosen = np.zeros(len(own.output_layout), np.int64), np.arange(len(own.output_layout))
     else:
-        parent, chosen = np.nonzero(labels.gives[:, None] == own.comes)
+        parent, chosen = np.nonzero(labels.output_layout[:, None] == own.received_layout)
     time = own.time_ps[chosen]
     if stage > 0:
-        into = problem.sends_ps[stage - 1, at.place, after.place, problem.elements[at.end - 1]]
-        time = time + into[own.comes[chosen]]
+        into = problem.sends_ps[stage - 1, at.group, after.group, problem.elements[at.end - 1]]
+        time = time + into[own.received_layout[chosen]]
     if stage < problem.pp_size - 1:
-        out = problem.sends_ps[stage, after.place, after.following, problem.elements[after.end - 1]]
-        time = time + out[own.gives[chosen]]
+        out = problem.sends_ps[stage, after.group, after.following, problem.elements[after.end - 1]]
+        time = time + out[own.output_layout[chosen]]
     return _Prefix(
         labels.total_ps[parent] + time,
         np.maximum(labels.slowest_ps[parent], time),
-        np.maximum(labels.end_ps[parent], own.end_ps[chosen]),
-        own.gives[chosen],
-        own.comes[chosen] if stage == 0 else labels.tie_class[parent],
+        np.maximum(labels.exposed_ps[parent], own.exposed_ps[chosen]),
+        own.output_layout[chosen],
+        own.received_layout[chosen] if stage == 0 else labels.tie_class[parent],
         np.full(len(parent), source),
         parent,
         chosen,
@@ -183,8 +189,8 @@ def _appended(problem: Problem, stage: int, at: _At, labels: _Prefix, after: _At
 def _best(problem: Problem, levels: list[_Level], below_ps: float, most: int) -> tuple[Found, ...]:
     found: list[tuple[float, _At, int]] = []
     for at, labels in levels[-1].labels.items():
-        objective = labels.total_ps + (problem.num_microbatches - 1) * labels.slowest_ps + labels.end_ps
-        objective = objective + problem.tie_ps[labels.tie_class, labels.gives]
+        objective = labels.total_ps + (problem.num_microbatches - 1) * labels.slowest_ps + labels.exposed_ps
+        objective = objective + problem.tie_ps[labels.tie_class, labels.output_layout]
         rows = np.flatnonzero(objective < below_ps)
         found += [
             (float(objective[row]), at, int(row)) for row in rows[np.argsort(objective[rows], kind="stable")][:most]
@@ -196,12 +202,12 @@ def _best(problem: Problem, levels: list[_Level], below_ps: float, most: int) ->
 def _decoded(levels: list[_Level], at: _At, label: int) -> Solution:
     ends: list[int] = []
     options: list[int] = []
-    places: list[int] = []
+    device_groups: list[int] = []
     for level in reversed(levels[1:]):
         labels = level.labels[at]
         before, front = level.sources[int(labels.source[label])]
         ends.insert(0, at.end)
-        places.insert(0, at.place)
+        device_groups.insert(0, at.group)
         options[:0] = front.options_of(int(labels.chosen[label]))
         at, label = before, int(labels.parent[label])
-    return Solution(tuple(ends), tuple(options), tuple(places))
+    return Solution(tuple(ends), tuple(options), tuple(device_groups))

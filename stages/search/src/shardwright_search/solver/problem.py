@@ -13,7 +13,7 @@ import msgspec
 
 from shardwright_search.solver.pareto import Ints, Numbers
 
-__all__ = ["Options", "Phase", "Place", "Price", "Problem", "Solution", "phases", "price"]
+__all__ = ["DeviceGroup", "Options", "Phase", "Price", "Problem", "Solution", "phases", "price"]
 
 
 class Phase(NamedTuple):
@@ -37,11 +37,11 @@ def phases(in_flight: int, num_microbatches: int) -> tuple[Phase, ...]:
 
 
 class Options(NamedTuple):
-    """The strategies of one element type on one kind of place, one column each [options]."""
+    """The strategies of one element type on one kind of device group, one column each [options]."""
 
     time_ps: Numbers
     """Forward and backward of one microbatch."""
-    end_ps: Numbers
+    exposed_ps: Numbers
     """What comes once a step: reduction of the gradients as far as it is exposed, and the optimizer."""
     state_bytes: Numbers
     """Held all step long."""
@@ -51,9 +51,9 @@ class Options(NamedTuple):
     """Of one microbatch in flight."""
     workspace_bytes: Numbers
     """Held for a moment, in the element's own forward or backward pass."""
-    takes: Ints
+    input_layout: Ints
     """Number of the layout the element works in; of the embedding the class that ties tell apart."""
-    gives: Ints
+    output_layout: Ints
     """Number of the layout of what it gives out; of the head the class that ties tell apart."""
 
     def take(self, rows: Ints) -> "Options":
@@ -61,7 +61,7 @@ class Options(NamedTuple):
         return Options._make(column[rows] for column in self)
 
 
-class Place(NamedTuple):
+class DeviceGroup(NamedTuple):
     """Costs on the ranks of one kind of pipeline stage: node type, width, and how its ranks lie on the nodes."""
 
     options: tuple[Options, ...]
@@ -73,27 +73,27 @@ class Place(NamedTuple):
 
 
 class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """A chain of elements (embedding, layers, head) to cut into pipeline stages, each on a place, one option each.
+    """A chain of layers, embedding and head included, to cut into stages on device groups, with one option each.
 
     Minimised is T = sum A' + (m - 1) max A' + max U + tie, with m microbatches. A'_i: time of a microbatch in stage i,
     with the redistribution before each of its elements and the sends at both of its ends; U_i: the sum of its `end_ps`.
 
     The memory of a stage is the most of its `phases`. In each, with k microbatches in flight, it holds its state,
     (k - 1) times its activations and the most that a microbatch holds on its way: at element j the activations of the
-    elements up to j, j's workspace, and late bytes: of all elements, or in the first backward pass of those from j on,
+    elements up to j, j's transient, and late bytes: of all elements, or in the first backward pass of those from j on,
     whose backward passes are over or in progress. Besides it holds what it received of each microbatch in flight, and
     of one microbatch the gradients of what it received and of what it gave out.
     """
 
     elements: tuple[int, ...]
     """Type number of each; the first is in the first stage and the last in the last, each with one layer or more."""
-    places: tuple[Place, ...]
+    device_groups: tuple[DeviceGroup, ...]
     available: tuple[int, ...]
-    """How many stages can be on each place."""
+    """How many stages can be on each device group."""
     allowed: tuple[tuple[int, ...], ...]
-    """By pipeline stage: the places it can be on."""
+    """By pipeline stage: the device groups it can be on."""
     sends_ps: Numbers
-    """[stages - 1, places, places, types, layouts]: outputs of that type and layout over the cut after the stage."""
+    """[stages - 1, groups, groups, types, layouts]: outputs of that type and layout over the cut after the stage."""
     in_flight: tuple[int, ...]
     """By pipeline stage."""
     num_microbatches: int
@@ -110,21 +110,21 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     @property
     def num_layouts(self) -> int:
         """Number of layouts."""
-        return int(self.places[0].redistribution_ps.shape[1])
+        return int(self.device_groups[0].redistribution_ps.shape[1])
 
-    def objectives(self, time_ps: Numbers, end_ps: Numbers) -> list[Numbers]:
+    def objectives(self, time_ps: Numbers, exposed_ps: Numbers) -> list[Numbers]:
         """The numbers in which one way to treat a stage must be no worse to replace another.
 
         With one stage T is m A + U. With several, taking (A, U) for (A', U') with A <= A' lowers the sum of times by
         A' - A, raises no largest time, and raises the largest U by at most (U - U')+: it never hurts if A + U is no
         larger either.
         """
-        return [self.num_microbatches * time_ps + end_ps] if self.pp_size == 1 else [time_ps, time_ps + end_ps]
+        return [self.num_microbatches * time_ps + exposed_ps] if self.pp_size == 1 else [time_ps, time_ps + exposed_ps]
 
     @cached_property
     def usages(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """By number of stages placed: how many of them can be on each place, such that the rest can be placed too."""
-        found: list[set[tuple[int, ...]]] = [{(0,) * len(self.places)}]
+        """By number of stages placed: how many can be on each device group, such that the rest can be placed too."""
+        found: list[set[tuple[int, ...]]] = [{(0,) * len(self.device_groups)}]
         for allowed in self.allowed:
             found.append({after for used in found[-1] for _, after in self._next(used, allowed)})
         for stage in range(self.pp_size - 1, -1, -1):
@@ -137,9 +137,9 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return tuple(tuple(sorted(used)) for used in found)
 
     def placements(self, stage: int, used: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Where a stage can be when the ones before it use so many of each place, and what is used then."""
+        """Where a stage can be when the ones before it use so many of each device group, and what is used then."""
         alive = set(self.usages[stage + 1])
-        return tuple((place, after) for place, after in self._next(used, self.allowed[stage]) if after in alive)
+        return tuple((group, after) for group, after in self._next(used, self.allowed[stage]) if after in alive)
 
     def ends(self, stage: int, start: int) -> range:
         """Where a pipeline stage that starts at element `start` can end, so that each stage gets a layer."""
@@ -150,9 +150,9 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def _next(self, used: tuple[int, ...], allowed: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
         return [
-            (place, tuple(n + (i == place) for i, n in enumerate(used)))
-            for place in allowed
-            if used[place] < self.available[place]
+            (group, tuple(n + (i == group) for i, n in enumerate(used)))
+            for group in allowed
+            if used[group] < self.available[group]
         ]
 
 
@@ -163,8 +163,8 @@ class Solution(NamedTuple):
     """The element after the last of each pipeline stage."""
     options: tuple[int, ...]
     """The option of each element."""
-    places: tuple[int, ...]
-    """The place of each pipeline stage."""
+    device_groups: tuple[int, ...]
+    """The device group of each pipeline stage."""
 
 
 class Price(NamedTuple):
@@ -179,29 +179,35 @@ def price(problem: Problem, solution: Solution) -> Price:
     """T and memory of one plan, added up element by element."""
     bounds = (0, *solution.ends)
     time, end, memory = [0.0] * problem.pp_size, [0.0] * problem.pp_size, []
-    for stage, ((first, last), number) in enumerate(zip(pairwise(bounds), solution.places, strict=True)):
-        place = problem.places[number]
+    for stage, ((first, last), number) in enumerate(zip(pairwise(bounds), solution.device_groups, strict=True)):
+        group = problem.device_groups[number]
         for e in range(first, last):
             kind, option = problem.elements[e], solution.options[e]
-            own = place.options[kind]
+            own = group.options[kind]
             time[stage] += own.time_ps[option]
-            end[stage] += own.end_ps[option]
+            end[stage] += own.exposed_ps[option]
             if e:
                 before = problem.elements[e - 1]
-                source = solution.places[stage - 1] if e == first else number
-                gives = problem.places[source].options[before].gives[solution.options[e - 1]]
-                time[stage] += place.redistribution_ps[before, gives, own.takes[option]]
+                source = solution.device_groups[stage - 1] if e == first else number
+                output_layout = problem.device_groups[source].options[before].output_layout[solution.options[e - 1]]
+                time[stage] += group.redistribution_ps[before, output_layout, own.input_layout[option]]
                 if e == first:
-                    send = problem.sends_ps[stage - 1, source, number, before, gives]
+                    send = problem.sends_ps[stage - 1, source, number, before, output_layout]
                     time[stage] += send
                     time[stage - 1] += send
-        chosen = [(place.options[problem.elements[e]], solution.options[e]) for e in range(first, last)]
+        chosen = [(group.options[problem.elements[e]], solution.options[e]) for e in range(first, last)]
         found = phases(problem.in_flight[stage], problem.num_microbatches)
         received, given = (_boundary(problem, solution, cut) for cut in (stage - 1, stage))
         most = max(_held(chosen, phase) + (phase.in_flight + 1) * received for phase in found)
         memory.append(int(most + given))
-    first_class = problem.places[solution.places[0]].options[problem.elements[0]].takes[solution.options[0]]
-    last_class = problem.places[solution.places[-1]].options[problem.elements[-1]].gives[solution.options[-1]]
+    first_class = (
+        problem.device_groups[solution.device_groups[0]].options[problem.elements[0]].input_layout[solution.options[0]]
+    )
+    last_class = (
+        problem.device_groups[solution.device_groups[-1]]
+        .options[problem.elements[-1]]
+        .output_layout[solution.options[-1]]
+    )
     objective = sum(time) + (problem.num_microbatches - 1) * max(time) + max(end)
     return Price(int(objective + problem.tie_ps[first_class, last_class]), tuple(memory))
 
@@ -212,17 +218,19 @@ def _boundary(problem: Problem, solution: Solution, stage: int) -> float:
         return 0.0
     last = solution.ends[stage] - 1
     kind = problem.elements[last]
-    gives = problem.places[solution.places[stage]].options[kind].gives[solution.options[last]]
-    return float(problem.boundary_bytes[kind, gives])
+    output_layout = (
+        problem.device_groups[solution.device_groups[stage]].options[kind].output_layout[solution.options[last]]
+    )
+    return float(problem.boundary_bytes[kind, output_layout])
 
 
 def _held(chosen: Sequence[tuple[Options, int]], phase: Phase) -> float:
     """The most that a stage holds in a phase."""
-    most = held = 0.0
+    most = resident = 0.0
     for own, option in chosen:
         activation, late = own.activation_bytes[option], own.late_bytes[option]
         state = own.state_bytes[option] + (phase.in_flight - 1) * activation + (0 if phase.late else late)
-        moment = held + activation + own.workspace_bytes[option]
-        most = state + (late if phase.late else 0) + max(most, moment)
-        held += state + activation
+        workspace = resident + activation + own.workspace_bytes[option]
+        most = state + (late if phase.late else 0) + max(most, workspace)
+        resident += state + activation
     return most

@@ -33,7 +33,7 @@ class Dual:
     """The bound for one cost and one measure of memory, both by type [options]."""
 
     def __init__(self, costs: Sequence[Numbers], memory: Sequence[Numbers]) -> None:
-        self._hulls = [_hull(cost, held) for cost, held in zip(costs, memory, strict=True)]
+        self._hulls = [_hull(cost, resident) for cost, resident in zip(costs, memory, strict=True)]
         slopes = {slope for hull in self._hulls for slope in _slopes(hull)}
         self._prices = np.array(sorted(slopes | {0.0}))
         priced = [(hull[:, 1:] + hull[:, :1] * self._prices).min(0) for hull in self._hulls]

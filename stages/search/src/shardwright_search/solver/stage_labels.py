@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.case_bounds import StageKind, Target
+from shardwright_search.solver.configuration_bounds import StageKind, Target
 from shardwright_search.solver.layer_ranges import Run, runs_of
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
 from shardwright_search.solver.problem import Problem
-from shardwright_search.solver.stage_options import PlaceCosts, Weights, weightings
+from shardwright_search.solver.stage_options import GroupCosts, Weights, weightings
 
-__all__ = ["Labels", "stage_fronts"]
+__all__ = ["Labels", "stage_labels"]
 
 _FEW = 8
 
@@ -30,11 +30,11 @@ class Labels(NamedTuple):
     """Labels of one run, one entry per label in each column; those of the run without its last element behind them."""
 
     time_ps: Numbers
-    end_ps: Numbers
+    exposed_ps: Numbers
     memory: Numbers
     """[labels, 2 x phases]: held and peak of each phase, in bytes."""
-    comes: Ints
-    gives: Ints
+    received_layout: Ints
+    output_layout: Ints
     parent: Ints
     option: Ints
     """The option of the last element, as the problem counts them."""
@@ -58,25 +58,25 @@ class _Step(NamedTuple):
     """What is the same for all labels of a stage kind."""
 
     problem: Problem
-    costs: PlaceCosts
+    costs: GroupCosts
     weights: tuple[Weights, ...]
     first: bool
     num_layouts: int
-    most_static: Numbers
+    max_static: Numbers
     """By type: the most that an element adds to held or peak of any phase."""
-    most_moment: float
-    most_given: float
+    max_workspace: float
+    max_sent: float
     """The most that a stage holds of what it gives out."""
 
 
-def stage_fronts(
-    problem: Problem, kind: StageKind, costs: PlaceCosts, targets: Sequence[Target], tick: Callable[[int], None]
+def stage_labels(
+    problem: Problem, kind: StageKind, costs: GroupCosts, targets: Sequence[Target], tick: Callable[[int], None]
 ) -> dict[int, Labels]:
     """By run, the labels of every target worth being a whole stage, where memory no longer matters.
 
     `tick` is called between steps and may raise to stop.
     """
-    moments = [o.activation_bytes + o.workspace_bytes for o in costs.options]
+    workspaces = [o.activation_bytes + o.workspace_bytes for o in costs.options]
     static = [
         max((of.static[kind] + np.maximum(o.activation_bytes, of.late[kind])).max() for of in costs.phases)
         for kind, o in enumerate(costs.options)
@@ -86,9 +86,9 @@ def stage_fronts(
         costs,
         weightings(problem),
         kind.first,
-        max(int(max(o.gives.max(), o.takes.max())) for o in costs.options) + 1,
+        max(int(max(o.output_layout.max(), o.input_layout.max())) for o in costs.options) + 1,
         np.array(static),
-        float(max(m.max() for m in moments)),
+        float(max(m.max() for m in workspaces)),
         float(problem.boundary_bytes.max()) if problem.pp_size > 1 else 0.0,
     )
     found: dict[int, Labels] = {}
@@ -121,7 +121,7 @@ def _extend(
     tick: Callable[[int], None],
 ) -> None:
     """Follow the tree of all target runs from the labels of their common beginning."""
-    tick(len(labels.gives))
+    tick(len(labels.output_layout))
     runs = runs_of(step.problem.elements).runs
     for target in targets:
         if len(runs[target.run].elements) == depth:
@@ -130,25 +130,25 @@ def _extend(
     if not onward:
         return
     before = runs[onward[0].run].elements[depth - 1] if depth else runs[onward[0].run].before
-    rows = _worth_extending(step, labels, before) if depth else np.arange(len(labels.gives))
+    rows = _worth_extending(step, labels, before) if depth else np.arange(len(labels.output_layout))
     for kind, same in groupby(onward, key=lambda target: runs[target.run].elements[depth]):
         group = list(same)
         following = _following(step, labels, rows, before, kind, [(t, runs[t.run]) for t in group], depth)
-        if len(following.gives):
+        if len(following.output_layout):
             _extend(step, following, depth + 1, group, found, tick)
 
 
 def _front(step: _Step, labels: Labels, target: Target) -> Labels:
-    below = np.ones(len(labels.gives), bool)
+    below = np.ones(len(labels.output_layout), bool)
     for (time, end), cap in zip(step.weights, target.caps, strict=True):
-        below &= time * labels.time_ps + end * labels.end_ps < cap
+        below &= time * labels.time_ps + end * labels.exposed_ps < cap
     end = runs_of(step.problem.elements).runs[target.run].elements[-1]
     if end != step.problem.elements[-1]:
-        given = step.problem.boundary_bytes[end][labels.gives]
-        below &= labels.memory[:, 1::2].max(1) + given <= step.costs.place.budget_bytes
+        given = step.problem.boundary_bytes[end][labels.output_layout]
+        below &= labels.memory[:, 1::2].max(1) + given <= step.costs.group.budget_bytes
     kept = labels.take(np.flatnonzero(below))
-    key = kept.comes * step.num_layouts + kept.gives
-    columns = step.problem.objectives(kept.time_ps, kept.end_ps)
+    key = kept.received_layout * step.num_layouts + kept.output_layout
+    columns = step.problem.objectives(kept.time_ps, kept.exposed_ps)
     return kept.take(np.sort(non_dominated(np.stack(columns, 1), key)))
 
 
@@ -157,49 +157,52 @@ def _following(
 ) -> Labels:
     """Every label with every option of the next element, as far as some target can still be reached."""
     options = step.costs.options[kind]
-    parent = np.repeat(rows, len(options.takes))
-    option = np.tile(np.arange(len(options.takes)), len(rows))
+    parent = np.repeat(rows, len(options.input_layout))
+    option = np.tile(np.arange(len(options.input_layout)), len(rows))
     time = labels.time_ps[parent] + options.time_ps[option]
     if before >= 0:
-        time = time + step.costs.place.redistribution_ps[before][labels.gives[parent], options.takes[option]]
+        time = (
+            time
+            + step.costs.group.redistribution_ps[before][labels.output_layout[parent], options.input_layout[option]]
+        )
     following = Labels(
         time,
-        labels.end_ps[parent] + options.end_ps[option],
+        labels.exposed_ps[parent] + options.exposed_ps[option],
         _memory(step, labels.memory[parent], kind, option),
-        options.takes[option] if before < 0 else labels.comes[parent],
-        options.gives[option],
+        options.input_layout[option] if before < 0 else labels.received_layout[parent],
+        options.output_layout[option],
         parent,
         step.costs.useful[kind][option],
         labels,
     )
     following = following.take(_reaching(step, following, targets, depth + 1))
-    most = max(sum(step.most_static[k] for k in run.elements[depth + 1 :]) for _, run in targets)
-    never = step.costs.place.budget_bytes - most - step.most_given
-    columns = step.problem.objectives(following.time_ps, following.end_ps)
-    for held, peak in zip(following.memory.T[::2], following.memory.T[1::2], strict=True):
+    most = max(sum(step.max_static[k] for k in run.elements[depth + 1 :]) for _, run in targets)
+    never = step.costs.group.budget_bytes - most - step.max_sent
+    columns = step.problem.objectives(following.time_ps, following.exposed_ps)
+    for resident, peak in zip(following.memory.T[::2], following.memory.T[1::2], strict=True):
         columns.append(np.maximum(peak, never))
-        if most or step.most_given:
-            columns.append(np.maximum(held, never - step.most_moment))
-    key = following.comes * step.num_layouts + following.gives
+        if most or step.max_sent:
+            columns.append(np.maximum(resident, never - step.max_workspace))
+    key = following.received_layout * step.num_layouts + following.output_layout
     return following.take(np.sort(non_dominated(np.stack(columns, 1), key)))
 
 
 def _memory(step: _Step, before: Numbers, kind: int, option: Ints) -> Numbers:
     """Held and peak of each phase after one more element."""
     o = step.costs.options[kind]
-    activation, workspace = o.activation_bytes[option], o.workspace_bytes[option]
+    activation, transient = o.activation_bytes[option], o.workspace_bytes[option]
     after = np.empty_like(before)
     for i, of in enumerate(step.costs.phases):
-        held, peak = before[:, 2 * i], before[:, 2 * i + 1]
+        resident, peak = before[:, 2 * i], before[:, 2 * i + 1]
         static = of.static[kind][option]
-        after[:, 2 * i] = held + static + activation
-        after[:, 2 * i + 1] = static + of.late[kind][option] + np.maximum(peak, held + activation + workspace)
+        after[:, 2 * i] = resident + static + activation
+        after[:, 2 * i + 1] = static + of.late[kind][option] + np.maximum(peak, resident + activation + transient)
     return after
 
 
 def _reaching(step: _Step, labels: Labels, targets: list[tuple[Target, Run]], depth: int) -> Ints:
     """The labels that fit, and that by the bounds can stay within some target's caps."""
-    budget = step.costs.place.budget_bytes
+    budget = step.costs.group.budget_bytes
     fitting = labels.memory[:, 1::2].max(1) <= budget
     keep = np.zeros(len(fitting), bool)
     for target, run in targets:
@@ -208,7 +211,7 @@ def _reaching(step: _Step, labels: Labels, targets: list[tuple[Target, Run]], de
             break
         rest = run.elements[depth:]
         for (time, end), cap in zip(step.weights, target.caps, strict=True):
-            cost = time * labels.time_ps[rows] + end * labels.end_ps[rows]
+            cost = time * labels.time_ps[rows] + end * labels.exposed_ps[rows]
             if rest:
                 cost = cost + step.costs.least_rest((time, end), rest, labels.memory[rows, 0], labels.memory[rows, 1])
             rows = rows[cost < cap]
@@ -218,19 +221,19 @@ def _reaching(step: _Step, labels: Labels, targets: list[tuple[Target, Run]], de
 
 def _worth_extending(step: _Step, labels: Labels, before: int) -> Ints:
     """The labels that none of another layout replaces after paying for the redistribution to theirs."""
-    moves = step.costs.place.redistribution_ps[before] if before >= 0 else None
-    rows = np.arange(len(labels.gives))
+    moves = step.costs.group.redistribution_ps[before] if before >= 0 else None
+    rows = np.arange(len(labels.output_layout))
     if moves is None or len(rows) <= _FEW or not _triangular(moves):
         return rows
-    for layout in np.unique(labels.gives):
-        mine, others = rows[labels.gives[rows] == layout], rows[labels.gives[rows] != layout]
+    for layout in np.unique(labels.output_layout):
+        mine, others = rows[labels.output_layout[rows] == layout], rows[labels.output_layout[rows] != layout]
         both = np.r_[others, mine]
         if not len(others) or not len(mine):
             continue
-        paid = np.r_[moves[labels.gives[others], layout], np.zeros(len(mine))]
-        objectives = step.problem.objectives(labels.time_ps[both] + paid, labels.end_ps[both])
+        paid = np.r_[moves[labels.output_layout[others], layout], np.zeros(len(mine))]
+        objectives = step.problem.objectives(labels.time_ps[both] + paid, labels.exposed_ps[both])
         columns = np.column_stack([*objectives, labels.memory[both]])
-        kept = non_dominated(columns, labels.comes[both])
+        kept = non_dominated(columns, labels.received_layout[both])
         rows = np.r_[others, both[np.sort(kept[kept >= len(others)])]]
     return np.sort(rows)
 

@@ -1,8 +1,8 @@
-"""What one place with so many microbatches in flight does to a problem's options: memory measures, useful options.
+"""What a device group with so many microbatches in flight does to a problem's options: memory, useful options.
 
 In each phase the memory of a label is two numbers. `held`: what the elements so far hold at the end, activations of the
 last microbatch included. `peak`: the most so far, and late bytes. An element that holds x all phase long raises them
-to held + x + activation and x + late + max(peak, held + activation + workspace).
+to held + x + activation and x + late + max(peak, held + activation + transient).
 """
 
 from math import prod
@@ -12,10 +12,10 @@ import numpy as np
 
 from shardwright_search.solver.layer_ranges import Runs, pivot_of
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
-from shardwright_search.solver.problem import Options, Phase, Place, Problem, phases
+from shardwright_search.solver.problem import DeviceGroup, Options, Phase, Problem, phases
 from shardwright_search.solver.stage_bounds import Dual, Polyline
 
-__all__ = ["Measure", "PhaseCosts", "PlaceCosts", "Weights", "weightings"]
+__all__ = ["GroupCosts", "Measure", "PhaseCosts", "Weights", "weightings"]
 
 _FEW_ELEMENTS = 2
 _FEW_PLANS = 5_000
@@ -33,8 +33,8 @@ def weightings(problem: Problem) -> tuple[Weights, Weights, Weights]:
 class Measure(NamedTuple):
     """An additive amount of memory that a stage cannot do without: `share` of it held, the rest peak.
 
-    At the last element the peak is all x and activations, that element's workspace and late bytes; at the first, all x
-    and late bytes, that element's activation and workspace. Any mixture of the two is no more than the peak.
+    At the last element the peak is all x and activations, that element's transient and late bytes; at the first, all x
+    and late bytes, that element's activation and transient. Any mixture of the two is no more than the peak.
     """
 
     share: float
@@ -67,14 +67,14 @@ class PhaseCosts(NamedTuple):
     """From the element's backward pass on."""
 
 
-class PlaceCosts:
-    """The useful options of a place with k of m microbatches in flight, and the bounds that they allow."""
+class GroupCosts:
+    """The useful options of a device group with k of m microbatches in flight, and the bounds that they allow."""
 
-    def __init__(self, place: Place, in_flight: int, num_microbatches: int) -> None:
-        self.place = place
+    def __init__(self, group: DeviceGroup, in_flight: int, num_microbatches: int) -> None:
+        self.group = group
         parts = phases(in_flight, num_microbatches)
-        self.useful = tuple(_useful(options, parts) for options in place.options)
-        self.options = tuple(o.take(rows) for o, rows in zip(place.options, self.useful, strict=True))
+        self.useful = tuple(_useful(options, parts) for options in group.options)
+        self.options = tuple(o.take(rows) for o, rows in zip(group.options, self.useful, strict=True))
         self.phases = tuple(
             PhaseCosts(phase.in_flight, *zip(*(_in_phase(o, phase) for o in self.options), strict=True))
             for phase in parts
@@ -90,7 +90,7 @@ class PlaceCosts:
     def duals(self, weights: Weights) -> tuple[Dual, ...]:
         """One bound for each measure of memory."""
         if weights not in self._duals:
-            costs = [weights[0] * o.time_ps + weights[1] * o.end_ps for o in self.options]
+            costs = [weights[0] * o.time_ps + weights[1] * o.exposed_ps for o in self.options]
             self._duals[weights] = tuple(Dual(costs, measure.memory) for measure in self.measures)
         return self._duals[weights]
 
@@ -99,7 +99,7 @@ class PlaceCosts:
         if weights not in self._runs:
             found = self._least_with_pivot(runs, weights)
             for measure, dual in zip(self.measures[1:], self.duals(weights)[1:], strict=True):
-                left = self.place.budget_bytes - measure.first[runs.first] - measure.last[runs.last]
+                left = self.group.budget_bytes - measure.first[runs.first] - measure.last[runs.last]
                 found = np.maximum(found, dual.runs(runs.counts, left))
             for number, run in enumerate(runs.runs):
                 if len(run.elements) <= _FEW_ELEMENTS:
@@ -108,29 +108,29 @@ class PlaceCosts:
             self._runs[weights] = found
         return self._runs[weights]
 
-    def least_rest(self, weights: Weights, rest: tuple[int, ...], held: Numbers, peak: Numbers) -> Numbers:
+    def least_rest(self, weights: Weights, rest: tuple[int, ...], resident: Numbers, peak: Numbers) -> Numbers:
         """What the elements still to come cost at least after labels that hold so much [labels]."""
-        budget, counts = self.place.budget_bytes, [rest.count(kind) for kind in range(len(self.options))]
+        budget, counts = self.group.budget_bytes, [rest.count(kind) for kind in range(len(self.options))]
         key = weights, rest
-        place, behind = pivot_of(rest, self._head)
+        group, behind = pivot_of(rest, self._head)
         if key not in self._rests:
             without = list(counts)
-            for kind in rest if place is None else rest[place:]:
-                without[kind] -= place is not None
+            for kind in rest if group is None else rest[group:]:
+                without[kind] -= group is not None
             self._rests[key] = (
                 self.duals(weights)[0].polyline(without),
                 *(dual.polyline(counts) for dual in self.duals(weights)[1:]),
             )
         lines = self._rests[key]
-        if place is None:
-            least = lines[0].at(budget - self.measures[0].last[rest[-1]] - held)
+        if group is None:
+            least = lines[0].at(budget - self.measures[0].last[rest[-1]] - resident)
         else:
-            pivot = self._pivot(weights, rest[place], behind)
+            pivot = self._pivot(weights, rest[group], behind)
             least = np.min(
-                [c + lines[0].at(budget - m - held) for c, m in zip(pivot.cost, pivot.memory, strict=True)], axis=0
+                [c + lines[0].at(budget - m - resident) for c, m in zip(pivot.cost, pivot.memory, strict=True)], axis=0
             )
         for measure, line in zip(self.measures[1:], lines[1:], strict=True):
-            taken = measure.share * held + (1 - measure.share) * peak
+            taken = measure.share * resident + (1 - measure.share) * peak
             least = np.maximum(least, line.at(budget - measure.last[rest[-1]] - taken))
         return least
 
@@ -140,7 +140,7 @@ class PlaceCosts:
         return len(self.options) - 1
 
     def _least_with_pivot(self, runs: Runs, weights: Weights) -> Numbers:
-        dual, budget = self.duals(weights)[0], self.place.budget_bytes
+        dual, budget = self.duals(weights)[0], self.group.budget_bytes
         found = np.full(len(runs.runs), np.inf)
         for kind, behind, rows, counts in runs.groups:
             if kind < 0:
@@ -156,14 +156,14 @@ class PlaceCosts:
         key = weights, kind, behind
         if key not in self._pivots:
             o, measure = self.options[kind], self.measures[0].memory
-            cost = weights[0] * o.time_ps + weights[1] * o.end_ps
+            cost = weights[0] * o.time_ps + weights[1] * o.exposed_ps
             late = self.phases[0].late
-            moment = late[kind] + o.workspace_bytes
-            memory = measure[kind] + moment
+            workspace = late[kind] + o.workspace_bytes
+            memory = measure[kind] + workspace
             if behind >= 0:
                 after = self.options[behind]
-                cost = (cost[:, None] + weights[0] * after.time_ps + weights[1] * after.end_ps).ravel()
-                here = moment[:, None] + late[behind] - after.activation_bytes
+                cost = (cost[:, None] + weights[0] * after.time_ps + weights[1] * after.exposed_ps).ravel()
+                here = workspace[:, None] + late[behind] - after.activation_bytes
                 most = np.maximum(here, late[behind] + after.workspace_bytes)
                 memory = (measure[kind][:, None] + measure[behind] + most).ravel()
             rows = non_dominated(np.stack([cost, memory], 1), np.zeros(len(cost), np.int64))
@@ -193,16 +193,16 @@ class PlaceCosts:
 
     def _enumerated(self, elements: tuple[int, ...]) -> tuple[Numbers, Numbers] | None:
         """A and U of every choice that fits in the first phase; None if there are too many."""
-        if prod(len(self.options[kind].takes) for kind in elements) > _FEW_PLANS:
+        if prod(len(self.options[kind].input_layout) for kind in elements) > _FEW_PLANS:
             return None
-        time = end = held = peak = np.zeros(1)
+        time = end = resident = peak = np.zeros(1)
         for kind in elements:
             o, static, late = self.options[kind], self.phases[0].static[kind], self.phases[0].late[kind]
-            time, end = (time[:, None] + o.time_ps).ravel(), (end[:, None] + o.end_ps).ravel()
-            before = held[:, None] + (o.activation_bytes + o.workspace_bytes)
+            time, end = (time[:, None] + o.time_ps).ravel(), (end[:, None] + o.exposed_ps).ravel()
+            before = resident[:, None] + (o.activation_bytes + o.workspace_bytes)
             peak = (static + late + np.maximum(peak[:, None], before)).ravel()
-            held = (held[:, None] + (static + o.activation_bytes)).ravel()
-        fits = peak <= self.place.budget_bytes
+            resident = (resident[:, None] + (static + o.activation_bytes)).ravel()
+        fits = peak <= self.group.budget_bytes
         return time[fits], end[fits]
 
 
@@ -216,10 +216,10 @@ def _in_phase(options: Options, phase: Phase) -> tuple[Numbers, Numbers]:
 
 def _useful(options: Options, parts: tuple[Phase, ...]) -> Ints:
     """Options that no other of the same layouts replaces: memory, time and U are no less."""
-    columns = [options.time_ps, options.time_ps + options.end_ps]
+    columns = [options.time_ps, options.time_ps + options.exposed_ps]
     for phase in parts:
         static, late = _in_phase(options, phase)
         ends = static + late
         columns += [ends, ends + options.activation_bytes + options.workspace_bytes, static + options.activation_bytes]
-    key = options.takes * (int(options.gives.max()) + 1) + options.gives
+    key = options.input_layout * (int(options.output_layout.max()) + 1) + options.output_layout
     return np.sort(non_dominated(np.stack(columns, 1), key))

@@ -9,12 +9,12 @@ import numpy as np
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
-from shardwright_search.solver.min_memory import least_memory
-from shardwright_search.space.configurations import Case
-from shardwright_search.space.instance import Pricing
+from shardwright_search.solver.min_memory import min_memory
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
 
-__all__ = ["GIB", "Infeasible", "Need", "budgets_of", "infeasible", "least_need"]
+__all__ = ["GIB", "Infeasible", "Need", "budgets_of", "infeasible", "min_need"]
 
 GIB = 2**30
 
@@ -27,7 +27,7 @@ class Infeasible(NamedTuple):
 
     reason: str
     missing_bytes: int
-    least_bytes: int
+    min_bytes: int
     exact: bool
 
 
@@ -35,7 +35,7 @@ class Need(NamedTuple):
     """The least memory that a rank needs in any case, process included: which case, and the stage that needs it."""
 
     memory_bytes: int
-    case: Case
+    configuration: Configuration
     stage: int
     missing_bytes: int
     """More than that stage's budget by so much; negative where it fits."""
@@ -67,17 +67,17 @@ def budgets_of(request: SearchRequest, cluster: Cluster, file: Path) -> dict[str
     return found
 
 
-def least_need(pricing: Pricing, every: Sequence[Case]) -> Need:
+def min_need(instance: Instance, every: Sequence[Configuration]) -> Need:
     """The case that lacks the least, over cases with one chunk: several chunks hold no less."""
-    single = [case._replace(num_chunks=1) for case in every]
-    bounds = sorted(((_least_share(pricing, case), number) for number, case in enumerate(single)))
+    single = [configuration._replace(num_chunks=1) for configuration in every]
+    bounds = sorted(((_least_share(instance, configuration), number) for number, configuration in enumerate(single)))
     best: Need | None = None
     for bound, number in bounds:
         if best is not None and bound >= best.missing_bytes:
             break
-        problem = pricing.problem(single[number])
-        need = least_memory(problem)
-        process = pricing.costs.profiles.process_bytes
+        problem = instance.problem(single[number])
+        need = min_memory(problem)
+        process = instance.costs.profiles.process_bytes
         found = Need(need.memory_bytes + process, single[number], need.stage, need.missing_bytes)
         if best is None or found.missing_bytes < best.missing_bytes:
             best = found
@@ -86,34 +86,34 @@ def least_need(pricing: Pricing, every: Sequence[Case]) -> Need:
     return best
 
 
-def infeasible(pricing: Pricing, every: Sequence[Case], file: Path) -> Infeasible:
+def infeasible(instance: Instance, every: Sequence[Configuration], file: Path) -> Infeasible:
     """What the case with the smallest need lacks."""
-    need = least_need(pricing, every)
-    cluster, request = pricing.costs.cluster, pricing.request
-    node_type = cluster.node_type_of_rank[pricing.stage_ranks(need.case.pp_size)[need.stage][0]]
+    need = min_need(instance, every)
+    cluster, request = instance.costs.cluster, instance.request
+    node_type = cluster.node_type_of_rank[instance.stage_ranks(need.configuration.pp_size)[need.stage][0]]
     # Measured memory may be more than the tables say by a factor.
-    missing_bytes = ceil(need.missing_bytes * pricing.costs.profiles.memory_factor)
-    least_bytes = budgets_of(request, cluster, file)[node_type] + missing_bytes
+    missing_bytes = ceil(need.missing_bytes * instance.costs.profiles.memory_factor)
+    min_bytes = budgets_of(request, cluster, file)[node_type] + missing_bytes
     # Rounded up to a number that is read back as enough.
-    least_gib = ceil((least_bytes / GIB + request.reserve_gib) * 1e6) / 1e6
-    exact = need.case in every
-    amount = f"{'at least' if exact else 'more than'} {least_gib:.6f}"
+    min_gib = ceil((min_bytes / GIB + request.reserve_gib) * 1e6) / 1e6
+    exact = need.configuration in every
+    amount = f"{'at least' if exact else 'more than'} {min_gib:.6f}"
     remedy = f"raise memory_gib to {amount}"
-    if least_gib * GIB > cluster.node_types[node_type].memory_bytes:
+    if min_gib * GIB > cluster.node_types[node_type].memory_bytes:
         remedy = f"take devices of {amount} GiB"
     return Infeasible(
-        f"no plan fits: even the leanest ({need.case}) lacks {'' if exact else 'more than '}{missing_bytes} bytes "
-        f"a rank in pipeline stage {need.stage}: {remedy}",
+        f"no plan fits: even the leanest ({need.configuration}) lacks {'' if exact else 'more than '}{missing_bytes} "
+        f"bytes a rank in pipeline stage {need.stage}: {remedy}",
         missing_bytes,
-        least_bytes,
+        min_bytes,
         exact,
     )
 
 
-def _least_share(pricing: Pricing, case: Case) -> float:
+def _least_share(instance: Instance, configuration: Configuration) -> float:
     """A lower bound on what a case lacks: the least of every element, evenly over the stages."""
-    problem = pricing.problem(case)
-    place = problem.places[0]
-    least = np.array([(o.state_bytes + o.activation_bytes).min() for o in place.options])
+    problem = instance.problem(configuration)
+    group = problem.device_groups[0]
+    least = np.array([(o.state_bytes + o.activation_bytes).min() for o in group.options])
     total = sum(least[kind] for kind in problem.elements)
-    return float(total / problem.pp_size - max(p.budget_bytes for p in problem.places))
+    return float(total / problem.pp_size - max(p.budget_bytes for p in problem.device_groups))

@@ -13,12 +13,12 @@ from shardwright_formats.types.plan import Schedule, misfit
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_search.space.request import Dimension, OuterSpace, SearchRequest, Space, batch_sizes
 
-__all__ = ["Case", "cases", "divisors", "narrowed", "spreads"]
+__all__ = ["Configuration", "configurations", "divisors", "narrowed", "shardings"]
 
 _PLAIN: dict[str, object] = {"data_parallel": (DataParallel.DDP,), "recompute": (Recompute.NONE,)}
 
 
-class Case(NamedTuple):
+class Configuration(NamedTuple):
     """What is fixed before the layers are cut and each gets its strategy."""
 
     global_batch_size: int
@@ -94,7 +94,7 @@ def _limited(request: SearchRequest, field: str, allowed: object, name: str) -> 
     return replace(request, **{field: allowed})
 
 
-def cases(request: SearchRequest, model: Model, cluster: Cluster, file: Path) -> tuple[Case, ...]:
+def configurations(request: SearchRequest, model: Model, cluster: Cluster, file: Path) -> tuple[Configuration, ...]:
     """Every case of a narrowed request, in ascending order.
 
     Raises BadInput, naming the search file, for a listed number that divides nothing: it would be left out in silence.
@@ -113,7 +113,7 @@ def cases(request: SearchRequest, model: Model, cluster: Cluster, file: Path) ->
         if pp_size > layers:
             raise BadInput(file, f"pp_sizes: {pp_size} pipeline stages for {layers} layers", "list at most that many")
     return tuple(
-        Case(batch, count, pp_size, schedule, chunks)
+        Configuration(batch, count, pp_size, schedule, chunks)
         for batch in batches
         for count in sorted(set(request.num_microbatches or divisors(batch)))
         if batch % count == 0
@@ -124,7 +124,7 @@ def cases(request: SearchRequest, model: Model, cluster: Cluster, file: Path) ->
     )
 
 
-def spreads(request: SearchRequest, model: Model, type_name: str, stage_size: int) -> tuple[Strategy, ...]:
+def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: int) -> tuple[Strategy, ...]:
     """Every way to spread a layer type over the ranks of a pipeline stage, each spelled in one way only.
 
     Where there is no tensor parallelism there is nothing to split the sequence by and no grid to stride, and where
@@ -133,13 +133,13 @@ def spreads(request: SearchRequest, model: Model, type_name: str, stage_size: in
     outer = {EMBEDDING: request.embedding, HEAD: request.head}.get(type_name)
     kinds = request.recompute if outer is None else (Recompute.NONE,)
     found: set[Strategy] = set()
-    for spread in _grids(request, outer or OuterSpace(), stage_size):
-        if misfit(model, type_name, spread) is not None:
+    for sharding in _grids(request, outer or OuterSpace(), stage_size):
+        if misfit(model, type_name, sharding) is not None:
             continue
         if outer is not None:
-            found.add(spread)
+            found.add(sharding)
             continue
-        fields = {name: getattr(spread, name) for name in Strategy.__struct_fields__}
+        fields = {name: getattr(sharding, name) for name in Strategy.__struct_fields__}
         found |= {LayerStrategy(**fields, type=type_name, recompute=recompute) for recompute in kinds}
     return tuple(sorted(found))
 

@@ -1,26 +1,28 @@
 """The moments of an interleaved schedule at which a pipeline stage may hold the most."""
 
 from shardwright_formats.semantics.schedule import Pass, actions
-from shardwright_search.solver.interleaved import Flight
-from shardwright_search.space.configurations import Case
+from shardwright_search.solver.interleaved import InFlight
+from shardwright_search.space.configurations import Configuration
 
-__all__ = ["flights_of"]
+__all__ = ["moments_in_flight"]
 
 
-def flights_of(case: Case, stage: int) -> tuple[Flight, ...]:
+def moments_in_flight(configuration: Configuration, stage: int) -> tuple[InFlight, ...]:
     """The moments of a stage's action list that no other exceeds in all counts."""
-    outer = 0 if stage == 0 else case.num_chunks - 1
-    held = [0] * case.num_chunks
+    outer = 0 if stage == 0 else configuration.num_chunks - 1
+    resident = [0] * configuration.num_chunks
     found: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
-    lists = actions(case.schedule, case.pp_size, case.num_microbatches, stage, case.num_chunks)
+    lists = actions(
+        configuration.schedule, configuration.pp_size, configuration.num_microbatches, stage, configuration.num_chunks
+    )
     for action in lists:
         if action.kind is Pass.BACKWARD:
-            held[action.chunk] -= 1
-        found[action.chunk == outer].add((sum(held), held[outer]))
+            resident[action.chunk] -= 1
+        found[action.chunk == outer].add((sum(resident), resident[outer]))
         if action.kind is Pass.FORWARD:
-            held[action.chunk] += 1
+            resident[action.chunk] += 1
     return tuple(
-        Flight(chunks, of_outer, at_outer)
+        InFlight(chunks, of_outer, at_outer)
         for at_outer, counts in found.items()
         for chunks, of_outer in sorted(counts)
         if not any(_beaten((chunks, of_outer), other) for other in counts)

@@ -12,32 +12,32 @@ import numpy as np
 from shardwright_search.solver.layer_ranges import runs_of
 from shardwright_search.solver.pareto import Numbers
 from shardwright_search.solver.problem import Problem
-from shardwright_search.solver.stage_options import PlaceCosts, weightings
+from shardwright_search.solver.stage_options import GroupCosts, weightings
 
-__all__ = ["CostsOf", "Rest", "StageKind", "Target", "Windows"]
+__all__ = ["ConfigurationBounds", "CostsOf", "Rest", "StageKind", "Target"]
 
 Usage = tuple[int, ...]
 
 
 class CostsOf:
-    """The costs of the places of a problem by microbatches in flight, each made once."""
+    """The costs of the device groups of a problem by microbatches in flight, each made once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int, int], PlaceCosts] = {}
+        self._known: dict[tuple[int, int, int], GroupCosts] = {}
 
-    def of(self, problem: Problem, place: int, in_flight: int) -> PlaceCosts:
-        """Of one place of a problem; problems that share a place share its costs."""
+    def of(self, problem: Problem, group: int, in_flight: int) -> GroupCosts:
+        """Of one device group of a problem; problems that share a device group share its costs."""
         most = problem.num_microbatches if in_flight == problem.num_microbatches else in_flight + 1
-        key = id(problem.places[place]), in_flight, most
+        key = id(problem.device_groups[group]), in_flight, most
         if key not in self._known:
-            self._known[key] = PlaceCosts(problem.places[place], in_flight, most)
+            self._known[key] = GroupCosts(problem.device_groups[group], in_flight, most)
         return self._known[key]
 
 
 class StageKind(NamedTuple):
     """What the labels of a pipeline stage depend on beside its run of elements."""
 
-    place: int
+    group: int
     in_flight: int
     first: bool
 
@@ -57,7 +57,7 @@ class Target(NamedTuple):
     caps: tuple[float, float, float]
 
 
-class Windows:
+class ConfigurationBounds:
     """The bounds of one case; `rough` ones do with fewer counts of microbatches in flight, and are a little lower."""
 
     def __init__(self, problem: Problem, costs_of: CostsOf, rough: bool = False) -> None:
@@ -81,9 +81,9 @@ class Windows:
         for stage in range(problem.pp_size):
             some = False
             for used in problem.usages[stage]:
-                for place, after in problem.placements(stage, used):
-                    kind = StageKind(place, problem.in_flight[stage], stage == 0)
-                    caps = self._caps(stage, place, used, after, limit)
+                for group, after in problem.placements(stage, used):
+                    kind = StageKind(group, problem.in_flight[stage], stage == 0)
+                    caps = self._caps(stage, group, used, after, limit)
                     some |= bool(caps)
                     known = found.setdefault(kind, {})
                     for run, cap in caps:
@@ -97,16 +97,16 @@ class Windows:
         return {kind: [Target(run, caps) for run, caps in by_run.items()] for kind, by_run in found.items()}
 
     def _caps(
-        self, stage: int, place: int, used: Usage, after: Usage, limit: float
+        self, stage: int, group: int, used: Usage, after: Usage, limit: float
     ) -> list[tuple[int, tuple[float, float, float]]]:
-        a, z, g = self._stages[stage][place]
+        a, z, g = self._stages[stage][group]
         before, behind = self._before[stage][used], self.after[stage + 1][after]
         with np.errstate(invalid="ignore"):
             total = before.total[:, None] + behind.total
             slowest = np.maximum(before.slowest[:, None], behind.slowest)
             mean = before.mean[:, None] + behind.mean
             alive = (total + a + np.maximum(z, slowest) < limit) & (mean + g < limit)
-        send = self._least_sends(stage, place)
+        send = self._least_sends(stage, group)
         weights = weightings(self.problem)
         found = []
         for start, end in zip(*np.nonzero(alive), strict=True):
@@ -120,7 +120,7 @@ class Windows:
         return found
 
     def _bounds_of_stage(self, stage: int) -> dict[int, tuple[Numbers, Numbers, Numbers]]:
-        """By place: a, z and g [start, end]; infinity where the stage cannot hold that run."""
+        """By device group: a, z and g [start, end]; infinity where the stage cannot hold that run."""
         problem = self.problem
         starts = np.arange(len(problem.elements) + 1)
         able = np.zeros((len(starts), len(starts)), bool)
@@ -128,20 +128,20 @@ class Windows:
             ends = problem.ends(stage, start)
             able[start, ends.start : ends.stop] = True
         found = {}
-        for place in {place for used in problem.usages[stage] for place, _ in problem.placements(stage, used)}:
-            costs = self.costs_of.of(problem, place, self._in_flight[stage])
-            send = self._least_sends(stage, place)
+        for group in {group for used in problem.usages[stage] for group, _ in problem.placements(stage, used)}:
+            costs = self.costs_of.of(problem, group, self._in_flight[stage])
+            send = self._least_sends(stage, group)
             least = [costs.least(self.runs, w) + w[0] * send for w in weightings(problem)]
             slowest = least[1] - np.where(np.isfinite(least[0]), least[0], 0)
             arrays = [np.where(able, values[self.runs.number], np.inf) for values in (least[0], slowest, least[2])]
-            found[place] = (arrays[0], arrays[1], arrays[2])
+            found[group] = (arrays[0], arrays[1], arrays[2])
         return found
 
-    def _least_sends(self, stage: int, place: int) -> float:
+    def _least_sends(self, stage: int, group: int) -> float:
         """The least that a stage's sends take, whatever its neighbours."""
         sends = self.problem.sends_ps
-        into = float(sends[stage - 1, :, place].min()) if stage else 0.0
-        return into + (float(sends[stage, place].min()) if stage < self.problem.pp_size - 1 else 0.0)
+        into = float(sends[stage - 1, :, group].min()) if stage else 0.0
+        return into + (float(sends[stage, group].min()) if stage < self.problem.pp_size - 1 else 0.0)
 
     def _pass_forward(self) -> list[dict[Usage, Rest]]:
         problem = self.problem
@@ -149,8 +149,8 @@ class Windows:
         for stage in range(problem.pp_size):
             level: dict[Usage, Rest] = {}
             for used, rest in levels[-1].items():
-                for place, after in problem.placements(stage, used):
-                    a, z, g = self._stages[stage][place]
+                for group, after in problem.placements(stage, used):
+                    a, z, g = self._stages[stage][group]
                     here = Rest(
                         (rest.total[:, None] + a).min(0),
                         np.maximum(rest.slowest[:, None], z).min(0),
@@ -166,8 +166,8 @@ class Windows:
         for stage in range(problem.pp_size - 1, -1, -1):
             level: dict[Usage, Rest] = {}
             for used in problem.usages[stage]:
-                for place, after in problem.placements(stage, used):
-                    a, z, g = self._stages[stage][place]
+                for group, after in problem.placements(stage, used):
+                    a, z, g = self._stages[stage][group]
                     rest = levels[0][after]
                     here = Rest((a + rest.total).min(1), np.maximum(z, rest.slowest).min(1), (g + rest.mean).min(1))
                     level[used] = _either(level.get(used), here)
