@@ -1,11 +1,16 @@
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
 import numpy as np
 import pytest
 
+from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.types.hardware_profile import HardwareProfile, write_hardware_profile
-from shardwright_profile.show.tables import show_profile
-from shardwright_profile.show.units import bytes_text, rate_text, seconds_text
+from shardwright_formats.types.model_profile import read_model_profile
+from shardwright_profile.show.tables import draw_profile, show_profile
 
 
 def _profile() -> HardwareProfile:
@@ -42,9 +47,9 @@ def test_show_prints_median_spread_and_bandwidth_by_kind_and_size(tmp_path, caps
     printed = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.strip("│\n").split("│")] for line in printed.splitlines() if line[:1] == "│"]
     assert rows == [
-        ["all_reduce", "4", "strided", "in a node", "1 KiB", "1", "1 us", "0 us (0%)", "1.02 GB/s"],
+        ["all_reduce", "4", "strided", "in a node", "1 KiB", "1", "1 µs", "0 s (0%)", "1.02 GB/s"],
         ["all_reduce", "4", "strided", "in a node", "4 KiB", "5", "3 ms", "2 ms (67%)", "1.37 MB/s"],
-        ["p2p", "2", "consecutive", "across nodes", "1 KiB", "1", "2 ms", "0 us (0%)", "0.512 MB/s"],
+        ["p2p", "2", "consecutive", "across nodes", "1 KiB", "1", "2 ms", "0 s (0%)", "0.512 MB/s"],
         ["matrix_flops_per_s", "measured", "1.5e+12"],
     ]
     assert "device cpu, backend gloo" in printed
@@ -67,5 +72,43 @@ def test_numbers_are_printed_in_readable_units():
         "5 MiB",
         "2048 GiB",
     ]
-    assert [seconds_text(t) for t in (1e-6, 2.5e-4, 1e-3, 0.25, 3)] == ["1 us", "250 us", "1 ms", "250 ms", "3 s"]
+    assert [seconds_text(t) for t in (1e-6, 2.5e-4, 1e-3, 0.25, 3)] == ["1 µs", "250 µs", "1 ms", "250 ms", "3 s"]
     assert [rate_text(r) for r in (5e5, 1e6, 2.5e9)] == ["0.5 MB/s", "1 MB/s", "2.5 GB/s"]
+
+
+EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def _shown(path, tag):
+    """What the marks of a picture say when they are pointed at."""
+    return [found[0].text for found in ElementTree.parse(path).iter(f"{SVG}{tag}") if len(found)]
+
+
+def test_every_point_of_a_profile_is_in_its_picture(tmp_path):
+    write_hardware_profile(tmp_path / "h.h5", _profile())
+    draw_profile(tmp_path / "h.h5", tmp_path / "h.svg")
+    titles = [said for tag in ("circle", "polygon") for said in _shown(tmp_path / "h.svg", tag)]
+    assert sorted(titles) == [
+        "2 consecutive ranks across nodes, 1 KiB: 2 ms",
+        "4 strided ranks in a node, 1 KiB: 1 µs",
+        "4 strided ranks in a node, 4 KiB: 3 ms",
+    ]
+    draw_profile(EXAMPLES / "model_profile.h5", tmp_path / "m.svg")
+    texts = {text.text for text in ElementTree.parse(tmp_path / "m.svg").iter(f"{SVG}text")}
+    layers = read_model_profile(EXAMPLES / "model_profile.h5").layers
+    assert {f"{name.decode()}: forward" for name in layers["type"]} <= texts
+
+
+@pytest.mark.parametrize(("kind", "start"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
+def test_a_picture_can_be_png_or_pdf(tmp_path, kind, start):
+    pytest.importorskip("cairosvg", exc_type=OSError, reason="needs libcairo2")
+    draw_profile(EXAMPLES / "hardware_profile.h5", tmp_path / f"h.{kind}")
+    assert (tmp_path / f"h.{kind}").read_bytes().startswith(start)
+
+
+def test_without_a_converter_pictures_are_svg_alone(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cairosvg", None)
+    with pytest.raises(BadInput, match=r"a \.png needs CairoSVG .*: name it \.svg, or install"):
+        draw_profile(EXAMPLES / "hardware_profile.h5", tmp_path / "h.png")
+    assert list(tmp_path.iterdir()) == []

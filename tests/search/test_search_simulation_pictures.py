@@ -10,6 +10,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from shardwright_formats.display.lanes import idle_s
+from shardwright_formats.display.svg import document
+from shardwright_formats.display.timeline import draw_timeline
 from shardwright_formats.io.json import write_document
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.prediction import TimelineEvent
@@ -18,8 +21,6 @@ from shardwright_search.cli import app
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import read_profiles
 from shardwright_search.simulation.chrome_trace import chrome_trace
-from shardwright_search.simulation.gantt import timeline_svg
-from shardwright_search.simulation.lanes import idle_s
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -151,7 +152,7 @@ def bars(drawing):
 
 
 def test_the_picture_shows_every_event_where_it_is_and_nothing_over_another(plan, reducing):
-    shown = bars(timeline_svg(plan, reducing))
+    shown = bars(document(draw_timeline(plan, reducing)))
     assert len(shown) == len(reducing.timeline)
     end_s = max(event.end_s for event in reducing.timeline)
     left = min(x for _, x, *_ in shown)
@@ -170,7 +171,7 @@ def test_the_picture_shows_every_event_where_it_is_and_nothing_over_another(plan
 
 
 def test_the_picture_stands_alone_and_tells_chunks_apart(plan, reducing):
-    drawing = timeline_svg(plan, reducing)
+    drawing = document(draw_timeline(plan, reducing))
     assert not re.search(r"""(src|href)\s*=|@import|url\(|<script""", drawing)
     assert "two &lt;by&gt; two" in drawing and "prefers-color-scheme: dark" in drawing
     fills = {}

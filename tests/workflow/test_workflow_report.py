@@ -16,12 +16,13 @@ import grid
 import report
 import summary
 from loss_picture import draw_loss
-from plan_picture import StrategyColours, draw_plan, plan_file
-from profile_section import read_profile
-from results import bytes_text, layers_text, read_run, read_search, seconds_text
+from memory_picture import draw_memory
+from plan_picture import StrategyColours, draw_plan
+from results import layers_text, read_profile, read_run, read_search
+from shardwright_formats.display.svg import document, ticks
+from shardwright_formats.display.timeline import draw_timeline
+from shardwright_formats.display.units import bytes_text, seconds_text
 from shardwright_formats.io.errors import BadInput
-from stage_pictures import draw_memory, draw_timeline
-from svg import ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 1024 * 1024
@@ -150,8 +151,9 @@ def test_a_plans_picture_shows_each_layer_once_in_order():
 
 
 def test_the_plans_picture_can_stand_in_a_file_of_its_own():
-    root = ElementTree.fromstring(plan_file(a_plan()))
-    assert "--c0" in root.find(f"{SVG}defs/{SVG}style").text
+    plan = a_plan()
+    root = ElementTree.fromstring(document(draw_plan(plan, StrategyColours([plan]))))
+    assert "--c0" in root.find(f"{SVG}style").text
 
 
 def test_memory_bars_are_as_long_as_their_bytes():
@@ -167,16 +169,21 @@ def test_a_budget_out_of_reach_is_said_in_words():
     assert "off the scale" not in draw_memory(estimate, 64 * MIB)
 
 
-def test_the_timeline_shows_every_event():
-    estimate = an_estimate(a_plan(), 0.2)
-    assert len(_rectangles(draw_timeline(estimate))) == len(estimate.timeline)
+def test_the_timeline_shows_every_event_whatever_its_kind():
+    plan = a_plan()
+    estimate = an_estimate(plan, 0.2)
+    assert len(_rectangles(draw_timeline(plan, estimate))) == len(estimate.timeline)
+    odd = msgspec.structs.replace(estimate.timeline[0], kind="reshard")
+    drawing = draw_timeline(plan, msgspec.structs.replace(estimate, timeline=(odd, *estimate.timeline[1:])))
+    assert "reshard" in drawing
 
 
-def test_a_reduction_beside_a_backward_pass_hides_nothing_and_messages_are_left_out():
-    estimate = an_estimate(a_plan(), 0.2)
+def test_a_reduction_beside_a_backward_pass_hides_nothing():
+    plan = a_plan()
+    estimate = an_estimate(plan, 0.2)
     (*_, backward) = (event for event in estimate.timeline if event.kind == "backward")
-    beside = [msgspec.structs.replace(backward, kind=kind) for kind in ("gradient_sync", "send_backward")]
-    drawing = draw_timeline(msgspec.structs.replace(estimate, timeline=(backward, *beside)))
+    beside = msgspec.structs.replace(backward, kind="gradient_sync")
+    drawing = draw_timeline(plan, msgspec.structs.replace(estimate, timeline=(backward, beside)))
     bars = [bar for bar in ElementTree.fromstring(drawing).iter(f"{SVG}rect") if bar.find(f"{SVG}title") is not None]
     one, other = ((float(bar.get("y")), float(bar.get("height"))) for bar in bars)
     assert sum(one) <= other[0] < sum(other)

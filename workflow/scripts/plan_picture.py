@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 
 from results import strategy_text
+from shardwright_formats.display.svg import PALETTE, WIDTH, bar, element, legend, line, picture, text
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
-from svg import PALETTE, STYLE, bar, element, legend, line, picture, text
 
-__all__ = ["StrategyColours", "draw_plan", "plan_file"]
+__all__ = ["StrategyColours", "draw_plan"]
 
-_WIDTH, _LEFT, _ROW, _GAP = 960.0, 150.0, 46.0, 8.0
+_LEFT, _ROW, _GAP = 150.0, 46.0, 8.0
 # Recomputed layers are hatched, so that the colour is left for how they are spread.
 _HATCH = (
     '<pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -33,7 +33,7 @@ class StrategyColours:
 def draw_plan(plan: Plan, colours: StrategyColours) -> str:
     """Draw a plan as inline SVG."""
     cells = [(EMBEDDING, plan.embedding, 0), *_layer_cells(plan), (HEAD, plan.head, len(plan.stages) - 1)]
-    width = (_WIDTH - _LEFT) / len(cells)
+    width = (WIDTH - _LEFT) / len(cells)
     drawn = [_row_frame(plan, stage) for stage in range(len(plan.stages))]
     for column, (name, strategy, stage) in enumerate(cells):
         x, y = _LEFT + column * width, 24 + stage * (_ROW + _GAP)
@@ -42,16 +42,8 @@ def draw_plan(plan: Plan, colours: StrategyColours) -> str:
             label = {EMBEDDING: "emb", HEAD: "head"}.get(name, name)
             drawn.append(text(x + width / 2, 16, label, text_anchor="middle", class_="soft small"))
     top = 24 + len(plan.stages) * (_ROW + _GAP) + 14
-    marks, height = legend(_legend_entries(cells, colours), _LEFT, top, _WIDTH - _LEFT)
-    return picture("".join(drawn) + marks, _WIDTH, top + height, f"the plan {plan.name}", _HATCH)
-
-
-def plan_file(plan: Plan) -> str:
-    """The picture as the content of an SVG file, with its colours inside."""
-    drawing = draw_plan(plan, StrategyColours([plan]))
-    return (
-        drawing.replace("<defs>", f"<defs><style>{STYLE}</style>", 1).replace('width="100%"', 'width="960"', 1) + "\n"
-    )
+    marks, height = legend(_legend_entries(cells, colours), _LEFT, top, WIDTH - _LEFT)
+    return picture("".join(drawn) + marks, WIDTH, top + height, f"the plan {plan.name}", _HATCH)
 
 
 def _layer_cells(plan: Plan) -> list[tuple[str, Strategy, int]]:
@@ -63,7 +55,7 @@ def _row_frame(plan: Plan, stage: int) -> str:
     ranks = plan.stages[stage].ranks
     node_types = dict.fromkeys(plan.cluster.node_type_of_rank[rank] for rank in ranks)
     several = f"ranks {ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-    frame = element("rect", x=_LEFT, y=y, width=_WIDTH - _LEFT, height=_ROW, fill="var(--faint)", rx=4)
+    frame = element("rect", x=_LEFT, y=y, width=WIDTH - _LEFT, height=_ROW, fill="var(--faint)", rx=4)
     return (
         frame
         + text(0, y + 19, f"stage {stage}", class_="strong")

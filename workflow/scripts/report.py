@@ -5,28 +5,30 @@ python workflow/scripts/report.py --results results --searches tight --plan-svg 
 """
 
 import argparse
+import base64
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from loss_picture import draw_loss
-from plan_picture import StrategyColours, draw_plan, plan_file
-from profile_section import ProfileOutcome, profile_section, read_profile
-from reality_section import reality_section
+from memory_picture import draw_memory
+from plan_picture import StrategyColours, draw_plan
 from results import (
+    ProfileOutcome,
     RunOutcome,
     SearchOutcome,
-    bytes_text,
     plan_text,
     ratio_text,
+    read_profile,
     read_run,
     read_search,
-    seconds_text,
 )
+from shardwright_formats.display.svg import STYLE, document
+from shardwright_formats.display.timeline import draw_timeline
+from shardwright_formats.display.units import bytes_text, seconds_text
 from shardwright_formats.io.errors import one_line_errors
 from shardwright_formats.io.json import write_bytes
-from stage_pictures import draw_memory, draw_timeline
-from svg import STYLE
+from tables import correction_table, fits_table, html_list, plans_table, ranks_table
 
 __all__ = ["main", "page"]
 
@@ -38,7 +40,7 @@ def page(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome], profiles
     sections = [
         *(_search_section(search, colours) for search in searches),
         *(_run_section(run) for run in runs),
-        *(profile_section(profile) for profile in profiles),
+        *(_profile_section(profile) for profile in profiles),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -89,8 +91,8 @@ def _search_section(search: SearchOutcome, colours: StrategyColours) -> str:
             '<div class="tiles">' + "".join(_tile(*tile) for tile in tiles) + "</div>",
             _figure("Layers and pipeline stages", draw_plan(plan, colours)),
             _figure("Predicted memory of a rank, by pipeline stage", draw_memory(estimate, budget)),
-            _figure(f"Simulated step ({escape(plan.schedule)})", draw_timeline(estimate)),
-            reality_section(search),
+            _figure(f"Simulated step ({escape(plan.schedule)})", draw_timeline(plan, estimate)),
+            _measured(search),
             _beliefs(search),
         )
     )
@@ -127,9 +129,39 @@ def _beliefs(search: SearchOutcome) -> str:
             f"in this space: {escape(proof.scope)}. {proof.examined:,} cases examined, {proof.solved:,} solved.</p>"
         )
     if search.prediction.warnings:
-        items = "".join(f"<li>{escape(warning)}</li>" for warning in search.prediction.warnings)
-        drawn += f"<h3>Warnings</h3><ul>{items}</ul>"
+        drawn += f"<h3>Warnings</h3>{html_list(search.prediction.warnings)}"
     return drawn + f"<p><code>plan {search.plan.sha256}</code></p>"
+
+
+def _measured(search: SearchOutcome) -> str:
+    """Every plan as predicted and as measured, the ranks of those that were run, and the factors learned from them."""
+    drawn = f"<h3>Predicted against measured (ratio: measured over predicted)</h3>{plans_table(search.comparisons)}"
+    if ranks := ranks_table(search.comparisons):
+        drawn += f"<details><summary>Every rank of these plans</summary>{ranks}</details>"
+    if (learned := search.correction) is not None:
+        drawn += "<h3>What was learned (a search uses it only where its <code>correction</code> says so)</h3>"
+        drawn += correction_table(learned) + html_list(learned.warnings)
+    return drawn
+
+
+def _profile_section(found: ProfileOutcome) -> str:
+    """Where a profile's numbers come from, how well curves explain them, and their picture."""
+    origin, provenance, layers = found.profile.origin, found.profile.provenance, found.profile.layers
+    sources = sorted({value.decode() for name in layers if name.endswith("_source") for value in layers[name]})
+    facts = (
+        f"{origin.model} on {origin.device} ({origin.backend}), {origin.precision}, attention {origin.attention}; "
+        f"{len(layers['type'])} points, {', '.join(sources)}; {provenance.date}, {provenance.versions}"
+    )
+    fits, encoded = fits_table(found.profile), base64.b64encode(found.picture).decode()
+    explained = "How well curves explain the points (relative errors; medians over the curves)"
+    return "".join(
+        (
+            f"<h2>Profile: {escape(found.name)}</h2><p class='soft'>{escape(facts)}</p>",
+            html_list(provenance.notes.splitlines()),
+            f"<h3>{explained}</h3>{fits}" if fits else "",
+            f'<div class="wide"><img alt="points and curves" src="data:image/svg+xml;base64,{encoded}"></div>',
+        )
+    )
 
 
 def _figure(title: str, drawing: str) -> str:
@@ -158,7 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs = [read_run(asked.results, name) for name in asked.runs]
         profiles = [read_profile(asked.results, name) for name in asked.profiles]
         if asked.plan_svg is not None and searches:
-            write_bytes(asked.plan_svg, plan_file(searches[0].plan).encode())
+            plan = searches[0].plan
+            write_bytes(asked.plan_svg, document(draw_plan(plan, StrategyColours([plan]))).encode())
         if asked.out is not None:
             write_bytes(asked.out, page(searches, runs, profiles).encode())
 

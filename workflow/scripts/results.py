@@ -13,6 +13,7 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document
 from shardwright_formats.types.correction import Correction
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement
+from shardwright_formats.types.model_profile import ModelProfile, read_model_profile
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate, Prediction
 from shardwright_formats.types.run import RunResult, StepMetrics
@@ -20,15 +21,15 @@ from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Reco
 
 __all__ = [
     "Comparison",
+    "ProfileOutcome",
     "RunOutcome",
     "SearchOutcome",
-    "bytes_text",
     "layers_text",
     "plan_text",
     "ratio_text",
+    "read_profile",
     "read_run",
     "read_search",
-    "seconds_text",
     "strategy_text",
 ]
 
@@ -81,6 +82,21 @@ class RunOutcome(NamedTuple):
     steps: tuple[StepMetrics, ...]
 
 
+class ProfileOutcome(NamedTuple):
+    """A model profile and the picture that was drawn of it."""
+
+    name: str
+    profile: ModelProfile
+    picture: bytes
+    """SVG."""
+
+
+def read_profile(results: Path, name: str) -> ProfileOutcome:
+    """A profile by its file's name, `MODEL@NODE_TYPE`; BadInput where it cannot be read."""
+    profile = read_model_profile(results / "profiles" / f"{name}.h5")
+    return ProfileOutcome(name, profile, (results / "pictures" / f"{name}.svg").read_bytes())
+
+
 def read_search(results: Path, name: str, *, selected: bool = False) -> SearchOutcome:
     """Read a search's plan, its prediction and, where there are any, its measurement and what that taught.
 
@@ -130,23 +146,6 @@ def read_run(results: Path, name: str) -> RunOutcome:
     if not steps:
         raise BadInput(path, "holds no step", f"train {name} again")
     return RunOutcome(name, result, tuple(steps))
-
-
-def seconds_text(time_s: float) -> str:
-    """A time with three figures and its unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if time_s >= size:
-            return f"{time_s / size:.3g} {unit}" if time_s / size < 1000 else f"{time_s / size:.0f} {unit}"
-    return f"{time_s * 1e6:.3g} µs" if time_s else "0 s"
-
-
-def bytes_text(size_bytes: float) -> str:
-    """A size with three figures and its binary unit."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size_bytes >= 2**power:
-            amount = size_bytes / 2**power
-            return f"{amount:.3g} {unit}" if amount < 1000 else f"{amount:.0f} {unit}"
-    return f"{size_bytes:.0f} B"
 
 
 def ratio_text(predicted: float, measured: float | None) -> str:

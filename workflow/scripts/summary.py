@@ -7,17 +7,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from results import (
-    Comparison,
-    RunOutcome,
-    SearchOutcome,
-    bytes_text,
-    plan_text,
-    ratio_text,
-    read_run,
-    read_search,
-    seconds_text,
-)
+from results import Comparison, RunOutcome, SearchOutcome, plan_text, ratio_text, read_run, read_search
+from shardwright_formats.display.units import bytes_text, seconds_text
 from shardwright_formats.io.errors import one_line_errors
 
 __all__ = ["main", "summary"]

@@ -149,11 +149,11 @@ def show(
     file: Annotated[Path, typer.Argument(help="A hardware profile or a model profile, HDF5.")],
     picture: Annotated[
         Path | None,
-        typer.Option(help="Draw points, fits and residuals too, into this file: .svg, .png or .pdf; needs matplotlib."),
+        typer.Option(help="Draw points, fits and residuals too, into this file: .svg; .png and .pdf need CairoSVG."),
     ] = None,
     tables: Annotated[bool, typer.Option(help="Whether to print the tables.")] = True,
 ) -> None:
-    """Print a profile as tables: times in s, ms or us, memory in KiB, MiB or GiB, bandwidth in MB/s or GB/s."""
+    """Print a profile as tables: times in s, ms or µs, memory in KiB, MiB or GiB, bandwidth in MB/s or GB/s."""
     with one_line_errors():
         from shardwright_profile.show.tables import draw_profile, show_profile
 

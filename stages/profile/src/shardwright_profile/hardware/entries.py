@@ -5,10 +5,10 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
+from shardwright_formats.display.units import bytes_text, seconds_text
 from shardwright_formats.io.json import Value
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
 from shardwright_profile.hardware.statistics import median_interval
-from shardwright_profile.show.units import bytes_text, seconds_text
 
 __all__ = ["Entry", "Key", "OverlapEntry", "PairEntry", "PointEntry", "RateEntry", "StartEntry"]
 

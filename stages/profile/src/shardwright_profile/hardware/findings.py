@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardwright_formats.display.units import bytes_text, seconds_text
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_profile.hardware.statistics import SETTLED
-from shardwright_profile.show.units import bytes_text, seconds_text
 
 __all__ = ["bad_links", "findings", "slow_ranks", "unsettled_points"]
 

@@ -1,35 +1,27 @@
 """Pictures of profiles: measured points, the curves through them, and what these leave over."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from shardwright_formats.types.hardware_profile import HardwareProfile
+from shardwright_formats.display.chart import Axis, Panel, bytes_axis, linear_axis, logarithmic_axis
+from shardwright_formats.display.svg import legend, line, marker, picture, text
+from shardwright_formats.display.units import bytes_text, seconds_text
+from shardwright_formats.types.hardware_profile import CollectiveKey, HardwareProfile
 from shardwright_formats.types.model_profile import FitMode, ModelProfile
 from shardwright_profile.model.curves import design_of
 
-__all__ = ["hardware_picture", "model_picture", "save_picture"]
+__all__ = ["hardware_picture", "model_picture"]
 
-_STYLE: Any = {
-    "svg.hashsalt": "shardwright",
-    "font.size": 8,
-    "legend.fontsize": 6,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-}
-_PANELS = (
-    ("forward_s", 1e3, "forward, ms"),
-    ("backward_s", 1e3, "backward, ms"),
-    ("activation_bytes", 2**-20, "activations, MiB"),
-)
-_MARKERS = "os^vD*PX"
+_COLUMN, _LEFT, _RIGHT, _TOP = 340.0, 64.0, 16.0, 64.0
+"""Width of a column of panels and its margins, and where the first panel starts, in px."""
+_HEIGHT, _RESIDUALS, _ROW = 170.0, 56.0, 326.0
+"""Heights of a panel, of the residuals below it, and of a row of both with their titles."""
+_QUANTITIES = {"forward_s": "forward", "backward_s": "backward", "activation_bytes": "activations"}
+_IN_A_ROW = 3
 
 
 class _Series(NamedTuple):
@@ -42,94 +34,125 @@ class _Series(NamedTuple):
     curve: NDArray[Any] | None
     """Coefficients of the line in the batch, where there is one."""
 
+    def on_curve(self, sizes: NDArray[Any]) -> NDArray[Any]:
+        """The values of the line at some micro-batch sizes."""
+        value: NDArray[Any] = design_of(FitMode.BATCH, sizes, np.ones_like(sizes)) @ self.curve
+        return value
 
-def model_picture(profile: ModelProfile) -> Figure:
+    @property
+    def residuals(self) -> NDArray[Any]:
+        """(fit - point) / point at every point; none where there is no line."""
+        return np.zeros(0) if self.curve is None else self.on_curve(self.sizes) / self.values - 1
+
+
+def model_picture(profile: ModelProfile) -> str:
     """For each layer type a column: forward, backward and activations of a microbatch, each above its residuals.
 
     Points have their standard errors; lines are the fits of mode `batch`, residuals (fit - point) / point.
     """
     types = list(dict.fromkeys(name.decode() for name in profile.layers["type"]))
-    looks: dict[str, int] = {}
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(4 * len(types), 12), layout="constrained")
-        figure.suptitle(f"{profile.origin.model} on {profile.origin.device}, {profile.provenance.date}")
-        axes = figure.subplots(2 * len(_PANELS), len(types), squeeze=False, height_ratios=[3, 1] * len(_PANELS))
-        for column, name in enumerate(types):
-            for panel, (quantity, scale, label) in enumerate(_PANELS):
-                above, below = axes[2 * panel, column], axes[2 * panel + 1, column]
-                for series in _series(profile, name, quantity):
-                    number = looks.setdefault(series.label, len(looks))
-                    _draw(above, below, series, scale, number)
-                above.set_title(f"{name}: {label}")
-                below.set_ylabel("residual, %")
-                below.axhline(0, color="black", linewidth=0.5)
-            axes[-1, column].set_xlabel("micro-batch size, samples")
-        handles = {
-            label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
-    return figure
+    numbers: dict[str, int] = {}
+    drawn = []
+    for column, name in enumerate(types):
+        for row, (quantity, words) in enumerate(_QUANTITIES.items()):
+            series = list(_series(profile, name, quantity))
+            for each in series:
+                numbers.setdefault(each.label, len(numbers))
+            drawn.append(_column(series, numbers, column, _TOP + row * _ROW, f"{name}: {words}", quantity))
+    title = f"{profile.origin.model} on {profile.origin.device}, {profile.provenance.date}"
+    return _page(drawn, title, numbers, len(types), _TOP + len(_QUANTITIES) * _ROW)
 
 
-def hardware_picture(profile: HardwareProfile) -> Figure:
+def hardware_picture(profile: HardwareProfile) -> str:
     """Median time against message size, by collective, with the middle half of the repeats as bars."""
-    kinds = sorted(profile.curves)
-    names = list(dict.fromkeys(key.collective for key in kinds))
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(4 * len(names), 4), layout="constrained")
-        figure.suptitle(f"{profile.cluster}: {profile.device}, {profile.backend}, {profile.provenance.date}")
-        axes = figure.subplots(1, len(names), squeeze=False)[0]
-        for axis, name in zip(axes, names, strict=True):
-            for number, key in enumerate(key for key in kinds if key.collective == name):
-                points = [i for i in range(len(profile.points["collective"])) if profile.key(i) == key]
-                points.sort(key=lambda i: int(profile.points["message_bytes"][i]))
-                sizes = profile.points["message_bytes"][points]
-                low, middle, high = np.array([np.quantile(profile.times_s(i), [0.25, 0.5, 0.75]) for i in points]).T
-                place = "across nodes" if key.across_nodes else "in a node"
-                layout = "consecutive" if key.consecutive else "strided"
-                axis.errorbar(
-                    sizes,
-                    middle * 1e3,
-                    yerr=[(middle - low) * 1e3, (high - middle) * 1e3],
-                    marker=_MARKERS[number % len(_MARKERS)],
-                    markersize=3,
-                    linewidth=1,
-                    label=f"{key.group_size} {layout} ranks {place}",
-                )
-            axis.set(title=name, xscale="log", yscale="log", xlabel="message, bytes", ylabel="time, ms")
-            axis.legend()
-    return figure
+    keys = sorted(profile.curves)
+    names = list(dict.fromkeys(key.collective for key in keys))
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(map(_ranks, keys)))}
+    drawn = []
+    for place, name in enumerate(names):
+        curves = [
+            (numbers[_ranks(key)], _ranks(key), _quartiles(profile, key)) for key in keys if key.collective == name
+        ]
+        left, top = place % _IN_A_ROW * _COLUMN, _TOP + place // _IN_A_ROW * (_HEIGHT + 76)
+        drawn.append(_messages(curves, name, left, top))
+    title = f"{profile.cluster}: {profile.device}, {profile.backend}, {profile.provenance.date}"
+    rows = -(-len(names) // _IN_A_ROW)
+    return _page(drawn, title, numbers, min(len(names), _IN_A_ROW), _TOP + rows * (_HEIGHT + 76))
 
 
-def save_picture(figure: Figure, path: Path, kind: str) -> None:
-    """Write a picture as `svg`, `png` or `pdf`; the same figure gives the same SVG, without date or random names."""
-    with mpl.rc_context(_STYLE):
-        figure.savefig(path, format=kind, metadata={"Date": None} if kind == "svg" else None)
+def _page(drawn: Sequence[str], title: str, numbers: dict[str, int], columns: int, bottom: float) -> str:
+    width = columns * _COLUMN
+    entries = [(marker(number, 6.5, 6.5, 4.5), label) for label, number in numbers.items()]
+    marks, height = legend(entries, _LEFT, bottom, width - _LEFT)
+    heading = text(0, 18, title, class_="strong")
+    return picture(heading + "".join(drawn) + marks, width, bottom + height, title)
 
 
-def _draw(above: Axes, below: Axes, series: _Series, scale: float, number: int) -> None:
-    colour, marker = f"C{number % 10}", _MARKERS[number % len(_MARKERS)]
-    above.errorbar(
-        series.sizes,
-        series.values * scale,
-        yerr=series.errors * scale,
-        color=colour,
-        marker=marker,
-        markersize=3,
-        linestyle="none",
-        label=series.label,
+def _column(
+    series: Sequence[_Series], numbers: dict[str, int], column: int, top: float, title: str, quantity: str
+) -> str:
+    """The points of one quantity of one layer type with their lines, and the residuals below."""
+    left, bottom = column * _COLUMN, top + _HEIGHT
+    sizes = [float(size) for each in series for size in each.sizes] or [0.0]
+    across = linear_axis(min(sizes), max(sizes), left + _LEFT, left + _COLUMN - _RIGHT, count=7)
+    high = max((float((each.values + each.errors).max()) for each in series), default=1.0) * 1.05
+    is_time = quantity.endswith("_s")
+    up = linear_axis(0, high, bottom, top, seconds_text) if is_time else bytes_axis(high, bottom, top, 4)
+    worst = max((float(np.abs(each.residuals).max(initial=0)) for each in series), default=0) * 1.1
+    worst = max(worst, 0.025)
+    above = Panel(across, up)
+    below = Panel(across, linear_axis(-worst, worst, bottom + 34 + _RESIDUALS, bottom + 34, "{:.0%}".format, 4))
+    drawn = [above.frame(title), below.frame("", "micro-batch size, samples")]
+    drawn.append(text(left + _LEFT, bottom + 30, "residuals", class_="soft small"))
+    drawn.append(line(across.start, below.y.at(0), across.end, below.y.at(0), stroke="var(--soft)"))
+    for each in series:
+        drawn.append(_points(each, numbers[each.label], above, below, seconds_text if is_time else bytes_text))
+    return "".join(drawn)
+
+
+def _points(series: _Series, number: int, above: Panel, below: Panel, words: Callable[[float], str]) -> str:
+    drawn = []
+    if series.curve is not None:
+        grid = np.linspace(series.sizes.min(), series.sizes.max(), 25)
+        on_curve = np.clip(series.on_curve(grid), above.y.low, above.y.high)
+        drawn.append(above.curve(zip(grid, on_curve, strict=True), number))
+    for size, value, error in zip(series.sizes, series.values, series.errors, strict=True):
+        known = f"{words(value)} ± {words(error)}" if error else words(value)
+        title = f"{series.label}, {size} samples: {known}"
+        drawn.append(above.point(size, value, (value - error, value + error), number, title))
+    for size, residual in zip(series.sizes, series.residuals, strict=False):
+        title = f"{series.label}, {size} samples: {residual:.1%}"
+        drawn.append(below.point(size, residual, (residual, residual), number, title))
+    return "".join(drawn)
+
+
+def _messages(curves: Sequence[tuple[int, str, NDArray[Any]]], name: str, left: float, top: float) -> str:
+    """Times against message bytes of one collective: an array of (bytes, low, median, high) rows for each curve."""
+    values = np.concatenate([quartiles for _, _, quartiles in curves])
+    across = logarithmic_axis(
+        values[:, 0].min(), values[:, 0].max(), left + _LEFT, left + _COLUMN - _RIGHT, bytes_text, base=32
     )
-    if series.curve is None:
-        return
-    grid = np.linspace(series.sizes.min(), series.sizes.max(), 50)
-    above.plot(grid, _on_line(series.curve, grid) * scale, color=colour, linewidth=0.8)
-    residual = _on_line(series.curve, series.sizes) / series.values - 1
-    below.plot(series.sizes, 100 * residual, color=colour, marker=marker, markersize=3, linestyle="none")
+    up: Axis = logarithmic_axis(values[:, 1].min(), values[:, 3].max(), top + _HEIGHT, top, seconds_text)
+    panel = Panel(across, up)
+    drawn = [panel.frame(name, "message")]
+    for number, label, quartiles in curves:
+        drawn.append(panel.curve(quartiles[:, [0, 2]], number))
+        for size, low, middle, high in quartiles:
+            title = f"{label}, {bytes_text(size)}: {seconds_text(middle)}"
+            drawn.append(panel.point(size, middle, (low, high), number, title))
+    return "".join(drawn)
 
 
-def _on_line(curve: NDArray[Any], sizes: NDArray[Any]) -> NDArray[Any]:
-    value: NDArray[Any] = design_of(FitMode.BATCH, sizes, np.ones_like(sizes)) @ curve
-    return value
+def _quartiles(profile: HardwareProfile, key: CollectiveKey) -> NDArray[Any]:
+    rows = [i for i in range(len(profile.points["collective"])) if profile.key(i) == key]
+    sizes = profile.points["message_bytes"]
+    found = [(float(sizes[i]), *np.quantile(profile.times_s(i), [0.25, 0.5, 0.75])) for i in rows]
+    return np.array(sorted(found))
+
+
+def _ranks(key: CollectiveKey) -> str:
+    layout = "consecutive" if key.consecutive else "strided"
+    return f"{key.group_size} {layout} ranks {'across nodes' if key.across_nodes else 'in a node'}"
 
 
 def _series(profile: ModelProfile, name: str, quantity: str) -> Iterator[_Series]:

@@ -1,6 +1,5 @@
 """Printing profiles as tables."""
 
-import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
@@ -11,13 +10,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as Printed
 
+from shardwright_formats.display.svg import document, without_variables
+from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Column, Table
-from shardwright_formats.io.json import atomic_path
+from shardwright_formats.io.json import write_bytes
 from shardwright_formats.types import hardware_profile, model_profile
 from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model_profile import ModelProfile, read_model_profile
-from shardwright_profile.show.units import bytes_text, rate_text, seconds_text
+from shardwright_profile.show.pictures import hardware_picture, model_picture
 
 __all__ = ["draw_profile", "show_profile"]
 
@@ -44,19 +45,27 @@ def draw_profile(path: Path, picture: Path) -> None:
     """Draw a profile's points, curves and residuals into a picture; BadInput where that cannot be."""
     if picture.suffix not in (".svg", ".png", ".pdf"):
         raise BadInput(picture, "is no kind of picture", "name it .svg, .png or .pdf")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise BadInput("--picture", "matplotlib is not installed here", "install shardwright-profile[pictures]")
-    from shardwright_profile.show.pictures import hardware_picture, model_picture, save_picture
-
     match _format_of(path):
         case hardware_profile.FORMAT:
-            figure = hardware_picture(read_hardware_profile(path))
+            drawing = hardware_picture(read_hardware_profile(path))
         case model_profile.FORMAT:
-            figure = model_picture(read_model_profile(path))
+            drawing = model_picture(read_model_profile(path))
         case other:
             raise BadInput(path, f"format is {other!r}, no profile's", "pass a hardware or a model profile")
-    with atomic_path(picture) as temporary:
-        save_picture(figure, temporary, picture.suffix[1:])
+    write_bytes(picture, _converted(document(drawing), picture.suffix))
+
+
+def _converted(svg: str, suffix: str) -> bytes:
+    if suffix == ".svg":
+        return svg.encode()
+    try:
+        import cairosvg
+    except (ImportError, OSError) as error:
+        remedy = "name it .svg, or install shardwright-profile[pictures] and libcairo2"
+        raise BadInput("--picture", f"a {suffix} needs CairoSVG ({error})", remedy) from None
+    convert = {".png": cairosvg.svg2png, ".pdf": cairosvg.svg2pdf}[suffix]
+    converted: bytes = convert(bytestring=without_variables(svg).encode(), scale=2)
+    return converted
 
 
 def _format_of(path: Path) -> object:

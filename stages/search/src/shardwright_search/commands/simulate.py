@@ -11,6 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwright_formats.display.lanes import idle_s
+from shardwright_formats.display.svg import document
+from shardwright_formats.display.timeline import draw_timeline
 from shardwright_formats.io.errors import one_line_errors
 from shardwright_formats.io.json import atomic_path, read_document
 from shardwright_formats.types.plan import Plan
@@ -20,8 +23,6 @@ from shardwright_search.commands.inputs import read_inputs
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.explain import show
 from shardwright_search.simulation.chrome_trace import chrome_trace
-from shardwright_search.simulation.gantt import timeline_svg
-from shardwright_search.simulation.lanes import idle_s
 from shardwright_search.space.request import TimeModel
 
 __all__ = ["simulate_command"]
@@ -45,7 +46,7 @@ def simulate_command(
         estimate = evaluate(given, profiles, cost_model_of(given, profiles, time_model)).estimate
         files = {}
         if svg is not None:
-            files[svg] = timeline_svg(given, estimate)
+            files[svg] = document(draw_timeline(given, estimate))
         if trace is not None:
             files[trace] = json.dumps(chrome_trace(given, estimate), ensure_ascii=False)
         _write_all(files)

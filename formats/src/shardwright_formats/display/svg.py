@@ -1,0 +1,150 @@
+"""Small pictures as text: the elements, colours and legends of SVG."""
+
+import re
+from collections.abc import Sequence
+from html import escape
+from math import ceil, floor, log10
+
+__all__ = [
+    "COLOURS",
+    "PALETTE",
+    "STYLE",
+    "WIDTH",
+    "bar",
+    "document",
+    "element",
+    "legend",
+    "line",
+    "marker",
+    "picture",
+    "text",
+    "ticks",
+    "without_variables",
+]
+
+WIDTH = 1020.0
+"""Width of a picture, in px: that of the report's page."""
+
+# Mid-tones of Okabe & Ito's colours that any reader can tell apart, on white as on black.
+COLOURS = {
+    "c0": "#3a86c8", "c1": "#e08a1e", "c2": "#2a9d76", "c3": "#c45a9c", "c4": "#8a7bd0", "c5": "#c9b01f",
+    "c6": "#58b3d6", "c7": "#d0583a", "ink": "#1d2329", "soft": "#66707a", "line": "#d9dee3", "faint": "#eef1f4",
+    "paper": "#ffffff", "on": "#ffffff",
+}  # fmt: skip
+_DARK = {"ink": "#e6e9ec", "soft": "#9aa4ae", "line": "#3a424a", "faint": "#22282e", "paper": "#15191d"}
+PALETTE = tuple(f"var(--c{i})" for i in range(8))
+
+
+def _variables(colours: dict[str, str]) -> str:
+    return f":root, svg {{ {' '.join(f'--{name}:{colour};' for name, colour in colours.items())} }}"
+
+
+STYLE = f"""
+{_variables(COLOURS)}
+@media (prefers-color-scheme: dark) {{ {_variables(_DARK)} }}
+svg text {{ font: 13px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: var(--ink); }}
+svg text.soft {{ fill: var(--soft); }} svg text.on {{ fill: var(--on); font-weight: 600; font-size: 11px; }}
+svg text.small {{ font-size: 11px; }} svg text.strong {{ font-weight: 600; }}
+"""
+
+_CHARACTER = 7.0
+"""Width of a character of 13 px text, for laying out; generous."""
+# Of a circle there are none; in units of its size.
+_CORNERS = (
+    (),
+    ((-1, -1), (1, -1), (1, 1), (-1, 1)),
+    ((-1.2, 1), (1.2, 1), (0, -1.2)),
+    ((0, -1.4), (1.4, 0), (0, 1.4), (-1.4, 0)),
+)
+
+
+def element(name: str, content: str = "", /, **attributes: object) -> str:
+    """One element; underscores in attribute names are hyphens, a trailing one is dropped."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(_attribute(value))}"' for key, value in attributes.items()
+    )
+    return f"<{name}{written}>{content}</{name}>" if content else f"<{name}{written}/>"
+
+
+def text(x: float, y: float, content: str, **attributes: object) -> str:
+    """A line of text; `y` is its baseline."""
+    return element("text", escape(content), x=x, y=y, **attributes)
+
+
+def bar(x: float, y: float, width: float, height: float, title: str, **attributes: object) -> str:
+    """A rectangle that says `title` when pointed at."""
+    return element("rect", element("title", escape(title)), x=x, y=y, width=width, height=height, **attributes)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, stroke: str = "var(--line)", **attributes: object) -> str:
+    """A straight line, thin and pale unless said otherwise."""
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, **attributes)
+
+
+def marker(number: int, x: float, y: float, size: float = 4.0, title: str = "") -> str:
+    """The sign of the series of this number, in a colour and a shape that 32 series do not share."""
+    look = {"fill": PALETTE[number % 8], "fill_opacity": 0.9}
+    said = element("title", escape(title)) if title else ""
+    corners = _CORNERS[(number + number // 8) % 4]
+    if not corners:
+        return element("circle", said, cx=x, cy=y, r=size, **look)
+    points = " ".join(f"{x + size * across:.1f},{y + size * down:.1f}" for across, down in corners)
+    return element("polygon", said, points=points, **look)
+
+
+def legend(entries: Sequence[tuple[str, str]], x: float, y: float, width: float, mark: float = 13) -> tuple[str, float]:
+    """Marks with words, as many in a row as fit; returns the drawing and its height.
+
+    An entry is the inside of a mark (an element drawn in a 13 x 13 box) and its word.
+    """
+    drawn, at, row = [], x, y
+    for inside, word in entries:
+        needed = mark + 7 + len(word) * _CHARACTER + 18
+        if at > x and at + needed > x + width:
+            at, row = x, row + 22
+        drawn.append(element("g", inside, transform=f"translate({at:.1f},{row:.1f})"))
+        drawn.append(text(at + mark + 7, row + 11, word))
+        at += needed
+    return "".join(drawn), row - y + 22 if entries else 0.0
+
+
+def picture(content: str, width: float, height: float, label: str, definitions: str = "") -> str:
+    """An SVG element, as wide as there is room; the page or the file that it stands in has its `STYLE`."""
+    return element(
+        "svg",
+        (element("defs", definitions) if definitions else "") + content,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width:.0f} {height:.0f}",
+        width="100%",
+        role="img",
+        aria_label=label,
+    )
+
+
+def document(drawing: str, margin: int = 12) -> str:
+    """A picture as the content of a file of its own, with its style, paper and size in px."""
+    head, end, content = drawing.partition(">")
+    width, height = (int(number) + 2 * margin for number in re.findall(r'viewBox="0 0 (\d+) (\d+)"', head)[0])
+    head = re.sub(r'viewBox="[^"]*"', f'viewBox="{-margin} {-margin} {width} {height}"', head)
+    head = re.sub(r' width="[^"]*"', f' width="{width}" height="{height}"', head)
+    paper = element("rect", x=-margin, y=-margin, width="100%", height="100%", fill="var(--paper)")
+    return head + end + element("style", STYLE) + paper + content + "\n"
+
+
+def without_variables(drawing: str) -> str:
+    """The same picture in its light colours alone, for programs that know no CSS variables."""
+    return re.sub(r"var\(--(\w+)\)", lambda found: COLOURS[found[1]], drawing)
+
+
+def ticks(high: float, count: int = 5, low: float = 0.0) -> list[float]:
+    """Round values from `low` to `high`, about `count` of them."""
+    if high <= low:
+        return [low]
+    rough = (high - low) / count
+    magnitude = 10.0 ** floor(log10(rough))
+    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= rough * (1 - 1e-9))
+    return [i * step for i in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
+
+
+def _attribute(value: object) -> str:
+    return f"{value:.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

@@ -1,0 +1,29 @@
+"""Numbers with their units, for people."""
+
+__all__ = ["bytes_text", "rate_text", "seconds_text"]
+
+
+def seconds_text(time_s: float) -> str:
+    """A time with three figures, in the unit that leaves one to three digits before the point."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if time_s >= size:
+            return f"{_three_figures(time_s / size)} {unit}"
+    return f"{time_s * 1e6:.3g} µs" if time_s else "0 s"
+
+
+def bytes_text(size_bytes: float) -> str:
+    """A size with three figures, in the largest binary unit that leaves at least 1."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size_bytes >= 2**power:
+            return f"{_three_figures(size_bytes / 2**power)} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """A rate in decimal megabytes or gigabytes a second."""
+    return f"{bytes_per_s / 1e6:.3g} MB/s" if bytes_per_s < 1e9 else f"{bytes_per_s / 1e9:.3g} GB/s"
+
+
+def _three_figures(amount: float) -> str:
+    """Three significant figures, without an exponent for large amounts."""
+    return f"{amount:.3g}" if amount < 1000 else f"{amount:.0f}"

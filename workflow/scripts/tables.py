@@ -1,0 +1,125 @@
+"""The report's tables: predicted against measured, what was learned from it, and how well curves explain a profile."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from statistics import median
+
+import numpy as np
+
+from results import Comparison, plan_text, ratio_text
+from shardwright_formats.display.units import bytes_text, seconds_text
+from shardwright_formats.types.correction import Correction
+from shardwright_formats.types.model_profile import ModelProfile
+
+__all__ = ["correction_table", "fits_table", "html_list", "plans_table", "ranks_table"]
+
+_COMPARED = ("step, predicted", "measured", "ratio", "memory, predicted", "measured", "ratio")
+_MODES = {
+    "batch": "line in the micro-batch size",
+    "sequence": "parabola in the sequence length",
+    "joint": "both together",
+}
+_QUANTITIES = {"forward_s": "forward", "backward_s": "backward", "activation_bytes": "activations"}
+
+_Row = tuple[Sequence[str], Sequence[str], bool]
+"""Words, numbers, and whether the row stands out."""
+
+
+def plans_table(comparisons: Iterable[Comparison]) -> str:
+    """Every plan as predicted and as measured."""
+    rows = [
+        ((of.name, plan_text(of.plan)), _compared(of, of.estimate.memory_bytes, of.measured_time_s, of.measured_bytes))
+        for of in comparisons
+    ]
+    return _table(("", "plan"), _COMPARED, [(*row, row[0][0].startswith("chosen")) for row in rows])
+
+
+def ranks_table(comparisons: Iterable[Comparison]) -> str:
+    """Every rank that was measured; memory is predicted of its pipeline stage, process included on both sides."""
+    rows = [
+        (
+            (of.role,),
+            (
+                str(rank.rank),
+                str(rank.stage),
+                *_compared(
+                    of,
+                    of.estimate.stages[rank.stage].memory_bytes,
+                    median(rank.step_s),
+                    rank.memory.peak_bytes + rank.memory.process_bytes,
+                ),
+            ),
+            False,
+        )
+        for of in comparisons
+        if of.measured is not None
+        for rank in of.measured.ranks
+    ]
+    return _table(("plan",), ("rank", "pipeline stage", *_COMPARED), rows)
+
+
+def correction_table(correction: Correction) -> str:
+    """The factors that were learned, with their evidence."""
+    rows = [
+        (
+            (str(term).replace("_", " "),),
+            (f"{of.factor:.3f}", f"{of.lowest:.3f} to {of.highest:.3f}", str(of.num_plans), str(of.num_ranks)),
+            False,
+        )
+        for term, of in correction.factors.items()
+    ]
+    return _table(("term",), ("measured over predicted", "of single plans", "plans", "ranks"), rows)
+
+
+def fits_table(profile: ModelProfile) -> str:
+    """Relative errors of the curves through a profile's points; medians over the curves."""
+    fits, rows = profile.fits, []
+    for mode, words in _MODES.items():
+        for quantity, of in _QUANTITIES.items():
+            chosen = (fits["mode"] == mode.encode()) & (fits["quantity"] == quantity.encode())
+            if not chosen.any():
+                continue
+            left_out = fits["left_out_error"][chosen & (fits["left_out_points"] > 0)]
+            numbers = (
+                str(int(chosen.sum())),
+                f"{float(np.median(fits['typical_residual'][chosen])):.1%}",
+                f"{float(fits['worst_residual'][chosen].max()):.1%}",
+                f"{float(np.median(left_out)):.1%}" if len(left_out) else "–",
+            )
+            rows.append(((of, words), numbers, False))
+    return _table(("", "curve"), ("curves", "typical residual", "worst", "left out and predicted"), rows)
+
+
+def html_list(sentences: Iterable[str]) -> str:
+    """Sentences as a list; nothing where there are none."""
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _compared(of: Comparison, size: int, measured_s: float | None, measured_bytes: int | None) -> tuple[str, ...]:
+    time_s = of.estimate.simulated_step_time_s
+    return (
+        seconds_text(time_s),
+        "–" if measured_s is None else seconds_text(measured_s),
+        ratio_text(time_s, measured_s),
+        bytes_text(size),
+        "–" if measured_bytes is None else bytes_text(measured_bytes),
+        ratio_text(size, measured_bytes),
+    )
+
+
+def _table(words: Sequence[str], numbers: Sequence[str], rows: Sequence[_Row]) -> str:
+    """A table whose last columns are `numbers`; nothing where it has no row."""
+    if not rows:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in words)
+    head += "".join(f'<th class="number">{name}</th>' for name in numbers)
+    body = "".join(_row(*row) for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _row(words: Sequence[str], numbers: Sequence[str], stands_out: bool) -> str:
+    cells = "".join(f"<td>{escape(word)}</td>" for word in words)
+    cells += "".join(f'<td class="number">{escape(number)}</td>' for number in numbers)
+    style = ' class="chosen"' if stands_out else ""
+    return f"<tr{style}>{cells}</tr>"
