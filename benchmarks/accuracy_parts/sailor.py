@@ -26,8 +26,8 @@ from shardwright_formats.types.model import LayerType, Parameter
 from shardwright_formats.types.plan import Precision, Schedule
 from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model import memory
-from shardwright_search.cost_model.closed_form import step_time
 from shardwright_search.simulation.simulator import StageTimes, simulate
+from shardwright_search.solver.objective import step_time
 
 __all__ = ["OUTLIERS", "compared"]
 

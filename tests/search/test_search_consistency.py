@@ -9,15 +9,15 @@ from random_requests import World, random_solution, random_world
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.plan import Schedule
 from shardwright_search.cost_model import plan as evaluation
-from shardwright_search.cost_model.closed_form import step_time
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.search import NEAR
 from shardwright_search.solver.branch_and_bound import Target, optimise
+from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.problem import Solution, price
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
-from shardwright_search.space.request import TimeModel
 
 BLOCK = 12
 

@@ -8,7 +8,7 @@ from shardwright_formats.io.hdf5 import table_of
 from shardwright_formats.types.model_profile import FITS
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost, states_of
 from shardwright_search.cost_model.profiles import LayerKey, Profiles
-from shardwright_search.space.request import TimeModel
+from shardwright_search.cost_model.time_model import TimeModel
 
 BLOCK = LayerKey("block", 1, "none", "none", 32)
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright_formats.types.plan import Schedule
-from shardwright_search.cost_model.closed_form import step_time
 from shardwright_search.simulation.simulator import StageTimes, lower_bound_ps, simulate
+from shardwright_search.solver.objective import step_time
 
 F1B, GPIPE, INTERLEAVED = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED_1F1B
 

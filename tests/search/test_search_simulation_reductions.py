@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright_formats.types.plan import Schedule
-from shardwright_search.cost_model.reduction import Overlap, Reduction, backward_pass
+from shardwright_search.simulation.reduction import Overlap, Reduction, backward_pass
 from shardwright_search.simulation.simulator import StageTimes, lower_bound_ps, simulate, step_time_ps
 
 ALONE, FREELY = None, Overlap(1, 1)

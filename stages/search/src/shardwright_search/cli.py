@@ -31,12 +31,13 @@ from shardwright_search.commands.select import select_command
 from shardwright_search.commands.simulate import simulate_command
 from shardwright_search.commands.uniform import uniform_command
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
+from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.explain import plan_summary, show
 from shardwright_search.explain.remedies import further_remedies
 from shardwright_search.search import find_best
 from shardwright_search.solver.milp import highs_version
 from shardwright_search.space.budget import Infeasible, budgets_of
-from shardwright_search.space.request import SearchRequest, TimeModel
+from shardwright_search.space.request import SearchRequest
 
 __all__ = ["app", "main"]
 

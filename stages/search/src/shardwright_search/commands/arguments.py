@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from shardwright_search.space.request import TimeModel
+from shardwright_search.cost_model.time_model import TimeModel
 
 __all__ = [
     "ClusterFile",

@@ -18,6 +18,7 @@ from shardwright_search.commands.prediction import prediction_path
 from shardwright_search.commands.progress import progress
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
+from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.explain import explanation, show
 from shardwright_search.explain.answers import Answer, Question, answer, answers_shown
 from shardwright_search.explain.binding import Change, Choices, binding_lines, faster_changes
@@ -26,7 +27,7 @@ from shardwright_search.explain.neighbours import neighbours
 from shardwright_search.explain.outlook import outlook
 from shardwright_search.space.budget import budgets_of
 from shardwright_search.space.configurations import narrowed
-from shardwright_search.space.request import SearchRequest, TimeModel, batch_sizes
+from shardwright_search.space.request import SearchRequest, batch_sizes
 
 __all__ = ["explain_command"]
 

@@ -21,9 +21,9 @@ from shardwright_formats.types.prediction import Estimate
 from shardwright_search.commands.arguments import CorrectionFile, HardwareFile, PlanFile, ProfileFile, TimeModelOption
 from shardwright_search.commands.inputs import read_inputs
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
+from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.explain import show
 from shardwright_search.simulation.chrome_trace import chrome_trace
-from shardwright_search.space.request import TimeModel
 
 __all__ = ["simulate_command"]
 

@@ -7,7 +7,7 @@ import numpy as np
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.model_profile import FitMode
 from shardwright_search.cost_model.profiles import LayerKey, LayerPoints, Profiles, States
-from shardwright_search.space.request import TimeModel
+from shardwright_search.cost_model.time_model import TimeModel
 
 __all__ = ["ComputeCost", "layer_cost", "states_of"]
 

@@ -25,8 +25,8 @@ from shardwright_search.cost_model.communication import redistribution_time, sen
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost
 from shardwright_search.cost_model.parameters import Overlapped, ParameterCosts, parameter_costs
 from shardwright_search.cost_model.profiles import LayerKey, Profiles
+from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import GroupKind, StageTopology, tp_group_kinds
-from shardwright_search.space.request import TimeModel
 
 __all__ = ["Cost", "CostModel", "LayerCost", "picoseconds"]
 

@@ -7,14 +7,14 @@ from typing import NamedTuple
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate, StagePrediction, TimelineEvent
-from shardwright_search.cost_model.closed_form import interleaved_step_time, step_time
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.provenance import provenance_warnings
 from shardwright_search.cost_model.stage_costs import StageCosts, range_costs, stage_costs
 from shardwright_search.cost_model.tied_weights import shared_cost_ps, tie_cost_ps
+from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.simulation.simulator import Simulation, lower_bound_ps, simulate, step_time_ps
-from shardwright_search.space.request import TimeModel
+from shardwright_search.solver.objective import step_time
 
 __all__ = ["Evaluation", "cost_model_of", "evaluate", "offset_ps"]
 
@@ -78,9 +78,7 @@ def _closed_form_ps(stages: Sequence[StageCosts], num_microbatches: int, num_chu
     microbatch_ps = [stage.microbatch_ps for stage in stages]
     total, slowest = sum(microbatch_ps), max(microbatch_ps)
     end = max(stage.sum_of("sync_ps") + stage.sum_of("optimizer_ps") for stage in stages)
-    if num_chunks == 1:
-        return step_time(total, slowest, end, num_microbatches)
-    return interleaved_step_time(total, slowest, end, num_microbatches, num_chunks)
+    return step_time(total, slowest, end, num_microbatches, num_chunks)
 
 
 def _stage_prediction(stage: StageCosts, profiles: Profiles) -> StagePrediction:

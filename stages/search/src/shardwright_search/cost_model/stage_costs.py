@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.semantics.layout import layout_of
 from shardwright_formats.semantics.schedule import Pass, actions, in_flight
 from shardwright_formats.types.model import EMBEDDING, HEAD
@@ -14,11 +15,10 @@ from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.collectives import slowdowns_of
 from shardwright_search.cost_model.layer import Cost, CostModel, LayerCost
 from shardwright_search.cost_model.memory import Workspace, peak_bytes
-from shardwright_search.cost_model.reduction import Overlap, Reduction
 from shardwright_search.cost_model.topology import stage_topology
+from shardwright_search.simulation.reduction import Overlap, Reduction
 from shardwright_search.simulation.simulator import StageTimes
 from shardwright_search.solver.problem import phases
-from shardwright_search.space.canonical import effective
 
 __all__ = ["RangeCosts", "StageCosts", "range_costs", "stage_costs"]
 

@@ -7,15 +7,15 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute
-from shardwright_search.cost_model.closed_form import interleaved_step_time, step_time
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.explain.tables import STEP_TERMS
 from shardwright_search.explain.wording import MIB, range_words, strategy_words
-from shardwright_search.space.canonical import effective
+from shardwright_search.solver.objective import step_time
 
 __all__ = ["Change", "Choices", "StepParts", "binding_lines", "faster_changes", "step_parts"]
 
@@ -66,7 +66,7 @@ def step_parts(plan: Plan, estimate: Estimate) -> StepParts:
     count, chunks = plan.num_microbatches, len(plan.stages[0].layers)
     bottleneck = count * max(times)
     shape = (sum(times), max(times), 0, count)
-    passes = step_time(*shape) if chunks == 1 else interleaved_step_time(*shape, chunks)
+    passes = step_time(*shape, chunks)
     always = picoseconds(estimate.objective_s) - passes - end
     parts = (bottleneck, passes - bottleneck, end, always)
     return StepParts(times.index(max(times)), *(part / _PER_SECOND for part in parts))

@@ -8,13 +8,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_search.explain.answers import sample_s
 from shardwright_search.explain.tables import STEP_TERMS
 from shardwright_search.explain.wording import MIB, range_words, strategy_words
-from shardwright_search.space.canonical import effective
 
 __all__ = ["Pair", "TermChange", "difference", "memory_changes", "plan_differences", "time_changes"]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import Attention, GradientReduction, PipelineStage, Plan, Precision, Schedule
@@ -22,7 +23,6 @@ from shardwright_search.interop.galvatron_file import (
     galvatron_keys,
 )
 from shardwright_search.interop.stages import Exported, Target, check_stages, elements, kernel_notes
-from shardwright_search.space.canonical import effective
 
 __all__ = ["Unsaid", "galvatron_file", "galvatron_strategy", "plan_of_galvatron"]
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Attention, Plan, Schedule
 from shardwright_formats.types.strategy import Strategy
-from shardwright_search.space.canonical import effective
 
 __all__ = ["Exported", "Target", "check_stages", "elements", "kernel_notes", "layer_ranges"]
 

@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Attention, GradientReduction, PipelineStage, Plan, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_search.space.canonical import effective
 
 __all__ = ["UniformRequest", "even_cuts", "uniform_plan"]
 

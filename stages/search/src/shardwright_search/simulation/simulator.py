@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shardwright_formats.semantics.schedule import Pass, actions
 from shardwright_formats.types.plan import Schedule
-from shardwright_search.cost_model.reduction import BackwardPass, Overlap, Reduction, backward_pass
+from shardwright_search.simulation.reduction import BackwardPass, Overlap, Reduction, backward_pass
 
 __all__ = ["Event", "Simulation", "StageTimes", "lower_bound_ps", "simulate", "step_time_ps"]
 

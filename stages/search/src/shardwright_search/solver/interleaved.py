@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_search.cost_model.closed_form import interleaved_step_time
+from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import DeviceGroup, Options, Solution
@@ -128,7 +128,7 @@ class Interleaved:
         total = problem.pp_size * problem.num_chunks * np.asarray(chunk_ps) + sum(outer)
         slowest = problem.num_chunks * np.asarray(chunk_ps) + max(outer)
         zero = np.zeros_like(total)
-        return np.asarray(interleaved_step_time(total, slowest, zero, problem.num_microbatches, problem.num_chunks))
+        return np.asarray(step_time(total, slowest, zero, problem.num_microbatches, problem.num_chunks))
 
     def _first(self) -> _Labels:
         options = self._problem.group.options[self._problem.positions[0]]
@@ -203,7 +203,7 @@ class Interleaved:
         times = self._stage_times(labels, first, last)
         ends = problem.num_chunks * labels.exposed_ps
         end = ends + np.maximum(embedding.exposed_ps[first], head.exposed_ps[last])
-        objective = interleaved_step_time(times.sum(0), times.max(0), end, problem.num_microbatches, problem.num_chunks)
+        objective = step_time(times.sum(0), times.max(0), end, problem.num_microbatches, problem.num_chunks)
         objective = objective + problem.tie_ps[embedding.input_layout[first], head.output_layout[last]]
         fits = self._fits(labels, first, last)
         return _Whole(np.where(fits, objective, np.inf), label, first, last)

@@ -9,6 +9,7 @@ from msgspec import Meta
 from shardwright_formats.io.json import Document, Value
 from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.cost_model.time_model import TimeModel
 
 __all__ = [
     "BatchRange",
@@ -18,7 +19,6 @@ __all__ = [
     "Robust",
     "SearchRequest",
     "Space",
-    "TimeModel",
     "batch_sizes",
 ]
 
@@ -57,19 +57,6 @@ class Dimension(StrEnum):
     SEQUENCE_PARALLEL = "sequence_parallel"
     PIPELINE_PARALLEL = "pipeline_parallel"
     RECOMPUTE = "recompute"
-
-
-class TimeModel(StrEnum):
-    """How times and activations are read off a profile."""
-
-    INTERPOLATE = "interpolate"
-    """Between the points of the model's own length."""
-    STATIC = "static"
-    """Proportional to the micro-batch size."""
-    BATCH = "batch"
-    """A line in the micro-batch size."""
-    SEQUENCE = "sequence"
-    """A quadratic in the length, also for lengths that were never profiled."""
 
 
 class Objective(StrEnum):
