@@ -45,6 +45,7 @@ check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@lint-imports --no-logo | tail -n 3
 	@python -m shardwright_formats.schema.generate --check
 	@python -m shardwright_search.space.schema --check
+	@python workflow/configuration_types.py --check
 	@python tests/architecture/count_code.py
 	@echo "all checks passed"
 

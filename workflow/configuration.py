@@ -6,108 +6,102 @@ files to write, what depends on what, and the resources of a job from it.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configuration_checks import (
-    ANALYTIC,
-    OWN_MODEL_KEYS,
-    ConfigurationError,
-    Section,
-    check_model_keys,
-    check_references,
-    check_shape,
-    read_preset,
-    read_yaml,
-)
+from configuration_checks import Section, check_model_keys, check_references, read_preset, read_yaml, typed
+from configuration_types import Configuration, ModelChoice, Profile, Select, Source
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import Document
+from shardwright_formats.types.cluster import Cluster
+from shardwright_profile.model.settings import ProfileSettings
+from shardwright_search.space.request import SearchRequest
 
-__all__ = ["ConfigurationError", "Workflow", "check_model_keys", "load_workflow", "read_yaml"]
+__all__ = ["Workflow", "check_model_keys", "load_workflow", "read_yaml"]
 
 _GIB = 1024**3
-_WORKFLOW_KEYS = ("model", "cluster", "select", "correction")
-_MEASURE_KEYS = ("source", "steps", "warmup_steps", "min_time_s")
 _NO_NAME = "(?!)"
 # Said in full: inside a job of Snakemake's plugin, srun finds no SLURM_* variable to take the numbers from.
 _SRUN = "srun --nodes={0} --ntasks={0} --ntasks-per-node=1 --kill-on-bad-exit=1"
-_OPTIONAL_RESOURCES = {"partition": "slurm_partition", "account": "slurm_account", "constraint": "constraint"}
 
 
 @dataclass(frozen=True)
 class Workflow:
     """The configuration, known to hold together."""
 
-    file: str
-    """Where it was read, for messages."""
+    of: Configuration
     sections: Section
+    """The same as YAML gave it: what is said, without defaults."""
     presets: Mapping[str, Section]
     """The presets in use, by name."""
 
-    def __getitem__(self, section: str) -> Any:  # noqa: ANN401
-        """One section of the configuration, as YAML gave it."""
-        return self.sections[section]
-
     def cluster_json(self, name: str) -> str:
         """The document of a cluster; `1x<node type>` is one node of that type, without its price, for profiling."""
-        if (node_type := name.removeprefix("1x")) != name and node_type in self["node_types"]:
-            priced, groups = False, [{"node_type": node_type, "count": 1}]
+        if (node_type := name.removeprefix("1x")) != name and node_type in self.of.node_types:
+            types = {node_type: self._node_type(node_type, priced=False)}
+            groups = [{"node_type": node_type, "count": 1}]
         else:
-            priced, groups = True, self["clusters"][name]["nodes"]
-        used = dict.fromkeys(str(group["node_type"]) for group in groups)
-        types = {used_type: self._node_type(used_type, priced) for used_type in used}
-        return _document("shardwright.cluster", {"name": name, "nodes": groups, "node_types": types})
+            types = {each: self._node_type(each, priced=True) for each in self.of.clusters[name].node_types}
+            groups = self.sections["clusters"][name]["nodes"]
+        return _document(Cluster, {"name": name, "nodes": groups, "node_types": types})
 
     def model_config_json(self, name: str) -> str:
         """The Hugging Face configuration of a model: its preset's, with what the configuration says otherwise."""
-        model = self["models"][name]
-        overrides = {key: value for key, value in model.items() if key not in OWN_MODEL_KEYS}
+        model = self.sections["models"][name]
+        overrides = {key: value for key, value in model.items() if key not in ModelChoice.__struct_fields__}
         return _canonical({**self.presets[model["preset"]]["config"], **overrides})
 
     def sequence_length(self, model: str) -> int:
         """Tokens of one sample."""
-        settings = self["models"][model]
-        return int(settings.get("sequence_length", self.presets[settings["preset"]]["sequence_length"]))
+        settings = self.of.models[model]
+        return int(settings.sequence_length or self.presets[settings.preset]["sequence_length"])
 
     def further_lengths(self, model: str) -> tuple[int, ...]:
         """The sequence lengths that a model is profiled at beside its own."""
-        settings = self.profile_of(model)
-        asked = settings.get("sequence_lengths") or ()
-        if isinstance(asked, Mapping):
-            asked = _thinned(asked, settings.get("grid", "fewest"))
-        return tuple(length for length in asked if length != self.sequence_length(model))
+        return self.profile_of(model).lengths(self.sequence_length(model))[1:]
 
-    def profile_of(self, model: str) -> Section:
+    def profile_of(self, model: str) -> Profile:
         """The profile settings of a model."""
-        found: Section = self["profiles"][self["models"][model]["profile"]]
-        return found
+        return self.of.profiles[self.of.models[model].profile]
 
     def analytic_models(self) -> str:
         """A regular expression of the models whose profiles are estimated, not measured."""
-        names = (name for name in self["models"] if self.profile_of(name).get("source") == ANALYTIC)
-        return "|".join(map(re.escape, names)) or _NO_NAME
+        return _any_of(name for name in self.of.models if self.profile_of(name).source is Source.ANALYTIC)
 
     def analytic_clusters(self) -> str:
         """A regular expression of the clusters whose hardware is estimated, not measured."""
-        names = (name for name, cluster in self["clusters"].items() if cluster.get("hardware") == ANALYTIC)
-        return "|".join(map(re.escape, names)) or _NO_NAME
+        return _any_of(name for name, of in self.of.clusters.items() if of.hardware is Source.ANALYTIC)
 
     def profile_json(self, name: str) -> str:
         """The document of profile settings: which strategies and micro-batch sizes are measured."""
-        settings = {key: value for key, value in self["profiles"][name].items() if key not in _MEASURE_KEYS}
-        return _document("shardwright.profile_settings", settings)
+        known = ProfileSettings.__struct_fields__
+        settings = {key: value for key, value in self.sections["profiles"][name].items() if key in known}
+        return _document(ProfileSettings, settings)
 
     def search_json(self, name: str) -> str:
         """The document of a search; number formats and attention kernel are those that its model was profiled in."""
-        search = self["searches"][name]
-        profile = self.profile_of(search["model"])
-        asked = {key: value for key, value in search.items() if key not in _WORKFLOW_KEYS}
+        search = self.sections["searches"][name]
+        profile = self.sections["profiles"][self.of.models[search["model"]].profile]
+        known = SearchRequest.__struct_fields__
+        asked = {key: value for key, value in search.items() if key in known}
         inherited = {key: profile[key] for key in ("precision", "attention") if key in profile}
-        return _document("shardwright.search", {"name": name} | inherited | asked)
+        return _document(SearchRequest, {"name": name} | inherited | asked)
+
+    def measure_options(self, model: str) -> list[str]:
+        """How long the probes of a model are measured, as options of `shardwright-train measure`."""
+        known = ("steps", "warmup_steps", "min_time_s")
+        return _options({key: getattr(self.profile_of(model), key) for key in known})
+
+    def options(self, section: str, name: str, without: Iterable[str] = ()) -> list[str]:
+        """The keys of an entry as options of a command."""
+        entry = self.sections[section][name]
+        return _options({key: value for key, value in entry.items() if key not in without})
 
     def selects(self, search: str) -> bool:
         """Whether runs of a search take its measured winner, not the predicted best."""
-        return bool(self["searches"][search].get("select") == "measured")
+        return self.of.searches[search].select is Select.MEASURED
 
     def plan_of(self, search: str) -> str:
         """The plan file that runs of a search take."""
@@ -115,29 +109,21 @@ class Workflow:
 
     def correction_of(self, search: str) -> str | None:
         """The correction file that a search is given."""
-        learned_from = self["searches"][search].get("correction")
+        learned_from = self.of.searches[search].correction
         return None if learned_from is None else f"results/corrections/{learned_from}.json"
 
     def measured_searches(self) -> tuple[str, ...]:
         """The searches whose plan and runners-up are run for a few steps: those asked for, and those others rest on."""
-        needed = {of.get("correction") for of in self["searches"].values()} | set(self["validate"]["searches"])
-        return tuple(name for name in self["searches"] if name in needed or self.selects(name))
-
-    def node_types_of(self, cluster: str) -> tuple[str, ...]:
-        """The node types of a cluster, in the order of its ranks."""
-        return tuple(dict.fromkeys(group["node_type"] for group in self["clusters"][cluster]["nodes"]))
-
-    def num_nodes(self, cluster: str) -> int:
-        """Number of nodes of a cluster."""
-        return sum(group["count"] for group in self["clusters"][cluster]["nodes"])
+        needed = {of.correction for of in self.of.searches.values()} | set(self.of.validate.searches)
+        return tuple(name for name in self.of.searches if name in needed or self.selects(name))
 
     def profiled_pairs(self) -> tuple[tuple[str, str], ...]:
         """Every (model, node type) that some search needs the profile of."""
         return tuple(
             dict.fromkeys(
-                (search["model"], node_type)
-                for search in self["searches"].values()
-                for node_type in self.node_types_of(search["cluster"])
+                (search.model, node_type)
+                for search in self.of.searches.values()
+                for node_type in self.of.clusters[search.cluster].node_types
             )
         )
 
@@ -146,74 +132,69 @@ class Workflow:
 
         Several nodes are started by srun, one task each; on one node the command starts its ranks itself.
         """
-        slurm = self["node_types"][node_type].get("slurm", {})
-        gpus = f" --gpus-per-node={slurm['gpus_per_node']}" if "gpus_per_node" in slurm else ""
+        slurm = self.of.node_types[node_type].slurm
+        gpus = f" --gpus-per-node={slurm.gpus_per_node}" if slurm.gpus_per_node else ""
         asked: dict[str, int | str] = {
             "nodes": num_nodes,
             "tasks": num_nodes,
             "mpi": _SRUN.format(num_nodes) if num_nodes > 1 else "",
-            "cpus_per_task": slurm.get("cpus_per_node", 1),
-            "mem_mb": slurm.get("mem_mb", 4000),
-            "runtime": slurm.get("runtime_min", runtime_min),
+            "cpus_per_task": slurm.cpus_per_node,
+            "mem_mb": slurm.mem_mb,
+            "runtime": slurm.runtime_min or runtime_min,
             "slurm_extra": "--exclusive" + gpus,
         }
-        return asked | {resource: slurm[key] for key, resource in _OPTIONAL_RESOURCES.items() if key in slurm}
+        optional = {"slurm_partition": slurm.partition, "slurm_account": slurm.account, "constraint": slurm.constraint}
+        return asked | {resource: value for resource, value in optional.items() if value is not None}
 
     def resource_names(self) -> tuple[str, ...]:
         """The resources that some job asks for.
 
         The optional ones are left out where no node type has them, so that a default of the cluster's profile holds.
         """
-        names = (self.resources(node_type, 1, 1) for node_type in self["node_types"])
+        names = (self.resources(node_type, 1, 1) for node_type in self.of.node_types)
         return tuple(dict.fromkeys(name for each in names for name in each))
 
-    def _node_type(self, name: str, priced: bool) -> dict[str, Any]:
-        node = self["node_types"][name]
+    def _node_type(self, name: str, *, priced: bool) -> dict[str, Any]:
+        node = self.of.node_types[name]
         return {
-            "device": node["device"],
-            "devices_per_node": node["devices_per_node"],
-            "memory_bytes": int(node["memory_gib"] * _GIB),
-            "usd_per_hour": node.get("usd_per_hour") if priced else None,
+            "device": node.device,
+            "devices_per_node": node.devices_per_node,
+            "memory_bytes": int(node.memory_gib * _GIB),
+            "usd_per_hour": self.sections["node_types"][name].get("usd_per_hour") if priced else None,
         }
-
-
-def _thinned(asked: Section, grid: str) -> tuple[int, ...]:
-    """The lengths of a range that `shardwright-profile probes` will ask for: all, or four of them, evenly spaced."""
-    every = range(asked["min"], asked["max"] + 1, asked["step"])
-    if grid == "full" or len(every) <= 4:
-        return tuple(every)
-    return tuple(every[round(i * (len(every) - 1) / 3)] for i in range(4))
 
 
 def load_workflow(config: Section, file: str, root: Path) -> Workflow:
     """Check a configuration whole: shape, names that refer to one another, presets and their keys.
 
-    `root` is the repository's folder. Raises ConfigurationError.
+    `root` is the repository's folder. Raises BadInput.
     """
-    schema = read_yaml(root / "workflow" / "schemas" / "config.schema.yaml")
-    check_shape(config, schema, file)
-    check_references(config, file)
-    models = config["models"].items()
-    presets = {model["preset"]: read_preset(model["preset"], name, file, root) for name, model in models}
-    for name, model in models:
+    of = typed(config, file)
+    check_references(of, file)
+    presets = {model.preset: read_preset(model.preset, name, file, root) for name, model in of.models.items()}
+    for name, model in config["models"].items():
         check_model_keys(name, model, presets[model["preset"]]["config"], file)
-    workflow = Workflow(file, config, presets)
-    for name, run in config["runs"].items():
-        _check_vocabulary(name, run, workflow)
+    workflow = Workflow(of, config, presets)
+    for name, run in of.runs.items():
+        rows = json.loads(workflow.model_config_json(of.searches[run.search].model)).get("vocab_size")
+        tokens = of.data[run.data].vocab_size
+        if rows is not None and tokens > rows:
+            what = f"runs.{name}: its data has {tokens} tokens, its model's vocabulary {rows}"
+            raise BadInput(file, what, "raise the model's vocab_size or lower the data's")
     return workflow
 
 
-def _document(format_name: str, content: Section) -> str:
-    return _canonical({"format": format_name, "version": 1, **content})
+def _options(said: Section) -> list[str]:
+    return [word for key, value in said.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+
+
+def _any_of(names: Iterable[str]) -> str:
+    return "|".join(map(re.escape, names)) or _NO_NAME
+
+
+def _document(kind: type[Document], content: Section) -> str:
+    return _canonical({"format": kind.FORMAT, "version": kind.VERSION, **content})
 
 
 def _canonical(value: Section) -> str:
     return json.dumps(value, sort_keys=True, allow_nan=False)
-
-
-def _check_vocabulary(name: str, run: Section, workflow: Workflow) -> None:
-    config = json.loads(workflow.model_config_json(workflow["searches"][run["search"]]["model"]))
-    tokens, rows = workflow["data"][run["data"]]["vocab_size"], config.get("vocab_size")
-    if rows is not None and tokens > rows:
-        what = f"runs.{name}: its data has {tokens} tokens, its model's vocabulary {rows}"
-        raise ConfigurationError(workflow.file, what, "raise the model's vocab_size or lower the data's")

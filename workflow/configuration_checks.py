@@ -1,145 +1,150 @@
-"""What a configuration must hold: its shape, names that refer to one another, and keys that models know."""
+"""Reading a configuration: its shape, names that refer to one another, and keys that models know."""
 
 import ast
 import difflib
 import importlib.util
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar, get_args
 
-import jsonschema
+import msgspec
 import yaml
-from jsonschema.exceptions import best_match
 
-__all__ = [
-    "ANALYTIC",
-    "OWN_MODEL_KEYS",
-    "ConfigurationError",
-    "Section",
-    "check_model_keys",
-    "check_references",
-    "check_shape",
-    "read_preset",
-    "read_yaml",
-]
+from configuration_types import Configuration, ModelChoice, Name, Search, Validate
+from shardwright_formats.io.errors import BadInput
+
+__all__ = ["Section", "check_model_keys", "check_references", "read_preset", "read_yaml", "typed"]
 
 Section = Mapping[str, Any]
+_Type = TypeVar("_Type")
 
-ANALYTIC = "analytic"
-"""The source of what is estimated, not measured."""
-OWN_MODEL_KEYS = ("preset", "profile", "sequence_length")
-"""Keys of a model that are not its family's."""
-
-
-class ConfigurationError(Exception):
-    """Something in the configuration that cannot be used: where, what, and what to do, in one line."""
-
-    def __init__(self, file: object, what: str, remedy: str) -> None:
-        super().__init__(" ".join(f"{file}: {what}: {remedy}".split()))
+_REFERENCES = (
+    ("models", "profile", "profiles"),
+    ("searches", "model", "models"),
+    ("searches", "cluster", "clusters"),
+    ("searches", "correction", "searches"),
+    ("runs", "search", "searches"),
+    ("runs", "data", "data"),
+)
+"""Section, key, and the section that its value is a name of."""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file whose outermost value is a mapping; raises ConfigurationError with the line."""
+    """Read a YAML file whose outermost value is a mapping; raises BadInput with the line."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigurationError(path, error.strerror or str(error), "check the path") from None
+        raise BadInput(path, error.strerror or str(error), "check the path") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
-        raise ConfigurationError(path, f"not valid YAML{where} ({problem})", "correct the file") from None
+        raise BadInput(path, f"not valid YAML{where} ({problem})", "correct the file") from None
     if not isinstance(content, dict):
-        raise ConfigurationError(path, "holds no keys", "see config/README.md")
+        raise BadInput(path, "holds no keys", "see config/README.md")
     return content
 
 
-def check_shape(config: Section, schema: Section, file: str) -> None:
-    """Refuse what the schema does not allow; raises ConfigurationError."""
-    error = best_match(jsonschema.Draft202012Validator(schema).iter_errors(config))
-    if error is None:
-        return
-    where = ".".join(str(part) for part in error.absolute_path)
-    if error.validator == "additionalProperties" and isinstance(error.instance, dict):
-        known = list(error.schema.get("properties", ()))
-        odd = sorted(set(error.instance) - set(known))[0]
-        _refuse_key(f"{where}.{odd}" if where else odd, odd, known, file)
-    what = " ".join(error.message.split())
-    raise ConfigurationError(file, f"{where}: {what}" if where else what, "see config/README.md")
+def typed(config: Section, file: str) -> Configuration:
+    """The configuration as its types; raises BadInput naming the place, such as `searches.tight.memory_gib`."""
+    checked: dict[str, object] = dict(config)
+    for field in msgspec.structs.fields(Configuration):
+        found = config.get(field.name)
+        if isinstance(found, Mapping) and field.type is not Validate:
+            _, kind = get_args(field.type)
+            checked[field.name] = {
+                _converted(name, Name, f"{field.name}.{name}", file): _converted(
+                    entry, kind, f"{field.name}.{name}", file
+                )
+                for name, entry in found.items()
+            }
+    return _converted(checked, Configuration, "", file)
 
 
-def check_references(config: Section, file: str) -> None:
-    """Refuse names that stand for nothing, and clusters and corrections that cannot be; raises ConfigurationError."""
-    for name, cluster in config["clusters"].items():
-        for group in cluster["nodes"]:
-            _refer(f"clusters.{name}.nodes", group["node_type"], config["node_types"], "node_types", file)
-        several = sum(group["count"] for group in cluster["nodes"]) > 1
-        if several and cluster.get("hardware") == ANALYTIC and "inter_node_gbit_s" not in cluster:
-            what = f"clusters.{name}: its hardware is analytic and it has several nodes"
-            raise ConfigurationError(file, what, "give inter_node_gbit_s, what one node sends to others")
-    for name, model in config["models"].items():
-        _refer(f"models.{name}.profile", model["profile"], config["profiles"], "profiles", file)
-    for name, search in config["searches"].items():
-        _refer(f"searches.{name}.model", search["model"], config["models"], "models", file)
-        _refer(f"searches.{name}.cluster", search["cluster"], config["clusters"], "clusters", file)
-        if search.get("correction") is not None:
-            _check_correction(name, config, file)
-    for name, run in config["runs"].items():
-        _refer(f"runs.{name}.search", run["search"], config["searches"], "searches", file)
-        _refer(f"runs.{name}.data", run["data"], config["data"], "data", file)
-    for search in config["validate"]["searches"]:
-        _refer("validate.searches", search, config["searches"], "searches", file)
+def _converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        what, _, inside = str(error).partition(" - at `")
+        place = (where + re.sub(r"\[(\d+)\]", r".\1", inside.removeprefix("$").rstrip("`"))).strip(".")
+    keys, values = _words(kind)
+    if odd := re.fullmatch(r"Object contains unknown field `(.*)`", what):
+        _refuse_key(f"{place}.{odd[1]}".strip("."), odd[1], keys, file)
+    odd = re.fullmatch(r"Invalid enum value '(.*)'", what)
+    close = difflib.get_close_matches(odd[1], values, n=1) if odd else ()
+    remedy = f"did you mean {close[0]}?" if close else "config/config.yaml shows every key with what it may be"
+    raise BadInput(file, f"{place}: {what}" if place else what, remedy)
 
 
-def _check_correction(name: str, config: Section, file: str) -> None:
+def _words(kind: type) -> tuple[list[str], list[str]]:
+    """All keys, and all values of enumerations, of a type and of those it is made of."""
+    _, components = msgspec.json.schema_components([kind])
+    words = {word: [each for of in components.values() for each in of.get(word, ())] for word in ("properties", "enum")}
+    return words["properties"], words["enum"]
+
+
+def check_references(config: Configuration, file: str) -> None:
+    """Refuse names that stand for nothing, and corrections that cannot be; raises BadInput."""
+    for where, name, section in _references(config):
+        known = getattr(config, section)
+        if name not in known:
+            raise BadInput(file, f"{where}: {name!r} is not under {section}", _hint(name, known))
+    for name, search in config.searches.items():
+        if search.correction is not None:
+            _check_correction(name, search, config.searches, file)
+
+
+def _references(config: Configuration) -> Iterator[tuple[str, str, str]]:
+    for section, key, of in _REFERENCES:
+        for name, entry in getattr(config, section).items():
+            if (referred := getattr(entry, key)) is not None:
+                yield f"{section}.{name}.{key}", referred, of
+    for name, cluster in config.clusters.items():
+        yield from ((f"clusters.{name}.nodes", node_type, "node_types") for node_type in cluster.node_types)
+    yield from (("validate.searches", search, "searches") for search in config.validate.searches)
+
+
+def _check_correction(name: str, search: Search, searches: Mapping[str, Search], file: str) -> None:
     """A correction holds for the profiles it was learned from, and those come before the search that uses it."""
-    searches, where = config["searches"], f"searches.{name}.correction"
-    _refer(where, searches[name]["correction"], searches, "searches", file)
-    of = searches[searches[name]["correction"]]
+    where, of = f"searches.{name}.correction", searches[str(search.correction)]
     for key in ("model", "cluster"):
-        if of[key] != searches[name][key]:
-            what = f"{where}: {searches[name]['correction']} has another {key}, and so other profiles"
-            raise ConfigurationError(file, what, f"take a search of {searches[name][key]}")
+        if getattr(of, key) != getattr(search, key):
+            what = f"{where}: {search.correction} has another {key}, and so other profiles"
+            raise BadInput(file, what, f"take a search of {getattr(search, key)}")
     passed = [name]
-    while (following := searches.get(passed[-1], {}).get("correction")) is not None:
+    while (following := searches[passed[-1]].correction) is not None:
         if following in passed:
             what = f"{where}: {' needs '.join([*passed, following])}"
-            raise ConfigurationError(file, what, "learn from a search without a correction")
+            raise BadInput(file, what, "learn from a search without a correction")
         passed.append(following)
 
 
-def _refer(where: str, name: str, section: Section, section_name: str, file: str) -> None:
-    if name not in section:
-        raise ConfigurationError(file, f"{where}: {name!r} is not under {section_name}", _hint(name, section))
-
-
 def read_preset(preset: str, model: str, file: str, root: Path) -> Section:
-    """Read the preset of a model; raises ConfigurationError."""
+    """Read the preset of a model; raises BadInput."""
     folder = root / "config" / "models"
     path = folder / f"{preset}.yaml"
     if not path.is_file():
         known = sorted(found.stem for found in folder.glob("*.yaml"))
-        raise ConfigurationError(
-            file, f"models.{model}.preset: there is no config/models/{preset}.yaml", _hint(preset, known)
-        )
+        raise BadInput(file, f"models.{model}.preset: there is no config/models/{preset}.yaml", _hint(preset, known))
     content = read_yaml(path)
     if set(content) != {"sequence_length", "config"} or "model_type" not in content["config"]:
-        what = "a preset holds sequence_length, and config with model_type"
-        raise ConfigurationError(path, what, "see its neighbours")
+        raise BadInput(path, "a preset holds sequence_length, and config with model_type", "see its neighbours")
     return content
 
 
 def check_model_keys(name: str, model: Section, preset: Section, file: str) -> None:
-    """Refuse what neither the preset nor its family's configuration class knows; raises ConfigurationError."""
-    unknown = [key for key in model if key not in OWN_MODEL_KEYS and key not in preset]
+    """Refuse what neither the preset nor its family's configuration class knows; raises BadInput."""
+    own = ModelChoice.__struct_fields__
+    unknown = [key for key in model if key not in own and key not in preset]
     if not unknown:
         return
     fields, aliases = _config_class_keys(preset["model_type"])
-    known = sorted({*preset, *fields, *OWN_MODEL_KEYS})
+    known = sorted({*preset, *fields, *own})
     for key in unknown:
         if key in aliases:
             what = f"models.{name}.{key} is called {aliases[key]} in a {preset['model_type']} configuration"
-            raise ConfigurationError(file, what, f"write {aliases[key]}")
+            raise BadInput(file, what, f"write {aliases[key]}")
         if key not in known:
             _refuse_key(f"models.{name}.{key}", key, known, file)
 
@@ -166,8 +171,8 @@ def _config_class_keys(model_type: str) -> tuple[set[str], dict[str, str]]:
     return fields, aliases
 
 
-def _refuse_key(where: str, key: str, known: Iterable[str], file: str) -> None:
-    raise ConfigurationError(file, f"{where} is no known key", _hint(key, known))
+def _refuse_key(where: str, key: str, known: Iterable[str], file: str) -> NoReturn:
+    raise BadInput(file, f"{where} is no known key", _hint(key, known))
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

@@ -11,13 +11,11 @@ CONFIG_FILE = (
 )
 
 sys.path.insert(0, str(ROOT / "workflow"))
-from configuration import ConfigurationError, load_workflow  # noqa: E402
+from configuration import load_workflow  # noqa: E402
+from shardwright_formats.io.errors import one_line_errors  # noqa: E402
 
-try:
+with one_line_errors():
     CONFIG = load_workflow(config, CONFIG_FILE, ROOT)
-except ConfigurationError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
 
 
 wildcard_constraints:
@@ -28,14 +26,11 @@ wildcard_constraints:
     search="[^/]+?",
     run="[^/]+",
     data="[^/]+",
+    name="[^/]+",
     length="[0-9]+",
 
 
 localrules:
-    write_cluster,
-    write_model_config,
-    write_profile_settings,
-    write_search,
     picture,
     all,
     profiles,
@@ -63,58 +58,41 @@ def on_nodes(node_types, num_nodes, runtime_min):
 def on_cluster(cluster_of, runtime_min):
     """Resources of a job that runs on all of a cluster."""
     return on_nodes(
-        lambda wildcards: CONFIG.node_types_of(cluster_of(wildcards)),
-        lambda wildcards: CONFIG.num_nodes(cluster_of(wildcards)),
+        lambda wildcards: CONFIG.of.clusters[cluster_of(wildcards)].node_types,
+        lambda wildcards: CONFIG.of.clusters[cluster_of(wildcards)].num_nodes,
         runtime_min,
     )
 
 
 def cluster_of_search(wildcards):
-    return CONFIG["searches"][wildcards.search]["cluster"]
+    return CONFIG.of.searches[wildcards.search].cluster
 
 
 def profiles_of_search(wildcards):
-    model = CONFIG["searches"][wildcards.search]["model"]
-    node_types = CONFIG.node_types_of(cluster_of_search(wildcards))
+    model = CONFIG.of.searches[wildcards.search].model
+    node_types = CONFIG.of.clusters[cluster_of_search(wildcards)].node_types
     return [f"results/profiles/{model}@{node_type}.h5" for node_type in node_types]
 
 
 def cluster_of_run(wildcards):
-    return CONFIG["searches"][CONFIG["runs"][wildcards.run]["search"]]["cluster"]
+    return CONFIG.of.searches[CONFIG.of.runs[wildcards.run].search].cluster
 
 
 # Each of these is written again only when its own part of the configuration changes.
-rule write_cluster:
-    output:
-        "results/clusters/{cluster}.json",
-    params:
-        text=lambda wildcards: CONFIG.cluster_json(wildcards.cluster),
-    shell:
-        "printf '%s\\n' {params.text:q} > {output}"
+for kind, path, text_of in (
+    ("cluster", "clusters/{name}.json", CONFIG.cluster_json),
+    ("model_config", "models/{name}/config.json", CONFIG.model_config_json),
+    ("profile_settings", "settings/{name}.json", CONFIG.profile_json),
+    ("search", "searches/{name}.json", CONFIG.search_json),
+):
 
-
-rule write_model_config:
-    output:
-        "results/models/{model}/config.json",
-    params:
-        text=lambda wildcards: CONFIG.model_config_json(wildcards.model),
-    shell:
-        "printf '%s\\n' {params.text:q} > {output}"
-
-
-rule write_profile_settings:
-    output:
-        "results/settings/{profile}.json",
-    params:
-        text=lambda wildcards: CONFIG.profile_json(wildcards.profile),
-    shell:
-        "printf '%s\\n' {params.text:q} > {output}"
-
-
-rule write_search:
-    output:
-        "results/searches/{search}.json",
-    params:
-        text=lambda wildcards: CONFIG.search_json(wildcards.search),
-    shell:
-        "printf '%s\\n' {params.text:q} > {output}"
+    rule:
+        name:
+            f"write_{kind}"
+        output:
+            f"results/{path}",
+        localrule: True
+        params:
+            text=lambda wildcards, of=text_of: of(wildcards.name),
+        shell:
+            "printf '%s\\n' {params.text:q} > {output}"

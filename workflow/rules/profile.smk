@@ -6,8 +6,8 @@ ruleorder: analytic_profile > fit
 rule profiles:
     input:
         [
-            f"results/hardware/{search['cluster']}.h5"
-            for search in CONFIG["searches"].values()
+            f"results/hardware/{search.cluster}.h5"
+            for search in CONFIG.of.searches.values()
         ],
         [
             f"results/profiles/{model}@{node_type}.h5"
@@ -83,7 +83,7 @@ rule hardware:
     resources:
         **on_cluster(lambda wildcards: wildcards.cluster, runtime_min=60),
     params:
-        time_budget_s=lambda wildcards: CONFIG["clusters"][wildcards.cluster][
+        time_budget_s=lambda wildcards: CONFIG.sections["clusters"][wildcards.cluster][
             "hardware_time_budget_s"
         ],
     message:
@@ -109,10 +109,10 @@ rule analytic_hardware:
         mem_mb=2000,
         runtime=10,
     params:
-        network=lambda wildcards: (
-            f"--inter-node-gbit-s {CONFIG['clusters'][wildcards.cluster]['inter_node_gbit_s']}"
-            if "inter_node_gbit_s" in CONFIG["clusters"][wildcards.cluster]
-            else ""
+        network=lambda wildcards: CONFIG.options(
+            "clusters",
+            wildcards.cluster,
+            without=("nodes", "hardware", "hardware_time_budget_s"),
         ),
     message:
         "estimate what messages cost on {wildcards.cluster}: analytic, not measured"
@@ -125,7 +125,7 @@ rule analytic_profile:
     input:
         models=described,
         cluster="results/clusters/1x{node_type}.json",
-        settings=lambda wildcards: f"results/settings/{CONFIG['models'][wildcards.model]['profile']}.json",
+        settings=lambda wildcards: f"results/settings/{CONFIG.of.models[wildcards.model].profile}.json",
     output:
         profile="results/profiles/{model}@{node_type}.h5",
     log:
@@ -151,7 +151,7 @@ rule probes:
     input:
         models=described,
         cluster="results/clusters/1x{node_type}.json",
-        settings=lambda wildcards: f"results/settings/{CONFIG['models'][wildcards.model]['profile']}.json",
+        settings=lambda wildcards: f"results/settings/{CONFIG.of.models[wildcards.model].profile}.json",
     output:
         probes="results/probes/{model}@{node_type}.json",
     log:
@@ -188,18 +188,11 @@ rule measure:
             runtime_min=60,
         ),
     params:
-        steps=lambda wildcards: CONFIG.profile_of(wildcards.model)["steps"],
-        warmup_steps=lambda wildcards: CONFIG.profile_of(wildcards.model)[
-            "warmup_steps"
-        ],
-        min_time_s=lambda wildcards: CONFIG.profile_of(wildcards.model).get(
-            "min_time_s", 0
-        ),
+        options=lambda wildcards: CONFIG.measure_options(wildcards.model),
     message:
         "measure {wildcards.model} on {wildcards.node_type}"
     shell:
-        "{resources.mpi} shardwright-train measure {input.probes} --steps {params.steps}"
-        " --warmup-steps {params.warmup_steps} --min-time-s {params.min_time_s}"
+        "{resources.mpi} shardwright-train measure {input.probes} {params.options}"
         " --out {output.measurement} 2> {log}"
 
 

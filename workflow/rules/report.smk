@@ -3,9 +3,9 @@ rule report:
     input:
         scripts=sorted((ROOT / "workflow/scripts").glob("*.py"))
         + sorted((ROOT / "workflow/scripts").glob("*.css")),
-        plans=expand("results/plans/{search}.json", search=CONFIG["searches"]),
+        plans=expand("results/plans/{search}.json", search=CONFIG.of.searches),
         predictions=expand(
-            "results/plans/{search}.prediction.json", search=CONFIG["searches"]
+            "results/plans/{search}.prediction.json", search=CONFIG.of.searches
         ),
         measurements=expand(
             "results/{folder}/{search}.json",
@@ -14,12 +14,12 @@ rule report:
         ),
         selected=[
             CONFIG.plan_of(search)
-            for search in CONFIG["searches"]
+            for search in CONFIG.of.searches
             if CONFIG.selects(search)
         ],
         runs=expand(
             "results/runs/{run}/{file}",
-            run=CONFIG["runs"],
+            run=CONFIG.of.runs,
             file=["metrics.jsonl", "DONE.json"],
         ),
         profiles=[
@@ -41,8 +41,8 @@ rule report:
     params:
         scripts=ROOT / "workflow/scripts",
         of="--results results"
-        f" --searches {' '.join(CONFIG['searches'])} --runs {' '.join(CONFIG['runs'])}"
-        f" --selected {' '.join(filter(CONFIG.selects, CONFIG['searches']))}",
+        f" --searches {' '.join(CONFIG.of.searches)} --runs {' '.join(CONFIG.of.runs)}"
+        f" --selected {' '.join(filter(CONFIG.selects, CONFIG.of.searches))}",
         profiles=" ".join("@".join(pair) for pair in CONFIG.profiled_pairs()),
     message:
         "write the report"

@@ -1,13 +1,13 @@
 # From profiles to plans.
 rule plans:
     input:
-        expand("results/plans/{search}.json", search=CONFIG["searches"]),
+        expand("results/plans/{search}.json", search=CONFIG.of.searches),
 
 
 rule search:
     input:
         cluster=lambda wildcards: f"results/clusters/{cluster_of_search(wildcards)}.json",
-        model=lambda wildcards: f"results/models/{CONFIG['searches'][wildcards.search]['model']}.json",
+        model=lambda wildcards: f"results/models/{CONFIG.of.searches[wildcards.search].model}.json",
         hardware=lambda wildcards: f"results/hardware/{cluster_of_search(wildcards)}.h5",
         profiles=profiles_of_search,
         search="results/searches/{search}.json",
@@ -40,9 +40,9 @@ rule search:
 rule grid:
     input:
         script=ROOT / "workflow/scripts/grid.py",
-        plans=expand("results/plans/{search}.json", search=CONFIG["searches"]),
+        plans=expand("results/plans/{search}.json", search=CONFIG.of.searches),
         predictions=expand(
-            "results/plans/{search}.prediction.json", search=CONFIG["searches"]
+            "results/plans/{search}.prediction.json", search=CONFIG.of.searches
         ),
     output:
         table="results/grid.csv",

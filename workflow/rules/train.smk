@@ -1,7 +1,7 @@
 # From plans to trained models, and the check of what was predicted.
 rule runs:
     input:
-        expand("results/runs/{run}/DONE.json", run=CONFIG["runs"]),
+        expand("results/runs/{run}/DONE.json", run=CONFIG.of.runs),
 
 
 rule prepare:
@@ -20,21 +20,20 @@ rule prepare:
         runtime=60,
     params:
         folder=lambda wildcards, output: Path(output.data).parent,
-        of=lambda wildcards: CONFIG["data"][wildcards.data],
+        options=lambda wildcards: CONFIG.options("data", wildcards.data),
     message:
         "make tokens of {wildcards.data}"
     shell:
-        "shardwright-train prepare --text {params.of[text]:q} --glob {params.of[glob]:q}"
-        " --vocab-size {params.of[vocab_size]} --max-mib {params.of[max_mib]} --out {params.folder} 2> {log}"
+        "shardwright-train prepare {params.options:q} --out {params.folder} 2> {log}"
 
 
 # Checkpoints are no outputs: Snakemake would delete them before a run goes on. They lie under the plan's identity, so
 # that another plan starts afresh.
 rule run:
     input:
-        plan=lambda wildcards: CONFIG.plan_of(CONFIG["runs"][wildcards.run]["search"]),
-        data=lambda wildcards: f"results/data/{CONFIG['runs'][wildcards.run]['data']}/data.json",
-        tokens=lambda wildcards: f"results/data/{CONFIG['runs'][wildcards.run]['data']}/tokens.bin",
+        plan=lambda wildcards: CONFIG.plan_of(CONFIG.of.runs[wildcards.run].search),
+        data=lambda wildcards: f"results/data/{CONFIG.of.runs[wildcards.run].data}/data.json",
+        tokens=lambda wildcards: f"results/data/{CONFIG.of.runs[wildcards.run].data}/tokens.bin",
     output:
         metrics="results/runs/{run}/metrics.jsonl",
         done="results/runs/{run}/DONE.json",
@@ -49,16 +48,15 @@ rule run:
         folder=lambda wildcards, output: Path(output.done).parent,
         data=lambda wildcards, input: Path(input.data).parent,
         checkpoints=lambda wildcards: f"results/checkpoints/{wildcards.run}",
-        of=lambda wildcards: CONFIG["runs"][wildcards.run],
+        options=lambda wildcards: CONFIG.options(
+            "runs", wildcards.run, without=("search", "data")
+        ),
+        steps=lambda wildcards: CONFIG.of.runs[wildcards.run].steps,
     message:
-        "train {wildcards.run}: {params.of[steps]} steps"
+        "train {wildcards.run}: {params.steps} steps"
     shell:
-        "{resources.mpi} shardwright-train run {input.plan} --data {params.data} --steps {params.of[steps]}"
-        " --checkpoints {params.checkpoints} --checkpoint-every {params.of[checkpoint_every]}"
-        " --learning-rate {params.of[learning_rate]} --learning-rate-schedule {params.of[learning_rate_schedule]}"
-        " --warmup-steps {params.of[warmup_steps]}"
-        " --weight-decay {params.of[weight_decay]} --clip-norm {params.of[clip_norm]} --seed {params.of[seed]}"
-        " --out {params.folder} 2> {log}"
+        "{resources.mpi} shardwright-train run {input.plan} --data {params.data} --checkpoints {params.checkpoints}"
+        " {params.options:q} --out {params.folder} 2> {log}"
 
 
 rule validate:
@@ -75,8 +73,8 @@ rule validate:
     resources:
         **on_cluster(cluster_of_search, runtime_min=60),
     params:
-        steps=CONFIG["validate"]["steps"],
-        warmup_steps=CONFIG["validate"]["warmup_steps"],
+        steps=CONFIG.of.validate.steps,
+        warmup_steps=CONFIG.of.validate.warmup_steps,
     message:
         "measure the plan {wildcards.search} and its runners-up"
     shell:

@@ -6,7 +6,10 @@ from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value
 
-__all__ = ["Cluster", "NodeGroup", "NodeType"]
+__all__ = ["MAX_DEVICES", "Cluster", "NodeGroup", "NodeType"]
+
+MAX_DEVICES = 2**20
+"""Of one cluster; each is a rank, and groups of ranks are spelled out."""
 
 
 class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -14,11 +17,11 @@ class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     device: Annotated[str, Meta(min_length=1)]
     """The device's name as its driver gives it, or `cpu`."""
-    devices_per_node: Annotated[int, Meta(ge=1)]
+    devices_per_node: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
     """Number of devices, and so of ranks, of one node."""
-    memory_bytes: Annotated[int, Meta(ge=1)]
+    memory_bytes: Annotated[int, Meta(ge=1, le=2**50)]
     """Memory of one device."""
-    usd_per_hour: Annotated[float, Meta(ge=0)] | None = None
+    usd_per_hour: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     """Price of one node, where it has one."""
 
 
@@ -27,7 +30,7 @@ class NodeGroup(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     node_type: str
     """A key of the cluster's `node_types`."""
-    count: Annotated[int, Meta(ge=1)]
+    count: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
     """Number of nodes."""
 
 
@@ -47,6 +50,8 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for group in self.nodes:
             if group.node_type not in self.node_types:
                 raise ValueError(f"node type {group.node_type!r} is not among node_types")
+        if self.num_devices > MAX_DEVICES:
+            raise ValueError(f"{self.num_devices} devices are more than {MAX_DEVICES}")
 
     @property
     def num_devices(self) -> int:

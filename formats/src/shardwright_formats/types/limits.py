@@ -4,7 +4,16 @@ from typing import Annotated
 
 from msgspec import Meta
 
-__all__ = ["Count", "NonNegativeCount", "NonNegativeNumber", "PositiveNumber", "PositiveSeconds", "Seconds", "Share"]
+__all__ = [
+    "Count",
+    "Gib",
+    "NonNegativeCount",
+    "NonNegativeNumber",
+    "PositiveNumber",
+    "PositiveSeconds",
+    "Seconds",
+    "Share",
+]
 
 _MAX_COUNT = 2**31 - 1
 _MAX_SECONDS = 1e9
@@ -20,5 +29,7 @@ PositiveSeconds = Annotated[float, Meta(gt=0, le=_MAX_SECONDS)]
 PositiveNumber = Annotated[float, Meta(gt=0, le=_MAX_NUMBER)]
 """A rate, a bandwidth, a size; its unit is the field's."""
 NonNegativeNumber = Annotated[float, Meta(ge=0, le=_MAX_NUMBER)]
+Gib = Annotated[float, Meta(gt=0, le=2**20)]
+"""Memory of one device, in GiB."""
 Share = Annotated[float, Meta(ge=0, le=1)]
 """A part of a whole."""

@@ -6,12 +6,13 @@ from typing import Annotated
 from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value
+from shardwright_formats.types.limits import Count
 from shardwright_formats.types.plan import Attention, Precision
 from shardwright_formats.types.strategy import Recompute, SequenceParallel
 
 __all__ = ["Grid", "ProfileSettings", "Range"]
 
-_Counts = Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(min_length=1)]
+_Counts = Annotated[tuple[Count, ...], Meta(min_length=1)]
 
 
 _SIZES_OF_A_RANGE = 3
@@ -33,9 +34,9 @@ class Grid(StrEnum):
 class Range(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Evenly spaced whole numbers: min, min + step, … up to max."""
 
-    min: Annotated[int, Meta(ge=1)]
-    max: Annotated[int, Meta(ge=1)]
-    step: Annotated[int, Meta(ge=1)]
+    min: Count
+    max: Count
+    step: Count
 
     def __post_init__(self) -> None:
         if self.max < self.min:
@@ -62,7 +63,7 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
     sequence_lengths: _Counts | Range | None = None
     """Tokens of a sample; the model's own length is always among them, and null means that one alone."""
     grid: Grid = Grid.FEWEST
-    layers: tuple[Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=1)]] = (1, 3)
+    layers: tuple[Count, Count] = (1, 3)
     """Number of layers of a block type in its shorter and in its longer probe."""
     precision: Precision = Precision()
     attention: Attention = Attention.AUTO

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value
+from shardwright_formats.types.limits import Count, Gib
 from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
@@ -22,9 +23,7 @@ __all__ = [
     "batch_sizes",
 ]
 
-Count = Annotated[int, Meta(ge=1)]
 Counts = Annotated[tuple[Count, ...], Meta(min_length=1)]
-Gib = Annotated[float, Meta(gt=0)]
 
 
 class Space(StrEnum):
@@ -95,9 +94,9 @@ class OuterSpace(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Robust(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Scenarios that the plan shall be good in beside the profile as it is."""
 
-    spreads: Annotated[float, Meta(ge=0)] = 2.0
+    spreads: Annotated[float, Meta(ge=0, le=1e3)] = 2.0
     """Standard errors by which the layers' times, and intervals by which messages, may be longer."""
-    slow_link: Annotated[float, Meta(ge=1)] = 2.0
+    slow_link: Annotated[float, Meta(ge=1, le=1e6)] = 2.0
     """Factor by which sends between pipeline stages, or collectives across nodes, may be slower."""
 
 
@@ -114,7 +113,7 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Samples of one optimizer step, or a range of sizes to choose from."""
     memory_gib: Gib | dict[str, Gib] | None = None
     """Budget of one device in GiB, or one for each node type; null: all of the device's memory."""
-    reserve_gib: Annotated[float, Meta(ge=0)] = 0.0
+    reserve_gib: Annotated[float, Meta(ge=0, le=2**20)] = 0.0
     """What of the budget is left free, in GiB. The process's own memory, as profiled, is counted anyway."""
     num_microbatches: Counts | None = None
     """Null: every divisor of the batch."""

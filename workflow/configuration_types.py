@@ -1,0 +1,216 @@
+"""What a configuration may hold: the sections as types, made of the types of the files that the stages read.
+
+python workflow/configuration_types.py            # write workflow/schemas/config.schema.json, in the repository's root
+python workflow/configuration_types.py --check    # exit 1 if it is not up to date
+"""
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from shardwright_formats.io.json import Value, write_bytes
+from shardwright_formats.types.cluster import NodeGroup
+from shardwright_formats.types.limits import (
+    Count,
+    Gib,
+    NonNegativeCount,
+    NonNegativeNumber,
+    PositiveNumber,
+    PositiveSeconds,
+    Seconds,
+)
+from shardwright_profile.model.settings import ProfileSettings
+from shardwright_search.space.request import SearchRequest
+from shardwright_train.training.learning_rate import LearningRateSchedule
+
+__all__ = ["Configuration", "ModelChoice", "Profile", "Search", "Select", "Source"]
+
+Name = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Text = Annotated[str, Meta(min_length=1)]
+
+SCHEMA = Path("workflow/schemas/config.schema.json")
+
+
+class Source(StrEnum):
+    """Where a profile comes from."""
+
+    MEASURED = "measured"
+    ANALYTIC = "analytic"
+    """Estimated from shapes and a table of devices, and so marked."""
+
+
+class Select(StrEnum):
+    """What runs train with."""
+
+    PREDICTED = "predicted"
+    """The predicted best."""
+    MEASURED = "measured"
+    """Of it and its runners-up the fastest that fits, once measured."""
+
+
+class Slurm(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a job on a node asks Slurm for."""
+
+    partition: Text | None = None
+    account: Text | None = None
+    constraint: Text | None = None
+    gpus_per_node: Annotated[str, Meta(pattern="^([A-Za-z0-9_-]+:)?[0-9]+$")] | None = None
+    cpus_per_node: Count = 1
+    mem_mb: Count = 4000
+    runtime_min: Count | None = None
+
+
+class NodeKind(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kind of node."""
+
+    device: Text
+    """The device's name as its driver gives it, or `cpu`."""
+    devices_per_node: Count
+    """Each device is one rank."""
+    memory_gib: Gib
+    """Memory of one device."""
+    usd_per_hour: NonNegativeNumber | None = None
+    """Price of one node."""
+    slurm: Slurm = Slurm()
+
+
+class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Machines to plan for."""
+
+    nodes: Annotated[tuple[NodeGroup, ...], Meta(min_length=1)]
+    """In rank order."""
+    hardware: Source = Source.MEASURED
+    hardware_time_budget_s: PositiveSeconds | None = None
+    """How long the collectives are measured."""
+    inter_node_gbit_s: PositiveNumber | None = None
+    """What one node sends to others: where analytic and several nodes."""
+
+    def __post_init__(self) -> None:
+        if self.hardware is Source.MEASURED and self.hardware_time_budget_s is None:
+            raise ValueError("hardware_time_budget_s is missing: how long its hardware is measured")
+        if self.hardware is Source.ANALYTIC and self.num_nodes > 1 and self.inter_node_gbit_s is None:
+            raise ValueError(
+                "inter_node_gbit_s is missing: what one of its several nodes sends, as nothing is measured"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return sum(group.count for group in self.nodes)
+
+    @property
+    def node_types(self) -> tuple[str, ...]:
+        """Names of its node types, in the order of its ranks."""
+        return tuple(dict.fromkeys(group.node_type for group in self.nodes))
+
+
+class ModelChoice(Value, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """A model: beside these keys, those of its Hugging Face configuration."""
+
+    preset: Name
+    """A file of config/models/."""
+    profile: Name
+    sequence_length: Count | None = None
+    """Tokens of one sample."""
+
+
+class Profile(ProfileSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is measured of a model, and for how long."""
+
+    source: Source = Source.MEASURED
+    steps: Count | None = None
+    """Measured steps of each probe."""
+    warmup_steps: Count | None = None
+    min_time_s: Seconds = 0.0
+    """Each probe is measured for so many seconds at least."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source is Source.MEASURED and None in (self.steps, self.warmup_steps):
+            raise ValueError("steps and warmup_steps are missing: how long each probe is measured")
+
+
+class Data(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Text to make tokens of."""
+
+    text: Text
+    """A file or folder, or `python-stdlib`."""
+    glob: Text
+    """Which files of a folder."""
+    vocab_size: Annotated[int, Meta(ge=257, le=2**24)]
+    max_mib: Annotated[float, Meta(ge=0.01, le=2**20)]
+    """How much text is read at most."""
+
+
+class Search(SearchRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan to look for."""
+
+    name: str = ""
+    """The key that it stands under."""
+    model: Name
+    cluster: Name
+    select: Select = Select.PREDICTED
+    """What runs train with."""
+    correction: Name | None = None
+    """A search whose measured plans taught what this one's predictions are corrected by."""
+
+
+class Run(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A training with a search's plan."""
+
+    search: Name
+    data: Name
+    steps: Count
+    checkpoint_every: Count
+    learning_rate: PositiveNumber
+    learning_rate_schedule: LearningRateSchedule
+    warmup_steps: NonNegativeCount
+    weight_decay: NonNegativeNumber
+    clip_norm: PositiveNumber
+    seed: NonNegativeCount
+
+
+class Validate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Searches whose plan and runners-up are measured."""
+
+    searches: tuple[Name, ...]
+    steps: Count
+    warmup_steps: Count
+
+
+class Configuration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The sections of a configuration; all but `validate` are named entries."""
+
+    node_types: dict[Name, NodeKind]
+    clusters: dict[Name, ClusterNodes]
+    models: dict[Name, ModelChoice]
+    profiles: dict[Name, Profile]
+    data: dict[Name, Data]
+    searches: dict[Name, Search]
+    runs: dict[Name, Run]
+    validate: Validate
+
+
+def generated() -> str:
+    """The JSON Schema of a configuration, for editors; references between its entries are not in it."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(Configuration)}
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def main() -> int:
+    """Write or check the schema; returns the exit code."""
+    if "--check" not in sys.argv:
+        write_bytes(SCHEMA, generated().encode())
+    elif not SCHEMA.is_file() or SCHEMA.read_text() != generated():
+        print(f"error: {SCHEMA}: not what the types say: run `python {sys.argv[0]}`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
