@@ -15,10 +15,12 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "shardwright-formats": ROOT / "formats",
+    "shardwright-launch": ROOT / "launch",
     "shardwright-profile": ROOT / "stages" / "profile",
     "shardwright-search": ROOT / "stages" / "search",
     "shardwright-train": ROOT / "stages" / "train",
 }
+LIBRARIES = ("shardwright-formats", "shardwright-launch")
 # What a name of an import is called where it is installed from, when these differ.
 DISTRIBUTIONS = {"yaml": "pyyaml"}
 LONGEST = 350
@@ -99,13 +101,13 @@ def test_a_package_is_typed_licensed_and_for_python_3_11(package):
     assert marker.parent.name == package.replace("-", "_")
 
 
-@pytest.mark.parametrize("package", [package for package in PACKAGES if package != "shardwright-formats"])
+@pytest.mark.parametrize("package", [package for package in PACKAGES if package not in LIBRARIES])
 def test_a_stage_is_a_command(package):
     assert _project(package)["scripts"] == {package: f"{package.replace('-', '_')}.cli:main"}
 
 
 def test_no_stage_imports_another_one_or_snakemake():
-    stages = {package.replace("-", "_") for package in PACKAGES} - {"shardwright_formats"}
+    stages = {package.replace("-", "_") for package in PACKAGES if package not in LIBRARIES}
     for package in PACKAGES:
         forbidden = (stages | {"snakemake"}) - {package.replace("-", "_")}
         found = {path.name: odd for path in _sources(package) if (odd := _imported(path) & forbidden)}

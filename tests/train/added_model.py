@@ -10,7 +10,7 @@ from tiny_models import CONFIGS, LAYERS, tiny
 import shardwright_train
 from shardwright_formats.io.json import write_document
 from shardwright_formats.types.plan import Plans
-from shardwright_train.launch import Nodes, launch
+from shardwright_launch.ranks import launch
 
 PLANS = 6
 CONFIGS["qwen3"] = {
@@ -31,7 +31,7 @@ def main(folder: Path) -> None:
     plans = Plans(plans=tuple(random_plan(model, number, 2) for number in range(PLANS)))
     write_document(folder / "plans.json", plans)
     worker = Path(__file__).with_name("parity_worker.py")
-    launch([sys.executable, str(worker), str(folder / "plans.json"), str(folder / "errors.json")], 2, 0, 2, Nodes())
+    launch([sys.executable, str(worker), str(folder / "plans.json"), str(folder / "errors.json")], range(2), 2)
     package = Path(shardwright_train.__file__).parent
     (folder / "package.json").write_text(json.dumps(str(package)))
 

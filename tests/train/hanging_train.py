@@ -3,18 +3,23 @@
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
+from shardwright_launch.ranks import launch
 from shardwright_train import cli, start, worker
-from shardwright_train.launch import launch
 
 HANGING_RANK, HANGING_STEP = 1, 3
 
 
+def _launch_this(command: Sequence[str], *more: Any, **named: Any) -> None:
+    launch([sys.executable, __file__, *command[3:]], *more, **named)
+
+
 def as_command() -> None:
     """The command, whose ranks run this file instead of the worker."""
-    with patch.object(start, "launch", lambda command, *more: launch([sys.executable, __file__, *command[3:]], *more)):
+    with patch.object(start, "launch", _launch_this):
         cli.main()
 
 

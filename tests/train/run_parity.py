@@ -15,7 +15,7 @@ from tiny_models import CONFIGS, tiny
 
 from shardwright_formats.io.json import write_document
 from shardwright_formats.types.plan import Plan, Plans
-from shardwright_train.launch import Nodes, launch
+from shardwright_launch.ranks import launch
 
 __all__ = ["TOLERANCE", "compare"]
 
@@ -35,7 +35,7 @@ def compare(plans: Sequence[Plan], folder: Path, mutations: Sequence[str] = ()) 
     write_document(plans_file, Plans(plans=tuple(plans)))
     command = [sys.executable, str(Path(__file__).with_name("parity_worker.py")), str(plans_file), str(result)]
     size = plans[0].world_size
-    launch([*command, *mutations], size, 0, size, Nodes())
+    launch([*command, *mutations], range(size), size)
     errors: Errors = json.loads(result.read_bytes())
     return errors
 

@@ -18,11 +18,13 @@ from random_plans import random_plan
 from tiny_models import tiny
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from typer.testing import CliRunner
 
 from shardwright_formats.io.json import write_document
+from shardwright_launch.heartbeat import RankFiles
+from shardwright_train import cli
 from shardwright_train.data.prepare import prepare
 from shardwright_train.parallel.world import joined_world
-from shardwright_train.watch import RankFiles
 
 COMMAND = ("-m", "shardwright_train.cli")
 HANGING_COMMAND = (str(Path(__file__).with_name("hanging_train.py")),)
@@ -142,6 +144,13 @@ def test_a_hang_prints_the_stacks_of_all_ranks_and_ends_them(work: Path) -> None
     assert "in run_step" in waiting or "in all_reduce" in waiting
 
 
+def test_a_measurement_is_watched_as_its_option_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(cli, "start_measure", lambda *arguments: asked.extend(arguments))
+    ended = CliRunner().invoke(cli.app, ["measure", "plan.json", "--out", "out.json", "--hang-timeout-s", "7.5"])
+    assert (ended.exit_code, asked.count(7.5)) == (0, 1)
+
+
 def test_a_killed_launcher_takes_its_ranks_with_it(work: Path) -> None:
     out = work / "orphaned.json"
     started = Started(work, "orphaned", COMMAND, "measure", "--out", str(out), "--hang-timeout-s", "60")
@@ -154,8 +163,8 @@ def test_a_killed_launcher_takes_its_ranks_with_it(work: Path) -> None:
     assert (started.end().status, out.exists()) == (-signal.SIGKILL, False)
 
 
-def test_every_group_waits_longer_than_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+def test_every_group_waits_longer_than_the_hang_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in (place | RankFiles.of_rank(tmp_path, 0).environment).items():
         monkeypatch.setenv(name, value)
     defaults = (distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout)

@@ -20,9 +20,9 @@ from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.plan import Attention, Plan, Plans, Precision
 from shardwright_formats.types.strategy import SequenceParallel, Strategy
+from shardwright_launch.nodes import Nodes
 from shardwright_train import support
 from shardwright_train.cli import app
-from shardwright_train.launch import Nodes
 from shardwright_train.models import attention_kernels as kernels
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
@@ -154,7 +154,7 @@ def test_a_rank_takes_what_it_and_the_family_can_do(monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def one_rank() -> Iterator[World]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield World(0, 1, torch.device("cpu"), "gloo", watch=None)  # type: ignore[arg-type]
+    yield World(0, 1, torch.device("cpu"), "gloo", heartbeat=None)  # type: ignore[arg-type]
     dist.destroy_process_group()
 
 

@@ -14,9 +14,9 @@ from tiny_models import tiny
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Plan, Precision
 from shardwright_formats.types.run import RunResult
+from shardwright_launch.ranks import launch
 from shardwright_train.data.prepare import prepare
 from shardwright_train.jobs import RunJob
-from shardwright_train.launch import Nodes, launch
 from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
 from shardwright_train.training.learning_rate import LearningRateSchedule
 from shardwright_train.training.loss_scale import LossScale
@@ -70,9 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, steps in jobs.items():
         write_document(folder / f"{name}.json", _job(folder, "broken" if name == "resumed" else name, steps))
     worker = Path(__file__).with_name("loss_scale_worker.py")
-    launch(
-        [sys.executable, str(worker), str(START), *(str(folder / f"{name}.json") for name in jobs)], 2, 0, 2, Nodes()
-    )
+    launch([sys.executable, str(worker), str(START), *(str(folder / f"{name}.json") for name in jobs)], range(2), 2)
     return folder
 
 

@@ -17,7 +17,7 @@ from shardwright_formats.semantics.schedule import actions
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
-from shardwright_train.launch import Nodes
+from shardwright_launch.nodes import Nodes
 from shardwright_train.start import start_measure
 
 Measured = dict[str, PlanMeasurement]

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from randomness_worker import MICROBATCHES, MODEL, RATE
 
-from shardwright_train.launch import Nodes, launch
+from shardwright_launch.ranks import launch
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     result = tmp_path_factory.mktemp("randomness") / "found.json"
     worker = Path(__file__).with_name("randomness_worker.py")
-    launch([sys.executable, str(worker), str(result)], 2, 0, 2, Nodes())
+    launch([sys.executable, str(worker), str(result)], range(2), 2)
     read: dict[str, Any] = json.loads(result.read_bytes())
     return read
 

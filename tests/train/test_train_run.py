@@ -103,4 +103,4 @@ def test_a_locked_run_is_refused(work: Path, plan_file: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         status, _, err = finish(start(work, plan_file, "locked"))
     assert (status, err.count("\n")) == (2, 1)
-    assert "another run of this plan" in err
+    assert "another run is using it" in err

@@ -11,8 +11,8 @@ from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.measurement import Measurement, PassTime, PlanMeasurement
 from shardwright_formats.types.plan import PipelineStage, Plan, Plans, Precision, Schedule
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_launch.nodes import Nodes
 from shardwright_search.simulation.simulator import Simulation, StageTimes, simulate
-from shardwright_train.launch import Nodes
 from shardwright_train.start import start_measure
 
 DeviceGroup = tuple[str, int, int]

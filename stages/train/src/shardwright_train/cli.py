@@ -1,6 +1,7 @@
 """`shardwright-train`: describe a model, prepare text, train with a plan, measure plans."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,12 +11,12 @@ import typer
 from shardwright_formats.io.errors import BadInput, one_line_errors
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Plan
+from shardwright_launch.heartbeat import HANG_TIMEOUT_S, START_UP_S
+from shardwright_launch.nodes import nodes_of
 from shardwright_train.jobs import RunJob
-from shardwright_train.launch import Nodes
 from shardwright_train.start import start_measure, start_run
 from shardwright_train.support import check_supported, without_devices
 from shardwright_train.training.learning_rate import LearningRateSchedule
-from shardwright_train.watch import HANG_TIMEOUT_S, START_UP_S
 
 __all__ = ["app", "main"]
 
@@ -26,8 +27,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Count = Annotated[int, typer.Option(help="Number of nodes.", min=1)]
-NodeRank = Annotated[int, typer.Option(help="This node's place in the plan's cluster, from 0.", min=0)]
+Count = Annotated[int | None, typer.Option(help="Number of nodes; default: as srun says, else 1.", min=1)]
+NodeRank = Annotated[
+    int | None,
+    typer.Option(help="This node's place in the plan's cluster, from 0; default: as srun says, else 0.", min=0),
+]
 HangTimeout = Annotated[
     float,
     typer.Option(
@@ -36,7 +40,10 @@ HangTimeout = Annotated[
         min=1,
     ),
 ]
-Rendezvous = Annotated[str | None, typer.Option(help="host:port of the first node, where there are several.")]
+Rendezvous = Annotated[
+    str | None,
+    typer.Option(help="HOST:PORT of node 0, where there are several; its next port is used too. Not needed in srun."),
+]
 
 
 @app.command()
@@ -105,8 +112,8 @@ def run(
     clip_norm: Annotated[float, typer.Option(help="Largest global 2-norm of gradients; 0: no clipping.", min=0)] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of initial weights and sample order.", min=0)] = 0,
     hang_timeout_s: HangTimeout = HANG_TIMEOUT_S,
-    nnodes: Count = 1,
-    node_rank: NodeRank = 0,
+    nnodes: Count = None,
+    node_rank: NodeRank = None,
     rendezvous: Rendezvous = None,
 ) -> None:
     """Train; run the same command again to resume. Starts one process per device of this node itself.
@@ -133,7 +140,7 @@ def run(
             seed=seed,
             hang_timeout_s=hang_timeout_s,
         )
-        start_run(job, Nodes(nnodes, node_rank, rendezvous))
+        start_run(job, nodes_of(nnodes, node_rank, rendezvous, os.environ))
 
 
 @app.command()
@@ -186,8 +193,8 @@ def measure(
         ),
     ] = None,
     hang_timeout_s: HangTimeout = HANG_TIMEOUT_S,
-    nnodes: Count = 1,
-    node_rank: NodeRank = 0,
+    nnodes: Count = None,
+    node_rank: NodeRank = None,
     rendezvous: Rendezvous = None,
 ) -> None:
     """Run plans for some steps on random tokens and report time (s) and memory (bytes) of every rank.
@@ -195,7 +202,7 @@ def measure(
     A measurement that was cut off goes on where it was when it is started again.
     """
     with one_line_errors():
-        nodes = Nodes(nnodes, node_rank, rendezvous)
+        nodes = nodes_of(nnodes, node_rank, rendezvous, os.environ)
         start_measure(plans, out, steps, warmup_steps, nodes, hang_timeout_s, trace, min_time_s)
 
 

@@ -38,8 +38,8 @@ class MeasureJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     plans: str
     """A `shardwright.plans` file."""
     out: str
-    parts: str
-    """A folder for what is finished, should the measurement be cut off."""
+    journal: str
+    """A file for what is finished, should the measurement be cut off."""
     steps: int
     warmup_steps: int
     min_time_s: float

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from shardwright_formats.io.errors import ShardwrightError
 from shardwright_formats.io.json import read_any_document
+from shardwright_launch.heartbeat import START_UP_S, start_rank
 from shardwright_train.jobs import MeasureJob, RunJob
-from shardwright_train.watch import START_UP_S, be_watched
 
 if TYPE_CHECKING:
     from shardwright_train.parallel.world import World
@@ -20,7 +20,7 @@ __all__ = ["main"]
 
 def main(job_file: str, device_type: str) -> None:
     """Do the job; the launcher prints an error that was raised in order, this sets its exit code."""
-    be_watched()
+    start_rank()
     # The profiler that records memory greets and takes leave on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     # PyTorch 2.13 renames two collectives; the old names are the only ones that 2.11 has.
@@ -32,7 +32,7 @@ def main(job_file: str, device_type: str) -> None:
     assert isinstance(job, RunJob | MeasureJob)
     work = _work_of(job)
     try:
-        # A process group that spoke before the launcher's watch would end ranks before they showed their stacks.
+        # A process group that spoke before the launcher's hang timeout would end ranks before they showed their stacks.
         with joined_world(device_type, timeout_s=2 * max(START_UP_S, job.hang_timeout_s)) as world:
             work(world)
     except ShardwrightError as error:

@@ -5,7 +5,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,8 +18,8 @@ from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement, RankMemory, Segment
 from shardwright_formats.types.plan import Attention, Plan, Plans
 from shardwright_train.jobs import MeasureJob
+from shardwright_train.measurement.journal import open_journal
 from shardwright_train.measurement.memory_account import Category, Holdings, MemoryInterval, memory_intervals
-from shardwright_train.measurement.parts import Parts
 from shardwright_train.measurement.record import MicrobatchChunk, StepHook, clock_for, peak_resident_bytes
 from shardwright_train.measurement.record_memory import record_memory, sizes_by_address
 from shardwright_train.measurement.step_memory import phases_of_memory, segments_of_memory
@@ -60,9 +59,8 @@ def measure_plans(job: MeasureJob, world: World) -> None:
         attention=next(taken, kernels[0]),
         plans=(),
     )
-    settings = {name: getattr(job, name) for name in ("steps", "warmup_steps", "min_time_s")}
-    parts = Parts(Path(job.parts), settings, head)
-    measured = [world.first_says(partial(parts.find, plan)) for plan in plans]
+    journal = open_journal(job, world, head.versions)
+    measured = [journal.find(plan.sha256) for plan in plans]
     if (known := sum(found is not None for found in measured)) and world.rank == 0:
         print(f"{known} of {len(plans)} plans were measured before", file=sys.stderr)
     for number, (plan, kernel) in enumerate(zip(plans, kernels, strict=True)):
@@ -70,8 +68,8 @@ def measure_plans(job: MeasureJob, world: World) -> None:
             continue
         measured[number] = found = _measure(plan, kernel, job, world, groups, resident)
         gc.collect()
+        journal.add([found])
         if world.rank == 0:
-            parts.keep(found)
             step_s = statistics.median(found.step_times_s)
             print(f"measured {number + 1}/{len(plans)} {plan.name}: {step_s * 1000:.1f} ms a step", file=sys.stderr)
     if world.rank == 0:
@@ -94,7 +92,7 @@ class _Runner:
     """A plan built on this rank, with a batch to run it on."""
 
     def __init__(self, plan: Plan, kernel: str, work: Step, world: World, groups: Groups) -> None:
-        self._watch, self._name, self._steps = world.watch, plan.name, 0
+        self._heartbeat, self._name, self._steps = world.heartbeat, plan.name, 0
         self.work = work
         family = family_named(plan.model.family, plan.name)
         self.stage = build_stage(Site(plan, family, world.rank, groups, kernel, world.device, 0))
@@ -105,7 +103,7 @@ class _Runner:
     def step(self, hook: StepHook) -> int:
         """One step; returns the bytes of its gradients on this rank once they are reduced."""
         self._steps += 1
-        self._watch.begin(f"in step {self._steps} of {self._name}")
+        self._heartbeat.begin(f"in step {self._steps} of {self._name}")
         hook("start")
         loss = run_step(self.stage, self.place, self.work, hook)
         gradients = sum(_local_bytes(p.grad) for p in self.optimizer.parameters.values() if p.grad is not None)
@@ -184,7 +182,7 @@ def _measure(plan: Plan, kernel: str, job: MeasureJob, world: World, groups: Gro
 
 def _built(plan: Plan, kernel: str, world: World, groups: Groups) -> tuple[_Runner, list[MemoryInterval]]:
     """The plan on this rank, and the memory that building it took."""
-    world.watch.begin(f"before the first step of {plan.name}")
+    world.heartbeat.begin(f"before the first step of {plan.name}")
     groups.prepare(plan)
     generator = torch.Generator().manual_seed(0)
     batch = family_named(plan.model.family, plan.name).random_batch(plan.model, plan.global_batch_size, generator)

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwright_formats.io.errors import ShardwrightError
-from shardwright_train.watch import START_UP_S, Watch
+from shardwright_formats.io.errors import BadInput, ShardwrightError
+from shardwright_launch.accelerator import CPU
+from shardwright_launch.heartbeat import START_UP_S, Heartbeat
 
 __all__ = ["World", "joined_world"]
 
@@ -27,7 +28,7 @@ class World:
     size: int
     device: torch.device
     backend: str
-    watch: Watch
+    heartbeat: Heartbeat
 
     @property
     def device_name(self) -> str:
@@ -57,20 +58,30 @@ def joined_world(device_type: str, timeout_s: float = START_UP_S) -> Iterator[Wo
     world is left with is noted for the launcher.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu")
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
     backend = "nccl" if device_type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
-    watch = Watch.of_environment()
+    heartbeat = Heartbeat.of_environment()
     with ExitStack() as stack:
+        stack.push(heartbeat.note)
+        device = _device(device_type, int(os.environ["LOCAL_RANK"]))
         # A DeviceMesh takes no timeout: its groups have the defaults, which are 10 minutes with NCCL.
         for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
             stack.callback(setattr, distributed_c10d, default, getattr(distributed_c10d, default))
             setattr(distributed_c10d, default, timeout)
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
         stack.callback(dist.destroy_process_group)
-        stack.push(watch.note)  # before the group is destroyed, from which the peers see that this rank is gone
-        watch.begin("before the first step")
-        yield World(rank, size, device, backend, watch)
+        stack.push(heartbeat.note)  # before the group is destroyed, from which the peers see that this rank is gone
+        heartbeat.begin("before the first step")
+        yield World(rank, size, device, backend, heartbeat)
+
+
+def _device(device_type: str, local_rank: int) -> torch.device:
+    if device_type == CPU:
+        return torch.device(CPU)
+    if (found := torch.cuda.device_count()) <= local_rank:
+        raise BadInput(
+            "plan", f"it has a device {local_rank} on this node, PyTorch sees {found}", "plan for what is here"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

@@ -160,7 +160,7 @@ def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progre
     fixed = LossScale.for_compute(run.plan.precision.compute).fixed
     scale = LossScale(progress.loss_scale, fixed, progress.steps_without_overflow)
     for step in range(progress.step + 1, job.steps + 1):
-        run.world.watch.begin(f"in step {step}")
+        run.world.heartbeat.begin(f"in step {step}")
         started = time.perf_counter()
         work = Step(run.batches.batch(step, run.plan.global_batch_size), job.seed, step, scale.value)
         loss_part = run_step(run.stage, run.place, work)

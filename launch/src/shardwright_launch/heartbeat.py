@@ -19,8 +19,9 @@ import msgspec
 
 from shardwright_formats.io.errors import ShardwrightError
 from shardwright_formats.io.json import write_bytes
+from shardwright_launch.signals import outlive_terminal
 
-__all__ = ["HANG_TIMEOUT_S", "STACKS_SIGNAL", "START_UP_S", "NotedError", "RankFiles", "Step", "Watch", "be_watched"]
+__all__ = ["HANG_TIMEOUT_S", "STACKS_SIGNAL", "START_UP_S", "Heartbeat", "RankError", "RankFiles", "Step", "start_rank"]
 
 HANG_TIMEOUT_S = 600.0
 """How long a step may take where nothing else is said: an assumption."""
@@ -38,15 +39,14 @@ _LOST_CONNECTION = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """What a rank is about, such as `in step 3`, and since when (`time.monotonic`, one clock for all of a node)."""
 
     began_s: float
     where: str
 
 
-class NotedError(msgspec.Struct, frozen=True, kw_only=True):
+class RankError(msgspec.Struct, frozen=True, kw_only=True):
     """The error that a rank ends with, noted before its peers can see it gone."""
 
     time_s: float
@@ -87,7 +87,7 @@ class RankFiles:
 
     @property
     def error_file(self) -> Path:
-        """A NotedError, as JSON."""
+        """A RankError, as JSON."""
         return self.beginning.with_suffix(".error")
 
     def step(self) -> Step | None:
@@ -107,14 +107,14 @@ class RankFiles:
         """The stacks that the rank has shown; empty where it has shown none."""
         return self.stacks_file.read_text(errors="replace").strip() if self.stacks_file.exists() else ""
 
-    def error(self) -> NotedError | None:
+    def error(self) -> RankError | None:
         """The error that the rank ends with; None where it noted none."""
         if not self.error_file.exists():
             return None
-        return msgspec.json.decode(self.error_file.read_bytes(), type=NotedError)
+        return msgspec.json.decode(self.error_file.read_bytes(), type=RankError)
 
 
-class Watch:
+class Heartbeat:
     """A rank's side: it says what it is about and notes what it ends with."""
 
     def __init__(self, files: RankFiles) -> None:
@@ -122,8 +122,8 @@ class Watch:
         self._record = files.step_file.open("wb", buffering=0)
 
     @classmethod
-    def of_environment(cls) -> "Watch":
-        """The watch that the launcher's environment names."""
+    def of_environment(cls) -> "Heartbeat":
+        """The heartbeat that the launcher's environment names."""
         return cls(RankFiles(Path(os.environ[_FILES])))
 
     def begin(self, where: str) -> None:
@@ -134,26 +134,30 @@ class Watch:
     def note(
         self, _kind: type[BaseException] | None, error: BaseException | None, _where: TracebackType | None
     ) -> None:
-        """Note the error that a block is left with; to be given to `ExitStack.push`."""
-        if not isinstance(error, Exception):
-            return
-        now_s, text = time.monotonic(), " ".join(str(error).split())
-        if isinstance(error, ShardwrightError):
-            noted = NotedError(time_s=now_s, exit_code=error.exit_code, text=text)
-        else:
-            words = f"{type(error).__name__}: {text[:_TEXT_CHARACTERS]}"
-            lost_connection = _LOST_CONNECTION.search(text) is not None
-            trace = "".join(traceback.format_exception(error))
-            noted = NotedError(time_s=now_s, text=words, lost_connection=lost_connection, trace=trace)
-        write_bytes(self._files.error_file, msgspec.json.encode(noted))
+        """Note the first error that a block is left with; to be given to `ExitStack.push`."""
+        if isinstance(error, Exception) and not self._files.error_file.exists():
+            write_bytes(self._files.error_file, msgspec.json.encode(_noted(error)))
 
 
-def be_watched() -> None:
-    """Show stacks when the launcher asks, and end when it is gone; the first thing that a rank does.
+def _noted(error: Exception) -> RankError:
+    now_s, text = time.monotonic(), " ".join(str(error).split())
+    if isinstance(error, ShardwrightError):
+        return RankError(time_s=now_s, exit_code=error.exit_code, text=text)
+    return RankError(
+        time_s=now_s,
+        text=f"{type(error).__name__}: {text[:_TEXT_CHARACTERS]}",
+        lost_connection=_LOST_CONNECTION.search(text) is not None,
+        trace="".join(traceback.format_exception(error)),
+    )
 
-    Both work while the interpreter is stuck in a call of a library. Raises OSError where the system has no
+
+def start_rank() -> None:
+    """Show stacks when the launcher asks, end when it is gone, outlive its terminal; the first thing that a rank does.
+
+    The first two work while the interpreter is stuck in a call of a library. Raises OSError where the system has no
     PR_SET_PDEATHSIG (Linux 2.1.57 or later).
     """
+    outlive_terminal()
     files = RankFiles(Path(os.environ[_FILES]))
     faulthandler.register(STACKS_SIGNAL, file=files.stacks_file.open("w"), all_threads=True, chain=False)
     libc = ctypes.CDLL(None, use_errno=True)

@@ -7,12 +7,13 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from shardwright_formats.io.errors import BadInput, Stopped
-from shardwright_train.watch import Watch, be_watched
+from shardwright_formats.io.errors import BadInput, ShardwrightError, Stopped
+from shardwright_launch.heartbeat import Heartbeat, start_rank
 
 
-def act(action: str, acted: Path) -> None:
+def act(action: str, folder: Path) -> None:
     """Do one thing; `later` before it waits until another rank has done its own."""
+    acted = folder / "acted"
     if action.startswith("later "):
         while not acted.exists():
             time.sleep(0.02)
@@ -21,7 +22,7 @@ def act(action: str, acted: Path) -> None:
     match action.removeprefix("later ").split(" ", 1):
         case ["end"]:
             return
-        case ["sleep"]:
+        case ["sleep" | "wait"]:
             time.sleep(1000)
         case ["fail" | "linger", words]:
             raise ValueError(words)
@@ -31,6 +32,8 @@ def act(action: str, acted: Path) -> None:
             raise BadInput("plan.json", "is odd", "write another")
         case ["stop"]:
             raise Stopped("stopped after step 1")
+        case ["print", _]:
+            print_until_stopped(folder)
         case ["exit", status]:
             os._exit(int(status))
         case ["signal", name]:
@@ -39,20 +42,36 @@ def act(action: str, acted: Path) -> None:
             raise AssertionError(action)
 
 
+def print_until_stopped(folder: Path) -> None:
+    """Print until asked to stop, then save, as a training run does."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    while not asked:
+        print("step", flush=True)
+        time.sleep(0.01)
+    time.sleep(0.1)
+    print("the last one", flush=True)
+    (folder / "saved").touch()
+    raise Stopped("stopped after step 1")
+
+
 def main() -> None:
     """Join, unless the action says otherwise, and act."""
     action = sys.argv[1 + int(os.environ["LOCAL_RANK"])]
-    be_watched()
+    start_rank()
     if action == "never join":
         time.sleep(1000)
-    watch = Watch.of_environment()
+    heartbeat = Heartbeat.of_environment()
     with ExitStack() as stack:
         if action.startswith("linger"):
             stack.callback(time.sleep, 1000)  # as a process group may that is destroyed after a failure
-        stack.push(watch.note)
-        watch.begin("in step 1")
-        act(action, Path(os.environ["SHARDWRIGHT_RANK_FILES"]).with_name("acted"))
+        stack.push(heartbeat.note)
+        heartbeat.begin("in step 1")
+        act(action, Path(os.environ["STARTED_BY"]))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ShardwrightError as error:
+        raise SystemExit(error.exit_code) from None

@@ -1,0 +1,161 @@
+"""How a launch came to fail: which rank of which node to name, and the words for it."""
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from shardwright_formats.io.errors import RunFailed, Stopped
+from shardwright_launch.heartbeat import RankError, Step
+
+__all__ = ["FailureReport", "NodeReport", "RankState", "failure_report", "shifted"]
+
+_SIGTERM_STATUS = -signal.SIGTERM
+# NCCL ends a rank by SIGABRT when another one is gone, so that alone is no sign of having been the first.
+_SIGABRT_STATUS = -signal.SIGABRT
+
+
+class RankState(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one rank when the first of them has failed."""
+
+    rank: int
+    status: int | None
+    """Its exit status, negative for a signal; None if it had not ended by itself."""
+    seen_s: float
+    """When its end was seen, by `time.monotonic`; later than its end by as much as the launcher looks away."""
+    step: Step | None
+    error: RankError | None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended other than well, or noted why it is about to."""
+        return self.error is not None or bool(self.status)
+
+    @property
+    def orderly(self) -> bool:
+        """Whether it ends with an error that all ranks may have agreed on."""
+        return self.error is not None and self.error.exit_code is not None
+
+    @property
+    def failed_s(self) -> float:
+        """When it failed, as well as can be known."""
+        return self.seen_s if self.error is None else self.error.time_s
+
+    @property
+    def where(self) -> str:
+        """In which step it was."""
+        return self.step.where if self.step else "in start-up"
+
+
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one node's launcher tells the others: once when something goes wrong there, once when it ends."""
+
+    node: int
+    ranks: tuple[RankState, ...] = ()
+    """All of the node's, once one of them has failed or hangs."""
+    hang: str | None = None
+    """What took too long, such as `no step ended within 600 s`."""
+    signalled: bool = False
+    """Whether this launcher was asked to stop."""
+    ended: bool = False
+    """Whether its ranks have ended and nothing more will be told."""
+    gone: bool = False
+    """Whether its launcher fell silent: it was killed, or its machine is lost."""
+    now_s: float = 0.0
+    """When this was told, by the clock of all its times."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank of it failed or hangs."""
+        return self.hang is not None or any(rank.failed for rank in self.ranks)
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """The one line to end with and, of an error that ranks reported in order, its exit code."""
+
+    words: str
+    exit_code: int = RunFailed.exit_code
+    rank: int | None = None
+    """The rank that is named."""
+    agreed: bool = False
+    """Whether all ranks reported the same, and node 0's launcher is there to say it."""
+
+
+def shifted(report: NodeReport, now_s: float) -> NodeReport:
+    """A report that came from another node just now, its times by this node's clock."""
+    late_s = now_s - report.now_s
+
+    def state(rank: RankState) -> RankState:
+        error = rank.error and msgspec.structs.replace(rank.error, time_s=rank.error.time_s + late_s)
+        step = rank.step and Step(rank.step.began_s + late_s, rank.step.where)
+        return msgspec.structs.replace(rank, seen_s=rank.seen_s + late_s, error=error, step=step)
+
+    return msgspec.structs.replace(report, ranks=tuple(map(state, report.ranks)), now_s=now_s)
+
+
+def failure_report(reports: Sequence[NodeReport]) -> FailureReport:
+    """Name what failed first, as well as can be known from all nodes' reports: other ranks fail a moment after it.
+
+    A rank that was killed says nothing and its peers notice before the launcher does, so it goes first; then by time
+    those that noted an error, a lost connection apart; then a node whose launcher is gone, its ranks with it; then a
+    hang; then those that ended without a word; and only when all of them lost a connection, the one that lost it first.
+    """
+    failed = sorted((rank for report in reports for rank in report.ranks if rank.failed), key=_order)
+    first = failed[0] if failed else None
+    if first is None or _order(first)[0] > 1:
+        if gone := [report.node for report in reports if report.gone]:
+            return FailureReport(f"node {gone[0]}: its launcher is gone, and its ranks with it")
+        if hanging := [report for report in reports if report.hang]:
+            return _hang(hanging, [rank for report in reports for rank in report.ranks])
+    assert first is not None
+    return _failure(first, reports)
+
+
+def _hang(hanging: Sequence[NodeReport], ranks: Sequence[RankState]) -> FailureReport:
+    """Where the rank stands that has gone on for longest, among the ranks of all nodes."""
+    numbers = sorted(rank.rank for rank in ranks)
+    named = f"ranks {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"rank {numbers[0]}"
+    running = [rank for rank in ranks if rank.status is None] or ranks
+    stuck = min(running, key=lambda rank: (rank.step is not None, rank.step.began_s if rank.step else 0.0))
+    return FailureReport(f"{named}, {stuck.where}: {hanging[0].hang}: the stacks of all ranks stand above")
+
+
+def _failure(first: RankState, reports: Sequence[NodeReport]) -> FailureReport:
+    error, status = first.error, first.status
+    if error is not None and not _killed(first):
+        if error.exit_code is not None:
+            said = {rank.error.text if rank.error else None for report in reports for rank in report.ranks}
+            agreed = said == {error.text} and reports[0].ended
+            return FailureReport(error.text, error.exit_code, first.rank, agreed)
+        if error.lost_connection:
+            lost = f"rank {first.rank}: lost its connection first, {first.where}"
+            return FailureReport(f"{lost}: {_where_to_look(reports) or error.text}")
+        return FailureReport(f"rank {first.rank}: failed {first.where}: {error.text}", rank=first.rank)
+    assert status is not None
+    if status == _SIGTERM_STATUS and any(report.signalled for report in reports):
+        return FailureReport(f"stopped {first.where}: run the same command again", Stopped.exit_code)
+    if status < 0:
+        words = f"rank {first.rank}: was killed by {signal.Signals(-status).name} {first.where}"
+        return FailureReport(f"{words}: the other ranks were ended")
+    return FailureReport(f"rank {first.rank}: ended with status {status} {first.where}: its last words stand above")
+
+
+def _where_to_look(reports: Iterable[NodeReport]) -> str:
+    silent = sorted(report.node for report in reports if not report.ended)
+    if not silent:
+        return ""
+    return f"nothing was heard of node {', '.join(map(str, silent))}: a rank there may have ended: look there"
+
+
+def _killed(rank: RankState) -> bool:
+    return rank.status is not None and rank.status < 0 and (rank.status != _SIGABRT_STATUS or rank.error is None)
+
+
+def _order(rank: RankState) -> tuple[int, float]:
+    if _killed(rank) and rank.status != _SIGABRT_STATUS:
+        return 0, rank.seen_s
+    if _killed(rank) or (rank.error is not None and not rank.error.lost_connection):
+        return 1, rank.failed_s
+    return (2 if rank.error is None else 3), rank.failed_s

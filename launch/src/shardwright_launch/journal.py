@@ -1,0 +1,142 @@
+"""What a run has measured already, on disk while it goes on: a run that was killed continues from it."""
+
+import os
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import Value, canonical_json
+
+__all__ = ["Journal", "JournalKind", "Kept", "journal_path"]
+
+_VERSION = 1
+
+Identity = TypeVar("Identity", bound=Value)
+Entry = TypeVar("Entry")
+Decoded = TypeVar("Decoded")
+
+
+class _Header(Value, Generic[Identity], frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: str
+    version: int
+    identity: Identity
+
+
+@dataclass(frozen=True)
+class Kept(Generic[Entry]):
+    """The entries of a journal, and how many of its bytes they and its header take."""
+
+    entries: tuple[Entry, ...] = ()
+    good_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalKind(Generic[Identity, Entry]):
+    """Journals of one kind of run: one line for what must be the same to continue it, then one for each entry."""
+
+    format: str
+    run: str
+    """What the run is called in messages, such as `sweep`."""
+    identity: type[Identity]
+    entry: Any
+    """The type of an entry, a union maybe."""
+    key: Callable[[Entry], Hashable]
+    """What tells an entry from all others."""
+
+    def read(self, path: Path, identity: Identity, *, anew: bool = False) -> Kept[Entry]:
+        """The entries of a journal, none where there is no file; a last line that was torn by the kill is left out.
+
+        Raises BadInput where it is no journal of this kind, or is of another run and that is not to start `anew`.
+        """
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return Kept()
+        except OSError as error:
+            raise BadInput(path, error.strerror or str(error), "choose another --out") from None
+        lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+        if not lines:
+            return Kept()
+        if odd := self._differences(path, lines[0], identity):
+            if anew:
+                return Kept()
+            raise BadInput(path, f"is of a killed {self.run} of another {', '.join(odd)}", "delete it to measure anew")
+        decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(self.entry)
+        entries = tuple(_decoded(path, number, line, decoder) for number, line in enumerate(lines[1:], start=2))
+        return Kept(entries, sum(map(len, lines)))
+
+    def header(self, identity: Identity) -> bytes:
+        """The first line."""
+        return canonical_json(_Header(format=self.format, version=_VERSION, identity=identity)) + b"\n"
+
+    def _differences(self, path: Path, line: bytes, identity: Identity) -> list[str]:
+        decoder = msgspec.json.Decoder(_Header[self.identity])  # type: ignore[name-defined]
+        header: _Header[Identity] = _decoded(path, 1, line, decoder)
+        if (header.format, header.version) != (self.format, _VERSION):
+            raise BadInput(path, f"is no journal of a {self.run} of this version", "delete it to measure anew")
+        names = self.identity.__struct_fields__
+        return [name for name in names if getattr(header.identity, name) != getattr(identity, name)]
+
+
+class Journal(Generic[Identity, Entry]):
+    """The entries that are known so far, the same on every rank; on rank 0 also on disk.
+
+    `path` is None on the other ranks. The file is made with the first entry, cut to what was readable of it.
+    """
+
+    def __init__(
+        self, path: Path | None, kind: JournalKind[Identity, Entry], identity: Identity, kept: Kept[Entry]
+    ) -> None:
+        self._path, self._kind, self._identity = path, kind, identity
+        self._good_bytes = kept.good_bytes
+        self.kept_count = len(kept.entries)
+        """How many entries a killed run left."""
+        self.entries: dict[Hashable, Entry] = {kind.key(entry): entry for entry in kept.entries}
+
+    def find(self, *key: Hashable) -> Entry | None:
+        """The entry of this key, if it is known."""
+        return self.entries.get(key)
+
+    def add(self, entries: Sequence[Entry]) -> bool:
+        """Keep these, on disk before this returns; False where all of them are there already."""
+        keyed = {self._kind.key(entry): entry for entry in entries}
+        new = {key: entry for key, entry in keyed.items() if self.entries.get(key) != entry}
+        self.entries.update(new)
+        if new and self._path is not None:
+            self._append(self._path, b"".join(canonical_json(entry) + b"\n" for entry in new.values()))
+        return bool(new)
+
+    def remove(self) -> None:
+        """Remove the file: what is in it has been written elsewhere."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _append(self, path: Path, lines: bytes) -> None:
+        if not self._good_bytes:
+            lines = self._kind.header(self._identity) + lines
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:
+                file.truncate(self._good_bytes)
+                file.write(lines)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise BadInput(path, f"cannot be written ({error.strerror})", "choose another --out") from None
+        self._good_bytes += len(lines)
+
+
+def journal_path(out: Path) -> Path:
+    """Where the journal of a run lies that writes `out`."""
+    return out.with_name(f"{out.name}.journal")
+
+
+def _decoded(path: Path, number: int, line: bytes, decoder: msgspec.json.Decoder[Decoded]) -> Decoded:
+    try:
+        return decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise BadInput(path, f"line {number} is not readable ({error})", "delete it to measure anew") from None

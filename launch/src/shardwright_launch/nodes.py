@@ -1,0 +1,100 @@
+"""Which node of how many this is, and where the nodes meet: by options, or by what srun tells its tasks."""
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwright_formats.io.errors import BadInput
+
+__all__ = ["Address", "Nodes", "nodes_of"]
+
+_MAX_PORT = 65534
+"""One below the largest: the launchers themselves meet at the port above that of the ranks."""
+_FIRST_PORT, _PORT_PAIRS = 20000, 5000
+_SCONTROL_S = 60
+_ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+):(?P<port>[0-9]{1,5})")
+
+
+class Address(NamedTuple):
+    """Where the first node listens: for the ranks at `port`, for the other nodes' launchers one above."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Which node of how many this is, and where the first one listens (`HOST:PORT`; None on a single node)."""
+
+    count: int = 1
+    rank: int = 0
+    rendezvous: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.count > 1 and self.rendezvous is None:
+            raise BadInput("--rendezvous", f"{self.count} nodes need a place to meet", "give HOST:PORT of node 0")
+        if not 0 <= self.rank < self.count:
+            raise BadInput("--node-rank", f"{self.rank} is not below --nnodes {self.count}", "number nodes from 0")
+        _ = self.address
+
+    @property
+    def address(self) -> Address | None:
+        """The rendezvous by host and port; BadInput where it is not `HOST:PORT` or the port is out of range."""
+        if self.rendezvous is None:
+            return None
+        found = _ADDRESS.fullmatch(self.rendezvous)
+        if found is None or not 1 <= int(found["port"]) <= _MAX_PORT:
+            raise BadInput("--rendezvous", f"{self.rendezvous!r} is no HOST:PORT", f"give a port of 1 to {_MAX_PORT}")
+        return Address(found["host"].strip("[]"), int(found["port"]))
+
+
+def nodes_of(count: int | None, rank: int | None, rendezvous: str | None, environment: Mapping[str, str]) -> Nodes:
+    """The nodes that options name; what they leave out is taken from the step that srun started this process in.
+
+    Outside a step, one node. Raises BadInput where a step has several tasks on a node, or its first host is not to be
+    found.
+    """
+    if "SLURM_STEP_NODELIST" not in environment:
+        return Nodes(1 if count is None else count, rank or 0, rendezvous)
+    if count is None:
+        count = _number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    if rank is None:
+        rank = _number(environment, "SLURM_NODEID", "SLURM_PROCID")
+    if count > 1 and _number(environment, "SLURM_LOCALID", default=0):
+        raise BadInput("srun", "it started several tasks on one node", "pass --ntasks-per-node=1")
+    if count > 1 and rendezvous is None:
+        rendezvous = _rendezvous_of_step(environment)
+    return Nodes(count, rank, rendezvous)
+
+
+def _rendezvous_of_step(environment: Mapping[str, str]) -> str:
+    """HOST:PORT of the step's first node; the port follows from job and step, so that all nodes know it."""
+    listed = environment["SLURM_STEP_NODELIST"]
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", listed], capture_output=True, text=True, timeout=_SCONTROL_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _unresolved(listed, str(error)) from None
+    hosts = done.stdout.split()
+    if done.returncode or not hosts:
+        raise _unresolved(listed, done.stderr)
+    job = _number(environment, "SLURM_JOB_ID") + _number(environment, "SLURM_STEP_ID", default=0)
+    return f"{hosts[0]}:{_FIRST_PORT + 2 * (job % _PORT_PAIRS)}"
+
+
+def _unresolved(listed: str, why: str) -> BadInput:
+    return BadInput("SLURM_STEP_NODELIST", f"scontrol does not resolve {listed!r} ({why.strip()})", "pass --rendezvous")
+
+
+def _number(environment: Mapping[str, str], *names: str, default: int | None = None) -> int:
+    """The first of these variables that is set."""
+    found = next((name for name in names if name in environment), None)
+    if found is None and default is not None:
+        return default
+    if found is None or not environment[found].isdecimal():
+        value = "is not set" if found is None else f"is {environment[found]!r}, no number"
+        raise BadInput(found or names[0], value, "pass --nnodes, --node-rank and --rendezvous")
+    return int(environment[found])

@@ -1,0 +1,246 @@
+"""Starting one process per device of this node, watching them, and ending them together."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from shardwright_formats.io.errors import RunFailed
+from shardwright_launch.exchange import Exchange, exchange
+from shardwright_launch.failure_report import NodeReport, RankState, failure_report
+from shardwright_launch.heartbeat import STACKS_SIGNAL, START_UP_S, RankFiles
+from shardwright_launch.nodes import Address, Nodes
+from shardwright_launch.signals import relayed_signals
+
+__all__ = ["launch"]
+
+_POLL_S = 0.05
+_ORDERLY_END_S = 20.0
+"""What the other ranks have to end by themselves when one reported an error that they may all have agreed on."""
+_OTHER_END_S = 2.0
+"""What they have when one failed otherwise: enough to see which of them failed first."""
+_STACKS_S = 2.0
+"""What the ranks have to show their stacks."""
+_GATHER_S = _ORDERLY_END_S + 10.0
+"""What the launchers of other nodes have to tell how theirs ended."""
+_LINES_S = 5.0
+_THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+OnLine = Callable[[bytes], None]
+
+
+@dataclass
+class _Rank:
+    """A rank's process, and what it lets the launcher see."""
+
+    number: int
+    files: RankFiles
+    process: "subprocess.Popen[bytes]"
+    reader: threading.Thread | None = None
+    """Hands on what it prints."""
+    status: int | None = None
+    """How it ended, unless the launcher ended it."""
+    seen_s: float = 0.0
+
+    def look(self) -> int | None:
+        """Its exit status, None while it runs."""
+        if self.status is None and (status := self.process.poll()) is not None:
+            self.status, self.seen_s = status, time.monotonic()
+        return self.status
+
+    def state(self) -> RankState:
+        return RankState(
+            rank=self.number,
+            status=self.status,
+            seen_s=self.seen_s,
+            step=self.files.step(),
+            error=self.files.error(),
+        )
+
+
+def launch(
+    command: Sequence[str],
+    ranks: range,
+    world_size: int,
+    nodes: Nodes | None = None,
+    *,
+    hang_timeout_s: float | None = None,
+    on_line: OnLine | None = None,
+) -> None:
+    """Run `command` for each of this node's ranks with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
+
+    The cores this process may use are shared out evenly among the ranks' threads. Lines that rank 0 prints go to
+    `on_line`, if there is one.
+
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are relayed to every process as SIGTERM; a second one ends them at once. When a
+    process fails on any node, the others get a short time to end and are killed; no process outlives this one. With
+    `hang_timeout_s`, ranks that take longer from one `Heartbeat.begin` to the next show their stacks on standard error
+    and are killed.
+
+    Raises RunFailed naming the rank that failed first, on whichever node. An error that ranks reported in order is
+    printed in one line and ends by SystemExit with its exit code; so does a signal that came before they could stop in
+    order.
+    """
+    nodes = nodes or Nodes()
+    started: list[_Rank] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="shardwright-") as folder,
+        relayed_signals(lambda: _ask_to_stop(started)) as signals,
+        exchange(nodes) as others,
+    ):
+        try:
+            environment = _environment(nodes, len(ranks), world_size)
+            for local_rank, number in enumerate(ranks):
+                files = RankFiles.of_rank(Path(folder), number)
+                place = {"RANK": str(number), "LOCAL_RANK": str(local_rank)} | files.environment
+                started.append(_start(command, number, files, environment | place, on_line))
+            if signals:  # while some were yet to be started
+                _ask_to_stop(started)
+            report = _watch(started, nodes, others, hang_timeout_s)
+        finally:
+            _kill(started)
+        if report is None:
+            others.tell(NodeReport(node=nodes.rank, ended=True))
+        else:
+            _fail(started, report, others, bool(signals))
+
+
+def _environment(nodes: Nodes, processes: int, world_size: int) -> dict[str, str]:
+    address = nodes.address or Address("127.0.0.1", _free_port())
+    # Whatever the caller's own environment says: more threads than cores make the ranks wait for one another.
+    threads = str(max(1, len(os.sched_getaffinity(0)) // processes))
+    local = {} if nodes.address else {"GLOO_SOCKET_IFNAME": "lo"}
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": address.host, "MASTER_PORT": str(address.port)}
+    return local | os.environ | shared | dict.fromkeys(_THREAD_COUNTS, threads)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _start(
+    command: Sequence[str], number: int, files: RankFiles, environment: dict[str, str], on_line: OnLine | None
+) -> _Rank:
+    piped = on_line is not None and number == 0
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if piped else None,
+        # In a session of its own: a terminal's Ctrl-C reaches the launcher alone, which relays it in order.
+        start_new_session=True,
+    )
+    rank = _Rank(number, files, process)
+    if piped:
+        rank.reader = threading.Thread(target=_hand_on, args=(process.stdout, on_line), daemon=True)
+        rank.reader.start()
+    return rank
+
+
+def _hand_on(lines: Iterable[bytes], on_line: OnLine) -> None:
+    for line in lines:
+        on_line(line)
+
+
+def _watch(ranks: Sequence[_Rank], nodes: Nodes, others: Exchange, hang_timeout_s: float | None) -> NodeReport | None:
+    """Wait until all ranks of this node have ended well (None), or one of any node has not and these had their time."""
+    began_s, told = time.monotonic(), False
+    while None in [rank.look() for rank in ranks]:
+        own = _report(ranks, nodes, began_s, hang_timeout_s)
+        if own.failed and not told:
+            others.tell(own)
+            told = True
+        reports = (own, *others.heard())
+        if any(report.hang for report in reports):
+            _print_stacks(ranks)
+            return own
+        if _time_is_up([state for report in reports for state in report.ranks if state.failed]):
+            return own
+        time.sleep(_POLL_S)
+    return _report(ranks, nodes, began_s, None) if any(rank.status for rank in ranks) else None
+
+
+def _report(ranks: Sequence[_Rank], nodes: Nodes, began_s: float, hang_timeout_s: float | None) -> NodeReport:
+    states = tuple(rank.state() for rank in ranks)
+    hang = None
+    if hang_timeout_s is not None and not any(state.failed for state in states):
+        hang = _hang([state for state in states if state.status is None], began_s, hang_timeout_s)
+    return NodeReport(node=nodes.rank, ranks=states, hang=hang)
+
+
+def _time_is_up(failed: Sequence[RankState]) -> bool:
+    """Whether the ranks that have not failed had the time that they get when others have."""
+    if not failed:
+        return False
+    allowed_s = _ORDERLY_END_S if all(state.orderly for state in failed) else _OTHER_END_S
+    return time.monotonic() - min(state.failed_s for state in failed) > allowed_s
+
+
+def _hang(running: Sequence[RankState], began_s: float, hang_timeout_s: float) -> str | None:
+    """What takes too long: a rank's step, or finding one another."""
+    now_s = time.monotonic()
+    steps = [state.step for state in running if state.step is not None]
+    if any(now_s - step.began_s > hang_timeout_s for step in steps):
+        return f"no step ended within {hang_timeout_s:g} s"
+    if len(steps) < len(running) and now_s - began_s > max(START_UP_S, hang_timeout_s):
+        return f"the ranks did not find one another within {now_s - began_s:.0f} s"
+    return None
+
+
+def _print_stacks(ranks: Sequence[_Rank]) -> None:
+    places = [rank.state().where for rank in ranks]
+    for rank in ranks:
+        if rank.look() is None:
+            rank.process.send_signal(STACKS_SIGNAL)
+    time.sleep(_STACKS_S)
+    for rank, where in zip(ranks, places, strict=True):
+        print(f"rank {rank.number}, {where}:\n{rank.files.stacks() or _why_no_stack(rank)}\n", file=sys.stderr)
+
+
+def _why_no_stack(rank: _Rank) -> str:
+    if rank.look() is not None:
+        return f"it had ended with status {rank.status}"
+    state = Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return f"it showed no stack within {_STACKS_S:g} s; its process is in state {state} (T: stopped, D: in the kernel)"
+
+
+def _fail(ranks: Sequence[_Rank], own: NodeReport, others: Exchange, signalled: bool) -> NoReturn:
+    states = tuple(rank.state() for rank in ranks)
+    last = msgspec.structs.replace(own, ranks=states, signalled=signalled, ended=True)
+    found = failure_report(others.gather(last, _GATHER_S))
+    if found.exit_code != RunFailed.exit_code:
+        if own.node == 0 or not found.agreed:  # what all ranks agreed on is said once, by node 0
+            print(f"error: {found.words}", file=sys.stderr)
+        raise SystemExit(found.exit_code)
+    # A rank that was ended before it could print its traceback itself.
+    cut_off = [state for state in states if state.rank == found.rank and state.status is None]
+    print("".join(state.error.trace for state in cut_off if state.error), end="", file=sys.stderr)
+    raise RunFailed(found.words)
+
+
+def _ask_to_stop(ranks: Sequence[_Rank]) -> None:
+    for rank in ranks:
+        if rank.look() is None:
+            rank.process.send_signal(signal.SIGTERM)
+
+
+def _kill(ranks: Sequence[_Rank]) -> None:
+    for rank in ranks:
+        if rank.look() is None:
+            rank.process.kill()
+    for rank in ranks:
+        rank.process.wait()
+        if rank.reader is not None:
+            rank.reader.join(_LINES_S)  # a child of the rank could hold the pipe open for ever

@@ -1,0 +1,46 @@
+"""What a measurement that was cut off has left behind: the plans it had finished."""
+
+from pathlib import Path
+
+from shardwright_formats.io.json import Value
+from shardwright_formats.types.measurement import PlanMeasurement
+from shardwright_launch.journal import Journal, JournalKind
+from shardwright_train.jobs import MeasureJob
+from shardwright_train.parallel.world import World
+
+__all__ = ["MeasureIdentity", "open_journal"]
+
+
+class MeasureIdentity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What must be the same for a plan not to be measured again."""
+
+    steps: int
+    warmup_steps: int
+    min_time_s: float
+    device: str
+    backend: str
+    versions: str
+
+
+_KIND: JournalKind[MeasureIdentity, PlanMeasurement] = JournalKind(
+    format="shardwright.measure_journal",
+    run="measurement",
+    identity=MeasureIdentity,
+    entry=PlanMeasurement,
+    key=lambda found: (found.plan.sha256,),
+)
+
+
+def open_journal(job: MeasureJob, world: World, versions: str) -> Journal[MeasureIdentity, PlanMeasurement]:
+    """The journal of a measurement, the same on every rank; one of other settings, device or versions starts anew."""
+    path = Path(job.journal)
+    identity = MeasureIdentity(
+        steps=job.steps,
+        warmup_steps=job.warmup_steps,
+        min_time_s=job.min_time_s,
+        device=world.device_name,
+        backend=world.backend,
+        versions=versions,
+    )
+    kept = world.first_says(lambda: _KIND.read(path, identity, anew=True))
+    return Journal(path if world.rank == 0 else None, _KIND, identity, kept)

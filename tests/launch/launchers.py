@@ -1,0 +1,93 @@
+"""Launchers of nodes in processes of their own, whose ranks do what they are told (`launched_rank.py`)."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwright_formats.io.errors import one_line_errors
+from shardwright_launch.heartbeat import RankFiles
+from shardwright_launch.nodes import Nodes
+from shardwright_launch.ranks import launch
+
+RANK = Path(__file__).with_name("launched_rank.py")
+STARTED_S = 20.0
+HANG_S = 2.0
+
+
+def start_node(
+    folder: Path,
+    node: int,
+    actions: Sequence[str],
+    nodes: int = 1,
+    port: int = 0,
+    *,
+    terminal: bool = False,
+    **streams: Any,
+) -> "subprocess.Popen[str]":
+    """Start the launcher of a node of so many, each with as many ranks as this one has actions."""
+    command = [sys.executable, __file__, str(nodes), str(node), str(port), *actions]
+    if terminal:  # the terminal of its standard error becomes its controlling one
+        command = ["setsid", "--ctty", *command]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    if terminal:
+        streams["stdin"] = streams["stderr"]
+    return subprocess.Popen(command, env=os.environ | {"STARTED_BY": str(folder)}, text=True, **streams)
+
+
+def started_by(folder: Path) -> dict[int, dict[str, str]]:
+    """The living ranks that launchers of a folder's name have started, by process: their environments."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        try:
+            pairs = (process / "environ").read_bytes().split(b"\0") if process.name.isdigit() else []
+        except OSError:
+            continue
+        environment = dict(pair.decode().split("=", 1) for pair in pairs if b"=" in pair)
+        if environment.get("STARTED_BY") == str(folder) and "RANK" in environment:
+            found[int(process.name)] = environment
+    return found
+
+
+def until_in_a_step(folder: Path, ranks: int = 1) -> dict[int, dict[str, str]]:
+    """Wait until so many ranks of the folder's launchers are in a step."""
+    deadline = time.monotonic() + STARTED_S
+    while time.monotonic() < deadline:
+        found = started_by(folder)
+        files = [RankFiles(Path(environment["SHARDWRIGHT_RANK_FILES"])) for environment in found.values()]
+        if len(found) >= ranks and all(file.step() is not None for file in files):
+            return found
+        time.sleep(0.02)
+    raise AssertionError("the ranks did not begin a step")
+
+
+def free_port() -> int:
+    """A port that is free, and the one above it."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+def main(nodes: int, node: int, port: int, actions: Sequence[str]) -> None:
+    """Launch the ranks of one node."""
+    first = node * len(actions)
+    where = Nodes(nodes, node, f"127.0.0.1:{port}" if nodes > 1 else None)
+    hang_timeout_s = HANG_S if any(re.fullmatch("sleep|hang", action) for action in actions) and nodes > 1 else None
+    with one_line_errors():
+        command, ranks = [sys.executable, str(RANK), *actions], range(first, first + len(actions))
+        launch(command, ranks, nodes * len(actions), where, hang_timeout_s=hang_timeout_s)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), sys.argv[4:])

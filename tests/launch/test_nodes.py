@@ -1,0 +1,98 @@
+"""Where nodes meet: by options, or by the variables that srun sets."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_launch.nodes import Address, Nodes, nodes_of
+
+STEP = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_NNODES": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "gpu[3-4]",
+}
+
+
+@pytest.fixture(autouse=True)
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for Slurm's command, which knows two hosts."""
+    file = tmp_path / "scontrol"
+    file.write_text('#!/bin/sh\n[ "$*" = "show hostnames gpu[3-4]" ] && printf "gpu3\\ngpu4\\n"\n')
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    return file
+
+
+def test_a_step_of_srun_says_all() -> None:
+    nodes = nodes_of(None, None, None, STEP)
+    assert nodes == Nodes(2, 1, "gpu3:29134")
+    assert nodes.address == Address("gpu3", 29134)
+
+
+def test_options_win_over_the_step_and_hold_without_one() -> None:
+    assert nodes_of(None, 0, "here:7", STEP) == Nodes(2, 0, "here:7")
+    assert nodes_of(1, 0, None, STEP) == Nodes(1, 0)
+    assert nodes_of(3, 2, "here:7", {}) == Nodes(3, 2, "here:7")
+    assert nodes_of(None, None, None, {}) == Nodes()
+
+
+def test_a_batch_script_outside_srun_is_one_node() -> None:
+    batch = {name: value for name, value in STEP.items() if name != "SLURM_STEP_NODELIST"}
+    assert nodes_of(None, None, None, batch) == Nodes()
+
+
+def test_the_step_counts_and_not_the_job_around_it() -> None:
+    assert nodes_of(None, 0, None, STEP | {"SLURM_STEP_NUM_NODES": "1"}) == Nodes(1, 0)
+
+
+def test_jobs_and_steps_that_share_a_node_meet_at_ports_two_apart() -> None:
+    steps = [STEP, STEP | {"SLURM_STEP_ID": "1"}, STEP | {"SLURM_JOB_ID": "1234569"}]
+    ports = [address.port for step in steps if (address := nodes_of(None, None, None, step).address)]
+    assert ports == [29134, 29136, 29138]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"SLURM_STEP_NODELIST": "gpu[3-"}, r"scontrol does not resolve 'gpu\[3-' \(\): pass --rendezvous"),
+        ({"SLURM_LOCALID": "1"}, "srun: it started several tasks on one node: pass --ntasks-per-node=1"),
+        ({"SLURM_NODEID": "x"}, "SLURM_NODEID: is 'x', no number"),
+        ({"SLURM_NNODES": ""}, "SLURM_NNODES: is '', no number"),
+    ],
+)
+def test_a_step_that_does_not_say_enough_is_refused(changed: dict[str, str], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        nodes_of(None, None, None, STEP | changed)
+
+
+def test_a_node_without_scontrol_is_told_to_name_the_rendezvous(scontrol: Path) -> None:
+    scontrol.unlink()
+    with pytest.raises(BadInput, match="pass --rendezvous"):
+        nodes_of(None, None, None, STEP)
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "address"),
+    [("h:1", Address("h", 1)), ("10.0.0.1:65534", Address("10.0.0.1", 65534)), ("[::1]:29500", Address("::1", 29500))],
+)
+def test_a_rendezvous_is_a_host_and_a_port(rendezvous: str, address: Address) -> None:
+    assert Nodes(2, 0, rendezvous).address == address
+
+
+@pytest.mark.parametrize(
+    "rendezvous", ["", "h", "h:", ":1", "h:0", "h:65535", "h:99999999", "h:-1", "h:1x", "::1:5", "a b:1"]
+)
+def test_what_is_no_host_and_port_is_one_line(rendezvous: str) -> None:
+    with pytest.raises(BadInput, match=r"--rendezvous: .* is no HOST:PORT: give a port of 1 to 65534"):
+        Nodes(2, 0, rendezvous)
+
+
+def test_several_nodes_need_a_place_to_meet_and_a_number_each() -> None:
+    with pytest.raises(BadInput, match="--rendezvous: 2 nodes need a place to meet"):
+        Nodes(2, 0)
+    with pytest.raises(BadInput, match="--node-rank: 2 is not below --nnodes 2"):
+        Nodes(2, 2, "h:1")

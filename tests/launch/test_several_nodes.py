@@ -1,0 +1,119 @@
+"""Launchers of two nodes, on loopback and without a shared folder, end with one report of what failed first."""
+
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from launchers import STARTED_S, free_port, start_node, started_by, until_in_a_step
+
+
+class Ended(NamedTuple):
+    status: int
+    error: str
+
+    @property
+    def last_line(self) -> str:
+        return self.error.rstrip("\n").rpartition("\n")[2]
+
+
+def _both(folder: Path, first: Sequence[str], second: Sequence[str]) -> tuple[Ended, Ended]:
+    port = free_port()
+    nodes = [start_node(folder, node, actions, 2, port) for node, actions in ((1, second), (0, first))]
+    ended = [Ended(node.wait(STARTED_S), node.communicate()[1]) for node in nodes]
+    assert started_by(folder) == {}
+    return ended[1], ended[0]
+
+
+def test_ranks_of_two_nodes_that_end_well_are_no_failure(tmp_path: Path) -> None:
+    assert _both(tmp_path, ["end"], ["later end"]) == (Ended(0, ""), Ended(0, ""))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (["lose", "lose"], ["later signal SIGKILL", "lose"], "rank 2: was killed by SIGKILL in step 1"),
+        (["later fail x"], ["lose"], "rank 0: failed in step 1: ValueError: x"),
+        (["wait"], ["fail y"], "rank 1: failed in step 1: ValueError: y"),
+    ],
+)
+def test_both_nodes_name_the_rank_that_failed_first(
+    tmp_path: Path, first: list[str], second: list[str], words: str
+) -> None:
+    for ended in _both(tmp_path, first, second):
+        assert (ended.status, ended.last_line.startswith(f"error: {words}")) == (4, True), ended.error
+
+
+def test_what_all_ranks_agree_on_is_said_by_the_first_node_alone(tmp_path: Path) -> None:
+    line = "error: plan.json: is odd: write another\n"
+    assert _both(tmp_path, ["refuse"], ["refuse"]) == (Ended(2, line), Ended(2, ""))
+
+
+def test_a_hang_shows_the_stacks_of_the_ranks_of_both_nodes(tmp_path: Path) -> None:
+    words = "error: ranks 0 to 1, in step 1: no step ended within 2 s: the stacks of all ranks stand above"
+    for number, ended in enumerate(_both(tmp_path, ["sleep"], ["wait"])):
+        assert (ended.status, ended.last_line) == (4, words), ended.error
+        assert f"rank {number}, in step 1:\n" in ended.error and "launched_rank.py" in ended.error
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_node_whose_launcher_is_gone_is_named_and_no_rank_is_left(tmp_path: Path, gone: int) -> None:
+    port = free_port()
+    actions = [["later lose"], ["later lose"]]
+    actions[gone] = ["wait"]
+    nodes = [start_node(tmp_path, node, actions[node], 2, port) for node in (0, 1)]
+    until_in_a_step(tmp_path, 2)
+    time.sleep(1.0)  # the launchers have found one another
+    nodes[gone].kill()
+    (tmp_path / "acted").touch()
+    other = nodes[1 - gone]
+    _, error = other.communicate(timeout=STARTED_S)
+    assert other.returncode == 4
+    assert error.endswith(f"error: node {gone}: its launcher is gone, and its ranks with it\n")
+    nodes[gone].communicate()
+    assert started_by(tmp_path) == {}
+
+
+def test_a_signal_to_one_node_stops_both(tmp_path: Path) -> None:
+    port = free_port()
+    nodes = [start_node(tmp_path, node, ["wait" if node else "later lose"], 2, port) for node in (0, 1)]
+    until_in_a_step(tmp_path, 2)
+    nodes[1].send_signal(signal.SIGHUP)
+    (tmp_path / "acted").touch()
+    for node in nodes:
+        _, error = node.communicate(timeout=STARTED_S)
+        assert (node.returncode, error.rpartition("error: ")[2]) == (
+            75,
+            "stopped in step 1: run the same command again\n",
+        )
+
+
+def test_a_launcher_whose_other_was_never_there_says_so(tmp_path: Path) -> None:
+    node = start_node(tmp_path, 1, ["lose"], 2, free_port())
+    _, error = node.communicate(timeout=STARTED_S)
+    words = "rank 1: lost its connection first, in step 1: nothing was heard of node 0: a rank there may have ended"
+    assert (node.returncode, error.splitlines()[-1]) == (4, f"error: {words}: look there")
+
+
+def test_what_is_no_launcher_at_the_port_is_hung_up_on(tmp_path: Path) -> None:
+    port = free_port()
+    node = start_node(tmp_path, 0, ["later end"], 2, port)
+    until_in_a_step(tmp_path)
+    for line in (b"GET / HTTP/1.0\r\n\r\n", b'{"node":7,"ranks":[],"hang":"x"}\n', b'{"node":-1}\n', b"\xff" * 10_000):
+        with socket.create_connection(("127.0.0.1", port + 1)) as stranger:
+            stranger.sendall(line)
+    (tmp_path / "acted").touch()
+    _, error = node.communicate(timeout=STARTED_S)
+    assert (node.returncode, error) == (0, "")
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        node = start_node(tmp_path, 0, ["end"], 2, port - 1)
+        _, error = node.communicate(timeout=STARTED_S)
+    words = f"error: --rendezvous: port {port} cannot be listened at (Address already in use): choose another port\n"
+    assert (node.returncode, error) == (2, words)
