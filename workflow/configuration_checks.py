@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar, get_args
 import msgspec
 import yaml
 
-from configuration_types import Configuration, ModelChoice, Name, Search, Validate
+from configuration_types import INHERITED, Configuration, ModelChoice, Name, Search, Validate
 from shardwright_formats.io.errors import BadInput
 
 __all__ = ["Section", "check_model_keys", "check_references", "read_preset", "read_yaml", "typed"]
@@ -59,7 +59,11 @@ def typed(config: Section, file: str) -> Configuration:
                 )
                 for name, entry in found.items()
             }
-    return _converted(checked, Configuration, "", file)
+    of = _converted(checked, Configuration, "", file)
+    for name, search in config["searches"].items():
+        for key in search.keys() & INHERITED.keys():
+            raise BadInput(file, f"searches.{name}.{key} is no key of a search", f"leave it out: {INHERITED[key]}")
+    return of
 
 
 def _converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:

@@ -28,7 +28,7 @@ from shardwright_profile.model.settings import ProfileSettings
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.training.learning_rate import LearningRateSchedule
 
-__all__ = ["Configuration", "ModelChoice", "Profile", "Search", "Select", "Source"]
+__all__ = ["INHERITED", "Configuration", "ModelChoice", "Profile", "Search", "Select", "Source"]
 
 Name = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Text = Annotated[str, Meta(min_length=1)]
@@ -151,13 +151,20 @@ class Search(SearchRequest, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A plan to look for."""
 
     name: str = ""
-    """The key that it stands under."""
     model: Name
     cluster: Name
     select: Select = Select.PREDICTED
     """What runs train with."""
     correction: Name | None = None
     """A search whose measured plans taught what this one's predictions are corrected by."""
+
+
+INHERITED = {
+    "name": "it is the key that it stands under",
+    "precision": "it is that of the model's profile",
+    "attention": "it is that of the model's profile",
+}
+"""What a search file holds and a search of the configuration does not say, and why."""
 
 
 class Run(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -199,6 +206,8 @@ class Configuration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 def generated() -> str:
     """The JSON Schema of a configuration, for editors; references between its entries are not in it."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(Configuration)}
+    for key in INHERITED:
+        del schema["$defs"]["Search"]["properties"][key]
     return json.dumps(schema, indent=1) + "\n"
 
 

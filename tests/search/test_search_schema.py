@@ -7,7 +7,6 @@ from pathlib import Path
 import jsonschema
 import msgspec
 import pytest
-import yaml
 from made_up import make_request
 
 from shardwright_search.space import schema
@@ -46,8 +45,8 @@ FULL = {
 
 def configured() -> dict[str, object]:
     """The schema of a search in the configuration."""
-    whole = yaml.safe_load((ROOT / "workflow" / "schemas" / "config.schema.yaml").read_text())
-    return {"$defs": whole["$defs"], **whole["$defs"]["search"]}
+    whole = json.loads((ROOT / "workflow" / "schemas" / "config.schema.json").read_text())
+    return {"$defs": whole["$defs"], **whole["$defs"]["Search"]}
 
 
 def test_the_schema_is_up_to_date(capsys):

@@ -88,6 +88,7 @@ def _read(text: str, kind: type[Document]):
         ({"runs__demo__learning_rate": 1e300}, "runs.demo.learning_rate: Expected `float` <="),
         ({"clusters__laptop__nodes": [{"node_type": "cpu", "count": 10**9}]}, "laptop.nodes.0.count: Expected"),
         ({"data__stdlib__vocab_size": 10**12}, "data.stdlib.vocab_size: Expected `int` <="),
+        ({"searches__tight__name": "loose"}, "searches.tight.name is no key of a search: leave it out: it is the key"),
         ({"searches": None}, "searches: Expected `object`, got `null`"),
         ({"searches__tight": "roomy"}, "searches.tight: Expected `object`, got `str`"),
         ({"data__stdlib__vocab_size": 4096}, "runs.demo: its data has 4096 tokens, its model's vocabulary 2048"),

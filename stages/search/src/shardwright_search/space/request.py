@@ -1,6 +1,5 @@
 """What to search: the batch, the memory budget, the space of plans, and what is best."""
 
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated
 
@@ -111,7 +110,7 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What is best."""
     global_batch_size: Count | BatchRange
     """Samples of one optimizer step, or a range of sizes to choose from."""
-    memory_gib: Gib | dict[str, Gib] | None = None
+    memory_gib: Gib | Annotated[dict[str, Gib], Meta(min_length=1)] | None = None
     """Budget of one device in GiB, or one for each node type; null: all of the device's memory."""
     reserve_gib: Annotated[float, Meta(ge=0, le=2**20)] = 0.0
     """What of the budget is left free, in GiB. The process's own memory, as profiled, is counted anyway."""
@@ -171,8 +170,6 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(f"global_batch_size: min {batch.min} is above max {batch.max}")
         if isinstance(batch, BatchRange) and self.objective is Objective.STEP_TIME:
             raise ValueError("objective step_time needs one global_batch_size, not a range")
-        if isinstance(self.memory_gib, Mapping) and not self.memory_gib:
-            raise ValueError("memory_gib names no node type")
 
 
 def batch_sizes(request: SearchRequest) -> tuple[int, ...]:
