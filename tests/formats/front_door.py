@@ -19,7 +19,7 @@ class Schedule(StrEnum):
     ONE_F_ONE_B = "1f1b"
 
 
-class WriteOptions(Options, kw_only=True):
+class WriteOptions(Options, frozen=True, kw_only=True):
     """Write what was asked.
 
     A second paragraph, 100 % plain, that is long enough to be broken into two lines when the terminal has only 80
@@ -48,15 +48,18 @@ def write(options: WriteOptions) -> None:
         show(options.out.name)
 
 
-class FailOptions(Options, kw_only=True):
+class FailOptions(Options, frozen=True, kw_only=True):
     """Fail."""
 
     how: Annotated[Literal["memory", "nothing", "full", "bug", "interrupt"], POSITIONAL]
     out: Annotated[Path | None, POSITIONAL] = None
+    again: bool = False
 
 
 def fail(options: FailOptions) -> None:
     match options.how:
+        case "nothing" if options.again:
+            show(repr(options))
         case "memory":
             raise MemoryError
         case "nothing":

@@ -50,7 +50,7 @@ def test_a_failed_rename_leaves_no_temporary_file(tmp_path: Path, monkeypatch: p
         raise OSError("no space")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(BadInput, match="c.json: no space"):
+    with pytest.raises(BadInput, match=r"c\.json: no space"):
         write_document(tmp_path / "c.json", CLUSTER)
     assert os.listdir(tmp_path) == []
 

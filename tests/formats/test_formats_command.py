@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from command_calls import call
-from front_door import APP, Schedule, WriteOptions
+from front_door import APP, FailOptions, Schedule, WriteOptions
 
 from shardwright_formats.command import Options
 from shardwright_formats.command.options import options_of
@@ -32,6 +32,13 @@ def test_options_reach_the_command_as_its_struct(tmp_path):
     called = call(APP, "write", "a", "--out", out, *spelled.split(), *more.split())
     assert called == (0, "out\n", "")
     assert out.read_text() == repr(wanted)
+
+
+@pytest.mark.parametrize("more", [["--again"], ["--again", "out"], ["out", "--again"]])
+def test_an_argument_by_place_may_be_left_out_or_stand_behind_options(more):
+    out = Path("out") if "out" in more else None
+    wanted = FailOptions(how="nothing", out=out, again=True)
+    assert call(APP, "import", "fail", "nothing", *more) == (0, f"{wanted!r}\n", "")
 
 
 def test_what_is_not_given_takes_the_default_of_the_struct(tmp_path):
@@ -133,13 +140,13 @@ def test_help_cuts_no_name_and_tells_limits_defaults_and_meanings(monkeypatch):
 
 
 def test_a_number_without_limits_is_no_option():
-    class Loose(Options, kw_only=True):
+    class Loose(Options, frozen=True, kw_only=True):
         batch_size: int
 
     with pytest.raises(TypeError, match="has no limits"):
         list(options_of(Loose))
 
-    class Narrow(Options, kw_only=True):
+    class Narrow(Options, frozen=True, kw_only=True):
         batch_size: Count
 
     assert [option.name for option in options_of(Narrow)] == ["--batch-size"]

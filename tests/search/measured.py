@@ -14,11 +14,12 @@ from shardwright_formats.types.measurement import (
     ResidentMemory,
     Segment,
 )
-from shardwright_formats.types.plan import Attention, Plan, Precision, Schedule
+from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.types.strategy import DataParallel
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.interop.uniform import UniformRequest, uniform_plan
+from shardwright_search.interop.uniform import uniform_plan
+from shardwright_search.options import UniformRequest
 
 __all__ = ["FACTORS", "PLAIN", "a_plan", "measured_as", "scaled", "three_plans"]
 
@@ -35,10 +36,9 @@ PLAIN = dict.fromkeys(Term, 1.0)
 def a_plan(world, *, pp=2, tp=1, microbatches=4, data_parallel=DataParallel.DDP) -> Plan:
     model, cluster, _ = world
     request = UniformRequest(
-        "plan", 16, microbatches, tp, pp, data_parallel, SequenceParallel.NONE, Recompute.NONE,
-        Schedule.ONE_F_ONE_B, Precision(), Attention.AUTO,
-    )  # fmt: skip
-    return uniform_plan(request, model, cluster)
+        global_batch_size=16, num_microbatches=microbatches, tp_size=tp, pp_size=pp, data_parallel=data_parallel
+    )
+    return uniform_plan("plan", request, model, cluster)
 
 
 def measured_as(plan: Plan, profiles, factors, repeats=3) -> PlanMeasurement:

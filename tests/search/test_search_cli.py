@@ -3,21 +3,21 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner, Result
+from command_calls import Called
+from command_calls import call as call_app
 
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
 from shardwright_formats.types.strategy import Recompute
-from shardwright_search.cli import app
+from shardwright_search.cli import APP
 
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+call = partial(call_app, APP)
 
 
 def options(paths: dict[str, Path], *roles: str) -> list[object]:
@@ -30,7 +30,7 @@ def inputs(make, files):
     return files(model, cluster, make.request(memory_gib=4 / 1024), make.profile(model))
 
 
-def plan(paths: dict[str, Path], out: Path) -> Result:
+def plan(paths: dict[str, Path], out: Path) -> Called:
     return call("plan", *options(paths, "cluster", "model", "hardware", "profile", "search"), "--out", out)
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import typer
+from command_calls import call
 from measured import FACTORS, PLAIN, a_plan, measured_as, scaled, three_plans
-from typer.testing import CliRunner
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, sha256_of_file, write_document
@@ -20,8 +19,7 @@ from shardwright_formats.types.model_profile import FitMode, write_model_profile
 from shardwright_formats.types.plan import GradientReduction, Plan
 from shardwright_formats.types.prediction import Prediction, RunnerUp
 from shardwright_formats.types.strategy import DataParallel
-from shardwright_search.commands.correct import correct_command
-from shardwright_search.commands.select import select_command
+from shardwright_search.cli import APP
 from shardwright_search.cost_model.calibration import check_learned_from, corrected, evidence_of, factor_of, learned
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Curve
@@ -147,12 +145,6 @@ def test_a_correction_holds_for_the_profiles_it_was_learned_from_alone(tmp_path)
         check_learned_from(correction, tmp_path / "c.json", hardware, [other])
 
 
-def run(command, *arguments):
-    app = typer.Typer()
-    app.command()(command)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 @pytest.fixture
 def measurement(world, make, tmp_path):
     """Files of both profiles and of three measured plans."""
@@ -169,8 +161,8 @@ def measurement(world, make, tmp_path):
 
 def test_the_command_leaves_the_profiles_alone_and_names_what_it_learned_from(measurement, tmp_path):
     before = [(tmp_path / name).read_bytes() for name in ("h.h5", "m.h5")]
-    called = run(
-        correct_command, "--hardware", tmp_path / "h.h5", "--profile", tmp_path / "m.h5", tmp_path / "meas.json",
+    called = call(
+        APP, "correct", "--hardware", tmp_path / "h.h5", "--profile", tmp_path / "m.h5", tmp_path / "meas.json",
         "--out", tmp_path / "c.json",
     )  # fmt: skip
     assert called.exit_code == 0, called.output
@@ -184,8 +176,8 @@ def test_the_command_leaves_the_profiles_alone_and_names_what_it_learned_from(me
 
 def test_a_measurement_of_another_device_is_refused(measurement, tmp_path):
     write_document(tmp_path / "meas.json", msgspec.structs.replace(measurement, device="H100"))
-    called = run(
-        correct_command, "--hardware", tmp_path / "h.h5", "--profile", tmp_path / "m.h5", tmp_path / "meas.json",
+    called = call(
+        APP, "correct", "--hardware", tmp_path / "h.h5", "--profile", tmp_path / "m.h5", tmp_path / "meas.json",
         "--out", tmp_path / "c.json",
     )  # fmt: skip
     assert called.exit_code == 2
@@ -215,7 +207,7 @@ def select(world, measurement, tmp_path):
         write_document(tmp_path / "p.prediction.json", prediction)
         write_document(tmp_path / "meas.json", msgspec.structs.replace(measurement, plans=plans))
         paths = ("--plan", tmp_path / "p.json", "--out", tmp_path / "won.json")
-        return run(select_command, tmp_path / "meas.json", *paths)
+        return call(APP, "select", tmp_path / "meas.json", *paths)
 
     return called
 
@@ -265,7 +257,7 @@ def test_plans_for_another_cluster_are_refused(select, make, tmp_path):
 def test_the_prediction_of_another_plan_is_refused(select, measurement, tmp_path):
     select([(0.5, 90), (0.8, 90), (0.9, 90)])
     write_document(tmp_path / "p.json", measurement.plans[1].plan)
-    called = run(select_command, tmp_path / "meas.json", "--plan", tmp_path / "p.json", "--out", tmp_path / "new.json")
+    called = call(APP, "select", tmp_path / "meas.json", "--plan", tmp_path / "p.json", "--out", tmp_path / "new.json")
     assert called.exit_code == 2
     assert "p.prediction.json: is the prediction of another plan than p.json" in called.output
     assert not (tmp_path / "new.json").exists()
@@ -289,6 +281,6 @@ def test_a_plan_without_a_budget_is_refused(select, tmp_path):
     select([(0.5, 90), (0.8, 90), (0.9, 90)])
     path = tmp_path / "p.prediction.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"memory_budget_bytes": None}))
-    called = run(select_command, tmp_path / "meas.json", "--plan", tmp_path / "p.json", "--out", tmp_path / "won.json")
+    called = call(APP, "select", tmp_path / "meas.json", "--plan", tmp_path / "p.json", "--out", tmp_path / "won.json")
     assert called.exit_code == 2
     assert "p.prediction.json: has no memory budget: take a plan that was searched" in called.output

@@ -8,8 +8,8 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.plan import Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute
 from shardwright_search.cost_model.plan import cost_model_of, evaluate, offset_ps
-from shardwright_search.explain import strategy_words
 from shardwright_search.explain.binding import Choices, binding_lines, faster_changes, step_parts
+from shardwright_search.explain.wording import strategy_words
 from shardwright_search.search import find_best
 from shardwright_search.space.budget import GIB, Infeasible
 

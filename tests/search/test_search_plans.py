@@ -16,7 +16,7 @@ from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Reco
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.explain import layer_runs
+from shardwright_search.explain.wording import layer_runs
 from shardwright_search.interop.uniform import even_cuts
 from shardwright_search.search import NEAR, Found, Infeasible, find_best
 from shardwright_search.space.budget import GIB

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_calls import Called, call
 from middle_problems import middle_problem, solved
 from msgspec.structs import replace
 from random_problems import best_of, random_problem
 from random_requests import World, random_world
-from typer.testing import CliRunner, Result
 
 from shardwright_formats.io.errors import BadInput, RunFailed
 from shardwright_formats.io.json import read_document
@@ -17,7 +17,7 @@ from shardwright_formats.types.prediction import Prediction
 from shardwright_formats.types.strategy import Recompute
 from shardwright_search import certify as prove
 from shardwright_search.certify import certificate
-from shardwright_search.cli import app
+from shardwright_search.cli import APP
 from shardwright_search.solver import milp as integer_programme
 from shardwright_search.solver.branch_and_bound import Best, Target, optimise
 from shardwright_search.solver.milp import Answer, solve
@@ -198,9 +198,9 @@ def test_without_highs_the_error_says_how_to_get_it(monkeypatch):
         integer_programme.highs_version()
 
 
-def plan(paths: dict[str, Path], out: Path, *more: str) -> Result:
+def plan(paths: dict[str, Path], out: Path, *more: str) -> Called:
     roles = [part for role, path in paths.items() for part in (f"--{role}", str(path))]
-    return CliRunner().invoke(app, ["plan", *roles, "--out", str(out), "--prove", *more])
+    return call(APP, "plan", *roles, "--out", out, "--prove", *more)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from command_calls import call as call_app
 
 from shardwright_formats.display.lanes import idle_s
 from shardwright_formats.display.svg import document
@@ -17,7 +17,7 @@ from shardwright_formats.io.json import write_document
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.prediction import TimelineEvent
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
-from shardwright_search.cli import app
+from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import read_profiles
 from shardwright_search.simulation.chrome_trace import chrome_trace
@@ -68,7 +68,7 @@ def call(plan, make, files, tmp_path):
 
     def run(*options, hardware=paths["hardware"]):
         known = ["--hardware", hardware, "--profile", paths["profile"]]
-        return CliRunner().invoke(app, ["simulate", *map(str, (tmp_path / "plan.json", *known, *options))])
+        return call_app(APP, "simulate", tmp_path / "plan.json", *known, *options)
 
     run.profiles = read_profiles(paths["hardware"], paths["profile"])
     return run

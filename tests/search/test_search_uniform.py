@@ -3,33 +3,20 @@
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner, Result
+from command_calls import Called
+from command_calls import call as call_app
+from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document
-from shardwright_formats.types.plan import Attention, GradientReduction, Plan, Precision, Schedule
+from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
 from shardwright_formats.types.prediction import Prediction
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
-from shardwright_search.commands.uniform import uniform_command
-from shardwright_search.interop.uniform import UniformRequest, uniform_plan
+from shardwright_search.cli import APP
+from shardwright_search.interop.uniform import uniform_plan
+from shardwright_search.options import UniformRequest
 
-app = typer.Typer()
-app.command()(uniform_command)
-
-PLAIN = UniformRequest(
-    name="plain",
-    global_batch_size=16,
-    num_microbatches=2,
-    tp_size=1,
-    pp_size=1,
-    data_parallel=DataParallel.DDP,
-    sequence_parallel=SequenceParallel.NONE,
-    recompute=Recompute.NONE,
-    schedule=Schedule.ONE_F_ONE_B,
-    precision=Precision(),
-    attention=Attention.AUTO,
-)
+PLAIN = UniformRequest(global_batch_size=16, num_microbatches=2)
 
 
 @pytest.fixture
@@ -37,7 +24,7 @@ def planned(make):
     """A uniform plan of eight layers for eight devices, with changes to the plain request."""
 
     def plan_of(**changes: object) -> Plan:
-        return uniform_plan(PLAIN._replace(**changes), make.model(8), make.cluster(8))
+        return uniform_plan("plain", replace(PLAIN, **changes), make.model(8), make.cluster(8))
 
     return plan_of
 
@@ -60,13 +47,13 @@ def test_embedding_and_head_are_spread_on_their_own_where_asked(planned):
     alike = planned(tp_size=2, data_parallel=DataParallel.ZERO2)
     assert (alike.head.tp_size, alike.head.data_parallel) == (2, DataParallel.ZERO2)
     own = planned(
-        tp_size=2, data_parallel=DataParallel.ZERO2, vocabulary_tp_size=4, vocabulary_data_parallel=DataParallel.ZERO3,
-        vocabulary_sequence_parallel=SequenceParallel.ULYSSES,
+        tp_size=2, data_parallel=DataParallel.ZERO2, vocab_tp_size=4, vocab_data_parallel=DataParallel.ZERO3,
+        vocab_sequence_parallel=SequenceParallel.ULYSSES,
     )  # fmt: skip
     assert own.layers == alike.layers and own.embedding == own.head
     assert (own.head.tp_size, own.head.dp_size, own.head.data_parallel) == (4, 2, DataParallel.ZERO3)
     assert own.head.sequence_parallel is SequenceParallel.ULYSSES
-    plain = planned(tp_size=2, sequence_parallel=SequenceParallel.MEGATRON, vocabulary_tp_size=1)
+    plain = planned(tp_size=2, sequence_parallel=SequenceParallel.MEGATRON, vocab_tp_size=1)
     assert (plain.head.tp_size, plain.head.sequence_parallel) == (1, SequenceParallel.NONE)
 
 
@@ -93,7 +80,7 @@ def test_choices_that_do_nothing_are_spelled_in_one_way(planned):
     ("changes", "words"),
     [
         ({"tp_size": 3}, "tp 3 x pp 1 does not divide 8 devices"),
-        ({"pp_size": 2, "vocabulary_tp_size": 8}, "vocab-tp 8 x pp 2 does not divide 8 devices"),
+        ({"pp_size": 2, "vocab_tp_size": 8}, "vocab-tp 8 x pp 2 does not divide 8 devices"),
         ({"pp_size": 8, "layer_ranges": 2, "schedule": Schedule.INTERLEAVED_1F1B}, "16 layer ranges for 8 layers"),
         ({"pp_size": 2, "layer_ranges": 2}, "several layer ranges in a stage need the schedule interleaved_1f1b"),
         ({"layer_ranges": 2, "schedule": Schedule.INTERLEAVED_1F1B}, "several layer ranges need several pipeline"),
@@ -105,10 +92,10 @@ def test_numbers_that_do_not_fit_are_refused(planned, changes, words):
         planned(**changes)
 
 
-def call(paths: dict[str, Path], out: Path, *more: object) -> Result:
+def call(paths: dict[str, Path], out: Path, *more: object) -> Called:
     """The command for the plain plan of a batch of eight."""
     inputs = ["--model", paths["model"], "--cluster", paths["cluster"], "--global-batch-size", 8]
-    return CliRunner().invoke(app, [str(part) for part in (*inputs, "--out", out, *more)])
+    return call_app(APP, "uniform", *inputs, "--out", out, *more)
 
 
 @pytest.fixture

@@ -7,26 +7,22 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from shardwright_formats.types.plan import Attention, GradientReduction, Plan, Precision, Schedule
+from shardwright_formats.types.plan import Plan, Precision
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
-from shardwright_search.interop.galvatron import Unsaid, plan_of_galvatron
+from shardwright_search.interop.galvatron import plan_of_galvatron
 from shardwright_search.interop.galvatron_file import read_galvatron
-from shardwright_search.interop.uniform import UniformRequest, uniform_plan
+from shardwright_search.interop.uniform import uniform_plan
+from shardwright_search.options import GalvatronRun, UniformRequest
 
-BF16 = Precision(compute="bfloat16", reduce="bfloat16")
-UNSAID = Unsaid("imported", "megatron", GradientReduction.DEFERRED, BF16, Attention.AUTO, None)
+RUN = GalvatronRun(sequence_parallel="megatron")
 BASE = UniformRequest(
-    name="base",
     global_batch_size=32,
     num_microbatches=4,
     tp_size=2,
     pp_size=2,
     data_parallel=DataParallel.ZERO2,
     sequence_parallel=SequenceParallel.MEGATRON,
-    recompute=Recompute.NONE,
-    schedule=Schedule.ONE_F_ONE_B,
-    precision=Precision(compute="bfloat16"),
-    attention=Attention.AUTO,
+    precision_compute="bfloat16",
 )
 """For eight ranks: tp 2, dp 2, pp 2."""
 
@@ -86,8 +82,9 @@ def change() -> SimpleNamespace:
 def planned(make) -> Callable[..., Plan]:
     """A uniform plan for eight ranks, with changes to the request."""
 
-    def plan_of(layers: int = 8, devices: int = 8, **changes: object) -> Plan:
-        return uniform_plan(BASE._replace(**changes), make.model(layers), make.cluster(devices))
+    def plan_of(layers: int = 8, devices: int = 8, precision: Precision | None = None, **changes: object) -> Plan:
+        plan = uniform_plan("base", msgspec.structs.replace(BASE, **changes), make.model(layers), make.cluster(devices))
+        return plan if precision is None else msgspec.structs.replace(plan, precision=precision)
 
     return plan_of
 
@@ -102,9 +99,10 @@ def config() -> Callable[..., dict[str, object]]:
 def read(tmp_path, make) -> Callable[..., Plan]:
     """Imports such a file for a model of as many layers and a cluster of 16 devices."""
 
-    def plan_of(raw: dict[str, object], unsaid: Unsaid = UNSAID, layers: int = 5, devices: int = 16) -> Plan:
+    def plan_of(raw: dict[str, object], run: GalvatronRun = RUN, layers: int = 5, devices: int = 16) -> Plan:
         path = tmp_path / "galvatron_config.json"
         path.write_text(json.dumps(raw))
-        return plan_of_galvatron(read_galvatron(path), make.model(layers), make.cluster(devices, 2), unsaid, path)
+        model, cluster = make.model(layers), make.cluster(devices, 2)
+        return plan_of_galvatron("imported", read_galvatron(path), model, cluster, run, path)
 
     return plan_of

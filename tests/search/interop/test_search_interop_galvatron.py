@@ -1,29 +1,27 @@
 """Plans from and for Galvatron: small files in its format, what they mean, and what is refused."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-import typer
+from command_calls import call as call_app
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
+from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Attention, GradientReduction, Plan, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
-from shardwright_search.commands.interop import export_command, import_app
-from shardwright_search.interop.galvatron import Unsaid, galvatron_file, galvatron_strategy, plan_of_galvatron
+from shardwright_search.cli import APP
+from shardwright_search.interop.galvatron import galvatron_file, galvatron_strategy, plan_of_galvatron
 from shardwright_search.interop.galvatron_file import GalvatronLayer, GalvatronStrategy, galvatron_keys, read_galvatron
+from shardwright_search.options import GalvatronRun
 
 PLAN = Path("plan.json")
 BF16 = Precision(compute="bfloat16", reduce="bfloat16")
-UNSAID = Unsaid("imported", "megatron", GradientReduction.DEFERRED, BF16, Attention.AUTO, None)
-
-app = typer.Typer()
-app.command("export")(export_command)
-app.add_typer(import_app, name="import")
+RUN = GalvatronRun(sequence_parallel="megatron")
 
 
 def without(raw: dict[str, object], *names: str) -> dict[str, object]:
@@ -84,7 +82,7 @@ def test_microbatches_are_those_that_torchs_chunk_makes(read, config):
     assert read(flat | {"global_bsz": 6, "chunks": 4}).num_microbatches == 3  # of 2 samples: four would be 2, 2, 2, 0
     with pytest.raises(BadInput, match="chunks 4 cuts a rank's 7 samples into microbatches of 2 and one of 1"):
         read(flat | {"global_bsz": 7, "chunks": 4})
-    chosen = read(flat | {"global_bsz": 7, "chunks": 4}, UNSAID._replace(num_microbatches=7))
+    chosen = read(flat | {"global_bsz": 7, "chunks": 4}, replace(RUN, num_microbatches=7))
     assert (chosen.num_microbatches, chosen.microbatch_samples) == (7, 1)
 
 
@@ -134,14 +132,14 @@ def test_another_model_or_cluster_is_refused(read, config):
 
 
 def test_tensor_parallelism_needs_the_word_whether_it_shares_the_sequence(read, config):
-    silent = UNSAID._replace(tensor_sequence_parallel=None)
+    silent = replace(RUN, sequence_parallel=None)
     with pytest.raises(
         BadInput, match=r"tp_sizes_enc of layer 0 is 4, and the file does not say .*--sequence-parallel"
     ):
         read(config(), silent)
     only_ulysses = config(tp_sizes_enc="1,1,1,1,2")
     assert read(only_ulysses, silent) == read(only_ulysses)
-    assert read(config(), UNSAID._replace(tensor_sequence_parallel="none")).layers[0].sequence_parallel == "none"
+    assert read(config(), replace(RUN, sequence_parallel="none")).layers[0].sequence_parallel == "none"
 
 
 def test_choices_that_do_nothing_hinder_no_export(read, config, change):
@@ -166,7 +164,7 @@ def test_the_options_of_the_run_are_told(read, config, change):
     first, *kernels = galvatron_file(other, PLAN).notes
     assert first.endswith("--mixed_precision fp16 --reduce_in_fp32 --sequence-parallel --no_async_grad_reduce")
     assert kernels == ["the attention kernel eager is not in the file", "kernels that compute norm are not in the file"]
-    silent = read(config(), UNSAID._replace(tensor_sequence_parallel="none"))
+    silent = read(config(), replace(RUN, sequence_parallel="none"))
     assert "--sequence-parallel" not in galvatron_file(silent, PLAN).notes[0]
 
 
@@ -208,8 +206,8 @@ def galvatron_strategies(draw: st.DrawFn) -> GalvatronStrategy:
 def test_every_file_comes_back_from_its_plan(make, tmp_path, strategy, sequence_parallel):
     path = tmp_path / "c.json"
     path.write_text(json.dumps(galvatron_keys(strategy)))
-    unsaid = UNSAID._replace(tensor_sequence_parallel=sequence_parallel)
-    plan = plan_of_galvatron(read_galvatron(path), make.model(6), make.cluster(8), unsaid, path)
+    run = replace(RUN, sequence_parallel=sequence_parallel)
+    plan = plan_of_galvatron("imported", read_galvatron(path), make.model(6), make.cluster(8), run, path)
     assert galvatron_strategy(plan, PLAN) == strategy
 
 
@@ -219,9 +217,7 @@ def test_the_commands_read_and_write_files(make, tmp_path, config, change):
     write_document(paths["model"], make.model(5))
     write_document(paths["cluster"], make.cluster(16, 2))
 
-    def call(*arguments: object):
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
+    call = partial(call_app, APP)
     source = ["import", "galvatron", paths["config"], "--model", paths["model"], "--cluster", paths["cluster"]]
     refused = call(*source, "--out", paths["out"])
     assert refused.exit_code == 2 and not paths["out"].exists()

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.plan import Attention, GradientReduction, Precision
-from shardwright_search.interop.galvatron import Unsaid, galvatron_file, plan_of_galvatron
+from shardwright_formats.types.plan import Precision
+from shardwright_search.interop.galvatron import galvatron_file, plan_of_galvatron
 from shardwright_search.interop.galvatron_file import read_galvatron
+from shardwright_search.options import GalvatronRun
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("SHARDWRIGHT_GALVATRON", ROOT / "results" / "reference" / "hetu-galvatron")) / "galvatron"
@@ -21,7 +22,7 @@ FILES = sorted((FOLDER / "models").glob("*/configs/galvatron_config_*.json"))
 pytestmark = pytest.mark.skipif(not FILES, reason=f"no strategy files in {FOLDER}: run snakemake reference")
 
 BF16 = Precision(compute="bfloat16", reduce="bfloat16")
-UNSAID = Unsaid("imported", "megatron", GradientReduction.DEFERRED, BF16, Attention.AUTO, None)
+RUN = GalvatronRun(sequence_parallel="megatron")
 TYPES = {"T5": (24, 24), "swin": (2, 2, 42, 2)}
 UNEQUAL = {
     "gpt_fa gpt-2.7b_2nodes 3D": ("chunks 16 cuts a rank's 40 samples into microbatches of 3 and one of 1", 20),
@@ -44,8 +45,8 @@ def imported(make, path: Path, num_microbatches: int | None = None):
         model = msgspec.structs.replace(model, layers=names, types=types)
     nodes, devices = re.search(r"_(\d+)nodes_(\d+)gpus_per_node", path.name).groups()
     cluster = make.cluster(int(nodes) * int(devices), int(nodes))
-    unsaid = UNSAID._replace(num_microbatches=num_microbatches)
-    return plan_of_galvatron(read_galvatron(path), model, cluster, unsaid, path)
+    run = msgspec.structs.replace(RUN, num_microbatches=num_microbatches)
+    return plan_of_galvatron("imported", read_galvatron(path), model, cluster, run, path)
 
 
 def meaning(path: Path) -> dict[str, object]:

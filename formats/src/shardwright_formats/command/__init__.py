@@ -2,7 +2,7 @@
 
 A command is a struct of options and a function that takes it::
 
-    class FitOptions(Options, kw_only=True):
+    class FitOptions(Options, frozen=True, kw_only=True):
         \"\"\"Turn measured probes into a model profile.\"\"\"
 
         measurements: tuple[Path, ...]
@@ -31,7 +31,7 @@ A command is a struct of options and a function that takes it::
 - `batch_size: Count` is `--batch-size INT`. Every number has limits: take a type of `types.limits`, or state
   `Meta(ge=, le=)`. An enumeration or a Literal is written by its values, a `tuple[X, ...]` by repeating the option, and
   a `bool` as `--x` and `--no-x`, or with `Annotated[bool, Off("--y")]` as `--x` and `--y`.
-- `plan: Annotated[Path, POSITIONAL]` is an argument without a name.
+- `plan: Annotated[Path, POSITIONAL]` is an argument without a name; `tp_size: Count = field(name="tp")` is `--tp`.
 - What no single option can say (two options that need each other) is checked in the command; raise BadInput.
 - Put structs where importing them costs little, since `--help` imports them all; the function is imported when its
   command runs, with all that it needs.

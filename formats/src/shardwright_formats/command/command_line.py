@@ -36,7 +36,8 @@ class Command(NamedTuple):
         for option in options:
             _add(parser, option, meanings.get(option.field, option.description))
         given = vars(parser.parse_intermixed_args(arguments))
-        return self.options(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+        values = {name: value for name, value in given.items() if value is not None}
+        return self.options(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
     def call(self, options: Options) -> None:
         """Run the command."""
@@ -97,7 +98,10 @@ def _add(parser: ArgumentParser, option: Option, meaning: str) -> None:
         settings |= {"type": option.value, "metavar": option.placeholder}
     if option.is_positional:
         settings["metavar"] = option.name
-        settings["nargs"] = "+" if option.repeats else None if option.is_required else "?"
+        if not option.is_required:
+            settings |= {"nargs": "?", "default": None}  # argparse would take SUPPRESS for a text to be converted
+        elif option.repeats:
+            settings["nargs"] = "+"
         parser.add_argument(option.field, **settings)
         return
     if option.repeats:

@@ -35,6 +35,8 @@ class Option(NamedTuple):
     """One field of an options struct, as a command line knows it."""
 
     field: str
+    spelling: str
+    """The field's name, or what it is called outside."""
     type: Any
     """Its type without None and limits; where it may be repeated, that of one value."""
     metas: tuple[msgspec.Meta, ...]
@@ -51,7 +53,7 @@ class Option(NamedTuple):
     @property
     def name(self) -> str:
         """How the command line and its errors call it."""
-        return self.field.upper() if self.is_positional else f"--{self.field.replace('_', '-')}"
+        return self.spelling.upper() if self.is_positional else f"--{self.spelling.replace('_', '-')}"
 
     @property
     def is_switch(self) -> bool:
@@ -109,6 +111,7 @@ def options_of(kind: type[Options]) -> Iterator[Option]:
         metas = tuple(note for note in notes if isinstance(note, msgspec.Meta))
         option = Option(
             field=field.name,
+            spelling=field.encode_name,
             type=bare,
             metas=metas,
             is_required=field.required,

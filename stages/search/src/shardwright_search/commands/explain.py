@@ -2,34 +2,33 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from shardwright_formats.io.errors import BadInput, one_line_errors
+from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, sha256_of_file
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
-from shardwright_search.commands.arguments import CorrectionFile, HardwareFile, PlanFile, ProfileFile
 from shardwright_search.commands.inputs import Inputs, read_inputs
 from shardwright_search.commands.prediction import prediction_path
 from shardwright_search.commands.progress import progress
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.explain import explanation, show
 from shardwright_search.explain.answers import Answer, Question, answer, answers_shown
 from shardwright_search.explain.binding import Change, Choices, binding_lines, faster_changes
 from shardwright_search.explain.difference import difference
 from shardwright_search.explain.neighbours import neighbours
 from shardwright_search.explain.outlook import outlook
+from shardwright_search.explain.tables import explanation, show_rich
+from shardwright_search.options import ExplainOptions
 from shardwright_search.space.budget import budgets_of
 from shardwright_search.space.configurations import narrowed
 from shardwright_search.space.request import SearchRequest, batch_sizes
 
-__all__ = ["explain_command"]
+__all__ = ["explain"]
 
 _STAYS = (
     "Messages inside a layer, of tensor and sequence parallelism, are part of its profiled time and stay as they are."
@@ -43,40 +42,24 @@ class _Asked(NamedTuple):
     request: SearchRequest
 
 
-def explain_command(
-    plan: PlanFile,
-    hardware: HardwareFile,
-    profile: ProfileFile,
-    other: Annotated[
-        Path | None, typer.Argument(metavar="[OTHER]", help="A second plan for the same model, to be compared.")
-    ] = None,
-    search: Annotated[
-        Path | None, typer.Option(help="The search file that made PLAN: tells of neighbouring kinds and of more means.")
-    ] = None,
-    correction: CorrectionFile = None,
-    time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds for each search that --search asks.")] = None,
-) -> None:
-    """Show time (ms) and memory (MiB) of a plan by term and pipeline stage, what binds, and the runners-up.
-
-    With --search also the best plan of each neighbouring kind, and what more memory, faster links or a node would
-    bring. With OTHER also how the two plans differ.
-    """
-    with one_line_errors():
-        given, second = read_document(plan, Plan), None if other is None else read_document(other, Plan)
-        inputs, believed = read_inputs(hardware, profile, correction), _believed(plan, given)
-        asked = None if search is None else _Asked(search, read_document(search, SearchRequest))
-        if asked is not None:
-            _check_made_by(asked, plan, given, believed)
-        if second is not None and second.model != given.model:
-            raise BadInput(other, f"is for another model than {plan.name}", "compare plans for one model")
-        evaluation = evaluate(given, inputs.profiles, _costs(given, inputs, asked))
-        parts = [_why(given, evaluation, inputs, asked, believed)]
-        if asked is not None:
-            parts += _overlapped(given, evaluation, inputs, asked, time_limit)
-        if second is not None:
-            there = evaluate(second, inputs.profiles, _costs(second, inputs, asked))
-            parts.append(difference(given, evaluation.estimate, second, there.estimate))
-        show(Group(*parts))
+def explain(options: ExplainOptions) -> None:
+    """Show the tables of a plan, and what else is asked for."""
+    plan = read_document(options.plan, Plan)
+    other = None if options.other is None else read_document(options.other, Plan)
+    inputs, believed = read_inputs(options), _believed(options.plan, plan)
+    asked = None if options.search is None else _Asked(options.search, read_document(options.search, SearchRequest))
+    if asked is not None:
+        _check_made_by(asked, options.plan, plan, believed)
+    if other is not None and other.model != plan.model:
+        raise BadInput(options.other, f"is for another model than {options.plan.name}", "compare plans for one model")
+    evaluation = evaluate(plan, inputs.profiles, _costs(plan, inputs, asked))
+    parts = [_why(plan, evaluation, inputs, asked, believed)]
+    if asked is not None:
+        parts += _further(plan, evaluation, inputs, asked, options.time_limit)
+    if other is not None:
+        there = evaluate(other, inputs.profiles, _costs(other, inputs, asked))
+        parts.append(difference(plan, evaluation.estimate, other, there.estimate))
+    show_rich(Group(*parts))
 
 
 def _costs(plan: Plan, inputs: Inputs, asked: _Asked | None) -> CostModel:
@@ -101,7 +84,7 @@ def _why(
     return explanation(plan, evaluation.estimate, budget_bytes, lines, () if believed is None else believed.runners_up)
 
 
-def _overlapped(
+def _further(
     plan: Plan, evaluation: Evaluation, inputs: Inputs, asked: _Asked, time_limit_s: float | None
 ) -> Iterator[RenderableType]:
     """Tables of the neighbouring kinds, and of what more would bring."""

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from shardwright_formats.io.json import read_document
 from shardwright_formats.types.correction import Correction
-from shardwright_search.cost_model.calibration import check_learned_from, corrected
 from shardwright_search.cost_model.profiles import Profiles, read_profiles
+from shardwright_search.options import ProfileOptions
 
 __all__ = ["Inputs", "read_inputs"]
 
@@ -19,14 +19,17 @@ class Inputs(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def read_inputs(hardware: Path, profile: Path, correction: Path | None) -> Inputs:
+def read_inputs(options: ProfileOptions) -> Inputs:
     """Read the profiles, with the correction applied to them where there is one.
 
     Raises BadInput where the correction was learned from other profiles.
     """
+    hardware, profile, correction = options.hardware, options.profile, options.correction
     profiles, files = read_profiles(hardware, profile), {"hardware": hardware, "profile": profile}
     if correction is None:
         return Inputs(profiles, files, ())
+    from shardwright_search.cost_model.calibration import check_learned_from, corrected
+
     learned = read_document(correction, Correction)
     check_learned_from(learned, correction, hardware, [profile])
     words = [f"{term} x {of.factor:.3f}" for term, of in sorted(learned.factors.items())]

@@ -1,21 +1,31 @@
 """The prediction that stands beside a searched or evaluated plan."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.io.json import atomic_path, sha256_of_file, write_document
 from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.prediction import Prediction, Proof, RunnerUp
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.search import NEAR, Found
 from shardwright_search.space.request import Objective, SearchRequest
 
-__all__ = ["prediction_of_evaluated", "prediction_of_searched", "prediction_path"]
+__all__ = ["prediction_of_evaluated", "prediction_of_searched", "prediction_path", "written"]
 
 
 def prediction_path(plan_path: Path) -> Path:
     """Where the prediction of a plan file lies."""
     return plan_path.with_suffix(".prediction.json")
+
+
+@contextmanager
+def written(path: Path, plan: Plan, prediction: Prediction) -> Iterator[None]:
+    """Write a plan and its prediction beside it, or neither: both get their names when the block has ended well."""
+    with atomic_path(prediction_path(path)) as new_prediction, atomic_path(path) as new_plan:
+        write_document(new_prediction, prediction)
+        write_document(new_plan, plan)
+        yield
 
 
 def prediction_of_evaluated(

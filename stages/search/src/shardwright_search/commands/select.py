@@ -3,33 +3,28 @@
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated
 
-import typer
-
-from shardwright_formats.io.errors import BadInput, NothingFits, one_line_errors
-from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.command import show
+from shardwright_formats.io.errors import BadInput, NothingFits
+from shardwright_formats.io.json import atomic_path, read_document, write_document
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
 from shardwright_search.commands.prediction import prediction_path
+from shardwright_search.options import SelectOptions
 
-__all__ = ["fastest_that_fits", "select_command", "verdict"]
+__all__ = ["fastest_that_fits", "select", "verdict"]
 
 
-def select_command(
-    measurement: Annotated[Path, typer.Argument(help="The plan and its runners-up as measured (JSON).")],
-    plan: Annotated[Path, typer.Option(help="The searched plan; its prediction beside it has the memory budget.")],
-    out: Annotated[Path, typer.Option(help="Plan file to write: the measured winner.")],
-) -> None:
-    """Take the measured plan with the least time per sample (s) whose measured memory (bytes) fits the budget."""
-    with one_line_errors():
-        predicted, prediction = _believed(plan)
-        measured = read_document(measurement, Measurement).plans
-        _check_alike(measurement, measured, predicted)
-        winner = fastest_that_fits(measured, _budget_bytes(plan, prediction), measurement)
-        write_document(out, winner.plan)
-    typer.echo(verdict(winner, measured, predicted, prediction))
+def select(options: SelectOptions) -> None:
+    """Write the measured winner."""
+    predicted, prediction = _believed(options.plan)
+    measured = read_document(options.measurement, Measurement).plans
+    _check_alike(options.measurement, measured, predicted)
+    winner = fastest_that_fits(measured, _budget_bytes(options.plan, prediction), options.measurement)
+    with atomic_path(options.out) as path:
+        write_document(path, winner.plan)
+        show(verdict(winner, measured, predicted, prediction))
 
 
 def fastest_that_fits(measured: Sequence[PlanMeasurement], budget_bytes: int, file: Path) -> PlanMeasurement:

@@ -1,12 +1,8 @@
 """The command that shows a plan's simulated step."""
 
 import json
-from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -14,43 +10,33 @@ from rich.text import Text
 from shardwright_formats.display.lanes import idle_s
 from shardwright_formats.display.svg import document
 from shardwright_formats.display.timeline import draw_timeline
-from shardwright_formats.io.errors import one_line_errors
 from shardwright_formats.io.json import atomic_path, read_document
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
-from shardwright_search.commands.arguments import CorrectionFile, HardwareFile, PlanFile, ProfileFile, TimeModelOption
 from shardwright_search.commands.inputs import read_inputs
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.explain import show
+from shardwright_search.explain.tables import show_rich
+from shardwright_search.options import SimulateOptions
 from shardwright_search.simulation.chrome_trace import chrome_trace
 
-__all__ = ["simulate_command"]
+__all__ = ["simulate_plan"]
 
 _KINDS = ("forward", "backward", "gradient_sync", "optimizer")
 
 
-def simulate_command(
-    plan: PlanFile,
-    hardware: HardwareFile,
-    profile: ProfileFile,
-    svg: Annotated[Path | None, typer.Option(help="Picture of the timeline to write; its axis is in ms.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Chrome trace to write (JSON, for Perfetto; times in µs).")] = None,
-    correction: CorrectionFile = None,
-    time_model: TimeModelOption = TimeModel.INTERPOLATE,
-) -> None:
-    """Play a plan's action lists: step time (ms), its lower bound, the closed form, and how much each stage idles."""
-    with one_line_errors():
-        given = read_document(plan, Plan)
-        profiles = read_inputs(hardware, profile, correction).profiles
-        estimate = evaluate(given, profiles, cost_model_of(given, profiles, time_model)).estimate
-        files = {}
-        if svg is not None:
-            files[svg] = document(draw_timeline(given, estimate))
-        if trace is not None:
-            files[trace] = json.dumps(chrome_trace(given, estimate), ensure_ascii=False)
-        _write_all(files)
-        show(_report(given, estimate))
+def simulate_plan(options: SimulateOptions) -> None:
+    """Show the simulated step, and write its picture and its trace where they are asked for."""
+    plan, profiles = read_document(options.plan, Plan), read_inputs(options).profiles
+    estimate = evaluate(plan, profiles, cost_model_of(plan, profiles, options.time_model)).estimate
+    files = {}
+    if options.svg is not None:
+        files[options.svg] = document(draw_timeline(plan, estimate))
+    if options.trace is not None:
+        files[options.trace] = json.dumps(chrome_trace(plan, estimate), ensure_ascii=False)
+    with ExitStack() as stack:  # Each file is complete before the first gets its name.
+        for path, content in files.items():
+            stack.enter_context(atomic_path(path)).write_text(content, encoding="utf-8")
+        show_rich(_report(plan, estimate))
 
 
 def _report(plan: Plan, estimate: Estimate) -> RenderableType:
@@ -79,10 +65,3 @@ def _report(plan: Plan, estimate: Estimate) -> RenderableType:
     )
     step = f"simulated step {step_ms}, lower bound {bound_ms}, closed form {closed_ms}"
     return Group(Text(f"{line}\n{step}"), table)
-
-
-def _write_all(files: Mapping[Path, str]) -> None:
-    """Write all files or none: every one is complete before the first gets its name."""
-    with ExitStack() as stack:
-        for path, content in files.items():
-            stack.enter_context(atomic_path(path)).write_text(content, encoding="utf-8")

@@ -14,8 +14,7 @@ from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.explain.tables import runs_words
-from shardwright_search.explain.wording import MIB
+from shardwright_search.explain.wording import MIB, runs_words
 from shardwright_search.search import Found, find_best
 from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.request import SearchRequest

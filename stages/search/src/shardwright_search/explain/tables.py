@@ -6,11 +6,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwright_formats.command import show
 from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Estimate, Prediction, RunnerUp
-from shardwright_search.explain.wording import MIB, headline, layer_runs, shape_words, stage_lines
+from shardwright_formats.types.prediction import Estimate, RunnerUp
+from shardwright_search.explain.wording import MIB, headline, runs_words, stage_lines
 
-__all__ = ["STEP_TERMS", "explanation", "plan_summary", "runs_words", "show"]
+__all__ = ["STEP_TERMS", "explanation", "show_rich"]
 
 STEP_TERMS = ("gradient_sync", "optimizer")
 """Terms of time that come once a step, not with every microbatch."""
@@ -18,38 +19,14 @@ _WIDE = 1000
 """Columns of characters."""
 
 
-def show(what: RenderableType) -> None:
+def show_rich(what: RenderableType) -> None:
     """Print on standard output; what is no terminal has room for every column."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _WIDE
-    console.print(what)
-
-
-def plan_summary(plan: Plan, prediction: Prediction) -> RenderableType:
-    """The plan, its predicted time and memory, and the proof in a few lines."""
-    estimate, proof = prediction.estimate, prediction.proof
-    lines = [
-        headline(plan),
-        *stage_lines(plan),
-        f"predicted {estimate.simulated_step_time_s * 1e3:.3f} ms a step, {estimate.samples_per_s:.6g} samples/s",
-        _memory_line(estimate, prediction.memory_budget_bytes),
-    ]
-    if proof is not None:
-        lines.append(
-            f"proof: {proof.objective} {proof.objective_s * 1e3:.3f} ms, no plan of the space is below "
-            f"{proof.objective_bound_s * 1e3:.3f} ms (gap {proof.gap:.2%}); {proof.solved} of {proof.examined} cases "
-            "were solved, the bounds ruled out the others"
-        )
-        lines += [] if proof.certificate is None else [f"certificate: {proof.certificate}"]
-    if prediction.robust:
-        own = max(prediction.robust, key=lambda one: one.regret)
-        nominal = max(prediction.robust, key=lambda one: one.nominal_regret)
-        lines.append(
-            f"robust: over {len(prediction.robust)} scenarios never more than {own.regret:.2%} above the best plan "
-            f"({own.scenario}); the plan for the profile as it is: {nominal.nominal_regret:.2%} ({nominal.scenario})"
-        )
-    return Text("\n".join([*lines, *(f"warning: {warning}" for warning in prediction.warnings)]))
+    with console.capture() as captured:
+        console.print(what)
+    show(captured.get().removesuffix("\n"))
 
 
 def explanation(
@@ -69,21 +46,6 @@ def explanation(
     if runners_up:
         parts.append(_runners_up_table(estimate, runners_up))
     return Group(*parts)
-
-
-def runs_words(plan: Plan) -> list[str]:
-    """A plan's shape, and the strategies of its layers."""
-    return [
-        shape_words(plan),
-        *(run for stage in plan.stages for own in stage.layers for run in layer_runs(plan, *own)),
-    ]
-
-
-def _memory_line(estimate: Estimate, budget_bytes: int | None) -> str:
-    line = f"memory of the fullest rank {estimate.memory_bytes / MIB:.1f} MiB"
-    if budget_bytes is None:
-        return line
-    return f"{line} of {budget_bytes / MIB:.1f} MiB ({estimate.memory_bytes / budget_bytes:.1%})"
 
 
 def _stage_table(title: str, stages: int) -> Table:

@@ -3,9 +3,19 @@
 from itertools import groupby
 
 from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Estimate, Prediction
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 
-__all__ = ["MIB", "headline", "layer_runs", "range_words", "shape_words", "stage_lines", "strategy_words"]
+__all__ = [
+    "MIB",
+    "headline",
+    "layer_runs",
+    "plan_summary",
+    "range_words",
+    "runs_words",
+    "stage_lines",
+    "strategy_words",
+]
 
 MIB = 2**20
 
@@ -64,3 +74,44 @@ def stage_lines(plan: Plan) -> list[str]:
         ranks = f"ranks {stage.ranks[0]}-{stage.ranks[-1]}" if len(stage.ranks) > 1 else f"rank {stage.ranks[0]}"
         lines += [f"  stage {index} ({ranks})", *(f"    {part}" for part in parts)]
     return lines
+
+
+def runs_words(plan: Plan) -> list[str]:
+    """A plan's shape, and the strategies of its layers."""
+    return [
+        shape_words(plan),
+        *(run for stage in plan.stages for own in stage.layers for run in layer_runs(plan, *own)),
+    ]
+
+
+def plan_summary(plan: Plan, prediction: Prediction) -> str:
+    """The plan, its predicted time and memory, and the proof in a few lines."""
+    estimate, proof = prediction.estimate, prediction.proof
+    lines = [
+        headline(plan),
+        *stage_lines(plan),
+        f"predicted {estimate.simulated_step_time_s * 1e3:.3f} ms a step, {estimate.samples_per_s:.6g} samples/s",
+        _memory_line(estimate, prediction.memory_budget_bytes),
+    ]
+    if proof is not None:
+        lines.append(
+            f"proof: {proof.objective} {proof.objective_s * 1e3:.3f} ms, no plan of the space is below "
+            f"{proof.objective_bound_s * 1e3:.3f} ms (gap {proof.gap:.2%}); {proof.solved} of {proof.examined} cases "
+            "were solved, the bounds ruled out the others"
+        )
+        lines += [] if proof.certificate is None else [f"certificate: {proof.certificate}"]
+    if prediction.robust:
+        own = max(prediction.robust, key=lambda one: one.regret)
+        nominal = max(prediction.robust, key=lambda one: one.nominal_regret)
+        lines.append(
+            f"robust: over {len(prediction.robust)} scenarios never more than {own.regret:.2%} above the best plan "
+            f"({own.scenario}); the plan for the profile as it is: {nominal.nominal_regret:.2%} ({nominal.scenario})"
+        )
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in prediction.warnings)])
+
+
+def _memory_line(estimate: Estimate, budget_bytes: int | None) -> str:
+    line = f"memory of the fullest rank {estimate.memory_bytes / MIB:.1f} MiB"
+    if budget_bytes is None:
+        return line
+    return f"{line} of {budget_bytes / MIB:.1f} MiB ({estimate.memory_bytes / budget_bytes:.1%})"

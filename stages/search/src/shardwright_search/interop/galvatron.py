@@ -8,13 +8,12 @@ tensor parallelism shares the sequence is an option of the run, not of the file.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.plan import Attention, GradientReduction, PipelineStage, Plan, Precision, Schedule
+from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_search.interop.galvatron_file import (
     DataParallelType,
@@ -23,8 +22,9 @@ from shardwright_search.interop.galvatron_file import (
     galvatron_keys,
 )
 from shardwright_search.interop.stages import Exported, Target, check_stages, elements, kernel_notes
+from shardwright_search.options import GalvatronRun
 
-__all__ = ["Unsaid", "galvatron_file", "galvatron_strategy", "plan_of_galvatron"]
+__all__ = ["galvatron_file", "galvatron_strategy", "plan_of_galvatron"]
 
 _TARGET = "Galvatron"
 _DEFAULTS: dict[DataParallel, DataParallelType] = {DataParallel.DDP: "ddp", DataParallel.ZERO2: "zero2"}
@@ -32,21 +32,9 @@ _UNUSED_DEFAULT: DataParallelType = "zero2"
 """Written where nothing is left to `default_dp_type`; Galvatron's own launch scripts ask for it."""
 
 
-class Unsaid(NamedTuple):
-    """What a plan needs and Galvatron's file leaves to the options of a run."""
-
-    name: str
-    tensor_sequence_parallel: Literal["none", "megatron"] | None
-    """Whether the run has `--sequence-parallel`; None: not told."""
-    gradient_reduction: GradientReduction
-    """every_microbatch is its `--no_async_grad_reduce`."""
-    precision: Precision
-    attention: Attention
-    num_microbatches: int | None
-    """Instead of the file's `chunks`."""
-
-
-def plan_of_galvatron(given: GalvatronStrategy, model: Model, cluster: Cluster, unsaid: Unsaid, file: Path) -> Plan:
+def plan_of_galvatron(
+    name: str, given: GalvatronStrategy, model: Model, cluster: Cluster, run: GalvatronRun, file: Path
+) -> Plan:
     """The plan that Galvatron would run.
 
     Raises BadInput where the model or the cluster is another one, and where microbatches would differ in size.
@@ -59,20 +47,20 @@ def plan_of_galvatron(given: GalvatronStrategy, model: Model, cluster: Cluster, 
         what = f"it has {len(given.layers)} layers, model {model.name} {len(model.layers)}"
         raise BadInput(file, what, "pass the model it was made for")
     width = cluster.num_devices // pp_size
-    vocabulary = _strategy("vtp", given.vocabulary, given, width, unsaid, file)
+    vocabulary = _strategy("vtp", given.vocabulary, given, width, run, file)
     cuts = [sum(given.pp_division[:i]) for i in range(pp_size + 1)]
     try:
         return Plan(
-            name=unsaid.name,
+            name=name,
             model=model,
             cluster=cluster,
             global_batch_size=given.global_bsz,
-            num_microbatches=unsaid.num_microbatches or _num_microbatches(given, vocabulary.dp_size, file),
+            num_microbatches=run.num_microbatches or _num_microbatches(given, vocabulary.dp_size, file),
             # Without a pipeline Galvatron ignores pipeline_type and takes one microbatch after the other.
             schedule=Schedule.GPIPE if given.pipeline_type == "gpipe" and pp_size > 1 else Schedule.ONE_F_ONE_B,
-            gradient_reduction=unsaid.gradient_reduction,
-            precision=unsaid.precision,
-            attention=unsaid.attention,
+            gradient_reduction=run.gradient_reduction,
+            precision=run.precision,
+            attention=run.attention,
             stages=tuple(
                 PipelineStage(ranks=tuple(range(i * width, (i + 1) * width)), layers=((cuts[i], cuts[i + 1]),))
                 for i in range(pp_size)
@@ -80,7 +68,7 @@ def plan_of_galvatron(given: GalvatronStrategy, model: Model, cluster: Cluster, 
             embedding=vocabulary,
             head=vocabulary,
             layers=tuple(
-                _layer(_strategy(f"tp_sizes_enc of layer {i}", layer, given, width, unsaid, file), layer, kind)
+                _layer(_strategy(f"tp_sizes_enc of layer {i}", layer, given, width, run, file), layer, kind)
                 for i, (layer, kind) in enumerate(zip(given.layers, model.layers, strict=True))
             ),
         )
@@ -138,17 +126,17 @@ def _num_microbatches(given: GalvatronStrategy, dp_size: int, file: Path) -> int
 
 
 def _strategy(
-    where: str, layer: GalvatronLayer, given: GalvatronStrategy, width: int, unsaid: Unsaid, file: Path
+    where: str, layer: GalvatronLayer, given: GalvatronStrategy, width: int, run: GalvatronRun, file: Path
 ) -> Strategy:
     if layer.tp_size < 1 or width % layer.tp_size:
         what = f"{where}: {layer.tp_size} does not divide the {width} ranks of a pipeline stage"
         raise BadInput(file, what, "pass the cluster it was made for")
     sequence_parallel = SequenceParallel.ULYSSES if layer.ulysses else SequenceParallel.NONE
     if layer.tp_size > 1 and not layer.ulysses:
-        if unsaid.tensor_sequence_parallel is None:
+        if run.sequence_parallel is None:
             what = f"{where} is {layer.tp_size}, and the file does not say whether such layers share the sequence"
             raise BadInput(file, what, "say it: --sequence-parallel none or megatron")
-        sequence_parallel = SequenceParallel(unsaid.tensor_sequence_parallel)
+        sequence_parallel = SequenceParallel(run.sequence_parallel)
     return effective(
         Strategy(
             tp_size=layer.tp_size,

@@ -1,42 +1,19 @@
 """A plan that spreads every layer alike: Galvatron's GLOBAL mode, made without profiles."""
 
-from typing import NamedTuple
+from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Attention, GradientReduction, PipelineStage, Plan, Precision, Schedule
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.plan import PipelineStage, Plan
+from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_search.options import UniformRequest
 
-__all__ = ["UniformRequest", "even_cuts", "uniform_plan"]
-
-
-class UniformRequest(NamedTuple):
-    """The one strategy of all layers, that of embedding and head, and how a step is scheduled."""
-
-    name: str
-    global_batch_size: int
-    num_microbatches: int
-    tp_size: int
-    pp_size: int
-    data_parallel: DataParallel
-    sequence_parallel: SequenceParallel
-    recompute: Recompute
-    schedule: Schedule
-    precision: Precision
-    attention: Attention
-    tp_consecutive: bool = True
-    layer_ranges: int = 1
-    """Layer ranges of a pipeline stage; several when the schedule is interleaved."""
-    gradient_reduction: GradientReduction = GradientReduction.DEFERRED
-    vocabulary_tp_size: int | None = None
-    """Of embedding and head, as are the next two; None: as the layers."""
-    vocabulary_data_parallel: DataParallel | None = None
-    vocabulary_sequence_parallel: SequenceParallel | None = None
+__all__ = ["even_cuts", "uniform_plan"]
 
 
-def uniform_plan(request: UniformRequest, model: Model, cluster: Cluster) -> Plan:
+def uniform_plan(name: str, request: UniformRequest, model: Model, cluster: Cluster) -> Plan:
     """The plan with evenly cut layers.
 
     Raises BadInput when the numbers do not divide one another.
@@ -44,10 +21,10 @@ def uniform_plan(request: UniformRequest, model: Model, cluster: Cluster) -> Pla
     width = _stage_width(request, model, cluster)
     layer = _strategy(request, width)
     vocabulary = _vocabulary(request, width)
-    fields = {name: getattr(layer, name) for name in Strategy.__struct_fields__}
+    fields = {field: getattr(layer, field) for field in Strategy.__struct_fields__}
     try:
         return Plan(
-            name=request.name,
+            name=name,
             model=model,
             cluster=cluster,
             global_batch_size=request.global_batch_size,
@@ -59,10 +36,10 @@ def uniform_plan(request: UniformRequest, model: Model, cluster: Cluster) -> Pla
             stages=_stages(request, len(model.layers), width),
             embedding=vocabulary,
             head=vocabulary,
-            layers=tuple(LayerStrategy(**fields, type=name, recompute=request.recompute) for name in model.layers),
+            layers=tuple(LayerStrategy(**fields, type=kind, recompute=request.recompute) for kind in model.layers),
         )
     except ValueError as error:
-        raise BadInput(f"uniform plan {request.name}", str(error), "choose sizes that divide one another") from None
+        raise BadInput(f"uniform plan {name}", str(error), "choose sizes that divide one another") from None
 
 
 def even_cuts(layers: int, pp_size: int) -> tuple[int, ...]:
@@ -80,7 +57,7 @@ def even_cuts(layers: int, pp_size: int) -> tuple[int, ...]:
 def _stage_width(request: UniformRequest, model: Model, cluster: Cluster) -> int:
     """Ranks of a pipeline stage."""
     devices = cluster.num_devices
-    for name, tp_size in (("tp", request.tp_size), ("vocab-tp", request.vocabulary_tp_size or 1)):
+    for name, tp_size in (("tp", request.tp_size), ("vocab-tp", request.vocab_tp_size or 1)):
         if devices % (request.pp_size * tp_size):
             what = f"{name} {tp_size} x pp {request.pp_size} does not divide {devices} devices"
             raise BadInput(f"cluster {cluster.name}", what, "choose divisors")
@@ -106,10 +83,11 @@ def _strategy(request: UniformRequest, width: int) -> Strategy:
 
 def _vocabulary(request: UniformRequest, width: int) -> Strategy:
     """As the layers where nothing else is asked for."""
-    own = request._replace(
-        tp_size=request.vocabulary_tp_size or request.tp_size,
-        data_parallel=request.vocabulary_data_parallel or request.data_parallel,
-        sequence_parallel=request.vocabulary_sequence_parallel or request.sequence_parallel,
+    own = replace(
+        request,
+        tp_size=request.vocab_tp_size or request.tp_size,
+        data_parallel=request.vocab_data_parallel or request.data_parallel,
+        sequence_parallel=request.vocab_sequence_parallel or request.sequence_parallel,
     )
     return _strategy(own, width)
 

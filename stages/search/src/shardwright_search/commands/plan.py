@@ -1,0 +1,45 @@
+"""`shardwright-search plan`: the best plan within a budget, with its proof."""
+
+from shardwright_formats.command import show
+from shardwright_formats.io.errors import NothingFits
+from shardwright_formats.io.json import read_document
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import Model
+from shardwright_search.commands.inputs import read_inputs
+from shardwright_search.commands.prediction import prediction_of_searched, written
+from shardwright_search.commands.progress import progress
+from shardwright_search.explain.wording import plan_summary
+from shardwright_search.options import PlanOptions
+from shardwright_search.search import find_best
+from shardwright_search.space.budget import Infeasible, budgets_of
+from shardwright_search.space.request import SearchRequest
+
+__all__ = ["plan"]
+
+
+def plan(options: PlanOptions) -> None:
+    """Find the best plan, and write it and its prediction."""
+    request = read_document(options.search, SearchRequest)
+    cluster, model = read_document(options.cluster, Cluster), read_document(options.model, Model)
+    inputs = read_inputs(options)
+    given = request, model, cluster, inputs.profiles, options.search
+    certificate = None
+    if options.prove:
+        # Imported where it is asked for; HiGHS is missed before the search, not after it.
+        from shardwright_search.certify import prove
+        from shardwright_search.solver.milp import highs_version
+
+        highs_version()
+    with progress() as report:
+        found = find_best(*given, report, options.time_limit)
+        if isinstance(found, Infeasible):
+            from shardwright_search.explain.remedies import further_remedies
+
+            raise NothingFits(f"{options.search}: {found.reason}{further_remedies(*given)}")
+        if options.prove:
+            certificate = prove(found, *given, options.prove_time_limit, report)
+    files = {"cluster": options.cluster, "model": options.model, "search": options.search} | inputs.files
+    budget_bytes = min(budgets_of(request, cluster, options.search).values())
+    prediction = prediction_of_searched(found, request, budget_bytes, files, inputs.warnings, certificate)
+    with written(options.out, found.chosen.plan, prediction):
+        show(plan_summary(found.chosen.plan, prediction))

@@ -1,0 +1,253 @@
+"""What the commands of shardwright-search are asked: every option, said once."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import field
+
+from shardwright_formats.command import POSITIONAL, Off, Options
+from shardwright_formats.types.limits import Count, Seconds
+from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.cost_model.time_model import TimeModel
+
+__all__ = [
+    "CorrectOptions",
+    "EvaluateOptions",
+    "ExplainOptions",
+    "ExportOptions",
+    "GalvatronRun",
+    "ImportGalvatronOptions",
+    "PlanOptions",
+    "ProfileOptions",
+    "SelectOptions",
+    "SimulateOptions",
+    "System",
+    "UniformOptions",
+    "UniformRequest",
+]
+
+DType = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+class ProfileOptions(Options, frozen=True, kw_only=True):
+    """What plans are priced with."""
+
+    hardware: Path
+    """Hardware profile of the cluster (HDF5)."""
+    profile: Path
+    """Model profile on the cluster's device (HDF5)."""
+    correction: Path | None = None
+    """What measured plans taught (shardwright.correction, JSON), to be applied."""
+
+
+class PlanOptions(ProfileOptions, frozen=True, kw_only=True):
+    """Find the best plan that fits the memory budget of the search file, and prove it.
+
+    Ctrl-C takes the best plan so far, with the gap that is proven.
+    """
+
+    cluster: Path
+    """Cluster file (shardwright.cluster, JSON)."""
+    model: Path
+    """Model description (shardwright.model, JSON)."""
+    search: Path
+    """Search file (shardwright.search, JSON); its memory_gib is in GiB."""
+    out: Path
+    """Plan file to write; PLAN.prediction.json is written beside it."""
+    time_limit: Seconds | None = None
+    """Seconds after which the best plan so far is taken, with its gap."""
+    prove: bool = False
+    """Let HiGHS look for a better plan, too."""
+    prove_time_limit: Seconds = 60.0
+    """Seconds that HiGHS may take for all configurations."""
+
+
+class EvaluateOptions(ProfileOptions, frozen=True, kw_only=True):
+    """Predict step time (s) and memory (bytes) of any plan."""
+
+    plan: Annotated[Path, POSITIONAL]
+    """Plan file (shardwright.plan, JSON)."""
+    out: Path
+    """Prediction file to write (shardwright.prediction, JSON)."""
+    time_model: TimeModel = TimeModel.INTERPOLATE
+    """How times are read off the profile; sequence: at any length, too."""
+
+
+class SimulateOptions(ProfileOptions, frozen=True, kw_only=True):
+    """Simulate a step of a plan: its time (ms), a lower bound, the closed form, and how much each stage idles."""
+
+    plan: Annotated[Path, POSITIONAL]
+    """Plan file (shardwright.plan, JSON)."""
+    svg: Path | None = None
+    """Picture of the timeline to write; its axis is in ms."""
+    trace: Path | None = None
+    """Chrome trace to write (JSON, for Perfetto; times in µs)."""
+    time_model: TimeModel = TimeModel.INTERPOLATE
+    """How times are read off the profile; sequence: at any length, too."""
+
+
+class ExplainOptions(ProfileOptions, frozen=True, kw_only=True):
+    """Show time (ms) and memory (MiB) of a plan by term and pipeline stage, what binds, and the runners-up.
+
+    With --search also the best plan of each neighbouring kind, and what more memory, faster links or a node would
+    bring. With OTHER also how the two plans differ.
+    """
+
+    plan: Annotated[Path, POSITIONAL]
+    """Plan file (shardwright.plan, JSON)."""
+    other: Annotated[Path | None, POSITIONAL] = None
+    """A second plan for the same model, to be compared."""
+    search: Path | None = None
+    """The search file that made PLAN: tells of neighbouring kinds and of more means."""
+    time_limit: Seconds | None = None
+    """Seconds for each search that --search asks."""
+
+
+class CorrectOptions(Options, frozen=True, kw_only=True):
+    """Learn from measured plans by which factor each term of a prediction is off; the profiles stay as they are.
+
+    A search uses the factors only where it is given the file with --correction.
+    """
+
+    measurements: Annotated[tuple[Path, ...], POSITIONAL]
+    """Measured plans (JSON)."""
+    hardware: Path
+    """Hardware profile that the plans were predicted with (HDF5)."""
+    profile: Path
+    """Model profile that the plans were predicted with (HDF5)."""
+    out: Path
+    """Correction file to write (shardwright.correction, JSON)."""
+
+
+class SelectOptions(Options, frozen=True, kw_only=True):
+    """Take the measured plan with the least time per sample (s) whose measured memory (bytes) fits the budget."""
+
+    measurement: Annotated[Path, POSITIONAL]
+    """The plan and its runners-up as measured (JSON)."""
+    plan: Path
+    """The searched plan; its prediction beside it has the memory budget."""
+    out: Path
+    """Plan file to write: the measured winner."""
+
+
+class UniformRequest(Options, frozen=True, kw_only=True):
+    """The one strategy of all layers, that of embedding and head, and how a step is scheduled."""
+
+    global_batch_size: Count
+    """Samples of a step."""
+    num_microbatches: Count = 1
+    """Microbatches of a step."""
+    tp_size: Count = field(default=1, name="tp")
+    """tp_size: ranks of a tensor-parallel group."""
+    tp_consecutive: Annotated[bool, Off("--tp-strided")] = True
+    """Groups of neighbouring ranks, or of ranks dp apart."""
+    pp_size: Count = field(default=1, name="pp")
+    """pp_size: pipeline stages."""
+    data_parallel: DataParallel = DataParallel.DDP
+    """What data-parallel ranks share."""
+    sequence_parallel: SequenceParallel = SequenceParallel.NONE
+    """How a tensor-parallel group shares the sequence."""
+    recompute: Recompute = Recompute.NONE
+    """Which activations are computed again in backward."""
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    """Order of the microbatches."""
+    layer_ranges: Count = 1
+    """Layer ranges of a pipeline stage, with --schedule interleaved_1f1b."""
+    gradient_reduction: GradientReduction = GradientReduction.DEFERRED
+    """When gradients are reduced."""
+    vocab_tp_size: Count | None = field(default=None, name="vocab_tp")
+    """tp_size of embedding and head; by default the layers'."""
+    vocab_data_parallel: DataParallel | None = None
+    """The same for embedding and head; by default the layers'."""
+    vocab_sequence_parallel: SequenceParallel | None = None
+    """The same for embedding and head; by default the layers'."""
+    precision_parameters: DType = "float32"
+    """Type of stored parameters."""
+    precision_compute: DType = "float32"
+    """Type of forward and backward."""
+    precision_reduce: DType = "float32"
+    """Type of gradient reduction."""
+    attention: Attention = Attention.AUTO
+    """Attention kernel."""
+
+    @property
+    def precision(self) -> Precision:
+        """The three types together."""
+        return Precision(
+            parameters=self.precision_parameters, compute=self.precision_compute, reduce=self.precision_reduce
+        )
+
+
+class UniformOptions(UniformRequest, frozen=True, kw_only=True):
+    """Write the plan that shards every layer alike; with profiles its predicted time (s) and memory (bytes) too."""
+
+    cluster: Path
+    """Cluster file (shardwright.cluster, JSON)."""
+    model: Path
+    """Model description (shardwright.model, JSON)."""
+    out: Path
+    """Plan file to write."""
+    name: str | None = None
+    """Name of the plan; by default the file's."""
+    hardware: Path | None = None
+    """Hardware profile (HDF5): with --profile, PLAN.prediction.json is written too."""
+    profile: Path | None = None
+    """Model profile (HDF5): see --hardware."""
+
+
+class System(StrEnum):
+    """Whom plans are exported for."""
+
+    GALVATRON = "galvatron"
+    MEGATRON = "megatron"
+    TORCHTITAN = "torchtitan"
+
+
+class ExportOptions(Options, frozen=True, kw_only=True):
+    """Write a plan for another system, or say in one line what that system cannot express."""
+
+    plan: Annotated[Path, POSITIONAL]
+    """Plan file (shardwright.plan, JSON)."""
+    to: System
+    """The system that is to run the plan."""
+    out: Path
+    """Its file: JSON, command-line arguments or TOML."""
+
+
+class GalvatronRun(Options, frozen=True, kw_only=True):
+    """What a plan needs and Galvatron's strategy file leaves to the options of a run."""
+
+    sequence_parallel: Literal["none", "megatron"] | None = None
+    """Whether the run has Galvatron's --sequence-parallel; needed where tp is above 1."""
+    gradient_reduction: GradientReduction = GradientReduction.DEFERRED
+    """every_microbatch for its --no_async_grad_reduce."""
+    num_microbatches: Count | None = None
+    """Instead of the file's chunks, where those are of unequal size."""
+    precision_compute: DType = "bfloat16"
+    """Its --mixed_precision: type of forward and backward."""
+    precision_reduce: DType | None = None
+    """float32 for its --reduce_in_fp32; by default as computed."""
+    attention: Attention = Attention.AUTO
+    """Attention kernel."""
+
+    @property
+    def precision(self) -> Precision:
+        """The types together; parameters are kept in float32."""
+        return Precision(compute=self.precision_compute, reduce=self.precision_reduce or self.precision_compute)
+
+
+class ImportGalvatronOptions(GalvatronRun, frozen=True, kw_only=True):
+    """Write the plan that Galvatron would run; options stand for those of its run that its file does not hold."""
+
+    config: Annotated[Path, POSITIONAL]
+    """Galvatron's strategy file (JSON)."""
+    cluster: Path
+    """Cluster file (shardwright.cluster, JSON)."""
+    model: Path
+    """Model description (shardwright.model, JSON)."""
+    out: Path
+    """Plan file to write."""
+    name: str | None = None
+    """Name of the plan; by default the file's."""
