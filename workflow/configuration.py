@@ -89,6 +89,11 @@ class Workflow:
         inherited = {key: profile[key] for key in ("precision", "attention") if key in profile}
         return _document(SearchRequest, {"name": name} | inherited | asked)
 
+    def describe_options(self, described: str) -> list[str]:
+        """What `shardwright-train describe` is told of MODEL, or of MODEL@LENGTH."""
+        model, _, length = described.partition("@")
+        return _options({"name": model, "sequence_length": length or self.sequence_length(model)})
+
     def measure_options(self, model: str) -> list[str]:
         """How long the probes of a model are measured, as options of `shardwright-train measure`."""
         known = ("steps", "warmup_steps", "min_time_s")

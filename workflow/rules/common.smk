@@ -27,7 +27,7 @@ wildcard_constraints:
     run="[^/]+",
     data="[^/]+",
     name="[^/]+",
-    length="[0-9]+",
+    described="[^/@]+(@[0-9]+)?",
 
 
 localrules:

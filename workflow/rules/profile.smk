@@ -24,50 +24,25 @@ def described(wildcards):
     ]
 
 
+# A model, or as MODEL@LENGTH the same at another sequence length, for its profile.
 rule describe:
     input:
-        config="results/models/{model}/config.json",
+        config=lambda wildcards: f"results/models/{wildcards.described.partition('@')[0]}/config.json",
     output:
-        model="results/models/{model}.json",
+        model="results/models/{described}.json",
     log:
-        "results/logs/describe/{model}.log",
+        "results/logs/describe/{described}.log",
     benchmark:
-        "results/benchmarks/describe/{model}.tsv"
-    threads: 1
+        "results/benchmarks/describe/{described}.tsv"
     resources:
         mem_mb=4000,
-        runtime=10,
     params:
         folder=lambda wildcards, input: Path(input.config).parent,
-        sequence_length=lambda wildcards: CONFIG.sequence_length(wildcards.model),
+        options=lambda wildcards: CONFIG.describe_options(wildcards.described),
     message:
-        "describe the model {wildcards.model}"
+        "describe the model {wildcards.described}"
     shell:
-        "shardwright-train describe {params.folder} --name {wildcards.model}"
-        " --sequence-length {params.sequence_length} --out {output.model} 2> {log}"
-
-
-# The same model at another sequence length, for its profile.
-rule describe_length:
-    input:
-        config="results/models/{model}/config.json",
-    output:
-        model="results/models/{model}@{length}.json",
-    log:
-        "results/logs/describe/{model}@{length}.log",
-    benchmark:
-        "results/benchmarks/describe/{model}@{length}.tsv"
-    threads: 1
-    resources:
-        mem_mb=4000,
-        runtime=10,
-    params:
-        folder=lambda wildcards, input: Path(input.config).parent,
-    message:
-        "describe the model {wildcards.model} at {wildcards.length} tokens"
-    shell:
-        "shardwright-train describe {params.folder} --name {wildcards.model}"
-        " --sequence-length {wildcards.length} --out {output.model} 2> {log}"
+        "shardwright-train describe {params.folder} {params.options} --out {output.model} 2> {log}"
 
 
 rule hardware:
@@ -104,10 +79,6 @@ rule analytic_hardware:
         "results/benchmarks/analytic_hardware/{cluster}.tsv"
     wildcard_constraints:
         cluster=CONFIG.analytic_clusters(),
-    threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=10,
     params:
         network=lambda wildcards: CONFIG.options(
             "clusters",
@@ -134,10 +105,6 @@ rule analytic_profile:
         "results/benchmarks/analytic_profile/{model}@{node_type}.tsv"
     wildcard_constraints:
         model=CONFIG.analytic_models(),
-    threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=10,
     params:
         models=lambda wildcards, input: [f"--model {path}" for path in input.models],
     message:
@@ -158,10 +125,6 @@ rule probes:
         "results/logs/probes/{model}@{node_type}.log",
     benchmark:
         "results/benchmarks/probes/{model}@{node_type}.tsv"
-    threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=10,
     params:
         models=lambda wildcards, input: [f"--model {path}" for path in input.models],
     message:
@@ -205,10 +168,6 @@ rule fit:
         "results/logs/fit/{model}@{node_type}.log",
     benchmark:
         "results/benchmarks/fit/{model}@{node_type}.tsv"
-    threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=10,
     message:
         "fit the profile of {wildcards.model} on {wildcards.node_type}"
     shell:
@@ -224,10 +183,6 @@ rule picture:
         "results/logs/picture/{model}@{node_type}.log",
     benchmark:
         "results/benchmarks/picture/{model}@{node_type}.tsv"
-    threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=10,
     message:
         "draw the profile of {wildcards.model} on {wildcards.node_type}"
     shell:

@@ -100,10 +100,6 @@ rule reference_sdist:
         "results/logs/reference/sdist.log",
     benchmark:
         "results/benchmarks/reference/sdist.tsv"
-    threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=30,
     params:
         line=f"{GALVATRON['requirement']} --hash=sha256:{GALVATRON['sha256']}",
         name=GALVATRON["requirement"].partition("==")[0],
@@ -136,7 +132,6 @@ rule reference_model:
         "results/logs/reference/describe/{described}-{length}.log",
     benchmark:
         "results/benchmarks/reference/describe/{described}-{length}.tsv"
-    threads: 1
     resources:
         mem_mb=4000,
         runtime=10,
@@ -158,10 +153,6 @@ rule reference_hardware:
         "results/logs/reference/hardware/{machine}.log",
     benchmark:
         "results/benchmarks/reference/hardware/{machine}.tsv"
-    threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=10,
     params:
         tables=galvatron_tables,
         device=GALVATRON["device"],
@@ -188,10 +179,6 @@ rule reference_profile:
         "results/logs/reference/profiles/{published}.log",
     benchmark:
         "results/benchmarks/reference/profiles/{published}.tsv"
-    threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=10,
     params:
         files=lambda wildcards: galvatron_files(wildcards, wildcards.published),
         models=lambda wildcards, input: " ".join(
@@ -220,10 +207,6 @@ rule reference_flat_profile:
         "results/logs/reference/profiles/{flat}.log",
     benchmark:
         "results/benchmarks/reference/profiles/{flat}.tsv"
-    threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=10,
     params:
         files=lambda wildcards: galvatron_files(wildcards, wildcards.flat),
         types=lambda wildcards: " ".join(
@@ -251,10 +234,6 @@ rule reference_fasop_hardware:
         "results/logs/reference/hardware/{fasop_machine}.log",
     benchmark:
         "results/benchmarks/reference/hardware/{fasop_machine}.tsv"
-    threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=10,
     params:
         machine=lambda wildcards: FASOP["hardware"][wildcards.fasop_machine],
     message:
@@ -281,10 +260,6 @@ rule reference_fasop_profile:
         "results/logs/reference/profiles/{fasop_profile}.log",
     benchmark:
         "results/benchmarks/reference/profiles/{fasop_profile}.tsv"
-    threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=10,
     params:
         of=lambda wildcards: FASOP_PROFILES[wildcards.fasop_profile],
         ratio=REFERENCE["backward_ratio"],

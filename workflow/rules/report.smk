@@ -34,10 +34,6 @@ rule report:
         "results/logs/report.log",
     benchmark:
         "results/benchmarks/report.tsv"
-    threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=10,
     params:
         scripts=ROOT / "workflow/scripts",
         of="--results results"

@@ -19,7 +19,6 @@ rule search:
         "results/logs/search/{search}.log",
     benchmark:
         "results/benchmarks/search/{search}.tsv"
-    threads: 1
     resources:
         mem_mb=4000,
         runtime=60,
@@ -50,10 +49,6 @@ rule grid:
         "results/logs/grid.log",
     benchmark:
         "results/benchmarks/grid.tsv"
-    threads: 1
-    resources:
-        mem_mb=1000,
-        runtime=10,
     message:
         "write the table of all plans"
     shell:

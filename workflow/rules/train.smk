@@ -14,7 +14,6 @@ rule prepare:
         "results/logs/prepare/{data}.log",
     benchmark:
         "results/benchmarks/prepare/{data}.tsv"
-    threads: 1
     resources:
         mem_mb=4000,
         runtime=60,
@@ -94,10 +93,6 @@ rule select:
         "results/logs/select/{search}.log",
     benchmark:
         "results/benchmarks/select/{search}.tsv"
-    threads: 1
-    resources:
-        mem_mb=1000,
-        runtime=10,
     message:
         "select the measured winner of {wildcards.search}"
     shell:
@@ -116,10 +111,6 @@ rule correct:
         "results/logs/correct/{search}.log",
     benchmark:
         "results/benchmarks/correct/{search}.tsv"
-    threads: 1
-    resources:
-        mem_mb=1000,
-        runtime=10,
     params:
         profiles=lambda wildcards, input: [
             f"--profile {path}" for path in input.profiles
