@@ -1,5 +1,6 @@
 """The front door of all commands."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -177,3 +178,26 @@ def test_a_file_size_limit_is_one_line(tmp_path):
     ended = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and "out" in ended.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_runs_the_commands_of_a_file_in_order_until_one_fails(tmp_path):
+    names = ("a", "b 'c", "d")
+    lines = [f"write p --out {shlex.quote(str(tmp_path / name))}  # as a shell would" for name in names]
+    (tmp_path / "all").write_text("\n".join([lines[0], "", lines[1], "import fail nothing", lines[2]]))
+    called = call(APP, "batch", tmp_path / "all")
+    assert (called.exit_code, called.stdout) == (3, "a\nb 'c\n")
+    assert [(tmp_path / name).exists() for name in names] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("write 'p", "line 2: No closing quotation: quote as for a shell"),
+        ("batch all", "line 2: a batch within a batch"),
+        ("rite p", "there is no command 'rite p'"),
+    ],
+)
+def test_a_line_of_a_batch_that_is_no_command_is_told(tmp_path, line, told):
+    (tmp_path / "all").write_text(f"# all\n{line}\n")
+    called = call(APP, "batch", tmp_path / "all")
+    assert called.exit_code == 2 and told in called.stderr and len(called.stderr.splitlines()) == 1

@@ -1,20 +1,29 @@
 """A command line: names of commands, their options, and where the functions lie that run them."""
 
+import shlex
 import shutil
 import textwrap
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 from shardwright_formats.command.faults import show
-from shardwright_formats.command.options import Option, Options, options_of
+from shardwright_formats.command.options import POSITIONAL, Option, Options, options_of
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.schema.field_docs import class_doc, field_docs
 
 __all__ = ["Command", "CommandLine"]
 
 _HELP = ("-h", "--help")
+
+
+class BatchOptions(Options, frozen=True, kw_only=True):
+    """Run many commands in one process; the first that fails ends it, and what others before it wrote stays."""
+
+    file: Annotated[Path, POSITIONAL]
+    """Text: on each line the words of one command, quoted as for a shell; # begins a comment."""
 
 
 class Command(NamedTuple):
@@ -54,19 +63,38 @@ class CommandLine(NamedTuple):
 
     def call(self, arguments: Sequence[str]) -> int:
         """Run what the arguments ask for; its exit code."""
-        for name, command in self.commands.items():
+        for name, command in self._all.items():
             words = name.split()
             if list(arguments[: len(words)]) == words:
-                command.call(command.parse(f"{self.name} {name}", arguments[len(words) :]))
+                options = command.parse(f"{self.name} {name}", arguments[len(words) :])
+                if isinstance(options, BatchOptions):
+                    self._batch(options.file)
+                else:
+                    command.call(options)
                 return 0
         given = " ".join(word for word in arguments if word not in _HELP)
-        if any(name.startswith(given) for name in self.commands):
+        if any(name.startswith(given) for name in self._all):
             show(self._overview(given))
             return 0 if len(arguments) else BadInput.exit_code
         raise BadInput(self.name, f"there is no command {given!r}", f"see {self.name} --help")
 
+    @property
+    def _all(self) -> Mapping[str, Command]:
+        return {**self.commands, "batch": Command(BatchOptions, "")}
+
+    def _batch(self, file: Path) -> None:
+        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError as error:
+                raise BadInput(file, f"line {number}: {error}", "quote as for a shell") from None
+            if words[:1] == ["batch"]:
+                raise BadInput(file, f"line {number}: a batch within a batch", "list its commands here")
+            if words:
+                self.call(words)
+
     def _overview(self, prefix: str) -> str:
-        rows = {name: each for name, each in self.commands.items() if name.startswith(prefix)}
+        rows = {name: each for name, each in self._all.items() if name.startswith(prefix)}
         width = max(map(len, rows))
         lines = [
             textwrap.fill(
