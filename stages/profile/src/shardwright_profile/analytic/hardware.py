@@ -9,7 +9,7 @@ from shardwright_formats.io.hdf5 import Provenance, table_of
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import TABLES, Collective, HardwareProfile
 from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, steps
-from shardwright_profile.hardware.message_kinds import MessageKind, message_kinds, message_sizes
+from shardwright_profile.hardware.sweep_plan import CollectiveKind, SizeRange, collective_kinds
 
 __all__ = ["Network", "analytic_hardware", "kind_time_s"]
 
@@ -55,7 +55,7 @@ def analytic_hardware(
     )
 
 
-def kind_time_s(kind: MessageKind, cluster: Cluster, network: Network, message_bytes: int) -> float:
+def kind_time_s(kind: CollectiveKind, cluster: Cluster, network: Network, message_bytes: int) -> float:
     """A kind of message that all its groups exchange at once: the slower of a device's link and a node's network.
 
     A ring crosses the border of a node once each way, and an all_to_all sends from each rank to all ranks of other
@@ -89,8 +89,8 @@ def _leaving_bytes(
 
 
 def _points(cluster: Cluster, network: Network) -> Iterator[tuple[dict[str, object], float]]:
-    for kind in message_kinds(cluster):
-        for message_bytes in message_sizes(kind.key.group_size, _MIN_BYTES, _MAX_BYTES):
+    for kind in collective_kinds(cluster):
+        for message_bytes in SizeRange(_MIN_BYTES, _MAX_BYTES).all(kind.key.group_size):
             row = {
                 **kind.key._asdict(),
                 "message_bytes": message_bytes,
