@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from shardwright_formats.io.errors import RunFailed
 from shardwright_train.cli import app
 from shardwright_train.models.base import Batch
-from shardwright_train.models.masked import Vocabulary, mask_of_kernel
+from shardwright_train.models.masked import Vocabulary, padding_mask
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.vocab import IGNORED
 
@@ -108,9 +108,9 @@ def test_random_batches_have_padding_behind_some_samples() -> None:
 
 def test_flash_attention_gets_the_mask_itself_and_other_kernels_what_they_add() -> None:
     mask = torch.tensor([[True, True, False]])
-    assert mask_of_kernel(mask, torch.bfloat16, "flash_attention_2") is mask
+    assert padding_mask(mask, torch.bfloat16, "flash_attention_2") is mask
     for kernel in ("sdpa", "eager"):
-        added = mask_of_kernel(mask, torch.bfloat16, kernel)
+        added = padding_mask(mask, torch.bfloat16, kernel)
         assert (added.dtype, added.shape) == (torch.bfloat16, (1, 1, 1, 3))
         assert added.flatten().tolist() == [0.0, 0.0, torch.finfo(torch.bfloat16).min]
 
