@@ -183,7 +183,7 @@ class Masked(Text):
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
         """On random tokens, with up to a quarter of padding behind them."""
         length = self.sequence_length
-        text = self._random_text((samples, length), generator)
+        text = self.random_text((samples, length), generator)
         if self.padding is not None:
             kept = length - torch.randint(0, length // 4 + 1, (samples, 1), generator=generator)
             text = text.masked_fill(torch.arange(length) >= kept, self.padding)
@@ -201,13 +201,13 @@ class Masked(Text):
         rank = torch.rand(text.shape, generator=generator).masked_fill(~real, 2.0).argsort(1).argsort(1)
         chosen = real & (rank < (_CHOSEN * real.sum(1, keepdim=True)).round().clamp(min=1))
         draw = torch.rand(text.shape, generator=generator)
-        shown = text.where(draw >= _MASKED + _RANDOM, self._random_text(text.shape, generator))
+        shown = text.where(draw >= _MASKED + _RANDOM, self.random_text(text.shape, generator))
         if self.mask is not None:  # Else the text is random, and a token as good as another.
             shown = shown.where(draw >= _MASKED, torch.tensor(self.mask))
         labels = text.where(chosen, torch.tensor(IGNORED))
         return {"tokens": shown.where(chosen, text), "attention_mask": real, "labels": labels}
 
-    def _random_text(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def random_text(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Tokens that are not padding."""
         if self.padding is None:
             return torch.randint(0, self.vocab_size, shape, generator=generator)

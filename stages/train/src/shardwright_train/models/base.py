@@ -40,13 +40,15 @@ class Family:
     head: tuple[str, ...]
     """The modules of the head, the matrix that gives logits last."""
     plan: Mapping[str, str | Rule] = {}
-    """What tensor parallelism cuts and transformers has no plan for, by the ends of paths, in the words of its plans."""
+    """What tensor parallelism cuts where transformers has no plan: by the ends of paths, in the words of its plans."""
     parts: Mapping[str, Parts]
     """Each type of block."""
     divided: tuple[str, ...] = ("num_attention_heads", "intermediate_size")
     """Lengths in the configuration that tensor parallelism must divide: first the heads, which Ulysses divides, too."""
+    undivided: Mapping[str, str] = {}
+    """What tensor parallelism cannot divide, by layer type: one rank has all of it."""
     undivided_by_ulysses: Mapping[str, str] = {}
-    """What Ulysses cannot divide, by layer type: one rank uses all of it."""
+    """The same of Ulysses."""
     counted_per_rank: tuple[str, ...] = ()
     """Attributes of stock modules that count heads or features, of which each rank has its share."""
     shared: tuple[str, ...] = ()
@@ -78,7 +80,8 @@ class Family:
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
         """What the embedding makes of a batch, at this rank's positions."""
-        return (token_embedding(pieces.get_submodule(self.embedding[0]), batch["tokens"], pieces.tensor_parallel),)
+        table: Any = pieces.get_submodule(self.embedding[0])
+        return (token_embedding(table, batch["tokens"], pieces.tensor_parallel),)
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
         """What the matrix of the head is applied to, at this rank's positions."""
@@ -138,7 +141,7 @@ class Family:
         check_only(config, self.only)
         check_sizes(parsed, self._counts, sequence_length)
         self.check(parsed, sequence_length)
-        layers = tuple(kind for kind, parts in self.parts.items() for _ in range(getattr(parsed, parts.count)))
+        layers = tuple(kind for kind, parts in self.parts.items() for _ in range(getattr(parsed, parts.counted_by)))
         stock = skeleton(self.stock, parsed)
         kinds = (EMBEDDING, *dict.fromkeys(layers), HEAD)
         return Model(
@@ -162,7 +165,7 @@ class Family:
     def configuration(self, model: Model) -> Any:
         """The transformers configuration of a described model, number of layers included."""
         return self.configured(
-            model.config | {parts.count: model.layers.count(kind) for kind, parts in self.parts.items()}
+            model.config | {parts.counted_by: model.layers.count(kind) for kind, parts in self.parts.items()}
         )
 
     def constants(self, config: Any, kind: str, positions: slice, example: Tensor, kernel: str) -> dict[str, Any]:
@@ -209,7 +212,7 @@ class Family:
 
     @property
     def _counts(self) -> tuple[str, ...]:
-        return tuple(parts.count for parts in self.parts.values())
+        return tuple(parts.counted_by for parts in self.parts.values())
 
     @cached_property
     def _tied(self) -> tuple[tuple[str, str], ...]:
@@ -230,9 +233,9 @@ class Family:
 
     def _loss(self, pieces: Pieces, states: States, batch: Batch) -> Tensor:
         """The sum of cross entropy over the group's samples; of this rank's own positions under Ulysses."""
-        tensor_parallel, matrix = pieces.tensor_parallel, pieces.get_submodule(self.head[-1])
-        logits = self.logits(pieces, tensor_parallel.enter(self.normed(pieces, states)))
-        return loss_of_logits(logits, batch["labels"], matrix.out_features, tensor_parallel)
+        matrix: Any = pieces.get_submodule(self.head[-1])
+        logits = self.logits(pieces, pieces.tensor_parallel.enter(self.normed(pieces, states)))
+        return loss_of_logits(logits, batch["labels"], matrix.out_features, pieces.tensor_parallel)
 
     def _described(self, stock: Any, kind: str, sequence_length: int) -> LayerType:
         config, inside = stock.config, kind in self.parts
@@ -253,17 +256,14 @@ class Family:
             parameters=parameters,
             forward_flops_per_sample=_forward_flops(module, config, attention)
             * (objective.labels if kind == HEAD else self.computed_positions(kind, sequence_length)),
-            tp_must_divide={key: getattr(config, key) for key in self.divided} if inside else {},
-            ulysses_must_divide=self._divided_by_ulysses(config, kind),
+            tp_must_divide=_lengths(config, self.divided if inside else (), self.undivided.get(kind)),
+            ulysses_must_divide=_lengths(
+                config, self.divided[:1] if inside else (), self.undivided_by_ulysses.get(kind)
+            ),
             outputs=() if kind == HEAD else self._outputs(config, sequence_length),
             regions=self._regions(kind, config, any(p.tp_dim is not None for p in parameters)),
             labels=objective.labels if kind == HEAD else 0,
         )
-
-    def _divided_by_ulysses(self, config: Any, kind: str) -> dict[str, int]:
-        if (what := self.undivided_by_ulysses.get(kind)) is not None:
-            return {what: 1}
-        return {self.divided[0]: getattr(config, self.divided[0])} if kind in self.parts else {}
 
     def _outputs(self, config: Any, sequence_length: int) -> tuple[BoundaryTensor, ...]:
         return tuple(
@@ -296,7 +296,7 @@ class Family:
 def _cached_skeleton(
     family: Family, config: bytes, layers: tuple[str, ...], attention: str, _dtype: torch.dtype
 ) -> Any:
-    counts = {parts.count: layers.count(kind) for kind, parts in family.parts.items()}
+    counts = {parts.counted_by: layers.count(kind) for kind, parts in family.parts.items()}
     configured = family.configured(msgspec.json.decode(config) | counts)
     configured._attn_implementation = attention
     return skeleton(family.stock, configured)
@@ -325,6 +325,10 @@ def _place(model: Model, layer: str) -> tuple[str, int]:
         return layer, 0
     number = int(layer[len("layers[") : -1])
     return model.layers[number], model.layers[:number].count(model.layers[number])
+
+
+def _lengths(config: Any, divided: tuple[str, ...], undivided: str | None) -> dict[str, int]:
+    return {key: getattr(config, key) for key in divided} | ({} if undivided is None else {undivided: 1})
 
 
 def _within(parameter: str, paths: tuple[str, ...]) -> bool:

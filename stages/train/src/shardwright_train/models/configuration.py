@@ -77,6 +77,8 @@ def check_sizes(config: Any, counts: Iterable[str], sequence_length: int) -> Non
         raise ValueError(f"{' and '.join(numbers)} must be 1 or more")
     if max(numbers.values()) > _MAX_LAYERS:
         raise ValueError(f"{' and '.join(numbers)} must be {_MAX_LAYERS} or less")
+    if (padding := getattr(config, "pad_token_id", None)) is not None and padding >= config.vocab_size:
+        raise ValueError(f"pad_token_id {padding} is not below vocab_size {config.vocab_size}")
     if sequence_length > (longest := getattr(config, "max_position_embeddings", sequence_length)):
         raise ValueError(f"sequence length {sequence_length} is over {longest} positions")
     window = getattr(config, "sliding_window", None)

@@ -17,7 +17,7 @@ class GPT2(Family):
 
     embedding = ("transformer.wte", "transformer.wpe", "transformer.drop")
     head = ("transformer.ln_f", "lm_head")
-    parts = {BLOCK: Parts("transformer.h", attention=("attn",), mlp=("mlp",), count="n_layer")}
+    parts = {BLOCK: Parts("transformer.h", attention=("attn",), mlp=("mlp",), counted_by="n_layer")}
     plan = {
         "wte": "embedding_rowwise",
         "c_attn": Rule("column", fused=3),

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from functools import lru_cache
 from importlib import import_module
 from typing import Any
 

@@ -33,7 +33,7 @@ class _Block(T5Block):  # type: ignore[no-untyped-call]
         super().__init__(config, has_relative_attention_bias=True, layer_idx=index)
         self.last = not config.is_decoder and index == config.num_layers - 1
         if not config.is_decoder:
-            self.final_layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+            self.final_layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)  # type: ignore[no-untyped-call]
             self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,13 +52,13 @@ class T5(Family):
             "encoder.block",
             attention=("layer.0.SelfAttention",),
             mlp=("layer.1.DenseReluDense",),
-            count="num_layers",
+            counted_by="num_layers",
         ),
         _DECODER: Parts(
             "decoder.block",
             attention=("layer.0.SelfAttention", "layer.1.EncDecAttention"),
             mlp=("layer.2.DenseReluDense",),
-            count="num_decoder_layers",
+            counted_by="num_decoder_layers",
         ),
     }
     plan = {
@@ -95,7 +95,8 @@ class T5(Family):
         """What the decoder made, scaled where the stock model does."""
         stock: Any = pieces.decoder
         scale = pieces.config.d_model**-0.5 if pieces.config.scale_decoder_outputs else 1.0
-        return stock.dropout(stock.final_layer_norm(states[1])) * scale
+        normed: Tensor = stock.dropout(stock.final_layer_norm(states[1]))
+        return normed * scale
 
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States:
         """One stack's states go through its block; the other's are handed on."""

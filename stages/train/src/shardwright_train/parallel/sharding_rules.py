@@ -74,7 +74,7 @@ class Parts(NamedTuple):
     mlp: tuple[str, ...]
     products: tuple[str, ...] = ()
     """Where column-parallel products begin; where there is none, with each part."""
-    count: str = "num_hidden_layers"
+    counted_by: str = "num_hidden_layers"
     """The key of the configuration that says how many there are."""
 
     @property
