@@ -18,11 +18,14 @@ IGNORED = -100
 
 def token_embedding(embedding: nn.Embedding, tokens: Tensor, tensor_parallel: TensorParallel) -> Tensor:
     """Look up tokens [b, s] in this rank's rows and sum over the group: [b, this rank's positions, h]."""
-    weight = embedding.weight
+    weight, padding = embedding.weight, embedding.padding_idx
     tokens = tokens[:, tensor_parallel.positions_inside(tokens.shape[1])]
     index = tokens - tensor_parallel.rank * weight.shape[0]
     mine = (index >= 0) & (index < weight.shape[0])
-    rows = F.embedding(index.where(mine, torch.zeros_like(index)), weight)
+    if padding is not None:  # The row of padding has no gradient, as in a stock model.
+        padding -= tensor_parallel.rank * weight.shape[0]
+        padding = padding if 0 <= padding < weight.shape[0] else None
+    rows = F.embedding(index.where(mine, torch.zeros_like(index)), weight, padding)
     return tensor_parallel.leave(rows * mine[..., None].to(rows.dtype))
 
 
