@@ -7,6 +7,7 @@ from msgspec import Meta
 __all__ = [
     "Count",
     "Gib",
+    "Name",
     "NonNegativeCount",
     "NonNegativeNumber",
     "PositiveNumber",
@@ -33,3 +34,5 @@ Gib = Annotated[float, Meta(gt=0, le=2**20)]
 """Memory of one device, in GiB."""
 Share = Annotated[float, Meta(ge=0, le=1)]
 """A part of a whole."""
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+"""What the user calls something; it may become part of a file's name."""
