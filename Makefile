@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test parity brute-force check bench clean
+.PHONY: help setup demo test parity brute-force frozen check bench clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready
@@ -18,7 +18,7 @@ TORCH_INDEX ?=
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Several processes share the cores here; without this, each would start a thread for every core.
-demo test parity brute-force bench: export OMP_NUM_THREADS := 1
+demo test parity brute-force frozen bench: export OMP_NUM_THREADS := 1
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -36,6 +36,9 @@ parity: $(STAMP) ## 225 random plans of five families on 2, 4 and 8 ranks agains
 
 brute-force: $(STAMP) ## the planner against every plan of 20,000 tiny problems (minutes)
 	@python tests/search/run_brute_force.py
+
+frozen: $(STAMP) ## what searches and other commands give, to the byte what was frozen (2 minutes)
+	@python tests/frozen check
 
 check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@ruff check -q .
