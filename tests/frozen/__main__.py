@@ -2,12 +2,12 @@
 
     python tests/frozen check [DIR]     # run all cases; name every output that differs from the frozen one
     python tests/frozen write DIR       # the same, without comparing: `diff -r` two revisions' DIR/canonical
-    python tests/frozen freeze          # take today's outputs as the frozen ones
+    python tests/frozen freeze PATTERN  # take today's outputs of some names ('*', 'printed/show-*') as the frozen ones
 
 `--describe` also describes a model of each family anew (slow: torch) and holds that to the committed description.
 Whole outputs are below DIR (results/frozen), as they are compared below DIR/canonical. How to state that a spelling
 changed on purpose: `CORRECTIONS` in canonical.py for outputs; `VERSIONS`, `REWRITTEN` and `as_measured` in given.py for
-inputs.
+inputs. What is frozen anew for another look alone is listed in `REFROZEN` with the reason.
 """
 
 import argparse
@@ -18,11 +18,13 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 
 import yaml
-from canonical import Given, canonical, numbers
+from canonical import Given, canonical, numbers, tables
 from cases import CHANGED, DESCRIBED, ROUNDS, Case
 from given import HERE as COMMITTED
 from given import write_given
@@ -78,17 +80,31 @@ def outputs(folder: Path) -> dict[str, str]:
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         skipped = name.split("/")[0] in GIVEN and name != "models/swin.json"  # which a command wrote
-        if path.is_file() and not skipped and path.suffix not in (".h5", ".toml"):
-            found[name] = canonical(name, path.read_text(), given)
+        if path.is_file() and not skipped and path.suffix != ".toml":
+            found[name] = canonical(name, tables(path) if path.suffix == ".h5" else path.read_text(), given)
     for name, text in found.items():
         (folder / "canonical" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "canonical" / name).write_text(text)
     return found
 
 
-def hashes_of(found: dict[str, str]) -> str:
-    """A line for each output."""
-    return "".join(f"{hashlib.sha256(text.encode()).hexdigest()}  {name}\n" for name, text in sorted(found.items()))
+def hashes_of(found: dict[str, str]) -> dict[str, str]:
+    """The SHA-256 of each output."""
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in found.items()}
+
+
+def frozen_hashes() -> dict[str, str]:
+    """The SHA-256 of each frozen output."""
+    return {line[66:]: line[:64] for line in HASHES.read_text().splitlines()}
+
+
+def freeze(found: dict[str, str], pattern: str) -> None:
+    """Take outputs whose names match as frozen, and those alone."""
+    kept = {name: sha256 for name, sha256 in frozen_hashes().items() if not fnmatch(name, pattern)}
+    kept |= {name: sha256 for name, sha256 in hashes_of(found).items() if fnmatch(name, pattern)}
+    HASHES.write_text("".join(f"{sha256}  {name}\n" for name, sha256 in sorted(kept.items())))
+    if pattern == "*":
+        NUMBERS.write_text(numbers_of(found))
 
 
 def numbers_of(found: dict[str, str]) -> str:
@@ -106,8 +122,7 @@ def numbers_of(found: dict[str, str]) -> str:
 
 def check(found: dict[str, str], folder: Path) -> bool:
     """Print what differs from the frozen results; whether nothing does."""
-    frozen = {line[66:]: line[:64] for line in HASHES.read_text().splitlines()}
-    now = {line[66:]: line[:64] for line in hashes_of(found).splitlines()}
+    frozen, now = frozen_hashes(), hashes_of(found)
     differ = [name for name in sorted(frozen.keys() | now.keys()) if frozen.get(name) != now.get(name)]
     lines = difflib.unified_diff(NUMBERS.read_text().splitlines(), numbers_of(found).splitlines(), "frozen", "now", n=0)
     for line in lines:
@@ -144,20 +159,25 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python tests/frozen", description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["check", "write", "freeze"])
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "results" / "frozen")
+    parser.add_argument("where", nargs="?", help="DIR, or the PATTERN of freeze")
     parser.add_argument("--describe", action="store_true", help="describe the families' models anew, too")
     asked = parser.parse_args()
-    folder = asked.folder.absolute()
+    freezes = asked.what == "freeze"
+    if freezes and asked.where is None:
+        parser.error("freeze: which outputs? '*' for all")
+    folder = Path(asked.where).absolute() if asked.where and not freezes else ROOT / "results" / "frozen"
+    start_s = time.perf_counter()
     run_all(folder)
     found = outputs(folder)
     good = True
-    if asked.what == "freeze":
-        HASHES.write_text(hashes_of(found))
-        NUMBERS.write_text(numbers_of(found))
+    if freezes:
+        freeze(found, asked.where)
     elif asked.what == "check":
         good = check(found, folder)
     if asked.describe:
         good = describe(folder) and good
+    cpu_s = sum(os.times()[:4])
+    print(f"{time.perf_counter() - start_s:.0f} s, {cpu_s:.0f} CPU s")
     return 0 if good else 1
 
 

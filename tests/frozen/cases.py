@@ -97,7 +97,7 @@ PROFILES = [
     _case("profile-galvatron-llama-refused", f"{_GALVATRON} --computation {_G}/llama_falling_times.json --memory"
           f" {_G}/llama_memory.json --model models/llama-7b.json --out profiles/refused.h5"),
     _case("profile-galvatron-llama-mended", f"{_GALVATRON} --computation {_G}/llama_falling_times.json --memory"
-          f" {_G}/llama_memory.json --model models/llama-7b.json --sequence-parallel none --mend"
+          f" {_G}/llama_memory.json --model models/llama-7b.json --sequence-parallel none --repair"
           " --micro-batch-sizes 2,4,8 --out profiles/llama-7b-mended@a100.h5"),
     _case("profile-galvatron-vit", f"{_GALVATRON} --computation {_G}/vit_times.json --memory {_G}/vit_memory.json"
           " --model models/vit-huge.json --micro-batch-sizes 1,2,4,8,16,32 --out profiles/vit-huge@a100.h5"),

@@ -203,7 +203,7 @@ def _off(times: np.ndarray) -> np.ndarray:
 
 def measurement_of(plans: list[dict[str, Any]], paces: list[float]) -> dict[str, Any]:
     """What running plans took, as if measured: times of the layers that each has, times a pace of its own."""
-    head = {"format": "shardwright.measurement", "version": 1, "device": "toy", "backend": "gloo"}
+    head = {"format": "shardwright.measurement", "version": 2, "device": "toy", "backend": "gloo"}
     made = {"date": "2026-01-31", "versions": "torch 0", "attention": "sdpa"}
     measured = [
         {"plan": plan, "ranks": [_rank(plan, rank, pace) for stage in plan["stages"] for rank in stage["ranks"]]}
@@ -254,15 +254,15 @@ def _memory(plan: dict[str, Any], layers: int, samples: int, recomputed: bool) -
         "unreduced_gradients_bytes": 0,
         "peak_bytes": sum(at_once.values()),
         "phases": [
-            {"phase": phase, "held": at_once, "peak": at_once}
+            {"phase": phase, "resident": at_once, "peak": at_once}
             for phase in ("model", "forward", "backward", "optimizer")
         ],
         "segments": [
             {
                 "name": name,
                 "activation_bytes": size,
-                "forward_transient_bytes": size // 8,
-                "backward_transient_bytes": size // 4,
+                "forward_workspace_bytes": size // 8,
+                "backward_workspace_bytes": size // 4,
             }
             for name, size in sizes.items()
         ],
