@@ -38,6 +38,10 @@ localrules:
     runs,
 
 
+# What a job asks for that computes little, in one process.
+LIGHT = {"mem_mb": 2000, "runtime": 10}
+
+
 def all_cores(_wildcards):
     """What is timed runs alone on this machine; on a cluster the job has its nodes to itself anyway."""
     # workflow.cores refuses to answer where no --cores was given, as with Slurm and in dry runs.

@@ -34,6 +34,7 @@ rule describe:
         "results/logs/describe/{described}.log",
     benchmark:
         "results/benchmarks/describe/{described}.tsv"
+    threads: 1
     resources:
         mem_mb=4000,
     params:
@@ -79,6 +80,9 @@ rule analytic_hardware:
         "results/benchmarks/analytic_hardware/{cluster}.tsv"
     wildcard_constraints:
         cluster=CONFIG.analytic_clusters(),
+    threads: 1
+    resources:
+        **LIGHT,
     params:
         network=lambda wildcards: CONFIG.options(
             "clusters",
@@ -105,6 +109,9 @@ rule analytic_profile:
         "results/benchmarks/analytic_profile/{model}@{node_type}.tsv"
     wildcard_constraints:
         model=CONFIG.analytic_models(),
+    threads: 1
+    resources:
+        **LIGHT,
     params:
         models=lambda wildcards, input: [f"--model {path}" for path in input.models],
     message:
@@ -125,6 +132,9 @@ rule probes:
         "results/logs/probes/{model}@{node_type}.log",
     benchmark:
         "results/benchmarks/probes/{model}@{node_type}.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
     params:
         models=lambda wildcards, input: [f"--model {path}" for path in input.models],
     message:
@@ -168,6 +178,9 @@ rule fit:
         "results/logs/fit/{model}@{node_type}.log",
     benchmark:
         "results/benchmarks/fit/{model}@{node_type}.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
     message:
         "fit the profile of {wildcards.model} on {wildcards.node_type}"
     shell:
@@ -183,6 +196,9 @@ rule picture:
         "results/logs/picture/{model}@{node_type}.log",
     benchmark:
         "results/benchmarks/picture/{model}@{node_type}.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
     message:
         "draw the profile of {wildcards.model} on {wildcards.node_type}"
     shell:

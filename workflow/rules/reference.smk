@@ -100,6 +100,9 @@ rule reference_sdist:
         "results/logs/reference/sdist.log",
     benchmark:
         "results/benchmarks/reference/sdist.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
     params:
         line=f"{GALVATRON['requirement']} --hash=sha256:{GALVATRON['sha256']}",
         name=GALVATRON["requirement"].partition("==")[0],
@@ -117,6 +120,9 @@ rule reference_sdist:
 rule write_reference_config:
     output:
         "results/reference/models/{described}/config.json",
+    threads: 1
+    resources:
+        **LIGHT,
     params:
         text=reference_config,
     shell:
@@ -132,6 +138,7 @@ rule reference_model:
         "results/logs/reference/describe/{described}-{length}.log",
     benchmark:
         "results/benchmarks/reference/describe/{described}-{length}.tsv"
+    threads: 1
     resources:
         mem_mb=4000,
         runtime=10,
@@ -153,6 +160,9 @@ rule reference_hardware:
         "results/logs/reference/hardware/{machine}.log",
     benchmark:
         "results/benchmarks/reference/hardware/{machine}.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
     params:
         tables=galvatron_tables,
         device=GALVATRON["device"],
@@ -179,6 +189,9 @@ rule reference_profile:
         "results/logs/reference/profiles/{published}.log",
     benchmark:
         "results/benchmarks/reference/profiles/{published}.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
     params:
         files=lambda wildcards: galvatron_files(wildcards, wildcards.published),
         models=lambda wildcards, input: " ".join(
@@ -207,6 +220,9 @@ rule reference_flat_profile:
         "results/logs/reference/profiles/{flat}.log",
     benchmark:
         "results/benchmarks/reference/profiles/{flat}.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
     params:
         files=lambda wildcards: galvatron_files(wildcards, wildcards.flat),
         types=lambda wildcards: " ".join(
@@ -234,6 +250,9 @@ rule reference_fasop_hardware:
         "results/logs/reference/hardware/{fasop_machine}.log",
     benchmark:
         "results/benchmarks/reference/hardware/{fasop_machine}.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
     params:
         machine=lambda wildcards: FASOP["hardware"][wildcards.fasop_machine],
     message:
@@ -260,6 +279,9 @@ rule reference_fasop_profile:
         "results/logs/reference/profiles/{fasop_profile}.log",
     benchmark:
         "results/benchmarks/reference/profiles/{fasop_profile}.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
     params:
         of=lambda wildcards: FASOP_PROFILES[wildcards.fasop_profile],
         ratio=REFERENCE["backward_ratio"],

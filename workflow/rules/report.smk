@@ -34,6 +34,9 @@ rule report:
         "results/logs/report.log",
     benchmark:
         "results/benchmarks/report.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
     params:
         scripts=ROOT / "workflow/scripts",
         of="--results results"

@@ -19,6 +19,7 @@ rule search:
         "results/logs/search/{search}.log",
     benchmark:
         "results/benchmarks/search/{search}.tsv"
+    threads: 1
     resources:
         mem_mb=4000,
         runtime=60,
@@ -49,6 +50,9 @@ rule grid:
         "results/logs/grid.log",
     benchmark:
         "results/benchmarks/grid.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
     message:
         "write the table of all plans"
     shell:

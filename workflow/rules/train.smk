@@ -14,6 +14,7 @@ rule prepare:
         "results/logs/prepare/{data}.log",
     benchmark:
         "results/benchmarks/prepare/{data}.tsv"
+    threads: 1
     resources:
         mem_mb=4000,
         runtime=60,
@@ -93,6 +94,9 @@ rule select:
         "results/logs/select/{search}.log",
     benchmark:
         "results/benchmarks/select/{search}.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
     message:
         "select the measured winner of {wildcards.search}"
     shell:
@@ -111,6 +115,9 @@ rule correct:
         "results/logs/correct/{search}.log",
     benchmark:
         "results/benchmarks/correct/{search}.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
     params:
         profiles=lambda wildcards, input: [
             f"--profile {path}" for path in input.profiles
