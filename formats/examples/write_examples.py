@@ -6,11 +6,12 @@ The numbers are made up and measure nothing. A test writes them again and compar
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from shardwright_formats.io.hdf5 import Column, Provenance, Table, table_of
+from shardwright_formats.io.hdf5 import Profile, Provenance, tables_of
 from shardwright_formats.io.json import Document, write_document
+from shardwright_formats.io.table import Table, columns_of
 from shardwright_formats.semantics.schedule import Pass, actions
-from shardwright_formats.types import hardware_profile, model_profile
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
 from shardwright_formats.types.hardware_profile import HardwareProfile, write_hardware_profile
@@ -288,7 +289,7 @@ def _hardware_profile() -> HardwareProfile:
         device="cpu",
         backend="gloo",
         provenance=_PROVENANCE,
-        **_tables(hardware_profile.TABLES, rows),
+        **_tables(HardwareProfile, rows),
     )
 
 
@@ -312,16 +313,17 @@ def _model_profile(model: Model) -> ModelProfile:
         "process": [(0, "measured", 1 << 20, "measured", 0.001, "derived")],
         "fits": [("block", 1, "none", "none", "forward_s", "batch", 0, 16, -1e-4, 1e-3, 0.0, 3, 0.01, 0.02, 3, 0.03)],
     }
-    return ModelProfile(origin, _PROVENANCE, **_tables(model_profile.TABLES, rows))
+    return ModelProfile(origin=origin, provenance=_PROVENANCE, **_tables(ModelProfile, rows))
 
 
-def _tables(
-    tables: Mapping[str, Mapping[str, Column]], rows: Mapping[str, Iterable[tuple[object, ...]]]
-) -> dict[str, Table]:
+def _tables(kind: type[Profile], rows: Mapping[str, Iterable[tuple[object, ...]]]) -> dict[str, Any]:
     """Each row's values in the order of its table's columns."""
     return {
-        name: table_of(columns, (dict(zip(columns, row, strict=True)) for row in rows[name]))
-        for name, columns in tables.items()
+        name: Table(
+            row_type,
+            dict(zip(columns_of(row_type), zip(*rows[name], strict=True), strict=True)),
+        )
+        for name, row_type in tables_of(kind).items()
     }
 
 

@@ -3,13 +3,13 @@
 import os
 from pathlib import Path
 
-import numpy as np
+import h5py
 import pytest
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.hdf5 import Column, write_profile, write_table
 from shardwright_formats.io.json import atomic_path, write_bytes, write_document
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.hardware_profile import read_hardware_profile, write_hardware_profile
 
 CLUSTER = Cluster(
     name="one",
@@ -28,11 +28,19 @@ def test_a_crash_in_the_middle_leaves_the_old_file_and_no_other(tmp_path: Path) 
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_crash_while_an_hdf5_file_is_written_leaves_nothing(tmp_path: Path) -> None:
-    columns = {"time_s": Column("float64", "s", positive=True)}
-    with pytest.raises(ValueError, match="time_s is -1"), write_profile(tmp_path / "p.h5", "f", 1, {}) as file:
-        write_table(file, "good", columns, {"time_s": np.array([1.0])})
-        write_table(file, "bad", columns, {"time_s": np.array([-1.0])})
+def test_a_crash_while_an_hdf5_file_is_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = read_hardware_profile(Path(__file__).parents[2] / "formats" / "examples" / "hardware_profile.h5")
+    write, written = h5py.Group.create_dataset, []
+
+    def crash_later(group: h5py.Group, name: str, **how: object) -> h5py.Dataset:
+        written.append(name)
+        if len(written) > 5:
+            raise ZeroDivisionError
+        return write(group, name, **how)
+
+    monkeypatch.setattr(h5py.Group, "create_dataset", crash_later)
+    with pytest.raises(ZeroDivisionError):
+        write_hardware_profile(tmp_path / "p.h5", profile)
     assert os.listdir(tmp_path) == []
 
 

@@ -3,20 +3,25 @@
 import resource
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import h5py
 import numpy as np
 import pytest
+from msgspec import Meta
 from numpy.typing import ArrayLike
 
 from shardwright_formats.io.errors import BadInput, one_line_errors
-from shardwright_formats.io.hdf5 import Column, open_profile, read_table, write_profile, write_table
-from shardwright_formats.types.hardware_profile import FORMAT, VERSION, read_hardware_profile
+from shardwright_formats.io.hdf5 import Profile, read_profile, write_profile
+from shardwright_formats.io.table import Row, Source, Table
+from shardwright_formats.types.hardware_profile import HardwareProfile, RateRow, RepeatRow, read_hardware_profile
+from shardwright_formats.types.limits import PositiveSeconds, Ranks
 from shardwright_formats.types.model_profile import read_model_profile
 
 EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
-TIMES = {"time_s": Column("float64", "s", positive=True)}
+FORMAT = HardwareProfile.FORMAT
 
 Change = Callable[[h5py.File], object]
 
@@ -70,7 +75,7 @@ CORPUS: dict[str, tuple[Change, str]] = {
     "NaN time": (_time(float("nan")), "table repeats: time_s is nan in row 2"),
     "infinite time": (_time(float("inf")), "table repeats: time_s is inf in row 2"),
     "negative time": (_time(-1e-3), "table repeats: time_s is -0.001 in row 2"),
-    "zero time": (_time(0.0), "table repeats: time_s is 0.0 in row 2, not positive"),
+    "zero time": (_time(0.0), "table repeats: time_s is 0.0 in row 2, not finite and > 0"),
     "zero ranks": (lambda f: _set(f, "points/group_size", 0, 0), "group_size is 0 in row 0"),
     "negative bytes": (lambda f: _set(f, "points/message_bytes", 1, -1), "message_bytes is -1 in row 1"),
     "a flag of 2": (lambda f: _set(f, "points/consecutive", 1, 2), "consecutive is 2"),
@@ -286,42 +291,82 @@ def test_reading_a_declared_giant_takes_no_memory(tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024
 
 
-@pytest.mark.parametrize("error", [BadInput("other.json", "is wrong", "mend it"), OSError("no space"), KeyError("x")])
-def test_errors_of_the_caller_pass_through_an_open_profile_untouched(error: Exception) -> None:
-    with (
-        pytest.raises(type(error)) as raised,
-        open_profile(EXAMPLES / "hardware_profile.h5", FORMAT, VERSION),
-    ):
-        raise error
-    assert raised.value is error
+class SomeRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    time_s: PositiveSeconds
+    ranks: Ranks
+    name: Annotated[str, Meta(max_length=4)]
+    near: bool
+    source: Source
+
+
+class TextRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SomeProfile(Profile):
+    FORMAT = "some"
+    VERSION = 1
+
+    some: Table[SomeRow]
+
+
+ROW = {"time_s": [1.0], "ranks": [2], "name": ["a"], "near": [True], "source": ["measured"]}
 
 
 @pytest.mark.parametrize(
-    ("columns", "table", "fault"),
+    ("changed", "fault"),
     [
-        (TIMES, {"time_s": [1.0], "other": [1.0]}, "unknown columns"),
-        (TIMES, {}, "unknown columns"),
-        (TIMES, {"time_s": [float("nan")]}, "time_s is nan"),
-        (TIMES, {"time_s": [0.0]}, "time_s is 0.0"),
-        (TIMES, {"time_s": 1.0}, "no list of values"),
-        (TIMES | {"n": Column("int64", "ranks")}, {"time_s": [1.0], "n": [1, 2]}, "different lengths"),
-        ({"n": Column("int64", "ranks")}, {"n": [1.5]}, "do not fit int64"),
-        ({"n": Column("int8", "0 or 1")}, {"n": [300]}, "do not fit int8"),
-        ({"name": Column("S4", "name")}, {"name": ["longer"]}, "do not fit S4"),
-        ({"name": Column("S4", "name", among=("a", "b"))}, {"name": ["c"]}, "'c' in row 0, not one of a, b"),
+        ({"other": [1.0]}, "unknown columns"),
+        ({"time_s": [float("nan")]}, "time_s is nan"),
+        ({"time_s": [0.0]}, "time_s is 0.0 in row 0, not finite and > 0 and <= 1e\\+09"),
+        ({"time_s": [1e300]}, "time_s is 1e\\+300"),
+        ({"time_s": 1.0}, "no list of values"),
+        ({"time_s": [1.0, 2.0]}, "different lengths"),
+        ({"ranks": [1.5]}, "do not fit i8"),
+        ({"ranks": [0]}, "ranks is 0 in row 0, not finite and >= 1 and <= 1.04858e\\+06"),
+        ({"ranks": [2**20 + 1]}, "ranks is 1048577"),
+        ({"near": [300]}, "do not fit i1"),
+        ({"near": [2]}, "near is 2 in row 0, not 0 or 1"),
+        ({"name": ["longer"]}, "do not fit S4"),
+        ({"source": ["guessed"]}, "'guessed' in row 0, not one of measured, derived"),
     ],
 )
-def test_a_table_that_could_not_be_read_back_is_not_written(
-    columns: dict[str, Column], table: dict[str, ArrayLike], fault: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=fault), write_profile(tmp_path / "p.h5", "f", 1, {}) as file:
-        write_table(file, "table", columns, table)
-    assert list(tmp_path.iterdir()) == []
+def test_a_table_that_could_not_be_read_back_is_not_made(changed: dict[str, ArrayLike], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        Table(SomeRow, ROW | changed)
+
+
+def test_a_table_without_a_column_is_not_made() -> None:
+    with pytest.raises(ValueError, match=r"missing or unknown columns \['ranks'\]"):
+        Table(SomeRow, {name: values for name, values in ROW.items() if name != "ranks"})
+
+
+def test_rows_and_columns_say_the_same() -> None:
+    table = Table(SomeRow, ROW)
+    (row,) = table.rows
+    assert row == SomeRow(time_s=1.0, ranks=2, name="a", near=True, source=Source.MEASURED)
+    assert row.near is True and row.source is Source.MEASURED
+    again = Table.of(SomeRow, [row])
+    assert {name: values.tolist() for name, values in again.columns.items()} == {
+        name: values.tolist() for name, values in table.columns.items()
+    }
 
 
 def test_a_table_without_rows_is_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "p.h5"
-    with write_profile(path, "f", 1, {}) as file:
-        write_table(file, "table", TIMES, {"time_s": []})
-    with open_profile(path, "f", 1) as file:
-        assert read_table(path, file, "table", TIMES)["time_s"].shape == (0,)
+    write_profile(path, SomeProfile(some=Table.of(SomeRow, ())))
+    assert read_profile(path, SomeProfile).some["time_s"].shape == (0,)
+
+
+def test_a_profile_that_contradicts_itself_is_not_written(tmp_path: Path) -> None:
+    example = read_hardware_profile(EXAMPLES / "hardware_profile.h5")
+    with pytest.raises(BadInput, match="points without repeats"):
+        write_profile(tmp_path / "p.h5", replace(example, repeats=Table.of(RepeatRow, ())))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_without_a_unit_or_length_has_no_column() -> None:
+    with pytest.raises(TypeError, match="no column for StrType"):
+        Table.of(TextRow, ())
+    assert Table.of(RateRow, ()).columns["name"].dtype == "S32"

@@ -20,7 +20,7 @@ from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S
 from shardwright_profile.analytic.notes import SEEN_ERROR, SEEN_LINK_ERROR
 from shardwright_profile.analytic.rates import Efficiencies
 from shardwright_profile.cli import analytic
-from shardwright_profile.hardware.sweep_plan import collective_kinds
+from shardwright_profile.hardware.message_kinds import message_kinds
 from shardwright_profile.model.settings import ProfileSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,7 @@ def test_a_model_profile_has_every_combination_and_marks_all_of_it(written):
     assert len(layers["type"]) == 2 * (blocks + 2 * 7 * 3)
     assert "left out: tp_size=3 sequence_parallel=none: tp_size 3 does not divide" in said
     assert set(layers["sequence_length"]) == {1024, 2048} and profile.origin.device == DEVICE
-    sources = [name for name in layers if name.endswith("_source")]
+    sources = [name for name in layers.columns if name.endswith("_source")]
     assert len(sources) == 4 and all(set(layers[name]) == {b"analytic"} for name in sources)
     assert set(profile.states["optimizer_source"]) == {b"analytic"}
     assert profile.process["process_source"][0] == b"assumed"
@@ -124,7 +124,7 @@ def test_hardware_has_every_kind_of_message_by_the_alpha_beta_model(written):
     folder, _ = written
     profile = read_hardware_profile(folder / "h.h5")
     cluster = a_cluster(2)
-    assert set(profile.curves) == {kind.key for kind in collective_kinds(cluster)}
+    assert set(profile.curves) == {kind.key for kind in message_kinds(cluster)}
     assert set(profile.points["source"]) == {b"analytic"}
     link, node = 0.75 * 300e9, 0.75 * 100e9
 

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats.io.hdf5 import Table, table_of
-from shardwright_formats.types.model_profile import LAYERS, FitMode
+from shardwright_formats.io.table import Source
+from shardwright_formats.types.model_profile import FitMode, LayerRow
+from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.model.curves import design_of, fit_curve, fits_table
 
 _SIZES, _LENGTHS = np.array([1, 2, 4, 8, 1, 2, 4, 8]), np.array([64, 64, 64, 64, 128, 128, 256, 512])
@@ -21,7 +22,7 @@ def test_a_curve_through_its_own_points_is_found_again(mode: FitMode, coefficien
     values = design @ np.array(coefficients)
     fit = fit_curve(design, values)
     assert fit is not None
-    np.testing.assert_allclose(design @ np.array(fit.coefficients), values, rtol=1e-6)
+    np.testing.assert_allclose(design @ fit.coefficients, values, rtol=1e-6)
     assert all(c == 0 for c, there in zip(fit.coefficients, used, strict=True) if not there)
     assert fit.worst_residual < 1e-6
     assert fit.left_out_error < 1e-4
@@ -70,28 +71,23 @@ def test_a_profile_of_sizes_and_lengths_has_the_curves_of_every_mode() -> None:
     assert set(table["quantity"]) == {b"forward_s", b"backward_s"}, "activations are absent"
 
 
-def _points(where: set[tuple[int, int]]) -> Table:
-    return table_of(
-        LAYERS,
-        (
-            {
-                "type": "block",
-                "tp_size": 1,
-                "sequence_parallel": "none",
-                "recompute": "none",
-                "micro_batch_size": b,
-                "sequence_length": s,
-                "forward_s": 1e-3 + 2e-6 * b * s + 3e-9 * b * s**2,
-                "forward_error_s": 0.0,
-                "forward_source": "measured",
-                "backward_s": 2e-3 * b,
-                "backward_error_s": 0.0,
-                "backward_source": "measured",
-                "activation_bytes": 0,
-                "activation_source": "absent",
-                "workspace_bytes": 0,
-                "workspace_source": "absent",
-            }
-            for b, s in sorted(where)
-        ),
-    )
+def _points(where: set[tuple[int, int]]) -> list[LayerRow]:
+    return [
+        LayerRow(
+            type="block",
+            tp_size=1,
+            sequence_parallel=SequenceParallel.NONE,
+            recompute=Recompute.NONE,
+            micro_batch_size=b,
+            sequence_length=s,
+            forward_s=1e-3 + 2e-6 * b * s + 3e-9 * b * s**2,
+            forward_source=Source.MEASURED,
+            backward_s=2e-3 * b,
+            backward_source=Source.MEASURED,
+            activation_bytes=0,
+            activation_source=Source.ABSENT,
+            workspace_bytes=0,
+            workspace_source=Source.ABSENT,
+        )
+        for b, s in sorted(where)
+    ]

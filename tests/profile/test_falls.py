@@ -1,17 +1,17 @@
 from pathlib import Path
 
-import numpy as np
+import msgspec
 
-from shardwright_formats.io.hdf5 import Table
-from shardwright_formats.types.model_profile import read_model_profile
+from shardwright_formats.types.model_profile import LayerRow, read_model_profile
 from shardwright_profile.model.monotonicity import falling_times
 
 
-def _layers(times_s: tuple[float, ...], error_s: float) -> Table:
+def _layers(times_s: tuple[float, ...], error_s: float) -> tuple[LayerRow, ...]:
     example = read_model_profile(Path(__file__).parents[2] / "formats" / "examples" / "model_profile.h5").layers
-    table = {name: np.repeat(values[1:2], len(times_s)) for name, values in example.items()}
-    changed = {"micro_batch_size": range(1, len(times_s) + 1), "forward_s": times_s, "forward_error_s": [error_s] * 3}
-    return table | {name: np.array(list(values)) for name, values in changed.items()}
+    return tuple(
+        msgspec.structs.replace(example.rows[1], micro_batch_size=size, forward_s=time_s, forward_error_s=error_s)
+        for size, time_s in enumerate(times_s, 1)
+    )
 
 
 def test_a_time_that_falls_by_more_than_chance_is_told_in_one_sentence():

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.hdf5 import Table
+from shardwright_formats.io.table import Row, Table
 from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.model import Model
-from shardwright_formats.types.model_profile import read_model_profile, write_model_profile
+from shardwright_formats.types.model_profile import StateRow, read_model_profile, write_model_profile
 from shardwright_formats.types.plan import GradientReduction, Precision
 from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.model.fit import fit_profile
@@ -40,7 +40,7 @@ def plans(make_model, make_cluster):
     return make_probes([make_model()], make_cluster((1, 2)), "cpu-2", _settings()).plans
 
 
-def _rows(table: Table, name: str) -> NDArray[Any]:
+def _rows(table: Table[Row], name: str) -> NDArray[Any]:
     return np.flatnonzero(table["type"] == name.encode())
 
 
@@ -111,7 +111,12 @@ def test_fit_recovers_the_constants_of_a_linear_world(
 
 
 def _check_states(
-    model: Model, states: Table, layer_bytes: Mapping[str, int], ends_bytes: int, slope: float, constant_s: float
+    model: Model,
+    states: Table[StateRow],
+    layer_bytes: Mapping[str, int],
+    ends_bytes: int,
+    slope: float,
+    constant_s: float,
 ) -> None:
     for row in range(len(states["type"])):
         name, tp_size = states["type"][row].decode(), int(states["tp_size"][row])
@@ -146,7 +151,7 @@ def test_equal_measurements_give_equal_bytes_in_whatever_order_they_come(
 def test_sources_are_measured_for_layers_and_derived_elsewhere(plans, make_measurement, make_constants):
     profile = fit_profile([(Path("m.json"), make_measurement(plans, make_constants()))])
     for table, source in ((profile.layers, b"measured"), (profile.states, b"derived"), (profile.process, b"derived")):
-        sources = [values for name, values in table.items() if name.endswith("_source")]
+        sources = [values for name, values in table.columns.items() if name.endswith("_source")]
         assert sources
         assert {value for values in sources for value in values} == {source}
 

@@ -2,13 +2,19 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
 from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.types.hardware_profile import HardwareProfile, write_hardware_profile
+from shardwright_formats.io.table import Table
+from shardwright_formats.types.hardware_profile import (
+    HardwareProfile,
+    PointRow,
+    RateRow,
+    RepeatRow,
+    write_hardware_profile,
+)
 from shardwright_formats.types.model_profile import read_model_profile
 from shardwright_profile.show.tables import draw_profile, show_profile
 
@@ -18,26 +24,28 @@ def _profile() -> HardwareProfile:
         cluster="two",
         device="cpu",
         backend="gloo",
-        provenance=Provenance("2026-01-31", "torch 0"),
-        points={
-            "collective": np.array([b"p2p", b"all_reduce", b"all_reduce"], dtype="S16"),
-            "group_size": np.array([2, 4, 4]),
-            "consecutive": np.array([1, 0, 0], dtype=np.int8),
-            "across_nodes": np.array([1, 0, 0], dtype=np.int8),
-            "message_bytes": np.array([1024, 4096, 1024]),
-            "interval": np.zeros(3),
-            "source": np.array([b"measured"] * 3, dtype="S8"),
-        },
-        repeats={
-            "point": np.array([0, 1, 1, 1, 1, 1, 2]),
-            "time_s": np.array([2e-3, 1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 1e-6]),
-            "outlier": np.zeros(7, dtype=np.int8),
-        },
-        rates={
-            "name": np.array([b"matrix_flops_per_s"], dtype="S32"),
-            "value": np.array([1.5e12]),
-            "source": np.array([b"measured"], dtype="S8"),
-        },
+        provenance=Provenance(date="2026-01-31", versions="torch 0"),
+        points=Table(
+            PointRow,
+            {
+                "collective": ["p2p", "all_reduce", "all_reduce"],
+                "group_size": [2, 4, 4],
+                "consecutive": [1, 0, 0],
+                "across_nodes": [1, 0, 0],
+                "message_bytes": [1024, 4096, 1024],
+                "interval": [0.0] * 3,
+                "source": ["measured"] * 3,
+            },
+        ),
+        repeats=Table(
+            RepeatRow,
+            {
+                "point": [0, 1, 1, 1, 1, 1, 2],
+                "time_s": [2e-3, 1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 1e-6],
+                "outlier": [0] * 7,
+            },
+        ),
+        rates=Table(RateRow, {"name": ["matrix_flops_per_s"], "value": [1.5e12], "source": ["measured"]}),
     )
 
 

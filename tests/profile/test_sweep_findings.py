@@ -2,21 +2,15 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from shardwright_formats.io.hdf5 import table_of
-from shardwright_formats.types.hardware_profile import TABLES, Collective, write_hardware_profile
+from shardwright_formats.io.hdf5 import tables_of
+from shardwright_formats.io.table import Table, columns_of
+from shardwright_formats.types.hardware_profile import Collective, HardwareProfile, PairRow, write_hardware_profile
+from shardwright_profile.hardware.assemble import profile_of
+from shardwright_profile.hardware.entries import OverlapEntry, PairEntry, PointEntry, RateEntry, StartEntry
 from shardwright_profile.hardware.findings import bad_links, findings, slow_ranks, unsettled_points
 from shardwright_profile.hardware.job import SweepIdentity
-from shardwright_profile.hardware.profile import (
-    OverlapEntry,
-    PairEntry,
-    PointEntry,
-    RateEntry,
-    StartEntry,
-    profile_of,
-)
 from shardwright_profile.show.tables import show_profile
 
 _MIB = 2**20
@@ -111,7 +105,7 @@ def test_a_thousand_bad_links_are_told_in_twenty_sentences_and_all_notes_are_in_
     assert "rank 62 to rank 63" in sentences[0]
     assert sentences[20] == "and 3 more like these"
     assert profile.provenance.notes.splitlines() == list(sentences)
-    assert findings(replace(profile, pairs=table_of(TABLES["pairs"], [])), cluster) == sentences[-1:]
+    assert findings(replace(profile, pairs=Table.of(PairRow, [])), cluster) == sentences[-1:]
 
 
 def test_every_entry_has_its_row_and_outliers_are_kept_and_marked(made):
@@ -138,7 +132,7 @@ def test_every_entry_has_its_row_and_outliers_are_kept_and_marked(made):
     assert profile.repeats["time_s"].tolist() == [1e-3, 1e-3, 1e-3, 1.1e-3, 5e-3, 1e-3]
     assert profile.repeats["outlier"].tolist() == [0, 0, 0, 1, 1, 0]
     assert profile.points["interval"].tolist() == [pytest.approx(2.0)]
-    assert {name: column.tolist() for name, column in profile.overlap.items()} == {
+    assert {name: column.tolist() for name, column in profile.overlap.columns.items()} == {
         "collective": [b"all_gather"],
         "group_size": [2],
         "collective_bytes": [64],
@@ -148,10 +142,9 @@ def test_every_entry_has_its_row_and_outliers_are_kept_and_marked(made):
         "collective_slowdown": [1.5],
         "source": [b"measured"],
     }
-    for name, columns in TABLES.items():
-        assert {c: getattr(profile, name)[c].dtype for c in columns} == {
-            c: np.dtype(spec.dtype) for c, spec in columns.items()
-        }
+    for name, row_type in tables_of(HardwareProfile).items():
+        columns = columns_of(row_type)
+        assert {c: getattr(profile, name)[c].dtype for c in columns} == {c: spec.dtype for c, spec in columns.items()}
 
 
 def test_show_prints_the_notes_and_what_was_measured_of_links_overlap_and_ranks(made, tmp_path, capsys):

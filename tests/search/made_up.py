@@ -6,15 +6,27 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from shardwright_formats.io.hdf5 import Provenance, table_of
+from shardwright_formats.io.hdf5 import Provenance
+from shardwright_formats.io.table import Source, Table, columns_of
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.hardware_profile import TABLES, Collective, HardwareProfile
+from shardwright_formats.types.hardware_profile import Collective, HardwareProfile, OverlapRow, PointRow, RepeatRow
 from shardwright_formats.types.model import BoundaryTensor, LayerType, Model, Parameter
-from shardwright_formats.types.model_profile import FITS, LAYERS, ModelProfile, ProfileOrigin
+from shardwright_formats.types.model_profile import (
+    FitMode,
+    FitRow,
+    LayerRow,
+    ModelProfile,
+    ProcessRow,
+    ProfileOrigin,
+    Quantity,
+    StateRow,
+)
+from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_search.cost_model.profiles import Profiles, index_profiles
 from shardwright_search.space.request import SearchRequest
 
 HIDDEN, VOCABULARY, LENGTH = 64, 256, 32
+_KIND = ("collective", "group_size", "consecutive", "across_nodes", "message_bytes")
 
 
 def make_model(layers: int = 4, hidden: int = HIDDEN, tied: bool = False) -> Model:
@@ -77,33 +89,37 @@ def make_hardware(
         cluster=cluster.name,
         device="cpu",
         backend="gloo",
-        provenance=Provenance("2026-01-31", "torch 0"),
-        points={
-            "collective": np.array([name.encode() for name in columns[0]], "S16"),
-            "group_size": np.array(columns[1], np.int64),
-            "consecutive": np.array(columns[2], np.int8),
-            "across_nodes": np.array(columns[3], np.int8),
-            "message_bytes": np.array(columns[4], np.int64),
-            "interval": np.zeros(len(rows)),
-            "source": np.array([b"measured"] * len(rows), "S8"),
-        },
-        repeats={
-            "point": np.arange(len(rows)),
-            "time_s": np.array(times),
-            "outlier": np.zeros(len(rows), np.int8),
-        },
-        rates={
-            "name": np.array([], "S32"),
-            "value": np.array([], np.float64),
-            "source": np.array([], "S8"),
-        },
-        overlap=table_of(TABLES["overlap"], [_overlap_row(*row) for row in overlap]),
+        provenance=Provenance(date="2026-01-31", versions="torch 0"),
+        points=Table(
+            PointRow,
+            {
+                **dict(
+                    zip(
+                        ("collective", "group_size", "consecutive", "across_nodes", "message_bytes"),
+                        columns,
+                        strict=True,
+                    )
+                ),
+                "interval": np.zeros(len(rows)),
+                "source": ["measured"] * len(rows),
+            },
+        ),
+        repeats=Table(RepeatRow, {"point": range(len(rows)), "time_s": times, "outlier": [0] * len(rows)}),
+        overlap=Table.of(OverlapRow, [_overlap_row(*row) for row in overlap]),
     )
 
 
-def _overlap_row(collective: Collective, ranks: int, compute: float, message: float) -> dict[str, object]:
-    row = {"collective": collective, "group_size": ranks, "compute_slowdown": compute, "collective_slowdown": message}
-    return {**row, "collective_bytes": 0, "compute_s": 0.0, "collective_s": 0.0, "source": "measured"}
+def _overlap_row(collective: Collective, ranks: int, compute: float, message: float) -> OverlapRow:
+    return OverlapRow(
+        collective=collective,
+        group_size=ranks,
+        collective_bytes=0,
+        compute_s=0.0,
+        collective_s=0.0,
+        compute_slowdown=compute,
+        collective_slowdown=message,
+        source=Source.MEASURED,
+    )
 
 
 def make_profile(
@@ -140,40 +156,72 @@ def make_profile(
                             resident, workspace = 4 * tokens, 1.1 * kept / split
                         sharding = (name, tp_size, sequence_parallel, recompute, samples, LENGTH)
                         rows.append((*sharding, forward, backward, resident, workspace))
-    values = [name for name in LAYERS if not name.endswith(("_source", "_error_s"))]
+    values = [name for name in columns_of(LayerRow) if not name.endswith(("_source", "_error_s"))]
     named = [dict(zip(values, row, strict=True)) for row in rows]
     states = [(name, tp_size) for name in ("embedding", *dict.fromkeys(model.layers), "head") for tp_size in tp_sizes]
     counts = np.array([model.types[name].parameter_count(tp_size) for name, tp_size in states])
-    return ModelProfile(
-        ProfileOrigin(model.name, model.architecture_sha256, "cpu", "gloo", precision, "sdpa"),
-        Provenance("2026-01-31", "torch 0"),
-        {
-            name: np.array([source if name.endswith("_source") else of.get(name, 0) for of in named], spec.dtype)
-            for name, spec in LAYERS.items()
-        },
-        {
-            "type": np.array([name for name, _ in states], "S32"),
-            "tp_size": np.array([tp_size for _, tp_size in states]),
-            "parameter_bytes": 4 * counts,
-            "gradient_bytes": 4 * counts,
-            "optimizer_bytes": 8 * counts,
-            "optimizer_s": 3e-9 * counts,
-            "reduction_s": reduction_s_per_parameter * counts,
-            "reduction_ranks": np.full(len(states), 2 if reduction_s_per_parameter else 1),
-            **dict.fromkeys(
-                ("bytes_source", "optimizer_source", "reduction_source"), np.array([b"measured"] * len(states), "S8")
-            ),
-        },
-        {
-            "process_bytes": np.array([process_bytes]),
-            "resident_bytes": np.array([1 << 28]),
-            "step_overhead_s": np.array([5e-5]),
-            **dict.fromkeys(
-                ("process_source", "resident_source", "step_overhead_source"), np.array([b"measured"], "S8")
-            ),
-        },
-        table_of(FITS, []),
+    origin = ProfileOrigin(
+        model=model.name,
+        architecture_sha256=model.architecture_sha256,
+        device="cpu",
+        backend="gloo",
+        precision=precision,
+        attention="sdpa",
     )
+    measured = ["measured"] * len(states)
+    return ModelProfile(
+        origin=origin,
+        provenance=Provenance(date="2026-01-31", versions="torch 0"),
+        layers=Table(
+            LayerRow,
+            {
+                name: np.array([source if name.endswith("_source") else of.get(name, 0) for of in named], spec.dtype)
+                for name, spec in columns_of(LayerRow).items()
+            },
+        ),
+        states=Table(
+            StateRow,
+            {
+                "type": [name for name, _ in states],
+                "tp_size": [tp_size for _, tp_size in states],
+                "parameter_bytes": 4 * counts,
+                "gradient_bytes": 4 * counts,
+                "optimizer_bytes": 8 * counts,
+                "optimizer_s": 3e-9 * counts,
+                "reduction_s": reduction_s_per_parameter * counts,
+                "reduction_ranks": np.full(len(states), 2 if reduction_s_per_parameter else 1),
+                **dict.fromkeys(("bytes_source", "optimizer_source", "reduction_source"), measured),
+            },
+        ),
+        process=Table(
+            ProcessRow,
+            {
+                "process_bytes": [process_bytes],
+                "resident_bytes": [1 << 28],
+                "step_overhead_s": [5e-5],
+                **{f"{name}_source": ["measured"] for name in ("process", "resident", "step_overhead")},
+            },
+        ),
+        fits=Table.of(FitRow, ()),
+    )
+
+
+def make_curve(constant: float, linear: float, quadratic: float, **changes: object) -> FitRow:
+    """A curve of a block's forward time at 32 tokens, over the batch."""
+    usual: dict[str, object] = {
+        "type": "block",
+        "tp_size": 1,
+        "sequence_parallel": SequenceParallel.NONE,
+        "recompute": Recompute.NONE,
+        "quantity": Quantity.FORWARD_S,
+        "mode": FitMode.BATCH,
+        "micro_batch_size": 0,
+        "sequence_length": 32,
+        "points": 2,
+        "left_out_points": 0,
+        **dict.fromkeys(("typical_residual", "worst_residual", "left_out_error"), 0.0),
+    }
+    return FitRow(constant=constant, linear=linear, quadratic=quadratic, **(usual | changes))  # type: ignore[arg-type]
 
 
 def make_profiles(

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from command_calls import call
+from made_up import make_curve
 from measured import FACTORS, PLAIN, a_plan, measured_as, scaled, three_plans
 
 from shardwright_formats.io.errors import BadInput
@@ -15,14 +16,13 @@ from shardwright_formats.types.hardware_profile import write_hardware_profile
 from shardwright_formats.types.measurement import (
     Measurement,
 )
-from shardwright_formats.types.model_profile import FitMode, write_model_profile
+from shardwright_formats.types.model_profile import write_model_profile
 from shardwright_formats.types.plan import GradientReduction, Plan
 from shardwright_formats.types.prediction import Prediction, RunnerUp
 from shardwright_formats.types.strategy import DataParallel
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.calibration import check_learned_from, corrected, evidence_of, factor_of, learned
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.cost_model.profiles import Curve
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ def test_curves_of_a_profile_are_corrected_like_its_points(world, tmp_path):
     (tmp_path / "p").write_text("p")
     factors, _ = learned(evidence_of(measured_as(a_plan(world), world[2], FACTORS), world[2]))
     names = ("forward_s", "backward_s", "activation_bytes")
-    curve = Curve(FitMode.BATCH, 0, 32, (1.0, 2.0, 4.0))
+    curve = make_curve(1.0, 2.0, 4.0)
     profiles = world[2]._replace(fits={("block", 1, "none", "none", name): (curve,) for name in names})
     found = corrected(profiles, correction_of(factors, tmp_path / "p", tmp_path / "p")).fits
-    by_name = {key[-1]: curves[0].coefficients for key, curves in found.items()}
+    by_name = {key[-1]: (of.constant, of.linear, of.quadratic) for key, (of,) in found.items()}
     assert by_name["forward_s"] == pytest.approx((1.5, 3.0, 6.0))
     assert by_name["backward_s"] == pytest.approx((1.25, 2.5, 5.0))
     assert by_name["activation_bytes"] == (1.0, 2.0, 4.0)

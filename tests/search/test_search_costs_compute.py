@@ -1,11 +1,14 @@
 """Time and memory of a layer, read off a profile: numbers worked out by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from made_up import make_curve
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.hdf5 import table_of
-from shardwright_formats.types.model_profile import FITS
+from shardwright_formats.io.table import Table
+from shardwright_formats.types.model_profile import FitMode, FitRow, Quantity
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost, states_of
 from shardwright_search.cost_model.profiles import LayerKey, Profiles
 from shardwright_search.cost_model.time_model import TimeModel
@@ -17,21 +20,18 @@ def interpolated(profiles: Profiles, size: int, key: LayerKey = BLOCK) -> Comput
     return layer_cost(profiles, key, size, TimeModel.INTERPOLATE)
 
 
-def curve(mode: str, quantity: str, size: int, length: int, *coefficients: float) -> dict[str, object]:
-    names = {"type": "block", "tp_size": 1, "sequence_parallel": "none", "recompute": "none", "quantity": quantity}
-    rest = dict.fromkeys(("typical_residual", "worst_residual", "left_out_error"), 0.0)
-    rest |= dict(zip(("constant", "linear", "quadratic"), coefficients, strict=True))
-    row = {"mode": mode, "micro_batch_size": size, "sequence_length": length, "points": 2, "left_out_points": 0}
-    return {**names, **rest, **row}
+def curve(mode: str, quantity: str, size: int, length: int, *coefficients: float) -> FitRow:
+    of = {"mode": FitMode(mode), "quantity": Quantity(quantity), "micro_batch_size": size, "sequence_length": length}
+    return make_curve(*coefficients, **of)
 
 
 @pytest.fixture
 def fitted(make):
     """A profile with these curves, made of points at 1 to 8 samples of 32 tokens."""
 
-    def with_curves(*rows: dict[str, object]) -> Profiles:
+    def with_curves(*rows: FitRow) -> Profiles:
         model, cluster = make.model(), make.cluster()
-        profile = make.profile(model)._replace(fits=table_of(FITS, rows))
+        profile = replace(make.profile(model), fits=Table.of(FitRow, rows))
         return make.index(make.hardware(cluster), profile)
 
     return with_curves

@@ -54,7 +54,7 @@ def test_a_group_that_was_not_measured_is_named(make):
 def test_two_ranks_send_alike_whether_neighbours_or_not(make):
     profiles = make.profiles(make.model(), make.cluster())
     hardware = profiles.hardware
-    keys = [hardware.key(i) for i in range(len(hardware.points["collective"]))]
+    keys = [point.key for point in hardware.points.rows]
     strided = [i for i, key in enumerate(keys) if key.collective is Collective.P2P and not key.consecutive]
     assert strided
     for key in {keys[i] for i in strided}:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+import msgspec
 import pytest
 
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
@@ -28,7 +28,7 @@ def priced(make):
 
     def warnings(profile=None, hardware=None, notes=""):
         layers = make.profile(model) if profile is None else profile
-        layers = layers._replace(provenance=layers.provenance._replace(notes=notes))
+        layers = replace(layers, provenance=msgspec.structs.replace(layers.provenance, notes=notes))
         links = make.hardware(cluster) if hardware is None else hardware
         return evaluate(plan, index_profiles(links, Path("d/h.h5"), layers, Path("d/m.h5"))).warnings
 
@@ -38,12 +38,12 @@ def priced(make):
 def marked(make, table, columns, source, rows=slice(None)):
     """The usual profile with the sources of some numbers replaced, and 0 for what is absent."""
     profile = make.profile(make.model())
-    changed = {name: values.copy() for name, values in getattr(profile, table).items()}
+    changed = {name: values.copy() for name, values in getattr(profile, table).columns.items()}
     for number, column in columns.items():
         changed[column][rows] = source
         if source == "absent":
             changed[number][rows] = 0
-    return profile._replace(**{table: changed})
+    return replace(profile, **{table: getattr(profile, table).replace(**changed)})
 
 
 def test_measured_profiles_leave_nothing_to_say(priced):
@@ -61,7 +61,7 @@ def test_an_analytic_profile_is_told_in_one_line_with_the_error_that_was_seen(pr
 def test_assumed_and_analytic_numbers_of_one_profile_have_a_line_each(priced, make):
     profile = marked(make, "states", {"optimizer_s": "optimizer_source"}, "assumed")
     layers = make.profile(make.model(), source="analytic").layers
-    assert [line.partition(":")[0] for line in priced(profile._replace(layers=layers))] == ["analytic", "assumed"]
+    assert [line.partition(":")[0] for line in priced(replace(profile, layers=layers))] == ["analytic", "assumed"]
     assert priced(profile) == ("assumed: optimizer_s of m.h5",)
 
 
@@ -77,18 +77,19 @@ def test_numbers_that_the_plan_does_not_lean_on_are_not_told(priced, make):
 
 def test_the_hardware_profile_is_told_too(priced, make):
     hardware = make.hardware(make.cluster())
-    points = hardware.points | {"source": np.array([b"analytic"] * len(hardware.points["source"]), "S8")}
-    provenance = hardware.provenance._replace(notes="analytic, nothing was measured: median error 23 %.")
+    points = hardware.points.replace(source=["analytic"] * len(hardware.points))
+    provenance = msgspec.structs.replace(
+        hardware.provenance, notes="analytic, nothing was measured: median error 23 %."
+    )
     told = priced(hardware=replace(hardware, points=points, provenance=provenance))
     assert told == ("analytic: messages of h.h5: nothing was measured: median error 23 %",)
 
 
 def test_what_is_absent_is_told_once_for_each_kind(priced, make):
     profile = marked(make, "states", {"optimizer_s": "optimizer_source", "reduction_s": "reduction_source"}, "absent")
-    process = {name: values.copy() for name, values in profile.process.items()}
-    process["step_overhead_source"][:], process["step_overhead_s"][:] = "absent", 0
-    process["resident_source"][:], process["resident_bytes"][:] = "absent", 0
-    assert priced(profile._replace(process=process)) == (
+    absent = {"step_overhead_source": ["absent"], "step_overhead_s": [0], "resident_source": ["absent"]}
+    process = profile.process.replace(**absent, resident_bytes=[0])
+    assert priced(replace(profile, process=process)) == (
         "absent: optimizer_s: counted as 0",
         "absent: step_overhead_s: counted as 0",
     )

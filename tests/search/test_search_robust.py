@@ -6,17 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up import make_cluster, make_hardware, make_model, make_profiles, make_request
+from made_up import make_cluster, make_curve, make_hardware, make_model, make_profiles, make_request
 
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
-from shardwright_formats.types.model_profile import FitMode, ModelProfile
+from shardwright_formats.types.model_profile import ModelProfile
 from shardwright_formats.types.plan import Schedule
 from shardwright_search import robust as module
 from shardwright_search import search as optimal
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.cost_model.profiles import Curve, LayerKey, Profiles, index_profiles
+from shardwright_search.cost_model.profiles import LayerKey, Profiles, index_profiles
 from shardwright_search.robust import NOMINAL, scenarios, spread_out
 from shardwright_search.search import find_best
 from shardwright_search.solver.branch_and_bound import Best, Target
@@ -41,7 +41,7 @@ def search(
 def doubtful(cluster: Cluster, error: float = 0.0, interval: float = 0.0, **changes: object) -> Profiles:
     """Profiles whose layers have a standard error of that share, and whose messages an interval of that share."""
     hardware = make_hardware(cluster)
-    points = {**hardware.points, "interval": np.full(len(hardware.points["interval"]), interval)}
+    points = hardware.points.replace(interval=np.full(len(hardware.points), interval))
     profiles = make_profiles(MODEL, cluster, replace(hardware, points=points), **changes)
     layers = {
         key: points._replace(errors=np.full_like(points.errors, error)) for key, points in profiles.layers.items()
@@ -147,17 +147,18 @@ def test_layers_are_longer_by_their_own_errors_and_messages_by_their_intervals()
 
 def test_curves_are_longer_by_the_median_share_of_their_points():
     profiles = doubtful(make_cluster(2), error=0.05)
-    curve = Curve(FitMode.BATCH, 0, 32, (1.0, 2.0, 0.0))
+    curve = make_curve(1.0, 2.0, 0.0)
     keys = [("block", 1, "none", "none", name) for name in ("forward_s", "activation_bytes")]
     longer = spread_out(profiles._replace(fits={key: (curve,) for key in keys}), 2.0)
-    assert longer.fits[keys[0]][0].coefficients == pytest.approx((1.1, 2.2, 0.0))
+    (scaled,) = longer.fits[keys[0]]
+    assert (scaled.constant, scaled.linear, scaled.quadratic) == pytest.approx((1.1, 2.2, 0.0))
     assert longer.fits[keys[1]] == (curve,)
 
 
 def test_errors_of_a_profile_are_read_as_shares_of_its_times(make):
     profile = make.profile(MODEL)
-    layers = {**profile.layers, "backward_error_s": 0.25 * profile.layers["backward_s"]}
-    indexed = indexed_of(profile._replace(layers=layers))
+    layers = profile.layers.replace(backward_error_s=0.25 * profile.layers["backward_s"])
+    indexed = indexed_of(replace(profile, layers=layers))
     assert all(points.errors == pytest.approx(np.array([[0.0, 0.25]] * 4)) for points in indexed.layers.values())
 
 

@@ -147,10 +147,11 @@ def _measured(search: SearchOutcome) -> str:
 def _profile_section(found: ProfileOutcome) -> str:
     """Where a profile's numbers come from, how well curves explain them, and their picture."""
     origin, provenance, layers = found.profile.origin, found.profile.provenance, found.profile.layers
-    sources = sorted({value.decode() for name in layers if name.endswith("_source") for value in layers[name]})
+    numbers = ("forward_source", "backward_source", "activation_source", "workspace_source")
+    sources = sorted({getattr(row, name) for row in layers.rows for name in numbers})
     facts = (
         f"{origin.model} on {origin.device} ({origin.backend}), {origin.precision}, attention {origin.attention}; "
-        f"{len(layers['type'])} points, {', '.join(sources)}; {provenance.date}, {provenance.versions}"
+        f"{len(layers)} points, {', '.join(sources)}; {provenance.date}, {provenance.versions}"
     )
     fits, encoded = fits_table(found.profile), base64.b64encode(found.picture).decode()
     explained = "How well curves explain the points (relative errors; medians over the curves)"

@@ -2,8 +2,10 @@
 
 import json
 
+import msgspec
 import pytest
 
+from shardwright_formats.io.table import Source
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, write_hardware_profile
 from shardwright_profile.importers.flat_model import FlatType, flat_model
 from shardwright_profile.importers.galvatron.keys import read_computation, read_memory
@@ -94,9 +96,9 @@ def request_for(tmp_path):
 def hardware(tmp_path):
     """All-reduce among 2 at 1 MB/s as a whole; gather and scatter take half of it."""
     reduce = CollectiveKey(Collective.ALL_REDUCE, 2, True, False)
-    points = list(link_points(reduce, 1e6, "derived"))
+    points = list(link_points(reduce, 1e6, Source.DERIVED))
     for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
-        points += link_points(reduce._replace(collective=collective), 1e6, "derived")
+        points += link_points(reduce._replace(collective=collective), 1e6, Source.DERIVED)
     profile = hardware_profile("toys", "A100", [], points, None)
     write_hardware_profile(tmp_path / "hardware.h5", profile)
     return Hardware(tmp_path / "hardware.h5", profile)
@@ -106,17 +108,13 @@ def _rows_of(profile):
     """By type, tp_size, sequence parallelism, recompute and micro-batch."""
     table = profile.layers
     names = ("type", "tp_size", "sequence_parallel", "recompute", "micro_batch_size")
-    text = [[v.decode() if isinstance(v, bytes) else v for v in table[name].tolist()] for name in table]
-    rows = [dict(zip(table, values, strict=True)) for values in zip(*text, strict=True)]
+    rows = [msgspec.structs.asdict(row) for row in table.rows]
     return {tuple(row[name] for name in names): row for row in rows}
 
 
 def _states_of(profile):
     table = profile.states
-    return {
-        (name.decode(), int(tp_size)): {column: table[column][i] for column in table}
-        for i, (name, tp_size) in enumerate(zip(table["type"], table["tp_size"], strict=True))
-    }
+    return {(row.type, row.tp_size): msgspec.structs.asdict(row) for row in table.rows}
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_what_one_table_lacks_is_never_filled_from_the_other(imported, two_table
     assert rows[("block", 1, "none", "none", 1)]["activation_source"] == "absent"
     assert rows[("block", 1, "none", "full", 1)]["activation_source"] == "derived"
     assert rows[("head", 1, "none", "none", 1)]["activation_source"] == "absent"
-    assert states_of(profile)[("head", 1)]["bytes_source"] == b"absent"
+    assert states_of(profile)[("head", 1)]["bytes_source"] == "absent"
     assert "activation of type 0 30 MiB, not nothing" in notes
     assert "has no table of embedding and head with sequence parallelism: their memory is absent" in notes
 

@@ -1,57 +1,29 @@
-"""Tables of columns in HDF5, written reproducibly and read with suspicion."""
+"""Profiles in HDF5, generated from a profile's fields: written reproducibly and read with suspicion."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import h5py
+import msgspec
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import atomic_path
+from shardwright_formats.io.json import Value, atomic_path
+from shardwright_formats.io.table import Column, Row, Table, columns_of
 
-__all__ = [
-    "SOURCES",
-    "Column",
-    "Provenance",
-    "Table",
-    "open_profile",
-    "read_attribute",
-    "read_table",
-    "table_of",
-    "write_profile",
-    "write_table",
-]
+__all__ = ["Profile", "Provenance", "format_of", "read_profile", "tables_of", "texts_of", "write_profile"]
 
-Table = dict[str, NDArray[Any]]
-
-SOURCES = ("measured", "derived", "assumed", "analytic", "absent")
-"""Where a number of a profile can come from; `absent` stands beside a 0 that nobody has measured."""
-
-_MOST_ROWS = 10_000_000
-_MOST_ATTRIBUTE_BYTES = 64 * 1024
+_MAX_ROWS = 10_000_000
+_MAX_ATTRIBUTE_BYTES = 64 * 1024
+_AGAIN = "write the profile again"
 
 
-class Column(NamedTuple):
-    """What one column of a table holds; no value is ever infinite or NaN."""
-
-    dtype: str
-    unit: str
-    """Written beside the values, and compared when they are read."""
-    positive: bool = False
-    """Whether zero is refused too."""
-    among: tuple[str, ...] = ()
-    """The only texts allowed, where not any."""
-    signed: bool = False
-    """Whether a number may be negative."""
-    sourced_by: str = ""
-    """The column that says where a number comes from; a number that is absent must be 0."""
-
-
-class Provenance(NamedTuple):
-    """When and with what a profile was made, and what there is to say about it; attributes of the file."""
+class Provenance(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When and with what a profile was made, and what there is to say about it."""
 
     date: str
     """UTC day, as 2026-01-31; where several files were joined, the latest."""
@@ -61,84 +33,118 @@ class Provenance(NamedTuple):
     """Sources, assumptions and defects, one sentence a line."""
 
 
-@contextmanager
-def write_profile(path: Path, format_name: str, version: int, attributes: Mapping[str, str]) -> Iterator[h5py.File]:
-    """Yield a new HDF5 file that takes the name `path` when it is complete; equal content gives equal bytes."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Profile:
+    """A value that is an HDF5 file of its own: its fields are texts, structs of texts, and tables."""
+
+    FORMAT: ClassVar[str]
+    VERSION: ClassVar[int]
+
+    @property
+    def problem(self) -> str | None:
+        """What of its tables contradicts itself, or None."""
+        return None
+
+
+ProfileType = TypeVar("ProfileType", bound=Profile)
+
+
+def tables_of(kind: type[Profile]) -> dict[str, type[Row]]:
+    """The row types of a profile's tables, by name."""
+    return {name: get_args(hint)[0] for name, hint in _fields(kind).items() if get_origin(hint) is Table}
+
+
+def texts_of(kind: type[Profile]) -> tuple[str, ...]:
+    """The names of the texts that are attributes of a profile's file."""
+    hints = [(name, hint) for name, hint in _fields(kind).items() if get_origin(hint) is not Table]
+    return tuple(text for name, hint in hints for text in ([name] if hint is str else hint.__struct_fields__))
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile; equal content gives equal bytes. BadInput where it contradicts itself."""
+    if (problem := profile.problem) is not None:
+        raise BadInput(path, problem, "measure these points again")
     with atomic_path(path) as temporary, h5py.File(temporary, "w", libver="v110", track_order=True) as file:
-        file.attrs["format"] = format_name
-        file.attrs["version"] = np.int64(version)
-        for name, value in attributes.items():
-            file.attrs[name] = value
+        file.attrs["format"] = profile.FORMAT
+        file.attrs["version"] = np.int64(profile.VERSION)
+        for name, hint in _fields(type(profile)).items():
+            value = getattr(profile, name)
+            if isinstance(value, Table):
+                _write_table(file, name, value)
+            else:
+                file.attrs.update({name: value} if hint is str else msgspec.structs.asdict(value))
+
+
+def read_profile(path: Path, kind: type[ProfileType]) -> ProfileType:
+    """Read a profile; BadInput names whatever cannot be right in it."""
+    with _opened(path) as file:
+        _check_header(path, file, kind)
+        found: dict[str, Any] = {}
+        for name, hint in _fields(kind).items():
+            if get_origin(hint) is Table:
+                found[name] = _read_table(path, file, name, *get_args(hint))
+            elif hint is str:
+                found[name] = _text(path, file, name)
+            else:
+                found[name] = hint(**{text: _text(path, file, text) for text in hint.__struct_fields__})
+    profile = kind(**found)
+    if (problem := profile.problem) is not None:
+        raise BadInput(path, problem, "measure these points again")
+    return profile
+
+
+def format_of(path: Path) -> object:
+    """What an HDF5 file says of its format; BadInput where it is none."""
+    with _opened(path) as file:
+        return _attribute(path, file, "format")
+
+
+def _fields(kind: type[Profile]) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[h5py.File]:
+    if not path.is_file():
+        raise BadInput(path, "is a folder" if path.is_dir() else "no such file", "check the path")
+    with _h5py_errors(path, "not a readable HDF5 file"):
+        file = h5py.File(path, "r")
+    with file:
         yield file
 
 
-def table_of(columns: Mapping[str, Column], rows: Iterable[Mapping[str, object]]) -> Table:
-    """A table from its rows, each of which has a value for every column."""
-    found = list(rows)
-    for row in found:
-        if set(row) != set(columns):
-            raise ValueError(f"missing or unknown columns {sorted(set(row) ^ set(columns))}")
-    return {
-        name: _exactly(name, np.array([row[name] for row in found], dtype=None if found else spec.dtype), spec.dtype)
-        for name, spec in columns.items()
-    }
-
-
-def write_table(file: h5py.File, name: str, columns: Mapping[str, Column], table: Mapping[str, ArrayLike]) -> None:
-    """Write a table as a group of equally long, checksummed datasets with their units.
-
-    Raises ValueError when it could not be read back: other columns, different lengths, a value that is not finite,
-    is negative, or does not fit the column's dtype.
-    """
-    if set(table) != set(columns):
-        raise ValueError(f"table {name}: missing or unknown columns {sorted(set(table) ^ set(columns))}")
-    checked = {column: _exactly(f"{name}/{column}", table[column], spec.dtype) for column, spec in columns.items()}
-    if (problem := _problem(columns, checked)) is not None:
-        raise ValueError(f"table {name}: {problem}")
+def _write_table(file: h5py.File, name: str, table: Table[Row]) -> None:
+    """A group of equally long, checksummed datasets with their units."""
     group = file.create_group(name, track_order=True)
-    for column, spec in columns.items():
-        values = checked[column]
+    for column, spec in columns_of(table.row_type).items():
+        values = table[column]
         # An empty dataset has no chunks to put a checksum on.
         stored = {"chunks": values.shape, "fletcher32": True} if len(values) else {}
         dataset = group.create_dataset(column, data=values, track_times=False, **stored)
         dataset.attrs["unit"] = spec.unit
 
 
-@contextmanager
-def open_profile(path: Path, format_name: str, version: int) -> Iterator[h5py.File]:
-    """Open an HDF5 profile for reading; read from it with `read_attribute` and `read_table`.
-
-    Raises BadInput when it is no HDF5 file, is truncated, or has another format or version. Errors of the caller's
-    own making inside the `with` pass through as they are.
-    """
-    if not path.is_file():
-        raise BadInput(path, "is a folder" if path.is_dir() else "no such file", "check the path")
-    with _h5py_errors(path, "not a readable HDF5 file"):
-        file = h5py.File(path, "r")
-    with file:
-        _check_header(path, file, format_name, version)
-        yield file
-
-
-def read_attribute(path: Path, file: h5py.File, name: str) -> str:
-    """Read a text attribute of the file."""
-    value = _attribute(path, file, name)
-    if not isinstance(value, str):
-        raise BadInput(path, f"attribute {name!r} is absent or no text", "write the profile again")
-    return value
-
-
-def read_table(path: Path, file: h5py.File, name: str, columns: Mapping[str, Column]) -> Table:
+def _read_table(path: Path, file: h5py.File, name: str, row_type: type[Row]) -> Table[Row]:
     """Read a table, refusing links, other columns, dtypes, units or lengths, and values that cannot be."""
+    columns = columns_of(row_type)
     with _h5py_errors(path, f"table {name} is not readable"):
         group = _hard_linked(path, file, name, h5py.Group)
         if set(group) != set(columns):
             odd = sorted(set(group) ^ set(columns))
-            raise BadInput(path, f"table {name} has missing or unknown columns {odd}", "write the profile again")
-    table = {column: _read_column(path, file, f"{name}/{column}", spec) for column, spec in columns.items()}
-    if (problem := _problem(columns, table)) is not None:
-        raise BadInput(path, f"table {name}: {problem}", "measure that point again")
-    return table
+            raise BadInput(path, f"table {name} has missing or unknown columns {odd}", _AGAIN)
+    found = {column: _read_column(path, file, f"{name}/{column}", spec) for column, spec in columns.items()}
+    try:
+        return Table(row_type, found)
+    except ValueError as error:
+        raise BadInput(path, f"table {name}: {error}", "measure that point again") from None
+
+
+def _text(path: Path, file: h5py.File, name: str) -> str:
+    value = _attribute(path, file, name)
+    if not isinstance(value, str):
+        raise BadInput(path, f"attribute {name!r} is absent or no text", _AGAIN)
+    return value
 
 
 @contextmanager
@@ -147,20 +153,20 @@ def _h5py_errors(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise BadInput(path, f"{what} ({error})", "write the profile again") from None
+        raise BadInput(path, f"{what} ({error})", _AGAIN) from None
 
 
-def _check_header(path: Path, file: h5py.File, format_name: str, version: int) -> None:
+def _check_header(path: Path, file: h5py.File, kind: type[Profile]) -> None:
     found = _attribute(path, file, "format")
-    if not isinstance(found, str) or found != format_name:
-        raise BadInput(path, f"format is {found!r}, not {format_name}", "pass a file of that format")
+    if not isinstance(found, str) or found != kind.FORMAT:
+        raise BadInput(path, f"format is {found!r}, not {kind.FORMAT}", "pass a file of that format")
     number = _attribute(path, file, "version")
     if isinstance(number, np.integer):
         number = int(number)
-    if type(number) is not int or number != version:
+    if type(number) is not int or number != kind.VERSION:
         raise BadInput(
             path,
-            f"version {number!r} of {format_name} is unknown here, only {version} is read",
+            f"version {number!r} of {kind.FORMAT} is unknown here, only {kind.VERSION} is read",
             "write the file again with this version of shardwright",
         )
 
@@ -170,8 +176,8 @@ def _attribute(path: Path, holder: h5py.File | h5py.Dataset, name: str) -> objec
     with _h5py_errors(path, f"attribute {name!r} is not readable"):
         if name not in holder.attrs:
             return None
-        if holder.attrs.get_id(name).get_storage_size() > _MOST_ATTRIBUTE_BYTES:
-            raise BadInput(path, f"attribute {name!r} is larger than 64 KiB", "write the profile again")
+        if holder.attrs.get_id(name).get_storage_size() > _MAX_ATTRIBUTE_BYTES:
+            raise BadInput(path, f"attribute {name!r} is larger than 64 KiB", _AGAIN)
         value: object = holder.attrs[name]
         return value
 
@@ -180,16 +186,16 @@ def _read_column(path: Path, file: h5py.File, where: str, spec: Column) -> NDArr
     with _h5py_errors(path, f"{where} is not readable"):
         dataset = _hard_linked(path, file, where, h5py.Dataset)
         dtype, shape = dataset.dtype, dataset.shape
-    if dtype != np.dtype(spec.dtype):
-        raise BadInput(path, f"{where} has dtype {dtype}, not {spec.dtype}", "write the profile again")
+    if dtype != spec.dtype:
+        raise BadInput(path, f"{where} has dtype {dtype}, not {spec.dtype}", _AGAIN)
     unit = _attribute(path, dataset, "unit")
     if not isinstance(unit, str) or unit != spec.unit:
         raise BadInput(path, f"{where} has unit {unit!r}, not {spec.unit!r}", "convert it")
-    if shape is None or len(shape) != 1 or shape[0] > _MOST_ROWS:
-        raise BadInput(path, f"{where} has shape {shape}, not that of a column", "write the profile again")
+    if shape is None or len(shape) != 1 or shape[0] > _MAX_ROWS:
+        raise BadInput(path, f"{where} has shape {shape}, not that of a column", _AGAIN)
     with _h5py_errors(path, f"{where} is not readable"):
         if (problem := _stored_elsewhere(dataset)) is not None:
-            raise BadInput(path, f"{where} {problem}", "write the profile again")
+            raise BadInput(path, f"{where} {problem}", _AGAIN)
         values: NDArray[Any] = dataset[()]
         return values
 
@@ -215,61 +221,10 @@ def _hard_linked(path: Path, file: h5py.File, name: str, kind: type) -> h5py.Gro
     for part in name.split("/"):
         link = walked.get(part, getlink=True)
         if link is None:
-            raise BadInput(path, f"{name} is missing", "write the profile again")
+            raise BadInput(path, f"{name} is missing", _AGAIN)
         if not isinstance(link, h5py.HardLink):
-            raise BadInput(path, f"{name} is a link to elsewhere", "write the profile again")
+            raise BadInput(path, f"{name} is a link to elsewhere", _AGAIN)
         walked = walked[part]
     if not isinstance(walked, kind):
-        raise BadInput(path, f"{name} is no {kind.__name__.lower()}", "write the profile again")
+        raise BadInput(path, f"{name} is no {kind.__name__.lower()}", _AGAIN)
     return walked
-
-
-def _exactly(where: str, values: ArrayLike, dtype: str) -> NDArray[Any]:
-    """The values in another dtype; ValueError where a text would be cut off or a number changed."""
-    given = np.asarray(values)
-    with np.errstate(invalid="ignore"):
-        made = given.astype(dtype)
-        if not np.array_equal(made.astype(given.dtype), given, equal_nan=given.dtype.kind == "f"):
-            raise ValueError(f"{where}: values do not fit {dtype}")
-    return made
-
-
-def _problem(columns: Mapping[str, Column], table: Mapping[str, NDArray[Any]]) -> str | None:
-    if any(values.ndim != 1 for values in table.values()):
-        return "a column is no list of values"
-    if len({len(values) for values in table.values()}) > 1:
-        return "columns of different lengths"
-    for name, spec in columns.items():
-        problem = _text_problem if np.dtype(spec.dtype).kind == "S" else _number_problem
-        if (found := problem(spec, table[name])) is not None:
-            return f"{name} is {found}"
-    return _absent_problem(columns, table)
-
-
-def _text_problem(spec: Column, values: NDArray[Any]) -> str | None:
-    for row, value in enumerate(values.tolist()):
-        if not value.isascii():
-            return f"{value!r} in row {row}, not ASCII"
-        if spec.among and value.decode() not in spec.among:
-            return f"{value.decode()!r} in row {row}, not one of {', '.join(spec.among)}"
-    return None
-
-
-def _number_problem(spec: Column, values: NDArray[Any]) -> str | None:
-    numbers = values.astype(np.float64)
-    below = (numbers <= 0) if spec.positive else (numbers < 0) & (not spec.signed)
-    bad = ~np.isfinite(numbers) | below
-    if not bad.any():
-        return None
-    row = int(np.flatnonzero(bad)[0])
-    wanted = "finite" if spec.signed else f"{'positive' if spec.positive else 'non-negative'} and finite"
-    return f"{values[row]} in row {row}, not {wanted}"
-
-
-def _absent_problem(columns: Mapping[str, Column], table: Mapping[str, NDArray[Any]]) -> str | None:
-    for name, spec in columns.items():
-        if spec.sourced_by:
-            odd = np.flatnonzero((table[spec.sourced_by] == b"absent") & (table[name] != 0))
-            if len(odd):
-                return f"{name} is {table[name][odd[0]]} in row {odd[0]}, where {spec.sourced_by} says absent"
-    return None

@@ -1,16 +1,17 @@
 """docs/formats.md: every file's fields or columns, with their types, units and meanings."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from types import ModuleType
+from math import log2
 from typing import Any, get_args
 
 import msgspec
-import numpy as np
 
-from shardwright_formats.io.hdf5 import Column, Provenance
+from shardwright_formats.io.hdf5 import Profile, tables_of, texts_of
 from shardwright_formats.io.json import Document
+from shardwright_formats.io.table import Column, columns_of
 from shardwright_formats.schema.field_docs import class_doc, field_docs
-from shardwright_formats.types import hardware_profile, model_profile
+from shardwright_formats.types.hardware_profile import HardwareProfile
+from shardwright_formats.types.model_profile import ModelProfile
 from shardwright_formats.types.run import StepMetrics
 
 __all__ = ["described_components", "markdown"]
@@ -25,13 +26,17 @@ keys, wrong types, NaN and infinities, and what contradicts itself across fields
 there. The JSON Schemas in `formats/schemas/` say all of it but the checks across fields; `formats/examples/` holds an
 example of every file. Equal values are written as equal bytes, through a temporary name that is renamed at the end.
 """
+_LARGE = 2**20
+"""From here on limits are powers of two, or 1 less."""
+_PROFILES: tuple[type[Profile], ...] = (HardwareProfile, ModelProfile)
 _HDF5_INTRODUCTION = """\
 ## HDF5 files
 
 The file's attributes are `format` (text), `version` (int64) and the texts named below. A table is a group; its columns
-are equally long one-dimensional datasets with a text attribute `unit` and a Fletcher-32 checksum. Text is ASCII.
-No number is infinite or NaN; one whose source is `absent` is 0, and nobody knows it. Readers refuse links, values in
-other files, compressed or absent values, and other columns, dtypes or units.
+are equally long one-dimensional datasets with a text attribute `unit` and a Fletcher-32 checksum: int64, float64, int8
+for truth values (0 or 1), and ASCII text of a fixed length. No number is infinite or NaN; one whose source is `absent`
+is 0, and nobody knows it. Readers refuse links, values in other files, compressed or absent values, and other columns,
+dtypes or units.
 """
 
 
@@ -44,25 +49,20 @@ def markdown(schemas: Mapping[type[Document], Mapping[str, Any]]) -> str:
         properties = {field: of for field, of in schema["properties"].items() if field not in ("format", "version")}
         blocks += [f"### {name}\n", f"{schema['description']}\n", _fields(properties, schema["required"])]
         shared |= schema["$defs"]
-    shared |= described_components(StepMetrics)
-    for kind in schemas:
-        shared.pop(kind.__name__, None)
+    row_types = [row_type for profile in _PROFILES for row_type in tables_of(profile).values()]
+    others: list[type[msgspec.Struct]] = [StepMetrics, *row_types]
+    for other in others:
+        shared |= described_components(other)
+    for name in (struct.__name__ for struct in (*schemas, *row_types)):
+        shared.pop(name, None)
     blocks.append("## Types inside them\n")
-    known = _types_of([*schemas, StepMetrics])
+    known = _types_of([*schemas, StepMetrics, *row_types])
     for title, of in sorted(shared.items()):
         blocks += [f"### {title}\n", f"{of['description']}\n"]
         blocks.append(_members(known[title]) if "enum" in of else _fields(of["properties"], of["required"]))
     blocks.append(_HDF5_INTRODUCTION)
-    blocks += _profile(
-        hardware_profile,
-        class_doc(hardware_profile.HardwareProfile),
-        ("cluster", "device", "backend", *Provenance._fields),
-    )
-    blocks += _profile(
-        model_profile,
-        class_doc(model_profile.ModelProfile),
-        (*model_profile.ProfileOrigin._fields, *Provenance._fields),
-    )
+    for profile in _PROFILES:
+        blocks += _profile(profile)
     return "\n".join(blocks)
 
 
@@ -138,7 +138,7 @@ def _type(schema: Mapping[str, Any]) -> str:
         case {"type": "string"}:
             return "non-empty text" if schema.get("minLength") else "text"
         case {"type": str(name)}:
-            return f"{name} >= {schema['minimum']}" if "minimum" in schema else name
+            return " ".join([name, " and ".join(_limits(schema))]).rstrip()
     raise ValueError(f"no words for the schema {schema}")
 
 
@@ -146,23 +146,29 @@ def _spelled(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _profile(module: ModuleType, description: str, attributes: Iterable[str]) -> Iterator[str]:
-    yield f"### {module.FORMAT}, version {module.VERSION}\n"
-    yield f"{description}\n"
-    yield f"Attributes: {', '.join(f'`{name}`' for name in attributes)}.\n"
-    for name, columns in module.TABLES.items():
-        yield f"Table `{name}`:\n"
-        yield _table("| column | dtype | unit | values |", [_column(*item) for item in columns.items()])
+def _limits(schema: Mapping[str, Any]) -> Iterator[str]:
+    for key, word in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<")):
+        if key in schema:
+            yield f"{word} {schema[key]:g}" if schema[key] < _LARGE else f"{word} 2^{log2(schema[key]):.0f}"
 
 
-def _column(name: str, column: Column) -> str:
-    text = np.dtype(column.dtype).kind == "S"
-    values = ", ".join(f"`{value}`" for value in column.among) or (
-        "any text" if text else "any" if column.signed else ">= 0"
-    )
-    dtype = f"text of at most {np.dtype(column.dtype).itemsize} bytes" if text else column.dtype
-    unit = column.unit + (f" (source: `{column.sourced_by}`)" if column.sourced_by else "")
-    return f"| `{name}` | {dtype} | {unit} | {'> 0' if column.positive else values} |"
+def _profile(kind: type[Profile]) -> Iterator[str]:
+    yield f"### {kind.FORMAT}, version {kind.VERSION}\n"
+    yield f"{class_doc(kind)}\n"
+    yield f"Attributes: {', '.join(f'`{name}`' for name in texts_of(kind))}.\n"
+    for name, row_type in tables_of(kind).items():
+        yield f"Table `{name}`: {class_doc(row_type)}\n"
+        properties = described_components(row_type)[row_type.__name__]["properties"]
+        rows = (_column(name, column, properties[name]) for name, column in columns_of(row_type).items())
+        yield _table("| column | type | unit | meaning |", rows)
+
+
+def _column(name: str, column: Column, schema: Mapping[str, Any]) -> str:
+    text = column.dtype.kind == "S"
+    unit = "" if text or column.dtype == "int8" else column.unit
+    length = f" of at most {column.dtype.itemsize} bytes" if text and "$ref" not in schema else ""
+    source = f" Source: `{column.source}`." if column.source else ""
+    return f"| `{name}` | {_type(schema)}{length} | {unit} | {schema.get('description', '')}{source} |"
 
 
 def _table(head: str, rows: Iterable[str]) -> str:

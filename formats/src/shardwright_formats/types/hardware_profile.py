@@ -4,37 +4,39 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.hdf5 import (
-    SOURCES,
-    Column,
-    Provenance,
-    Table,
-    open_profile,
-    read_attribute,
-    read_table,
-    write_profile,
-    write_table,
+from shardwright_formats.io.hdf5 import Profile, Provenance, read_profile, write_profile
+from shardwright_formats.io.table import Row, Source, Table
+from shardwright_formats.types.limits import (
+    Bytes,
+    NonNegativeCount,
+    NonNegativeNumber,
+    PositiveBytes,
+    PositiveNumber,
+    PositiveSeconds,
+    Rank,
+    Ranks,
+    Seconds,
 )
 
 __all__ = [
-    "FORMAT",
-    "TABLES",
-    "VERSION",
     "Collective",
     "CollectiveKey",
     "HardwareProfile",
+    "OverlapRow",
+    "PairRow",
+    "PointRow",
+    "RankRow",
+    "RateRow",
+    "RepeatRow",
     "read_hardware_profile",
     "write_hardware_profile",
 ]
-
-FORMAT = "shardwright.hardware_profile"
-VERSION = 3
 
 
 class Collective(StrEnum):
@@ -51,57 +53,6 @@ class Collective(StrEnum):
     P2P = "p2p"
 
 
-_SOURCE = Column("S8", "name", among=SOURCES)
-
-TABLES = {
-    "points": {
-        "collective": Column("S16", "name", among=tuple(Collective)),
-        "group_size": Column("int64", "ranks", positive=True),
-        "consecutive": Column("int8", "0 or 1"),
-        "across_nodes": Column("int8", "0 or 1"),
-        "message_bytes": Column("int64", "bytes", positive=True),
-        "interval": Column(
-            "float64", "half of the 95 % confidence interval of the median, over the median; 0 for one repeat"
-        ),
-        "source": _SOURCE,
-    },
-    "repeats": {
-        "point": Column("int64", "row of points"),
-        "time_s": Column("float64", "s", positive=True),
-        "outlier": Column("int8", "0 or 1"),
-    },
-    "pairs": {
-        "source_rank": Column("int64", "rank"),
-        "target_rank": Column("int64", "rank"),
-        "message_bytes": Column("int64", "bytes", positive=True),
-        "time_s": Column("float64", "s, median", positive=True),
-        "source": _SOURCE,
-    },
-    "overlap": {
-        "collective": Column("S16", "name", among=tuple(Collective)),
-        "group_size": Column("int64", "ranks", positive=True),
-        "collective_bytes": Column("int64", "bytes; 0 where it is not known"),
-        "compute_s": Column("float64", "s of the computation alone; 0 where it is not known"),
-        "collective_s": Column("float64", "s of the collective alone; 0 where it is not known"),
-        "compute_slowdown": Column("float64", "time overlapped with the collective over time alone", positive=True),
-        "collective_slowdown": Column("float64", "time overlapped with the computation over time alone", positive=True),
-        "source": _SOURCE,
-    },
-    "ranks": {
-        "rank": Column("int64", "rank"),
-        "name": Column("S32", "name"),
-        "value": Column("float64", "SI unit in the name", positive=True),
-        "source": _SOURCE,
-    },
-    "rates": {
-        "name": Column("S32", "name"),
-        "value": Column("float64", "SI unit in the name", positive=True),
-        "source": _SOURCE,
-    },
-}
-"""The tables of the file and their columns."""
-
-
 class CollectiveKey(NamedTuple):
     """A kind of message: which collective, among how many ranks, and how these lie."""
 
@@ -111,79 +62,162 @@ class CollectiveKey(NamedTuple):
     across_nodes: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class HardwareProfile:
+_RateName = Annotated[str, Meta(max_length=32)]
+_Rate = Annotated[float, Meta(gt=0, le=1e30, extra={"unit": "SI, in the name"})]
+_Slowdown = Annotated[PositiveNumber, Meta(extra={"unit": "1"})]
+
+
+class PointRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kind of message at one size; its times are in `repeats`."""
+
+    collective: Collective
+    """Which one."""
+    group_size: Ranks
+    """How many ranks take part."""
+    consecutive: bool
+    """Whether they are neighbours."""
+    across_nodes: bool
+    """Whether they are on several nodes."""
+    message_bytes: PositiveBytes
+    """Size of the full tensor on one rank."""
+    interval: Annotated[NonNegativeNumber, Meta(extra={"unit": "1"})]
+    """Half of the 95 % confidence interval of the median, over the median; 0 for one repeat."""
+    source: Source
+    """Of its times."""
+
+    @property
+    def key(self) -> CollectiveKey:
+        """The kind of message."""
+        return CollectiveKey(self.collective, self.group_size, self.consecutive, self.across_nodes)
+
+
+class RepeatRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One time of a point, on the slowest rank."""
+
+    point: Annotated[NonNegativeCount, Meta(extra={"unit": "row of points"})]
+    """Which point."""
+    time_s: PositiveSeconds
+    """How long it took."""
+    outlier: bool
+    """Whether it lies far from the point's other times."""
+
+
+class PairRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A message between two neighbours in a pipeline."""
+
+    source_rank: Rank
+    """Who sends."""
+    target_rank: Rank
+    """Who receives."""
+    message_bytes: PositiveBytes
+    """Its size."""
+    time_s: PositiveSeconds
+    """Median."""
+    source: Source
+    """Of the time."""
+
+
+class OverlapRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A collective and a computation, each alone and both at once."""
+
+    collective: Collective
+    """Which one."""
+    group_size: Ranks
+    """How many ranks take part."""
+    collective_bytes: Bytes
+    """Size of the full tensor on one rank; 0 where it is not known."""
+    compute_s: Seconds
+    """Of the computation alone; 0 where it is not known."""
+    collective_s: Seconds
+    """Of the collective alone; 0 where it is not known."""
+    compute_slowdown: _Slowdown
+    """Time of the computation overlapped with the collective, over its time alone."""
+    collective_slowdown: _Slowdown
+    """Time of the collective overlapped with the computation, over its time alone."""
+    source: Source
+    """Of these numbers."""
+
+
+class RankRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rate of one rank's device, while all of them work."""
+
+    rank: Rank
+    """Which rank."""
+    name: _RateName
+    """Which rate, such as `matrix_flops_per_s`."""
+    value: _Rate
+    """How much."""
+    source: Source
+    """Of the value."""
+
+
+class RateRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rate of the slowest rank's device, or a time that is there once a launch."""
+
+    name: _RateName
+    """Which one, such as `matrix_flops_per_s` or `startup_s`."""
+    value: _Rate
+    """How much."""
+    source: Source
+    """Of the value."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HardwareProfile(Profile):
     """What a cluster's links and devices do.
 
     `cluster` names what was measured, `device` and `backend` on what and through what. `points`: kinds of message at
     growing sizes, and `repeats`: every time of each. `pairs`: messages between neighbours in a pipeline, link by link.
-    `overlap`: how computation and messages slow each other down. `ranks`: rates of each rank's device, and `rates`: of
-    the slowest, with what is there once a launch.
+    `overlap`: how computation and collectives slow each other down. `ranks`: rates of each rank's device, and `rates`:
+    of the slowest, with what is there once a launch.
     """
+
+    FORMAT: ClassVar[str] = "shardwright.hardware_profile"
+    VERSION: ClassVar[int] = 3
 
     cluster: str
     device: str
     backend: str
     provenance: Provenance
-    points: Table
-    repeats: Table
-    rates: Table
-    pairs: Table = field(default_factory=lambda: _empty("pairs"))
-    overlap: Table = field(default_factory=lambda: _empty("overlap"))
-    ranks: Table = field(default_factory=lambda: _empty("ranks"))
+    points: Table[PointRow]
+    repeats: Table[RepeatRow]
+    pairs: Table[PairRow] = field(default_factory=lambda: Table.of(PairRow, ()))
+    overlap: Table[OverlapRow] = field(default_factory=lambda: Table.of(OverlapRow, ()))
+    ranks: Table[RankRow] = field(default_factory=lambda: Table.of(RankRow, ()))
+    rates: Table[RateRow] = field(default_factory=lambda: Table.of(RateRow, ()))
+
+    @property
+    def problem(self) -> str | None:
+        """Every point has repeats, and every repeat a point."""
+        if set(self.repeats["point"].tolist()) != set(range(len(self.points))):
+            return "points without repeats, or repeats without a point"
+        return None
+
+    @cached_property
+    def times_s(self) -> tuple[NDArray[Any], ...]:
+        """Every repeat of each row of `points`, in seconds."""
+        order = np.argsort(self.repeats["point"], kind="stable")
+        bounds = np.searchsorted(self.repeats["point"][order], np.arange(1, len(self.points)))
+        return tuple(np.split(self.repeats["time_s"][order], bounds))[: len(self.points)]
 
     @cached_property
     def curves(self) -> dict[CollectiveKey, tuple[NDArray[Any], NDArray[Any]]]:
         """Per kind of message: sizes in bytes, ascending, and the median time of each in seconds."""
-        medians = np.array([np.median(self.times_s(i)) for i in range(len(self.points["collective"]))])
-        rows: dict[CollectiveKey, list[int]] = {}
-        for i in range(len(medians)):
-            rows.setdefault(self.key(i), []).append(i)
-        sizes = self.points["message_bytes"]
-        return {
-            key: (sizes[order], medians[order])
-            for key, found in rows.items()
-            for order in [sorted(found, key=lambda i: int(sizes[i]))]
-        }
-
-    def key(self, point: int) -> CollectiveKey:
-        """The kind of message of one row of `points`."""
-        p = self.points
-        name = Collective(p["collective"][point].decode())
-        return CollectiveKey(
-            name, int(p["group_size"][point]), bool(p["consecutive"][point]), bool(p["across_nodes"][point])
-        )
-
-    def times_s(self, point: int) -> NDArray[Any]:
-        """Every repeat of one row of `points`, in seconds."""
-        return np.asarray(self.repeats["time_s"][self.repeats["point"] == point])
+        found: dict[CollectiveKey, list[tuple[int, float]]] = {}
+        for row, times_s in zip(self.points.rows, self.times_s, strict=True):
+            found.setdefault(row.key, []).append((row.message_bytes, float(np.median(times_s))))
+        curves = {}
+        for key, points in found.items():
+            sizes, medians_s = zip(*sorted(points, key=lambda point: point[0]), strict=True)
+            curves[key] = np.array(sizes), np.array(medians_s)
+        return curves
 
 
 def write_hardware_profile(path: Path, profile: HardwareProfile) -> None:
     """Write the profile; the same measurements give the same bytes."""
-    names = {"cluster": profile.cluster, "device": profile.device, "backend": profile.backend}
-    with write_profile(path, FORMAT, VERSION, names | profile.provenance._asdict()) as file:
-        for name, columns in TABLES.items():
-            write_table(file, name, columns, getattr(profile, name))
+    write_profile(path, profile)
 
 
 def read_hardware_profile(path: Path) -> HardwareProfile:
     """Read a hardware profile; BadInput names whatever cannot be right in it."""
-    with open_profile(path, FORMAT, VERSION) as file:
-        tables = {name: read_table(path, file, name, columns) for name, columns in TABLES.items()}
-        names = {name: read_attribute(path, file, name) for name in ("cluster", "device", "backend")}
-        provenance = Provenance(**{name: read_attribute(path, file, name) for name in Provenance._fields})
-    points, repeats = tables["points"], tables["repeats"]
-    for flag in ("consecutive", "across_nodes"):
-        if (points[flag] > 1).any():
-            raise BadInput(path, f"table points: {flag} is {points[flag].max()}, not 0 or 1", "write the profile again")
-    if set(repeats["point"].tolist()) != set(range(len(points["collective"]))):
-        raise BadInput(path, "points without repeats, or repeats without a point", "measure again")
-    if (repeats["outlier"] > 1).any():
-        raise BadInput(path, "table repeats: outlier is neither 0 nor 1", "write the profile again")
-    cluster, device, backend = names.values()
-    return HardwareProfile(cluster=cluster, device=device, backend=backend, provenance=provenance, **tables)
-
-
-def _empty(table: str) -> Table:
-    return {name: np.zeros(0, dtype=column.dtype) for name, column in TABLES[table].items()}
+    return read_profile(path, HardwareProfile)

@@ -1,22 +1,40 @@
-"""Numbers and their limits, for command options and files alike: beyond them nothing real is meant."""
+"""Numbers and their limits, for command options and files alike: beyond them nothing real is meant.
+
+The limits are generous; what they are for is that a mistyped or hostile number is refused where it is read, with its
+place, before anything is computed with it. A number of a table of a profile says its unit, too.
+"""
 
 from typing import Annotated
 
 from msgspec import Meta
 
 __all__ = [
+    "MAX_DEVICES",
+    "MAX_LAYERS",
+    "Bytes",
     "Count",
     "Gib",
-    "Name",
+    "Length",
     "NonNegativeCount",
     "NonNegativeNumber",
+    "PositiveBytes",
     "PositiveNumber",
     "PositiveSeconds",
+    "Rank",
+    "Ranks",
+    "Samples",
     "Seconds",
+    "Sha256",
     "Share",
+    "Tokens",
 ]
 
+MAX_DEVICES = 2**20
+"""Of a cluster, and so ranks of a plan."""
+MAX_LAYERS = 100_000
+"""Of a model."""
 _MAX_COUNT = 2**31 - 1
+_MAX_BYTES = 2**60
 _MAX_SECONDS = 1e9
 _MAX_NUMBER = 1e15
 
@@ -24,9 +42,21 @@ Count = Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
 """How many there are of something that is there."""
 NonNegativeCount = Annotated[int, Meta(ge=0, le=_MAX_COUNT)]
 """How many, or which from 0; a seed."""
-Seconds = Annotated[float, Meta(ge=0, le=_MAX_SECONDS)]
-"""A time limit; 10^9 s are 32 years."""
-PositiveSeconds = Annotated[float, Meta(gt=0, le=_MAX_SECONDS)]
+Rank = Annotated[int, Meta(ge=0, lt=MAX_DEVICES, extra={"unit": "rank"})]
+"""Number of a device."""
+Ranks = Annotated[int, Meta(ge=1, le=MAX_DEVICES, extra={"unit": "ranks"})]
+"""A degree, or the size of a group."""
+Samples = Annotated[int, Meta(ge=1, le=_MAX_COUNT, extra={"unit": "samples"})]
+"""A batch or a micro-batch."""
+Tokens = Annotated[int, Meta(ge=1, le=_MAX_COUNT, extra={"unit": "tokens"})]
+"""A sequence length."""
+Length = Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
+"""Of one dim of a tensor."""
+Bytes = Annotated[int, Meta(ge=0, le=_MAX_BYTES, extra={"unit": "bytes"})]
+PositiveBytes = Annotated[int, Meta(ge=1, le=_MAX_BYTES, extra={"unit": "bytes"})]
+Seconds = Annotated[float, Meta(ge=0, le=_MAX_SECONDS, extra={"unit": "s"})]
+"""A time; 10^9 s are 32 years."""
+PositiveSeconds = Annotated[float, Meta(gt=0, le=_MAX_SECONDS, extra={"unit": "s"})]
 PositiveNumber = Annotated[float, Meta(gt=0, le=_MAX_NUMBER)]
 """A rate, a bandwidth, a size; its unit is the field's."""
 NonNegativeNumber = Annotated[float, Meta(ge=0, le=_MAX_NUMBER)]
@@ -34,5 +64,4 @@ Gib = Annotated[float, Meta(gt=0, le=2**20)]
 """Memory of one device, in GiB."""
 Share = Annotated[float, Meta(ge=0, le=1)]
 """A part of a whole."""
-Name = Annotated[str, Meta(min_length=1, max_length=200)]
-"""What the user calls something; it may become part of a file's name."""
+Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]

@@ -1,46 +1,44 @@
 """How long the layers of a model take on a device, and how much memory they need."""
 
+from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, ClassVar
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.hdf5 import (
-    SOURCES,
-    Column,
-    Provenance,
-    Table,
-    open_profile,
-    read_attribute,
-    read_table,
-    write_profile,
-    write_table,
+from msgspec import Meta
+
+from shardwright_formats.io.hdf5 import Profile, Provenance, read_profile, write_profile
+from shardwright_formats.io.json import Value
+from shardwright_formats.io.table import Row, Source, Table, sourced
+from shardwright_formats.types.limits import (
+    Bytes,
+    Count,
+    NonNegativeCount,
+    Ranks,
+    Samples,
+    Seconds,
+    Tokens,
 )
 from shardwright_formats.types.strategy import Recompute, SequenceParallel
 
 __all__ = [
-    "FITS",
-    "FORMAT",
-    "LAYERS",
-    "PROCESS",
-    "STATES",
-    "TABLES",
-    "VERSION",
     "FitMode",
+    "FitRow",
+    "LayerRow",
     "ModelProfile",
+    "ProcessRow",
     "ProfileOrigin",
+    "Quantity",
+    "StateRow",
     "read_model_profile",
     "write_model_profile",
 ]
 
-FORMAT = "shardwright.model_profile"
-VERSION = 3
-
-_SOURCE = Column("S8", "name", among=SOURCES)
-
-
-def _sourced(dtype: str, unit: str, by: str) -> Column:
-    return Column(dtype, unit, sourced_by=by)
+_TypeName = Annotated[str, Meta(max_length=32)]
+_Coefficient = Annotated[float, Meta(extra={"unit": "s or bytes per unit of the term"})]
+_Residual = Annotated[float, Meta(ge=0, extra={"unit": "1"})]
+_Points = Annotated[Count, Meta(extra={"unit": "points"})]
 
 
 class FitMode(StrEnum):
@@ -56,133 +54,204 @@ class FitMode(StrEnum):
     """constant + linear * b s + quadratic * b s^2, over all points."""
 
 
-LAYERS = {
-    "type": Column("S32", "name"),
-    "tp_size": Column("int64", "ranks", positive=True),
-    "sequence_parallel": Column("S8", "name", among=tuple(SequenceParallel)),
-    "recompute": Column("S9", "name", among=tuple(Recompute)),
-    "micro_batch_size": Column("int64", "samples of one tensor-parallel group", positive=True),
-    "sequence_length": Column("int64", "tokens", positive=True),
-    "forward_s": _sourced("float64", "s a microbatch", "forward_source"),
-    "forward_error_s": _sourced("float64", "s, standard error of forward_s", "forward_source"),
-    "forward_source": _SOURCE,
-    "backward_s": _sourced("float64", "s a microbatch", "backward_source"),
-    "backward_error_s": _sourced("float64", "s, standard error of backward_s", "backward_source"),
-    "backward_source": _SOURCE,
-    "activation_bytes": _sourced("int64", "bytes held from forward to backward, a microbatch", "activation_source"),
-    "activation_source": _SOURCE,
-    "workspace_bytes": _sourced(
-        "int64", "most further bytes held for a moment in forward or backward", "workspace_source"
-    ),
-    "workspace_source": _SOURCE,
-}
-STATES = {
-    "type": Column("S32", "name"),
-    "tp_size": Column("int64", "ranks", positive=True),
-    "parameter_bytes": _sourced("int64", "bytes", "bytes_source"),
-    "gradient_bytes": _sourced("int64", "bytes", "bytes_source"),
-    "optimizer_bytes": _sourced("int64", "bytes", "bytes_source"),
-    "bytes_source": _SOURCE,
-    "optimizer_s": _sourced("float64", "s a step, unsharded, clipping included", "optimizer_source"),
-    "optimizer_source": _SOURCE,
-    "reduction_s": _sourced("float64", "s a step that reducing the gradients under plain ddp adds", "reduction_source"),
-    "reduction_ranks": Column("int64", "data-parallel ranks of that reduction", positive=True),
-    "reduction_source": _SOURCE,
-}
-PROCESS = {
-    "process_bytes": _sourced("int64", "bytes of device memory outside the tensors", "process_source"),
-    "process_source": _SOURCE,
-    "resident_bytes": _sourced("int64", "bytes of host memory", "resident_source"),
-    "resident_source": _SOURCE,
-    "step_overhead_s": _sourced("float64", "s a step", "step_overhead_source"),
-    "step_overhead_source": _SOURCE,
-}
-_POINT = ("type", "tp_size", "sequence_parallel", "recompute", "sequence_length", "micro_batch_size")
-FITS = {
-    "type": Column("S32", "name"),
-    "tp_size": Column("int64", "ranks", positive=True),
-    "sequence_parallel": Column("S8", "name", among=tuple(SequenceParallel)),
-    "recompute": Column("S9", "name", among=tuple(Recompute)),
-    "quantity": Column("S16", "name", among=("forward_s", "backward_s", "activation_bytes")),
-    "mode": Column("S8", "name", among=tuple(FitMode)),
-    "micro_batch_size": Column("int64", "samples of one tensor-parallel group; 0 where it varies"),
-    "sequence_length": Column("int64", "tokens; 0 where it varies"),
-    "constant": Column("float64", "s or bytes", signed=True),
-    "linear": Column("float64", "s or bytes per unit of the mode", signed=True),
-    "quadratic": Column("float64", "s or bytes per squared unit of the mode", signed=True),
-    "points": Column("int64", "points fitted", positive=True),
-    "typical_residual": Column("float64", "median of |fit - point| / point"),
-    "worst_residual": Column("float64", "largest |fit - point| / point"),
-    "left_out_points": Column("int64", "points that were left out in turn and predicted by the others"),
-    "left_out_error": Column("float64", "median of |prediction - point| / point over them; 0 without any"),
-}
-TABLES = {"layers": LAYERS, "states": STATES, "process": PROCESS, "fits": FITS}
-"""The tables of the file and their columns."""
+class Quantity(StrEnum):
+    """The columns of `layers` that curves are fitted to."""
+
+    FORWARD_S = "forward_s"
+    BACKWARD_S = "backward_s"
+    ACTIVATION_BYTES = "activation_bytes"
 
 
-class ProfileOrigin(NamedTuple):
+class LayerRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Time and memory of one microbatch in one layer, with the traffic of tensor and sequence parallelism inside."""
+
+    type: _TypeName
+    """The layer's type: a key of the model description's `types`."""
+    tp_size: Ranks
+    """Tensor-parallel ranks."""
+    sequence_parallel: SequenceParallel
+    """How they share the sequence."""
+    recompute: Recompute
+    """Which activations are computed again."""
+    micro_batch_size: Samples
+    """Of one tensor-parallel group."""
+    sequence_length: Tokens
+    """Of a sample."""
+    forward_s: Annotated[Seconds, sourced("forward_source")]
+    """Of the forward pass."""
+    forward_error_s: Annotated[Seconds, sourced("forward_source")] = 0.0
+    """Standard error of `forward_s`; 0 where none is known."""
+    forward_source: Source
+    """Of both."""
+    backward_s: Annotated[Seconds, sourced("backward_source")]
+    """Of the backward pass, recomputation included, gradient reduction left out."""
+    backward_error_s: Annotated[Seconds, sourced("backward_source")] = 0.0
+    """Standard error of `backward_s`; 0 where none is known."""
+    backward_source: Source
+    """Of both."""
+    activation_bytes: Annotated[Bytes, sourced("activation_source")]
+    """Resident from the forward to the backward pass."""
+    activation_source: Source
+    """Of `activation_bytes`."""
+    workspace_bytes: Annotated[Bytes, sourced("workspace_source")]
+    """The most that is resident beyond that during a pass."""
+    workspace_source: Source
+    """Of `workspace_bytes`."""
+
+    @property
+    def place(self) -> tuple[str, int, str, str, int, int]:
+        """Where the row stands in a table: by what tells it from the others."""
+        return (*self.curve[:4], self.micro_batch_size, self.sequence_length)
+
+    @property
+    def curve(self) -> tuple[str, int, str, str, int]:
+        """What it has in common with the points of other micro-batch sizes."""
+        return self.type, self.tp_size, self.sequence_parallel, self.recompute, self.sequence_length
+
+
+class StateRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the parameters of one layer cost one rank under plain ddp, whatever runs through them."""
+
+    type: _TypeName
+    """The layer's type."""
+    tp_size: Ranks
+    """Tensor-parallel ranks."""
+    parameter_bytes: Annotated[Bytes, sourced("bytes_source")]
+    """Of the stored parameters."""
+    gradient_bytes: Annotated[Bytes, sourced("bytes_source")]
+    """Of their gradients."""
+    optimizer_bytes: Annotated[Bytes, sourced("bytes_source")]
+    """Of the optimizer's state."""
+    bytes_source: Source
+    """Of these three."""
+    optimizer_s: Annotated[Seconds, sourced("optimizer_source")]
+    """Of a step, unsharded, clipping included."""
+    optimizer_source: Source
+    """Of `optimizer_s`."""
+    reduction_s: Annotated[Seconds, sourced("reduction_source")]
+    """What reducing the gradients adds to a step."""
+    reduction_ranks: Ranks
+    """Data-parallel ranks of that reduction."""
+    reduction_source: Source
+    """Of `reduction_s`."""
+
+
+class ProcessRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is there once a process or a step."""
+
+    process_bytes: Annotated[Bytes, sourced("process_source")]
+    """Device memory outside the tensors."""
+    process_source: Source
+    """Of `process_bytes`."""
+    resident_bytes: Annotated[Bytes, sourced("resident_source")]
+    """Host memory before the model is made."""
+    resident_source: Source
+    """Of `resident_bytes`."""
+    step_overhead_s: Annotated[Seconds, sourced("step_overhead_source")]
+    """What of a step is neither layers nor reduction nor per parameter."""
+    step_overhead_source: Source
+    """Of `step_overhead_s`."""
+
+
+class FitRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A curve through the points of `layers`, with what it leaves unexplained, relative to the points."""
+
+    type: _TypeName
+    """The layer's type."""
+    tp_size: Ranks
+    """Tensor-parallel ranks."""
+    sequence_parallel: SequenceParallel
+    """How they share the sequence."""
+    recompute: Recompute
+    """Which activations are computed again."""
+    quantity: Quantity
+    """What the curve says."""
+    mode: FitMode
+    """Which terms it has."""
+    micro_batch_size: Annotated[NonNegativeCount, Meta(extra={"unit": "samples"})]
+    """Of one tensor-parallel group; 0 where it varies."""
+    sequence_length: Annotated[NonNegativeCount, Meta(extra={"unit": "tokens"})]
+    """0 where it varies."""
+    constant: _Coefficient
+    """The constant term."""
+    linear: _Coefficient
+    """Of the linear term."""
+    quadratic: _Coefficient
+    """Of the quadratic term."""
+    points: _Points
+    """How many were fitted."""
+    typical_residual: _Residual
+    """Median of |fit - point| / point."""
+    worst_residual: _Residual
+    """Largest |fit - point| / point."""
+    left_out_points: Annotated[NonNegativeCount, Meta(extra={"unit": "points"})]
+    """How many were left out in turn and predicted by the others."""
+    left_out_error: _Residual
+    """Median of |prediction - point| / point over them; 0 without any."""
+
+
+class ProfileOrigin(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was profiled, on what and how."""
 
     model: str
+    """Its name."""
     architecture_sha256: str
     """`Model.architecture_sha256`: the profile serves models of these layers, of any number of them."""
     device: str
+    """The device's name as its driver gives it, or `cpu`."""
     backend: str
+    """What carried the collectives."""
     precision: str
     """`parameters/compute/reduce`, such as `float32/bfloat16/float32`."""
     attention: str
+    """The attention kernel."""
 
 
-class ModelProfile(NamedTuple):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelProfile(Profile):
     """The tables of a model profile, one per model and device type.
 
-    `layers`: time and memory of one layer of each type (embedding and head too) by strategy and micro-batch, with the
-    traffic of tensor and sequence parallelism inside, without gradient reduction. `states`: bytes and optimizer time of
-    one layer's parameters under plain DDP. `process`: what is there once a process or a step, in one row. `fits`:
-    curves through the points of `layers`, with what they leave unexplained.
+    `layers`: time and memory of one layer of each type (embedding and head too) by strategy and micro-batch. `states`:
+    bytes and optimizer time of one layer's parameters. `process`: what is there once a process or a step, in one row.
+    `fits`: curves through the points of `layers`.
     """
+
+    FORMAT: ClassVar[str] = "shardwright.model_profile"
+    VERSION: ClassVar[int] = 3
 
     origin: ProfileOrigin
     provenance: Provenance
-    layers: Table
-    states: Table
-    process: Table
-    fits: Table
+    layers: Table[LayerRow]
+    states: Table[StateRow]
+    process: Table[ProcessRow]
+    fits: Table[FitRow]
+
+    @property
+    def problem(self) -> str | None:
+        """There is one process; no point is there twice, and activations do not shrink as the micro-batch grows."""
+        if (rows := len(self.process)) != 1:
+            return f"table process has {rows} rows, not 1"
+        ordered = sorted(self.layers.rows, key=lambda row: (row.curve, row.micro_batch_size))
+        for curve, points in groupby(ordered, key=lambda row: row.curve):
+            known = less = None
+            for row in points:
+                where = f"table layers: {', '.join(map(str, (*curve, row.micro_batch_size)))}"
+                if less is not None and less.micro_batch_size == row.micro_batch_size:
+                    return f"{where} is there twice"
+                less = row
+                if row.activation_source is not Source.ABSENT:
+                    if known is not None and row.activation_bytes < known.activation_bytes:
+                        fall = f"from {known.activation_bytes} to {row.activation_bytes}"
+                        return f"{where}: activation_bytes fall {fall} as the micro-batch grows"
+                    known = row
+        return None
 
 
 def write_model_profile(path: Path, profile: ModelProfile) -> None:
     """Write the profile; the same measurements give the same bytes."""
-    with write_profile(path, FORMAT, VERSION, profile.origin._asdict() | profile.provenance._asdict()) as file:
-        for name, columns in TABLES.items():
-            write_table(file, name, columns, getattr(profile, name))
+    write_profile(path, profile)
 
 
 def read_model_profile(path: Path) -> ModelProfile:
     """Read a model profile; BadInput names whatever cannot be right in it."""
-    with open_profile(path, FORMAT, VERSION) as file:
-        origin = ProfileOrigin(**{name: read_attribute(path, file, name) for name in ProfileOrigin._fields})
-        provenance = Provenance(**{name: read_attribute(path, file, name) for name in Provenance._fields})
-        tables = {name: read_table(path, file, name, columns) for name, columns in TABLES.items()}
-    if (rows := len(tables["process"]["process_bytes"])) != 1:
-        raise BadInput(path, f"table process has {rows} rows, not 1", "write the profile again")
-    _check_points(path, tables["layers"])
-    return ModelProfile(origin, provenance, **tables)
-
-
-def _check_points(path: Path, layers: Table) -> None:
-    """Refuse a point that is there twice, and activations that shrink as the micro-batch grows."""
-    held: dict[tuple[object, ...], int] = {}
-    rows = sorted(range(len(layers["type"])), key=lambda row: tuple(layers[name][row] for name in _POINT))
-    for row in rows:
-        *curve, size = (layers[name][row] for name in _POINT)
-        where = f"table layers: {', '.join(v.decode() if isinstance(v, bytes) else str(v) for v in (*curve, size))}"
-        if (*curve, size) in held:
-            raise BadInput(path, f"{where} is there twice", "write the profile again")
-        held[*curve, size] = row
-        before = held.get((*curve, None))
-        if before is not None and layers["activation_source"][row] != b"absent":
-            less, more = (int(layers["activation_bytes"][i]) for i in (before, row))
-            if more < less:
-                what = f"{where}: activation_bytes fall from {less} to {more} as the micro-batch grows"
-                raise BadInput(path, what, "measure these points again")
-        held[*curve, None] = row
+    return read_profile(path, ModelProfile)

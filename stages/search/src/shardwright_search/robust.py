@@ -6,7 +6,6 @@ best and near plans of all scenarios.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -14,10 +13,11 @@ import numpy as np
 
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective, HardwareProfile
+from shardwright_formats.types.model_profile import FitRow
 from shardwright_formats.types.prediction import ScenarioRegret
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import evaluate, offset_ps
-from shardwright_search.cost_model.profiles import Curve, LayerPoints, Profiles
+from shardwright_search.cost_model.profiles import CurveKey, LayerPoints, Profiles, scaled_curve, scaled_messages
 from shardwright_search.solver.branch_and_bound import Best
 from shardwright_search.solver.pareto import Numbers
 from shardwright_search.space.configurations import Configuration
@@ -76,7 +76,7 @@ def scenarios(profiles: Profiles, cluster: Cluster, robust: Robust) -> tuple[Sce
     if robust.slow_link > 1:
         for link, points in _links(profiles.hardware, cluster):
             factors = np.where(points, robust.slow_link, 1.0)
-            slower = profiles._replace(hardware=_longer(profiles.hardware, factors))
+            slower = profiles._replace(hardware=scaled_messages(profiles.hardware, factors))
             found.append(Scenario(f"{link} {robust.slow_link:g} times as slow", slower))
     return tuple(found)
 
@@ -90,7 +90,7 @@ def spread_out(profiles: Profiles, spreads: float) -> Profiles:
     return profiles._replace(
         layers={key: _longer_layer(points, spreads) for key, points in profiles.layers.items()},
         fits={key: _longer_curves(profiles, key, curves, spreads) for key, curves in profiles.fits.items()},
-        hardware=_longer(profiles.hardware, 1 + spreads / _NORMAL_95 * profiles.hardware.points["interval"]),
+        hardware=scaled_messages(profiles.hardware, 1 + spreads / _NORMAL_95 * profiles.hardware.points["interval"]),
     )
 
 
@@ -159,28 +159,16 @@ def _has_spread(profiles: Profiles) -> bool:
     return errors or bool(profiles.hardware.points["interval"].any())
 
 
-def _longer(hardware: HardwareProfile, factors: Numbers) -> HardwareProfile:
-    """Every repeat of a point times the point's factor [points]."""
-    repeats = hardware.repeats
-    return replace(hardware, repeats={**repeats, "time_s": repeats["time_s"] * factors[repeats["point"]]})
-
-
 def _longer_layer(points: LayerPoints, spreads: float) -> LayerPoints:
     values = points.values.copy()
     values[:, :2] *= 1 + spreads * points.errors
     return points._replace(values=values)
 
 
-def _longer_curves(
-    profiles: Profiles, key: tuple[str, int, str, str, str], curves: Sequence[Curve], spreads: float
-) -> tuple[Curve, ...]:
+def _longer_curves(profiles: Profiles, key: CurveKey, curves: Sequence[FitRow], spreads: float) -> tuple[FitRow, ...]:
     shares = [points.errors for of, points in profiles.layers.items() if of[:4] == key[:4]]
     column = {"forward_s": 0, "backward_s": 1}.get(key[4])
     if column is None or not shares:
         return tuple(curves)
     factor = 1 + spreads * float(np.median(np.concatenate(shares)[:, column]))
-    found = []
-    for curve in curves:
-        one, linear, quadratic = curve.coefficients
-        found.append(curve._replace(coefficients=(factor * one, factor * linear, factor * quadratic)))
-    return tuple(found)
+    return tuple(scaled_curve(curve, factor) for curve in curves)

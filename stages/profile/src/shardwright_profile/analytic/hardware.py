@@ -5,11 +5,12 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.hdf5 import Provenance, table_of
+from shardwright_formats.io.hdf5 import Provenance
+from shardwright_formats.io.table import Source, Table
 from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.hardware_profile import TABLES, Collective, HardwareProfile
+from shardwright_formats.types.hardware_profile import Collective, HardwareProfile, PointRow, RateRow, RepeatRow
 from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, steps
-from shardwright_profile.hardware.sweep_plan import CollectiveKind, SizeRange, collective_kinds
+from shardwright_profile.hardware.message_kinds import MessageKind, message_kinds, message_sizes
 
 __all__ = ["Network", "analytic_hardware", "kind_time_s"]
 
@@ -43,19 +44,17 @@ def analytic_hardware(
         device=" + ".join(devices),
         backend="analytic",
         provenance=provenance,
-        points=table_of(TABLES["points"], (row for row, _ in points)),
-        repeats=table_of(
-            TABLES["repeats"],
-            ({"point": i, "time_s": time_s, "outlier": 0} for i, (_, time_s) in enumerate(points)),
+        points=Table.of(PointRow, (row for row, _ in points)),
+        repeats=Table.of(
+            RepeatRow, (RepeatRow(point=i, time_s=time_s, outlier=False) for i, (_, time_s) in enumerate(points))
         ),
-        rates=table_of(
-            TABLES["rates"],
-            ({"name": name, "value": value, "source": "analytic"} for name, value in rates.items()),
+        rates=Table.of(
+            RateRow, (RateRow(name=name, value=value, source=Source.ANALYTIC) for name, value in rates.items())
         ),
     )
 
 
-def kind_time_s(kind: CollectiveKind, cluster: Cluster, network: Network, message_bytes: int) -> float:
+def kind_time_s(kind: MessageKind, cluster: Cluster, network: Network, message_bytes: int) -> float:
     """A kind of message that all its groups exchange at once: the slower of a device's link and a node's network.
 
     A ring crosses the border of a node once each way, and an all_to_all sends from each rank to all ranks of other
@@ -88,13 +87,8 @@ def _leaving_bytes(
     return dict.fromkeys(members, round(moved_bytes(collective, size, message_bytes)))
 
 
-def _points(cluster: Cluster, network: Network) -> Iterator[tuple[dict[str, object], float]]:
-    for kind in collective_kinds(cluster):
-        for message_bytes in SizeRange(_MIN_BYTES, _MAX_BYTES).all(kind.key.group_size):
-            row = {
-                **kind.key._asdict(),
-                "message_bytes": message_bytes,
-                "interval": 0.0,
-                "source": "analytic",
-            }
+def _points(cluster: Cluster, network: Network) -> Iterator[tuple[PointRow, float]]:
+    for kind in message_kinds(cluster):
+        for message_bytes in message_sizes(kind.key.group_size, _MIN_BYTES, _MAX_BYTES):
+            row = PointRow(**kind.key._asdict(), message_bytes=message_bytes, interval=0.0, source=Source.ANALYTIC)
             yield row, kind_time_s(kind, cluster, network, message_bytes)

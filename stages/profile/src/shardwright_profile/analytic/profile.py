@@ -3,18 +3,19 @@
 Every number is marked `analytic`, and the notes say what was assumed and how far such numbers were from measured ones.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.hdf5 import Provenance, table_of
+from shardwright_formats.io.hdf5 import Provenance
+from shardwright_formats.io.table import Source, Table
 from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.model_profile import LAYERS, PROCESS, STATES, ModelProfile, ProfileOrigin
+from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProcessRow, ProfileOrigin, StateRow
 from shardwright_formats.types.plan import ITEMSIZE, Precision, misfit
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_profile.analytic.hardware import Network, analytic_hardware
@@ -55,20 +56,25 @@ def model_profile(
     if not strategies:
         raise BadInput("--settings", f"no strategy fits ({'; '.join(left_out)})", "choose other tp_sizes")
     rows = [row for one, strategy in strategies for row in _layer_rows(one, strategy, settings, machine)]
-    layers = table_of(LAYERS, sorted(rows, key=_place))
+    layers = sorted(rows, key=lambda row: row.place)
     precision = settings.precision
     formats = f"{precision.parameters}/{precision.compute}/{precision.reduce}"
     origin = ProfileOrigin(
-        model.name, model.architecture_sha256, rates.name, "analytic", formats, str(settings.attention)
+        model=model.name,
+        architecture_sha256=model.architecture_sha256,
+        device=rates.name,
+        backend="analytic",
+        precision=formats,
+        attention=str(settings.attention),
     )
     tp_sizes = sorted({1, *(strategy.tp_size for _, strategy in strategies)})
     return AnalyticProfile(
         ModelProfile(
             origin=origin,
-            provenance=Provenance(revised, _versions(), model_notes(rates, efficiencies, precision.compute)),
-            layers=layers,
-            states=table_of(STATES, _state_rows(model, tp_sizes, precision, machine)),
-            process=table_of(PROCESS, [_process_row()]),
+            provenance=_provenance(revised, model_notes(rates, efficiencies, precision.compute)),
+            layers=Table.of(LayerRow, layers),
+            states=Table.of(StateRow, _state_rows(model, tp_sizes, precision, machine)),
+            process=Table.of(ProcessRow, [_process_row()]),
             fits=fits_table(layers),
         ),
         left_out,
@@ -93,7 +99,7 @@ def hardware_profile(
     ]
     slowest = {name: min(one[name] for one in reached) for name in reached[0]}
     notes = hardware_notes(rates, efficiencies, inter_node_bytes_per_s)
-    return analytic_hardware(cluster, Network(link, across), slowest, Provenance(revised, _versions(), notes))
+    return analytic_hardware(cluster, Network(link, across), slowest, _provenance(revised, notes))
 
 
 def _same_model(models: Sequence[tuple[Path, Model]]) -> Model:
@@ -123,74 +129,66 @@ def _strategies(models: Sequence[Model], settings: ProfileSettings) -> Iterator[
         yield model, strategy, None if problem is None else words
 
 
-def _place(row: Mapping[str, object]) -> tuple[str, ...]:
-    """Where a row stands in the table: by what names it, numbers by size."""
-    return tuple(f"{v:020d}" if isinstance(v, int) else str(v) for v in list(row.values())[:6])
-
-
-def _layer_rows(
-    model: Model, strategy: Strategy, settings: ProfileSettings, machine: Machine
-) -> Iterator[dict[str, object]]:
+def _layer_rows(model: Model, strategy: Strategy, settings: ProfileSettings, machine: Machine) -> Iterator[LayerRow]:
     asked = settings.micro_batch_sizes
     sizes = asked if isinstance(asked, tuple) else asked.values(None)
-    sources = ("forward_source", "backward_source", "activation_source", "workspace_source")
     for name in (EMBEDDING, *block_types(model), HEAD):
         kinds = (Recompute.NONE,) if name in (EMBEDDING, HEAD) else settings.recompute
         for recompute, samples in product(kinds, sizes):
-            spread = LayerStrategy(
+            sharded = LayerStrategy(
                 type=name,
                 tp_size=strategy.tp_size,
                 dp_size=1,
                 sequence_parallel=strategy.sequence_parallel,
                 recompute=recompute,
             )
-            found = estimate_layer(model, name, spread, samples, settings.precision, settings.attention, machine)
-            yield {
-                "type": name,
-                "tp_size": strategy.tp_size,
-                "sequence_parallel": strategy.sequence_parallel,
-                "recompute": recompute,
-                "micro_batch_size": samples,
-                "sequence_length": model.sequence_length,
+            found = estimate_layer(model, name, sharded, samples, settings.precision, settings.attention, machine)
+            yield LayerRow(
+                type=name,
+                tp_size=strategy.tp_size,
+                sequence_parallel=strategy.sequence_parallel,
+                recompute=recompute,
+                micro_batch_size=samples,
+                sequence_length=model.sequence_length,
+                forward_source=Source.ANALYTIC,
+                backward_source=Source.ANALYTIC,
+                activation_source=Source.ANALYTIC,
+                workspace_source=Source.ANALYTIC,
                 **found._asdict(),
-                "forward_error_s": 0.0,
-                "backward_error_s": 0.0,
-                **dict.fromkeys(sources, "analytic"),
-            }
+            )
 
 
-def _state_rows(
-    model: Model, tp_sizes: Sequence[int], precision: Precision, machine: Machine
-) -> Iterator[dict[str, object]]:
+def _state_rows(model: Model, tp_sizes: Sequence[int], precision: Precision, machine: Machine) -> Iterator[StateRow]:
     """A single rank reduces nothing: `reduction_s` is what reducing takes beyond its message, and that is 0."""
     stored, reduced = ITEMSIZE[precision.parameters], ITEMSIZE[precision.reduce]
     for name, tp_size in product((EMBEDDING, *block_types(model), HEAD), tp_sizes):
         kind = model.types[name]
         count = kind.parameter_count(tp_size)
-        yield {
-            "type": name,
-            "tp_size": tp_size,
-            "parameter_bytes": stored * count,
-            "gradient_bytes": reduced * count,
-            "optimizer_bytes": 2 * stored * count,
-            "optimizer_s": optimizer_time_s(kind, tp_size, precision, machine),
-            "reduction_s": 0.0,
-            "reduction_ranks": 1,
-            **dict.fromkeys(("bytes_source", "optimizer_source", "reduction_source"), "analytic"),
-        }
+        yield StateRow(
+            type=name,
+            tp_size=tp_size,
+            parameter_bytes=stored * count,
+            gradient_bytes=reduced * count,
+            optimizer_bytes=2 * stored * count,
+            bytes_source=Source.ANALYTIC,
+            optimizer_s=optimizer_time_s(kind, tp_size, precision, machine),
+            optimizer_source=Source.ANALYTIC,
+            reduction_s=0.0,
+            reduction_ranks=1,
+            reduction_source=Source.ANALYTIC,
+        )
 
 
-def _process_row() -> dict[str, object]:
-    """No formula tells what a step takes beside its layers, nor what a process holds of the host's memory."""
-    return {
-        "process_bytes": PROCESS_BYTES,
-        "process_source": "assumed",
-        "resident_bytes": 0,
-        "resident_source": "absent",
-        "step_overhead_s": 0.0,
-        "step_overhead_source": "absent",
-    }
+def _process_row() -> ProcessRow:
+    return ProcessRow(
+        process_bytes=PROCESS_BYTES,
+        process_source=Source.ASSUMED,
+        resident_bytes=0,
+        resident_source=Source.ABSENT,
+        step_overhead_s=0.0,
+        step_overhead_source=Source.ABSENT,
+    )
 
 
-def _versions() -> str:
-    return versions_text(("shardwright-profile",), on_gpu=False)
+def _provenance(revised: str, notes: str) -> Provenance:
+    return Provenance(date=revised, versions=versions_text(["shardwright-profile"], on_gpu=False), notes=notes)

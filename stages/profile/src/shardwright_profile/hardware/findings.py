@@ -14,9 +14,9 @@ __all__ = ["bad_links", "findings", "slow_ranks", "unsettled_points"]
 
 _SLOW_RATE = 0.8
 _BAD_TIME = 1.5
-_MIN_PAIRS = 3
+_LEAST_PAIRS = 3
 """Among fewer links none is told from the others."""
-_MAX_SENTENCES = 20
+_MOST_SENTENCES = 20
 """Of each kind: a profile's notes are a page, not a list of a thousand links."""
 
 
@@ -32,8 +32,8 @@ def findings(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
 def slow_ranks(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
     """Ranks with a rate under 80 % of the median of the ranks on the same type of node."""
     rates: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
-    for rank, name, value in zip(*(profile.ranks[c].tolist() for c in ("rank", "name", "value")), strict=True):
-        rates[name.decode(), cluster.node_type_of_rank[rank]][rank] = value
+    for row in profile.ranks.rows:
+        rates[row.name, cluster.node_type_of_rank[row.rank]][row.rank] = row.value
     found = []
     for (name, node_type), values in rates.items():
         median = float(np.median(list(values.values())))
@@ -51,24 +51,24 @@ def bad_links(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
     Alike are pairs of one message size, equally far apart, between the same types of node, and all inside a node or
     all across nodes.
     """
-    alike: dict[tuple[object, ...], dict[tuple[int, int], float]] = defaultdict(dict)
-    columns = ("source_rank", "target_rank", "message_bytes", "time_s")
-    for source, target, message_bytes, time_s in zip(*(profile.pairs[c].tolist() for c in columns), strict=True):
+    alike: dict[tuple[int, int, bool, tuple[str, str]], dict[tuple[int, int], float]] = defaultdict(dict)
+    for row in profile.pairs.rows:
+        source, target = row.source_rank, row.target_rank
         inside = cluster.node_of_rank[source] == cluster.node_of_rank[target]
         node_types = cluster.node_type_of_rank[source], cluster.node_type_of_rank[target]
-        alike[message_bytes, target - source, inside, node_types][source, target] = time_s
+        alike[row.message_bytes, target - source, inside, node_types][source, target] = row.time_s
     found = []
     for (message_bytes, apart, inside, _), times_s in alike.items():
         median_s = float(np.median(list(times_s.values())))
         for (source, target), time_s in times_s.items():
-            if len(times_s) >= _MIN_PAIRS and time_s > _BAD_TIME * median_s:
+            if len(times_s) >= _LEAST_PAIRS and time_s > _BAD_TIME * median_s:
                 factor = time_s / median_s
                 place = "in a node" if inside else "across nodes"
                 found.append(
                     (
                         -factor,
                         f"the link from rank {source} to rank {target} takes {seconds_text(time_s)} for "
-                        f"{bytes_text(float(str(message_bytes)))}, {factor:.1f} times the median of "
+                        f"{bytes_text(message_bytes)}, {factor:.1f} times the median of "
                         f"the {len(times_s)} pairs {apart} apart {place}",
                     )
                 )
@@ -77,19 +77,18 @@ def bad_links(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
 
 def unsettled_points(profile: HardwareProfile) -> tuple[str, ...]:
     """How many points' medians are not known to within 3 %, and which is known least; a single repeat tells nothing."""
-    points = profile.points
-    repeats = np.bincount(profile.repeats["point"], minlength=len(points["interval"]))
-    interval = np.where(repeats > 1, points["interval"], np.inf)
+    repeats = np.array([len(times_s) for times_s in profile.times_s])
+    interval = np.where(repeats > 1, profile.points["interval"], np.inf)
     count = int((interval > SETTLED).sum())
     if not count:
         return ()
     worst = int(np.argmax(interval))
-    key, message_bytes = profile.key(worst), int(points["message_bytes"][worst])
+    point = profile.points.rows[worst]
     known = f"± {interval[worst]:.0%}" if np.isfinite(interval[worst]) else "one repeat"
-    where = f"{key.collective} of {key.group_size} ranks, {bytes_text(message_bytes)}: {known}"
+    where = f"{point.collective} of {point.group_size} ranks, {bytes_text(point.message_bytes)}: {known}"
     return (f"{count} of {len(interval)} points are not known to within {SETTLED:.0%} (the worst: {where})",)
 
 
 def _first(sentences: Sequence[str]) -> tuple[str, ...]:
-    more = len(sentences) - _MAX_SENTENCES
-    return (*sentences[:_MAX_SENTENCES], *([f"and {more} more like these"] if more > 0 else []))
+    more = len(sentences) - _MOST_SENTENCES
+    return (*sentences[:_MOST_SENTENCES], *([f"and {more} more like these"] if more > 0 else []))

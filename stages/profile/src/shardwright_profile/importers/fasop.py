@@ -10,11 +10,12 @@ from typing import NamedTuple
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.io.table import Source
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.model_profile import ModelProfile, ProfileOrigin
-from shardwright_formats.types.strategy import Recompute, SequenceParallel
+from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProfileOrigin
+from shardwright_formats.types.strategy import Recompute
 from shardwright_profile.importers.fasop_constants import FasopConstants
-from shardwright_profile.importers.rows import ABSENT, LayerRow, Sourced, StateRow, noted, profile_of
+from shardwright_profile.importers.rows import ABSENT, LayerKey, Sourced, layer_row, noted, profile_of, state_row
 
 __all__ = ["FasopRequest", "FasopTimes", "import_fasop", "read_fasop_times"]
 
@@ -88,7 +89,7 @@ def import_fasop(request: FasopRequest) -> ModelProfile:
     tp_sizes = sorted({tp_size for tp_size, _ in table})
     by_type = {tp_size: _times_by_type(request, table, tp_size) for tp_size in tp_sizes}
     rows = [row for tp_size in tp_sizes for row in _rows(request, tp_size, by_type[tp_size])]
-    states = [StateRow(name, tp_size, ABSENT) for tp_size in tp_sizes for name in by_type[tp_size]]
+    states = [state_row(name, tp_size, ABSENT) for tp_size in tp_sizes for name in by_type[tp_size]]
     origin = ProfileOrigin(
         model=request.model.name,
         architecture_sha256=request.model.architecture_sha256,
@@ -97,7 +98,7 @@ def import_fasop(request: FasopRequest) -> ModelProfile:
         precision=request.precision,
         attention="auto",
     )
-    provenance = Provenance("unknown", "not published", noted(_notes(request, by_type)))
+    provenance = Provenance(date="unknown", versions="not published", notes=noted(_notes(request, by_type)))
     return profile_of(origin, provenance, rows, states)
 
 
@@ -123,17 +124,17 @@ def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[st
 
     types = tuple(dict.fromkeys(request.model.layers))
     if (1, "transformer") in table:
-        kinds, embedding = ["transformer"], Sourced(of("embedding"), "measured")
-        head = Sourced(of("post_process"), "measured")
+        kinds, embedding = ["transformer"], Sourced(of("embedding"), Source.MEASURED)
+        head = Sourced(of("post_process"), Source.MEASURED)
     else:
-        kinds, embedding = ["encoder", "decoder"], Sourced(of("embedding") + of("decoder_embedding"), "derived")
-        head = Sourced(sum(of(f"{kind}_plus_post") - of(kind) for kind in kinds), "derived")
+        kinds, embedding = ["encoder", "decoder"], Sourced(of("embedding") + of("decoder_embedding"), Source.DERIVED)
+        head = Sourced(sum(of(f"{kind}_plus_post") - of(kind) for kind in kinds), Source.DERIVED)
     if len(types) != len(kinds):
         what = f"{request.fasop_model} has {len(kinds)} types of layers, model {request.model.name!r} {len(types)}"
         raise BadInput(request.times.file, what, "pass the description of that model")
     if head.value <= 0:
         raise BadInput(request.times.file, f"the head takes {head.value:g} s at tp_size {tp_size}", "measure it again")
-    blocks = {name: Sourced(of(kind), "measured") for name, kind in zip(types, kinds, strict=True)}
+    blocks = {name: Sourced(of(kind), Source.MEASURED) for name, kind in zip(types, kinds, strict=True)}
     return {EMBEDDING: embedding, **blocks, HEAD: head}
 
 
@@ -142,17 +143,12 @@ def _rows(request: FasopRequest, tp_size: int, times: Mapping[str, Sourced]) -> 
         for recompute in (Recompute.NONE, Recompute.FULL) if name not in (EMBEDDING, HEAD) else (Recompute.NONE,):
             passes = request.backward_ratio + (recompute is Recompute.FULL)
             for size in sorted({1, *request.micro_batch_sizes}):
-                yield LayerRow(
-                    name,
-                    tp_size,
-                    SequenceParallel.NONE,
-                    recompute,
+                yield layer_row(
+                    LayerKey(name, tp_size, recompute=recompute),
                     size,
                     request.model.sequence_length,
-                    Sourced(size * forward.value, forward.source if size == 1 else "assumed"),
-                    Sourced(passes * size * forward.value, "assumed"),
-                    ABSENT,
-                    ABSENT,
+                    forward_s=Sourced(size * forward.value, forward.source if size == 1 else Source.ASSUMED),
+                    backward_s=Sourced(passes * size * forward.value, Source.ASSUMED),
                 )
 
 

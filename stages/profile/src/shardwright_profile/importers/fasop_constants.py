@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import Value, read_object, sha256_of_file
+from shardwright_formats.io.table import Source
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright_profile.importers.hardware_points import HardwarePoint, hardware_profile, link_points
 
@@ -107,4 +108,4 @@ def _points(links: FasopLinks, nodes: int) -> Iterator[HardwarePoint]:
                 for collective in Collective:
                     if collective is not Collective.P2P or ranks == 2:
                         key = CollectiveKey(collective, ranks, consecutive, across)
-                        yield from link_points(key, rate, "derived")
+                        yield from link_points(key, rate, Source.DERIVED)

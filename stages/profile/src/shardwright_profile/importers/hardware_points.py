@@ -3,8 +3,16 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardwright_formats.io.hdf5 import Provenance, table_of
-from shardwright_formats.types.hardware_profile import TABLES, Collective, CollectiveKey, HardwareProfile
+from shardwright_formats.io.hdf5 import Provenance
+from shardwright_formats.io.table import Source, Table
+from shardwright_formats.types.hardware_profile import (
+    Collective,
+    CollectiveKey,
+    HardwareProfile,
+    OverlapRow,
+    PointRow,
+    RepeatRow,
+)
 from shardwright_profile.importers.rows import noted
 
 __all__ = ["MIB", "HardwarePoint", "halves", "hardware_profile", "link_points"]
@@ -21,11 +29,11 @@ class HardwarePoint(NamedTuple):
     key: CollectiveKey
     message_bytes: int
     time_s: float
-    source: str
+    source: Source
 
 
 def link_points(
-    key: CollectiveKey, bytes_per_s: float, source: str, sizes: Sequence[int] = _SIZES
+    key: CollectiveKey, bytes_per_s: float, source: Source, sizes: Sequence[int] = _SIZES
 ) -> Iterator[HardwarePoint]:
     """Time by bandwidth, without latency: of the link for p2p, of the bus for collectives, as nccl-tests defines it.
 
@@ -41,7 +49,7 @@ def halves(reduce: HardwarePoint) -> Iterator[HardwarePoint]:
     """The gather and the scatter that an all-reduce consists of on a ring (Patarasuk & Yuan 2009)."""
     for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
         key = reduce.key._replace(collective=collective)
-        yield HardwarePoint(key, reduce.message_bytes, reduce.time_s / 2, "derived")
+        yield HardwarePoint(key, reduce.message_bytes, reduce.time_s / 2, Source.DERIVED)
 
 
 def hardware_profile(
@@ -53,36 +61,29 @@ def hardware_profile(
         cluster=cluster,
         device=device,
         backend="nccl",
-        provenance=Provenance("unknown", "nccl, driver unknown", noted(notes)),
-        points=table_of(TABLES["points"], map(_point, ordered)),
-        repeats=table_of(
-            TABLES["repeats"], [{"point": i, "time_s": p.time_s, "outlier": 0} for i, p in enumerate(ordered)]
+        provenance=Provenance(date="unknown", versions="nccl, driver unknown", notes=noted(notes)),
+        points=Table.of(
+            PointRow,
+            (
+                PointRow(**p.key._asdict(), message_bytes=p.message_bytes, interval=0.0, source=p.source)
+                for p in ordered
+            ),
         ),
-        rates=table_of(TABLES["rates"], []),
-        overlap=table_of(TABLES["overlap"], [] if overlap is None else [_slowdown(*overlap)]),
+        repeats=Table.of(
+            RepeatRow, (RepeatRow(point=i, time_s=p.time_s, outlier=False) for i, p in enumerate(ordered))
+        ),
+        overlap=Table.of(OverlapRow, [] if overlap is None else [_slowdown(*overlap)]),
     )
 
 
-def _point(point: HardwarePoint) -> dict[str, object]:
-    return {
-        "collective": point.key.collective.value,
-        "group_size": point.key.group_size,
-        "consecutive": int(point.key.consecutive),
-        "across_nodes": int(point.key.across_nodes),
-        "message_bytes": point.message_bytes,
-        "interval": 0.0,
-        "source": point.source,
-    }
-
-
-def _slowdown(ranks: int, factor: float) -> dict[str, object]:
-    return {
-        "collective": Collective.ALL_REDUCE.value,
-        "group_size": ranks,
-        "collective_bytes": 0,
-        "compute_s": 0.0,
-        "collective_s": 0.0,
-        "compute_slowdown": factor,
-        "collective_slowdown": factor,
-        "source": "measured",
-    }
+def _slowdown(ranks: int, factor: float) -> OverlapRow:
+    return OverlapRow(
+        collective=Collective.ALL_REDUCE,
+        group_size=ranks,
+        collective_bytes=0,
+        compute_s=0.0,
+        collective_s=0.0,
+        compute_slowdown=factor,
+        collective_slowdown=factor,
+        source=Source.MEASURED,
+    )

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright_formats.io.table import Source
 from shardwright_formats.types.model_profile import FitMode
 from shardwright_profile.model.curves import design_of, fit_curve
 
@@ -16,7 +17,7 @@ class Point(NamedTuple):
 
     micro_batch_size: int
     time_s: float
-    source: str
+    source: Source
 
 
 def first_fall(values: Sequence[float]) -> int | None:
@@ -45,7 +46,7 @@ def levelled(points: Sequence[Point]) -> tuple[Point, ...]:
         while len(pools) > 1 and _mean_s(pools[-1]) < _mean_s(pools[-2]):
             pools[-2:] = [pools[-2] + pools[-1]]
     return tuple(
-        point if len(pool) == 1 else Point(point.micro_batch_size, _mean_s(pool), "derived")
+        point if len(pool) == 1 else Point(point.micro_batch_size, _mean_s(pool), Source.DERIVED)
         for pool in pools
         for point in pool
     )
@@ -65,9 +66,9 @@ def completed(points: Sequence[Point], micro_batch_sizes: Iterable[int]) -> tupl
     for mode in (FitMode.STATIC, FitMode.BATCH):
         fit = fit_curve(design_of(mode, sizes, np.ones_like(sizes)), times_s)
         if fit is not None:
-            line_s = design_of(mode, np.array(wanted), np.ones(len(wanted))) @ np.array(fit.coefficients)
+            line_s = design_of(mode, np.array(wanted), np.ones(len(wanted))) @ fit.coefficients
             found |= {size: float(time_s) for size, time_s in zip(wanted, line_s, strict=True) if time_s > 0}
-    return tuple(sorted([*points, *(Point(size, time_s, "derived") for size, time_s in found.items())]))
+    return tuple(sorted([*points, *(Point(size, time_s, Source.DERIVED) for size, time_s in found.items())]))
 
 
 def _mean_s(pool: Sequence[Point]) -> float:

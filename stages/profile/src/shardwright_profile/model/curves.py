@@ -1,33 +1,35 @@
 """Curves through the points of a model profile: how time and memory grow with micro-batch and sequence length."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.io.hdf5 import Table, table_of
-from shardwright_formats.types.model_profile import FITS, FitMode
+from shardwright_formats.io.table import Table
+from shardwright_formats.types.model_profile import FitMode, FitRow, LayerRow, Quantity
 
-__all__ = ["QUANTITIES", "Fit", "design_of", "fit_curve", "fits_table"]
-
-QUANTITIES = ("forward_s", "backward_s", "activation_bytes")
-"""The columns of `layers` that curves are fitted to."""
-
-_KEY = ("type", "tp_size", "sequence_parallel", "recompute")
+__all__ = ["Fit", "design_of", "fit_curve", "fits_table"]
 
 
-class Fit(NamedTuple):
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """Coefficients of one curve, and what it leaves unexplained (all errors relative to the points)."""
 
-    coefficients: tuple[float, float, float]
-    """constant, linear, quadratic."""
+    constant: float
+    linear: float
+    quadratic: float
     points: int
     typical_residual: float
     worst_residual: float
     left_out_points: int
     left_out_error: float
+
+    @property
+    def coefficients(self) -> NDArray[Any]:
+        """constant, linear, quadratic."""
+        return np.array([self.constant, self.linear, self.quadratic])
 
 
 def design_of(mode: FitMode, micro_batch_sizes: NDArray[Any], sequence_lengths: NDArray[Any]) -> NDArray[Any]:
@@ -61,60 +63,55 @@ def fit_curve(design: NDArray[Any], values: NDArray[Any]) -> Fit | None:
             left_out.append(abs(float(design[point] @ found / values[point]) - 1))
     constant, linear, quadratic = (float(c) for c in coefficients)
     return Fit(
-        (constant, linear, quadratic),
-        len(values),
-        float(np.median(errors)),
-        float(errors.max()),
-        len(left_out),
-        float(np.median(left_out)) if left_out else 0.0,
+        constant=constant,
+        linear=linear,
+        quadratic=quadratic,
+        points=len(values),
+        typical_residual=float(np.median(errors)),
+        worst_residual=float(errors.max()),
+        left_out_points=len(left_out),
+        left_out_error=float(np.median(left_out)) if left_out else 0.0,
     )
 
 
-def fits_table(layers: Table) -> Table:
-    """Every curve that the points of the table `layers` determine."""
-    return table_of(FITS, _rows(layers))
+def fits_table(layers: Iterable[LayerRow]) -> Table[FitRow]:
+    """Every curve that the points determine."""
+    return Table.of(FitRow, _rows(layers))
 
 
-def _rows(layers: Table) -> Iterator[dict[str, object]]:
-    count = len(layers["type"])
-    keys = [tuple(layers[name][row] for name in _KEY) for row in range(count)]
-    for key, found in groupby(sorted(range(count), key=lambda row: keys[row]), key=lambda row: keys[row]):
-        rows = np.array(list(found))
-        for quantity in QUANTITIES:
-            known = rows[layers[quantity][rows] > 0]
-            for fixed, mode, points in _selections(layers, known):
-                b, s = (layers[name][points] for name in ("micro_batch_size", "sequence_length"))
-                fit = fit_curve(design_of(mode, b, s), layers[quantity][points].astype(float))
+def _rows(layers: Iterable[LayerRow]) -> Iterator[FitRow]:
+    ordered = sorted(layers, key=lambda row: row.curve[:4])
+    for _, found in groupby(ordered, key=lambda row: row.curve[:4]):
+        rows = list(found)
+        for quantity in Quantity:
+            known = [row for row in rows if getattr(row, quantity) > 0]
+            for mode, size, length, points in _selections(known):
+                sizes = np.array([row.micro_batch_size for row in points])
+                lengths = np.array([row.sequence_length for row in points])
+                values = np.array([getattr(row, quantity) for row in points], float)
+                fit = fit_curve(design_of(mode, sizes, lengths), values)
                 if fit is not None:
-                    yield dict(zip(_KEY, key, strict=True)) | _row(quantity, mode, fixed, fit)
+                    yield FitRow(
+                        type=rows[0].type,
+                        tp_size=rows[0].tp_size,
+                        sequence_parallel=rows[0].sequence_parallel,
+                        recompute=rows[0].recompute,
+                        quantity=quantity,
+                        mode=mode,
+                        micro_batch_size=size,
+                        sequence_length=length,
+                        **msgspec.structs.asdict(fit),
+                    )
 
 
-def _selections(layers: Table, rows: NDArray[Any]) -> Iterator[tuple[Mapping[str, int], FitMode, NDArray[Any]]]:
-    """Which points each curve goes through, and what they have in common."""
-    b, s = layers["micro_batch_size"][rows], layers["sequence_length"][rows]
-    for length in np.unique(s):
+def _selections(rows: Sequence[LayerRow]) -> Iterator[tuple[FitMode, int, int, Sequence[LayerRow]]]:
+    """Each curve's mode, the micro-batch size and the length that its points have in common (0: none), and these."""
+    for length in sorted({row.sequence_length for row in rows}):
         for mode in (FitMode.STATIC, FitMode.BATCH):
-            yield {"micro_batch_size": 0, "sequence_length": int(length)}, mode, rows[s == length]
-    for size in np.unique(b):
-        yield {"micro_batch_size": int(size), "sequence_length": 0}, FitMode.SEQUENCE, rows[b == size]
-    yield {"micro_batch_size": 0, "sequence_length": 0}, FitMode.JOINT, rows
-
-
-def _row(quantity: str, mode: FitMode, fixed: Mapping[str, int], fit: Fit) -> dict[str, object]:
-    constant, linear, quadratic = fit.coefficients
-    return {
-        "quantity": quantity,
-        "mode": mode.value,
-        **fixed,
-        "constant": constant,
-        "linear": linear,
-        "quadratic": quadratic,
-        "points": fit.points,
-        "typical_residual": fit.typical_residual,
-        "worst_residual": fit.worst_residual,
-        "left_out_points": fit.left_out_points,
-        "left_out_error": fit.left_out_error,
-    }
+            yield mode, 0, length, [row for row in rows if row.sequence_length == length]
+    for size in sorted({row.micro_batch_size for row in rows}):
+        yield FitMode.SEQUENCE, size, 0, [row for row in rows if row.micro_batch_size == size]
+    yield FitMode.JOINT, 0, 0, rows
 
 
 def _solved(design: NDArray[Any], values: NDArray[Any]) -> NDArray[Any] | None:

@@ -4,29 +4,21 @@ from collections.abc import Iterator, Sequence
 from math import hypot
 from pathlib import Path
 from statistics import mean, median
-from typing import NamedTuple
 
-from shardwright_formats.io.hdf5 import table_of
+import msgspec
+
+from shardwright_formats.io.table import Source, Table
 from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.model_profile import LAYERS as LAYER_COLUMNS
-from shardwright_formats.types.model_profile import PROCESS, STATES, ModelProfile
+from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProcessRow, StateRow
 from shardwright_formats.types.strategy import Recompute
 from shardwright_profile.model.curves import fits_table
 from shardwright_profile.model.differences import LayerPair, bytes_per_layer, layer_pairs, seconds_per_layer
-from shardwright_profile.model.fit_states import OptimizerLine, StateRow, fit_optimizer_line, fit_states
+from shardwright_profile.model.fit_states import OptimizerLine, fit_optimizer_line, fit_states
 from shardwright_profile.model.monotonicity import falling_times
-from shardwright_profile.model.probe_results import LAYERS, Duration, ProbeKey, ProbeResult, SegmentCost, read_probes
+from shardwright_profile.model.probe_results import LAYERS, Duration, ProbeKey, ProbeResult, read_probes
 
 __all__ = ["fit_profile"]
-
-
-class _LayerRow(NamedTuple):
-    """One row of the profile's table `layers`."""
-
-    type: str
-    key: ProbeKey
-    cost: SegmentCost
 
 
 def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfile:
@@ -37,52 +29,65 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
     """
     origin, provenance, probes = read_probes(measurements)
     pairs = layer_pairs(probes)
-    rows = sorted([*_block_rows(pairs), *_end_rows(probes)], key=lambda row: (row.type, row.key))
+    layers = sorted([*_block_rows(pairs), *_end_rows(probes)], key=lambda row: row.place)
     line = fit_optimizer_line(probes)
-    layers = table_of(LAYER_COLUMNS, map(_layer, rows))
+    states = sorted(fit_states(pairs, line), key=lambda row: (row.type, row.tp_size))
     return ModelProfile(
         origin=origin,
-        provenance=provenance._replace(notes="\n".join(falling_times(layers))),
-        layers=layers,
-        states=table_of(STATES, map(_state, sorted(fit_states(pairs, line)))),
-        process=table_of(PROCESS, [_process(probes, line)]),
+        provenance=msgspec.structs.replace(provenance, notes="\n".join(falling_times(layers))),
+        layers=Table.of(LayerRow, layers),
+        states=Table.of(StateRow, states),
+        process=Table.of(ProcessRow, [_process(probes, line)]),
         fits=fits_table(layers),
     )
 
 
-def _block_rows(pairs: Sequence[LayerPair]) -> Iterator[_LayerRow]:
+def _block_rows(pairs: Sequence[LayerPair]) -> Iterator[LayerRow]:
     """Each block type under each key: the difference of its two probes; workspace is that of the shorter one."""
     for pair in pairs:
-        yield _LayerRow(
+        yield _row(
             pair.type,
             pair.few.key,
-            SegmentCost(
-                forward=seconds_per_layer(pair, "forward time", lambda p: p.segments[LAYERS].forward),
-                backward=seconds_per_layer(pair, "backward time", lambda p: p.segments[LAYERS].backward),
-                activation_bytes=bytes_per_layer(
-                    pair, "activation memory", lambda p: p.segments[LAYERS].activation_bytes
-                ),
-                workspace_bytes=pair.few.segments[LAYERS].workspace_bytes,
-            ),
+            seconds_per_layer(pair, "forward time", lambda probe: probe.segments[LAYERS].forward),
+            seconds_per_layer(pair, "backward time", lambda probe: probe.segments[LAYERS].backward),
+            bytes_per_layer(pair, "activation memory", lambda probe: probe.segments[LAYERS].activation_bytes),
+            pair.few.segments[LAYERS].workspace_bytes,
         )
 
 
-def _end_rows(probes: Sequence[ProbeResult]) -> Iterator[_LayerRow]:
+def _end_rows(probes: Sequence[ProbeResult]) -> Iterator[LayerRow]:
     """Embedding and head under each key without recomputation: mean time and largest memory of its probes."""
     plain = [probe for probe in probes if probe.key.recompute is Recompute.NONE]
     for key in dict.fromkeys(probe.key for probe in plain):
         for name in (EMBEDDING, HEAD):
             costs = [probe.segments[name] for probe in plain if probe.key == key]
-            yield _LayerRow(
+            yield _row(
                 name,
                 key,
-                SegmentCost(
-                    forward=_mean([cost.forward for cost in costs]),
-                    backward=_mean([cost.backward for cost in costs]),
-                    activation_bytes=max(cost.activation_bytes for cost in costs),
-                    workspace_bytes=max(cost.workspace_bytes for cost in costs),
-                ),
+                _mean([cost.forward for cost in costs]),
+                _mean([cost.backward for cost in costs]),
+                max(cost.activation_bytes for cost in costs),
+                max(cost.workspace_bytes for cost in costs),
             )
+
+
+def _row(
+    type_name: str, key: ProbeKey, forward: Duration, backward: Duration, activation_bytes: int, workspace_bytes: int
+) -> LayerRow:
+    return LayerRow(
+        type=type_name,
+        **key._asdict(),
+        forward_s=forward.median_s,
+        forward_error_s=forward.error_s,
+        forward_source=Source.MEASURED,
+        backward_s=backward.median_s,
+        backward_error_s=backward.error_s,
+        backward_source=Source.MEASURED,
+        activation_bytes=activation_bytes,
+        activation_source=Source.MEASURED,
+        workspace_bytes=workspace_bytes,
+        workspace_source=Source.MEASURED,
+    )
 
 
 def _mean(durations: Sequence[Duration]) -> Duration:
@@ -91,36 +96,17 @@ def _mean(durations: Sequence[Duration]) -> Duration:
     return Duration(mean(d.median_s for d in durations), hypot(*(d.error_s for d in durations)) / count)
 
 
-def _layer(row: _LayerRow) -> dict[str, object]:
-    cost = row.cost
-    return {
-        "type": row.type,
-        **row.key._asdict(),
-        "forward_s": cost.forward.median_s,
-        "forward_error_s": cost.forward.error_s,
-        "backward_s": cost.backward.median_s,
-        "backward_error_s": cost.backward.error_s,
-        "activation_bytes": cost.activation_bytes,
-        "workspace_bytes": cost.workspace_bytes,
-        **dict.fromkeys(("forward_source", "backward_source", "activation_source", "workspace_source"), "measured"),
-    }
-
-
-def _state(row: StateRow) -> dict[str, object]:
-    """All `derived`: times come off a line, and the ends' bytes from a split."""
-    sources = dict.fromkeys(("bytes_source", "optimizer_source", "reduction_source"), "derived")
-    return row._asdict() | sources
-
-
-def _process(probes: Sequence[ProbeResult], line: OptimizerLine) -> dict[str, object]:
+def _process(probes: Sequence[ProbeResult], line: OptimizerLine) -> ProcessRow:
     """The largest process, and what of a step is neither layers nor reduction nor per parameter."""
     overhead_s = max(0.0, median(_unexplained_s(probe) for probe in probes))
-    return {
-        "process_bytes": max(probe.process_bytes for probe in probes),
-        "resident_bytes": max(probe.resident_bytes for probe in probes),
-        "step_overhead_s": overhead_s + line.constant_s,
-        **dict.fromkeys(("process_source", "resident_source", "step_overhead_source"), "derived"),
-    }
+    return ProcessRow(
+        process_bytes=max(probe.process_bytes for probe in probes),
+        process_source=Source.DERIVED,
+        resident_bytes=max(probe.resident_bytes for probe in probes),
+        resident_source=Source.DERIVED,
+        step_overhead_s=overhead_s + line.constant_s,
+        step_overhead_source=Source.DERIVED,
+    )
 
 
 def _unexplained_s(probe: ProbeResult) -> float:

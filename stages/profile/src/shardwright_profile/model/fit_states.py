@@ -4,25 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.table import Source
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.model_profile import StateRow
 from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_profile.model.differences import LayerPair, bytes_per_layer
 from shardwright_profile.model.probe_results import ProbeResult
 
-__all__ = ["OptimizerLine", "StateRow", "fit_optimizer_line", "fit_states"]
-
-
-class StateRow(NamedTuple):
-    """One row of the profile's table `states`: a layer's parameters on one rank under plain DDP."""
-
-    type: str
-    tp_size: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    optimizer_s: float
-    reduction_s: float
-    reduction_ranks: int
+__all__ = ["OptimizerLine", "fit_optimizer_line", "fit_states"]
 
 
 class OptimizerLine(NamedTuple):
@@ -82,8 +71,20 @@ def _rows(tp_size: int, pairs: Sequence[LayerPair], line: OptimizerLine) -> Iter
     ranks, rate = _reduction_ranks(probes), _reduction_s_per_byte(probes)
     for name in (EMBEDDING, *pairs[0].few.counts, HEAD):
         parameters, gradients, optimizer = (column[name] for column in columns)
-        optimizer_s = line.s_per_parameter * model.types[name].parameter_count(tp_size)
-        yield StateRow(name, tp_size, parameters, gradients, optimizer, optimizer_s, rate * gradients, ranks)
+        # All derived: times come off a line, and the bytes of embedding and head from a split.
+        yield StateRow(
+            type=name,
+            tp_size=tp_size,
+            parameter_bytes=parameters,
+            gradient_bytes=gradients,
+            optimizer_bytes=optimizer,
+            bytes_source=Source.DERIVED,
+            optimizer_s=line.s_per_parameter * model.types[name].parameter_count(tp_size),
+            optimizer_source=Source.DERIVED,
+            reduction_s=rate * gradients,
+            reduction_ranks=ranks,
+            reduction_source=Source.DERIVED,
+        )
 
 
 def _reduction_ranks(probes: Sequence[ProbeResult]) -> int:

@@ -83,8 +83,8 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Proven
     origins = [(file, _origin(m, found)) for file, m in measurements for found in m.plans]
     first_file, origin = origins[0]
     for file, other in origins[1:]:
-        for field, one, two in zip(origin._fields, origin, other, strict=True):
-            if one != two:
+        for field in ProfileOrigin.__struct_fields__:
+            if (one := getattr(origin, field)) != (two := getattr(other, field)):
                 what = f"{field} is {two!r}, but {one!r} in {first_file}"
                 raise BadInput(file, what, "fit the measurements of one model on one kind of device at a time")
     seen: dict[tuple[object, ...], ProbeResult] = {}
@@ -98,7 +98,7 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Proven
             )
         seen[identity] = result
     every_version = sorted({measurement.versions for _, measurement in measurements})
-    provenance = Provenance(max(measurement.date for _, measurement in measurements), "; ".join(every_version))
+    provenance = Provenance(date=max(m.date for _, m in measurements), versions="; ".join(every_version))
     return origin, provenance, tuple(sorted(results, key=lambda r: (r.key, sorted(r.counts.items()))))
 
 

@@ -50,7 +50,7 @@ def model_picture(profile: ModelProfile) -> str:
 
     Points have their standard errors; lines are the fits of mode `batch`, residuals (fit - point) / point.
     """
-    types = list(dict.fromkeys(name.decode() for name in profile.layers["type"]))
+    types = list(dict.fromkeys(row.type for row in profile.layers.rows))
     numbers: dict[str, int] = {}
     drawn = []
     for column, name in enumerate(types):
@@ -144,9 +144,8 @@ def _messages(curves: Sequence[tuple[int, str, NDArray[Any]]], name: str, left: 
 
 
 def _quartiles(profile: HardwareProfile, key: CollectiveKey) -> NDArray[Any]:
-    rows = [i for i in range(len(profile.points["collective"])) if profile.key(i) == key]
-    sizes = profile.points["message_bytes"]
-    found = [(float(sizes[i]), *np.quantile(profile.times_s(i), [0.25, 0.5, 0.75])) for i in rows]
+    timed = zip(profile.points.rows, profile.times_s, strict=True)
+    found = [(float(p.message_bytes), *np.quantile(times_s, [0.25, 0.5, 0.75])) for p, times_s in timed if p.key == key]
     return np.array(sorted(found))
 
 
@@ -156,35 +155,24 @@ def _ranks(key: CollectiveKey) -> str:
 
 
 def _series(profile: ModelProfile, name: str, quantity: str) -> Iterator[_Series]:
-    layers = profile.layers
-
-    def strategy(row: int) -> tuple[object, ...]:
-        return tuple(layers[c][row] for c in ("tp_size", "sequence_parallel", "recompute", "sequence_length"))
-
-    rows = [i for i in range(len(layers["type"])) if layers["type"][i] == name.encode() and layers[quantity][i] > 0]
-    for key, found in groupby(sorted(rows, key=strategy), key=strategy):
-        points = sorted(found, key=lambda i: int(layers["micro_batch_size"][i]))
-        errors = (
-            layers[f"{quantity.removesuffix('_s')}_error_s"][points]
-            if quantity.endswith("_s")
-            else np.zeros(len(points))
-        )
-        tp_size, split, recompute, length = key
-        assert isinstance(split, bytes) and isinstance(recompute, bytes)
+    rows = [row for row in profile.layers.rows if row.type == name and getattr(row, quantity) > 0]
+    rows.sort(key=lambda row: (row.curve, row.micro_batch_size))
+    for curve, found in groupby(rows, key=lambda row: row.curve):
+        points = list(found)
+        error = f"{quantity.removesuffix('_s')}_error_s"
+        _, tp_size, split, recompute, length = curve
         yield _Series(
-            f"tp {tp_size} {split.decode()}, recompute {recompute.decode()}, {length} tokens",
-            layers["micro_batch_size"][points],
-            layers[quantity][points].astype(float),
-            errors,
-            _batch_line(profile, name, quantity, key),
+            f"tp {tp_size} {split}, recompute {recompute}, {length} tokens",
+            np.array([row.micro_batch_size for row in points]),
+            np.array([getattr(row, quantity) for row in points], float),
+            np.array([getattr(row, error, 0.0) for row in points]),
+            _batch_line(profile, quantity, curve),
         )
 
 
-def _batch_line(profile: ModelProfile, name: str, quantity: str, key: Sequence[object]) -> NDArray[Any] | None:
-    fits = profile.fits
-    wanted = (name.encode(), quantity.encode(), FitMode.BATCH.value.encode(), *key)
-    columns = ("type", "quantity", "mode", "tp_size", "sequence_parallel", "recompute", "sequence_length")
-    for row in range(len(fits["type"])):
-        if tuple(fits[column][row] for column in columns) == wanted:
-            return np.array([fits[c][row] for c in ("constant", "linear", "quadratic")])
+def _batch_line(profile: ModelProfile, quantity: str, curve: tuple[object, ...]) -> NDArray[Any] | None:
+    for fit in profile.fits.rows:
+        of = fit.type, fit.tp_size, fit.sequence_parallel, fit.recompute, fit.sequence_length
+        if (of, fit.quantity, fit.mode) == (curve, quantity, FitMode.BATCH):
+            return np.array([fit.constant, fit.linear, fit.quadratic])
     return None

@@ -1,11 +1,10 @@
 """Printing profiles as tables."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 from pathlib import Path
 
-import h5py
 import numpy as np
 from rich.console import Console
 from rich.table import Table as Printed
@@ -13,9 +12,9 @@ from rich.table import Table as Printed
 from shardwright_formats.display.svg import document, without_variables
 from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.hdf5 import Column, Table
+from shardwright_formats.io.hdf5 import format_of
 from shardwright_formats.io.json import write_bytes
-from shardwright_formats.types import hardware_profile, model_profile
+from shardwright_formats.io.table import Row, Source, Table, columns_of
 from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model_profile import ModelProfile, read_model_profile
 from shardwright_profile.show.pictures import hardware_picture, model_picture
@@ -28,13 +27,8 @@ _PIPED_WIDTH = 140
 
 def show_profile(path: Path) -> None:
     """Print a hardware or a model profile on standard output; BadInput where the file is neither."""
-    match _format_of(path):
-        case hardware_profile.FORMAT:
-            title, tables = _hardware_tables(read_hardware_profile(path))
-        case model_profile.FORMAT:
-            title, tables = _model_tables(read_model_profile(path))
-        case other:
-            raise BadInput(path, f"format is {other!r}, no profile's", "pass a hardware or a model profile")
+    profile = _read(path)
+    title, tables = _hardware_tables(profile) if isinstance(profile, HardwareProfile) else _model_tables(profile)
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     console.print(title, highlight=False, markup=False)
     for table in tables:
@@ -45,14 +39,19 @@ def draw_profile(path: Path, picture: Path) -> None:
     """Draw a profile's points, curves and residuals into a picture; BadInput where that cannot be."""
     if picture.suffix not in (".svg", ".png", ".pdf"):
         raise BadInput(picture, "is no kind of picture", "name it .svg, .png or .pdf")
-    match _format_of(path):
-        case hardware_profile.FORMAT:
-            drawing = hardware_picture(read_hardware_profile(path))
-        case model_profile.FORMAT:
-            drawing = model_picture(read_model_profile(path))
+    profile = _read(path)
+    drawing = hardware_picture(profile) if isinstance(profile, HardwareProfile) else model_picture(profile)
+    write_bytes(picture, _converted(document(drawing), picture.suffix))
+
+
+def _read(path: Path) -> HardwareProfile | ModelProfile:
+    match format_of(path):
+        case HardwareProfile.FORMAT:
+            return read_hardware_profile(path)
+        case ModelProfile.FORMAT:
+            return read_model_profile(path)
         case other:
             raise BadInput(path, f"format is {other!r}, no profile's", "pass a hardware or a model profile")
-    write_bytes(picture, _converted(document(drawing), picture.suffix))
 
 
 def _converted(svg: str, suffix: str) -> bytes:
@@ -68,16 +67,6 @@ def _converted(svg: str, suffix: str) -> bytes:
     return converted
 
 
-def _format_of(path: Path) -> object:
-    if not path.is_file():
-        raise BadInput(path, "no such file", "check the path")
-    try:
-        with h5py.File(path, "r") as file:
-            return file.attrs.get("format")
-    except (OSError, RuntimeError, KeyError) as error:
-        raise BadInput(path, f"not a readable HDF5 file ({error})", "write the profile again") from None
-
-
 def _hardware_tables(profile: HardwareProfile) -> tuple[str, Iterator[Printed]]:
     title = f"hardware profile of cluster {profile.cluster}: device {profile.device}, backend {profile.backend}"
     notes = [f"note: {sentence}" for sentence in profile.provenance.notes.splitlines()]
@@ -86,8 +75,8 @@ def _hardware_tables(profile: HardwareProfile) -> tuple[str, Iterator[Printed]]:
         "overlap": "a computation and a message at once, over each alone",
         "ranks": "rates of every rank's device",
     }
-    filled = (name for name in titles if len(getattr(profile, name)["source"]))
-    others = (_columns(titles[name], hardware_profile.TABLES[name], getattr(profile, name)) for name in filled)
+    filled = ((title, getattr(profile, name)) for name, title in titles.items() if len(getattr(profile, name)))
+    others = (_columns(title, table) for title, table in filled)
     return "\n".join([title, *notes]), chain([_messages(profile), _rates(profile)], others)
 
 
@@ -98,24 +87,23 @@ def _messages(profile: HardwareProfile) -> Printed:
         ["kind", "ranks", "layout", "place"],
         ["message", "repeats", "median", "spread (q3 - q1)", "bandwidth"],
     )
-    points = range(len(profile.points["collective"]))
-    sizes = profile.points["message_bytes"]
-    for key, rows in groupby(sorted(points, key=lambda i: (profile.key(i), int(sizes[i]))), key=profile.key):
+    timed = list(zip(profile.points.rows, profile.times_s, strict=True))
+    timed.sort(key=lambda timed: (timed[0].key, timed[0].message_bytes))
+    for key, points in groupby(timed, key=lambda timed: timed[0].key):
         layout = "consecutive" if key.consecutive else "strided"
         place = "across nodes" if key.across_nodes else "in a node"
-        for row in rows:
-            times_s = profile.times_s(row)
+        for point, times_s in points:
             low_s, median_s, high_s = (float(value) for value in np.quantile(times_s, [0.25, 0.5, 0.75]))
             table.add_row(
                 key.collective,
                 str(key.group_size),
                 layout,
                 place,
-                bytes_text(int(sizes[row])),
+                bytes_text(point.message_bytes),
                 str(len(times_s)),
                 seconds_text(median_s),
                 f"{seconds_text(high_s - low_s)} ({(high_s - low_s) / median_s:.0%})",
-                rate_text(int(sizes[row]) / median_s),
+                rate_text(point.message_bytes / median_s),
             )
         table.add_section()
     return table
@@ -123,8 +111,8 @@ def _messages(profile: HardwareProfile) -> Printed:
 
 def _rates(profile: HardwareProfile) -> Printed:
     table = _printed("device rates, every rank working", ["rate", "source"], ["value"])
-    for name, source, value in zip(*(profile.rates[c] for c in ("name", "source", "value")), strict=True):
-        table.add_row(name.decode(), source.decode(), f"{float(value):.4g}")
+    for rate in profile.rates.rows:
+        table.add_row(rate.name, rate.source, f"{rate.value:.4g}")
     return table
 
 
@@ -140,38 +128,37 @@ def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[Printed]]:
         "process": "once a process or a step",
         "fits": "curves through the points",
     }
-    return title, (_columns(titles[name], model_profile.TABLES[name], getattr(profile, name)) for name in titles)
+    return title, (_columns(words, getattr(profile, name)) for name, words in titles.items())
 
 
-def _columns(title: str, columns: Mapping[str, Column], table: Table) -> Printed:
+def _columns(title: str, table: Table[Row]) -> Printed:
     """Every value with its standard error where it has one, and with its source where it is not measured."""
     printed = Printed(title=title, title_justify="left")
+    columns = columns_of(table.row_type)
     shown = [name for name in columns if not name.endswith(("_source", "_error_s"))]
     for name in shown:
         # Spaces let the head of a narrow column break between its words.
-        printed.add_column(name.replace("_", " "), justify="left" if table[name].dtype.kind == "S" else "right")
-    for row in range(len(table[shown[0]])):
-        printed.add_row(*(_cell(name, columns[name], table, row) for name in shown))
+        printed.add_column(name.replace("_", " "), justify="left" if columns[name].dtype.kind == "S" else "right")
+    for row in table.rows:
+        printed.add_row(*(_cell(row, name, columns[name].source) for name in shown))
     return printed
 
 
-def _cell(name: str, column: Column, table: Table, row: int) -> str:
-    source = table[column.sourced_by][row].decode() if column.sourced_by else "measured"
-    if source == "absent":
+def _cell(row: Row, name: str, sourced_by: str) -> str:
+    source = getattr(row, sourced_by) if sourced_by else Source.MEASURED
+    if source is Source.ABSENT:
         return "absent"
-    text = _value(name, table[name][row])
-    error_s = table.get(f"{name.removesuffix('_s')}_error_s")
-    if error_s is not None and error_s[row] > 0:
-        text += f" ± {seconds_text(float(error_s[row]))}"
-    return text if source == "measured" else f"{text} {source}"
+    text = _value(name, getattr(row, name))
+    error_s = getattr(row, f"{name.removesuffix('_s')}_error_s", 0.0)
+    if error_s > 0:
+        text += f" ± {seconds_text(error_s)}"
+    return text if source is Source.MEASURED else f"{text} {source}"
 
 
 def _value(name: str, value: object) -> str:
-    if isinstance(value, bytes):
-        return value.decode()
-    if isinstance(value, np.floating):
-        return seconds_text(float(value)) if name.endswith("_s") else f"{float(value):.3g}"
-    return bytes_text(int(str(value))) if name.endswith("_bytes") else str(value)
+    if isinstance(value, float):
+        return seconds_text(value) if name.endswith("_s") else f"{value:.3g}"
+    return bytes_text(value) if isinstance(value, int) and name.endswith("_bytes") else str(value)
 
 
 def _printed(title: str, labels: Sequence[str], numbers: Sequence[str]) -> Printed:

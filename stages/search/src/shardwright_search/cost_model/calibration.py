@@ -2,22 +2,21 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-import numpy as np
+import msgspec
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import sha256_of_file
 from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
-from shardwright_formats.types.hardware_profile import Collective, HardwareProfile
+from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.measurement import PlanMeasurement, RankMeasurement
 from shardwright_formats.types.plan import GradientReduction
 from shardwright_formats.types.prediction import StagePrediction
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.cost_model.profiles import Profiles, scaled_curve, scaled_messages
 
 __all__ = ["Evidence", "check_learned_from", "corrected", "evidence_of", "factor_of", "learned"]
 
@@ -107,38 +106,29 @@ def corrected(profiles: Profiles, correction: Correction) -> Profiles:
     forward, backward, sync, end = (
         factor_of(correction, term) for term in (Term.FORWARD, Term.BACKWARD, Term.GRADIENT_SYNC, Term.STEP_END)
     )
+    hardware = profiles.hardware
     by_quantity = defaultdict(lambda: 1.0, forward_s=forward, backward_s=backward)
     layers = {
         key: points._replace(values=points.values * (forward, backward, 1.0, 1.0))
         for key, points in profiles.layers.items()
     }
     fits = {
-        key: tuple(curve._replace(coefficients=_times(curve.coefficients, by_quantity[key[-1]])) for curve in curves)
+        key: tuple(scaled_curve(curve, by_quantity[key[-1]]) for curve in curves)
         for key, curves in profiles.fits.items()
     }
     states = {
-        key: of._replace(optimizer_s=of.optimizer_s * end, reduction_s=of.reduction_s * sync)
+        key: msgspec.structs.replace(of, optimizer_s=of.optimizer_s * end, reduction_s=of.reduction_s * sync)
         for key, of in profiles.states.items()
     }
+    factors = [sync if point.collective in _REDUCTIONS else 1.0 for point in hardware.points.rows]
     return profiles._replace(
-        hardware=_with_reductions_times(profiles.hardware, sync),
+        hardware=scaled_messages(hardware, factors),
         layers=layers,
         fits=fits,
         states=states,
         step_overhead_s=profiles.step_overhead_s * end,
         memory_factor=profiles.memory_factor * factor_of(correction, Term.MEMORY),
     )
-
-
-def _times(coefficients: tuple[float, float, float], factor: float) -> tuple[float, float, float]:
-    constant, linear, quadratic = coefficients
-    return constant * factor, linear * factor, quadratic * factor
-
-
-def _with_reductions_times(hardware: HardwareProfile, factor: float) -> HardwareProfile:
-    scaled = np.isin(hardware.points["collective"], [name.encode() for name in _REDUCTIONS])
-    times_s = hardware.repeats["time_s"] * np.where(scaled, factor, 1.0)[hardware.repeats["point"]]
-    return replace(hardware, repeats=hardware.repeats | {"time_s": times_s})
 
 
 def _terms(

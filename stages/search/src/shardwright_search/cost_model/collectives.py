@@ -57,7 +57,7 @@ def slowdowns_of(profiles: Profiles, collective: Collective, group_size: int) ->
     Else over those of this collective, else over all. None where nothing was measured: then nothing overlaps.
     """
     table = profiles.hardware.overlap
-    if not len(table["collective"]):
+    if not len(table):
         return None
     same = table["collective"] == collective.encode()
     near = same & (table["group_size"] == group_size)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.model_profile import FitMode
-from shardwright_search.cost_model.profiles import LayerKey, LayerPoints, Profiles, States
+from shardwright_formats.types.model_profile import FitMode, StateRow
+from shardwright_search.cost_model.profiles import LayerKey, LayerPoints, Profiles
 from shardwright_search.cost_model.time_model import TimeModel
 
 __all__ = ["ComputeCost", "layer_cost", "states_of"]
@@ -50,7 +50,7 @@ def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_mo
     return ComputeCost(values[0], values[1], values[2], values[3], beyond)
 
 
-def states_of(profiles: Profiles, type_name: str, tp_size: int) -> States:
+def states_of(profiles: Profiles, type_name: str, tp_size: int) -> StateRow:
     """What one layer's parameters cost a step; BadInput when the profile has none of that type and tp_size."""
     states = profiles.states.get((type_name, tp_size))
     if states is None:
@@ -117,7 +117,7 @@ def _on_curve(profiles: Profiles, key: LayerKey, quantity: str, size: int, time_
     """The value of the mode's curve; None where the profile has none."""
     length = key.sequence_length
     for curve in profiles.fits.get((*key[:4], quantity), ()):
-        one, linear, quadratic = curve.coefficients
+        one, linear, quadratic = curve.constant, curve.linear, curve.quadratic
         if time_model is TimeModel.SEQUENCE and curve.mode is FitMode.JOINT:
             return one + linear * size * length + quadratic * size * length**2
         if curve.mode.value != time_model.value:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from shardwright_formats.io.table import Source
 from shardwright_formats.semantics.communication import Message, parameter_messages, partial_gradient_bytes
 from shardwright_formats.semantics.layout import parameter_layout
 from shardwright_formats.types.hardware_profile import Collective
@@ -94,7 +95,7 @@ def _overlapped(
     alone = collective_time(profiles, message.collective, groups, message.bytes)
     slowdowns = slowdowns_of(profiles, message.collective, message.group_size)
     states = states_of(profiles, type_name, tp_size)
-    known = {source for name, source in states.sources if name == "reduction_s"} <= {"measured", "derived"}
+    known = states.reduction_source in (Source.MEASURED, Source.DERIVED)
     lost = states.reduction_s == 0 and message.collective is Collective.ALL_GATHER
     if not known or lost or states.reduction_ranks == 1:
         return Overlapped(alone, slowdowns, None)

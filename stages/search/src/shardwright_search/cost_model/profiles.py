@@ -1,30 +1,41 @@
 """The profiles a plan is priced with, indexed, and the checks that they belong to its model and machine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.hdf5 import Table
+from shardwright_formats.io.table import Row, columns_of
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model import Model
-from shardwright_formats.types.model_profile import FitMode, ModelProfile, ProfileOrigin, read_model_profile
+from shardwright_formats.types.model_profile import (
+    FitRow,
+    LayerRow,
+    ModelProfile,
+    ProfileOrigin,
+    StateRow,
+    read_model_profile,
+)
 from shardwright_formats.types.plan import Attention, Precision
 
 __all__ = [
-    "Curve",
+    "CurveKey",
     "LayerKey",
     "LayerPoints",
     "Profiles",
     "Sources",
-    "States",
     "check_profiles",
     "index_profiles",
     "read_profiles",
+    "scaled_curve",
+    "scaled_messages",
+    "sources_of",
 ]
 
 
@@ -37,6 +48,9 @@ class LayerKey(NamedTuple):
     recompute: str
     sequence_length: int
 
+
+CurveKey = tuple[str, int, str, str, str]
+"""Type, tp_size, sequence_parallel, recompute and quantity."""
 
 Sources = frozenset[tuple[str, str]]
 """Numbers of a profile by name, each with where it comes from: measured, derived, assumed, analytic or absent."""
@@ -56,28 +70,6 @@ class LayerPoints(NamedTuple):
     """Standard errors of forward_s and backward_s, as shares of them [points, 2]; 0 where none is known."""
 
 
-class Curve(NamedTuple):
-    """One fitted curve of a quantity."""
-
-    mode: FitMode
-    micro_batch_size: int
-    """0 where it varies; so is the length."""
-    sequence_length: int
-    coefficients: tuple[float, float, float]
-    """constant, linear, quadratic."""
-
-
-class States(NamedTuple):
-    """What one layer's parameters cost a step on one rank, under plain DDP."""
-
-    tp_size: int
-    optimizer_s: float
-    reduction_s: float
-    """What reducing their gradients over `reduction_ranks` ranks added to the backward pass."""
-    reduction_ranks: int
-    sources: Sources
-
-
 class Profiles(NamedTuple):
     """A hardware and a model profile, with the names of their files for messages."""
 
@@ -85,11 +77,10 @@ class Profiles(NamedTuple):
     hardware_file: Path
     origin: ProfileOrigin
     model_file: Path
-    layers: dict[LayerKey, LayerPoints]
-    states: dict[tuple[str, int], States]
-    """By (type, tp_size)."""
-    fits: dict[tuple[str, int, str, str, str], tuple[Curve, ...]]
-    """By type, tp_size, sequence_parallel, recompute and quantity."""
+    layers: Mapping[LayerKey, LayerPoints]
+    states: Mapping[tuple[str, int], StateRow]
+    """By type and tp_size."""
+    fits: Mapping[CurveKey, tuple[FitRow, ...]]
     process_bytes: int
     step_overhead_s: float
     sources: Sources
@@ -111,29 +102,43 @@ def index_profiles(
     hardware: HardwareProfile, hardware_file: Path, model_profile: ModelProfile, model_file: Path
 ) -> Profiles:
     """Index the tables by what they are asked for."""
-    states, process = model_profile.states, model_profile.process
+    (process,) = model_profile.process.rows
+    fits: dict[CurveKey, list[FitRow]] = {}
+    for fit in model_profile.fits.rows:
+        key = fit.type, fit.tp_size, fit.sequence_parallel, fit.recompute, fit.quantity
+        fits.setdefault(key, []).append(fit)
     return Profiles(
-        hardware,
-        hardware_file,
-        model_profile.origin,
-        model_file,
-        _layer_points(model_profile.layers),
-        {
-            (name.decode(), int(states["tp_size"][row])): States(
-                int(states["tp_size"][row]),
-                float(states["optimizer_s"][row]),
-                float(states["reduction_s"][row]),
-                int(states["reduction_ranks"][row]),
-                _sources(states, row, _STATE_SOURCES),
-            )
-            for row, name in enumerate(states["type"])
-        },
-        _curves(model_profile.fits),
-        int(process["process_bytes"][0]),
-        float(process["step_overhead_s"][0]),
-        _sources(process, 0, _PROCESS_SOURCES),
-        model_profile.provenance.notes,
+        hardware=hardware,
+        hardware_file=hardware_file,
+        origin=model_profile.origin,
+        model_file=model_file,
+        layers=_layer_points(model_profile.layers.rows),
+        states={(row.type, row.tp_size): row for row in model_profile.states.rows},
+        fits={key: tuple(curves) for key, curves in fits.items()},
+        process_bytes=process.process_bytes,
+        step_overhead_s=process.step_overhead_s,
+        sources=sources_of(process, "process_bytes", "step_overhead_s"),
+        notes=model_profile.provenance.notes,
     )
+
+
+def sources_of(row: Row, *names: str) -> Sources:
+    """Where these numbers of a row come from."""
+    columns = columns_of(type(row))
+    return frozenset((name, str(getattr(row, columns[name].source))) for name in names)
+
+
+def scaled_curve(curve: FitRow, factor: float) -> FitRow:
+    """The curve with every value multiplied."""
+    terms = {name: getattr(curve, name) * factor for name in ("constant", "linear", "quadratic")}
+    return msgspec.structs.replace(curve, **terms)
+
+
+def scaled_messages(hardware: HardwareProfile, factors: ArrayLike) -> HardwareProfile:
+    """Every repeat of a point times the point's factor [points], or one for all."""
+    repeats = hardware.repeats
+    every = np.broadcast_to(factors, len(hardware.points))
+    return replace(hardware, repeats=repeats.replace(time_s=repeats["time_s"] * every[repeats["point"]]))
 
 
 def check_profiles(
@@ -167,56 +172,24 @@ def check_profiles(
             )
 
 
-_LAYER_SOURCES = {
-    "forward_s": "forward_source",
-    "backward_s": "backward_source",
-    "activation_bytes": "activation_source",
-    "workspace_bytes": "workspace_source",
-}
-_LAYER_ERRORS = {"forward_error_s": "forward_s", "backward_error_s": "backward_s"}
-_STATE_SOURCES = {"optimizer_s": "optimizer_source", "reduction_s": "reduction_source"}
-_PROCESS_SOURCES = {"process_bytes": "process_source", "step_overhead_s": "step_overhead_source"}
+_COLUMNS = ("forward_s", "backward_s", "activation_bytes", "workspace_bytes")
 
 
-def _sources(table: Table, row: int, columns: Mapping[str, str]) -> Sources:
-    return frozenset((name, table[source][row].decode()) for name, source in columns.items())
+def _layer_points(rows: Iterable[LayerRow]) -> dict[LayerKey, LayerPoints]:
+    found: dict[LayerKey, list[LayerRow]] = {}
+    for row in rows:
+        key = LayerKey(row.type, row.tp_size, row.sequence_parallel, row.recompute, row.sequence_length)
+        found.setdefault(key, []).append(row)
+    return {key: _points(sorted(of, key=lambda row: row.micro_batch_size)) for key, of in found.items()}
 
 
-def _layer_points(table: Table) -> dict[LayerKey, LayerPoints]:
-    rows: dict[LayerKey, dict[int, int]] = {}
-    for i in range(len(table["type"])):
-        key = LayerKey(
-            table["type"][i].decode(),
-            int(table["tp_size"][i]),
-            table["sequence_parallel"][i].decode(),
-            table["recompute"][i].decode(),
-            int(table["sequence_length"][i]),
-        )
-        rows.setdefault(key, {})[int(table["micro_batch_size"][i])] = i
-    columns = [table[name] for name in _LAYER_SOURCES]
-    with np.errstate(invalid="ignore"):  # absent times are 0
-        errors = [table[name] / table[of] for name, of in _LAYER_ERRORS.items()]
-    return {
-        key: LayerPoints(
-            np.array(sorted(found)),
-            np.stack([column[[found[size] for size in sorted(found)]] for column in columns], 1).astype(float),
-            frozenset().union(*(_sources(table, row, _LAYER_SOURCES) for row in found.values())),
-            np.stack([column[[found[size] for size in sorted(found)]] for column in errors], 1),
-        )
-        for key, found in rows.items()
-    }
-
-
-def _curves(table: Table) -> dict[tuple[str, int, str, str, str], tuple[Curve, ...]]:
-    found: dict[tuple[str, int, str, str, str], list[Curve]] = {}
-    for i in range(len(table["type"])):
-        names = (table[name][i].decode() for name in ("sequence_parallel", "recompute", "quantity"))
-        key = (table["type"][i].decode(), int(table["tp_size"][i]), *names)
-        curve = Curve(
-            FitMode(table["mode"][i].decode()),
-            int(table["micro_batch_size"][i]),
-            int(table["sequence_length"][i]),
-            (float(table["constant"][i]), float(table["linear"][i]), float(table["quadratic"][i])),
-        )
-        found.setdefault(key, []).append(curve)
-    return {key: tuple(curves) for key, curves in found.items()}
+def _points(rows: Iterable[LayerRow]) -> LayerPoints:
+    rows = list(rows)
+    times = np.array([(row.forward_s, row.backward_s) for row in rows])
+    errors = np.array([(row.forward_error_s, row.backward_error_s) for row in rows])
+    return LayerPoints(
+        micro_batch_sizes=np.array([row.micro_batch_size for row in rows]),
+        values=np.array([[getattr(row, name) for name in _COLUMNS] for row in rows], float),
+        sources=frozenset().union(*(sources_of(row, *_COLUMNS) for row in rows)),
+        errors=np.divide(errors, times, out=np.zeros_like(errors), where=times > 0),  # absent times are 0
+    )

@@ -7,7 +7,7 @@ from shardwright_formats.semantics.layout import parameter_layout
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
-from shardwright_search.cost_model.profiles import LayerKey, Profiles, Sources
+from shardwright_search.cost_model.profiles import LayerKey, Profiles, Sources, sources_of
 
 __all__ = ["provenance_warnings"]
 
@@ -20,7 +20,7 @@ def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
     The first two repeat what the profile's own notes say of such numbers, such as the error that was seen.
     """
     layers = _used(plan, profiles)
-    messages = frozenset(("messages", source.decode()) for source in profiles.hardware.points["source"])
+    messages = frozenset(("messages", str(point.source)) for point in profiles.hardware.points.rows)
     lines = [
         *_lines(layers, profiles.model_file, profiles.notes),
         *_lines(messages, profiles.hardware_file, profiles.hardware.provenance.notes),
@@ -41,9 +41,8 @@ def _used(plan: Plan, profiles: Profiles) -> Sources:
         exact = profiles.layers.get(key)
         points = [of for other, of in profiles.layers.items() if other[:4] == key[:4]] if exact is None else [exact]
         found = found.union(*(of.sources for of in points))
-        states = profiles.states[name, parameter_layout(strategy).tp_size].sources
         # A reduction that was not measured is counted by its messages.
-        found |= {(number, source) for number, source in states if number != "reduction_s"}
+        found |= sources_of(profiles.states[name, parameter_layout(strategy).tp_size], "optimizer_s")
     return frozenset(found)
 
 

@@ -1,15 +1,13 @@
 """What more memory, faster links or another node would bring."""
 
-from dataclasses import replace as replace_field
 from math import ceil
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from shardwright_formats.io.hdf5 import Table
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.plan import Plan
-from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.cost_model.profiles import Profiles, scaled_messages
 from shardwright_search.explain.answers import Question
 from shardwright_search.space.request import SearchRequest
 
@@ -56,14 +54,9 @@ def faster_links(profiles: Profiles, factor: float) -> Profiles:
 
     Tensor and sequence parallelism inside a layer stay: a model profile has them in one number with the computation.
     """
-    hardware = profiles.hardware
     return profiles._replace(
-        hardware=replace_field(
-            hardware, repeats=_sooner(hardware.repeats, factor), pairs=_sooner(hardware.pairs, factor)
-        ),
-        states={
-            key: states._replace(reduction_s=states.reduction_s / factor) for key, states in profiles.states.items()
-        },
+        hardware=scaled_messages(profiles.hardware, 1 / factor),
+        states={key: replace(of, reduction_s=of.reduction_s / factor) for key, of in profiles.states.items()},
     )
 
 
@@ -72,7 +65,3 @@ def more_nodes(cluster: Cluster, group: int, count: int) -> Cluster:
     nodes = list(cluster.nodes)
     nodes[group] = replace(nodes[group], count=nodes[group].count + count)
     return replace(cluster, nodes=tuple(nodes))
-
-
-def _sooner(table: Table, factor: float) -> Table:
-    return {**table, "time_s": table["time_s"] / factor}

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.io.table import Source
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright_profile.importers.galvatron.keys import read_numbers
 from shardwright_profile.importers.hardware_points import (
@@ -70,10 +71,10 @@ def import_galvatron_hardware(tables: GalvatronTables, cluster: str, device: str
     timed = _first(item for file in tables.sp_time for item in _timed(file, notes))
     bandwidths = _first(item for file in tables.allreduce for item in _bandwidths(file, notes))
     notes += _disagreements(timed, bandwidths)
-    reduces = {key: list(link_points(key, rate, "derived")) for key, rate in bandwidths.items()}
+    reduces = {key: list(link_points(key, rate, Source.DERIVED)) for key, rate in bandwidths.items()}
     reduces |= {key: found for key, found in timed.items() if key.collective is Collective.ALL_REDUCE}
     exchanges = {key._replace(collective=Collective.ALL_TO_ALL): rate for key, rate in bandwidths.items()}
-    assumed = {key: list(link_points(key, rate, "assumed")) for key, rate in exchanges.items() if key not in timed}
+    assumed = {key: list(link_points(key, rate, Source.ASSUMED)) for key, rate in exchanges.items() if key not in timed}
     if assumed:
         notes.append("Where no all-to-all was timed, the all-reduce's bus bandwidth is assumed for it.")
     notes.append("All-gather and reduce-scatter are half of the all-reduce, as on a ring (derived).")
@@ -81,7 +82,7 @@ def import_galvatron_hardware(tables: GalvatronTables, cluster: str, device: str
     points += [point for key, found in timed.items() if key not in reduces for point in found]
     points += [half for found in reduces.values() for point in found for half in halves(point)]
     for key, rate in _sends(tables.p2p, notes).items():
-        points += link_points(key, rate, "derived")
+        points += link_points(key, rate, Source.DERIVED)
     overlap = None if tables.overlap is None else (_world(tables), _overlap(tables.overlap, notes))
     return hardware_profile(cluster, device, notes, points, overlap)
 
@@ -100,7 +101,7 @@ def _timed(file: Path, notes: list[str]) -> Iterator[tuple[CollectiveKey, list[H
     for match, time_ms in _matches(file, _TIME, notes):
         collective = Collective.ALL_REDUCE if match["kind"] == "allreduce" else Collective.ALL_TO_ALL
         key = cluster.key(collective, int(match["ranks"]), True)
-        point = HardwarePoint(key, int(match["mib"]) * MIB, time_ms / 1000, "measured")
+        point = HardwarePoint(key, int(match["mib"]) * MIB, time_ms / 1000, Source.MEASURED)
         found.setdefault(key, []).append(point)
     for key, points in found.items():
         points.sort()
@@ -154,7 +155,7 @@ def _disagreements(
 ) -> Iterator[str]:
     for key in sorted(timed.keys() & bandwidths.keys()):
         large = timed[key][-1]
-        (by_rate,) = link_points(key, bandwidths[key], "derived", (large.message_bytes,))
+        (by_rate,) = link_points(key, bandwidths[key], Source.DERIVED, (large.message_bytes,))
         yield (
             f"An all-reduce of {large.message_bytes // MIB} MiB among {key.group_size} neighbours takes"
             f" {large.time_s * 1000:.4g} ms by sp_time and {by_rate.time_s * 1000:.4g} ms by bandwidth:"

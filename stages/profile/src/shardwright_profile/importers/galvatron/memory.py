@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.table import Source
 from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_profile.importers.galvatron.keys import EndsMemory, Forward, LayerMemory, Lengths, Memory, RankMemory
 
@@ -18,7 +19,7 @@ class Activation(NamedTuple):
     """Bytes that one layer holds from forward to backward on one GPU, a sample of its group."""
 
     bytes_a_sample: float
-    source: str
+    source: Source
 
 
 class EndsShare(NamedTuple):
@@ -27,7 +28,7 @@ class EndsShare(NamedTuple):
     parameters_bytes: float | None
     """In float32."""
     activation: Activation | None
-    source: str
+    source: Source
 
 
 class ModelMemory(NamedTuple):
@@ -58,14 +59,14 @@ class ModelMemory(NamedTuple):
             return None
         if recompute:
             share = tp_size if self.sequence else 1
-            return None if entry.recomputed is None else Activation(entry.recomputed * MIB / share, "derived")
+            return None if entry.recomputed is None else Activation(entry.recomputed * MIB / share, Source.DERIVED)
         held = entry.activations.get(tp_size)
         return None if held is None else Activation(held * MIB, self.source_at(tp_size))
 
     def ends_at(self, tp_size: int) -> EndsShare:
         """What the tables say of embedding and head at that tp_size of the vocabulary."""
         if self.ends is None:
-            return EndsShare(None, None, "absent")
+            return EndsShare(None, None, Source.ABSENT)
         states, held = self.ends.states.get(tp_size), self.ends.activations.get(tp_size)
         source = self.source_at(tp_size)
         return EndsShare(
@@ -74,9 +75,9 @@ class ModelMemory(NamedTuple):
             source,
         )
 
-    def source_at(self, tp_size: int) -> str:
+    def source_at(self, tp_size: int) -> Source:
         """Of a figure at that tp_size."""
-        return "derived" if tp_size in self.measured_tp_sizes else "assumed"
+        return Source.DERIVED if tp_size in self.measured_tp_sizes else Source.ASSUMED
 
 
 def tables_of(memory: Memory, asked: SequenceParallel | None) -> bool:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.io.table import Source
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.model_profile import ModelProfile, ProfileOrigin
+from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProfileOrigin, StateRow
 from shardwright_formats.types.plan import ITEMSIZE
 from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.importers.flat_model import FlatType, flat_model
@@ -15,7 +16,16 @@ from shardwright_profile.importers.galvatron.keys import Computation, Memory
 from shardwright_profile.importers.galvatron.memory import Activation, ModelMemory, model_memory, tables_of
 from shardwright_profile.importers.galvatron.times import LayerTimes, layer_times, lengths_of
 from shardwright_profile.importers.points import Point, completed
-from shardwright_profile.importers.rows import ABSENT, LayerRow, Sourced, StateRow, noted, profile_of, weaker
+from shardwright_profile.importers.rows import (
+    ABSENT,
+    LayerKey,
+    Sourced,
+    layer_row,
+    noted,
+    profile_of,
+    state_row,
+    weaker,
+)
 from shardwright_profile.importers.traffic import Hardware, LayerTraffic, layer_traffic
 
 __all__ = ["FLAT_FAMILY", "GalvatronRequest", "flat_galvatron_model", "import_galvatron"]
@@ -95,7 +105,9 @@ def import_galvatron(request: GalvatronRequest) -> ModelProfile:
         precision=request.precision,
         attention=request.attention,
     )
-    provenance = Provenance("unknown", "hetu-galvatron 2.4.0 or like it; torch, driver unknown", noted(notes))
+    provenance = Provenance(
+        date="unknown", versions="hetu-galvatron 2.4.0 or like it; torch, driver unknown", notes=noted(notes)
+    )
     return profile_of(origin, provenance, rows, list(_states(lengths[0])))
 
 
@@ -187,10 +199,10 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
                     if recompute is Recompute.FULL:
                         whole = length.memory.activation(index, tp_size, recompute=False)
                         workspace = _bytes(whole, point.micro_batch_size)
-                    key = (name, tp_size, sequence_parallel, recompute)
+                    key = LayerKey(name, tp_size, sequence_parallel, recompute)
                     yield _row(length, key, point, _bytes(held, point.micro_batch_size), workspace)
     sizes = sorted({point.micro_batch_size for points in blocks for point in points})
-    rest = completed(times.rest, sizes) or tuple(Point(size, 0.0, "absent") for size in sizes)
+    rest = completed(times.rest, sizes) or tuple(Point(size, 0.0, Source.ABSENT) for size in sizes)
     yield from _end_rows(length, rest, missing, notes)
     notes += _left_out(missing)
 
@@ -205,43 +217,42 @@ def _end_rows(length: _Length, rest: Sequence[Point], missing: _Missing, notes: 
             half = None if held is None else held._replace(bytes_a_sample=held.bytes_a_sample / 2)
             for point in rest:
                 own = point._replace(time_s=point.time_s / 2)
-                key = (name, tp_size, sequence_parallel, Recompute.NONE)
+                key = LayerKey(name, tp_size, sequence_parallel)
                 yield _row(length, key, own, _bytes(half, point.micro_batch_size), ABSENT)
 
 
 def _row(
     length: _Length,
-    key: tuple[str, int, SequenceParallel, Recompute],
+    key: LayerKey,
     point: Point,
     activation: Sourced,
     workspace: Sourced,
 ) -> LayerRow:
     """One row: computation divided by tp_size, and the traffic added."""
     request = length.request
-    name, tp_size, sequence_parallel, recompute = key
     traffic = _NO_TRAFFIC
-    if tp_size > 1 and request.hardware is not None:
+    if key.tp_size > 1 and request.hardware is not None:
         itemsize = ITEMSIZE[request.precision.split("/")[1]]
         traffic = layer_traffic(request.hardware, length.model, *key, point.micro_batch_size, itemsize)
-    alone_s = point.time_s / tp_size
-    passes = request.backward_ratio + (recompute is Recompute.FULL)
-    assumed = "assumed" if tp_size > 1 else point.source
-    return LayerRow(
-        name,
-        tp_size,
-        sequence_parallel,
-        recompute,
+    alone_s = point.time_s / key.tp_size
+    passes = request.backward_ratio + (key.recompute is Recompute.FULL)
+    at_least_assumed = weaker(Source.ASSUMED, point.source)
+    forward_source, backward_source = (
+        (point.source, at_least_assumed) if key.tp_size == 1 else (Source.ASSUMED, Source.ASSUMED)
+    )
+    return layer_row(
+        key,
         point.micro_batch_size,
         length.model.sequence_length,
-        _time(alone_s + traffic.forward_s, assumed),
-        _time(passes * alone_s + traffic.backward_s, weaker("assumed", point.source) if tp_size == 1 else "assumed"),
-        activation,
-        workspace,
+        forward_s=_time(alone_s + traffic.forward_s, forward_source),
+        backward_s=_time(passes * alone_s + traffic.backward_s, backward_source),
+        activation_bytes=activation,
+        workspace_bytes=workspace,
     )
 
 
-def _time(time_s: float, source: str) -> Sourced:
-    return Sourced(time_s, source) if source != "absent" else ABSENT
+def _time(time_s: float, source: Source) -> Sourced:
+    return Sourced(time_s, source) if source is not Source.ABSENT else ABSENT
 
 
 def _spreads(length: _Length, name: str, notes: list[str]) -> Iterator[tuple[int, SequenceParallel]]:
@@ -274,8 +285,8 @@ def _states(length: _Length) -> Iterator[StateRow]:
     for tp_size in length.request.tp_sizes:
         for index, name in enumerate(_block_types(length.model)):
             whole = length.memory.parameters_bytes(index)
-            yield StateRow(name, tp_size, ABSENT if whole is None else Sourced(whole / tp_size, "derived"))
+            yield state_row(name, tp_size, ABSENT if whole is None else Sourced(whole / tp_size, Source.DERIVED))
         share = length.memory.ends_at(tp_size)
         ends = ABSENT if share.parameters_bytes is None else Sourced(share.parameters_bytes / 2, share.source)
         for name in (EMBEDDING, HEAD):
-            yield StateRow(name, tp_size, ends)
+            yield state_row(name, tp_size, ends)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.table import Source
 from shardwright_profile.importers.galvatron.keys import Computation, Lengths
 from shardwright_profile.importers.points import Point, first_fall, levelled, longest_rise
 
@@ -113,7 +114,7 @@ def _layer_points(
             continue
         best = max(found, key=_by_layers)
         if best.layer_ms > 0:
-            yield Point(batch, best.layer_ms / 1000, "measured")
+            yield Point(batch, best.layer_ms / 1000, Source.MEASURED)
             continue
         what = f"a layer of type {index} takes {best.layer_ms:.4g} ms at batch {batch}, by the difference of its rows"
         _refuse_unless(repair, file, what)
@@ -134,7 +135,7 @@ def _rest_points(rows: Mapping[Row, float], types: int, batches: Sequence[int], 
         layers_ms = sum(n * difference.layer_ms for n, difference in zip(fewer, known, strict=True))
         rest_ms = rows[(fewer, batch)] - layers_ms
         if rest_ms > 0:
-            yield Point(batch, rest_ms / 1000, "derived")
+            yield Point(batch, rest_ms / 1000, Source.DERIVED)
         else:
             notes.append(f"Embedding and head at batch {batch} have {rest_ms:.4g} ms left: their time is absent.")
 

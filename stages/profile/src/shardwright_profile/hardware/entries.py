@@ -1,39 +1,20 @@
-"""What a sweep measures, one value each, as its journal has them; and the profile that they make."""
+"""What a sweep measures, one value each: the lines of its journal."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
 
 from shardwright_formats.display.units import bytes_text, seconds_text
-from shardwright_formats.io.hdf5 import Provenance, table_of
 from shardwright_formats.io.json import Value
-from shardwright_formats.types.hardware_profile import TABLES, Collective, CollectiveKey, HardwareProfile
-from shardwright_launch.journal import JournalKind
-from shardwright_profile.hardware.findings import findings
-from shardwright_profile.hardware.job import SweepIdentity
-from shardwright_profile.hardware.statistics import median_interval, outliers
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
+from shardwright_profile.hardware.statistics import median_interval
 
-__all__ = [
-    "JOURNAL",
-    "Entry",
-    "Key",
-    "OverlapEntry",
-    "PairEntry",
-    "PointEntry",
-    "RateEntry",
-    "StartEntry",
-    "profile_of",
-]
+__all__ = ["Entry", "Key", "OverlapEntry", "PairEntry", "PointEntry", "RateEntry", "StartEntry"]
 
 _Positive = Annotated[float, Meta(gt=0)]
 _Count = Annotated[int, Meta(ge=1)]
 _Rank = Annotated[int, Meta(ge=0)]
-
-_Row = dict[str, object]
-_MEASURED = {"source": "measured"}
 
 Key = tuple[str | int | float, ...]
 """What tells an entry from all others of a sweep."""
@@ -119,7 +100,7 @@ class OverlapEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True,
     group_size: _Count
     collective_bytes: _Count
     compute_ratio: _Positive
-    """How long the computation was to take alone, over the collective alone."""
+    """How long the computation was to take alone, over the message alone."""
     compute_s: _Positive
     collective_s: _Positive
     compute_slowdown: _Positive
@@ -139,62 +120,3 @@ class OverlapEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 Entry = StartEntry | RateEntry | PointEntry | PairEntry | OverlapEntry
-
-JOURNAL: JournalKind[SweepIdentity, Entry] = JournalKind(
-    format="shardwright.sweep_journal",
-    run="sweep",
-    identity=SweepIdentity,
-    entry=Entry,
-    key=lambda entry: entry.key,
-)
-"""What is known of a sweep that was killed."""
-
-
-def profile_of(identity: SweepIdentity, entries: Sequence[Entry], date: str) -> HardwareProfile:
-    """The profile of what was measured, in the order of the entries; its notes say what is amiss."""
-    cluster = identity.cluster
-    points = [entry for entry in entries if isinstance(entry, PointEntry)]
-    rates = [entry for entry in entries if isinstance(entry, RateEntry)]
-    rows: dict[str, list[_Row]] = {
-        "points": [_point(entry) for entry in points],
-        "repeats": [row for number, entry in enumerate(points) for row in _repeats(number, entry)],
-        "pairs": [
-            {name: getattr(entry, name) for name in PairEntry.__struct_fields__} | _MEASURED
-            for entry in entries
-            if isinstance(entry, PairEntry)
-        ],
-        "overlap": [
-            {name: getattr(entry, name) for name in OverlapEntry.__struct_fields__ if name != "compute_ratio"}
-            | _MEASURED
-            for entry in entries
-            if isinstance(entry, OverlapEntry)
-        ],
-        "ranks": [
-            {"rank": rank, "name": entry.name, "value": value} | _MEASURED
-            for entry in rates
-            for rank, value in enumerate(entry.values)
-        ],
-        "rates": [
-            *({"name": entry.name, "value": min(entry.values)} | _MEASURED for entry in rates),
-            *({"name": "startup_s", "value": e.time_s} | _MEASURED for e in entries if isinstance(e, StartEntry)),
-        ],
-    }
-    profile = HardwareProfile(
-        cluster=cluster.name,
-        device=" + ".join(sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})),
-        backend=identity.backend,
-        provenance=Provenance(date, identity.versions),
-        **{name: table_of(TABLES[name], found) for name, found in rows.items()},
-    )
-    notes = "\n".join(findings(profile, cluster))
-    return replace(profile, provenance=profile.provenance._replace(notes=notes))
-
-
-def _point(entry: PointEntry) -> _Row:
-    named = dict(entry.kind._asdict(), message_bytes=entry.message_bytes)
-    return named | {"collective": entry.collective.value, "interval": median_interval(entry.times_s)} | _MEASURED
-
-
-def _repeats(number: int, entry: PointEntry) -> list[_Row]:
-    marked = zip(entry.times_s, outliers(entry.times_s).tolist(), strict=True)
-    return [{"point": number, "time_s": time_s, "outlier": outlier} for time_s, outlier in marked]
