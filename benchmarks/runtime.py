@@ -132,7 +132,7 @@ def _with_the_same_weights(plan: Plan) -> LlamaForCausalLM:
     for element in ("embedding", *(f"layers[{i}]" for i in range(len(plan.layers))), "head"):
         torch.manual_seed(seed_of(0, element))
         module = family.build(plan.model, element, "sdpa")
-        family.initialise(plan.model, module)
+        family.initialize(plan.model, module)
         state |= {family.full_name(plan.model, element, name): p for name, p in module.named_parameters()}
     stock.load_state_dict(state, strict=True)
     return stock

@@ -213,7 +213,7 @@ def test_a_missing_file_and_a_folder_are_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "No such file" in _refusal(tmp_path / "plan.json", capsys, Plan)
-    assert "Is a directory" in _refusal(tmp_path, capsys, Plan)
+    assert "is a folder" in _refusal(tmp_path, capsys, Plan)
     (tmp_path / "file").touch()
     assert "Not a directory" in _refusal(tmp_path / "file" / "plan.json", capsys, Plan)
 

@@ -79,6 +79,32 @@ def free_port() -> int:
             return port
 
 
+Place = tuple[tuple[str, ...], dict[str, str]]
+"""Options and variables of a command that is started on one node."""
+
+
+def by_address(nodes: int, _folder: Path) -> list[Place]:
+    """Each node by number and address."""
+    rendezvous = ("--rendezvous", f"127.0.0.1:{free_port()}")
+    return [(("--nnodes", str(nodes), "--node-rank", str(node), *rendezvous), {}) for node in range(nodes)]
+
+
+def by_slurm(nodes: int, folder: Path) -> list[Place]:
+    """Each node by the variables that srun sets, with a stand-in for `scontrol` that knows this machine alone."""
+    scontrol = folder / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\\n127.0.0.2\\n"\n')
+    scontrol.chmod(0o755)
+    shared = {
+        "PATH": f"{scontrol.parent}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(os.getpid() * 7 % 5000),
+        "SLURM_NNODES": str(nodes),
+        "SLURM_STEP_NODELIST": "node[1-2]",
+        "SLURM_LOCALID": "0",
+    }
+    return [((), shared | {"SLURM_PROCID": str(node), "SLURM_NODEID": str(node)}) for node in range(nodes)]
+
+
 def main(nodes: int, node: int, port: int, actions: Sequence[str]) -> None:
     """Launch the ranks of one node."""
     first = node * len(actions)

@@ -20,7 +20,7 @@ from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S
 from shardwright_profile.analytic.notes import SEEN_ERROR, SEEN_LINK_ERROR
 from shardwright_profile.analytic.rates import Efficiencies
 from shardwright_profile.cli import analytic
-from shardwright_profile.hardware.message_kinds import message_kinds
+from shardwright_profile.hardware.sweep_plan import collective_kinds
 from shardwright_profile.model.settings import ProfileSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +124,7 @@ def test_hardware_has_every_kind_of_message_by_the_alpha_beta_model(written):
     folder, _ = written
     profile = read_hardware_profile(folder / "h.h5")
     cluster = a_cluster(2)
-    assert set(profile.curves) == {kind.key for kind in message_kinds(cluster)}
+    assert set(profile.curves) == {kind.key for kind in collective_kinds(cluster)}
     assert set(profile.points["source"]) == {b"analytic"}
     link, node = 0.75 * 300e9, 0.75 * 100e9
 

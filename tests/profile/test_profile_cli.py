@@ -10,7 +10,8 @@ from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.model_profile import read_model_profile
 from shardwright_formats.types.plan import Plans
-from shardwright_profile.hardware.start import SweepRequest, start_sweep
+from shardwright_profile.hardware.options import HardwareOptions
+from shardwright_profile.hardware.start import start_sweep
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_help_comes_at_once(command):
 
 
 def test_only_the_ranks_of_a_sweep_import_torch():
-    parts = {"": "cli, message_kinds, show", ".sweep": "start, launch, progress", ".model": "probes, fit, settings"}
+    parts = {"": "cli, show", ".hardware": "start, sweep_plan, profile, progress", ".model": "probes, fit, settings"}
     imports = "".join(f"from shardwright_profile{part} import {modules}\n" for part, modules in parts.items())
     code = f"import sys\n{imports}assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -49,7 +50,7 @@ def test_only_the_ranks_of_a_sweep_import_torch():
 def test_without_torch_the_sweep_says_what_to_install(make_cluster, tmp_path, monkeypatch):
     write_document(tmp_path / "cluster.json", make_cluster((1, 2)))
     monkeypatch.setitem(sys.modules, "torch", None)
-    request = SweepRequest(tmp_path / "cluster.json", 1.0, 1024, 4096, 1, 0, None, tmp_path / "h.h5")
+    request = HardwareOptions(cluster=tmp_path / "cluster.json", time_budget=1.0, max_bytes=4096, out=tmp_path / "h.h5")
     with pytest.raises(BadInput, match=r"torch is not installed here: install shardwright-profile\[hardware\]"):
         start_sweep(request)
 
@@ -76,7 +77,14 @@ def test_a_bad_cluster_file_is_one_line_and_no_output(command, one_error_line, t
     [
         ((2, 1), "cpu", (), "has 2 nodes, the sweep is started on 1"),
         ((2, 1), "cpu", ("--nnodes", 2), "2 nodes need a place to meet"),
-        ((2, 1), "cpu", ("--nnodes", 2, "--node-rank", 2, "--rendezvous", "h:1"), "2 is no node of 2"),
+        ((2, 1), "cpu", ("--nnodes", 2, "--rendezvous", "h"), "--rendezvous: 'h' is no HOST:PORT: give a port of 1 to"),
+        ((2, 1), "cpu", ("--nnodes", 2, "--rendezvous", "h:99999999"), "'h:99999999' is no HOST:PORT: give a port"),
+        (
+            (2, 1),
+            "cpu",
+            ("--nnodes", 2, "--node-rank", 2, "--rendezvous", "h:1"),
+            "--node-rank: 2 is not below --nnodes 2",
+        ),
         ((1, 2), "cpu", ("--max-bytes", 512), "512 is below --min-bytes 1024"),
         ((1, 2), "cpu", ("--max-bytes", 2**32), "exceed a device's 4294967296 bytes"),
     ],
@@ -90,7 +98,7 @@ def test_options_that_do_not_go_with_the_cluster_are_refused(
     assert problem in one_error_line(command("hardware", *arguments, *options), 2, tmp_path, before)
 
 
-def test_a_cluster_of_devices_that_are_not_here_is_refused_by_its_ranks(
+def test_a_cluster_of_devices_that_are_not_here_is_refused_before_a_rank_is_started(
     command, one_error_line, make_cluster, tmp_path
 ):
     write_document(tmp_path / "cluster.json", make_cluster((1, 1)))
@@ -101,7 +109,8 @@ def test_a_cluster_of_devices_that_are_not_here_is_refused_by_its_ranks(
     finished = command(
         "hardware", "--cluster", tmp_path / "cluster.json", "--time-budget", 1, "--out", tmp_path / "h.h5"
     )
-    assert "Imaginary-9000" in one_error_line(finished, 2, tmp_path, before)
+    line = one_error_line(finished, 2, tmp_path, before)
+    assert "cluster.json: is for Imaginary-9000, this machine has no driver of a GPU: start it on" in line
 
 
 def test_probes_are_written_measured_fitted_and_shown(

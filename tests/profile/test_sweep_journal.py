@@ -2,11 +2,18 @@ import pytest
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_profile.hardware.entries import OverlapEntry, PairEntry, PointEntry, RateEntry, StartEntry
+from shardwright_launch.journal import Journal, Kept, journal_path
 from shardwright_profile.hardware.job import SweepIdentity
-from shardwright_profile.hardware.journal import Journal, Kept, journal_path, read_journal
+from shardwright_profile.hardware.profile import (
+    JOURNAL,
+    OverlapEntry,
+    PairEntry,
+    PointEntry,
+    RateEntry,
+    StartEntry,
+)
 
-_NOTHING = Kept((), 0)
+_NOTHING = Kept()
 
 
 @pytest.fixture
@@ -29,7 +36,7 @@ def _entries():
 
 
 def _written(path, identity, entries):
-    journal = Journal(path, identity, _NOTHING)
+    journal = Journal(path, JOURNAL, identity, _NOTHING)
     for entry in entries:
         assert journal.add([entry])
     return journal
@@ -41,12 +48,11 @@ def test_what_is_added_is_read_back_to_the_bit_and_added_once(tmp_path, identity
     before = path.read_bytes()
     assert not journal.add(_entries())
     assert path.read_bytes() == before
-    assert read_journal(path, identity) == Kept(_entries(), len(before))
+    assert JOURNAL.read(path, identity) == Kept(_entries(), len(before))
     assert len({entry.key for entry in _entries()}) == 5
     assert all(journal.find(*entry.key) == entry for entry in _entries())
-    assert journal.holds_any("overlap")
     journal.remove()
-    assert read_journal(path, identity) == _NOTHING
+    assert JOURNAL.read(path, identity) == _NOTHING
 
 
 def test_a_journal_that_is_cut_anywhere_keeps_its_whole_lines_and_goes_on_after_them(tmp_path, identity):
@@ -55,10 +61,10 @@ def test_a_journal_that_is_cut_anywhere_keeps_its_whole_lines_and_goes_on_after_
     whole = path.read_bytes()
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
-        kept = read_journal(path, identity)
+        kept = JOURNAL.read(path, identity)
         complete = whole[:cut].count(b"\n")
         assert kept.entries == entries[: max(0, complete - 1)]
-        Journal(path, identity, kept).add(entries[len(kept.entries) :])
+        Journal(path, JOURNAL, identity, kept).add(entries[len(kept.entries) :])
         assert path.read_bytes() == whole
 
 
@@ -75,7 +81,7 @@ def test_a_journal_of_another_sweep_is_refused(tmp_path, identity, changed, name
     names = SweepIdentity.__struct_fields__
     other = SweepIdentity(**{name: getattr(identity, name) for name in names} | changed)
     with pytest.raises(BadInput, match=rf"h.h5.journal: is of a killed sweep of {named}: delete it"):
-        read_journal(path, other)
+        JOURNAL.read(path, other)
 
 
 @pytest.mark.parametrize(
@@ -98,22 +104,33 @@ def test_a_whole_line_that_says_nothing_sensible_is_refused_by_its_number(tmp_pa
     _written(path, identity, _entries()[:1])
     path.write_bytes(path.read_bytes() + line + b"\n")
     with pytest.raises(BadInput, match="line 3 is not readable"):
-        read_journal(path, identity)
+        JOURNAL.read(path, identity)
 
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path, identity):
     path = tmp_path / "h.h5.journal"
     path.write_text("notes of mine\n")
     with pytest.raises(BadInput, match="line 1 is not readable"):
-        read_journal(path, identity)
+        JOURNAL.read(path, identity)
     path.unlink()
     path.mkdir()
     with pytest.raises(BadInput, match="choose another --out"):
-        read_journal(path, identity)
+        JOURNAL.read(path, identity)
 
 
 def test_a_journal_that_cannot_be_written_is_one_line(tmp_path, identity):
     (tmp_path / "file").write_text("")
-    journal = Journal(tmp_path / "file" / "h.h5.journal", identity, _NOTHING)
+    journal = Journal(tmp_path / "file" / "h.h5.journal", JOURNAL, identity, _NOTHING)
     with pytest.raises(BadInput, match="cannot be written"):
         journal.add(_entries())
+
+
+def test_a_journal_of_another_sweep_counts_as_none_where_that_is_asked(tmp_path, identity):
+    path = tmp_path / "h.h5.journal"
+    _written(path, identity, _entries())
+    names = SweepIdentity.__struct_fields__
+    other = SweepIdentity(**{name: getattr(identity, name) for name in names} | {"max_bytes": 16})
+    assert JOURNAL.read(path, other, anew=True) == _NOTHING
+    path.write_text("notes of mine\n")
+    with pytest.raises(BadInput, match="line 1 is not readable"):
+        JOURNAL.read(path, other, anew=True)

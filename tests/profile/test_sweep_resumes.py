@@ -13,9 +13,9 @@ from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import read_hardware_profile
-from shardwright_profile.hardware.entries import StartEntry
+from shardwright_launch.journal import Journal, Kept, journal_path
 from shardwright_profile.hardware.job import SweepIdentity
-from shardwright_profile.hardware.journal import Journal, Kept, journal_path
+from shardwright_profile.hardware.profile import JOURNAL, StartEntry
 
 _POINTS = 5 * 4
 _PAIRS = 2
@@ -138,7 +138,7 @@ def test_the_journal_of_another_sweep_is_one_line_and_nothing_is_started(
         max_repeats=5,
         versions=versions_text(("torch",), on_gpu=False),
     )
-    Journal(journal_path(out), identity, Kept((), 0)).add([StartEntry(time_s=1.0)])
+    Journal(journal_path(out), JOURNAL, identity, Kept()).add([StartEntry(time_s=1.0)])
     write_document(tmp_path / "other.json", make_cluster((1, 1)))
     before = set(tmp_path.iterdir())
     arguments = ("--cluster", tmp_path / "other.json", "--time-budget", 1, "--out", out)

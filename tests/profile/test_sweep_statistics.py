@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright_profile.hardware.statistics import LEAST_REPEATS, median_interval, more_repeats, outliers, settled
+from shardwright_profile.hardware.statistics import MIN_REPEATS, median_interval, more_repeats, outliers, settled
 
 _TIMES = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=40)
 
@@ -29,7 +29,7 @@ def test_the_interval_is_the_narrowest_pair_of_order_statistics_that_holds_the_m
     narrowest = max((k for k in range(1, count // 2 + 1) if coverage(k) >= 0.95), default=1)
     times = np.arange(1.0, count + 1)
     assert median_interval(times) == pytest.approx((count + 1 - 2 * narrowest) / 2 / np.median(times))
-    assert (coverage(1) >= 0.95) == (count >= LEAST_REPEATS)
+    assert (coverage(1) >= 0.95) == (count >= MIN_REPEATS)
 
 
 def test_one_repeat_has_no_interval_and_is_never_settled():

@@ -8,14 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright_profile.hardware.both import both_clock
-from shardwright_profile.hardware.estimate import Line, Workload, estimate_words, least_s, line_through
-from shardwright_profile.hardware.timing import repeated
+from shardwright_profile.hardware.overlap import overlap_clock
+from shardwright_profile.hardware.progress import Line, Workload, line_through
+from shardwright_profile.hardware.timing import Stopwatch
 
 _CPU = torch.device("cpu")
-_WORK = Workload(
-    points=[1000, 2000], pairs=[1000], overlap=[1000], case_messages=8.0, least_repeats=6, warm_up_repeats=3
-)
+_WORK = Workload(points=[1000, 2000], pairs=[1000], overlap=[1000], case_messages=8.0, min_repeats=6, warm_up_repeats=3)
 
 
 @pytest.fixture(scope="module")
@@ -41,34 +39,34 @@ class _Series:
 @pytest.mark.usefixtures("world_of_one")
 def test_steady_times_are_repeated_as_little_as_possible():
     steady = _Series([1.0, 1.01])
-    assert repeated(steady, 1e9, 100, _CPU).shape == (1, 6)
+    assert Stopwatch(_CPU).repeated(steady, 1e9, 100).shape == (1, 6)
     assert steady.asked == [6]
 
 
 @pytest.mark.usefixtures("world_of_one")
 def test_times_that_scatter_are_repeated_in_growing_rounds_to_the_most():
     wild = _Series([1.0, 1.01], [1.0, 2.0])
-    assert repeated(wild, 1e9, 30, _CPU).shape == (2, 30)
+    assert Stopwatch(_CPU).repeated(wild, 1e9, 30).shape == (2, 30)
     assert wild.asked == [6, 6, 6, 9, 3]
 
 
 @pytest.mark.usefixtures("world_of_one")
 def test_times_that_scatter_a_little_are_repeated_until_their_median_is_known():
     # Of 6 and of 12 times the interval reaches the slow ones (the 10th of 12 is the third slow one), of 18 it does not.
-    assert repeated(_Series([1.1, *[1.0] * 7, 1.1]), 1e9, 100, _CPU).shape == (1, 18)
+    assert Stopwatch(_CPU).repeated(_Series([1.1, *[1.0] * 7, 1.1]), 1e9, 100).shape == (1, 18)
 
 
 @pytest.mark.usefixtures("world_of_one")
 def test_no_more_is_repeated_than_there_is_time_for():
     slow = _Series([1.0, 2.0], pause_s=0.005)
     assert slow.asked == []
-    assert 6 <= repeated(slow, 0.06, 1000, _CPU).shape[1] <= 12
-    assert repeated(_Series([1.0, 2.0]), 0.0, 1000, _CPU).shape == (1, 6)
+    assert 6 <= Stopwatch(_CPU).repeated(slow, 0.06, 1000).shape[1] <= 12
+    assert Stopwatch(_CPU).repeated(_Series([1.0, 2.0]), 0.0, 1000).shape == (1, 6)
 
 
 @pytest.mark.usefixtures("world_of_one")
 def test_the_most_repeats_hold_for_the_first_round_too():
-    assert repeated(_Series([1.0, 2.0]), 1e9, 5, _CPU).shape == (1, 5)
+    assert Stopwatch(_CPU).repeated(_Series([1.0, 2.0]), 1e9, 5).shape == (1, 5)
 
 
 class _Message:
@@ -80,7 +78,7 @@ class _Message:
 
 
 def test_a_message_and_a_computation_are_timed_apart_whichever_ends_first():
-    clock = both_clock(_CPU)
+    clock = overlap_clock(_CPU)
     compute_s, message_s = clock(lambda: _Message(0.5), lambda: time.sleep(0.02), 3)
     assert 0.06 <= compute_s < 0.4
     assert message_s >= 0.5
@@ -90,7 +88,7 @@ def test_a_message_and_a_computation_are_timed_apart_whichever_ends_first():
 
 
 def test_what_is_not_there_takes_no_time():
-    clock = both_clock(_CPU)
+    clock = overlap_clock(_CPU)
     assert clock(None, lambda: time.sleep(0.01), 2)[1] == 0
     assert clock(lambda: None, lambda: None, 0)[1] == 0
     assert clock(lambda: _Message(0.05), lambda: time.sleep(1), 0)[0] < 0.01
@@ -99,16 +97,16 @@ def test_what_is_not_there_takes_no_time():
 def test_the_least_time_is_that_of_the_fewest_repeats_of_everything():
     line = line_through((1000, 0.25), (3000, 0.75))
     assert line == pytest.approx(Line(0.0, 0.25e-3))
-    assert least_s(_WORK, line) == pytest.approx((6 + 3) * (0.25 + 0.5 + 0.25 + 8 * 0.25))
+    assert _WORK.min_s(line) == pytest.approx((6 + 3) * (0.25 + 0.5 + 0.25 + 8 * 0.25))
     assert line_through((1000, 0.5), (3000, 0.25)) == Line(0.5, 0.0)
     assert line_through((1000, 0.5), (1000, 0.75)) == Line(0.5, 0.0)
 
 
 def test_the_estimate_says_what_there_is_what_is_kept_and_when_the_budget_is_short():
-    assert estimate_words(_WORK, 0, 12.3, 60.0) == (
+    assert _WORK.estimate(0, 12.3, 60.0) == (
         "hardware: 2 points, 1 rounds of pairs, 1 overlaps, at least 6 repeats each: about 12 s needed, 60 s given"
     )
-    assert estimate_words(_WORK, 7, 3.0, 0.5).endswith(
+    assert _WORK.estimate(7, 3.0, 0.5).endswith(
         "about 3 s needed, 0.5 s given: the small sizes are timed all the same; "
         "7 measurements of a killed sweep are kept"
     )

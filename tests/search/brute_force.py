@@ -1,23 +1,30 @@
 """The solver beside every plan of a problem: what it gets wrong, if anything."""
 
+from functools import cache
+
 import numpy as np
 from random_problems import best_of, random_problem
 
 from shardwright_search.solver.branch_and_bound import Optimum, Target, optimise
-from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Problem, price
-from shardwright_search.solver.relaxed_bound import RelaxedBounds
+from shardwright_search.solver.relaxed_bound import dual_of
+from shardwright_search.solver.stage_options import GroupCosts
 
-__all__ = ["NEAR", "mistake", "mistakes", "solved"]
+__all__ = ["NEAR", "mistake", "mistakes", "pipeline_of", "solved"]
 
 NEAR = 0.01
 
 
 def solved(problem: Problem, deadline: float | None = None) -> Optimum[int]:
     """The solver's answer, with plans near the best one."""
-    costs = CostsOf()
-    return optimise([Target(0, 0.0, 1.0)], lambda _: Pipeline(problem, costs, RelaxedBounds()), NEAR, 8, deadline)
+    pipeline = pipeline_of(problem)
+    return optimise([Target(0, 0.0, 1.0)], lambda _: pipeline, NEAR, 8, deadline)
+
+
+def pipeline_of(problem: Problem) -> Pipeline:
+    """A problem that remembers what it priced."""
+    return Pipeline(problem, cache(GroupCosts), cache(dual_of))
 
 
 def mistake(problem: Problem, answer: Optimum[int]) -> str | None:

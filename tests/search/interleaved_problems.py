@@ -4,6 +4,7 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from shardwright_formats.semantics.schedule import Pass, actions
 from shardwright_formats.types.plan import Schedule
@@ -71,7 +72,7 @@ def random_interleaved(seed: int) -> InterleavedProblem:
 def with_budget(problem: InterleavedProblem, budget_bytes: int) -> InterleavedProblem:
     """The same case with another budget."""
     fields = {name: getattr(problem, name) for name in InterleavedProblem.__struct_fields__}
-    return InterleavedProblem(**fields | {"group": problem.group._replace(budget_bytes=budget_bytes)})
+    return InterleavedProblem(**fields | {"group": replace(problem.group, budget_bytes=budget_bytes)})
 
 
 def every_interleaved(problem: InterleavedProblem) -> list[Priced]:

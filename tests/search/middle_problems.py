@@ -1,14 +1,13 @@
 """Random problems that are too large to list all plans of, with memory that binds."""
 
 import numpy as np
+from brute_force import pipeline_of
 from random_problems import with_budgets
 
 from shardwright_search.solver.branch_and_bound import Target, optimise
-from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.min_memory import min_memory
-from shardwright_search.solver.partition import Found, Pipeline
+from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem, price
-from shardwright_search.solver.relaxed_bound import RelaxedBounds
 
 __all__ = ["middle_problem", "solved"]
 
@@ -36,7 +35,7 @@ def middle_problem(seed: int) -> Problem:
     moves = np.round(rng.uniform(0, 2e10, (_TYPES, _LAYOUTS, _LAYOUTS)))
     moves[:, np.arange(_LAYOUTS), np.arange(_LAYOUTS)] = 0
     problem = Problem(
-        elements=(0, *(1 if i < split else 2 for i in range(layers)), _TYPES - 1),
+        layers=(0, *(1 if i < split else 2 for i in range(layers)), _TYPES - 1),
         device_groups=(DeviceGroup(tuple(options(kind) for kind in range(_TYPES)), moves, _LARGE),),
         available=(pp_size,),
         allowed=((0,),) * pp_size,
@@ -52,6 +51,6 @@ def middle_problem(seed: int) -> Problem:
 
 def solved(problem: Problem) -> Found:
     """The best plan by the solver."""
-    best = optimise([Target(0, 0.0, 1.0)], lambda _: Pipeline(problem, CostsOf(), RelaxedBounds())).best
+    best = optimise([Target(0, 0.0, 1.0)], lambda _: pipeline_of(problem)).best
     assert best is not None
     return best.found

@@ -5,6 +5,7 @@ from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem, Solution
 
@@ -58,7 +59,7 @@ def random_problem(seed: int) -> Problem:
     available = [int(n) for n in rng.integers(1, pp_size + 1, device_groups)]
     available[0] = max(available[0], pp_size - sum(available[1:]))
     problem = Problem(
-        elements=(0, *(int(b) for b in blocks), 3),
+        layers=(0, *(int(b) for b in blocks), 3),
         device_groups=tuple(group(1 << 40) for _ in range(device_groups)),
         available=(pp_size,) * device_groups if positions else tuple(available),
         allowed=tuple(
@@ -83,7 +84,7 @@ def random_problem(seed: int) -> Problem:
 def with_budgets(problem: Problem, budgets: list[int]) -> Problem:
     """The same case with other budgets."""
     fields = {name: getattr(problem, name) for name in Problem.__struct_fields__}
-    device_groups = tuple(p._replace(budget_bytes=b) for p, b in zip(problem.device_groups, budgets, strict=True))
+    device_groups = tuple(replace(p, budget_bytes=b) for p, b in zip(problem.device_groups, budgets, strict=True))
     return Problem(**fields | {"device_groups": device_groups})
 
 
@@ -96,7 +97,7 @@ def placements(problem: Problem) -> Iterator[tuple[int, ...]]:
 
 def every_plan(problem: Problem) -> Iterator[Enumerated]:
     """All plans, cut by cut."""
-    total = len(problem.elements)
+    total = len(problem.layers)
     for cuts in combinations(range(2, total - 1), problem.pp_size - 1):
         for device_groups in placements(problem):
             yield _priced(problem, (*cuts, total), device_groups)
@@ -119,8 +120,7 @@ def fitting(problem: Problem, found: Enumerated) -> np.ndarray:
 def _priced(problem: Problem, ends: tuple[int, ...], device_groups: tuple[int, ...]) -> Enumerated:
     stage_of = [stage for stage, (a, b) in enumerate(pairwise((0, *ends))) for _ in range(a, b)]
     own = [
-        problem.device_groups[device_groups[s]].options[kind]
-        for s, kind in zip(stage_of, problem.elements, strict=True)
+        problem.device_groups[device_groups[s]].options[kind] for s, kind in zip(stage_of, problem.layers, strict=True)
     ]
     shape = tuple(len(o.input_layout) for o in own)
     chosen = [index.ravel() for index in np.indices(shape)]
@@ -130,7 +130,7 @@ def _priced(problem: Problem, ends: tuple[int, ...], device_groups: tuple[int, .
         times[stage] += o.time_ps[rows]
         ends_ps[stage] += o.exposed_ps[rows]
         if e:
-            kind, gave = problem.elements[e - 1], own[e - 1].output_layout[chosen[e - 1]]
+            kind, gave = problem.layers[e - 1], own[e - 1].output_layout[chosen[e - 1]]
             times[stage] += problem.device_groups[device_groups[stage]].redistribution_ps[
                 kind, gave, o.input_layout[rows]
             ]
@@ -152,12 +152,11 @@ def _priced(problem: Problem, ends: tuple[int, ...], device_groups: tuple[int, .
                 if stage:  # received of every microbatch in flight, and one gradient of it
                     e = inside[0] - 1
                     need = (
-                        need
-                        + (flight + 1) * problem.boundary_bytes[problem.elements[e], own[e].output_layout[chosen[e]]]
+                        need + (flight + 1) * problem.boundary_bytes[problem.layers[e], own[e].output_layout[chosen[e]]]
                     )
                 if stage < problem.pp_size - 1:  # one gradient of what is given out
                     e = inside[-1]
-                    need = need + problem.boundary_bytes[problem.elements[e], own[e].output_layout[chosen[e]]]
+                    need = need + problem.boundary_bytes[problem.layers[e], own[e].output_layout[chosen[e]]]
                 memory[stage] = np.maximum(memory[stage], need)
     tie = problem.tie_ps[own[0].input_layout[chosen[0]], own[-1].output_layout[chosen[-1]]]
     objective = times.sum(0) + (problem.num_microbatches - 1) * times.max(0) + ends_ps.max(0) + tie

@@ -136,13 +136,13 @@ def _random_world(rng: np.random.Generator, devices: tuple[int, ...], most_layer
 
 def random_solution(rng: np.random.Generator, problem: Problem) -> Solution:
     """Any cut and any options."""
-    total, p = len(problem.elements), problem.pp_size
+    total, p = len(problem.layers), problem.pp_size
     cuts = sorted(rng.choice(np.arange(2, total - 1), p - 1, replace=False).tolist())
     (device_groups,) = _places(problem)
     stage_of = np.searchsorted(cuts, np.arange(total), side="right")
     options = tuple(
         int(rng.integers(len(problem.device_groups[device_groups[stage]].options[kind].input_layout)))
-        for stage, kind in zip(stage_of, problem.elements, strict=True)
+        for stage, kind in zip(stage_of, problem.layers, strict=True)
     )
     return Solution((*cuts, total), options, device_groups)
 

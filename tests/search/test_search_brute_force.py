@@ -9,17 +9,14 @@ from itertools import chain, repeat
 import interleaved_problems
 import numpy as np
 import pytest
-from brute_force import mistakes, solved
+from brute_force import mistakes, pipeline_of, solved
 from random_problems import best_of, every_plan, random_problem, with_budgets
 
 from shardwright_search.solver import branch_and_bound as optimise
 from shardwright_search.solver import stage_labels as labels_of
 from shardwright_search.solver.branch_and_bound import Target
-from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.min_memory import min_memory
-from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Problem, price
-from shardwright_search.solver.relaxed_bound import RelaxedBounds
 
 BLOCK = 200
 
@@ -89,18 +86,13 @@ def test_a_search_that_is_stopped_knows_a_true_bound(monkeypatch):
         for looks in (*range(0, 50, 6), 100, 200):
             clock = chain(repeat(0.0, looks), repeat(2.0))
             monkeypatch.setattr(optimise, "monotonic", partial(next, clock))
-            costs = CostsOf()
-            solvable = partial(pipeline, problems, costs)
+            solvable = [pipeline_of(problem) for problem in problems].__getitem__
             answer = optimise.optimise(targets, solvable, 0.01, 8, deadline=1.0)
             assert answer.bound <= best, (first, looks)
             if answer.best is not None:
                 assert answer.best.score >= best, (first, looks)
                 told += answer.stopped and 0 < answer.bound
     assert told > 5, "stopped with a plan and a bound"
-
-
-def pipeline(problems: list[Problem], costs: CostsOf, number: int) -> Pipeline:
-    return Pipeline(problems[number], costs, RelaxedBounds())
 
 
 def test_a_search_stopped_before_it_began_bounds_nothing():

@@ -7,11 +7,13 @@ import pytest
 from brute_force import mistake, solved
 from interleaved_problems import mistake as interleaved_mistake
 from interleaved_problems import random_interleaved
+from msgspec.structs import replace
 from random_problems import random_problem
 
 from shardwright_search.solver import interleaved, partition, stage_labels
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.problem import Options, Problem
+from shardwright_search.solver.stage_labels import _Stage
 
 SEEDS = range(200, 1500)
 
@@ -29,7 +31,7 @@ def without(term: str) -> Callable[[Problem], Problem]:
 
     def seen(problem: Problem) -> Problem:
         device_groups = (
-            group._replace(options=tuple(map(forgetful, group.options))) for group in problem.device_groups
+            replace(group, options=tuple(map(forgetful, group.options))) for group in problem.device_groups
         )
         return changed(problem, device_groups=tuple(device_groups))
 
@@ -37,7 +39,7 @@ def without(term: str) -> Callable[[Problem], Problem]:
 
 
 def without_redistribution(problem: Problem) -> Problem:
-    device_groups = (p._replace(redistribution_ps=np.zeros_like(p.redistribution_ps)) for p in problem.device_groups)
+    device_groups = (replace(p, redistribution_ps=np.zeros_like(p.redistribution_ps)) for p in problem.device_groups)
     return changed(problem, device_groups=tuple(device_groups))
 
 
@@ -80,49 +82,38 @@ def test_a_middle_stage_that_has_no_window_is_caught(monkeypatch):
         found = targets(self, below_ps)
         if found is None or self.problem.pp_size < 3:
             return found
-        resident = {self.problem.in_flight[0], self.problem.in_flight[-1]}
-        return {kind: own for kind, own in found.items() if kind.first or kind.in_flight in resident}
+        known = {self.problem.phases(0), self.problem.phases(self.problem.pp_size - 1)}
+        return {kind: own for kind, own in found.items() if kind.is_first or kind.phases in known}
 
     monkeypatch.setattr(ConfigurationBounds, "targets", ignoring)
     assert caught()
 
 
 def test_labels_that_are_compared_across_layouts_at_the_end_of_a_stage_are_caught(monkeypatch):
-    front, few = stage_labels._front, stage_labels._FEW
+    whole, few = _Stage.whole, stage_labels._FEW
 
-    def pruned(step, labels, target):
-        run = stage_labels.runs_of(step.problem.elements).runs[target.run]
-        if run.elements[-1] == step.problem.elements[-1]:
-            return front(step, labels, target)  # behind the head there is no layout
+    def pruned(self, labels, run, target):
+        if run.layers[-1] == self.problem.layers[-1]:
+            return whole(self, labels, run, target)  # behind the head there is no layout
         monkeypatch.setattr(stage_labels, "_FEW", 1)
-        kept = labels.take(stage_labels._worth_extending(step, labels, run.elements[-1]))
+        kept = labels.take(self.worth_extending(labels, run.layers[-1]))
         monkeypatch.setattr(stage_labels, "_FEW", few)
-        return front(step, kept, target)
+        return whole(self, kept, run, target)
 
-    monkeypatch.setattr(stage_labels, "_front", pruned)
+    monkeypatch.setattr(_Stage, "whole", pruned)
     assert caught()
 
 
-@pytest.mark.parametrize("dropped", ["peak", "held"])
+@pytest.mark.parametrize("dropped", ["peak", "resident"])
 def test_labels_that_are_compared_without_a_measure_of_their_memory_are_caught(monkeypatch, dropped):
-    """Behind the objectives stand for each phase a peak and, unless the run is over, what is held."""
-    following, non_dominated = stage_labels._following, stage_labels.non_dominated
+    """Behind the peaks of each phase stand, unless the run is over, the resident bytes."""
+    undominated = _Stage._undominated
 
-    def blind(step, *rest):
-        first = len(step.problem.objectives(np.zeros(1), np.zeros(1)))
+    def blind(self, labels, memory):
+        count = len(self.costs.phases)
+        return undominated(self, labels, memory[count:] if dropped == "peak" else memory[:count])
 
-        def without_memory(columns, key):
-            both = columns.shape[1] - first == 2 * len(step.costs.phases)
-            peaks = range(first, columns.shape[1], 2 if both else 1)
-            resident = range(first + 1, columns.shape[1], 2) if both else ()
-            return non_dominated(np.delete(columns, peaks if dropped == "peak" else resident, 1), key)
-
-        monkeypatch.setattr(stage_labels, "non_dominated", without_memory)
-        found = following(step, *rest)
-        monkeypatch.setattr(stage_labels, "non_dominated", non_dominated)
-        return found
-
-    monkeypatch.setattr(stage_labels, "_following", blind)
+    monkeypatch.setattr(_Stage, "_undominated", blind)
     assert caught()
 
 
@@ -130,8 +121,8 @@ def test_a_bound_above_the_best_plan_is_caught(monkeypatch):
     """The sum of the least times, half as much again."""
     bounds = ConfigurationBounds._bounds_of_stage
 
-    def bold(self, stage):
-        return {group: (a * 1.5, z, g) for group, (a, z, g) in bounds(self, stage).items()}
+    def bold(self, stage, parts):
+        return {group: own._replace(total=own.total * 1.5) for group, own in bounds(self, stage, parts).items()}
 
     monkeypatch.setattr(ConfigurationBounds, "_bounds_of_stage", bold)
     assert caught()

@@ -33,13 +33,13 @@ SECONDS = 60.0
 
 def costlier(problem: Problem, solution_options: tuple[int, ...], element: int) -> Problem:
     """The option that one element has, slower by a tenth."""
-    kind = problem.elements[element]
+    kind = problem.layers[element]
     place = problem.device_groups[0]
     times = place.options[kind].time_ps.copy()
     times[solution_options[element]] *= 1.1
     options = list(place.options)
     options[kind] = options[kind]._replace(time_ps=times)
-    return replace(problem, device_groups=(place._replace(options=tuple(options)),))
+    return replace(problem, device_groups=(replace(place, options=tuple(options)),))
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -59,7 +59,7 @@ def test_memory_binds_in_middle_sized_problems():
     binding = 0
     for seed in range(10):
         problem = middle_problem(seed)
-        free = replace(problem, device_groups=(problem.device_groups[0]._replace(budget_bytes=1 << 50),))
+        free = replace(problem, device_groups=(replace(problem.device_groups[0], budget_bytes=1 << 50),))
         binding += solved(free).objective_ps < solved(problem).objective_ps
     assert binding >= 8
 
@@ -187,7 +187,7 @@ def test_a_plan_that_is_over_budget_by_rounding_is_no_better_plan():
     problem = middle_problem(0)
     answer = solve(problem, SECONDS)
     need = max(price(problem, answer.solution).memory_bytes)
-    tight = replace(problem, device_groups=(problem.device_groups[0]._replace(budget_bytes=need - 1),))
+    tight = replace(problem, device_groups=(replace(problem.device_groups[0], budget_bytes=need - 1),))
     assert prove._is_better(problem, answer, answer.objective_ps * 2, 0.0)
     assert not prove._is_better(tight, answer, answer.objective_ps * 2, 0.0)
 

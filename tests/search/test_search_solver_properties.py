@@ -4,6 +4,7 @@ import numpy as np
 from brute_force import solved
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from random_problems import random_problem, with_budgets
 
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem
@@ -43,7 +44,7 @@ def test_a_wider_space_is_never_slower(seed, kind, which):
     def narrow(place: DeviceGroup) -> DeviceGroup:
         rows = np.flatnonzero(keep[: len(place.options[kind].input_layout)])
         options = tuple(o.take(rows) if i == kind else o for i, o in enumerate(place.options))
-        return place._replace(options=options)
+        return replace(place, options=options)
 
     assert best(problem) <= best(changed(problem, device_groups=tuple(map(narrow, problem.device_groups))))
 
@@ -106,7 +107,7 @@ def test_memory_in_other_units_changes_nothing(seed, factor):
     def scaled(place: DeviceGroup) -> DeviceGroup:
         columns = ("state_bytes", "late_bytes", "activation_bytes", "workspace_bytes")
         options = (o._replace(**{name: getattr(o, name) * factor for name in columns}) for o in place.options)
-        return place._replace(options=tuple(options), budget_bytes=place.budget_bytes * factor)
+        return replace(place, options=tuple(options), budget_bytes=place.budget_bytes * factor)
 
     resident = problem.boundary_bytes * factor
     assert best(
@@ -127,7 +128,7 @@ def test_an_option_that_is_there_twice_changes_nothing(seed):
     problem = random_problem(seed)
 
     def doubled(place: DeviceGroup) -> DeviceGroup:
-        return place._replace(options=tuple(o.take(np.arange(len(o.input_layout)).repeat(2)) for o in place.options))
+        return replace(place, options=tuple(o.take(np.arange(len(o.input_layout)).repeat(2)) for o in place.options))
 
     assert best(changed(problem, device_groups=tuple(map(doubled, problem.device_groups)))) == best(problem)
 

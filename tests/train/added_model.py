@@ -1,4 +1,4 @@
-"""Run with a copy of the package first on PYTHONPATH: parity of a Qwen3 that the copy alone knows, as JSON."""
+"""Run with a copy of the package first on PYTHONPATH: parity of an OLMo 2 that the copy alone knows, as JSON."""
 
 import json
 import sys
@@ -12,22 +12,21 @@ from shardwright_formats.io.json import write_document
 from shardwright_formats.types.plan import Plans
 from shardwright_launch.ranks import launch
 
-PLANS = 6
-CONFIGS["qwen3"] = {
-    "model_type": "qwen3",
+PLANS = 8
+CONFIGS["olmo2"] = {
+    "model_type": "olmo2",
     "vocab_size": 61,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 8,
     "max_position_embeddings": 64,
 }
 
 
 def main(folder: Path) -> None:
-    model = tiny("qwen3")
+    model = tiny("olmo2")
     plans = Plans(plans=tuple(random_plan(model, number, 2) for number in range(PLANS)))
     write_document(folder / "plans.json", plans)
     worker = Path(__file__).with_name("parity_worker.py")

@@ -9,9 +9,7 @@ import torch
 from tiny_models import tiny
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_train.data.batches import open_batches
-from shardwright_train.data.images import Images, open_images
-from shardwright_train.models.base import ImageForm
+from shardwright_train.data.images import ImageForm, Images, open_images
 from shardwright_train.models.registry import family_named
 
 FORM = ImageForm(channels=1, height=2, width=3, classes=8)
@@ -149,9 +147,9 @@ def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
 def test_a_family_of_images_is_given_images(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", np.zeros((4, 3, 12, 20), np.uint8))
     np.save(tmp_path / "labels.npy", np.array([0, 1, 2, 4]))
-    batches = open_batches(tmp_path, tiny("vit"), family_named("vit", "test"), seed=0)
+    batches = family_named("vit", "test").learns(tiny("vit")).open(tmp_path, seed=0)
     batch = batches.batch(1, 4)
     assert sorted(batch["labels"][:, 0].tolist()) == [0, 1, 2, 4]
     assert batch["pixel_values"].shape == (4, 3, 12, 20)
     with pytest.raises(BadInput, match=r"labels\.npy: labels from 0 to 4, the model has 4 classes"):
-        open_batches(tmp_path, tiny("vit", num_labels=4), family_named("vit", "test"), seed=0)
+        family_named("vit", "test").learns(tiny("vit", num_labels=4)).open(tmp_path, seed=0)

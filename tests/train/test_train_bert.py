@@ -9,19 +9,19 @@ from tiny_models import CONFIGS, SEQUENCE_LENGTH, tiny
 from torch import Tensor
 from typer.testing import CliRunner
 
-from shardwright_formats.io.errors import RunFailed
+from shardwright_formats.io.errors import BadInput, RunFailed
 from shardwright_train.cli import app
-from shardwright_train.models.base import Batch
-from shardwright_train.models.masked import Vocabulary, mask_of_kernel
+from shardwright_train.data.objectives import Batch, Masked
+from shardwright_train.models.masks import padding_mask
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.vocab import IGNORED
 
-VOCABULARY = Vocabulary(size=1000, mask=999, padding=0)
 LENGTH = 200
+VOCABULARY = Masked(vocab_size=1000, sequence_length=LENGTH, mask=999, padding=0)
 
 
-def drawn(text: Tensor, seed: int = 0, vocabulary: Vocabulary = VOCABULARY) -> Batch:
-    return vocabulary.masked_batch(text, torch.Generator().manual_seed(seed))
+def drawn(text: Tensor, seed: int = 0, vocabulary: Masked = VOCABULARY) -> Batch:
+    return vocabulary.hide(text, torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_padding_is_masked_and_never_a_label() -> None:
 
 def test_without_a_padding_token_every_position_counts() -> None:
     text = torch.zeros(50, 10, dtype=torch.int64)
-    batch = drawn(text, vocabulary=Vocabulary(size=1000, mask=999, padding=None))
+    batch = drawn(text, vocabulary=Masked(vocab_size=1000, sequence_length=10, mask=999, padding=None))
     assert batch["attention_mask"].all()
     assert ((batch["labels"] != IGNORED).sum(1) == 2).all()
 
@@ -90,7 +90,7 @@ def test_a_batch_of_nothing_but_padding_ends_the_run_in_words() -> None:
 def test_a_sample_of_a_stream_gives_as_many_inputs_as_the_model_is_long() -> None:
     model, family = tiny("bert"), family_named("bert", "test")
     samples = torch.arange(3 * (SEQUENCE_LENGTH + 1)).view(3, -1) % 50
-    batch = family.batch(model, samples, torch.Generator())
+    batch = family.learns(model).batch(samples, torch.Generator())
     assert {name: x.shape for name, x in batch.items()} == dict.fromkeys(
         ("tokens", "attention_mask", "labels"), (3, SEQUENCE_LENGTH)
     )
@@ -100,7 +100,7 @@ def test_a_sample_of_a_stream_gives_as_many_inputs_as_the_model_is_long() -> Non
 
 def test_random_batches_have_padding_behind_some_samples() -> None:
     model, family = tiny("bert"), family_named("bert", "test")
-    mask = family.random_batch(model, 32, torch.Generator().manual_seed(0))["attention_mask"]
+    mask = family.learns(model).random_batch(32, torch.Generator().manual_seed(0))["attention_mask"]
     lengths = mask.sum(1)
     assert lengths.min() < SEQUENCE_LENGTH and lengths.max() == SEQUENCE_LENGTH
     assert torch.equal(mask, torch.arange(SEQUENCE_LENGTH) < lengths[:, None])
@@ -108,23 +108,36 @@ def test_random_batches_have_padding_behind_some_samples() -> None:
 
 def test_flash_attention_gets_the_mask_itself_and_other_kernels_what_they_add() -> None:
     mask = torch.tensor([[True, True, False]])
-    assert mask_of_kernel(mask, torch.bfloat16, "flash_attention_2") is mask
+    assert padding_mask(mask, torch.bfloat16, "flash_attention_2") is mask
     for kernel in ("sdpa", "eager"):
-        added = mask_of_kernel(mask, torch.bfloat16, kernel)
+        added = padding_mask(mask, torch.bfloat16, kernel)
         assert (added.dtype, added.shape) == (torch.bfloat16, (1, 1, 1, 3))
         assert added.flatten().tolist() == [0.0, 0.0, torch.finfo(torch.bfloat16).min]
+
+
+def test_a_published_configuration_without_a_mask_token_is_measured_but_trained_on_no_text(tmp_path: Path) -> None:
+    learns = family_named("bert", "test").learns(tiny("bert", mask_token_id=None))
+    batch = learns.random_batch(4, torch.Generator().manual_seed(0))
+    assert (batch["labels"] != IGNORED).any(1).all()
+    with pytest.raises(BadInput, match=r"mask_token_id is missing: add the number of a token that no text holds"):
+        learns.open(tmp_path, seed=0)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"mask_token_id": None}, "mask_token_id is missing: add the number of a token that no text holds"),
         ({"mask_token_id": 61}, "mask_token_id 61 is not below vocab_size 61"),
         ({"mask_token_id": 59}, "mask_token_id and pad_token_id are both 59"),
         ({"pad_token_id": 61}, "pad_token_id 61 is not below vocab_size 61"),
-        ({"is_decoder": True}, "is_decoder cannot be trained"),
-        ({"chunk_size_feed_forward": 4}, "chunk_size_feed_forward cannot be trained"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings false cannot be trained"),
+        ({"is_decoder": True}, "is_decoder true cannot be trained: it fills in hidden tokens"),
+        (
+            {"chunk_size_feed_forward": 4},
+            "chunk_size_feed_forward 4 cannot be trained",
+        ),
+        (
+            {"tie_word_embeddings": False},
+            "tie_word_embeddings false cannot be trained",
+        ),
     ],
 )
 def test_describe_refuses_what_cannot_be_trained_in_one_line(

@@ -230,6 +230,7 @@ def test_ulysses_wraps_flash_attention_as_what_it_is(one_rank: World, monkeypatc
     for kernel in (SDPA.value, ULYSSES_ATTENTION):
         torch.manual_seed(0)
         block = family.build(model, "layers[0]", kernel)
+        family.initialize(model, block)
         if kernel == ULYSSES_ATTENTION:
             exchange_around_attention(block, dist.group.WORLD, FLASH.value, 4)
         outputs += family.call(block, (states,), batch, constants)

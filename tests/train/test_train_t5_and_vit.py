@@ -15,7 +15,9 @@ from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import misfit
 from shardwright_formats.types.strategy import SequenceParallel, Strategy
 from shardwright_train.cli import app
+from shardwright_train.data.objectives import Text
 from shardwright_train.models.registry import family_named
+from shardwright_train.models.stock import Pieces
 
 T5_SMALL = {
     "architectures": ["T5ForConditionalGeneration"],
@@ -129,9 +131,10 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path: Path, config: d
 
 def test_the_encoder_reads_and_the_decoder_goes_on() -> None:
     model, family = tiny("t5", decoder_start_token_id=9), family_named("t5", "test")
-    assert family.stream_tokens(SEQUENCE_LENGTH) == 32
+    learns = family.learns(model)
+    assert isinstance(learns, Text) and learns.stream_tokens == 32
     text = torch.stack([torch.arange(33), torch.arange(20, 53)])
-    batch = family.batch(model, text, torch.Generator())
+    batch = learns.batch(text, torch.Generator())
     assert batch["tokens"].tolist() == [list(range(16)), list(range(20, 36))]
     assert batch["labels"].tolist() == [list(range(16, 32)), list(range(36, 52))]
     assert batch["decoder_tokens"].tolist() == [[9, *range(16, 31)], [9, *range(36, 51)]]
@@ -150,6 +153,7 @@ def t5_block(number: int, kernel: str, encoder_states: Tensor, decoder_states: T
     model, family = tiny("t5"), family_named("t5", "test")
     torch.manual_seed(0)
     block = family.build(model, f"layers[{number}]", kernel)
+    family.initialize(model, block)
     positions = slice(0, SEQUENCE_LENGTH)
     constants = family.constants(family.configuration(model), model.layers[number], positions, encoder_states, kernel)
     return family.call(block, (encoder_states, decoder_states), batch_of(model, 2, 0), constants)
@@ -177,7 +181,9 @@ def test_the_encoder_of_t5_looks_both_ways_and_its_decoder_ahead_in_the_encoder_
 def test_outputs_of_t5_are_scaled_where_the_stock_model_does(scaled: bool) -> None:
     model, family = tiny("t5", tie_word_embeddings=scaled), family_named("t5", "test")
     head = family.build(model, HEAD, "sdpa")
-    normed = head.get_submodule("norm")(torch.ones(1, 1, 32))
+    assert isinstance(head, Pieces)
+    family.initialize(model, head)
+    normed = family.normed(head, (torch.zeros(1, 1, 32), torch.ones(1, 1, 32)))
     assert normed.mean().item() == pytest.approx(32**-0.5 if scaled else 1.0)
     assert model.tied == (("shared.weight", "lm_head.weight"),)
 

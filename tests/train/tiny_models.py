@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from shardwright_formats.types.model import Model
-from shardwright_train.models.base import Batch
+from shardwright_train.data.objectives import Batch
 from shardwright_train.models.registry import family_named
 
 SEQUENCE_LENGTH = 16
@@ -125,4 +125,4 @@ def stock_logits(stock: nn.Module, batch: Batch) -> Tensor:
 def batch_of(model: Model, samples: int, seed: int) -> Batch:
     """A batch of random inputs."""
     generator = torch.Generator().manual_seed(seed)
-    return family_named(model.family, "test").random_batch(model, samples, generator)
+    return family_named(model.family, "test").learns(model).random_batch(samples, generator)

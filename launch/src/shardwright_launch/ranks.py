@@ -34,6 +34,8 @@ _STACKS_S = 2.0
 _GATHER_S = _ORDERLY_END_S + 10.0
 """What the launchers of other nodes have to tell how theirs ended."""
 _LINES_S = 5.0
+# PyTorch 2.13 renames two collectives; the old names are the only ones that 2.11 has.
+_RENAMED = "ignore::FutureWarning:torch.distributed.c10d_logger"
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 OnLine = Callable[[bytes], None]
@@ -120,7 +122,13 @@ def _environment(nodes: Nodes, processes: int, world_size: int) -> dict[str, str
     # Whatever the caller's own environment says: more threads than cores make the ranks wait for one another.
     threads = str(max(1, len(os.sched_getaffinity(0)) // processes))
     local = {} if nodes.address else {"GLOO_SOCKET_IFNAME": "lo"}
-    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": address.host, "MASTER_PORT": str(address.port)}
+    warnings = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), _RENAMED)))
+    shared = {
+        "PYTHONWARNINGS": warnings,
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": address.host,
+        "MASTER_PORT": str(address.port),
+    }
     return local | os.environ | shared | dict.fromkeys(_THREAD_COUNTS, threads)
 
 

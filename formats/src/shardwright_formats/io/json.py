@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,10 @@ __all__ = [
     "Value",
     "atomic_path",
     "canonical_json",
+    "check_regular",
+    "check_writable",
     "read_any_document",
+    "read_bytes",
     "read_document",
     "read_object",
     "sha256_of_file",
@@ -51,23 +55,43 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
     Raises BadInput where no file of that name can be made, at once or while it is written.
     """
-    temporary = path.parent / f".{path.name[:64]}.{os.getpid()}.tmp"
+    check_writable(path)
+    temporary = _temporary(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() or (path.exists() and not path.is_file()):
-            raise BadInput(path, "is a folder" if path.is_dir() else "is no regular file", "choose another name")
-        temporary.touch()
-        yield temporary
-        _sync(temporary)
-        os.replace(temporary, path)
-        _sync(path.parent)
-    except OSError as error:
-        if error.filename is not None and Path(os.fsdecode(error.filename)) not in {path, temporary, *path.parents}:
-            raise
-        raise system_fault(error, path) from None
+        with _faults_of(path):
+            yield temporary
+            _sync(temporary)
+            os.replace(temporary, path)
+            _sync(path.parent)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Raise BadInput where no file of that name can be made; asked before long work, not after it."""
+    with _faults_of(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise BadInput(path, "is a folder" if path.is_dir() else "is no regular file", "choose another name")
+        _temporary(path).touch()
+        _temporary(path).unlink()
+
+
+def _temporary(path: Path) -> Path:
+    return path.parent / f".{path.name[:40]}.{os.getpid()}.tmp"
+
+
+@contextmanager
+def _faults_of(path: Path) -> Iterator[None]:
+    """Turn what the system refuses about a file that is being written into one line; of other files it passes."""
+    try:
+        yield
+    except OSError as error:
+        own = {path, _temporary(path), *path.parents}
+        if error.filename is not None and Path(os.fsdecode(error.filename)) not in own:
+            raise
+        raise system_fault(error, path) from None
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -129,23 +153,42 @@ def read_any_document(path: Path, *kinds: type[DocumentType]) -> DocumentType:
         raise BadInput(path, str(error), "correct the file or write it again") from None
 
 
+def check_regular(path: Path, max_bytes: int) -> None:
+    """Raise BadInput unless a path names a regular file of at most so many bytes: no folder, device or pipe."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise system_fault(error, path) from None
+    if not stat.S_ISREG(found.st_mode):
+        what = "is a folder" if stat.S_ISDIR(found.st_mode) else "is no regular file"
+        raise BadInput(path, what, "pass a file")
+    if found.st_size > max_bytes:
+        raise BadInput(path, f"larger than {max_bytes >> 20} MiB", "pass a file of the right kind")
+
+
+def read_bytes(path: Path, max_bytes: int = _MOST_JSON_BYTES) -> bytes:
+    """The whole of a regular file; BadInput where it is none, larger than allowed, or cannot be read."""
+    check_regular(path, max_bytes)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise system_fault(error, path) from None
+
+
 def read_object(path: Path, most_bytes: int = _MOST_JSON_BYTES) -> dict[str, Any]:
     """Read a JSON object of any keys; BadInput where it is larger than allowed, no JSON, repeats a key or holds NaN."""
+    content = read_bytes(path, most_bytes)
     try:
-        if path.stat().st_size > most_bytes:
-            raise BadInput(path, f"larger than {most_bytes >> 20} MiB", "pass a file of the right kind")
-        raw = json.loads(path.read_bytes(), object_pairs_hook=_without_repeats)
-        where = _first_non_finite(raw, "$")
-    except OSError as error:
-        raise BadInput(path, error.strerror or str(error), "check the path") from None
+        raw = json.loads(content, object_pairs_hook=_without_repeats)
+        odd = _first_odd(raw, "$")
     except RecursionError:
         raise BadInput(path, "nested too deeply", "write the file again") from None
     except ValueError as error:
         raise BadInput(path, f"not valid JSON ({error})", "write the file again") from None
     if not isinstance(raw, dict):
         raise BadInput(path, "the outermost value is no object", "write the file again")
-    if where is not None:
-        raise BadInput(path, f"not a finite number at `{where}`", "measure or enter that value again")
+    if odd is not None:
+        raise BadInput(path, odd, "measure or enter that value again")
     return raw
 
 
@@ -157,16 +200,26 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _first_non_finite(value: object, where: str) -> str | None:
+def _first_odd(value: object, where: str) -> str | None:
+    """Where a number is not finite, or a text is none: JSON can spell half of a surrogate pair."""
     if isinstance(value, float):
-        return None if math.isfinite(value) else where
+        return None if math.isfinite(value) else f"not a finite number at `{where}`"
+    if isinstance(value, str):
+        return None if value.isascii() or _is_encodable(value) else f"not a text at `{where}`"
     children: Iterator[tuple[str, object]] = iter(())
     if isinstance(value, dict):
         children = ((f"{where}.{key}", child) for key, child in value.items())
     elif isinstance(value, list):
         children = ((f"{where}[{i}]", child) for i, child in enumerate(value))
-    found = (_first_non_finite(child, path) for path, child in children)
-    return next((path for path in found if path is not None), None)
+    return next((odd for path, child in children if (odd := _first_odd(child, path)) is not None), None)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _sync(path: Path) -> None:

@@ -22,7 +22,7 @@ def field_docs(kind: type) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        if base.__module__.partition(".")[0] == kind.__module__.partition(".")[0]:
+        if base.__module__.partition("_")[0] == kind.__module__.partition("_")[0]:
             found |= _own_field_docs(base)
     return found
 

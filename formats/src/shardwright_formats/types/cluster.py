@@ -5,6 +5,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value
+from shardwright_formats.types.limits import Name
 
 __all__ = ["MAX_DEVICES", "Cluster", "NodeGroup", "NodeType"]
 
@@ -39,7 +40,7 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     FORMAT = "shardwright.cluster"
 
-    name: Annotated[str, Meta(min_length=1)]
+    name: Name
     """What the user calls it; profiles of its hardware carry it."""
     nodes: Annotated[tuple[NodeGroup, ...], Meta(min_length=1)]
     """The nodes in rank order."""

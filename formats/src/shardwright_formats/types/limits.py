@@ -15,6 +15,7 @@ __all__ = [
     "Count",
     "Gib",
     "Length",
+    "Name",
     "NonNegativeCount",
     "NonNegativeNumber",
     "PositiveBytes",
@@ -64,4 +65,6 @@ Gib = Annotated[float, Meta(gt=0, le=2**20)]
 """Memory of one device, in GiB."""
 Share = Annotated[float, Meta(ge=0, le=1)]
 """A part of a whole."""
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+"""What the user calls something; it may become part of a file's name."""
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]

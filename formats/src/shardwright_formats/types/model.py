@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field
 
 from shardwright_formats.io.json import Document, Value, sha256_of_value
+from shardwright_formats.types.limits import Name
 
 __all__ = ["EMBEDDING", "HEAD", "BoundaryTensor", "Heads", "LayerType", "Model", "Parameter", "Region"]
 
@@ -108,7 +109,7 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     FORMAT = "shardwright.model"
 
-    name: Annotated[str, Meta(min_length=1)]
+    name: Name
     """What the user calls it; profiles of it carry it."""
     family: Annotated[str, Meta(min_length=1)]
     """Which file of the runtime knows how to build and shard it."""

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value, sha256_of_value
 from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.limits import Name
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
 
@@ -102,7 +103,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     FORMAT = "shardwright.plan"
 
-    name: Annotated[str, Meta(min_length=1)]
+    name: Name
     """What the user calls it."""
     model: Model
     """The whole model description."""

@@ -29,12 +29,10 @@ def hardware(
     min_bytes: Annotated[int, typer.Option(min=4, help="Smallest message, in bytes.")] = 1024,
     max_bytes: Annotated[int, typer.Option(min=4, help="Largest message, if time allows, in bytes.")] = 256 * 1024**2,
     max_repeats: Annotated[int, typer.Option(min=1, help="Most repeats of each message, a number.")] = 100,
-    nnodes: Annotated[
-        int, typer.Option(min=1, envvar="SLURM_STEP_NUM_NODES", help="Number of nodes this command is started on.")
-    ] = 1,
+    nnodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes; without it as srun says, else 1.")] = None,
     node_rank: Annotated[
-        int, typer.Option(min=0, envvar="SLURM_NODEID", help="Number of this node, from 0, in the cluster's order.")
-    ] = 0,
+        int | None, typer.Option(min=0, help="This node's number, from 0; without it as srun says, else 0.")
+    ] = None,
     rendezvous: Annotated[
         str | None,
         typer.Option(help="HOST:PORT of node 0 where several nodes meet; not needed on one node, nor under srun."),
@@ -48,12 +46,22 @@ def hardware(
     same command is run again: what it has measured lies in OUT.journal until OUT is written.
     """
     with one_line_errors():
-        from shardwright_profile.hardware.start import SweepRequest, start_sweep
+        from shardwright_profile.hardware.options import HardwareOptions
+        from shardwright_profile.hardware.start import start_sweep
 
-        request = SweepRequest(
-            cluster, time_budget, min_bytes, max_bytes, nnodes, node_rank, rendezvous, out, max_repeats
+        start_sweep(
+            HardwareOptions(
+                cluster=cluster,
+                time_budget=time_budget,
+                out=out,
+                min_bytes=min_bytes,
+                max_bytes=max_bytes,
+                max_repeats=max_repeats,
+                nnodes=nnodes,
+                node_rank=node_rank,
+                rendezvous=rendezvous,
+            )
         )
-        start_sweep(request)
 
 
 @app.command()

@@ -29,3 +29,7 @@ APP = CommandLine(
 def main() -> NoReturn:
     """Run the command line."""
     run(APP)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +22,6 @@ def main(job_file: str, device_type: str) -> None:
     start_rank()
     # The profiler that records memory greets and takes leave on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # PyTorch 2.13 renames two collectives; the old names are the only ones that 2.11 has.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     from shardwright_train.parallel.world import joined_world
 
     job = read_any_document(Path(job_file), RunJob, MeasureJob)

@@ -10,7 +10,7 @@ from shardwright_formats.io.table import Source, Table
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective, HardwareProfile, PointRow, RateRow, RepeatRow
 from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, steps
-from shardwright_profile.hardware.message_kinds import MessageKind, message_kinds, message_sizes
+from shardwright_profile.hardware.sweep_plan import CollectiveKind, SizeRange, collective_kinds
 
 __all__ = ["Network", "analytic_hardware", "kind_time_s"]
 
@@ -54,7 +54,7 @@ def analytic_hardware(
     )
 
 
-def kind_time_s(kind: MessageKind, cluster: Cluster, network: Network, message_bytes: int) -> float:
+def kind_time_s(kind: CollectiveKind, cluster: Cluster, network: Network, message_bytes: int) -> float:
     """A kind of message that all its groups exchange at once: the slower of a device's link and a node's network.
 
     A ring crosses the border of a node once each way, and an all_to_all sends from each rank to all ranks of other
@@ -88,7 +88,7 @@ def _leaving_bytes(
 
 
 def _points(cluster: Cluster, network: Network) -> Iterator[tuple[PointRow, float]]:
-    for kind in message_kinds(cluster):
-        for message_bytes in message_sizes(kind.key.group_size, _MIN_BYTES, _MAX_BYTES):
+    for kind in collective_kinds(cluster):
+        for message_bytes in SizeRange(_MIN_BYTES, _MAX_BYTES).all(kind.key.group_size):
             row = PointRow(**kind.key._asdict(), message_bytes=message_bytes, interval=0.0, source=Source.ANALYTIC)
             yield row, kind_time_s(kind, cluster, network, message_bytes)

@@ -1,4 +1,4 @@
-"""The calls that are timed: one per kind of message (imports torch: only the ranks of a sweep import this)."""
+"""The calls that are timed: one per kind of collective (imports torch: only the ranks of a sweep import this)."""
 
 from collections.abc import Callable
 
@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_profile.hardware.message_kinds import Groups, MessageKind
+from shardwright_profile.hardware.sweep_plan import CollectiveKind, Groups
 
-__all__ = ["message_call", "p2p_call"]
+__all__ = ["collective_call", "p2p_call"]
 
 
-def message_call(
-    kind: MessageKind,
+def collective_call(
+    kind: CollectiveKind,
     message_bytes: int,
     process_group: dist.ProcessGroup | None,
     device: torch.device,

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from shardwright_profile.hardware.entries import RateEntry
+from shardwright_profile.hardware.profile import RateEntry
 from shardwright_profile.hardware.session import Session
-from shardwright_profile.hardware.timing import WARM_UP_REPEATS, rank_times
+from shardwright_profile.hardware.timing import WARM_UP_REPEATS, Stopwatch
 
 __all__ = ["rate_entries"]
 
@@ -21,30 +21,32 @@ def rate_entries(session: Session) -> Iterator[RateEntry]:
     `matrix_bfloat16_flops_per_s`. `memory_bytes_per_s`: a copy, which reads and writes each byte once.
     """
     on_gpu = session.device.type == "cuda"
-    measured: dict[str, Callable[[torch.device], tuple[float, ...]]] = {
-        "matrix_flops_per_s": lambda device: _matrix_flops_per_s(8192 if on_gpu else 1024, torch.float32, device),
-        "memory_bytes_per_s": lambda device: _memory_bytes_per_s(2**30 if on_gpu else 2**26, device),
+    side, copied_bytes = (8192, 2**30) if on_gpu else (1024, 2**26)
+    measured: dict[str, Callable[[Stopwatch], tuple[float, ...]]] = {
+        "matrix_flops_per_s": lambda stopwatch: _matrix_flops_per_s(side, torch.float32, stopwatch),
+        "memory_bytes_per_s": lambda stopwatch: _memory_bytes_per_s(copied_bytes, stopwatch),
     }
     if on_gpu:
-        measured["matrix_bfloat16_flops_per_s"] = lambda device: _matrix_flops_per_s(8192, torch.bfloat16, device)
+        measured["matrix_bfloat16_flops_per_s"] = lambda stopwatch: _matrix_flops_per_s(side, torch.bfloat16, stopwatch)
     for name, measure in sorted(measured.items()):
-        kept = session.journal.find("rate", name)
-        yield kept if isinstance(kept, RateEntry) else RateEntry(name=name, values=measure(session.device))
+        session.stopwatch.doing = f"measuring {name}"
+        kept = session.find("rate", name)
+        yield kept if isinstance(kept, RateEntry) else RateEntry(name=name, values=measure(session.stopwatch))
 
 
-def _matrix_flops_per_s(side: int, dtype: torch.dtype, device: torch.device) -> tuple[float, ...]:
-    factor = torch.ones(side, side, dtype=dtype, device=device)
+def _matrix_flops_per_s(side: int, dtype: torch.dtype, stopwatch: Stopwatch) -> tuple[float, ...]:
+    factor = torch.ones(side, side, dtype=dtype, device=stopwatch.device)
     product = torch.empty_like(factor)
-    return tuple(2 * side**3 / time_s for time_s in _medians_s(lambda: torch.mm(factor, factor, out=product), device))
+    return _rates(2 * side**3, lambda: torch.mm(factor, factor, out=product), stopwatch)
 
 
-def _memory_bytes_per_s(size: int, device: torch.device) -> tuple[float, ...]:
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
+def _memory_bytes_per_s(size: int, stopwatch: Stopwatch) -> tuple[float, ...]:
+    source = torch.zeros(size, dtype=torch.uint8, device=stopwatch.device)
     target = torch.zeros_like(source)
-    return tuple(2 * size / time_s for time_s in _medians_s(lambda: target.copy_(source), device))
+    return _rates(2 * size, lambda: target.copy_(source), stopwatch)
 
 
-def _medians_s(call: Callable[[], object], device: torch.device) -> list[float]:
-    """The median of each rank, in rank order."""
-    rank_times(call, WARM_UP_REPEATS, device)
-    return [float(median) for median in np.median(rank_times(call, _REPEATS, device), axis=1)]
+def _rates(amount: int, call: Callable[[], object], stopwatch: Stopwatch) -> tuple[float, ...]:
+    """An amount over the median time of each rank, in rank order."""
+    stopwatch.rank_times_s(call, WARM_UP_REPEATS)
+    return tuple(amount / time_s for time_s in np.median(stopwatch.rank_times_s(call, _REPEATS), axis=1).tolist())

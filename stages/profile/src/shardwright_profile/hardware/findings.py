@@ -14,9 +14,9 @@ __all__ = ["bad_links", "findings", "slow_ranks", "unsettled_points"]
 
 _SLOW_RATE = 0.8
 _BAD_TIME = 1.5
-_LEAST_PAIRS = 3
+_MIN_PAIRS = 3
 """Among fewer links none is told from the others."""
-_MOST_SENTENCES = 20
+_MAX_SENTENCES = 20
 """Of each kind: a profile's notes are a page, not a list of a thousand links."""
 
 
@@ -61,7 +61,7 @@ def bad_links(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
     for (message_bytes, apart, inside, _), times_s in alike.items():
         median_s = float(np.median(list(times_s.values())))
         for (source, target), time_s in times_s.items():
-            if len(times_s) >= _LEAST_PAIRS and time_s > _BAD_TIME * median_s:
+            if len(times_s) >= _MIN_PAIRS and time_s > _BAD_TIME * median_s:
                 factor = time_s / median_s
                 place = "in a node" if inside else "across nodes"
                 found.append(
@@ -90,5 +90,5 @@ def unsettled_points(profile: HardwareProfile) -> tuple[str, ...]:
 
 
 def _first(sentences: Sequence[str]) -> tuple[str, ...]:
-    more = len(sentences) - _MOST_SENTENCES
-    return (*sentences[:_MOST_SENTENCES], *([f"and {more} more like these"] if more > 0 else []))
+    more = len(sentences) - _MAX_SENTENCES
+    return (*sentences[:_MAX_SENTENCES], *([f"and {more} more like these"] if more > 0 else []))

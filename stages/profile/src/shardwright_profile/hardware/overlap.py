@@ -1,29 +1,41 @@
-"""How a collective and a computation slow each other down (only the ranks of a sweep import this)."""
+"""How a collective and a computation slow each other down, timed at once (only the ranks of a sweep import this)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
-from shardwright_profile.hardware.both import Both, Start, both_clock
-from shardwright_profile.hardware.collectives import message_call
-from shardwright_profile.hardware.entries import OverlapEntry, PointEntry
-from shardwright_profile.hardware.message_kinds import COMPUTE_RATIOS, MessageKind, always_sizes, overlap_sizes
+from shardwright_profile.hardware.collectives import collective_call
+from shardwright_profile.hardware.profile import OverlapEntry, PointEntry
 from shardwright_profile.hardware.session import Session
-from shardwright_profile.hardware.timing import WARM_UP_REPEATS, agreed, aligned, gathered, repeated
+from shardwright_profile.hardware.sweep_plan import COMPUTE_RATIOS, CollectiveKind
+from shardwright_profile.hardware.timing import WARM_UP_REPEATS
 
-__all__ = ["CASE_MESSAGES", "overlap_entries"]
+__all__ = ["CASE_MESSAGES", "overlap_clock", "overlap_entries"]
 
 CASE_MESSAGES = sum(ratio + 1 + max(1.0, ratio) for ratio in COMPUTE_RATIOS)
-"""How many times a message's own time one repeat of all ratios takes that does not slow down: each alone, and both."""
+"""How many times a collective's time one repeat of all ratios takes that does not slow down: each alone, and both."""
 
 _SIDES = {"cpu": (32, 64, 128, 256, 512), "cuda": (256, 512, 1024, 2048, 4096)}
 _DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 _PRODUCTS_IN_MESSAGE = 8
 _TRIES = 5
+
+
+Start = Callable[[], dist.Work | None]
+"""Starts a collective and returns what it goes on behind; None where this rank has no part in it."""
+
+Clock = Callable[[Start | None, Callable[[], None], int], tuple[float, float]]
+"""Starts a collective, if any, computes so many times meanwhile, and returns the seconds of computing and of it.
+
+The collective counts from before it is started, the computation from after, as a training step has them.
+"""
 
 
 class _Computation(NamedTuple):
@@ -37,105 +49,150 @@ class _Computation(NamedTuple):
         torch.mm(self.factor, self.factor, out=self.product)
 
 
+_Turn = tuple[Start | None, _Computation, int]
+"""What is timed by turns: a collective or None, a computation, and how many products of it."""
+
+
 def overlap_entries(
-    session: Session, kinds: Sequence[MessageKind], time_s: float
-) -> Iterator[tuple[MessageKind, list[OverlapEntry]]]:
-    """Time each kind of message beside computations of several lengths, for about `time_s` seconds.
+    session: Session, kinds: Sequence[CollectiveKind], time_s: float
+) -> Iterator[tuple[CollectiveKind, list[OverlapEntry]]]:
+    """Time each kind of collective overlapped with computations of several lengths, for about `time_s` seconds.
 
     Each size up to 1 MiB is timed, and larger ones while a kind's share of the time lasts; none that the kind was not
     timed at alone. All ranks call this and get the same.
     """
-    started = perf_counter()
-    clock = both_clock(session.device)
-    identity = session.job.identity
-    computations: list[_Computation] = []
+    budget, timer = session.stopwatch.budget(time_s), _Timer(session)
     for number, kind in enumerate(kinds):
-        always = always_sizes(kind.key.group_size, identity.min_bytes, identity.max_bytes)
-        for message_bytes in overlap_sizes(kind.key.group_size, identity.min_bytes, identity.max_bytes):
-            point = session.journal.find("point", *kind.key, message_bytes)
+        always = session.identity.sizes.always(kind.key.group_size)
+        for message_bytes in session.identity.sizes.overlapped(kind.key.group_size):
+            point = session.find("point", *kind.key, message_bytes)
             if not isinstance(point, PointEntry):
                 break
             keys = [("overlap", *kind.key[:2], message_bytes, ratio) for ratio in COMPUTE_RATIOS]
-            kept = [entry for key in keys if isinstance(entry := session.journal.find(*key), OverlapEntry)]
+            kept = [entry for key in keys if isinstance(entry := session.find(*key), OverlapEntry)]
             if len(kept) < len(keys):
-                left_s = (time_s - agreed(perf_counter() - started, session.device)) / (len(kinds) - number)
-                repeats = WARM_UP_REPEATS + session.least_repeats
+                left_s = budget.left_s() / (len(kinds) - number)
+                repeats = WARM_UP_REPEATS + session.min_repeats
                 if message_bytes not in always and left_s < CASE_MESSAGES * repeats * float(np.median(point.times_s)):
                     break
-                computations = computations or _computations(clock, session.device)
-                kept = _timed(session, clock, computations, kind, point, left_s / 2)
+                kept = timer.entries(kind, point, left_s / 2)
             yield kind, kept
 
 
-def _timed(
-    session: Session,
-    clock: Both,
-    computations: Sequence[_Computation],
-    kind: MessageKind,
-    point: PointEntry,
-    share_s: float,
-) -> list[OverlapEntry]:
-    """The message beside computations of each length."""
-    device = session.device
-    start = message_call(kind, point.message_bytes, session.process_groups.mine(kind.groups), device, wait=False)
-    point_s = float(np.median(point.times_s))
-    fitting = [c for c in computations if c.time_s * _PRODUCTS_IN_MESSAGE <= point_s]
-    computation = fitting[-1] if fitting else computations[0]
-    entries = []
-    for ratio in COMPUTE_RATIOS:
-        # Alone and at once by turns: what else the machine does meanwhile slows all of them alike.
-        products = max(1, round(ratio * point_s / computation.time_s))
-        turns = _Turns(
-            clock, device, ((None, computation, products), (start, computation, 0), (start, computation, products))
-        )
-        turns.measure(WARM_UP_REPEATS)
-        times_s = repeated(turns.measure, share_s / len(COMPUTE_RATIOS), session.most_repeats, device)
-        compute_s, message_s, slowed_compute_s, slowed_message_s = np.median(times_s, axis=1).tolist()
-        entries.append(
-            OverlapEntry(
-                collective=kind.key.collective,
-                group_size=kind.key.group_size,
-                collective_bytes=point.message_bytes,
-                compute_ratio=ratio,
-                compute_s=compute_s,
-                collective_s=message_s,
-                compute_slowdown=slowed_compute_s / compute_s,
-                collective_slowdown=slowed_message_s / message_s,
+class _Timer:
+    """Times collectives overlapped with computations."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._clock = session, overlap_clock(session.device)
+
+    def entries(self, kind: CollectiveKind, point: PointEntry, share_s: float) -> list[OverlapEntry]:
+        """A collective overlapped with a computation of each length."""
+        session = self._session
+        session.stopwatch.doing = f"timing {point.message_bytes} bytes overlapped, {kind}"
+        group = session.process_groups.mine(kind.groups)
+        start = collective_call(kind, point.message_bytes, group, session.device, wait=False)
+        point_s = float(np.median(point.times_s))
+        fitting = [c for c in self._computations if c.time_s * _PRODUCTS_IN_MESSAGE <= point_s]
+        computation = fitting[-1] if fitting else self._computations[0]
+        entries = []
+        for ratio in COMPUTE_RATIOS:
+            # Alone and at once by turns: what else the machine does meanwhile slows all of them alike.
+            products = max(1, round(ratio * point_s / computation.time_s))
+            turns = ((None, computation, products), (start, computation, 0), (start, computation, products))
+            measure = partial(self._turns_s, turns)
+            measure(WARM_UP_REPEATS)
+            times_s = session.stopwatch.repeated(measure, share_s / len(COMPUTE_RATIOS), session.max_repeats)
+            compute_s, alone_s, slowed_compute_s, slowed_s = np.median(times_s, axis=1).tolist()
+            entries.append(
+                OverlapEntry(
+                    collective=kind.key.collective,
+                    group_size=kind.key.group_size,
+                    collective_bytes=point.message_bytes,
+                    compute_ratio=ratio,
+                    compute_s=compute_s,
+                    collective_s=alone_s,
+                    compute_slowdown=slowed_compute_s / compute_s,
+                    collective_slowdown=slowed_s / alone_s,
+                )
             )
-        )
-    return entries
+        return entries
 
+    def _turns_s(self, turns: Sequence[_Turn], repeats: int) -> NDArray[Any]:
+        """Seconds on the slowest rank of each turn's computation and collective, of those that have them.
 
-class _Turns(NamedTuple):
-    """What is timed by turns: a message or None, a computation, and how many products of it."""
-
-    clock: Both
-    device: torch.device
-    turns: Sequence[tuple[Start | None, _Computation, int]]
-
-    def measure(self, repeats: int) -> NDArray[Any]:
-        """Seconds on the slowest rank of each turn's computation and message, of those that have them.
-
-        [series, repeats] float64: turn by turn, the computation before the message.
+        [series, repeats] float64: turn by turn, the computation before the collective.
         """
-        mine = torch.zeros(len(self.turns), 2, repeats, dtype=torch.float64)
+        stopwatch = self._session.stopwatch
+        mine = torch.zeros(len(turns), 2, repeats, dtype=torch.float64)
         for repeat in range(repeats):
-            for turn, (start, computation, products) in enumerate(self.turns):
-                aligned(self.device)
-                times_s = self.clock(start, computation.once, products)
-                mine[turn, :, repeat] = torch.tensor(times_s, dtype=torch.float64)
-        there = np.array([[products > 0, start is not None] for start, _, products in self.turns])
-        return np.asarray(gathered(mine, self.device).max(axis=0)[there])
+            for turn, (start, computation, products) in enumerate(turns):
+                stopwatch.align()
+                mine[turn, :, repeat] = torch.tensor(
+                    self._clock(start, computation.once, products), dtype=torch.float64
+                )
+        there = np.array([[products > 0, start is not None] for start, _, products in turns])
+        return np.asarray(stopwatch.gathered(mine).max(axis=0)[there])
+
+    @cached_property
+    def _computations(self) -> list[_Computation]:
+        """Products of growing matrices; a computation is made of the largest that divide it finely."""
+        made, device = [], self._session.device
+        for side in _SIDES[device.type]:
+            factor = torch.ones(side, side, dtype=_DTYPES[device.type], device=device)
+            untimed = _Computation(factor, torch.empty_like(factor), 0.0)
+            turns = ((None, untimed, _TRIES),)
+            self._turns_s(turns, 1)
+            made.append(untimed._replace(time_s=float(np.median(self._turns_s(turns, _TRIES)[0])) / _TRIES))
+        return made
 
 
-def _computations(clock: Both, device: torch.device) -> list[_Computation]:
-    """Products of growing matrices; a computation is made of the largest that divide it finely."""
-    made = []
-    for side in _SIDES[device.type]:
-        factor = torch.ones(side, side, dtype=_DTYPES[device.type], device=device)
-        untimed = _Computation(factor, torch.empty_like(factor), 0.0)
-        turns = _Turns(clock, device, ((None, untimed, _TRIES),))
-        turns.measure(1)
-        times_s = turns.measure(_TRIES)
-        made.append(untimed._replace(time_s=float(np.median(times_s[0])) / _TRIES))
-    return made
+def overlap_clock(device: torch.device) -> Clock:
+    """The clock of a device."""
+    return _CudaClock(device) if device.type == "cuda" else _CpuClock()
+
+
+class _CpuClock:
+    """A thread waits for the collective: not all of gloo's work says itself when it is done."""
+
+    def __init__(self) -> None:
+        self._waiter = ThreadPoolExecutor(max_workers=1)
+
+    def __call__(self, start: Start | None, compute: Callable[[], None], times: int) -> tuple[float, float]:
+        started = perf_counter()
+        work = start() if start is not None else None
+        arrival = self._waiter.submit(_arrived_at, work) if work is not None else None
+        computing = perf_counter()
+        for _ in range(times):
+            compute()
+        compute_s = perf_counter() - computing
+        return compute_s, arrival.result() - started if arrival is not None else 0.0
+
+
+def _arrived_at(work: dist.Work) -> float:
+    work.wait()
+    return perf_counter()
+
+
+class _CudaClock:
+    """Events on the device; the collective has a stream of its own, and a third one waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._waiting = torch.cuda.Stream(device)
+
+    def __call__(self, start: Start | None, compute: Callable[[], None], times: int) -> tuple[float, float]:
+        started, computing, computed, arrived = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+        started.record()
+        work = start() if start is not None else None
+        computing.record()
+        for _ in range(times):
+            compute()
+        computed.record()
+        with torch.cuda.stream(self._waiting):
+            self._waiting.wait_event(started)
+            if work is not None:
+                work.wait()
+            arrived.record()
+        torch.cuda.synchronize(self._device)
+        collective_s = started.elapsed_time(arrived) / 1e3 if work is not None else 0.0
+        return computing.elapsed_time(computed) / 1e3, collective_s

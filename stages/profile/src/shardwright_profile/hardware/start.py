@@ -2,121 +2,90 @@
 
 import importlib.util
 import os
-import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types.cluster import Cluster
-from shardwright_profile.hardware.job import CPU, SweepIdentity, SweepJob, backend_of
-from shardwright_profile.hardware.journal import journal_path, read_journal
-from shardwright_profile.hardware.launch import run_ranks
+from shardwright_launch.accelerator import check_accelerator, device_type_of
+from shardwright_launch.journal import journal_path
+from shardwright_launch.lock import only_run
+from shardwright_launch.nodes import Nodes
+from shardwright_launch.ranks import launch
+from shardwright_profile.hardware.job import SweepIdentity, SweepJob
+from shardwright_profile.hardware.options import HardwareOptions
+from shardwright_profile.hardware.profile import JOURNAL
 from shardwright_profile.hardware.progress import shown_progress
-from shardwright_profile.hardware.slurm import rendezvous_of_step
 
-__all__ = ["SweepRequest", "start_sweep"]
+__all__ = ["start_sweep"]
 
 _WORKER = "shardwright_profile.hardware.worker"
+_HANG_S = 300.0
+"""A repeat that takes longer has lost a rank."""
 
 
-class SweepRequest(NamedTuple):
-    """What is asked of a sweep, as on the command line."""
-
-    cluster: Path
-    time_budget_s: float
-    min_bytes: int
-    max_bytes: int
-    nnodes: int
-    node_rank: int
-    rendezvous: str | None
-    """HOST:PORT where the nodes meet; None on one node, and where Slurm says it."""
-    out: Path
-    max_repeats: int = 100
-
-
-def start_sweep(request: SweepRequest) -> None:
+def start_sweep(options: HardwareOptions) -> None:
     """Measure a cluster's messages and devices with one process per device of this node.
 
     What a killed sweep of the same cluster and options has measured lies in a journal beside the output and is kept.
     Raises BadInput before anything is started where cluster, options and this machine do not go together, and
-    RunFailed when a rank ends; the ranks' logs are kept then.
+    RunFailed when a rank ends.
     """
-    cluster = read_document(request.cluster, Cluster)
-    if request.nnodes > 1 and request.rendezvous is None:
-        request = request._replace(rendezvous=rendezvous_of_step(os.environ))
-    _check(request, cluster)
-    identity = _identity(request, cluster)
-    if request.node_rank == 0:
-        read_journal(journal_path(request.out), identity)
-    ranks = [rank for rank, node in enumerate(cluster.node_of_rank) if node == request.node_rank]
-    folder = Path(tempfile.mkdtemp(prefix="shardwright-hardware-"))
-    keep = False
-    try:
+    cluster = read_document(options.cluster, Cluster)
+    nodes = options.nodes(os.environ)
+    _check(options, cluster, nodes)
+    identity = _identity(options, cluster)
+    ranks = [rank for rank, node in enumerate(cluster.node_of_rank) if node == nodes.rank]
+    with only_run(options.out.with_name(f"{options.out.name}.lock"), nodes), tempfile.TemporaryDirectory() as scratch:
+        if nodes.rank == 0:
+            JOURNAL.read(journal_path(options.out), identity)
         job = SweepJob(
             identity=identity,
-            rendezvous=f"tcp://{request.rendezvous}" if request.rendezvous else f"file://{folder}/rendezvous",
-            time_budget_s=request.time_budget_s,
+            time_budget_s=options.time_budget,
             started_s=time.monotonic(),
-            out=str(request.out.absolute()),
+            out=str(options.out.absolute()),
         )
-        write_document(folder / "job.json", job)
+        job_file = Path(scratch) / "job.json"
+        write_document(job_file, job)
+        command = [sys.executable, "-m", _WORKER, str(job_file)]
         with shown_progress() as on_line:
-            run_ranks(_WORKER, folder / "job.json", ranks, _environment(request, cluster), folder, on_line)
-    except RunFailed:
-        keep = True
-        raise
-    finally:
-        if not keep:
-            shutil.rmtree(folder)
+            ours = range(ranks[0], ranks[-1] + 1)
+            launch(command, ours, cluster.num_devices, nodes, hang_timeout_s=_HANG_S, on_line=on_line)
 
 
-def _identity(request: SweepRequest, cluster: Cluster) -> SweepIdentity:
-    backend = backend_of(cluster)
+def _identity(options: HardwareOptions, cluster: Cluster) -> SweepIdentity:
+    on_gpu = device_type_of(cluster, options.cluster) != "cpu"
     return SweepIdentity(
         cluster=cluster,
-        backend=backend,
-        min_bytes=request.min_bytes,
-        max_bytes=request.max_bytes,
-        max_repeats=request.max_repeats,
-        versions=versions_text(("torch",), on_gpu=backend == "nccl"),
+        backend="nccl" if on_gpu else "gloo",
+        min_bytes=options.min_bytes,
+        max_bytes=options.max_bytes,
+        max_repeats=options.max_repeats,
+        versions=versions_text(("torch",), on_gpu=on_gpu),
     )
 
 
-def _check(request: SweepRequest, cluster: Cluster) -> None:
-    backend_of(cluster)
-    if (nodes := len(set(cluster.node_of_rank))) != request.nnodes:
+def _check(options: HardwareOptions, cluster: Cluster, nodes: Nodes) -> None:
+    device_type_of(cluster, options.cluster)
+    if (count := len(set(cluster.node_of_rank))) != nodes.count:
         raise BadInput(
-            request.cluster,
-            f"has {nodes} nodes, the sweep is started on {request.nnodes}",
-            f"start it on every node with --nnodes {nodes}, --node-rank and --rendezvous",
+            options.cluster,
+            f"has {count} nodes, the sweep is started on {nodes.count}",
+            f"start it on every node with --nnodes {count}, --node-rank and --rendezvous",
         )
-    if not 0 <= request.node_rank < nodes:
-        raise BadInput("--node-rank", f"{request.node_rank} is no node of {nodes}", f"pass 0 to {nodes - 1}")
-    if nodes > 1 and request.rendezvous is None:
-        raise BadInput("--rendezvous", f"{nodes} nodes need a place to meet", "pass HOST:PORT of node 0 on every node")
-    if request.max_bytes < request.min_bytes:
-        raise BadInput("--max-bytes", f"{request.max_bytes} is below --min-bytes {request.min_bytes}", "raise it")
-    least = min(node_type.memory_bytes for node_type in cluster.node_types.values())
-    if 2 * request.max_bytes > least:
+    if options.max_bytes < options.min_bytes:
+        raise BadInput("--max-bytes", f"{options.max_bytes} is below --min-bytes {options.min_bytes}", "raise it")
+    memory_bytes = min(node_type.memory_bytes for node_type in cluster.node_types.values())
+    if 2 * options.max_bytes > memory_bytes:
         raise BadInput(
             "--max-bytes",
-            f"a message of {request.max_bytes} bytes and its result exceed a device's {least} bytes",
-            f"pass at most {least // 2}",
+            f"a message of {options.max_bytes} bytes and its result exceed a device's {memory_bytes} bytes",
+            f"pass at most {memory_bytes // 2}",
         )
+    check_accelerator(cluster, nodes.rank, options.cluster)
     if importlib.util.find_spec("torch") is None:
         raise BadInput("hardware", "torch is not installed here", "install shardwright-profile[hardware]")
-
-
-def _environment(request: SweepRequest, cluster: Cluster) -> dict[str, str]:
-    """What the ranks get beside this process's own environment, which wins."""
-    added = {}
-    if cluster.node_types[cluster.nodes[0].node_type].device == CPU:
-        # Ranks that share a node's cores: one thread each, as when they train.
-        added["OMP_NUM_THREADS"] = "1"
-    if request.rendezvous is None:
-        added["GLOO_SOCKET_IFNAME"] = "lo"
-    return {name: value for name, value in added.items() if name not in os.environ}

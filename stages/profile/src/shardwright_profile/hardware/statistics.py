@@ -5,9 +5,9 @@ from math import comb
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["LEAST_REPEATS", "SETTLED", "median_interval", "more_repeats", "outliers", "settled"]
+__all__ = ["MIN_REPEATS", "SETTLED", "median_interval", "more_repeats", "outliers", "settled"]
 
-LEAST_REPEATS = 6
+MIN_REPEATS = 6
 """The fewest repeats whose extremes hold the median with a confidence of 95 %: 1 - 2 / 2**6 is 97 %."""
 SETTLED = 0.03
 """The relative half width of the median's confidence interval at which a time needs no more repeats."""
@@ -41,7 +41,7 @@ def _order(repeats: int) -> int:
 
 def settled(times_s: ArrayLike) -> bool:
     """Whether the median of at least 6 repeats is known to within 3 %."""
-    return np.size(times_s) >= LEAST_REPEATS and median_interval(times_s) <= SETTLED
+    return np.size(times_s) >= MIN_REPEATS and median_interval(times_s) <= SETTLED
 
 
 def outliers(times_s: ArrayLike) -> NDArray[np.bool_]:
@@ -55,6 +55,6 @@ def outliers(times_s: ArrayLike) -> NDArray[np.bool_]:
     return np.asarray(times > median + _OUTLYING * np.median(np.abs(times - median)))
 
 
-def more_repeats(have: int, most: int, left_s: float, one_s: float) -> int:
-    """How many repeats the next round has: half as many again, as the time and the most allow; 0 where they do not."""
-    return max(0, min(most - have, max(LEAST_REPEATS, have // 2), int(left_s / one_s)))
+def more_repeats(have: int, max_repeats: int, left_s: float, one_s: float) -> int:
+    """How many repeats the next round has: half as many again, as time and `max_repeats` allow; 0 where they do not."""
+    return max(0, min(max_repeats - have, max(MIN_REPEATS, have // 2), int(left_s / one_s)))

@@ -2,80 +2,98 @@
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from shardwright_profile.hardware.statistics import LEAST_REPEATS, more_repeats, settled
+from shardwright_launch.heartbeat import Heartbeat
+from shardwright_profile.hardware.statistics import MIN_REPEATS, more_repeats, settled
 
-__all__ = ["WARM_UP_REPEATS", "agreed", "aligned", "gathered", "rank_times", "repeated", "synchronise", "timed_repeats"]
+__all__ = ["WARM_UP_REPEATS", "Budget", "Stopwatch"]
 
 WARM_UP_REPEATS = 3
 
 
-def rank_times(call: Callable[[], object], repeats: int, device: torch.device) -> NDArray[Any]:
-    """Seconds of each repeat of `call` on each rank: [ranks, repeats] float64, the same on every rank.
+class Stopwatch:
+    """Times calls that every rank of the world makes; what it returns is the same on every rank."""
 
-    Every rank of the world calls this. A barrier aligns the ranks before each repeat; on CUDA the device is
-    synchronised on either side.
-    """
-    times_s = torch.zeros(repeats, dtype=torch.float64)
-    for i in range(repeats):
-        aligned(device)
-        start = perf_counter()
-        call()
-        synchronise(device)
-        times_s[i] = perf_counter() - start
-    return gathered(times_s, device)
+    def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None) -> None:
+        self.device, self._heartbeat = device, heartbeat
+        self.doing = "before the first measurement"
+        """What the launcher is told of this rank at each repeat."""
+
+    def rank_times_s(self, call: Callable[[], object], repeats: int) -> NDArray[Any]:
+        """Seconds of each repeat of `call` on each rank: [ranks, repeats] float64.
+
+        A barrier aligns the ranks before each repeat; on CUDA the device is synchronised on either side.
+        """
+        times_s = torch.zeros(repeats, dtype=torch.float64)
+        for i in range(repeats):
+            self.align()
+            start = perf_counter()
+            call()
+            self._synchronise()
+            times_s[i] = perf_counter() - start
+        return self.gathered(times_s)
+
+    def slowest_s(self, call: Callable[[], object], repeats: int) -> NDArray[Any]:
+        """Seconds of each repeat of `call` on the slowest rank: [repeats] float64."""
+        return np.asarray(self.rank_times_s(call, repeats).max(axis=0))
+
+    def repeated(self, measure: Callable[[int], NDArray[Any]], share_s: float, max_repeats: int) -> NDArray[Any]:
+        """Repeat in rounds until every series' median is settled, the share is spent, or there are `max_repeats`.
+
+        `measure` makes a number of repeats and returns their seconds, the same on every rank: [series, repeats]
+        float64. The first round has 6 repeats, or `max_repeats` if that is less, however short the share is.
+        """
+        budget = self.budget(share_s)
+        times_s = measure(min(MIN_REPEATS, max_repeats))
+        one_s = (share_s - budget.left_s()) / times_s.shape[1]
+        while not all(map(settled, times_s)):
+            more = more_repeats(times_s.shape[1], max_repeats, budget.left_s(), one_s)
+            if not more:
+                break
+            times_s = np.concatenate([times_s, measure(more)], axis=1)
+        return times_s
+
+    def budget(self, time_s: float) -> "Budget":
+        """So many seconds from now."""
+        return Budget(self, perf_counter(), time_s)
+
+    def agreed(self, value: float) -> float:
+        """The largest of the ranks' values, so that all ranks decide alike."""
+        shared = torch.tensor([value], dtype=torch.float64).to(self.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return float(shared.cpu()[0])
+
+    def gathered(self, mine: torch.Tensor) -> NDArray[Any]:
+        """Every rank's numbers, stacked in rank order: [ranks, *mine.shape]."""
+        parts = [torch.zeros_like(mine, device=self.device) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, mine.to(self.device))
+        return np.stack([part.cpu().numpy() for part in parts])
+
+    def align(self) -> None:
+        """Wait until every rank is here with nothing left to do."""
+        if self._heartbeat is not None:
+            self._heartbeat.begin(self.doing)
+        dist.barrier()
+        self._synchronise()
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
-def timed_repeats(call: Callable[[], object], repeats: int, device: torch.device) -> NDArray[Any]:
-    """Seconds of each repeat of `call` on the slowest rank: [repeats] float64, the same on every rank."""
-    return np.asarray(rank_times(call, repeats, device).max(axis=0))
+class Budget(NamedTuple):
+    """Time that something may take."""
 
+    stopwatch: Stopwatch
+    started: float
+    time_s: float
 
-def repeated(measure: Callable[[int], NDArray[Any]], share_s: float, most: int, device: torch.device) -> NDArray[Any]:
-    """Repeat in rounds until every series' median is settled, the share is spent, or there are `most` repeats.
-
-    `measure` makes a number of repeats and returns their seconds, the same on every rank: [series, repeats] float64.
-    The first round has 6 repeats, or `most` if that is less, however short the share is.
-    """
-    started = perf_counter()
-    times_s = measure(min(LEAST_REPEATS, most))
-    one_s = agreed(perf_counter() - started, device) / times_s.shape[1]
-    while not all(map(settled, times_s)):
-        left_s = share_s - agreed(perf_counter() - started, device)
-        more = more_repeats(times_s.shape[1], most, left_s, one_s)
-        if not more:
-            break
-        times_s = np.concatenate([times_s, measure(more)], axis=1)
-    return times_s
-
-
-def agreed(value: float, device: torch.device) -> float:
-    """The largest of the ranks' values, so that all ranks decide alike."""
-    shared = torch.tensor([value], dtype=torch.float64).to(device)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-    return float(shared.cpu()[0])
-
-
-def gathered(mine: torch.Tensor, device: torch.device) -> NDArray[Any]:
-    """Every rank's numbers, stacked in rank order: [ranks, *mine.shape], the same on every rank."""
-    parts = [torch.zeros_like(mine, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine.to(device))
-    return np.stack([part.cpu().numpy() for part in parts])
-
-
-def aligned(device: torch.device) -> None:
-    """Wait until every rank is here with nothing left to do."""
-    dist.barrier()
-    synchronise(device)
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def left_s(self) -> float:
+        """What is left of it on the slowest rank."""
+        return self.time_s - self.stopwatch.agreed(perf_counter() - self.started)

@@ -1,94 +1,92 @@
-"""One rank of a hardware sweep: `RANK=0 LOCAL_RANK=0 python -m shardwright_profile.hardware.worker JOB.json`.
-
-The launcher starts it and holds its standard input open; when that closes, the launcher is gone and the rank ends too.
-"""
+"""One rank of a hardware sweep: `python -m shardwright_profile.hardware.worker JOB.json`, started by the launcher."""
 
 import os
 import sys
-import threading
 import time
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.io.errors import BadInput, one_line_errors
+from shardwright_formats.io.errors import BadInput, ShardwrightError
 from shardwright_formats.io.json import canonical_json, read_document
 from shardwright_formats.types.hardware_profile import write_hardware_profile
-from shardwright_profile.hardware.assemble import profile_of
-from shardwright_profile.hardware.entries import Entry, StartEntry
-from shardwright_profile.hardware.job import CPU, Progress, Remark, SweepJob
-from shardwright_profile.hardware.journal import Journal, Kept, journal_path, read_journal
-from shardwright_profile.hardware.process_groups import ProcessGroups
-from shardwright_profile.hardware.session import Session
+from shardwright_launch.accelerator import CPU
+from shardwright_launch.heartbeat import START_UP_S, Heartbeat, start_rank
+from shardwright_launch.journal import Journal, Kept, journal_path
+from shardwright_profile.hardware.job import Progress, Remark, SweepIdentity, SweepJob
+from shardwright_profile.hardware.profile import JOURNAL, Entry, StartEntry, profile_of
+from shardwright_profile.hardware.session import ProcessGroups, Session
 from shardwright_profile.hardware.sweep import sweep
-from shardwright_profile.hardware.timing import agreed
+from shardwright_profile.hardware.timing import Stopwatch
 
 __all__ = ["main"]
-
-_HANG_S = 300
-"""A collective that takes longer has lost a rank."""
 
 
 def main() -> None:
     """Take part in the sweep of the job named on the command line; rank 0 writes its profile."""
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
-    with one_line_errors():
-        job = read_document(Path(sys.argv[1]), SweepJob)
-        cluster, rank = job.identity.cluster, int(os.environ["RANK"])
-        device = _device(cluster.node_types[cluster.node_type_of_rank[rank]].device)
-        dist.init_process_group(
-            job.identity.backend,
-            init_method=job.rendezvous,
-            rank=rank,
-            world_size=cluster.num_devices,
-            timeout=timedelta(seconds=_HANG_S),
-            device_id=device if device.type == "cuda" else None,
-        )
-        dist.barrier()
-        startup_s = agreed(time.monotonic() - job.started_s, device)
-        journal = _journal(job, rank)
-        started = journal.find("start") or StartEntry(time_s=startup_s)
-        journal.add([started])
-        say = _say if rank == 0 else _say_nothing
-        entries = [started, *sweep(Session(job, device, journal, ProcessGroups()), say)]
-        if rank == 0:
-            _write(job, entries)
-            journal.remove()
-        dist.barrier()
-        dist.destroy_process_group()
+    start_rank()
+    job = read_document(Path(sys.argv[1]), SweepJob)
+    heartbeat = Heartbeat.of_environment()
+    try:
+        with ExitStack() as stack:
+            stack.push(heartbeat.note)
+            device = _device(job.identity)
+            # The launcher, which shows the stacks of a hang, is to speak before the process group does.
+            timeout = timedelta(seconds=2 * START_UP_S)
+            device_id = device if device.type == "cuda" else None
+            dist.init_process_group(job.identity.backend, timeout=timeout, device_id=device_id)
+            stack.callback(dist.destroy_process_group)
+            stack.push(heartbeat.note)  # before its peers can see that this rank is gone
+            _measure(job, Stopwatch(device, heartbeat))
+    except ShardwrightError as error:
+        raise SystemExit(error.exit_code) from None
 
 
-def _journal(job: SweepJob, rank: int) -> Journal:
+def _measure(job: SweepJob, stopwatch: Stopwatch) -> None:
+    stopwatch.align()
+    startup_s = stopwatch.agreed(time.monotonic() - job.started_s)
+    rank = dist.get_rank()
+    journal = _journal(job, rank)
+    started = journal.find("start") or StartEntry(time_s=startup_s)
+    journal.add([started])
+    session = Session(job.identity, stopwatch, journal, ProcessGroups())
+    entries = [started, *sweep(session, job.time_budget_s, _say if rank == 0 else _say_nothing)]
+    if rank == 0:
+        _write(job, entries)
+        journal.remove()
+    stopwatch.align()
+
+
+def _journal(job: SweepJob, rank: int) -> Journal[SweepIdentity, Entry]:
     """What an earlier sweep left, as rank 0 finds it: only its node need have the file."""
     path = journal_path(Path(job.out)) if rank == 0 else None
-    kept = read_journal(path, job.identity) if path is not None else Kept((), 0)
-    shared: list[Kept] = [kept]
+    shared: list[Kept[Entry]] = [JOURNAL.read(path, job.identity) if path is not None else Kept()]
     dist.broadcast_object_list(shared, src=0)
-    return Journal(path, job.identity, shared[0])
+    return Journal(path, JOURNAL, job.identity, shared[0])
 
 
 def _write(job: SweepJob, entries: list[Entry]) -> None:
     profile = profile_of(job.identity, entries, datetime.now(UTC).date().isoformat())
     write_hardware_profile(Path(job.out), profile)
     for sentence in profile.provenance.notes.splitlines():
-        _say(Remark(words=f"note: {sentence}"))
+        _say(Remark(text=f"note: {sentence}"))
 
 
-def _device(name: str) -> torch.device:
+def _device(identity: SweepIdentity) -> torch.device:
     """The device of this rank, which must be the one that the cluster names."""
+    cluster, local_rank = identity.cluster, int(os.environ["LOCAL_RANK"])
+    name = cluster.node_types[cluster.node_type_of_rank[int(os.environ["RANK"])]].device
     if name == CPU:
-        return torch.device("cpu")
-    local_rank = int(os.environ["LOCAL_RANK"])
+        return torch.device(CPU)
     if (found := torch.cuda.device_count()) <= local_rank:
-        raise BadInput(
-            "--cluster", f"it has a device {local_rank} ({name}), this node {found} CUDA devices", "correct it"
-        )
+        what = f"it has a device {local_rank} ({name}), this node {found} CUDA devices"
+        raise BadInput("--cluster", what, "correct it")
     if (here := torch.cuda.get_device_name(local_rank)) != name:
-        raise BadInput(
-            "--cluster", f"device {local_rank} of this node is {here!r}, not {name!r}", "correct the device name"
-        )
+        what = f"device {local_rank} of this node is {here!r}, not {name!r}"
+        raise BadInput("--cluster", what, "correct the device name")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
@@ -99,11 +97,6 @@ def _say(said: Progress | Remark) -> None:
 
 def _say_nothing(_: Progress | Remark) -> None:
     pass
-
-
-def _end_with_launcher() -> None:
-    os.read(sys.stdin.fileno(), 1)
-    os._exit(1)
 
 
 if __name__ == "__main__":

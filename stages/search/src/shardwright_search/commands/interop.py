@@ -1,7 +1,7 @@
 """`shardwright-search import` and `export`: plans from and for other systems."""
 
 from shardwright_formats.command import show
-from shardwright_formats.io.json import atomic_path, read_document, write_document
+from shardwright_formats.io.json import atomic_path, read_document, write_bytes, write_document
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan
@@ -32,5 +32,5 @@ def export_plan(options: ExportOptions) -> None:
     """Write another system's file, and show what that file cannot hold."""
     exported = _EXPORTERS[options.to](read_document(options.plan, Plan), options.plan)
     with atomic_path(options.out) as path:
-        path.write_text(exported.text, encoding="utf-8")
+        write_bytes(path, exported.text.encode())
         show("\n".join(exported.notes))

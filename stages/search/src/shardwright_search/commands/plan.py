@@ -2,11 +2,11 @@
 
 from shardwright_formats.command import show
 from shardwright_formats.io.errors import NothingFits
-from shardwright_formats.io.json import read_document
+from shardwright_formats.io.json import check_writable, read_document
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_search.commands.inputs import read_inputs
-from shardwright_search.commands.prediction import prediction_of_searched, written
+from shardwright_search.commands.prediction import prediction_of_searched, prediction_path, written
 from shardwright_search.commands.progress import progress
 from shardwright_search.explain.wording import plan_summary
 from shardwright_search.options import PlanOptions
@@ -23,6 +23,8 @@ def plan(options: PlanOptions) -> None:
     cluster, model = read_document(options.cluster, Cluster), read_document(options.model, Model)
     inputs = read_inputs(options)
     given = request, model, cluster, inputs.profiles, options.search
+    for path in (options.out, prediction_path(options.out)):
+        check_writable(path)
     certificate = None
     if options.prove:
         # Imported where it is asked for; HiGHS is missed before the search, not after it.

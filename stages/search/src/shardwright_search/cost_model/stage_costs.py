@@ -18,7 +18,7 @@ from shardwright_search.cost_model.memory import Workspace, peak_bytes
 from shardwright_search.cost_model.topology import stage_topology
 from shardwright_search.simulation.reduction import Overlap, Reduction
 from shardwright_search.simulation.simulator import StageTimes
-from shardwright_search.solver.problem import phases
+from shardwright_search.solver.memory import phases
 
 __all__ = ["RangeCosts", "StageCosts", "range_costs", "stage_costs"]
 

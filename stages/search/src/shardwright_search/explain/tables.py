@@ -1,6 +1,8 @@
 """A plan on one page: its terms by pipeline stage, what binds, and what the runners-up would cost."""
 
+import sys
 from collections.abc import Sequence
+from io import StringIO
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -21,12 +23,10 @@ _WIDE = 1000
 
 def show_rich(what: RenderableType) -> None:
     """Print on standard output; what is no terminal has room for every column."""
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = _WIDE
-    with console.capture() as captured:
-        console.print(what)
-    show(captured.get().removesuffix("\n"))
+    printed, is_terminal = StringIO(), sys.stdout.isatty()
+    width = None if is_terminal else _WIDE
+    Console(file=printed, force_terminal=is_terminal, width=width, highlight=False, soft_wrap=True).print(what)
+    show(printed.getvalue().removesuffix("\n"))
 
 
 def explanation(

@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright_search.solver.memory import LayerMemory, Phase, StageMemory, layer_memory
 from shardwright_search.solver.objective import step_time
-from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
+from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import DeviceGroup, Options, Solution
 from shardwright_search.solver.stage_bounds import Dual
@@ -26,7 +27,7 @@ _MAX_AT_ONCE = 100_000
 
 
 class InFlight(NamedTuple):
-    """A moment of a stage's action list: what is in flight beside the microbatch and chunk that is worked on."""
+    """What is in flight at a moment of a stage's action list, beside the microbatch and chunk that is worked on."""
 
     chunks: int
     """Activations held, each of one microbatch in one chunk."""
@@ -57,11 +58,14 @@ class InterleavedProblem(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Labels(NamedTuple):
+    """Ways to treat the first positions of a chunk, one entry each."""
+
     time_ps: Numbers
     exposed_ps: Numbers
     state_bytes: Numbers
     activation_bytes: Numbers
     peak_bytes: Numbers
+    """The most that one microbatch holds on its way."""
     input_layout: Ints
     output_layout: Ints
     parent: Ints
@@ -81,39 +85,39 @@ class _Whole(NamedTuple):
 
 
 class Interleaved:
-    """A case of the interleaved schedule, bounded and ready to be solved."""
+    """A configuration of the interleaved schedule, bounded and ready to be solved."""
 
     def __init__(self, problem: InterleavedProblem) -> None:
-        self._problem = problem
-        costs = [o.time_ps for o in problem.group.options]
-        busiest = problem.num_chunks, max(f.chunks + 1 for f in problem.moments_in_flight[1])
-        memory = [busiest[0] * o.state_bytes + busiest[1] * o.activation_bytes for o in problem.group.options]
-        counts = np.bincount(problem.positions, minlength=len(costs)).astype(float)[None, :]
-        least = Dual(costs, memory).runs(counts, np.array([float(problem.group.budget_bytes)]))
-        self.relaxed_bound_ps = self.lower_ps = float(
-            self._lower(max(0.0, least[0])) if np.isfinite(least[0]) else np.inf
-        )
+        self._problem, options = problem, problem.group.options
+        self._embedding, self._head = options[problem.embedding], options[problem.head]
+        chunks, in_flight = problem.num_chunks, max(f.chunks + 1 for f in problem.moments_in_flight[1])
+        memory = [chunks * o.state_bytes + in_flight * o.activation_bytes for o in options]
+        counts = np.bincount(problem.positions, minlength=len(options)).astype(float)[None, :]
+        bound = Dual([o.time_ps for o in options], memory).runs(counts, np.array([float(problem.group.budget_bytes)]))
+        self.lower_ps = float(self._lower(max(0.0, bound[0]))) if np.isfinite(bound[0]) else np.inf
+
+    @property
+    def relaxed_bound_ps(self) -> float:
+        """There is no quicker one."""
+        return self.lower_ps
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """Plans with T < below_ps: the best one first and up to `most`; none: there is none in the space."""
-        levels = [self._first()]
-        for position in range(1, len(self._problem.positions)):
-            tick(len(levels[-1].output_layout))
+        none, zero = np.zeros(1), np.zeros(1, np.int64)
+        levels = [_Labels(none, none, none, none, none, zero, zero, zero, zero)]
+        for position in range(len(self._problem.positions)):
+            tick(len(levels[-1].time_ps))
             levels.append(self._next(levels[-1], position, below_ps))
-        tick(len(levels[-1].output_layout))
+        tick(len(levels[-1].time_ps))
         found: list[Found] = []
-        block = max(1, _MAX_AT_ONCE // (len(self._outer[0].output_layout) * len(self._outer[1].input_layout)))
-        for start in range(0, len(levels[-1].output_layout), block):
-            whole = self._whole(levels[-1], np.arange(start, min(start + block, len(levels[-1].output_layout))))
+        count, outer = len(levels[-1].time_ps), len(self._embedding.time_ps) * len(self._head.time_ps)
+        block = max(1, _MAX_AT_ONCE // outer)
+        for start in range(0, count, block):
+            whole = self._whole(levels[-1], np.arange(start, min(start + block, count)))
             rows = np.flatnonzero(whole.objective_ps < below_ps)
             best = rows[np.argsort(whole.objective_ps[rows], kind="stable")][:most]
             found += [Found(float(whole.objective_ps[row]), self._decoded(levels, whole, int(row))) for row in best]
-        return tuple(sorted(found, key=lambda one: one.objective_ps)[:most])
-
-    @cached_property
-    def _outer(self) -> tuple[Options, Options]:
-        options = self._problem.group.options
-        return options[self._problem.embedding], options[self._problem.head]
+        return tuple(sorted(found, key=lambda plan: plan.objective_ps)[:most])
 
     @cached_property
     def _rest(self) -> Numbers:
@@ -123,145 +127,117 @@ class Interleaved:
 
     def _lower(self, chunk_ps: Numbers | float) -> Numbers:
         """No plan with a chunk of at least that time has a lower T."""
-        problem, (embedding, head) = self._problem, self._outer
-        outer = float(embedding.time_ps.min()), float(head.time_ps.min())
-        total = problem.pp_size * problem.num_chunks * np.asarray(chunk_ps) + sum(outer)
-        slowest = problem.num_chunks * np.asarray(chunk_ps) + max(outer)
-        zero = np.zeros_like(total)
-        return np.asarray(step_time(total, slowest, zero, problem.num_microbatches, problem.num_chunks))
-
-    def _first(self) -> _Labels:
-        options = self._problem.group.options[self._problem.positions[0]]
-        rows = np.arange(len(options.input_layout))
-        return self._filtered(
-            _Labels(
-                options.time_ps,
-                options.exposed_ps,
-                options.state_bytes + options.late_bytes,
-                options.activation_bytes,
-                options.activation_bytes + options.workspace_bytes,
-                options.input_layout,
-                options.output_layout,
-                rows,
-                rows,
-            )
-        )
+        problem, chunk = self._problem, np.asarray(chunk_ps)
+        outer = float(self._embedding.time_ps.min()), float(self._head.time_ps.min())
+        total = problem.pp_size * problem.num_chunks * chunk + sum(outer)
+        slowest = problem.num_chunks * chunk + max(outer)
+        return step_time(total, slowest, np.zeros_like(total), problem.num_microbatches, problem.num_chunks)
 
     def _next(self, before: _Labels, position: int, below_ps: float) -> _Labels:
+        """Every label with every option of the next position; gradients count as there from the start."""
         problem = self._problem
-        options = problem.group.options[problem.positions[position]]
-        moves = problem.group.redistribution_ps[problem.positions[position - 1]]
-        parent = np.repeat(np.arange(len(before.output_layout)), len(options.input_layout))
-        option = np.tile(np.arange(len(options.input_layout)), len(before.output_layout))
-        resident = before.activation_bytes[parent] + options.activation_bytes[option]
+        own = problem.group.options[problem.positions[position]]
+        parent, option = pairs(np.arange(len(before.time_ps)), len(own.time_ps))
+        time = before.time_ps[parent] + own.time_ps[option]
+        if position:
+            moves = problem.group.redistribution_ps[problem.positions[position - 1]]
+            time = time + moves[before.output_layout[parent], own.input_layout[option]]
+        memory = StageMemory(before.activation_bytes[:, None], before.peak_bytes[:, None]).take(parent)
+        memory = memory.then(self._on_its_way(own).take(option))
         labels = _Labels(
-            before.time_ps[parent]
-            + moves[before.output_layout[parent], options.input_layout[option]]
-            + options.time_ps[option],
-            before.exposed_ps[parent] + options.exposed_ps[option],
-            before.state_bytes[parent] + (options.state_bytes + options.late_bytes)[option],
-            resident,
-            np.maximum(before.peak_bytes[parent], resident + options.workspace_bytes[option]),
-            before.input_layout[parent],
-            options.output_layout[option],
+            time,
+            before.exposed_ps[parent] + own.exposed_ps[option],
+            before.state_bytes[parent] + (own.state_bytes + own.late_bytes)[option],
+            memory.resident[:, 0],
+            memory.peak[:, 0],
+            before.input_layout[parent] if position else own.input_layout[option],
+            own.output_layout[option],
             parent,
             option,
         )
         fits = self._memory(labels, problem.moments_in_flight[1]) <= problem.group.budget_bytes
-        within = (
-            self._lower(labels.time_ps + self._rest[position + 1]) + problem.num_chunks * labels.exposed_ps < below_ps
-        )
-        return self._filtered(labels.take(np.flatnonzero(fits & within)))
-
-    def _filtered(self, labels: _Labels) -> _Labels:
-        key = labels.input_layout * self._problem.group.redistribution_ps.shape[1] + labels.output_layout
+        least = self._lower(labels.time_ps + self._rest[position + 1]) + problem.num_chunks * labels.exposed_ps
+        labels = labels.take(np.flatnonzero(fits & (least < below_ps)))
+        key = labels.input_layout * problem.group.redistribution_ps.shape[1] + labels.output_layout
         return labels.take(np.sort(non_dominated(np.stack(labels[:5], 1), key)))
+
+    def _on_its_way(self, options: Options) -> LayerMemory:
+        """What one microbatch holds; states and gradients are counted apart."""
+        none = np.zeros_like(options.time_ps)
+        return layer_memory((Phase(1),), none, none, options.activation_bytes, options.workspace_bytes)
 
     def _memory(
         self,
         labels: _Labels,
-        moments_in_flight: Sequence[InFlight],
-        outer: Numbers | float = 0.0,
+        moments: Sequence[InFlight],
+        outer_state: Numbers | float = 0.0,
         outer_activation: Numbers | float = 0.0,
         outer_peak: Numbers | None = None,
     ) -> Numbers:
         """The most that a stage holds; `outer_peak` is the peak of the chunk that the embedding or the head is with."""
         most = np.zeros(1)
-        for flight in moments_in_flight:
-            peak = labels.peak_bytes if outer_peak is None or not flight.at_outer else outer_peak
-            most = np.maximum(most, flight.chunks * labels.activation_bytes + flight.outer * outer_activation + peak)
-        return np.asarray(self._problem.num_chunks * labels.state_bytes + outer + most)
+        for moment in moments:
+            peak = labels.peak_bytes if outer_peak is None or not moment.at_outer else outer_peak
+            most = np.maximum(most, moment.chunks * labels.activation_bytes + moment.outer * outer_activation + peak)
+        return np.asarray(self._problem.num_chunks * labels.state_bytes + outer_state + most)
 
     def _whole(self, chains: _Labels, rows: Ints) -> _Whole:
         """Some labels with every embedding and head that fit."""
-        problem, (embedding, head) = self._problem, self._outer
-        index, first, last = np.indices((len(rows), len(embedding.output_layout), len(head.input_layout))).reshape(
-            3, -1
-        )
+        problem, embedding, head = self._problem, self._embedding, self._head
+        index, first, last = np.indices((len(rows), len(embedding.time_ps), len(head.time_ps))).reshape(3, -1)
         label = rows[index]
         labels = chains.take(label)
         times = self._stage_times(labels, first, last)
-        ends = problem.num_chunks * labels.exposed_ps
-        end = ends + np.maximum(embedding.exposed_ps[first], head.exposed_ps[last])
-        objective = step_time(times.sum(0), times.max(0), end, problem.num_microbatches, problem.num_chunks)
+        exposed = problem.num_chunks * labels.exposed_ps
+        exposed = exposed + np.maximum(embedding.exposed_ps[first], head.exposed_ps[last])
+        shape = problem.num_microbatches, problem.num_chunks
+        objective = step_time(times.sum(0), times.max(0), exposed, *shape)
         objective = objective + problem.tie_ps[embedding.input_layout[first], head.output_layout[last]]
-        fits = self._fits(labels, first, last)
+        fits = self._fits(labels, embedding.take(first), head.take(last))
         return _Whole(np.where(fits, objective, np.inf), label, first, last)
 
     def _stage_times(self, labels: _Labels, first: Ints, last: Ints) -> Numbers:
         """[stages, labels]: A' of every stage."""
-        problem, (embedding, head) = self._problem, self._outer
-        p, v, moves = problem.pp_size, problem.num_chunks, problem.group.redistribution_ps
-        kind = problem.positions[-1]
+        problem, embedding, head = self._problem, self._embedding, self._head
+        v, moves, kind = problem.num_chunks, problem.group.redistribution_ps, problem.positions[-1]
         wrap = moves[kind][labels.output_layout, labels.input_layout]
         sends = problem.sends_ps[:, kind][:, labels.output_layout]
-        times = v * (labels.time_ps + wrap)[None, :] + np.zeros((p, 1))
+        times = v * (labels.time_ps + wrap)[None, :] + np.zeros((problem.pp_size, 1))
         times[:-1] += v * sends[:-1]
         times[1:] += v * sends[:-1]
         times[0] += (v - 1) * sends[-1] + embedding.time_ps[first] - wrap
         times[0] += moves[problem.embedding][embedding.output_layout[first], labels.input_layout]
-        times[-1] += (
-            (v - 1) * sends[-1] + head.time_ps[last] + moves[kind][labels.output_layout, head.input_layout[last]]
-        )
+        times[-1] += (v - 1) * sends[-1] + head.time_ps[last]
+        times[-1] += moves[kind][labels.output_layout, head.input_layout[last]]
         return np.asarray(times)
 
-    def _fits(self, labels: _Labels, first: Ints, last: Ints) -> NDArray[np.bool_]:
-        """Whether the first, the last and all other stages stay within the budget.
+    def _fits(self, labels: _Labels, embedding: Options, head: Options) -> NDArray[np.bool_]:
+        """Whether the first, the last and all other stages stay within the budget, by label.
 
         Every chunk but the very first holds what it received of each microbatch in flight, and every stage, of one
         microbatch, the gradients of what it received and of what it gave out.
         """
-        problem, (embedding, head) = self._problem, self._outer
+        problem = self._problem
         received = problem.boundary_bytes[problem.positions[-1]][labels.output_layout]
-        ahead = embedding.activation_bytes[first] + np.maximum(embedding.workspace_bytes[first], labels.peak_bytes)
+        ahead = embedding.activation_bytes + np.maximum(embedding.workspace_bytes, labels.peak_bytes)
         labels = labels._replace(
             activation_bytes=labels.activation_bytes + received, peak_bytes=labels.peak_bytes + received
         )
-        behind = labels.activation_bytes + (head.activation_bytes + head.workspace_bytes)[last]
+        behind = StageMemory(labels.activation_bytes[:, None], labels.peak_bytes[:, None]).then(self._on_its_way(head))
+        first, middle, last = problem.moments_in_flight
+        states = [own.state_bytes + own.late_bytes for own in (embedding, head)]
         needs = (
-            self._memory(
-                labels,
-                problem.moments_in_flight[0],
-                (embedding.state_bytes + embedding.late_bytes)[first],
-                embedding.activation_bytes[first] - received,
-                ahead,
-            ),
+            self._memory(labels, first, states[0], embedding.activation_bytes - received, ahead),
             # Of two stages none is between the others.
-            self._memory(labels, problem.moments_in_flight[1] if problem.pp_size > 2 else ()),
-            self._memory(
-                labels,
-                problem.moments_in_flight[2],
-                (head.state_bytes + head.late_bytes)[last],
-                head.activation_bytes[last],
-                np.maximum(labels.peak_bytes, behind),
-            ),
+            self._memory(labels, middle if problem.pp_size > 2 else ()),
+            self._memory(labels, last, states[1], head.activation_bytes, behind.peak[:, 0]),
         )
         return np.asarray(np.maximum.reduce(needs) + 2 * received <= problem.group.budget_bytes)
 
     def _decoded(self, levels: Sequence[_Labels], whole: _Whole, row: int) -> Solution:
         problem = self._problem
         label, chain = int(whole.label[row]), list[int]()
-        for level in reversed(levels):
+        for level in reversed(levels[1:]):
             chain.insert(0, int(level.option[label]))
             label = int(level.parent[label])
         layers = chain * (problem.pp_size * problem.num_chunks)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_search.solver.problem import Options, Problem, Solution, phases
+from shardwright_search.solver.memory import phases
+from shardwright_search.solver.problem import Options, Problem, Solution
 
 if TYPE_CHECKING:
     import highspy
@@ -94,7 +95,7 @@ class _Programme:
         longest = max(
             float(o.time_ps.max() + o.exposed_ps.max()) for group in problem.device_groups for o in group.options
         )
-        self.time_unit_ps = max(1.0, longest * len(problem.elements)) / _THOUSAND
+        self.time_unit_ps = max(1.0, longest * len(problem.layers)) / _THOUSAND
         self._byte_unit = max(1.0, *(float(group.budget_bytes) for group in problem.device_groups)) / _THOUSAND
         self._costs: list[float] = []
         self._whole: list[bool] = []
@@ -104,8 +105,8 @@ class _Programme:
         self._enters: dict[_Where, Terms] = {}
         self._received: list[Terms] = [[] for _ in problem.in_flight]
         self._given: list[Terms] = [[] for _ in problem.in_flight]
-        self._choices = [self._choices_of(element) for element in range(len(problem.elements))]
-        for element in range(len(problem.elements) - 1):
+        self._choices = [self._choices_of(element) for element in range(len(problem.layers))]
+        for element in range(len(problem.layers) - 1):
             self._join(element)
         self._limit_groups()
         self._limit_memory()
@@ -157,7 +158,7 @@ class _Programme:
         problem, found = self._problem, {}
         for stage in _stages_of(problem, element):
             for group in problem.allowed[stage]:
-                own = self._options(_Where(stage, group), problem.elements[element])
+                own = self._options(_Where(stage, group), problem.layers[element])
                 for option, time_ps in enumerate(own.time_ps):
                     column = self._column(time_ps, whole=True)
                     found[_Where(stage, group), option] = column
@@ -171,13 +172,13 @@ class _Programme:
         """The choices that work in a layout (`takes`) or give one out (`gives`)."""
         found: dict[tuple[_Where, int], Terms] = {}
         for (where, option), column in self._choices[element].items():
-            own = self._options(where, self._problem.elements[element])
+            own = self._options(where, self._problem.layers[element])
             found.setdefault((where, int(getattr(own, side)[option])), []).append((column, 1.0))
         return found
 
     def _join(self, element: int) -> None:
         """The flow from an element to the next one: its ends are their choices, it costs what the move costs."""
-        problem, kind = self._problem, self._problem.elements[element]
+        problem, kind = self._problem, self._problem.layers[element]
         output_layout, input_layout = (
             self._by_layout(element, "output_layout"),
             self._by_layout(element + 1, "input_layout"),
@@ -219,7 +220,7 @@ class _Programme:
         """
         problem = self._problem
         for stage, count in enumerate(problem.in_flight):
-            inside = [e for e in range(len(problem.elements)) if stage in _stages_of(problem, e)]
+            inside = [e for e in range(len(problem.layers)) if stage in _stages_of(problem, e)]
             resident = self._running_sums("activation_bytes", stage, inside)
             late = self._running_sums("late_bytes", stage, inside[::-1])
             budget = [
@@ -243,7 +244,7 @@ class _Programme:
 
     def _bytes(self, field: str, stage: int, element: int, times: int = 1) -> Terms:
         """A kind of memory that an element's choices hold in a stage."""
-        kind = self._problem.elements[element]
+        kind = self._problem.layers[element]
         return [
             (column, times * getattr(self._options(where, kind), field)[option] / self._byte_unit)
             for (where, option), column in self._choices[element].items()
@@ -272,7 +273,7 @@ class _Programme:
             self._row([*((c, v / self.time_unit_ps) for c, v in times), (slowest, -1.0)], high=0.0)
             ends = [
                 (column, float(self._options(where, kind).exposed_ps[option]) / self.time_unit_ps)
-                for kind, own in zip(problem.elements, self._choices, strict=True)
+                for kind, own in zip(problem.layers, self._choices, strict=True)
                 for (where, option), column in own.items()
                 if where.stage == stage
             ]
@@ -296,7 +297,7 @@ class _Programme:
 
 def _stages_of(problem: Problem, element: int) -> range:
     """The pipeline stages that an element can be in: each has a layer, the first the embedding, the last the head."""
-    last, total = problem.pp_size - 1, len(problem.elements)
+    last, total = problem.pp_size - 1, len(problem.layers)
     low, high = max(0, last - (total - 2 - element)), min(last, element - 1)
     if element == 0:
         return range(1)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ints", "Numbers", "non_dominated"]
+__all__ = ["Ints", "Numbers", "non_dominated", "pairs"]
 
 Ints = NDArray[np.int64]
 Numbers = NDArray[np.float64]
@@ -14,6 +14,11 @@ Numbers = NDArray[np.float64]
 
 _BLOCK = 256
 _EARLIER = np.triu(np.ones((_BLOCK, _BLOCK), bool), 1)
+
+
+def pairs(rows: Ints, count: int) -> tuple[Ints, Ints]:
+    """Every row with each of so many options: the row and the option of each pair."""
+    return np.repeat(rows, count), np.tile(np.arange(count), len(rows))
 
 
 def non_dominated(columns: NDArray[Any], key: Ints) -> Ints:

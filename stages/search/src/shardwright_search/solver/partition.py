@@ -1,10 +1,10 @@
-"""Cutting the chain of elements into pipeline stages, given the front of every run of elements.
+"""Cutting the chain of layers into pipeline stages, given the labels of every run of layers.
 
-A label is one way to treat the elements before a cut: S, the sum of the stages' A', the largest A' and the largest U (X
+A label is one way to treat the layers before a cut: S, the sum of the stages' A', the largest A' and the largest U (X
 and V), the layout it gives out, the class of its embedding that ties tell apart. Whatever follows adds the same to S
 and takes the same maxima, so a label with another's layout and class never loses to it if S' - S is at least
 (m - 1)(X - X')+ + (V - V')+: that is, if S plus each selection of (m - 1) X and V is no larger. Labels are also dropped
-when the bounds of what is still to come show that no plan through them stays below the window.
+when the bounds of what is still to come show that no plan through them stays below the cut-off.
 """
 
 from collections.abc import Callable
@@ -14,31 +14,32 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds, CostsOf, StageKind
+from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
-from shardwright_search.solver.problem import Problem, Solution
-from shardwright_search.solver.relaxed_bound import RelaxedBounds
+from shardwright_search.solver.problem import Problem, Solution, Usage
+from shardwright_search.solver.relaxed_bound import DualOf, relaxed_bound_ps
 from shardwright_search.solver.stage_labels import Labels, stage_labels
 
 __all__ = ["Found", "Pipeline", "solve_below"]
 
 
 class Found(NamedTuple):
-    """A plan of a case and its T."""
+    """A plan of a configuration and its T."""
 
     objective_ps: float
     solution: Solution
 
 
 class Pipeline:
-    """A case of GPipe or 1F1B."""
+    """A configuration of GPipe or 1F1B."""
 
-    def __init__(self, problem: Problem, costs_of: CostsOf, relaxed_bounds: RelaxedBounds) -> None:
-        self._problem, self._costs_of, self._relaxed_bounds = problem, costs_of, relaxed_bounds
+    def __init__(self, problem: Problem, costs_of: CostsOf, dual_of: DualOf) -> None:
+        self._problem, self._costs_of, self._dual_of = problem, costs_of, dual_of
 
     @property
     def relaxed_bound_ps(self) -> float:
         """A quick lower bound on T."""
-        return self._relaxed_bounds.lower_ps(self._problem)
+        return relaxed_bound_ps(self._problem, self._dual_of)
 
     @property
     def lower_ps(self) -> float:
@@ -58,13 +59,13 @@ class _At(NamedTuple):
     """Where a label is: where its layers end, the stages on each device group, the last one's and the next one's."""
 
     end: int
-    used: tuple[int, ...]
+    used: Usage
     group: int
     following: int
 
 
 class _Prefix(NamedTuple):
-    """Labels of all elements before a cut, one entry per label in each column."""
+    """Labels of all layers before a cut, one entry per label in each column."""
 
     total_ps: Numbers
     slowest_ps: Numbers
@@ -76,17 +77,20 @@ class _Prefix(NamedTuple):
     parent: Ints
     """The label there."""
     chosen: Ints
-    """The label of the last stage in its front."""
+    """The label of the last stage among those of its run."""
 
     def take(self, rows: Ints) -> "_Prefix":
         return _Prefix._make(column[rows] for column in self)
 
 
 class _Level(NamedTuple):
-    """The labels after some stages, and what their sources are: the label's position before, and the front."""
+    """The labels after some stages, and what their sources are: the position before, and the last stage's labels."""
 
     labels: dict[_At, _Prefix]
     sources: list[tuple[_At, Labels]]
+
+
+LabelsOf = dict[StageKind, dict[int, Labels]]
 
 
 def solve_below(
@@ -94,17 +98,15 @@ def solve_below(
 ) -> tuple[Found, ...]:
     """Plans with T < below_ps: the best one first and up to `most` in all, non-dominated ones; none: there is none."""
     problem = bounds.problem
-    targets = bounds.targets(below_ps)
-    if targets is None:
+    if (targets := bounds.targets(below_ps)) is None:
         return ()
-    labels_of = {
-        kind: stage_labels(problem, kind, bounds.costs_of.of(problem, kind.group, kind.in_flight), found, tick)
-        for kind, found in targets.items()
-    }
-    nothing = np.zeros(1)
-    zero = np.zeros(1, np.int64)
+    labels_of: LabelsOf = {}
+    for kind, found in targets.items():
+        costs = bounds.costs_of(problem.device_groups[kind.group], kind.phases)
+        labels_of[kind] = stage_labels(problem, kind, costs, found, tick)
+    nothing, zero = np.zeros(1), np.zeros(1, np.int64)
     start = _Prefix(nothing, nothing, nothing, zero, zero, zero, zero, zero)
-    levels = [_Level({at: start for at in _followed(problem, 0, 0, problem.usages[0][0], -1)}, [])]
+    levels = [_Level({at: start for at in _followed(problem, 0, 0, problem.nothing_used, -1)}, [])]
     for stage in range(problem.pp_size):
         tick(0)
         levels.append(_next_level(bounds, stage, levels[-1], labels_of, below_ps))
@@ -112,67 +114,63 @@ def solve_below(
 
 
 def _next_level(
-    bounds: ConfigurationBounds,
-    stage: int,
-    before: _Level,
-    labels_of: dict[StageKind, dict[int, Labels]],
-    below_ps: float,
+    bounds: ConfigurationBounds, stage: int, before: _Level, labels_of: LabelsOf, below_ps: float
 ) -> _Level:
     """Append one pipeline stage to every label in every way."""
-    problem, number = bounds.problem, bounds.runs.number
+    problem, m = bounds.problem, bounds.problem.num_microbatches
     found: dict[_At, list[_Prefix]] = {}
     sources: list[tuple[_At, Labels]] = []
     for at, labels in before.labels.items():
-        used = dict(problem.placements(stage, at.used))[at.following]
-        known = labels_of.get(StageKind(at.following, problem.in_flight[stage], stage == 0), {})
+        used = dict(problem.placements[stage][at.used])[at.following]
+        known = labels_of.get(StageKind(at.following, problem.phases(stage), stage == 0), {})
         rest = bounds.after[stage + 1][used]
         for end in problem.ends(stage, at.end):
-            front = known.get(int(number[at.end, end]))
-            if front is None or not len(front.output_layout) or not np.isfinite(rest.total[end]):
+            own = known.get(int(bounds.runs.number[at.end, end]))
+            if own is None or not len(own.time_ps) or not np.isfinite(rest.total[end]):
                 continue
             for after in _followed(problem, stage + 1, end, used, at.following):
-                appended = _appended(problem, stage, at, labels, after, front, len(sources))
-                own = (problem.num_microbatches - 1) * appended.slowest_ps + appended.exposed_ps
-                least = appended.total_ps + rest.total[end] + np.maximum(own, rest.slowest[end])
+                appended = _appended(problem, stage, at, labels, after, own, len(sources))
+                total = appended.total_ps + rest.total[end]
+                least = step_time(total, appended.slowest_ps, appended.exposed_ps, m)
+                least = np.maximum(least, total + rest.slowest[end])
                 rows = np.flatnonzero(least + problem.tie_ps.min() < below_ps)
                 if len(rows):
-                    sources.append((at, front))
+                    sources.append((at, own))
                     found.setdefault(after, []).append(appended.take(rows))
     level = {}
     for where, parts in found.items():
         joined = _Prefix(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-        columns = np.stack(_comparable(problem, joined), 1)
-        key = joined.output_layout * len(problem.tie_ps) + joined.tie_class
-        level[where] = joined.take(non_dominated(columns, key))
+        level[where] = joined.take(_undominated(problem, joined))
     return _Level(level, sources)
 
 
-def _comparable(problem: Problem, labels: _Prefix) -> list[Numbers]:
-    """The numbers in which one label must be no worse to replace another: S with any choice of what else it raises."""
-    slowest = (problem.num_microbatches - 1) * labels.slowest_ps
-    total, both = labels.total_ps, labels.total_ps + slowest
-    return [total, both, total + labels.exposed_ps, both + labels.exposed_ps]
+def _undominated(problem: Problem, labels: _Prefix) -> Ints:
+    """Labels that no other of their layout and class replaces: S with any choice of what else it raises is larger."""
+    none, m = np.zeros_like(labels.total_ps), problem.num_microbatches
+    ways = [(slowest, exposed) for slowest in (none, labels.slowest_ps) for exposed in (none, labels.exposed_ps)]
+    columns = [step_time(labels.total_ps, slowest, exposed, m) for slowest, exposed in ways]
+    return non_dominated(np.stack(columns, 1), labels.output_layout * len(problem.tie_ps) + labels.tie_class)
 
 
-def _followed(problem: Problem, stage: int, end: int, used: tuple[int, ...], group: int) -> list[_At]:
+def _followed(problem: Problem, stage: int, end: int, used: Usage, group: int) -> list[_At]:
     """A position with each device group that the next stage, number `stage`, can be on; -1 behind the last."""
     if stage == problem.pp_size:
         return [_At(end, used, group, -1)]
-    return [_At(end, used, group, following) for following, _ in problem.placements(stage, used)]
+    return [_At(end, used, group, following) for following, _ in problem.placements[stage].get(used, ())]
 
 
 def _appended(problem: Problem, stage: int, at: _At, labels: _Prefix, after: _At, own: Labels, source: int) -> _Prefix:
-    """Every label before a cut with every label of the stage that takes what it gives."""
+    """Every label before a cut with every label of the stage that receives the layout it gives out."""
     if stage == 0:
-        parent, chosen = np.zeros(len(own.output_layout), np.int64), np.arange(len(own.output_layout))
+        parent, chosen = np.zeros(len(own.time_ps), np.int64), np.arange(len(own.time_ps))
     else:
         parent, chosen = np.nonzero(labels.output_layout[:, None] == own.received_layout)
     time = own.time_ps[chosen]
     if stage > 0:
-        into = problem.sends_ps[stage - 1, at.group, after.group, problem.elements[at.end - 1]]
+        into = problem.sends_ps[stage - 1, at.group, after.group, problem.layers[at.end - 1]]
         time = time + into[own.received_layout[chosen]]
     if stage < problem.pp_size - 1:
-        out = problem.sends_ps[stage, after.group, after.following, problem.elements[after.end - 1]]
+        out = problem.sends_ps[stage, after.group, after.following, problem.layers[after.end - 1]]
         time = time + out[own.output_layout[chosen]]
     return _Prefix(
         labels.total_ps[parent] + time,
@@ -189,25 +187,24 @@ def _appended(problem: Problem, stage: int, at: _At, labels: _Prefix, after: _At
 def _best(problem: Problem, levels: list[_Level], below_ps: float, most: int) -> tuple[Found, ...]:
     found: list[tuple[float, _At, int]] = []
     for at, labels in levels[-1].labels.items():
-        objective = labels.total_ps + (problem.num_microbatches - 1) * labels.slowest_ps + labels.exposed_ps
+        objective = step_time(labels.total_ps, labels.slowest_ps, labels.exposed_ps, problem.num_microbatches)
         objective = objective + problem.tie_ps[labels.tie_class, labels.output_layout]
         rows = np.flatnonzero(objective < below_ps)
-        found += [
-            (float(objective[row]), at, int(row)) for row in rows[np.argsort(objective[rows], kind="stable")][:most]
-        ]
-    found.sort(key=lambda one: one[0])
+        best = rows[np.argsort(objective[rows], kind="stable")][:most]
+        found += [(float(objective[row]), at, int(row)) for row in best]
+    found.sort(key=lambda plan: plan[0])
     return tuple(Found(objective, _decoded(levels, at, row)) for objective, at, row in found[:most])
 
 
 def _decoded(levels: list[_Level], at: _At, label: int) -> Solution:
     ends: list[int] = []
     options: list[int] = []
-    device_groups: list[int] = []
+    groups: list[int] = []
     for level in reversed(levels[1:]):
         labels = level.labels[at]
-        before, front = level.sources[int(labels.source[label])]
+        before, own = level.sources[int(labels.source[label])]
         ends.insert(0, at.end)
-        device_groups.insert(0, at.group)
-        options[:0] = front.options_of(int(labels.chosen[label]))
+        groups.insert(0, at.group)
+        options[:0] = own.options_of(int(labels.chosen[label]))
         at, label = before, int(labels.parent[label])
-    return Solution(tuple(ends), tuple(options), tuple(device_groups))
+    return Solution(tuple(ends), tuple(options), tuple(groups))

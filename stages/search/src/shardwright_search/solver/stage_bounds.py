@@ -1,8 +1,8 @@
-"""Lower bounds on the cost of a run of elements within a memory budget: a linear programme.
+"""Lower bounds on the cost of a run of layers within a memory budget: a linear programme.
 
-If every element chose a mixture of its options, each type would move along the lower left hull of its points (memory,
+If every layer chose a mixture of its options, each type would move along the lower left hull of its points (memory,
 cost), steepest edges first: the least cost is a convex polyline in the memory. Its value is also the maximum over
-prices lambda of a byte of sum over elements of min over options (cost + lambda memory) - lambda M, at a slope of some
+prices lambda of a byte of sum over layers of min over options (cost + lambda memory) - lambda M, at a slope of some
 hull (Sinha and Zoltners 1979, the multiple-choice knapsack). Whole options cost no less.
 """
 
@@ -13,19 +13,24 @@ import numpy as np
 
 from shardwright_search.solver.pareto import Numbers
 
-__all__ = ["Dual", "Polyline"]
+__all__ = ["Dual", "Polyline", "rounded_down"]
 
 _ROUNDING = 1e-9
 
 
+def rounded_down(cost: Numbers) -> Numbers:
+    """A bound that rounding cannot have lifted above the cost it bounds."""
+    return cost * (1 - _ROUNDING) - 1
+
+
 class Polyline(NamedTuple):
-    """The least cost of some elements over the memory that they may take."""
+    """The least cost of some layers over the memory that they may take."""
 
     memory: Numbers
     cost: Numbers
 
     def at(self, left: Numbers) -> Numbers:
-        """Of several amounts of memory; infinity where the elements do not fit."""
+        """Of several amounts of memory; infinity where the layers do not fit."""
         return np.where(left >= self.memory[0], np.interp(left, self.memory, self.cost), np.inf)
 
 
@@ -41,12 +46,12 @@ class Dual:
         self._least_memory = np.array([hull[0, 0] for hull in self._hulls])
 
     def runs(self, counts: Numbers, left: Numbers) -> Numbers:
-        """Of runs with so many elements of each type [runs, types] and memory `left` [runs]; infinity: none fits."""
+        """Of runs with so many layers of each type [runs, types] and memory `left` [runs]; infinity: none fits."""
         value = (counts @ self._least_cost - left[:, None] * self._prices).max(1)
-        return np.where(counts @ self._least_memory <= left, value * (1 - _ROUNDING) - 1, np.inf)
+        return np.where(counts @ self._least_memory <= left, rounded_down(value), np.inf)
 
     def polyline(self, counts: Sequence[int]) -> Polyline:
-        """Of so many elements of each type."""
+        """Of so many layers of each type."""
         edges: list[tuple[float, float, float]] = []
         start = np.zeros(2)
         for count, hull in zip(counts, self._hulls, strict=True):
@@ -56,7 +61,7 @@ class Dual:
                 edges += [(y / x, x, y) for x, y in steps.tolist()]
         edges.sort()
         points = np.cumsum([start, *((x, y) for _, x, y in edges)], axis=0)
-        return Polyline(points[:, 0], points[:, 1] * (1 - _ROUNDING) - 1)
+        return Polyline(points[:, 0], rounded_down(points[:, 1]))
 
 
 def _hull(cost: Numbers, memory: Numbers) -> Numbers:

@@ -1,9 +1,9 @@
-"""All ways worth keeping to give options to the elements of one pipeline stage.
+"""All ways worth keeping to give options to the layers of one pipeline stage.
 
-A label is one way to treat a run of elements: its time A, end U, memory, the layout it comes in (that of what the stage
-before gives out) and the one it gives out. A label is dropped only if it exceeds the budget, if bounds show that no
-plan through it stays below the window, or if another label of the same run and the same two layouts is no worse in A, U
-and both numbers of memory: whatever follows adds the same to both, or takes the same maxima. Memory that can no longer
+A label is one way to treat a run of layers: its time A, exposed time U, memory, the layout it receives (that of what
+the stage before gives out) and the one it gives out. A label is dropped only if it exceeds the budget, if bounds show
+that no plan through it stays below the target's caps, or if another label of the same run and the same two layouts is
+no worse in A, U and memory: whatever follows adds the same to both, or takes the same maxima. Memory that can no longer
 bind is set to the largest amount that cannot. While a stage goes on, a label may also be replaced by one with another
 layout that is no worse after paying for the redistribution; at the end of a stage it may not, for that would move the
 payment into another stage, past the maximum.
@@ -17,9 +17,10 @@ import numpy as np
 
 from shardwright_search.solver.configuration_bounds import StageKind, Target
 from shardwright_search.solver.layer_ranges import Run, runs_of
-from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
+from shardwright_search.solver.memory import StageMemory, no_layers
+from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
 from shardwright_search.solver.problem import Problem
-from shardwright_search.solver.stage_options import GroupCosts, Weights, weightings
+from shardwright_search.solver.stage_options import GroupCosts, weightings
 
 __all__ = ["Labels", "stage_labels"]
 
@@ -27,46 +28,37 @@ _FEW = 8
 
 
 class Labels(NamedTuple):
-    """Labels of one run, one entry per label in each column; those of the run without its last element behind them."""
+    """Labels of one run, one entry per label in each column; those of the run without its last layer behind them."""
 
     time_ps: Numbers
     exposed_ps: Numbers
-    memory: Numbers
-    """[labels, 2 x phases]: held and peak of each phase, in bytes."""
+    resident: Numbers
+    """[labels, phases], in bytes, as is the peak."""
+    peak: Numbers
     received_layout: Ints
     output_layout: Ints
     parent: Ints
     option: Ints
-    """The option of the last element, as the problem counts them."""
+    """The option of the last layer, as the problem counts them."""
     behind: "Labels | None"
+
+    @property
+    def memory(self) -> StageMemory:
+        """What the layers so far hold."""
+        return StageMemory(self.resident, self.peak)
 
     def take(self, rows: Ints) -> "Labels":
         """Some of the labels."""
         return Labels._make((*(column[rows] for column in self[:-1]), self.behind))
 
     def options_of(self, label: int) -> tuple[int, ...]:
-        """The option of each element under a label."""
+        """The option of each layer under a label."""
         found: list[int] = []
         labels: Labels | None = self
         while labels is not None and labels.behind is not None:
             found.append(int(labels.option[label]))
             label, labels = int(labels.parent[label]), labels.behind
         return tuple(reversed(found))
-
-
-class _Step(NamedTuple):
-    """What is the same for all labels of a stage kind."""
-
-    problem: Problem
-    costs: GroupCosts
-    weights: tuple[Weights, ...]
-    first: bool
-    num_layouts: int
-    max_static: Numbers
-    """By type: the most that an element adds to held or peak of any phase."""
-    max_workspace: float
-    max_sent: float
-    """The most that a stage holds of what it gives out."""
 
 
 def stage_labels(
@@ -76,166 +68,134 @@ def stage_labels(
 
     `tick` is called between steps and may raise to stop.
     """
-    workspaces = [o.activation_bytes + o.workspace_bytes for o in costs.options]
-    static = [
-        max((of.static[kind] + np.maximum(o.activation_bytes, of.late[kind])).max() for of in costs.phases)
-        for kind, o in enumerate(costs.options)
-    ]
-    step = _Step(
-        problem,
-        costs,
-        weightings(problem),
-        kind.first,
-        max(int(max(o.output_layout.max(), o.input_layout.max())) for o in costs.options) + 1,
-        np.array(static),
-        float(max(m.max() for m in workspaces)),
-        float(problem.boundary_bytes.max()) if problem.pp_size > 1 else 0.0,
-    )
-    found: dict[int, Labels] = {}
-    runs = runs_of(problem.elements).runs
-    ordered = sorted(targets, key=lambda target: runs[target.run])
-    for _, group in groupby(ordered, key=lambda target: runs[target.run].before):
-        members = list(group)
-        before = runs[members[0].run].before
-        _extend(step, _start(step, before), 0, members, found, tick)
-    return found
+    stage = _Stage(problem, kind.is_first, costs, tick)
+    runs = runs_of(problem.layers).runs
+    reachable = sorted(((runs[target.run], target) for target in targets), key=lambda pair: pair[0])
+    for before, group in groupby(reachable, key=lambda pair: pair[0].before):
+        stage.extend(stage.start(before), 0, list(group))
+    return stage.found
 
 
-def _start(step: _Step, before: int) -> Labels:
-    """One label for each layout that the stage before, which ends in an element of type `before`, can give out."""
-    count = 1 if step.first else step.problem.num_layouts
-    none, layouts = np.zeros(count), np.arange(count)
-    memory = np.zeros((count, 2 * len(step.costs.phases)))
-    if not step.first:
-        for i, of in enumerate(step.costs.phases):
-            memory[:, 2 * i] = (of.in_flight + 1) * step.problem.boundary_bytes[before]
-    return Labels(none, none, memory, layouts, layouts, layouts, layouts, None)
+Reachable = list[tuple[Run, Target]]
 
 
-def _extend(
-    step: _Step,
-    labels: Labels,
-    depth: int,
-    targets: list[Target],
-    found: dict[int, Labels],
-    tick: Callable[[int], None],
-) -> None:
-    """Follow the tree of all target runs from the labels of their common beginning."""
-    tick(len(labels.output_layout))
-    runs = runs_of(step.problem.elements).runs
-    for target in targets:
-        if len(runs[target.run].elements) == depth:
-            found[target.run] = _front(step, labels, target)
-    onward = [target for target in targets if len(runs[target.run].elements) > depth]
-    if not onward:
-        return
-    before = runs[onward[0].run].elements[depth - 1] if depth else runs[onward[0].run].before
-    rows = _worth_extending(step, labels, before) if depth else np.arange(len(labels.output_layout))
-    for kind, same in groupby(onward, key=lambda target: runs[target.run].elements[depth]):
-        group = list(same)
-        following = _following(step, labels, rows, before, kind, [(t, runs[t.run]) for t in group], depth)
-        if len(following.output_layout):
-            _extend(step, following, depth + 1, group, found, tick)
+class _Stage:
+    """What is the same for all labels of a stage kind, and the labels of whole runs found so far."""
 
+    def __init__(self, problem: Problem, is_first: bool, costs: GroupCosts, tick: Callable[[int], None]) -> None:
+        self.problem, self.costs, self._is_first, self._tick = problem, costs, is_first, tick
+        self.weights = weightings(problem)
+        self.num_layouts = max(int(max(o.output_layout.max(), o.input_layout.max())) for o in costs.options) + 1
+        # The most that a layer of each type adds to resident or peak bytes of any phase, and any one's own pass.
+        self._max_added = [float((o.static + np.maximum(o.activation, o.late)).max()) for o in costs.memory]
+        self._max_moment = max(float((o.activation + o.workspace).max()) for o in costs.memory)
+        self._max_sent = float(problem.boundary_bytes.max()) if problem.pp_size > 1 else 0.0
+        self.found: dict[int, Labels] = {}
 
-def _front(step: _Step, labels: Labels, target: Target) -> Labels:
-    below = np.ones(len(labels.output_layout), bool)
-    for (time, end), cap in zip(step.weights, target.caps, strict=True):
-        below &= time * labels.time_ps + end * labels.exposed_ps < cap
-    end = runs_of(step.problem.elements).runs[target.run].elements[-1]
-    if end != step.problem.elements[-1]:
-        given = step.problem.boundary_bytes[end][labels.output_layout]
-        below &= labels.memory[:, 1::2].max(1) + given <= step.costs.group.budget_bytes
-    kept = labels.take(np.flatnonzero(below))
-    key = kept.received_layout * step.num_layouts + kept.output_layout
-    columns = step.problem.objectives(kept.time_ps, kept.exposed_ps)
-    return kept.take(np.sort(non_dominated(np.stack(columns, 1), key)))
+    def start(self, before: int) -> Labels:
+        """One label for each layout that the stage before, which ends in a layer of type `before`, can give out."""
+        layouts = np.arange(1 if self._is_first else self.problem.num_layouts)
+        received = np.zeros(1) if self._is_first else self.problem.boundary_bytes[before]
+        none = np.zeros(len(layouts))
+        return Labels(none, none, *no_layers(self.costs.phases, received), layouts, layouts, layouts, layouts, None)
 
+    def extend(self, labels: Labels, depth: int, reachable: Reachable) -> None:
+        """Follow the tree of all target runs from the labels of their common beginning."""
+        self._tick(len(labels.time_ps))
+        onward = []
+        for run, target in reachable:
+            if len(run.layers) == depth:
+                self.found[target.run] = self.whole(labels, run, target)
+            else:
+                onward.append((run, target))
+        if not onward:
+            return
+        first = onward[0][0]
+        before = first.layers[depth - 1] if depth else first.before
+        rows = self.worth_extending(labels, before) if depth else np.arange(len(labels.time_ps))
+        for kind, same in groupby(onward, key=lambda pair: pair[0].layers[depth]):
+            group = list(same)
+            following = self.following(labels, rows, before, kind, group, depth)
+            if len(following.time_ps):
+                self.extend(following, depth + 1, group)
 
-def _following(
-    step: _Step, labels: Labels, rows: Ints, before: int, kind: int, targets: list[tuple[Target, Run]], depth: int
-) -> Labels:
-    """Every label with every option of the next element, as far as some target can still be reached."""
-    options = step.costs.options[kind]
-    parent = np.repeat(rows, len(options.input_layout))
-    option = np.tile(np.arange(len(options.input_layout)), len(rows))
-    time = labels.time_ps[parent] + options.time_ps[option]
-    if before >= 0:
-        time = (
-            time
-            + step.costs.group.redistribution_ps[before][labels.output_layout[parent], options.input_layout[option]]
+    def whole(self, labels: Labels, run: Run, target: Target) -> Labels:
+        """The labels of a whole stage that stay below the target's caps, and of which none replaces another."""
+        below = np.ones(len(labels.time_ps), bool)
+        for (time, exposed), cap in zip(self.weights, target.caps, strict=True):
+            below &= time * labels.time_ps + exposed * labels.exposed_ps < cap
+        if run.layers[-1] != self.problem.layers[-1]:
+            sent = self.problem.boundary_bytes[run.layers[-1]][labels.output_layout]
+            below &= labels.peak.max(1) + sent <= self.costs.group.budget_bytes
+        return self._undominated(labels.take(np.flatnonzero(below)), [])
+
+    def following(self, labels: Labels, rows: Ints, before: int, kind: int, reachable: Reachable, depth: int) -> Labels:
+        """Every label with every option of the next layer, as far as some target can still be reached."""
+        own = self.costs.options[kind]
+        parent, option = pairs(rows, len(own.time_ps))
+        time = labels.time_ps[parent] + own.time_ps[option]
+        if before >= 0:
+            moves = self.costs.group.redistribution_ps[before]
+            time = time + moves[labels.output_layout[parent], own.input_layout[option]]
+        following = Labels(
+            time,
+            labels.exposed_ps[parent] + own.exposed_ps[option],
+            *labels.memory.take(parent).then(self.costs.memory[kind].take(option)),
+            own.input_layout[option] if before < 0 else labels.received_layout[parent],
+            own.output_layout[option],
+            parent,
+            self.costs.useful[kind][option],
+            labels,
         )
-    following = Labels(
-        time,
-        labels.exposed_ps[parent] + options.exposed_ps[option],
-        _memory(step, labels.memory[parent], kind, option),
-        options.input_layout[option] if before < 0 else labels.received_layout[parent],
-        options.output_layout[option],
-        parent,
-        step.costs.useful[kind][option],
-        labels,
-    )
-    following = following.take(_reaching(step, following, targets, depth + 1))
-    most = max(sum(step.max_static[k] for k in run.elements[depth + 1 :]) for _, run in targets)
-    never = step.costs.group.budget_bytes - most - step.max_sent
-    columns = step.problem.objectives(following.time_ps, following.exposed_ps)
-    for resident, peak in zip(following.memory.T[::2], following.memory.T[1::2], strict=True):
-        columns.append(np.maximum(peak, never))
-        if most or step.max_sent:
-            columns.append(np.maximum(resident, never - step.max_workspace))
-    key = following.received_layout * step.num_layouts + following.output_layout
-    return following.take(np.sort(non_dominated(np.stack(columns, 1), key)))
+        rest = [(run.layers[depth + 1 :], target.caps) for run, target in reachable]
+        following = following.take(self._reaching(following, rest))
+        most = max(sum(self._max_added[k] for k in layers) for layers, _ in rest)
+        never = self.costs.group.budget_bytes - most - self._max_sent
+        memory = list(np.maximum(following.peak.T, never))
+        if most or self._max_sent:
+            memory += list(np.maximum(following.resident.T, never - self._max_moment))
+        return self._undominated(following, memory)
 
+    def worth_extending(self, labels: Labels, before: int) -> Ints:
+        """The labels that none of another layout replaces after paying for the redistribution to theirs."""
+        moves = self.costs.group.redistribution_ps[before]
+        rows = np.arange(len(labels.time_ps))
+        if len(rows) <= _FEW or not _triangular(moves):
+            return rows
+        for layout in np.unique(labels.output_layout):
+            same = labels.output_layout[rows] == layout
+            mine, others = rows[same], rows[~same]
+            if not len(others) or not len(mine):
+                continue
+            both = np.r_[others, mine]
+            paid = np.r_[moves[labels.output_layout[others], layout], np.zeros(len(mine))]
+            objectives = self.problem.objectives(labels.time_ps[both] + paid, labels.exposed_ps[both])
+            columns = np.column_stack([*objectives, labels.resident[both], labels.peak[both]])
+            kept = non_dominated(columns, labels.received_layout[both])
+            rows = np.r_[others, both[np.sort(kept[kept >= len(others)])]]
+        return np.sort(rows)
 
-def _memory(step: _Step, before: Numbers, kind: int, option: Ints) -> Numbers:
-    """Held and peak of each phase after one more element."""
-    o = step.costs.options[kind]
-    activation, transient = o.activation_bytes[option], o.workspace_bytes[option]
-    after = np.empty_like(before)
-    for i, of in enumerate(step.costs.phases):
-        resident, peak = before[:, 2 * i], before[:, 2 * i + 1]
-        static = of.static[kind][option]
-        after[:, 2 * i] = resident + static + activation
-        after[:, 2 * i + 1] = static + of.late[kind][option] + np.maximum(peak, resident + activation + transient)
-    return after
+    def _undominated(self, labels: Labels, memory: list[Numbers]) -> Labels:
+        """Those that no other of the same layouts matches or beats in the objectives and in these columns."""
+        columns = [*self.problem.objectives(labels.time_ps, labels.exposed_ps), *memory]
+        key = labels.received_layout * self.num_layouts + labels.output_layout
+        return labels.take(np.sort(non_dominated(np.stack(columns, 1), key)))
 
-
-def _reaching(step: _Step, labels: Labels, targets: list[tuple[Target, Run]], depth: int) -> Ints:
-    """The labels that fit, and that by the bounds can stay within some target's caps."""
-    budget = step.costs.group.budget_bytes
-    fitting = labels.memory[:, 1::2].max(1) <= budget
-    keep = np.zeros(len(fitting), bool)
-    for target, run in targets:
-        rows = np.flatnonzero(fitting & ~keep)
-        if not len(rows):
-            break
-        rest = run.elements[depth:]
-        for (time, end), cap in zip(step.weights, target.caps, strict=True):
-            cost = time * labels.time_ps[rows] + end * labels.exposed_ps[rows]
-            if rest:
-                cost = cost + step.costs.least_rest((time, end), rest, labels.memory[rows, 0], labels.memory[rows, 1])
-            rows = rows[cost < cap]
-        keep[rows] = True
-    return np.flatnonzero(keep)
-
-
-def _worth_extending(step: _Step, labels: Labels, before: int) -> Ints:
-    """The labels that none of another layout replaces after paying for the redistribution to theirs."""
-    moves = step.costs.group.redistribution_ps[before] if before >= 0 else None
-    rows = np.arange(len(labels.output_layout))
-    if moves is None or len(rows) <= _FEW or not _triangular(moves):
-        return rows
-    for layout in np.unique(labels.output_layout):
-        mine, others = rows[labels.output_layout[rows] == layout], rows[labels.output_layout[rows] != layout]
-        both = np.r_[others, mine]
-        if not len(others) or not len(mine):
-            continue
-        paid = np.r_[moves[labels.output_layout[others], layout], np.zeros(len(mine))]
-        objectives = step.problem.objectives(labels.time_ps[both] + paid, labels.exposed_ps[both])
-        columns = np.column_stack([*objectives, labels.memory[both]])
-        kept = non_dominated(columns, labels.received_layout[both])
-        rows = np.r_[others, both[np.sort(kept[kept >= len(others)])]]
-    return np.sort(rows)
+    def _reaching(self, labels: Labels, rests: Sequence[tuple[tuple[int, ...], tuple[float, ...]]]) -> Ints:
+        """The labels that fit, and that by the bounds on the rest of some target can stay within its caps."""
+        fitting = labels.peak.max(1) <= self.costs.group.budget_bytes
+        keep = np.zeros(len(fitting), bool)
+        for rest, caps in rests:
+            rows = np.flatnonzero(fitting & ~keep)
+            if not len(rows):
+                break
+            for weights, cap in zip(self.weights, caps, strict=True):
+                cost = weights[0] * labels.time_ps[rows] + weights[1] * labels.exposed_ps[rows]
+                if rest:
+                    cost = cost + self.costs.least_rest(weights, rest, labels.resident[rows, 0], labels.peak[rows, 0])
+                rows = rows[cost < cap]
+            keep[rows] = True
+        return np.flatnonzero(keep)
 
 
 def _triangular(moves: Numbers) -> bool:

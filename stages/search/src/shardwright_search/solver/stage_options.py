@@ -1,23 +1,20 @@
-"""What a device group with so many microbatches in flight does to a problem's options: memory, useful options.
-
-In each phase the memory of a label is two numbers. `held`: what the elements so far hold at the end, activations of the
-last microbatch included. `peak`: the most so far, and late bytes. An element that holds x all phase long raises them
-to held + x + activation and x + late + max(peak, held + activation + transient).
-"""
+"""What a device group does to a problem's options in the phases of a stage: useful ones, memory, and lower bounds."""
 
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.layer_ranges import Runs, pivot_of
-from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
-from shardwright_search.solver.problem import DeviceGroup, Options, Phase, Problem, phases
-from shardwright_search.solver.stage_bounds import Dual, Polyline
+from shardwright_search.cached import cached_method
+from shardwright_search.solver.layer_ranges import Runs, pivot_of, runs_of
+from shardwright_search.solver.memory import LayerMemory, Phase, no_layers
+from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
+from shardwright_search.solver.problem import DeviceGroup, Options, Problem
+from shardwright_search.solver.stage_bounds import Dual, Polyline, rounded_down
 
-__all__ = ["GroupCosts", "Measure", "PhaseCosts", "Weights", "weightings"]
+__all__ = ["GroupCosts", "Measure", "Weights", "weightings"]
 
-_FEW_ELEMENTS = 2
+_FEW_LAYERS = 2
 _FEW_PLANS = 5_000
 
 Weights = tuple[float, float]
@@ -31,104 +28,69 @@ def weightings(problem: Problem) -> tuple[Weights, Weights, Weights]:
 
 
 class Measure(NamedTuple):
-    """An additive amount of memory that a stage cannot do without: `share` of it held, the rest peak.
+    """An additive amount of memory that a stage cannot do without: `share` of the resident, the rest peak.
 
-    At the last element the peak is all x and activations, that element's transient and late bytes; at the first, all x
-    and late bytes, that element's activation and transient. Any mixture of the two is no more than the peak.
+    At the last layer the peak is all static bytes and activations, that layer's workspace and late bytes; at the first,
+    all static and late bytes, that layer's activation and workspace. Any mixture of the two is no more than the peak.
     """
 
     share: float
     memory: tuple[Numbers, ...]
     """By type [options]."""
     first: Numbers
-    """By type: the least that the first element adds."""
+    """By type: the least that the first layer adds."""
     last: Numbers
-    """By type: the least that the last element adds."""
+    """By type: the least that the last layer adds."""
 
 
 class Pivot(NamedTuple):
-    """The last layer of a run, with the head if that is behind it: what they hold for a moment binds.
+    """The last block of a run, with the head if that is behind it: their workspace binds.
 
     So their options are told apart, one entry each; what another replaces is left out.
     """
 
     cost: Numbers
     memory: Numbers
-    """What the measure of all memory held counts, and what is held for a moment at the end of the run."""
-
-
-class PhaseCosts(NamedTuple):
-    """What an element holds in one phase, by type [options]."""
-
-    in_flight: int
-    static: tuple[Numbers, ...]
-    """All phase long: x."""
-    late: tuple[Numbers, ...]
-    """From the element's backward pass on."""
+    """What the measure of all that is resident counts, and the workspace at the end of the run."""
 
 
 class GroupCosts:
-    """The useful options of a device group with k of m microbatches in flight, and the bounds that they allow."""
+    """The useful options of a device group in a stage's phases, and the bounds that they allow."""
 
-    def __init__(self, group: DeviceGroup, in_flight: int, num_microbatches: int) -> None:
-        self.group = group
-        parts = phases(in_flight, num_microbatches)
+    def __init__(self, group: DeviceGroup, parts: tuple[Phase, ...]) -> None:
+        self.group, self.phases = group, parts
         self.useful = tuple(_useful(options, parts) for options in group.options)
         self.options = tuple(o.take(rows) for o, rows in zip(group.options, self.useful, strict=True))
-        self.phases = tuple(
-            PhaseCosts(phase.in_flight, *zip(*(_in_phase(o, phase) for o in self.options), strict=True))
-            for phase in parts
-        )
-        late = parts[0].late and any(o.late_bytes.any() for o in self.options)
+        self.memory = tuple(o.memory(parts) for o in self.options)
+        self._first_phase = [LayerMemory._make(column[:, 0] for column in own) for own in self.memory]
+        late = any(own.late.any() for own in self._first_phase)
         self.measures = tuple(self._measure(share) for share in ((1.0, 0.5, 0.0) if late else (1.0,)))
-        self._duals: dict[Weights, tuple[Dual, ...]] = {}
-        self._runs: dict[Weights, Numbers] = {}
-        self._pivots: dict[tuple[Weights, int, int], Pivot] = {}
-        self._short: dict[tuple[int, ...], tuple[Numbers, Numbers] | None] = {}
-        self._rests: dict[tuple[Weights, tuple[int, ...]], tuple[Polyline, ...]] = {}
 
-    def duals(self, weights: Weights) -> tuple[Dual, ...]:
-        """One bound for each measure of memory."""
-        if weights not in self._duals:
-            costs = [weights[0] * o.time_ps + weights[1] * o.exposed_ps for o in self.options]
-            self._duals[weights] = tuple(Dual(costs, measure.memory) for measure in self.measures)
-        return self._duals[weights]
-
-    def least(self, runs: Runs, weights: Weights) -> Numbers:
+    @cached_method
+    def least(self, layers: tuple[int, ...], weights: Weights) -> Numbers:
         """A lower bound on the cost of every run [runs], without redistribution and sends; infinity: none fits."""
-        if weights not in self._runs:
-            found = self._least_with_pivot(runs, weights)
-            for measure, dual in zip(self.measures[1:], self.duals(weights)[1:], strict=True):
-                left = self.group.budget_bytes - measure.first[runs.first] - measure.last[runs.last]
-                found = np.maximum(found, dual.runs(runs.counts, left))
-            for number, run in enumerate(runs.runs):
-                if len(run.elements) <= _FEW_ELEMENTS:
-                    exact = self._exactly(run.elements, weights)
-                    found[number] = found[number] if exact is None else max(found[number], exact)
-            self._runs[weights] = found
-        return self._runs[weights]
+        runs = runs_of(layers)
+        found = self._least_with_pivot(runs, weights)
+        for measure, dual in zip(self.measures[1:], self._duals(weights)[1:], strict=True):
+            left = self.group.budget_bytes - measure.first[runs.first] - measure.last[runs.last]
+            found = np.maximum(found, dual.runs(runs.counts, left))
+        for number, run in enumerate(runs.runs):
+            if len(run.layers) <= _FEW_LAYERS and (known := self._enumerated(run.layers)) is not None:
+                found[number] = max(
+                    found[number], rounded_down(np.array(_weighted(weights, *known).min(initial=np.inf)))
+                )
+        return found
 
     def least_rest(self, weights: Weights, rest: tuple[int, ...], resident: Numbers, peak: Numbers) -> Numbers:
-        """What the elements still to come cost at least after labels that hold so much [labels]."""
-        budget, counts = self.group.budget_bytes, [rest.count(kind) for kind in range(len(self.options))]
-        key = weights, rest
-        group, behind = pivot_of(rest, self._head)
-        if key not in self._rests:
-            without = list(counts)
-            for kind in rest if group is None else rest[group:]:
-                without[kind] -= group is not None
-            self._rests[key] = (
-                self.duals(weights)[0].polyline(without),
-                *(dual.polyline(counts) for dual in self.duals(weights)[1:]),
-            )
-        lines = self._rests[key]
-        if group is None:
+        """What the layers still to come cost at least after labels that hold so much in the first phase [labels]."""
+        budget, lines = self.group.budget_bytes, self._lines(weights, rest)
+        at, behind = pivot_of(rest, self._head)
+        if at is None:
             least = lines[0].at(budget - self.measures[0].last[rest[-1]] - resident)
         else:
-            pivot = self._pivot(weights, rest[group], behind)
-            least = np.min(
-                [c + lines[0].at(budget - m - resident) for c, m in zip(pivot.cost, pivot.memory, strict=True)], axis=0
-            )
+            pivot = self._pivot(weights, rest[at], behind)
+            ways = zip(pivot.cost, pivot.memory, strict=True)
+            least = np.min([cost + lines[0].at(budget - memory - resident) for cost, memory in ways], axis=0)
         for measure, line in zip(self.measures[1:], lines[1:], strict=True):
             taken = measure.share * resident + (1 - measure.share) * peak
             least = np.maximum(least, line.at(budget - measure.last[rest[-1]] - taken))
@@ -136,11 +98,27 @@ class GroupCosts:
 
     @property
     def _head(self) -> int:
-        """The last type is the head's: types are numbered in the order of the elements."""
+        """The last type is the head's: types are numbered in the order of the layers."""
         return len(self.options) - 1
 
+    @cached_method
+    def _duals(self, weights: Weights) -> tuple[Dual, ...]:
+        """One bound for each measure of memory."""
+        costs = [own.cost(weights) for own in self.options]
+        return tuple(Dual(costs, measure.memory) for measure in self.measures)
+
+    @cached_method
+    def _lines(self, weights: Weights, rest: tuple[int, ...]) -> tuple[Polyline, ...]:
+        """The least cost of the layers to come by their memory, for each measure; in the first without the pivot."""
+        before = rest[: pivot_of(rest, self._head)[0]]
+        counted = [before, *(rest for _ in self.measures[1:])]
+        return tuple(
+            dual.polyline([layers.count(kind) for kind in range(len(self.options))])
+            for dual, layers in zip(self._duals(weights), counted, strict=True)
+        )
+
     def _least_with_pivot(self, runs: Runs, weights: Weights) -> Numbers:
-        dual, budget = self.duals(weights)[0], self.group.budget_bytes
+        dual, budget = self._duals(weights)[0], self.group.budget_bytes
         found = np.full(len(runs.runs), np.inf)
         for kind, behind, rows, counts in runs.groups:
             if kind < 0:
@@ -151,75 +129,54 @@ class GroupCosts:
                 found[rows] = np.minimum(found[rows], cost + dual.runs(counts, np.full(len(rows), budget - memory)))
         return found
 
+    @cached_method
     def _pivot(self, weights: Weights, kind: int, behind: int) -> Pivot:
-        """Of a layer type; `behind` is the type of the one element behind it, or -1."""
-        key = weights, kind, behind
-        if key not in self._pivots:
-            o, measure = self.options[kind], self.measures[0].memory
-            cost = weights[0] * o.time_ps + weights[1] * o.exposed_ps
-            late = self.phases[0].late
-            workspace = late[kind] + o.workspace_bytes
-            memory = measure[kind] + workspace
-            if behind >= 0:
-                after = self.options[behind]
-                cost = (cost[:, None] + weights[0] * after.time_ps + weights[1] * after.exposed_ps).ravel()
-                here = workspace[:, None] + late[behind] - after.activation_bytes
-                most = np.maximum(here, late[behind] + after.workspace_bytes)
-                memory = (measure[kind][:, None] + measure[behind] + most).ravel()
-            rows = non_dominated(np.stack([cost, memory], 1), np.zeros(len(cost), np.int64))
-            self._pivots[key] = Pivot(cost[rows], memory[rows])
-        return self._pivots[key]
+        """Of a block's type; `behind` is the type of the one layer behind it, or -1."""
+        cost, own, measure = self.options[kind].cost(weights), self._first_phase[kind], self.measures[0].memory
+        end = own.late + own.workspace
+        memory = measure[kind] + end
+        if behind >= 0:
+            after = self._first_phase[behind]
+            cost = (cost[:, None] + self.options[behind].cost(weights)).ravel()
+            most = np.maximum(end[:, None] + after.late - after.activation, after.late + after.workspace)
+            memory = (measure[kind][:, None] + measure[behind] + most).ravel()
+        rows = non_dominated(np.stack([cost, memory], 1), np.zeros(len(cost), np.int64))
+        return Pivot(cost[rows], memory[rows])
 
     def _measure(self, share: float) -> Measure:
         """Of the first phase."""
-        own = self.phases[0]
-        memory = tuple(
-            static + share * o.activation_bytes + (1 - share) * late
-            for static, late, o in zip(own.static, own.late, self.options, strict=True)
-        )
-        first = [(1 - share) * (o.activation_bytes + o.workspace_bytes).min() for o in self.options]
-        last = [share * (late + o.workspace_bytes).min() for late, o in zip(own.late, self.options, strict=True)]
+        memory = tuple(o.static + share * o.activation + (1 - share) * o.late for o in self._first_phase)
+        first = [(1 - share) * (o.activation + o.workspace).min() for o in self._first_phase]
+        last = [share * (o.late + o.workspace).min() for o in self._first_phase]
         return Measure(share, memory, np.array(first), np.array(last))
 
-    def _exactly(self, elements: tuple[int, ...], weights: Weights) -> float | None:
-        """The least cost of a short run, layouts aside: the linear programme is loose there. None if it is long."""
-        if elements not in self._short:
-            self._short[elements] = self._enumerated(elements)
-        known = self._short[elements]
-        if known is None:
+    @cached_method
+    def _enumerated(self, layers: tuple[int, ...]) -> tuple[Numbers, Numbers] | None:
+        """A and U of every choice of a short run that fits in the first phase, layouts aside; None: they are too many.
+
+        The linear programme is loose there.
+        """
+        if prod(len(self.options[kind].time_ps) for kind in layers) > _FEW_PLANS:
             return None
-        cost = weights[0] * known[0] + weights[1] * known[1]
-        return float(cost.min()) * (1 - 1e-9) - 1 if len(cost) else np.inf
-
-    def _enumerated(self, elements: tuple[int, ...]) -> tuple[Numbers, Numbers] | None:
-        """A and U of every choice that fits in the first phase; None if there are too many."""
-        if prod(len(self.options[kind].input_layout) for kind in elements) > _FEW_PLANS:
-            return None
-        time = end = resident = peak = np.zeros(1)
-        for kind in elements:
-            o, static, late = self.options[kind], self.phases[0].static[kind], self.phases[0].late[kind]
-            time, end = (time[:, None] + o.time_ps).ravel(), (end[:, None] + o.exposed_ps).ravel()
-            before = resident[:, None] + (o.activation_bytes + o.workspace_bytes)
-            peak = (static + late + np.maximum(peak[:, None], before)).ravel()
-            resident = (resident[:, None] + (static + o.activation_bytes)).ravel()
-        fits = peak <= self.group.budget_bytes
-        return time[fits], end[fits]
+        time, exposed, held = np.zeros(1), np.zeros(1), no_layers(self.phases, np.zeros(1))
+        for kind in layers:
+            own = self.options[kind]
+            parent, option = pairs(np.arange(len(time)), len(own.time_ps))
+            time, exposed = time[parent] + own.time_ps[option], exposed[parent] + own.exposed_ps[option]
+            held = held.take(parent).then(self.memory[kind].take(option))
+        fits = held.peak[:, 0] <= self.group.budget_bytes
+        return time[fits], exposed[fits]
 
 
-def _in_phase(options: Options, phase: Phase) -> tuple[Numbers, Numbers]:
-    """Static and late bytes."""
-    static = options.state_bytes + (phase.in_flight - 1) * options.activation_bytes
-    if phase.late:
-        return static, options.late_bytes
-    return static + options.late_bytes, np.zeros_like(static)
+def _weighted(weights: Weights, time: Numbers, exposed: Numbers) -> Numbers:
+    return np.asarray(weights[0] * time + weights[1] * exposed)
 
 
 def _useful(options: Options, parts: tuple[Phase, ...]) -> Ints:
     """Options that no other of the same layouts replaces: memory, time and U are no less."""
+    own = options.memory(parts)
+    peak, end = own.static + own.late, own.static + own.activation
     columns = [options.time_ps, options.time_ps + options.exposed_ps]
-    for phase in parts:
-        static, late = _in_phase(options, phase)
-        ends = static + late
-        columns += [ends, ends + options.activation_bytes + options.workspace_bytes, static + options.activation_bytes]
+    columns += [*peak.T, *(peak + own.activation + own.workspace).T, *end.T]
     key = options.input_layout * (int(options.output_layout.max()) + 1) + options.output_layout
     return np.sort(non_dominated(np.stack(columns, 1), key))

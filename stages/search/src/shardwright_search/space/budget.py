@@ -115,5 +115,5 @@ def _least_share(instance: Instance, configuration: Configuration) -> float:
     problem = instance.problem(configuration)
     group = problem.device_groups[0]
     least = np.array([(o.state_bytes + o.activation_bytes).min() for o in group.options])
-    total = sum(least[kind] for kind in problem.elements)
+    total = sum(least[kind] for kind in problem.layers)
     return float(total / problem.pp_size - max(p.budget_bytes for p in problem.device_groups))

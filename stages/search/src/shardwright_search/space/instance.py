@@ -1,7 +1,7 @@
 """From a case of the search to the solver's numbers, and from the solver's answer to a plan."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 import msgspec
@@ -21,7 +21,8 @@ from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.interleaved import Interleaved, InterleavedProblem
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem, Solution
-from shardwright_search.solver.relaxed_bound import RelaxedBounds
+from shardwright_search.solver.relaxed_bound import DualOf, dual_of
+from shardwright_search.solver.stage_options import GroupCosts
 from shardwright_search.space.configurations import Configuration, shardings
 from shardwright_search.space.in_flight import moments_in_flight
 from shardwright_search.space.request import SearchRequest
@@ -86,7 +87,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         if configuration.num_chunks > 1:
             problem = self._interleaved(configuration, sharding)
             return Nothing() if problem is None else Interleaved(problem)
-        return Pipeline(self.problem(configuration), self._costs_of, self._relaxed_bounds)
+        return Pipeline(self.problem(configuration), self._costs_of, self._dual_of)
 
     def problem(self, configuration: Configuration) -> Problem:
         """The numbers of a case of GPipe or 1F1B."""
@@ -94,7 +95,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         topologies = tuple(dict.fromkeys(self._topologies(configuration.pp_size)))
         sends = np.array([self._sends(configuration, sharding, here, there) for here, there in pairwise(stages)], float)
         return Problem(
-            elements=tuple(self.types.index(name) for name in (EMBEDDING, *self.costs.model.layers, HEAD)),
+            layers=tuple(self.types.index(name) for name in (EMBEDDING, *self.costs.model.layers, HEAD)),
             device_groups=tuple(self._device_group(configuration, sharding, topology) for topology in topologies),
             available=tuple(self._topologies(configuration.pp_size).count(topology) for topology in topologies),
             allowed=tuple((topologies.index(topology),) for topology in self._topologies(configuration.pp_size)),
@@ -158,15 +159,15 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def _costs_of(self) -> CostsOf:
-        return CostsOf()
+        return cache(GroupCosts)
 
     @cached_property
     def _recent(self) -> dict[Configuration, Solvable]:
         return {}
 
     @cached_property
-    def _relaxed_bounds(self) -> RelaxedBounds:
-        return RelaxedBounds()
+    def _dual_of(self) -> DualOf:
+        return cache(dual_of)
 
     @cached_property
     def _known_ties(self) -> dict[tuple[object, ...], int]:

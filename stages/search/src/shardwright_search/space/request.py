@@ -6,7 +6,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value
-from shardwright_formats.types.limits import Count, Gib
+from shardwright_formats.types.limits import Count, Gib, Name
 from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
@@ -104,7 +104,7 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     FORMAT = "shardwright.search"
 
-    name: Annotated[str, Meta(min_length=1)]
+    name: Name
     """What the user calls it; the plan is named after it."""
     objective: Objective = Objective.SAMPLES_PER_S
     """What is best."""

@@ -6,7 +6,7 @@ images.npy: uint8 [images, channels, height, width]. labels.npy: integers [image
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,19 @@ from numpy.typing import NDArray
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import sha256_of_file, sha256_of_value
 from shardwright_train.data.sampling import sample_at
-from shardwright_train.models.base import Batch, ImageForm
 
-__all__ = ["Images", "open_images"]
+__all__ = ["ImageForm", "Images", "open_images"]
 
 _BRIGHTEST = 255
+
+
+class ImageForm(NamedTuple):
+    """What images a model takes, and how many classes they are sorted into."""
+
+    channels: int
+    height: int
+    width: int
+    classes: int
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Images:
     sha256: str
     """Identity of the contents of both files."""
 
-    def batch(self, step: int, samples: int) -> Batch:
+    def batch(self, step: int, samples: int) -> dict[str, torch.Tensor]:
         """`pixel_values` [samples, channels, height, width] in [-1, 1] and `labels` [samples, 1] of a step from 1."""
         first = (step - 1) * samples
         chosen = [sample_at(index, len(self.labels), self.seed) for index in range(first, first + samples)]

@@ -61,7 +61,7 @@ def simulate_step(plan: Plan, rank: int, family: Family, attention: str) -> Simu
         groups.prepare(plan)
         stage = build_stage(Site(plan, family, rank, groups, attention, device, seed=None))
         place = Pipeline.of(plan, rank, groups, device)
-        step = Step(family.random_batch(plan.model, plan.global_batch_size, torch.Generator().manual_seed(0)))
+        step = Step(family.learns(plan.model).random_batch(plan.global_batch_size, torch.Generator().manual_seed(0)))
         assert step.counted
         held, sent = _HeldBytes(), _SentBytes()
         left = _LeftBehind(held, plan.num_microbatches - 1)

@@ -185,7 +185,9 @@ def _built(plan: Plan, kernel: str, world: World, groups: Groups) -> tuple[_Runn
     world.heartbeat.begin(f"before the first step of {plan.name}")
     groups.prepare(plan)
     generator = torch.Generator().manual_seed(0)
-    batch = family_named(plan.model.family, plan.name).random_batch(plan.model, plan.global_batch_size, generator)
+    batch = (
+        family_named(plan.model.family, plan.name).learns(plan.model).random_batch(plan.global_batch_size, generator)
+    )
     runner: _Runner | None = None
     with record_memory(world.device, lambda: runner.lasting() if runner else {}) as record:
         record.hook("start")

@@ -1,154 +1,133 @@
 """What a model family is: stock modules of transformers, how they are cut, what goes in and what comes out."""
 
-from abc import ABC, abstractmethod
+import copy
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from shardwright_formats.types.model import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_formats.types.plan import Attention
-from shardwright_train.parallel.sharding_rules import Parts, Rule, cuts
+from shardwright_train.data.objectives import Batch, Causal, Objective
+from shardwright_train.models.configuration import Only, check_only, check_sizes, described_keys, parse
+from shardwright_train.models.masks import Mask, mask_for
+from shardwright_train.models.stock import Pieces, skeleton
+from shardwright_train.parallel.sharding_rules import WORDS, Parts, Rule, cuts
 from shardwright_train.parallel.tensor import TensorParallel
+from shardwright_train.parallel.vocab import loss_of_logits, token_embedding
 
-__all__ = ["BLOCK", "Batch", "Family", "ImageForm", "States", "heads_of"]
+__all__ = ["BLOCK", "Batch", "Family", "States"]
 
 BLOCK = "block"
 """The layer type of families that have one."""
 
-Batch = dict[str, Tensor]
-"""Inputs and `labels` of some samples, which are the first dim of each; labels that are IGNORED do not count."""
 States = tuple[Tensor, ...]
 """What one layer hands to the next: tensors [samples, positions, features], as the description's `outputs` list."""
 
-# In a config.json, but of no meaning for training.
-_IGNORED_KEYS = {
-    *("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
-    *("gradient_checkpointing", "task_specific_params"),
-}
 
+class Family:
+    """One subclass per family, in one file. What has no value here must be given there.
 
-class ImageForm(NamedTuple):
-    """What images a model takes, and how many classes they are told into."""
+    Modules and parameters are named by their paths in the stock model.
+    """
 
-    channels: int
-    height: int
-    width: int
-    classes: int
-
-
-class Family(ABC):
-    """One subclass per family, in one file. What is None or empty here must be given there."""
-
-    config_class: Any
-    """The configuration class of transformers."""
-    pretrained_class: Any
-    """The class of transformers whose `_init_weights` gives initial weights."""
-    counts: tuple[str, ...] = ("num_hidden_layers",)
-    """The keys of the configuration that number the layers, one for each layer type."""
-    other_keys: tuple[str, ...] = ()
-    """Keys of a config.json that the configuration class takes without listing them."""
-    rules: Mapping[str, Rule]
-    """What tensor parallelism cuts, by the ends of modules' names; the others are held whole."""
+    embedding: tuple[str, ...]
+    """The modules of the embedding, the token table first."""
+    head: tuple[str, ...]
+    """The modules of the head, the matrix that gives logits last."""
+    plan: Mapping[str, str | Rule] = {}
+    """What tensor parallelism cuts where transformers has no plan: by the ends of paths, in the words of its plans."""
     parts: Mapping[str, Parts]
-    """The inside of each block type."""
-    names: Mapping[str, Mapping[str, str] | str]
-    """Hugging Face names: for embedding and head by attribute, for blocks a prefix with {} for the layer's number."""
-    tied: tuple[tuple[str, str], ...] = ()
-    """Parameters of embedding and head that are one where the configuration says tie_word_embeddings."""
-    divided: tuple[str, ...] = ("num_attention_heads",)
-    """Lengths in the configuration that tensor parallelism must divide."""
-    divided_by_ulysses: Mapping[str, tuple[str, ...] | Mapping[str, int]] = {BLOCK: ("num_attention_heads",)}
-    """What the Ulysses degree must divide, by layer type: lengths in the configuration, or lengths that are fixed."""
+    """Each type of block."""
+    divided: tuple[str, ...] = ("num_attention_heads", "intermediate_size")
+    """Lengths in the configuration that tensor parallelism must divide: first the heads, which Ulysses divides, too."""
+    undivided: Mapping[str, str] = {}
+    """What tensor parallelism cannot divide, by layer type: one rank has all of it."""
+    undivided_by_ulysses: Mapping[str, str] = {}
+    """The same of Ulysses."""
+    counted_per_rank: tuple[str, ...] = ()
+    """Attributes of stock modules that count heads or features, of which each rank has its share."""
     shared: tuple[str, ...] = ()
-    """Ends of names of parameters that all layers of a type hold copies of."""
+    """Ends of names of parameters that all layers of a type hold replicas of."""
+    only: Mapping[str, Only] = {}
+    """Keys of the configuration of which but one value can be trained."""
+    own_keys: tuple[str, ...] = ()
+    """Keys of a config.json that mean something here, or nothing, and that transformers does not list."""
+    dropouts: tuple[str, ...] = ()
+    """The dropout rates of the configuration."""
+    mask: Mask = Mask.CAUSAL
+    """What its attention leaves out."""
+    rotary: str | None = None
+    """The module that makes rotary cosines and sines."""
+    objective: type[Objective] = Causal
+    """What it learns."""
     kernels: tuple[Attention, ...] = (Attention.SDPA, Attention.FLASH_ATTENTION_2, Attention.EAGER)
     """The attention kernels that its blocks can use; flash_attention_2 adds nothing to the scores."""
+    states: tuple[str, ...] = ("hidden_states",)
+    """What crosses from each layer to the next."""
 
-    # What every family says.
+    def __init__(self, name: str, stock: Any) -> None:
+        self.name, self.stock = name, stock
 
-    @abstractmethod
-    def make(self, kind: str, config: Any, index: int) -> nn.Module:
-        """The embedding, the head, or the block of a type with number `index` among those of its type."""
-
-    @abstractmethod
-    def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States:
-        """Run a block."""
-
-    # What most families leave as it is.
+    # What families say beside that.
 
     def check(self, config: Any, sequence_length: int) -> None:
-        """Raise ValueError saying what in a configuration cannot be trained."""
-        if sequence_length > config.max_position_embeddings:
-            raise ValueError(f"sequence length {sequence_length} is over {config.max_position_embeddings} positions")
+        """Raise ValueError saying what in a configuration cannot be trained, beyond `only`."""
 
-    def constants(self, config: Any, kind: str, positions: slice, example: Tensor, kernel: str) -> dict[str, Any]:
-        """What every pass through a block of a type needs besides states and batch, for the positions of this rank."""
-        return {}
+    def embed(self, pieces: Pieces, batch: Batch) -> States:
+        """What the embedding makes of a batch, at this rank's positions."""
+        table: Any = pieces.get_submodule(self.embedding[0])
+        return (token_embedding(table, batch["tokens"], pieces.tensor_parallel),)
 
-    def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:  # noqa: B027 (most: nothing)
+    def normed(self, pieces: Pieces, states: States) -> Tensor:
+        """What the matrix of the head is applied to, at this rank's positions."""
+        normed: Tensor = pieces.get_submodule(self.head[0])(states[0])
+        return normed
+
+    def logits(self, pieces: Pieces, inputs: Tensor) -> Tensor:
+        """This rank's share of the classes, for inputs at all positions."""
+        logits: Tensor = pieces.get_submodule(self.head[-1])(inputs)
+        return logits
+
+    def block(self, stock: Any, kind: str, index: int) -> nn.Module:
+        """The block of a type with number `index` among those of its type."""
+        block: nn.Module = copy.deepcopy(stock.get_submodule(f"{self.parts[kind].path}.{index}"))
+        return block
+
+    def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States:
+        """Run a block."""
+        mask = mask_for(self.mask, states[0], batch, constants["kernel"])
+        return (block(states[0], attention_mask=mask, **constants["arguments"]),)
+
+    def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
         """Correct what a stock block remembers of its whole size."""
+        for module in block.modules():
+            for name in self.counted_per_rank:
+                if hasattr(module, name):
+                    setattr(module, name, getattr(module, name) // tensor_parallel.size)
 
-    def dropout(self, config: Any) -> float:
-        """The highest dropout rate of a configuration."""
-        return 0.0
-
-    def outputs(self, config: Any, sequence_length: int) -> tuple[BoundaryTensor, ...]:
-        """What crosses from each layer to the next."""
-        hidden: int = config.hidden_size
-        return (BoundaryTensor(name="hidden_states", sequence_length=sequence_length, features=hidden),)
-
-    def attention_positions(self, kind: str, sequence_length: int) -> int:
-        """Positions of keys that each position of a block attends to, all its attentions together."""
-        return sequence_length
-
-    def regions(self, kind: str, config: Any) -> tuple[Region, ...]:
-        """Where tensor parallelism communicates in a layer; here as in a language model of pre-norm blocks."""
-        hidden = "hidden_states"
-        if kind == EMBEDDING:
-            return (Region(name="lookup", leaves=hidden),)
-        if kind == HEAD:
-            return (Region(name="logits", enters=(hidden,)),)
-        replays: Any = self.replays_sum(config)
-        heads = heads_of(config, hidden, hidden)
-        attention = Region(name="attention", enters=(hidden,), leaves=hidden, attention=heads, replays_sum=replays)
-        return attention, Region(name="mlp", enters=(hidden,), leaves=hidden, replays_sum=replays)
+    def keys(self, kind: str) -> tuple[str, ...]:
+        """The states whose positions each attention of a block attends to, the block's own first."""
+        return self.states[:1]
 
     def replays_sum(self, config: Any) -> tuple[str, ...]:
         """The kinds of recomputation whose end is not a region's sum: a dropout or norm behind it keeps something."""
         return ()
 
-    def labels(self, sequence_length: int) -> int:
-        """Positions of a sample that the head computes a loss for."""
-        return sequence_length
-
     def computed_positions(self, kind: str, sequence_length: int) -> int:
         """Positions that the matrices of a layer are applied to."""
         return sequence_length
 
-    def image_form(self, model: Model) -> ImageForm:
-        """What images a family of images takes."""
-        raise NotImplementedError
-
-    def stream_tokens(self, sequence_length: int) -> int | None:
-        """How many tokens of a text a sample takes (one more is read, as the last label); None: it is no text."""
-        return sequence_length
-
-    def batch(self, model: Model, samples: Tensor, generator: torch.Generator) -> Batch:
-        """Inputs and labels of samples [n, stream_tokens + 1] of a text; here each token labels the one before."""
-        return {"tokens": samples[:, :-1], "labels": samples[:, 1:]}
-
-    def random_batch(self, model: Model, samples: int, generator: torch.Generator) -> Batch:
-        """As `batch`, on random tokens."""
-        length = self.stream_tokens(model.sequence_length)
-        assert length is not None
-        text = torch.randint(0, model.config["vocab_size"], (samples, length + 1), generator=generator)
-        return self.batch(model, text, generator)
+    def configured(self, config: Mapping[str, Any]) -> Any:
+        """The transformers configuration of a config.json."""
+        return parse(self.stock.config_class, config, self.name, self.own_keys)
 
     def hugging_face_name(self, model: Model, layer: str, parameter: str) -> str:
-        """The name in the stock model of what a parameter is, or is a copy of."""
+        """The name in the stock model of what a parameter is, or is a replica of."""
         return self.full_name(model, layer, parameter)
 
     # What is the same for all.
@@ -158,92 +137,172 @@ class Family(ABC):
 
         Raises ValueError saying what in the configuration cannot be trained.
         """
-        known = set(self.config_class().to_dict()) | set(self.config_class.attribute_map) | _IGNORED_KEYS
-        known |= set(self.other_keys)
-        if unknown := sorted(set(config) - known):
-            raise ValueError(f"unknown key {unknown[0]!r} for a {family} model")
-        parsed = self._parsed(config)
+        parsed = self.configured(config)
+        check_only(config, self.only)
+        check_sizes(parsed, self._counts, sequence_length)
         self.check(parsed, sequence_length)
-        layers = self.layers(parsed)
-        aliases = {short for short, long in self.config_class.attribute_map.items() if long in self.counts}
-        aliases |= {long for short, long in self.config_class.attribute_map.items() if short in self.counts}
+        layers = tuple(kind for kind, parts in self.parts.items() for _ in range(getattr(parsed, parts.counted_by)))
+        stock = skeleton(self.stock, parsed)
+        kinds = (EMBEDDING, *dict.fromkeys(layers), HEAD)
         return Model(
             name=name,
             family=family,
-            config={k: v for k, v in config.items() if k not in (*self.counts, *aliases)},
+            config=described_keys(config, parsed, self._counts),
             sequence_length=sequence_length,
             layers=layers,
-            types={
-                kind: self._described(parsed, kind, sequence_length)
-                for kind in (EMBEDDING, *dict.fromkeys(layers), HEAD)
-            },
-            tied=self.tied if self.tied and parsed.tie_word_embeddings else (),
+            types={kind: self._described(stock, kind, sequence_length) for kind in kinds},
+            tied=self._tied if getattr(parsed, "tie_word_embeddings", False) else (),
         )
 
-    def layers(self, config: Any) -> tuple[str, ...]:
-        """The type of each block, in order."""
-        return tuple(
-            kind for kind, key in zip(self.parts, self.counts, strict=True) for _ in range(getattr(config, key))
-        )
+    def dropout(self, config: Any) -> float:
+        """The highest dropout rate of a configuration."""
+        return max((getattr(config, key) or 0.0 for key in self.dropouts), default=0.0)
+
+    def learns(self, model: Model) -> Objective:
+        """What the samples of a described model are."""
+        return self.objective.of(self.configuration(model), model.sequence_length)
 
     def configuration(self, model: Model) -> Any:
         """The transformers configuration of a described model, number of layers included."""
-        counts = {key: model.layers.count(kind) for kind, key in zip(self.parts, self.counts, strict=True)}
-        return self._parsed(model.config | counts)
+        return self.configured(
+            model.config | {parts.counted_by: model.layers.count(kind) for kind, parts in self.parts.items()}
+        )
+
+    def constants(self, config: Any, kind: str, positions: slice, example: Tensor, kernel: str) -> dict[str, Any]:
+        """What every pass through a block needs besides states and batch: the kernel, and rotary cosines and sines.
+
+        Those are of the positions of this rank, in the dtype and on the device of `example`.
+        """
+        if self.rotary is None:
+            return {"kernel": kernel, "arguments": {}}
+        rotary = type(skeleton(self.stock, config).get_submodule(self.rotary))(config).to(example.device)
+        numbers = torch.arange(positions.start, positions.stop, device=example.device)[None]
+        return {"kernel": kernel, "arguments": {"position_embeddings": rotary(example, numbers)}}
 
     def build(self, model: Model, layer: str, attention: str) -> nn.Module:
-        """The stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device."""
-        config = self.configuration(model)
-        config._attn_implementation = attention
+        """The stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, without weights."""
+        config = msgspec.json.encode(model.config)
+        stock = _cached_skeleton(self, config, model.layers, attention, torch.get_default_dtype())
         kind, index = _place(model, layer)
-        return self.make(kind, config, index)
+        module = self._module(stock, kind, index)
+        device = torch.get_default_device()
+        return module if device.type == "meta" else module.to_empty(device=device)
 
     def initialize(self, model: Model, module: nn.Module) -> None:
         """Give a whole layer the initial weights that transformers gives it."""
         with torch.no_grad():
-            module.apply(self.pretrained_class(self.configuration(model))._init_weights)
+            module.apply(skeleton(self.stock, self.configuration(model))._init_weights)
+
+    @cached_property
+    def rules(self) -> dict[str, Rule]:
+        """What tensor parallelism cuts, by the ends of paths; the others are replicated."""
+        stock = {**(self.stock.config_class.base_model_tp_plan or {}), **(self.stock._tp_plan or {})}
+        words = {path.rpartition("*.")[2]: word for path, word in {**stock, **self.plan}.items()}
+        return {path: word if isinstance(word, Rule) else WORDS[word] for path, word in words.items()}
 
     def full_name(self, model: Model, layer: str, parameter: str) -> str:
         """`model.layers.3.mlp.up_proj.weight` and the like."""
         kind, index = _place(model, layer)
-        named = self.names[kind]
-        return named.format(index) + parameter if isinstance(named, str) else _renamed(parameter, named)
+        described = self.described_name(kind, parameter)
+        return f"{self.parts[kind].path}.{index}.{described}" if kind in self.parts else described
 
-    def described_name(self, layer: str, parameter: str) -> str:
-        """What the model description calls a parameter of a layer."""
-        named = self.names.get(layer)
-        return parameter if named is None or isinstance(named, str) else _renamed(parameter, named)
+    def described_name(self, kind: str, parameter: str) -> str:
+        """What the model description calls a parameter of a layer: what transformers stores it as."""
+        return self._stored.get(parameter, parameter)
 
-    def _parsed(self, config: dict[str, Any]) -> Any:
-        return self.config_class(**{key: value for key, value in config.items() if key not in _IGNORED_KEYS})
+    @property
+    def _counts(self) -> tuple[str, ...]:
+        return tuple(parts.counted_by for parts in self.parts.values())
 
-    def _described(self, config: Any, kind: str, sequence_length: int) -> LayerType:
-        with torch.device("meta"):
-            module = self.make(kind, config, 0)
-        inside = kind in self.parts
-        attention = self.attention_positions(kind, sequence_length) if inside else 0
-        flops = _forward_flops(module, config, attention) * self.computed_positions(kind, sequence_length)
+    @cached_property
+    def _tied(self) -> tuple[tuple[str, str], ...]:
+        """Parameters of embedding and head that are one where the configuration says tie_word_embeddings."""
+        pairs = (self.stock._tied_weights_keys or {}).items()
+        return tuple((own, tied) for tied, own in pairs if _within(own, self.embedding) and _within(tied, self.head))
+
+    @cached_property
+    def _stored(self) -> dict[str, str]:
+        """Parameters of the head that are one with another name of the head."""
+        pairs = (self.stock._tied_weights_keys or {}).items()
+        return {tied: own for tied, own in pairs if not _within(own, self.embedding) and _within(tied, self.head)}
+
+    def _module(self, stock: Any, kind: str, index: int) -> nn.Module:
+        if kind == EMBEDDING:
+            return Pieces(stock, self.embedding, self.embed)
+        return Pieces(stock, self.head, self._loss) if kind == HEAD else self.block(stock, kind, index)
+
+    def _loss(self, pieces: Pieces, states: States, batch: Batch) -> Tensor:
+        """The sum of cross entropy over the group's samples; of this rank's own positions under Ulysses."""
+        matrix: Any = pieces.get_submodule(self.head[-1])
+        logits = self.logits(pieces, pieces.tensor_parallel.enter(self.normed(pieces, states)))
+        return loss_of_logits(logits, batch["labels"], matrix.out_features, pieces.tensor_parallel)
+
+    def _described(self, stock: Any, kind: str, sequence_length: int) -> LayerType:
+        config, inside = stock.config, kind in self.parts
+        module = self._module(stock, kind, 0)
+        parameters = tuple(
+            Parameter(
+                name=self.described_name(kind, cut.name),
+                shape=cut.shape,
+                tp_dim=cut.tp_dim,
+                inside=cut.inside,
+                shared=inside and cut.name.endswith(self.shared),
+            )
+            for cut in cuts(module, self.rules)
+        )
+        objective = self.objective.of(config, sequence_length)
+        attention = sequence_length * len(self.keys(kind)) if inside else 0
         return LayerType(
-            parameters=tuple(
-                Parameter(
-                    name=self.described_name(kind, cut.name),
-                    shape=cut.shape,
-                    tp_dim=cut.tp_dim,
-                    inside=cut.inside,
-                    shared=inside and cut.name.endswith(self.shared),
-                )
-                for cut in cuts(module, self.rules)
+            parameters=parameters,
+            forward_flops_per_sample=_forward_flops(module, config, attention)
+            * (objective.labels if kind == HEAD else self.computed_positions(kind, sequence_length)),
+            tp_must_divide=_lengths(config, self.divided if inside else (), self.undivided.get(kind)),
+            ulysses_must_divide=_lengths(
+                config, self.divided[:1] if inside else (), self.undivided_by_ulysses.get(kind)
             ),
-            forward_flops_per_sample=flops,
-            tp_must_divide=_lengths(config, self.divided) if inside else {},
-            ulysses_must_divide=_lengths(config, self.divided_by_ulysses.get(kind, ())),
-            outputs=() if kind == HEAD else self.outputs(config, sequence_length),
-            regions=self.regions(kind, config),
-            labels=self.labels(sequence_length) if kind == HEAD else 0,
+            outputs=() if kind == HEAD else self._outputs(config, sequence_length),
+            regions=self._regions(kind, config, any(p.tp_dim is not None for p in parameters)),
+            labels=objective.labels if kind == HEAD else 0,
         )
 
+    def _outputs(self, config: Any, sequence_length: int) -> tuple[BoundaryTensor, ...]:
+        return tuple(
+            BoundaryTensor(name=name, sequence_length=sequence_length, features=config.hidden_size)
+            for name in self.states
+        )
 
-def heads_of(config: Any, queries: str, keys: str) -> Heads:
+    def _regions(self, kind: str, config: Any, is_cut: bool) -> tuple[Region, ...]:
+        """Where tensor parallelism communicates in a layer."""
+        own = self.keys(kind)[0]
+        if kind == EMBEDDING:
+            return tuple(Region(name="lookup", leaves=name) for name in self.states if is_cut)
+        if kind == HEAD:
+            return (Region(name="logits", enters=(own,)),)
+        replays: Any = self.replays_sum(config)
+        attention = (
+            Region(
+                name="attention",
+                enters=tuple(dict.fromkeys((own, keys))),
+                leaves=own,
+                attention=_heads(config, own, keys),
+                replays_sum=replays,
+            )
+            for keys in self.keys(kind)
+        )
+        return (*attention, Region(name="mlp", enters=(own,), leaves=own, replays_sum=replays))
+
+
+@lru_cache(maxsize=4)
+def _cached_skeleton(
+    family: Family, config: bytes, layers: tuple[str, ...], attention: str, _dtype: torch.dtype
+) -> Any:
+    counts = {parts.counted_by: layers.count(kind) for kind, parts in family.parts.items()}
+    configured = family.configured(msgspec.json.decode(config) | counts)
+    configured._attn_implementation = attention
+    return skeleton(family.stock, configured)
+
+
+def _heads(config: Any, queries: str, keys: str) -> Heads:
     """The heads of a configuration's attention between two boundary tensors."""
     heads = config.num_attention_heads
     return Heads(
@@ -251,8 +310,13 @@ def heads_of(config: Any, queries: str, keys: str) -> Heads:
         keys=keys,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_features=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_features=_head_features(config),
     )
+
+
+def _head_features(config: Any) -> int:
+    given: int | None = getattr(config, "head_dim", None)
+    return given or int(config.hidden_size // config.num_attention_heads)
 
 
 def _place(model: Model, layer: str) -> tuple[str, int]:
@@ -263,18 +327,16 @@ def _place(model: Model, layer: str) -> tuple[str, int]:
     return model.layers[number], model.layers[:number].count(model.layers[number])
 
 
-def _lengths(config: Any, named: tuple[str, ...] | Mapping[str, int]) -> dict[str, int]:
-    return dict(named) if isinstance(named, Mapping) else {name: getattr(config, name) for name in named}
+def _lengths(config: Any, divided: tuple[str, ...], undivided: str | None) -> dict[str, int]:
+    return {key: getattr(config, key) for key in divided} | ({} if undivided is None else {undivided: 1})
 
 
-def _renamed(parameter: str, prefixes: Mapping[str, str]) -> str:
-    longest = max((key for key in prefixes if f"{parameter}.".startswith(f"{key}.")), key=len)
-    return prefixes[longest] + parameter[len(longest) :]
+def _within(parameter: str, paths: tuple[str, ...]) -> bool:
+    return any(parameter.startswith(f"{path}.") for path in paths)
 
 
 def _forward_flops(module: nn.Module, config: Any, attention_positions: int) -> int:
     """Of one position: 2 per weight of a matrix, and 4 per hidden feature of the heads and position attended to."""
     matrices = (m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d | Conv1D))
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention: int = 4 * attention_positions * head_width * config.num_attention_heads
-    return 2 * sum(m.weight.numel() for m in matrices) + attention
+    attention = 4 * attention_positions * _head_features(config) * config.num_attention_heads
+    return 2 * sum(m.weight.numel() for m in matrices) + int(attention)

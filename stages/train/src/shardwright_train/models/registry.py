@@ -1,27 +1,46 @@
-"""The model families the runtime can train: every file beside this one that lists its FAMILIES by `model_type`."""
+"""The model families the runtime can train; of this package and of transformers, what is asked for is imported."""
 
-from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
-from pkgutil import iter_modules
+from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_train import models
 from shardwright_train.models.base import Family
+from shardwright_train.models.stock import stock_class
 
 __all__ = ["Family", "family_named"]
 
 
+class _Row(NamedTuple):
+    """Where a family is, and the stock model whose modules it takes."""
+
+    module: str
+    family: str
+    stock: str
+
+
+_ROWS = {
+    "bert": _Row("bert", "Bert", "BertForMaskedLM"),
+    "gpt2": _Row("gpt2", "GPT2", "GPT2LMHeadModel"),
+    "llama": _Row("llama", "Llama", "LlamaForCausalLM"),
+    "mistral": _Row("llama", "Llama", "MistralForCausalLM"),
+    "qwen2": _Row("llama", "Llama", "Qwen2ForCausalLM"),
+    "qwen3": _Row("llama", "Llama", "Qwen3ForCausalLM"),
+    "t5": _Row("t5", "T5", "T5ForConditionalGeneration"),
+    "vit": _Row("vit", "ViT", "ViTForImageClassification"),
+}
+"""By the `model_type` of a config.json."""
+
+
 def family_named(name: str, file: object) -> Family:
     """The family of a name that stands in `file`; BadInput when there is none."""
-    known: dict[str, Family] = {}
-    for families in _files():
-        if name in families:
-            return families[name]
-        known |= families
-    raise BadInput(file, f"model family {name!r} cannot be trained", f"use one of: {', '.join(sorted(known))}")
+    if name not in _ROWS:
+        raise BadInput(file, f"model family {name!r} cannot be trained", f"use one of: {', '.join(sorted(_ROWS))}")
+    return _family(name)
 
 
-def _files() -> Iterator[dict[str, Family]]:
-    for module in iter_modules(models.__path__):
-        if module.name != "registry":
-            yield getattr(import_module(f"{models.__name__}.{module.name}"), "FAMILIES", {})
+@cache
+def _family(name: str) -> Family:
+    row = _ROWS[name]
+    family: type[Family] = getattr(import_module(f"{__package__}.{row.module}"), row.family)
+    return family(name, stock_class(name, row.stock))

@@ -22,6 +22,7 @@ __all__ = [
     "INSIDE",
     "ROW",
     "VOCABULARY",
+    "WORDS",
     "Cut",
     "Parts",
     "Rule",
@@ -52,15 +53,34 @@ VOCABULARY = Rule("vocabulary")
 INSIDE = Rule("inside")
 """A whole parameter applied to each rank's own heads or features: its gradient is a sum over the ranks."""
 
+WORDS = {
+    "colwise": COLUMN,
+    "rowwise": ROW,
+    "embedding_rowwise": VOCABULARY,
+    "colwise_gather_output": VOCABULARY,
+    "replicated_with_grad_allreduce": INSIDE,
+}
+"""The rules by the words of transformers' tensor-parallel plans; outputs are never gathered: the loss takes shares."""
+
 Rules = Mapping[str, Rule]
 
 
 class Parts(NamedTuple):
-    """Callables inside a block, by dotted name: where column-parallel products begin, and what is recomputed alone."""
+    """A type of block: the stock model's list of them, and callables inside one by dotted name."""
 
-    enter: tuple[str, ...]
+    path: str
     attention: tuple[str, ...]
+    """What is recomputed where `recompute` says attention, and what where it says mlp."""
     mlp: tuple[str, ...]
+    products: tuple[str, ...] = ()
+    """Where column-parallel products begin; where there is none, with each part."""
+    counted_by: str = "num_hidden_layers"
+    """The key of the configuration that says how many there are."""
+
+    @property
+    def enter(self) -> tuple[str, ...]:
+        """Before what all positions are needed."""
+        return self.products or (*self.attention, *self.mlp)
 
 
 class Cut(NamedTuple):

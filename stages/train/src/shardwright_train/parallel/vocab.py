@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwright_train.parallel.fused import fused_cross_entropy
 from shardwright_train.parallel.tensor import TensorParallel
 
-__all__ = ["IGNORED", "loss_of_logits", "sum_of_cross_entropy", "token_embedding"]
+__all__ = ["IGNORED", "loss_of_logits", "positions_of", "sum_of_cross_entropy", "token_embedding"]
 
 IGNORED = -100
 """The label of a position that does not count, as in transformers."""
@@ -18,12 +18,21 @@ IGNORED = -100
 
 def token_embedding(embedding: nn.Embedding, tokens: Tensor, tensor_parallel: TensorParallel) -> Tensor:
     """Look up tokens [b, s] in this rank's rows and sum over the group: [b, this rank's positions, h]."""
-    weight = embedding.weight
+    weight, padding = embedding.weight, embedding.padding_idx
     tokens = tokens[:, tensor_parallel.positions_inside(tokens.shape[1])]
     index = tokens - tensor_parallel.rank * weight.shape[0]
     mine = (index >= 0) & (index < weight.shape[0])
-    rows = F.embedding(index.where(mine, torch.zeros_like(index)), weight)
+    if padding is not None:  # The row of padding has no gradient, as in a stock model.
+        padding -= tensor_parallel.rank * weight.shape[0]
+        padding = padding if 0 <= padding < weight.shape[0] else None
+    rows = F.embedding(index.where(mine, torch.zeros_like(index)), weight, padding)
     return tensor_parallel.leave(rows * mine[..., None].to(rows.dtype))
+
+
+def positions_of(tokens: Tensor, tensor_parallel: TensorParallel) -> Tensor:
+    """The numbers of the positions of tokens [b, s] that this rank holds between the matrix products."""
+    own = tensor_parallel.positions(tokens.shape[1])
+    return torch.arange(own.start, own.stop, device=tokens.device)
 
 
 def loss_of_logits(logits: Tensor, labels: Tensor, classes: int, tensor_parallel: TensorParallel) -> Tensor:

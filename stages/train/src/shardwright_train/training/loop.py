@@ -21,7 +21,7 @@ from shardwright_formats.io.json import read_document, write_bytes, write_docume
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.run import RunResult, StepMetrics
-from shardwright_train.data.batches import Batches, open_batches
+from shardwright_train.data.objectives import Batches
 from shardwright_train.jobs import RunJob
 from shardwright_train.measurement.record import peak_resident_bytes
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
@@ -94,7 +94,7 @@ def _agreed_inputs(job: RunJob, plan: Plan, world: World) -> tuple[Batches, Path
         _check_device(plan, world, job.plan)
         family = family_named(plan.model.family, job.plan)
         check_kernels(plan, family, world.device, job.plan)
-        batches = open_batches(Path(job.data), plan.model, family, job.seed)
+        batches = family.learns(plan.model).open(Path(job.data), job.seed)
         resumed = _checkpoint_to_resume(job, plan, batches)
     except ShardwrightError as error:
         problem = error

@@ -5,14 +5,7 @@ from hypothesis import strategies as st
 
 from shardwright_formats.semantics.layout import dp_groups, tp_groups
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
-from shardwright_profile.hardware.message_kinds import (
-    always_sizes,
-    message_kinds,
-    message_sizes,
-    overlap_kinds,
-    overlap_sizes,
-    pair_rounds,
-)
+from shardwright_profile.hardware.sweep_plan import SizeRange, collective_kinds, overlap_kinds, pair_rounds
 
 _NODES = st.lists(st.tuples(st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 8])), min_size=1, max_size=2)
 
@@ -20,7 +13,7 @@ _NODES = st.lists(st.tuples(st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 8]))
 @given(_NODES)
 def test_groups_of_a_kind_are_disjoint_and_of_its_size_and_place(make_cluster, nodes):
     cluster = make_cluster(*nodes)
-    for key, groups in message_kinds(cluster):
+    for key, groups in collective_kinds(cluster):
         ranks = [rank for group in groups for rank in group]
         assert len(ranks) == len(set(ranks))
         assert {len(group) for group in groups} == {key.group_size}
@@ -33,7 +26,7 @@ def test_groups_of_a_kind_are_disjoint_and_of_its_size_and_place(make_cluster, n
 @given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 3))
 def test_every_group_that_a_plan_of_one_stage_can_form_has_its_kind(make_cluster, devices, count):
     cluster = make_cluster((count, devices))
-    known = {kind.key for kind in message_kinds(cluster)}
+    known = {kind.key for kind in collective_kinds(cluster)}
     world = range(cluster.num_devices)
     for tp_size in (size for size in range(1, len(world) + 1) if len(world) % size == 0):
         for consecutive in {True, 1 < tp_size < len(world)}:
@@ -48,7 +41,7 @@ def test_every_group_that_a_plan_of_one_stage_can_form_has_its_kind(make_cluster
 def test_point_to_point_has_near_and_far_pairs_in_and_between_nodes(make_cluster):
     pairs = {
         (key.consecutive, key.across_nodes): groups
-        for key, groups in message_kinds(make_cluster((2, 4)))
+        for key, groups in collective_kinds(make_cluster((2, 4)))
         if key.collective is Collective.P2P
     }
     assert pairs == {
@@ -60,12 +53,12 @@ def test_point_to_point_has_near_and_far_pairs_in_and_between_nodes(make_cluster
 
 
 def test_one_device_exchanges_nothing(make_cluster):
-    assert message_kinds(make_cluster((1, 1))) == ()
+    assert collective_kinds(make_cluster((1, 1))) == ()
 
 
 @given(st.integers(2, 9), st.integers(4, 10**6), st.integers(1, 10**8))
 def test_message_sizes_grow_fourfold_and_split_evenly_into_float32(group_size, min_bytes, max_bytes):
-    sizes = message_sizes(group_size, min_bytes, max_bytes)
+    sizes = SizeRange(min_bytes, max_bytes).all(group_size)
     assert bool(sizes) == (min_bytes <= max_bytes)
     assert all(size % (4 * group_size) == 0 for size in sizes)
     assert all(a < b and abs(b - 4 * a) <= 16 * group_size for a, b in pairwise(sizes))
@@ -94,7 +87,7 @@ def test_each_rank_has_a_link_to_its_neighbour_in_every_pipeline_and_one_message
 
 
 def test_overlap_is_timed_once_a_group_size_from_the_whole_world_down_and_inside_nodes_where_it_can_be(make_cluster):
-    found = overlap_kinds(message_kinds(make_cluster((2, 4))))
+    found = overlap_kinds(collective_kinds(make_cluster((2, 4))))
     assert [(str(key.collective), key.group_size, key.across_nodes) for key, _ in found] == [
         (collective, size, across)
         for size, across in ((8, True), (4, False), (2, False))
@@ -104,20 +97,20 @@ def test_overlap_is_timed_once_a_group_size_from_the_whole_world_down_and_inside
 
 
 def test_overlap_is_timed_at_every_second_size_with_one_mebibyte_among_them():
-    assert overlap_sizes(2, 1024, 64 * 2**20) == (4096, 65536, 2**20, 16 * 2**20)
-    assert overlap_sizes(2, 1024, 65536) == (4096, 65536)
-    assert overlap_sizes(2, 1024, 2048) == (1024,)
+    assert SizeRange(1024, 64 * 2**20).overlapped(2) == (4096, 65536, 2**20, 16 * 2**20)
+    assert SizeRange(1024, 65536).overlapped(2) == (4096, 65536)
+    assert SizeRange(1024, 2048).overlapped(2) == (1024,)
     # Three ranks share whole numbers: the mebibyte is rounded up.
-    assert overlap_sizes(3, 1024, 2**22) == (4104, 65544, 1048584)
+    assert SizeRange(1024, 2**22).overlapped(3) == (4104, 65544, 1048584)
 
 
 @given(st.integers(2, 9), st.integers(4, 10**8), st.integers(1, 10**8))
 def test_what_is_always_timed_reaches_one_mebibyte_and_no_further(group_size, min_bytes, max_bytes):
-    sizes = message_sizes(group_size, min_bytes, max_bytes)
-    always = always_sizes(group_size, min_bytes, max_bytes)
+    sizes = SizeRange(min_bytes, max_bytes).all(group_size)
+    always = SizeRange(min_bytes, max_bytes).always(group_size)
     assert always == sizes[: len(always)]
     assert all(size < 2**20 for size in always[:-1])
     assert always == sizes or always[-1] >= 2**20
-    beside = overlap_sizes(group_size, min_bytes, max_bytes)
-    assert set(beside) <= set(sizes)
-    assert bool(beside) == bool(sizes)
+    overlapped = SizeRange(min_bytes, max_bytes).overlapped(group_size)
+    assert set(overlapped) <= set(sizes)
+    assert bool(overlapped) == bool(sizes)

@@ -1,4 +1,4 @@
-"""Which kinds of message a cluster has, between which ranks, and at which sizes they are timed."""
+"""The plan of a sweep: which collectives are timed among which ranks, and at which sizes."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -8,36 +8,36 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
 
 __all__ = [
-    "ALWAYS_BYTES",
     "COMPUTE_RATIOS",
     "SIZE_STEP",
+    "CollectiveKind",
     "Groups",
-    "MessageKind",
     "PairRound",
-    "always_sizes",
-    "message_kinds",
-    "message_sizes",
+    "SizeRange",
+    "SweepPlan",
+    "collective_kinds",
     "overlap_kinds",
-    "overlap_sizes",
     "pair_rounds",
 ]
 
-ALWAYS_BYTES = 1024 * 1024
+_ALWAYS_BYTES = 1024 * 1024
 """Sizes up to this one are timed however short the time budget is."""
 SIZE_STEP = 4
 """Each message size is so many times the one before."""
 COMPUTE_RATIOS = (0.5, 1.0, 2.0)
-"""How long the computations beside a message are, over the message alone."""
+"""How long the computations are that a collective is overlapped with, over the collective alone."""
 
-_LEAST_OVERLAP_BYTES = 4096
+_MIN_OVERLAP_BYTES = 4096
 _OVERLAPPED = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-"""What data parallelism does beside the computation."""
+"""What data parallelism overlaps with the computation."""
+_PAIR_BYTES = {"cpu": _ALWAYS_BYTES, "cuda": 16 * _ALWAYS_BYTES}
+"""The larger message of a pair: on GPUs 1 MiB takes hardly longer than nothing."""
 
 Groups = tuple[tuple[int, ...], ...]
 
 
-class MessageKind(NamedTuple):
-    """A kind of message and the disjoint groups of ranks that exchange it, all at the same time.
+class CollectiveKind(NamedTuple):
+    """A collective, how its ranks lie, and the disjoint groups of ranks that exchange it, all at the same time.
 
     The groups of p2p are pairs (sender, receiver). Training uses all groups of a mesh axis at once, so that they share
     the links of a node: a group timed alone would be too fast.
@@ -63,7 +63,60 @@ class PairRound(NamedTuple):
         return f"p2p of ranks {target - source} apart ({count} at once)"
 
 
-def message_kinds(cluster: Cluster) -> tuple[MessageKind, ...]:
+class SizeRange(NamedTuple):
+    """The smallest and the largest message that is asked for, in bytes, and the sizes that follow."""
+
+    min_bytes: int
+    max_bytes: int
+
+    def all(self, group_size: int) -> tuple[int, ...]:
+        """Ascending sizes, each rounded up so that every rank of the group holds whole float32 numbers."""
+        unit, size, sizes = 4 * group_size, self.min_bytes, []
+        while size <= self.max_bytes:
+            sizes.append(-(-size // unit) * unit)
+            size *= SIZE_STEP
+        return tuple(dict.fromkeys(sizes))
+
+    def always(self, group_size: int) -> tuple[int, ...]:
+        """Those that are timed however short the time budget is: up to the first that reaches 1 MiB."""
+        sizes = self.all(group_size)
+        return sizes[: 1 + sum(size < _ALWAYS_BYTES for size in sizes)]
+
+    def overlapped(self, group_size: int) -> tuple[int, ...]:
+        """Those that are timed overlapped with a computation: every second one.
+
+        The largest of `always` is among them; those under 4 KiB are not, unless there are no others.
+        """
+        sizes, always = self.all(group_size), len(self.always(group_size))
+        chosen = [size for number, size in enumerate(sizes, start=1) if (number - always) % 2 == 0]
+        return tuple(size for size in chosen if size >= _MIN_OVERLAP_BYTES) or tuple(chosen[-1:])
+
+    def of_pairs(self, device_type: str) -> tuple[int, ...]:
+        """The one or two sizes that links are timed at."""
+        small = min(-(-size // 4) * 4 for size in self)
+        return tuple(sorted({small, max(small, min(self.max_bytes, _PAIR_BYTES[device_type]) // 4 * 4)}))
+
+
+class SweepPlan(NamedTuple):
+    """What there is to time, in its order: rates, then these."""
+
+    kinds: tuple[CollectiveKind, ...]
+    rounds: tuple[PairRound, ...]
+    overlapped: tuple[CollectiveKind, ...]
+
+    @classmethod
+    def of(cls, cluster: Cluster, sizes: SizeRange, device_type: str) -> "SweepPlan":
+        """The plan for a cluster, the same on all ranks."""
+        kinds = collective_kinds(cluster)
+        return cls(kinds, pair_rounds(cluster, sizes.of_pairs(device_type)), overlap_kinds(kinds))
+
+    @property
+    def steps(self) -> int:
+        """How many steps are counted while it goes on."""
+        return 1 + sum(map(len, self))
+
+
+def collective_kinds(cluster: Cluster) -> tuple[CollectiveKind, ...]:
     """Every collective by group size and layout, and p2p between neighbours and between far ranks.
 
     Group sizes are the divisors, from 2, of the number of devices and of each node's. Where all ranks form one group
@@ -76,41 +129,19 @@ def message_kinds(cluster: Cluster) -> tuple[MessageKind, ...]:
             kinds.setdefault(key, groups)
     for consecutive, pairs in _pairings(cluster):
         kinds.setdefault(CollectiveKey(Collective.P2P, 2, consecutive, _crosses(cluster, pairs)), pairs)
-    return tuple(MessageKind(key, groups) for key, groups in sorted(kinds.items()))
+    return tuple(CollectiveKind(key, groups) for key, groups in sorted(kinds.items()))
 
 
-def message_sizes(group_size: int, min_bytes: int, max_bytes: int) -> tuple[int, ...]:
-    """Ascending sizes in bytes, each rounded up so that every rank of the group holds whole float32 numbers."""
-    unit = 4 * group_size
-    sizes = []
-    size = min_bytes
-    while size <= max_bytes:
-        sizes.append(-(-size // unit) * unit)
-        size *= SIZE_STEP
-    return tuple(dict.fromkeys(sizes))
-
-
-def overlap_kinds(kinds: Sequence[MessageKind]) -> tuple[MessageKind, ...]:
-    """The kinds that are timed beside a computation: of consecutive ranks, each group size once, the largest first.
+def overlap_kinds(kinds: Sequence[CollectiveKind]) -> tuple[CollectiveKind, ...]:
+    """The kinds that are timed overlapped with a computation: consecutive, each group size once, the largest first.
 
     Of groups of one size inside a node and across nodes those inside are taken.
     """
-    found: dict[tuple[Collective, int], MessageKind] = {}
+    found: dict[tuple[Collective, int], CollectiveKind] = {}
     for kind in sorted(kinds, key=lambda kind: (-kind.key.group_size, kind.key.across_nodes, kind.key.collective)):
         if kind.key.collective in _OVERLAPPED and kind.key.consecutive:
             found.setdefault(kind.key[:2], kind)
     return tuple(found.values())
-
-
-def overlap_sizes(group_size: int, min_bytes: int, max_bytes: int) -> tuple[int, ...]:
-    """Ascending sizes that are timed beside a computation: every second one of `message_sizes`.
-
-    The largest of `always_sizes` is among them; those under 4 KiB are not, unless there are no others.
-    """
-    sizes = message_sizes(group_size, min_bytes, max_bytes)
-    always = len(always_sizes(group_size, min_bytes, max_bytes))
-    chosen = [size for number, size in enumerate(sizes, start=1) if (number - always) % 2 == 0]
-    return tuple(size for size in chosen if size >= _LEAST_OVERLAP_BYTES) or tuple(chosen[-1:])
 
 
 def pair_rounds(cluster: Cluster, message_bytes: Sequence[int]) -> tuple[PairRound, ...]:
@@ -127,12 +158,6 @@ def pair_rounds(cluster: Cluster, message_bytes: Sequence[int]) -> tuple[PairRou
             if disjoint := tuple(pair for pair in pairs if pair[0] // apart % 2 == parity):
                 rounds.extend(PairRound(disjoint, size) for size in message_bytes)
     return tuple(rounds)
-
-
-def always_sizes(group_size: int, min_bytes: int, max_bytes: int) -> tuple[int, ...]:
-    """The sizes that are timed however short the time budget is: up to the first that reaches 1 MiB."""
-    sizes = message_sizes(group_size, min_bytes, max_bytes)
-    return sizes[: 1 + sum(size < ALWAYS_BYTES for size in sizes)]
 
 
 def _partitions(cluster: Cluster) -> Iterator[tuple[bool, Groups]]:

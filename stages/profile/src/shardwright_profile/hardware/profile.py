@@ -1,0 +1,212 @@
+"""What a sweep measures, one value each, as its journal has them; and the profile that they make."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from shardwright_formats.display.units import bytes_text, seconds_text
+from shardwright_formats.io.hdf5 import Provenance
+from shardwright_formats.io.json import Value
+from shardwright_formats.io.table import Row, Source, Table
+from shardwright_formats.types.hardware_profile import (
+    Collective,
+    CollectiveKey,
+    HardwareProfile,
+    OverlapRow,
+    PairRow,
+    PointRow,
+    RankRow,
+    RateRow,
+    RepeatRow,
+)
+from shardwright_launch.journal import JournalKind
+from shardwright_profile.hardware.findings import findings
+from shardwright_profile.hardware.job import SweepIdentity
+from shardwright_profile.hardware.statistics import median_interval, outliers
+
+__all__ = [
+    "JOURNAL",
+    "Entry",
+    "Key",
+    "OverlapEntry",
+    "PairEntry",
+    "PointEntry",
+    "RateEntry",
+    "StartEntry",
+    "profile_of",
+]
+
+_Positive = Annotated[float, Meta(gt=0)]
+_Count = Annotated[int, Meta(ge=1)]
+_Rank = Annotated[int, Meta(ge=0)]
+
+_MEASURED = Source.MEASURED
+
+Key = tuple[str | int | float, ...]
+"""What tells an entry from all others of a sweep."""
+
+
+class StartEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="start"):
+    """From starting the ranks until their first collective was over."""
+
+    time_s: _Positive
+
+    @property
+    def key(self) -> Key:
+        """There is one."""
+        return ("start",)
+
+    def __str__(self) -> str:
+        return f"in {seconds_text(self.time_s)}"
+
+
+class RateEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rate"):
+    """A rate of every rank's device, in rank order, while all of them work."""
+
+    name: str
+    values: Annotated[tuple[_Positive, ...], Meta(min_length=1)]
+
+    @property
+    def key(self) -> Key:
+        """By its name."""
+        return ("rate", self.name)
+
+    def __str__(self) -> str:
+        return f"{self.name} {min(self.values):.3g} on the slowest rank, {max(self.values):.3g} on the fastest"
+
+
+class PointEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="point"):
+    """One kind of message at one size: seconds of every repeat on the slowest rank."""
+
+    collective: Collective
+    group_size: _Count
+    consecutive: bool
+    across_nodes: bool
+    message_bytes: _Count
+    times_s: Annotated[tuple[_Positive, ...], Meta(min_length=1)]
+
+    @property
+    def kind(self) -> CollectiveKey:
+        """The kind of message."""
+        return CollectiveKey(self.collective, self.group_size, self.consecutive, self.across_nodes)
+
+    @property
+    def key(self) -> Key:
+        """By kind and size."""
+        return ("point", *self.kind, self.message_bytes)
+
+    def __str__(self) -> str:
+        median = seconds_text(float(np.median(self.times_s)))
+        spread = f"{len(self.times_s)} repeats, ± {median_interval(self.times_s):.0%}"
+        return f"{bytes_text(self.message_bytes)} in {median} ({spread})"
+
+
+class PairEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pair"):
+    """A message from one rank to another: the median."""
+
+    source_rank: _Rank
+    target_rank: _Rank
+    message_bytes: _Count
+    time_s: _Positive
+
+    @property
+    def key(self) -> Key:
+        """By ranks and size."""
+        return ("pair", self.source_rank, self.target_rank, self.message_bytes)
+
+    def __str__(self) -> str:
+        ranks = f"rank {self.source_rank} to rank {self.target_rank}"
+        return f"{bytes_text(self.message_bytes)} from {ranks} in {seconds_text(self.time_s)}"
+
+
+class OverlapEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="overlap"):
+    """A collective and a computation, each alone and both at once; medians of the slowest rank."""
+
+    collective: Collective
+    group_size: _Count
+    collective_bytes: _Count
+    compute_ratio: _Positive
+    """How long the computation was to take alone, over the collective alone."""
+    compute_s: _Positive
+    collective_s: _Positive
+    compute_slowdown: _Positive
+    collective_slowdown: _Positive
+
+    @property
+    def key(self) -> Key:
+        """By kind of message, size, and length of the computation."""
+        return ("overlap", self.collective, self.group_size, self.collective_bytes, self.compute_ratio)
+
+    def __str__(self) -> str:
+        return (
+            f"{bytes_text(self.collective_bytes)} of {seconds_text(self.collective_s)}: "
+            f"{self.collective_slowdown:.3g} times, "
+            f"computing of {seconds_text(self.compute_s)}: {self.compute_slowdown:.3g} times"
+        )
+
+
+Entry = StartEntry | RateEntry | PointEntry | PairEntry | OverlapEntry
+
+JOURNAL: JournalKind[SweepIdentity, Entry] = JournalKind(
+    format="shardwright.sweep_journal",
+    run="sweep",
+    identity=SweepIdentity,
+    entry=Entry,
+    key=lambda entry: entry.key,
+)
+"""What is known of a sweep that was killed."""
+
+
+_EntryType = TypeVar("_EntryType", bound=Entry)
+_RowType = TypeVar("_RowType", bound=Row)
+
+
+def profile_of(identity: SweepIdentity, entries: Sequence[Entry], date: str) -> HardwareProfile:
+    """The profile of what was measured, in the order of the entries; its notes say what is amiss."""
+    cluster = identity.cluster
+    points, rates = _of(PointEntry, entries), _of(RateEntry, entries)
+    once = [(entry.name, min(entry.values)) for entry in rates]
+    once += [("startup_s", entry.time_s) for entry in _of(StartEntry, entries)]
+    profile = HardwareProfile(
+        cluster=cluster.name,
+        device=" + ".join(sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})),
+        backend=identity.backend,
+        provenance=Provenance(date=date, versions=identity.versions),
+        points=Table.of(PointRow, map(_point, points)),
+        repeats=Table.of(RepeatRow, (row for number, entry in enumerate(points) for row in _repeats(number, entry))),
+        pairs=Table.of(PairRow, (_like(PairRow, entry) for entry in _of(PairEntry, entries))),
+        overlap=Table.of(OverlapRow, (_like(OverlapRow, entry) for entry in _of(OverlapEntry, entries))),
+        ranks=Table.of(RankRow, (row for entry in rates for row in _of_ranks(entry))),
+        rates=Table.of(RateRow, (RateRow(name=n, value=value, source=_MEASURED) for n, value in once)),
+    )
+    notes = "\n".join(findings(profile, cluster))
+    return replace(profile, provenance=msgspec.structs.replace(profile.provenance, notes=notes))
+
+
+def _of(kind: type[_EntryType], entries: Sequence[Entry]) -> list[_EntryType]:
+    return [entry for entry in entries if isinstance(entry, kind)]
+
+
+def _like(row_type: type[_RowType], entry: Entry) -> _RowType:
+    """The row whose fields are those of an entry."""
+    names = (name for name in row_type.__struct_fields__ if name != "source")
+    return row_type(**{name: getattr(entry, name) for name in names}, source=_MEASURED)
+
+
+def _point(entry: PointEntry) -> PointRow:
+    interval = median_interval(entry.times_s)
+    return PointRow(**entry.kind._asdict(), message_bytes=entry.message_bytes, interval=interval, source=_MEASURED)
+
+
+def _repeats(number: int, entry: PointEntry) -> list[RepeatRow]:
+    marked = zip(entry.times_s, outliers(entry.times_s).tolist(), strict=True)
+    return [RepeatRow(point=number, time_s=time_s, outlier=outlier) for time_s, outlier in marked]
+
+
+def _of_ranks(entry: RateEntry) -> Iterator[RankRow]:
+    for rank, value in enumerate(entry.values):
+        yield RankRow(rank=rank, name=entry.name, value=value, source=_MEASURED)

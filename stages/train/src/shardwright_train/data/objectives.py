@@ -1,0 +1,251 @@
+"""What a model learns to predict: how a text, or images, become the inputs and labels of each step."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_train.data.images import ImageForm, open_images
+from shardwright_train.data.sampling import Samples, open_samples
+from shardwright_train.parallel.rng import seed_of
+from shardwright_train.parallel.vocab import IGNORED
+
+__all__ = ["Batch", "Batches", "Causal", "Classification", "Masked", "Objective", "Prefix", "Text", "image_size"]
+
+Batch = dict[str, Tensor]
+"""Inputs and `labels` of some samples, which are the first dim of each; labels that are IGNORED do not count."""
+
+# Devlin et al. 2019, section 3.1: the share of positions that are labels, and of these the shares that show the mask
+# token and a random one; the rest show themselves.
+_CHOSEN, _MASKED, _RANDOM = 0.15, 0.8, 0.1
+
+
+class Batches(Protocol):
+    """The global batches of a run: a function of data, seed and step alone, whatever the plan."""
+
+    @property
+    def sha256(self) -> str:
+        """Identity of the data."""
+
+    def batch(self, step: int, samples: int) -> Batch:
+        """The batch of a step, counted from 1; the same on every rank."""
+
+
+class Objective(Protocol):
+    """What the samples of a model are."""
+
+    @classmethod
+    def of(cls, config: Any, sequence_length: int) -> Self:
+        """That of a configuration; raises ValueError saying what is missing or wrong in it."""
+
+    @property
+    def labels(self) -> int:
+        """Positions of a sample that the head computes a loss for."""
+
+    def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
+        """Some random samples."""
+
+    def open(self, folder: Path, seed: int) -> Batches:
+        """Open a folder of prepared text or of images.
+
+        Raises BadInput when a file is damaged, holds less than one sample, or does not fit the model.
+        """
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text cut into samples."""
+
+    vocab_size: int
+    sequence_length: int
+
+    @classmethod
+    def of(cls, config: Any, sequence_length: int) -> Self:
+        """As many tokens as the configuration says."""
+        return cls(config.vocab_size, sequence_length)
+
+    @property
+    def labels(self) -> int:
+        """All positions."""
+        return self.sequence_length
+
+    @property
+    def stream_tokens(self) -> int:
+        """How many tokens of the text a sample takes; one more is read, as the last label."""
+        return self.sequence_length
+
+    def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
+        """Inputs and labels of samples [n, stream_tokens + 1]."""
+        raise NotImplementedError
+
+    def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
+        """As `batch`, on random tokens."""
+        shape = (samples, self.stream_tokens + 1)
+        return self.batch(torch.randint(0, self.vocab_size, shape, generator=generator), generator)
+
+    def open(self, folder: Path, seed: int) -> "TextBatches":
+        """Open a folder of prepared text."""
+        samples = open_samples(folder, self.stream_tokens, seed)
+        samples.check_vocabulary(self.vocab_size)
+        return TextBatches(samples, self)
+
+
+@dataclass(frozen=True)
+class TextBatches:
+    """Batches of a text."""
+
+    samples: Samples
+    objective: Text
+
+    @property
+    def sha256(self) -> str:
+        """Identity of the token stream."""
+        return self.samples.sha256
+
+    def batch(self, step: int, samples: int) -> Batch:
+        """The batch of a step, counted from 1; the same on every rank."""
+        text = torch.from_numpy(self.samples.global_batch(step - 1, samples))
+        generator = torch.Generator().manual_seed(seed_of(self.samples.seed, "batch", step))
+        return self.objective.batch(text, generator)
+
+
+class Causal(Text):
+    """Each token labels the one before."""
+
+    def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
+        """Nothing is drawn."""
+        return {"tokens": samples[:, :-1], "labels": samples[:, 1:]}
+
+
+@dataclass(frozen=True)
+class Prefix(Text):
+    """Prefix language modelling (Raffel et al. 2020, section 3.2.3): an encoder reads, a decoder goes on."""
+
+    first_token: int
+    """What the decoder starts with."""
+
+    @classmethod
+    def of(cls, config: Any, sequence_length: int) -> Self:
+        """The decoder starts with the token that is given for it, else with padding."""
+        given = getattr(config, "decoder_start_token_id", None)
+        first = config.pad_token_id if given is None else given
+        if first is None:
+            raise ValueError("there is no pad_token_id for the decoder to start with")
+        return cls(config.vocab_size, sequence_length, first)
+
+    @property
+    def stream_tokens(self) -> int:
+        """What the encoder reads and what the decoder predicts."""
+        return 2 * self.sequence_length
+
+    def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
+        """`tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each."""
+        tokens, labels, _ = samples.split([self.sequence_length, self.sequence_length, 1], 1)
+        start = torch.full_like(labels[:, :1], self.first_token)
+        return {"tokens": tokens, "decoder_tokens": torch.cat((start, labels[:, :-1]), 1), "labels": labels}
+
+
+@dataclass(frozen=True)
+class Masked(Text):
+    """Some tokens are hidden, and are the labels (Devlin et al. 2019)."""
+
+    mask: int | None
+    """The token that hides others; None where the configuration does not say: no text can be trained on then."""
+    padding: int | None
+    """None where nothing is padded."""
+
+    @classmethod
+    def of(cls, config: Any, sequence_length: int) -> Self:
+        """`mask_token_id` is no key of transformers: published files leave it to the tokenizer."""
+        mask, padding = getattr(config, "mask_token_id", None), config.pad_token_id
+        for name, token in (("mask_token_id", mask), ("pad_token_id", padding)):
+            if token is not None and not 0 <= token < config.vocab_size:
+                raise ValueError(f"{name} {token} is not below vocab_size {config.vocab_size}")
+        if mask == padding is not None:
+            raise ValueError(f"mask_token_id and pad_token_id are both {mask}")
+        return cls(config.vocab_size, sequence_length, mask, padding)
+
+    def open(self, folder: Path, seed: int) -> TextBatches:
+        """As any text; BadInput where the mask token is not known."""
+        if self.mask is None:
+            remedy = "add the number of a token that no text holds ([MASK]'s), and describe the model again"
+            raise BadInput("config.json", "mask_token_id is missing", remedy)
+        return super().open(folder, seed)
+
+    def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
+        """`tokens` [n, sequence_length] with some hidden, `labels`, and `attention_mask`, which is false on padding."""
+        return self.hide(samples[:, :-1], generator)
+
+    def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
+        """On random tokens, with up to a quarter of padding behind them."""
+        length = self.sequence_length
+        text = self.random_text((samples, length), generator)
+        if self.padding is not None:
+            kept = length - torch.randint(0, length // 4 + 1, (samples, 1), generator=generator)
+            text = text.masked_fill(torch.arange(length) >= kept, self.padding)
+        return self.hide(text, generator)
+
+    def hide(self, text: Tensor, generator: torch.Generator) -> Batch:
+        """Of each sample's positions that are not padding 15 %, and one at least, are labels.
+
+        Raises RunFailed where all is padding.
+        """
+        real = torch.ones_like(text, dtype=torch.bool) if self.padding is None else text != self.padding
+        if not real.any():
+            raise RunFailed("a batch is nothing but padding: shuffle the text or see what pad_token_id stands for")
+        # Random numbers, ranked: the lowest few of each sample are chosen.
+        rank = torch.rand(text.shape, generator=generator).masked_fill(~real, 2.0).argsort(1).argsort(1)
+        chosen = real & (rank < (_CHOSEN * real.sum(1, keepdim=True)).round().clamp(min=1))
+        draw = torch.rand(text.shape, generator=generator)
+        shown = text.where(draw >= _MASKED + _RANDOM, self.random_text(text.shape, generator))
+        if self.mask is not None:  # Else the text is random, and a token as good as another.
+            shown = shown.where(draw >= _MASKED, torch.tensor(self.mask))
+        labels = text.where(chosen, torch.tensor(IGNORED))
+        return {"tokens": shown.where(chosen, text), "attention_mask": real, "labels": labels}
+
+    def random_text(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Tokens that are not padding."""
+        if self.padding is None:
+            return torch.randint(0, self.vocab_size, shape, generator=generator)
+        tokens = torch.randint(0, self.vocab_size - 1, shape, generator=generator)
+        return tokens + (tokens >= self.padding)
+
+
+@dataclass(frozen=True)
+class Classification:
+    """One class for each image."""
+
+    form: ImageForm
+
+    @classmethod
+    def of(cls, config: Any, sequence_length: int) -> Self:
+        """Images and classes as the configuration says."""
+        if config.num_labels < 1:
+            raise ValueError("there are no classes: give num_labels or id2label")
+        return cls(ImageForm(config.num_channels, *image_size(config.image_size), config.num_labels))
+
+    @property
+    def labels(self) -> int:
+        """One class."""
+        return 1
+
+    def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
+        """Random pixels in [-1, 1) and classes."""
+        form = self.form
+        pixels = torch.rand(samples, form.channels, form.height, form.width, dtype=torch.float32, generator=generator)
+        labels = torch.randint(0, form.classes, (samples, 1), generator=generator)
+        return {"pixel_values": 2 * pixels - 1, "labels": labels}
+
+    def open(self, folder: Path, seed: int) -> Batches:
+        """Open a folder of images."""
+        return open_images(folder, self.form, seed)
+
+
+def image_size(size: int | Iterable[int]) -> tuple[int, int]:
+    """Height and width, of which one number gives both."""
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width

@@ -1,0 +1,45 @@
+"""What attention is told of the positions that it must not attend to, in the form that each kernel wants."""
+
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from shardwright_formats.types.plan import Attention
+
+__all__ = ["Mask", "causal_mask", "mask_for", "padding_mask"]
+
+
+class Mask(StrEnum):
+    """Which positions a block's attention leaves out."""
+
+    NONE = "none"
+    CAUSAL = "causal"
+    PADDING = "padding"
+
+
+def mask_for(mask: Mask, states: Tensor, batch: dict[str, Tensor], kernel: str) -> Tensor | None:
+    """The mask of a block for states [b, s, h] and a kernel; a causal one is of all positions of the batch's tokens."""
+    if mask is Mask.PADDING:
+        return padding_mask(batch["attention_mask"], states.dtype, kernel)
+    return causal_mask(states, batch["tokens"], kernel) if mask is Mask.CAUSAL else None
+
+
+def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
+    """What the eager kernel must be told, to be added to scores [b, heads, s, s]; the others are causal unasked."""
+    if kernel != Attention.EAGER.value:
+        return None
+    length = tokens.shape[1]
+    after = torch.full((length, length), torch.finfo(states.dtype).min, dtype=states.dtype, device=states.device)
+    return after.triu(1)[None, None]
+
+
+def padding_mask(mask: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
+    """What a kernel wants instead of a mask [b, s] that is false on padding.
+
+    flash_attention_2 takes it as it is; the others add [b, 1, 1, s] to their scores.
+    """
+    if kernel == Attention.FLASH_ATTENTION_2.value:
+        return mask
+    nothing = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return nothing.masked_fill(~mask, torch.finfo(dtype).min)[:, None, None]

@@ -1,0 +1,50 @@
+"""The stock models of transformers, without weights, and what is taken out of them."""
+
+import copy
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright_train.parallel.tensor import TensorParallel
+
+__all__ = ["Pieces", "skeleton", "stock_class"]
+
+
+class Pieces(nn.Module):
+    """Some modules of a stock model under the paths that they have there, and what is computed with them."""
+
+    tensor_parallel: TensorParallel
+    """Set where the pieces are cut."""
+
+    def __init__(self, stock: Any, paths: tuple[str, ...], compute: Callable[..., Any]) -> None:
+        super().__init__()
+        self.config, self.compute = stock.config, compute
+        for path in paths:
+            owner: nn.Module = self
+            *above, last = path.split(".")
+            for name in above:
+                if not hasattr(owner, name):
+                    owner.add_module(name, nn.Module())
+                owner = owner.get_submodule(name)
+            owner.add_module(last, copy.deepcopy(stock.get_submodule(path)))
+
+    def forward(self, *inputs: Any) -> Any:
+        """Hand the pieces and what they are applied to over to the family."""
+        return self.compute(self, *inputs)
+
+
+def stock_class(model_type: str, name: str) -> Any:
+    """A class of transformers, of which nothing is imported but what it needs itself."""
+    return getattr(import_module(f"transformers.models.{model_type}.modeling_{model_type}"), name)
+
+
+def skeleton(stock: Any, config: Any) -> Any:
+    """A stock model whose parameters are on the meta device; raises ValueError where no memory could hold one."""
+    try:
+        with torch.device("meta"):
+            return stock(config)
+    except RuntimeError as error:
+        raise ValueError(f"no tensor can have such a shape ({error})") from None
