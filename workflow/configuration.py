@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configuration_checks import Section, check_model_keys, check_references, read_preset, read_yaml, typed
+from configuration_checks import Section, check_model_keys, check_references, converted, read_preset, read_yaml, typed
 from configuration_types import Configuration, ModelChoice, Profile, Select, Source
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import Document
@@ -38,14 +38,18 @@ class Workflow:
     """The presets in use, by name."""
 
     def cluster_json(self, name: str) -> str:
-        """The document of a cluster; `1x<node type>` is one node of that type, without its price, for profiling."""
+        """The document of a cluster."""
+        return _document(Cluster, self.cluster(name))
+
+    def cluster(self, name: str) -> Section:
+        """A cluster's content; `1x<node type>` is one node of that type, without its price, for profiling."""
         if (node_type := name.removeprefix("1x")) != name and node_type in self.of.node_types:
             types = {node_type: self._node_type(node_type, priced=False)}
             groups = [{"node_type": node_type, "count": 1}]
         else:
             types = {each: self._node_type(each, priced=True) for each in self.of.clusters[name].node_types}
             groups = self.sections["clusters"][name]["nodes"]
-        return _document(Cluster, {"name": name, "nodes": groups, "node_types": types})
+        return {"name": name, "nodes": groups, "node_types": types}
 
     def model_config_json(self, name: str) -> str:
         """The Hugging Face configuration of a model: its preset's, with what the configuration says otherwise."""
@@ -180,10 +184,12 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
     for name, model in config["models"].items():
         check_model_keys(name, model, presets[model["preset"]]["config"], file)
     workflow = Workflow(of, config, presets)
+    for name in of.clusters:
+        converted(workflow.cluster(name), Cluster, f"clusters.{name}", file)
     for name, run in of.runs.items():
         rows = json.loads(workflow.model_config_json(of.searches[run.search].model)).get("vocab_size")
         tokens = of.data[run.data].vocab_size
-        if rows is not None and tokens > rows:
+        if isinstance(rows, int) and tokens > rows:
             what = f"runs.{name}: its data has {tokens} tokens, its model's vocabulary {rows}"
             raise BadInput(file, what, "raise the model's vocab_size or lower the data's")
     return workflow

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import importlib.util
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 from configuration_types import INHERITED, Configuration, ModelChoice, Name, Search, Validate
 from shardwright_formats.io.errors import BadInput
 
-__all__ = ["Section", "check_model_keys", "check_references", "read_preset", "read_yaml", "typed"]
+__all__ = ["Section", "check_model_keys", "check_references", "converted", "read_preset", "read_yaml", "typed"]
 
 Section = Mapping[str, Any]
 _Type = TypeVar("_Type")
@@ -51,30 +52,34 @@ def typed(config: Section, file: str) -> Configuration:
     checked: dict[str, object] = dict(config)
     for field in msgspec.structs.fields(Configuration):
         found = config.get(field.name)
-        if isinstance(found, Mapping) and field.type is not Validate:
+        if field.type is Validate and found is not None:
+            checked[field.name] = converted(found, Validate, field.name, file)
+        elif isinstance(found, Mapping):
             _, kind = get_args(field.type)
+            places = {name: f"{field.name}.{name}" for name in found}
             checked[field.name] = {
-                _converted(name, Name, f"{field.name}.{name}", file): _converted(
-                    entry, kind, f"{field.name}.{name}", file
-                )
-                for name, entry in found.items()
+                converted(name, Name, place, file): converted(found[name], kind, place, file)
+                for name, place in places.items()
             }
-    of = _converted(checked, Configuration, "", file)
+    of = converted(checked, Configuration, "", file)
     for name, search in config["searches"].items():
         for key in search.keys() & INHERITED.keys():
             raise BadInput(file, f"searches.{name}.{key} is no key of a search", f"leave it out: {INHERITED[key]}")
     return of
 
 
-def _converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
+def converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
+    """A value as its type; raises BadInput naming the place inside of `where`."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         what, _, inside = str(error).partition(" - at `")
-        place = (where + re.sub(r"\[(\d+)\]", r".\1", inside.removeprefix("$").rstrip("`"))).strip(".")
+        inside = inside.removeprefix("$").rstrip("`")
+    place = (where + re.sub(r"\[(\d+)\]", r".\1", inside)).strip(".")
     keys, values = _words(kind)
     if odd := re.fullmatch(r"Object contains unknown field `(.*)`", what):
-        _refuse_key(f"{place}.{odd[1]}".strip("."), odd[1], keys, file)
+        known = keys if inside else kind.__struct_fields__  # type: ignore[attr-defined]
+        _refuse_key(f"{place}.{odd[1]}".strip("."), odd[1], known, file)
     odd = re.fullmatch(r"Invalid enum value '(.*)'", what)
     close = difflib.get_close_matches(odd[1], values, n=1) if odd else ()
     remedy = f"did you mean {close[0]}?" if close else "config/config.yaml shows every key with what it may be"
@@ -140,6 +145,15 @@ def read_preset(preset: str, model: str, file: str, root: Path) -> Section:
 def check_model_keys(name: str, model: Section, preset: Section, file: str) -> None:
     """Refuse what neither the preset nor its family's configuration class knows; raises BadInput."""
     own = ModelChoice.__struct_fields__
+    try:
+        json.dumps(model, allow_nan=False)
+    except (TypeError, ValueError):
+        what = f"models.{name} holds a value that JSON has not"
+        raise BadInput(file, what, "write finite numbers, texts, lists and mappings") from None
+    for key in sorted(model.keys() & preset.keys()):
+        if not _is_alike(model[key], preset[key]):
+            what = f"models.{name}.{key} is {str(model[key])[:40]!r}, where the preset has {preset[key]!r}"
+            raise BadInput(file, what, "write a value of that kind")
     unknown = [key for key in model if key not in own and key not in preset]
     if not unknown:
         return
@@ -151,6 +165,17 @@ def check_model_keys(name: str, model: Section, preset: Section, file: str) -> N
             raise BadInput(file, what, f"write {aliases[key]}")
         if key not in known:
             _refuse_key(f"models.{name}.{key}", key, known, file)
+
+
+def _is_alike(value: object, usual: object) -> bool:
+    """Whether a value may stand for the usual one: of its type, and a number up to 2^31 - 1, positive like it."""
+    if value is None or usual is None:
+        return True
+    if isinstance(usual, bool) or not isinstance(usual, int | float):
+        return type(value) is type(usual)
+    if isinstance(value, bool) or not isinstance(value, int if isinstance(usual, int) else int | float):
+        return False
+    return value < 2**31 and (value > 0 or usual <= 0)
 
 
 def _config_class_keys(model_type: str) -> tuple[set[str], dict[str, str]]:

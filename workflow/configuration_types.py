@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from shardwright_formats.io.json import Value, write_bytes
-from shardwright_formats.types.cluster import NodeGroup
+from shardwright_formats.types.cluster import MAX_DEVICES, NodeGroup
 from shardwright_formats.types.limits import (
     Count,
     Gib,
@@ -30,8 +30,10 @@ from shardwright_train.training.learning_rate import LearningRateSchedule
 
 __all__ = ["INHERITED", "Configuration", "ModelChoice", "Profile", "Search", "Select", "Source"]
 
-Name = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Text = Annotated[str, Meta(min_length=1)]
+Name = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+Text = Annotated[str, Meta(min_length=1, max_length=1000)]
+Word = Annotated[str, Meta(pattern=r"""^[^\s;'"`$\\]+$""", max_length=200)]
+"""What Slurm is given: neither spaces nor quotes."""
 
 SCHEMA = Path("workflow/schemas/config.schema.json")
 
@@ -56,9 +58,9 @@ class Select(StrEnum):
 class Slurm(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a job on a node asks Slurm for."""
 
-    partition: Text | None = None
-    account: Text | None = None
-    constraint: Text | None = None
+    partition: Word | None = None
+    account: Word | None = None
+    constraint: Word | None = None
     gpus_per_node: Annotated[str, Meta(pattern="^([A-Za-z0-9_-]+:)?[0-9]+$")] | None = None
     cpus_per_node: Count = 1
     mem_mb: Count = 4000
@@ -70,7 +72,7 @@ class NodeKind(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     device: Text
     """The device's name as its driver gives it, or `cpu`."""
-    devices_per_node: Count
+    devices_per_node: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
     """Each device is one rank."""
     memory_gib: Gib
     """Memory of one device."""
@@ -140,7 +142,7 @@ class Data(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     text: Text
     """A file or folder, or `python-stdlib`."""
-    glob: Text
+    glob: Text = "*.py"
     """Which files of a folder."""
     vocab_size: Annotated[int, Meta(ge=257, le=2**24)]
     max_mib: Annotated[float, Meta(ge=0.01, le=2**20)]

@@ -159,7 +159,7 @@ def test_interleaved_schedules_cut_layers_into_equal_chunks(planned):
 
 def test_a_range_of_batches_is_searched_for_the_most_samples_a_second(searched):
     found = searched(global_batch_size={"min": 4, "max": 17, "step": 4})
-    assert batch_sizes(make_request(global_batch_size={"min": 4, "max": 17, "step": 4})) == (4, 8, 12, 16)
+    assert [*batch_sizes(make_request(global_batch_size={"min": 4, "max": 17, "step": 4}))] == [4, 8, 12, 16]
     each = {size: searched(global_batch_size=size).optimum_s / size for size in (4, 8, 12, 16)}
     batch = found.chosen.plan.global_batch_size
     assert found.optimum_s / batch == pytest.approx(min(each.values()), rel=1e-12)
@@ -261,6 +261,7 @@ def test_a_request_that_cannot_be_met_is_refused_in_one_line(searched, changes, 
     ("changes", "message"),
     [
         ({"global_batch_size": {"min": 8, "max": 4, "step": 1}}, "min 8 is above max 4"),
+        ({"global_batch_size": {"min": 1, "max": 2**31 - 1, "step": 1}}, "more than 10000 sizes: take a larger step"),
         (
             {"global_batch_size": {"min": 4, "max": 8, "step": 4}, "objective": "step_time"},
             "objective step_time needs one global_batch_size, not a range",

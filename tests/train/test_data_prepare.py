@@ -48,6 +48,13 @@ def test_every_file_is_a_document_that_decodes_to_its_text(text: Path, tmp_path:
     assert [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in documents] == [TEXTS[n] for n in IN_ORDER]
 
 
+def test_a_single_file_is_one_document_whatever_the_glob(text: Path, tmp_path: Path) -> None:
+    prepare(str(text / "b.txt"), "*.py", 300, 1.0, tmp_path / "out")
+    tokenizer = Tokenizer.from_file(str(DataFolder(tmp_path / "out").tokenizer))
+    (document,) = _documents(tmp_path / "out")
+    assert tokenizer.decode(document, skip_special_tokens=True) == TEXTS["b.txt"]
+
+
 def test_every_document_ends_with_the_end_of_text_and_has_no_other(text: Path, tmp_path: Path) -> None:
     prepare(str(text), "*.txt", 300, 1.0, tmp_path / "out")
     end = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).token_to_id(END_OF_TEXT)
@@ -130,7 +137,7 @@ def test_the_standard_library_is_taken_without_its_tests(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text_argument", "glob", "vocab_size", "fault"),
     [
-        ("nowhere", "*.txt", 300, "nowhere: is no folder"),
+        ("nowhere", "*.txt", 300, "nowhere: is no file and no folder"),
         (".", "*.rst", 300, "no text in files '*.rst'"),
         (".", "/abs/*", 300, "--glob '/abs/*' cannot be matched"),
         (".", "", 300, "no text in files ''"),

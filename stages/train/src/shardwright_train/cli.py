@@ -72,7 +72,7 @@ def describe(
 
 @app.command()
 def prepare(
-    text: Annotated[str, typer.Option(help="Folder of text files, or `python-stdlib`: Python's own sources.")],
+    text: Annotated[str, typer.Option(help="Text file, folder of them, or `python-stdlib`: Python's own sources.")],
     vocab_size: Annotated[int, typer.Option(help="Tokens of the byte-level BPE to train.", min=257)],
     out: Annotated[Path, typer.Option(help="Folder for tokenizer.json, tokens.bin, tokens.idx, data.json.")],
     glob: Annotated[str, typer.Option(help="Which files of the folder.")] = "*.py",

@@ -15,6 +15,7 @@ __all__ = ["Grid", "ProfileSettings", "Range"]
 _Counts = Annotated[tuple[Count, ...], Meta(min_length=1)]
 
 
+_MAX_VALUES = 10_000
 _SIZES_OF_A_RANGE = 3
 _LENGTHS_OF_A_RANGE = 4
 
@@ -41,6 +42,8 @@ class Range(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.max < self.min:
             raise ValueError(f"max {self.max} is below min {self.min}")
+        if (self.max - self.min) // self.step >= _MAX_VALUES:
+            raise ValueError(f"more than {_MAX_VALUES} values: take a larger step")
 
     def values(self, most: int | None) -> tuple[int, ...]:
         """All of them, or `most` of them: the ends and evenly between."""

@@ -1,5 +1,6 @@
 """What to search: the batch, the memory budget, the space of plans, and what is best."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -22,6 +23,8 @@ __all__ = [
     "batch_sizes",
 ]
 
+_MAX_BATCH_SIZES = 10_000
+"""Each is searched."""
 Counts = Annotated[tuple[Count, ...], Meta(min_length=1)]
 
 
@@ -168,11 +171,13 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
         batch = self.global_batch_size
         if isinstance(batch, BatchRange) and batch.min > batch.max:
             raise ValueError(f"global_batch_size: min {batch.min} is above max {batch.max}")
+        if isinstance(batch, BatchRange) and len(batch_sizes(self)) > _MAX_BATCH_SIZES:
+            raise ValueError(f"global_batch_size: more than {_MAX_BATCH_SIZES} sizes: take a larger step")
         if isinstance(batch, BatchRange) and self.objective is Objective.STEP_TIME:
             raise ValueError("objective step_time needs one global_batch_size, not a range")
 
 
-def batch_sizes(request: SearchRequest) -> tuple[int, ...]:
+def batch_sizes(request: SearchRequest) -> Sequence[int]:
     """The batch sizes to choose from, ascending."""
     batch = request.global_batch_size
-    return tuple(range(batch.min, batch.max + 1, batch.step)) if isinstance(batch, BatchRange) else (batch,)
+    return range(batch.min, batch.max + 1, batch.step) if isinstance(batch, BatchRange) else (batch,)

@@ -32,10 +32,11 @@ class _TextFile(NamedTuple):
 def prepare(text: str, glob: str, vocab_size: int, max_mib: float, out: Path) -> None:
     """Write OUT/{tokenizer.json,tokens.bin,tokens.idx,data.json}: the same files and arguments give the same bytes.
 
-    `text` is a folder, of which the files that match `glob` are taken in the order of their names, or `python-stdlib`,
-    the sources of Python's standard library without its tests. Each file is a document, held in memory one at a time
-    and closed by an end-of-text token. The file that goes beyond `max_mib` (MiB) is cut at the end of a line, and
-    those after it are left out. A text too short for `vocab_size` gives a smaller vocabulary, which data.json says.
+    `text` is a file; a folder, of which the files that match `glob` are taken in the order of their names; or
+    `python-stdlib`, the sources of Python's standard library without its tests. Each file is a document, held in
+    memory one at a time and closed by an end-of-text token. The file that goes beyond `max_mib` (MiB) is cut at the end
+    of a line, and those after it are left out. A text too short for `vocab_size` gives a smaller vocabulary, which
+    data.json says.
 
     Raises BadInput when there is no text, or a file is not UTF-8.
     """
@@ -64,13 +65,13 @@ def prepare(text: str, glob: str, vocab_size: int, max_mib: float, out: Path) ->
 
 
 def _files(text: str, glob: str, most_bytes: int) -> list[_TextFile]:
-    folder = Path(sysconfig.get_path("stdlib") if text == _PYTHON_STDLIB else text)
-    if not folder.is_dir():
-        raise BadInput(folder, "is no folder", f"pass a folder of text, or {_PYTHON_STDLIB}")
+    source = Path(sysconfig.get_path("stdlib") if text == _PYTHON_STDLIB else text)
+    if not source.is_dir() and not source.is_file():
+        raise BadInput(source, "is no file and no folder", f"pass a text file, a folder of them, or {_PYTHON_STDLIB}")
     unwanted = _NOT_STDLIB if text == _PYTHON_STDLIB else frozenset()
     taken: list[_TextFile] = []
     room = most_bytes
-    for path in _matching(folder, glob, unwanted):
+    for path in [source] if source.is_file() else _matching(source, glob, unwanted):
         size = path.stat().st_size
         if size > room:
             size = _last_line_end(path, room)
@@ -81,7 +82,7 @@ def _files(text: str, glob: str, most_bytes: int) -> list[_TextFile]:
             break
     if not taken:
         raise BadInput(
-            folder, f"no text in files {glob!r} within {most_bytes} bytes", "check --text, --glob and --max-mib"
+            source, f"no text in files {glob!r} within {most_bytes} bytes", "check --text, --glob and --max-mib"
         )
     return taken
 
