@@ -28,15 +28,15 @@ from transformers import LlamaForCausalLM
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Strategy
-from shardwright_train.launch import Nodes, launch
+from shardwright_train.engine import build_engine
+from shardwright_launch.ranks import launch
 from shardwright_train.models.registry import family_named
-from shardwright_train.parallel.parallelize import Site
+from shardwright_train.optimizer.learning_rate import Hyperparameters
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.world import World, joined_world
-from shardwright_train.pipeline.runner import Pipeline, Step, run_step
-from shardwright_train.pipeline.stage import build_stage
-from shardwright_train.training.optimizer import Hyperparameters, ShardedAdamW
+from shardwright_train.pipeline.layer import RankContext
+from shardwright_train.pipeline.runner import Step
 
 RANKS, BATCH, LENGTH, WARM_UP = 2, 8, 128, 2
 CONFIG = {
@@ -76,17 +76,21 @@ class Ours:
     """The runtime, as `run` and `measure` call it."""
 
     def __init__(self, plan: Plan, world: World, groups: Groups) -> None:
-        groups.prepare(plan)
-        family = family_named("llama", "benchmark")
-        self.stage = build_stage(Site(plan, family, world.rank, groups, "sdpa", world.device, 0))
-        self.place = Pipeline.of(plan, world.rank, groups, world.device)
-        self.adamw = ShardedAdamW(self.stage.parameters_by_name(), SETTINGS, self.stage.copies())
-        self.adamw.begin(0)
+        context = RankContext(
+            plan=plan,
+            family=family_named("llama", "benchmark"),
+            rank=world.rank,
+            groups=groups,
+            attention="sdpa",
+            device=world.device,
+            seed=0,
+        )
+        self.engine = build_engine(context, SETTINGS)
 
     def step(self, text: Tensor) -> float:
         """One step on tokens [batch, length + 1]; returns the mean loss over all ranks."""
-        work = Step({"tokens": text[:, :-1], "labels": text[:, 1:]})
-        return self.adamw.step(SETTINGS.steps // 2, run_step(self.stage, self.place, work), stop=False).loss
+        batch = {"tokens": text[:, :-1], "labels": text[:, 1:]}
+        return self.engine.train_step(Step(batch, number=SETTINGS.steps // 2)).loss
 
 
 class Plain:
@@ -195,7 +199,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "times.json"
         command = [sys.executable, __file__, "--worker", str(result), "--pairs", str(options.pairs)]
-        launch(command, RANKS, 0, RANKS, Nodes())
+        launch(command, range(RANKS), RANKS)
         if options.out:
             head = {"device": "cpu", "torch": str(torch.__version__), "date": datetime.now(UTC).date().isoformat()}
             options.out.write_text(json.dumps(head | {"seconds": json.loads(result.read_bytes())}, indent=1) + "\n")

@@ -11,28 +11,23 @@ import flash_attn_stand_in
 import msgspec
 import torch
 import torch.distributed as dist
-from tiny_models import batch_of
+from tiny_models import batch_of, engine_of
 
 from shardwright_formats.io.json import read_document
 from shardwright_formats.types.plan import Plan, Plans
-from shardwright_train.models.registry import family_named
-from shardwright_train.parallel.parallelize import Site
+from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
-from shardwright_train.parallel.sharded_parameters import local_tensor
 from shardwright_train.parallel.world import World, joined_world
-from shardwright_train.pipeline.runner import Pipeline, Step, run_step
-from shardwright_train.pipeline.stage import build_stage
+from shardwright_train.pipeline.runner import Step
 
 
 def step_of(plan: Plan, groups: Groups, world: World) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss, and this rank's part of every gradient."""
-    groups.prepare(plan)
-    family = family_named(plan.model.family, "plan")
-    stage = build_stage(Site(plan, family, world.rank, groups, "sdpa", world.device, 0))
-    place = Pipeline.of(plan, world.rank, groups, world.device)
-    loss = run_step(stage, place, Step(batch_of(plan.model, plan.global_batch_size, 0)))
+    engine = engine_of(plan, world, groups)
+    loss = engine.forward_backward(Step(batch_of(plan.model, plan.global_batch_size, 0)))
     dist.all_reduce(loss)
-    return loss, {name: local_tensor(p.grad) for name, p in stage.parameters_by_name().items() if p.grad is not None}
+    parameters = engine.optimizer.parameters
+    return loss, {name: local_tensor(p.grad) for name, p in parameters.items() if p.grad is not None}
 
 
 def main(plans_file: str, result_file: str) -> None:

@@ -11,8 +11,8 @@ import torch
 from shardwright_formats.io.errors import ShardwrightError
 from shardwright_formats.io.json import read_document
 from shardwright_train.jobs import RunJob
+from shardwright_train.optimizer import adamw, loss_scale
 from shardwright_train.parallel.world import joined_world
-from shardwright_train.training import loss_scale, optimizer
 from shardwright_train.training.loop import train
 
 
@@ -23,7 +23,7 @@ def main(start: str, *job_files: str) -> None:
     """
     with joined_world("cpu") as world, patch.object(loss_scale, "_START", float(start)):
         for file in map(Path, job_files):
-            infinite = patch.object(optimizer, "_squared_norm", lambda *_: torch.tensor(math.inf, dtype=torch.float64))
+            infinite = patch.object(adamw, "_squared_norm", lambda *_: torch.tensor(math.inf, dtype=torch.float64))
             try:
                 with infinite if file.stem == "endless" else nullcontext():
                     train(read_document(file, RunJob), world)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from tiny_models import batch_of, stock_logits, stock_model
+from tiny_models import batch_of, engine_of, stock_logits, stock_model
 from torch import Tensor, nn
 
 from shardwright_formats.io.json import read_document
@@ -20,19 +20,18 @@ from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.types.plan import Plan, Plans
 from shardwright_train.models.base import Batch
 from shardwright_train.models.registry import family_named
+from shardwright_train.optimizer import adamw
+from shardwright_train.optimizer.learning_rate import Hyperparameters
 from shardwright_train.parallel import collectives, redistribute
 from shardwright_train.parallel import data as data_parallel
-from shardwright_train.parallel.parallelize import Site
+from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.rng import seed_of
-from shardwright_train.parallel.sharded_parameters import local_tensor
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.parallel.tied_weights import TiedParameters
 from shardwright_train.parallel.world import World, joined_world
-from shardwright_train.pipeline.runner import Pipeline, Step, run_step
-from shardwright_train.pipeline.stage import Stage, build_stage
-from shardwright_train.training import optimizer
-from shardwright_train.training.optimizer import Hyperparameters, ShardedAdamW
+from shardwright_train.pipeline.runner import Step
+from shardwright_train.pipeline.stage import Stage
 
 STEPS = 3
 SETTINGS = Hyperparameters(learning_rate=1e-2, warmup_steps=1, steps=STEPS, weight_decay=0.1, clip_norm=0.5)
@@ -75,24 +74,24 @@ class Reference:
             {"params": decayed, "weight_decay": SETTINGS.weight_decay},
             {"params": spared, "weight_decay": 0.0},
         ]
-        adamw = torch.optim.AdamW(groups, betas=SETTINGS.betas, eps=SETTINGS.eps)
+        stock_adamw = torch.optim.AdamW(groups, betas=SETTINGS.betas, eps=SETTINGS.eps)
         for step, batch in enumerate(batches(plan), start=1):
             logits = stock_logits(self.model, batch)
             loss = nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
-            adamw.zero_grad()
+            stock_adamw.zero_grad()
             loss.backward()
             if step == 1:
                 self.first_gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
             self.norms.append(nn.utils.clip_grad_norm_(named.values(), SETTINGS.clip_norm).item())
-            for group in adamw.param_groups:
+            for group in stock_adamw.param_groups:
                 group["lr"] = SETTINGS.learning_rate_at(step)
-            adamw.step()
+            stock_adamw.step()
             self.losses.append(loss.item())
         self.parameters = {n: p.detach() for n, p in named.items()}
 
     def part(self, values: dict[str, Tensor], stage: Stage) -> list[Tensor]:
         """What this rank should hold of some values, parameter by parameter."""
-        model, family, me = stage.site.plan.model, stage.site.family, stage.site.me
+        model, family, me = stage.context.plan.model, stage.context.family, stage.context.me
         found = []
         for layer in stage.layers:
             described = {p.name: p for p in model.types[layer.kind].parameters}
@@ -117,20 +116,15 @@ def worst(pairs: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> dict[str, float]:
-    family = family_named(plan.model.family, "plan")
-    groups.prepare(plan)
-    stage = build_stage(Site(plan, family, world.rank, groups, "sdpa", world.device, 0))
-    place = Pipeline.of(plan, world.rank, groups, world.device)
-    parameters = stage.parameters_by_name()
-    adamw = ShardedAdamW(parameters, SETTINGS, stage.replicas())
-    adamw.begin(0)
+    engine = engine_of(plan, world, groups, settings=SETTINGS)
+    stage, parameters = engine.stage, engine.optimizer.parameters
     gradient_error = loss_error = norm_error = 0.0
     for step, batch in enumerate(batches(plan), start=1):
-        loss = run_step(stage, place, Step(batch))
+        loss = engine.forward_backward(Step(batch, number=step))
         if step == 1:
             mine = [local_tensor(p.grad) for p in parameters.values() if p.grad is not None]
             gradient_error = worst(list(zip(mine, reference.part(reference.first_gradients, stage), strict=True)))
-        outcome = adamw.step(step, loss, stop=False)
+        outcome = engine.optimizer.step(step, loss, stop=False)
         loss_error = max(loss_error, abs(outcome.loss - reference.losses[step - 1]))
         norm_error = max(norm_error, abs(outcome.grad_norm - reference.norms[step - 1]))
     mine = [local_tensor(p.detach()) for p in parameters.values()]
@@ -164,29 +158,29 @@ def _sequence_gradient_scaled() -> AbstractContextManager[object]:
 
 
 def _replicated_squares_counted_twice() -> AbstractContextManager[object]:
-    return patch.object(optimizer, "_replicas", lambda _parameter: 1)
+    return patch.object(adamw, "_replicas", lambda _parameter: 1)
 
 
-def _a_route_skipped() -> AbstractContextManager[object]:
+def _a_transfer_skipped() -> AbstractContextManager[object]:
     move = redistribute._Move.__call__
 
     def skipping(self: redistribute._Move, x: Tensor) -> Tensor:
         moved = move(self, x)
-        if self.receives:
-            moved[self.receives[-1][1]] = 0
+        if received := [window for from_peer in self.receives for window in from_peer]:
+            moved[received[-1]] = 0
         return moved
 
     return patch.object(redistribute._Move, "__call__", skipping)
 
 
 def _partial_gradients_reduced_twice() -> AbstractContextManager[object]:
-    once = collectives.sum_together
+    once = collectives.all_reduce_together
 
     def twice(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         once(tensors, group)
         once(tensors, group)
 
-    return patch("shardwright_train.pipeline.stage.sum_together", twice)
+    return patch("shardwright_train.pipeline.stage.all_reduce_together", twice)
 
 
 def _copies_of_tied_parameters_not_summed() -> AbstractContextManager[object]:
@@ -206,7 +200,7 @@ MUTATIONS = {
         _pieces_swapped_in_redistribution,
         _sequence_gradient_scaled,
         _replicated_squares_counted_twice,
-        _a_route_skipped,
+        _a_transfer_skipped,
         _partial_gradients_reduced_twice,
         _copies_of_tied_parameters_not_summed,
         _copies_counted_twice_in_the_norm,

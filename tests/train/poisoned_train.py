@@ -26,22 +26,22 @@ def as_command() -> None:
 
 def as_rank() -> None:
     """The worker, in which one rank's share of a layer is no number from its third step on."""
-    from shardwright_train.parallel.sharded_parameters import local_tensor
-    from shardwright_train.training import loop
+    from shardwright_train.engine import Engine
+    from shardwright_train.parallel.data import local_tensor
 
-    stock, steps = loop.run_step, 0
+    stock, steps = Engine.forward_backward, 0
 
-    def poisoned(stage: Any, *arguments: Any, **named: Any) -> Any:
+    def poisoned(engine: Engine, *arguments: Any, **named: Any) -> Any:
         nonlocal steps
         steps += 1
         if steps == POISONED_STEP:
-            layer = next(e for e in stage.layers if e.name == f"layers[{POISONED_LAYER}]")
+            layer = next(e for e in engine.stage.layers if e.name == f"layers[{POISONED_LAYER}]")
             with torch.no_grad():
                 local_tensor(next(layer.module.parameters())).fill_(torch.nan)
-        return stock(stage, *arguments, **named)
+        return stock(engine, *arguments, **named)
 
     if int(os.environ["RANK"]) == POISONED_RANK:
-        loop.run_step = poisoned
+        Engine.forward_backward = poisoned
     worker.main(*sys.argv[1:])
 
 

@@ -14,20 +14,17 @@ import msgspec
 import torch
 import torch.distributed as dist
 from random_plans import random_plan
-from tiny_models import batch_of, tiny
+from tiny_models import batch_of, engine_of, tiny
 from torch import Tensor, nn
 
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_train.models.base import Batch
-from shardwright_train.models.registry import family_named
-from shardwright_train.parallel.parallelize import Site
+from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.rng import Randomness
-from shardwright_train.parallel.sharded_parameters import local_tensor
 from shardwright_train.parallel.world import World, joined_world
-from shardwright_train.pipeline.runner import Pipeline, Step, run_step
-from shardwright_train.pipeline.stage import build_stage
+from shardwright_train.pipeline.runner import Step
 
 RATE = 0.1
 MODEL = tiny("gpt2", embd_pdrop=RATE, attn_pdrop=RATE, resid_pdrop=RATE)
@@ -72,19 +69,16 @@ class Runner:
 
     def run(self, plan: Plan, number: int = 1, kernel: str = "sdpa") -> Seen:
         """A step on samples that are the same in every microbatch and on every rank."""
-        self.groups.prepare(plan)
-        family = family_named("gpt2", "test")
-        stage = build_stage(Site(plan, family, self.world.rank, self.groups, kernel, self.world.device, 0))
-        place = Pipeline.of(plan, self.world.rank, self.groups, self.world.device)
+        engine = engine_of(plan, self.world, self.groups, kernel)
         sample = batch_of(MODEL, 1, 0)
         batch: Batch = {name: x.expand(SAMPLES, -1) for name, x in sample.items()}
         seen = Seen()
-        for layer in stage.layers:
+        for layer in engine.stage.layers:
             if layer.kind == "block":
                 layer.module.register_forward_hook(lambda _module, _args, out: seen.outputs.append(out.detach()))
         with _drops_recorded(seen):
-            loss = run_step(stage, place, Step(batch, seed=0, number=number))
-        seen.gradients = [loss, *(local_tensor(p.grad) for p in stage.parameters_by_name().values())]  # type: ignore[arg-type]
+            loss = engine.forward_backward(Step(batch, seed=0, number=number))
+        seen.gradients = [loss, *(local_tensor(p.grad) for p in engine.optimizer.parameters.values())]  # type: ignore[arg-type]
         return seen
 
 

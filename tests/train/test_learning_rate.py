@@ -5,15 +5,21 @@ from typing import Any
 
 import pytest
 
-from shardwright_train.training.learning_rate import LearningRateSchedule, learning_rate_at
-from shardwright_train.training.optimizer import Hyperparameters
+from shardwright_train.optimizer.learning_rate import Hyperparameters, LearningRateSchedule
 
 STEPS, WARMUP_STEPS, PEAK = 20, 4, 2.0
 
 
 def rate(step: int, schedule: str, **changes: Any) -> float:
-    settings = {"peak": PEAK, "steps": STEPS, "warmup_steps": WARMUP_STEPS, "final_fraction": 0.2}
-    return learning_rate_at(step, LearningRateSchedule(schedule), **({**settings, "decay_fraction": 0.25} | changes))
+    settings: dict[str, Any] = {
+        "learning_rate": PEAK,
+        "learning_rate_schedule": LearningRateSchedule(schedule),
+        "steps": STEPS,
+        "warmup_steps": WARMUP_STEPS,
+        "final_fraction": 0.2,
+        "decay_fraction": 0.25,
+    }
+    return Hyperparameters(weight_decay=0, clip_norm=0, **(settings | changes)).learning_rate_at(step)
 
 
 @pytest.mark.parametrize("schedule", LearningRateSchedule)

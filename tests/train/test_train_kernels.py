@@ -26,7 +26,7 @@ from shardwright_train.cli import app
 from shardwright_train.models import attention_kernels as kernels
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
-from shardwright_train.parallel.sequence import ULYSSES_ATTENTION, exchange_around_attention
+from shardwright_train.parallel.sequence import ULYSSES_ATTENTION, apply_ulysses
 from shardwright_train.parallel.world import World
 from shardwright_train.start import start_measure
 from shardwright_train.support import check_installed, check_supported, without_devices
@@ -232,7 +232,7 @@ def test_ulysses_wraps_flash_attention_as_what_it_is(one_rank: World, monkeypatc
         block = family.build(model, "layers[0]", kernel)
         family.initialize(model, block)
         if kernel == ULYSSES_ATTENTION:
-            exchange_around_attention(block, dist.group.WORLD, FLASH.value, 4)
+            apply_ulysses(block, dist.group.WORLD, FLASH.value)
         outputs += family.call(block, (states,), batch, constants)
         assert block.self_attn.config._attn_implementation == kernel
     assert asked == ["flash_attention_2"]

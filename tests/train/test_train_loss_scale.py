@@ -17,9 +17,9 @@ from shardwright_formats.types.run import RunResult
 from shardwright_launch.ranks import launch
 from shardwright_train.data.prepare import prepare
 from shardwright_train.jobs import RunJob
+from shardwright_train.optimizer.learning_rate import LearningRateSchedule
+from shardwright_train.optimizer.loss_scale import LossScale
 from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
-from shardwright_train.training.learning_rate import LearningRateSchedule
-from shardwright_train.training.loss_scale import LossScale
 
 START = 2.0**40
 STEPS, STOP = 32, 27

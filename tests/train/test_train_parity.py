@@ -28,7 +28,7 @@ MUTATIONS = (
     "pieces_swapped_in_redistribution",
     "sequence_gradient_scaled",
     "replicated_squares_counted_twice",
-    "a_route_skipped",
+    "a_transfer_skipped",
     "partial_gradients_reduced_twice",
     "copies_of_tied_parameters_not_summed",
     "copies_counted_twice_in_the_norm",

@@ -86,7 +86,7 @@ def test_mixed_plans_with_pipelines_and_ties_move_the_bytes_of_the_formulas(fami
 
 def test_a_gather_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = next(plan for plan in kinds_of_strategy() if plan.name == "zero3 every=False")
-    monkeypatch.setattr("shardwright_train.pipeline.stage.prefetch_in_backward", lambda _modules: None)
+    monkeypatch.setattr("shardwright_train.parallel.parallelize.prefetch_in_backward", lambda _modules: None)
     assert counted(plan, 0) != by_formula(plan, 0)
 
 

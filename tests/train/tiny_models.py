@@ -15,8 +15,14 @@ from transformers import (
 )
 
 from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import Plan
 from shardwright_train.data.objectives import Batch
+from shardwright_train.engine import Engine, build_engine
 from shardwright_train.models.registry import family_named
+from shardwright_train.optimizer.learning_rate import ANY, Hyperparameters
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.world import World
+from shardwright_train.pipeline.layer import RankContext
 
 SEQUENCE_LENGTH = 16
 LAYERS = 4
@@ -126,3 +132,19 @@ def batch_of(model: Model, samples: int, seed: int) -> Batch:
     """A batch of random inputs."""
     generator = torch.Generator().manual_seed(seed)
     return family_named(model.family, "test").learns(model).random_batch(samples, generator)
+
+
+def engine_of(
+    plan: Plan, world: World, groups: Groups, attention: str = "sdpa", settings: Hyperparameters = ANY
+) -> Engine:
+    """This rank's part of a plan, with the weights of seed 0."""
+    context = RankContext(
+        plan=plan,
+        family=family_named(plan.model.family, "plan"),
+        rank=world.rank,
+        groups=groups,
+        attention=attention,
+        device=world.device,
+        seed=0,
+    )
+    return build_engine(context, settings)

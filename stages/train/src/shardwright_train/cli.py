@@ -14,9 +14,9 @@ from shardwright_formats.types.plan import Plan
 from shardwright_launch.heartbeat import HANG_TIMEOUT_S, START_UP_S
 from shardwright_launch.nodes import nodes_of
 from shardwright_train.jobs import RunJob
+from shardwright_train.optimizer.learning_rate import LearningRateSchedule
 from shardwright_train.start import start_measure, start_run
 from shardwright_train.support import check_supported, without_devices
-from shardwright_train.training.learning_rate import LearningRateSchedule
 
 __all__ = ["app", "main"]
 

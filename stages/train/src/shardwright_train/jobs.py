@@ -1,7 +1,7 @@
 """What the parent asks of the ranks it starts, handed over as a file."""
 
 from shardwright_formats.io.json import Document
-from shardwright_train.training.learning_rate import LearningRateSchedule
+from shardwright_train.optimizer.learning_rate import LearningRateSchedule
 
 __all__ = ["MeasureJob", "RunJob"]
 

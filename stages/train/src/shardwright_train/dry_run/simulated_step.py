@@ -16,18 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.plan import Plan
-from shardwright_train.measurement.record import MicrobatchChunk
+from shardwright_train.engine import build_engine
 from shardwright_train.models.base import Family
-from shardwright_train.parallel.parallelize import Site
+from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
-from shardwright_train.parallel.sharded_parameters import local_tensor
-from shardwright_train.pipeline.runner import Pipeline, Step, run_step
-from shardwright_train.pipeline.stage import build_stage
-from shardwright_train.training.optimizer import Hyperparameters, ShardedAdamW
+from shardwright_train.pipeline.layer import RankContext
+from shardwright_train.pipeline.runner import MicrobatchChunk, Step
 
 __all__ = ["SimulatedStep", "Traffic", "simulate_step"]
-
-_SETTINGS = Hyperparameters(learning_rate=1e-4, warmup_steps=0, steps=1, weight_decay=0.1, clip_norm=1.0)
 
 
 class Traffic(NamedTuple):
@@ -48,7 +44,7 @@ class SimulatedStep(NamedTuple):
     gradients_bytes: int
     optimizer_bytes: int
     peak_bytes: int
-    """The most tensor memory held at once, parameters, gradients and optimizer state included."""
+    """The most tensor memory resident at once, parameters, gradients and optimizer state included."""
     activation_bytes: int
     """What the last microbatch's forward pass through a chunk left behind (the mean over chunks)."""
 
@@ -57,35 +53,33 @@ def simulate_step(plan: Plan, rank: int, family: Family, attention: str) -> Simu
     """Build a rank's pipeline stage as every command does, and run one step of it without data or other ranks."""
     device = torch.device("cpu")
     with _fake_world(rank, plan.world_size):
-        groups = Groups("cpu")
-        groups.prepare(plan)
-        stage = build_stage(Site(plan, family, rank, groups, attention, device, seed=None))
-        place = Pipeline.of(plan, rank, groups, device)
+        context = RankContext(
+            plan=plan, family=family, rank=rank, groups=Groups("cpu"), attention=attention, device=device, seed=None
+        )
+        engine = build_engine(context)
         step = Step(family.learns(plan.model).random_batch(plan.global_batch_size, torch.Generator().manual_seed(0)))
         assert step.counted
-        held, sent = _HeldBytes(), _SentBytes()
-        left = _LeftBehind(held, plan.num_microbatches - 1)
+        resident, sent = _ResidentBytes(), _SentBytes()
+        activations = _ActivationBytes(resident, plan.num_microbatches - 1)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            for chunk in stage.chunks:
+            for chunk in engine.stage.chunks:
                 chunk.to_empty(device=device)
-            for parameter in stage.parameters_by_name().values():
-                held.follow(parameter)
-            parameters = held.now
-            with held:
-                optimizer = ShardedAdamW(stage.parameters_by_name(), _SETTINGS, stage.replicas())
-                optimizer.begin(0)
-                states = held.now
+            for parameter in engine.stage.parameters_by_name().values():
+                resident.follow(parameter)
+            parameters = resident.now
+            with resident:
+                optimizer, with_optimizer = engine.optimizer, resident.now
                 with sent:
-                    run_step(stage, place, step, left.hook)
-            gradients = sum(_local_bytes(p) for p in stage.parameters_by_name().values())
+                    engine.forward_backward(step, activations.hook)
+            gradients = sum(_gradient_bytes(p) for p in optimizer.parameters.values())
         return SimulatedStep(
             messages=dict(sent.count),
             message_bytes=dict(sent.bytes),
             parameters_bytes=parameters,
             gradients_bytes=gradients,
-            optimizer_bytes=states - parameters,
-            peak_bytes=held.peak,
-            activation_bytes=sum(left.bytes) // len(left.bytes),
+            optimizer_bytes=with_optimizer - parameters,
+            peak_bytes=resident.peak,
+            activation_bytes=sum(activations.bytes) // len(activations.bytes),
         )
 
 
@@ -128,8 +122,8 @@ _COLLECTIVES = {
 }
 
 
-class _HeldBytes(TorchDispatchMode):
-    """Follows the storages that operations make, until nothing holds them any more.
+class _ResidentBytes(TorchDispatchMode):
+    """Follows the storages that operations make, until nothing refers to them any more.
 
     FSDP empties and refills storages that it keeps, which no operation shows: their sizes are asked for anew whenever
     the sum seems to reach a peak, and when it is asked for.
@@ -143,7 +137,7 @@ class _HeldBytes(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes held now."""
+        """Bytes resident now."""
         for key, (ref, _) in list(self._storages.items()):
             storage = ref()
             if storage is not None:
@@ -174,22 +168,22 @@ class _HeldBytes(TorchDispatchMode):
         self._sum -= self._storages.pop(key)[1]
 
 
-class _LeftBehind:
+class _ActivationBytes:
     """What the forward passes of one microbatch leave behind."""
 
-    def __init__(self, held: _HeldBytes, microbatch: int) -> None:
-        self._held, self._microbatch, self._before = held, microbatch, 0
+    def __init__(self, resident: _ResidentBytes, microbatch: int) -> None:
+        self._resident, self._microbatch, self._before = resident, microbatch, 0
         self.bytes: list[int] = []
 
     def hook(self, name: str, at: MicrobatchChunk | None = None) -> None:
-        """Note what is held where a forward pass begins and ends."""
+        """Note what is resident where a forward pass begins and ends."""
         if at is not None and at[0] == self._microbatch:
             if name == "forward.begin":
-                self._before = self._held.now
+                self._before = self._resident.now
             elif name == "forward.end":
-                self.bytes.append(self._held.now - self._before)
+                self.bytes.append(self._resident.now - self._before)
 
 
-def _local_bytes(parameter: nn.Parameter) -> int:
+def _gradient_bytes(parameter: nn.Parameter) -> int:
     assert parameter.grad is not None
     return local_tensor(parameter.grad).nbytes

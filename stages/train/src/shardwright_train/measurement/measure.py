@@ -17,29 +17,26 @@ from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement, RankMemory, Segment
 from shardwright_formats.types.plan import Attention, Plan, Plans
+from shardwright_train.engine import build_engine
 from shardwright_train.jobs import MeasureJob
 from shardwright_train.measurement.journal import open_journal
 from shardwright_train.measurement.memory_account import Category, Holdings, MemoryInterval, memory_intervals
-from shardwright_train.measurement.record import MicrobatchChunk, StepHook, clock_for, peak_resident_bytes
+from shardwright_train.measurement.record import clock_for, peak_resident_bytes
 from shardwright_train.measurement.record_memory import record_memory, sizes_by_address
 from shardwright_train.measurement.step_memory import phases_of_memory, segments_of_memory
 from shardwright_train.measurement.timing import StepTiming, timing_of_step
 from shardwright_train.measurement.trace import trace_file, traced
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
+from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.fsdp_memory import gathered_parameters, unreduced_gradients
-from shardwright_train.parallel.parallelize import Site
 from shardwright_train.parallel.process_groups import Groups
-from shardwright_train.parallel.sharded_parameters import local_tensor
 from shardwright_train.parallel.world import World
-from shardwright_train.pipeline.runner import Pipeline, Step, no_hook, run_step
-from shardwright_train.pipeline.stage import build_stage
-from shardwright_train.training.optimizer import Hyperparameters, ShardedAdamW
+from shardwright_train.pipeline.layer import RankContext
+from shardwright_train.pipeline.runner import MicrobatchChunk, Step, StepHook, no_hook
 
 __all__ = ["measure_plans"]
 
-# Only time and memory are of interest; the weights may go where they like, as long as they stay finite.
-_SETTINGS = Hyperparameters(learning_rate=1e-4, warmup_steps=0, steps=1, weight_decay=0.1, clip_norm=1.0)
 _SCATTER = 0.1
 _MOST_ROUNDS = 3
 
@@ -94,22 +91,31 @@ class _Runner:
     def __init__(self, plan: Plan, kernel: str, work: Step, world: World, groups: Groups) -> None:
         self._heartbeat, self._name, self._steps = world.heartbeat, plan.name, 0
         self.work = work
-        family = family_named(plan.model.family, plan.name)
-        self.stage = build_stage(Site(plan, family, world.rank, groups, kernel, world.device, 0))
-        self.place = Pipeline.of(plan, world.rank, groups, world.device)
-        self.optimizer = ShardedAdamW(self.stage.parameters_by_name(), _SETTINGS, self.stage.replicas())
-        self.optimizer.begin(0)
+        context = RankContext(
+            plan=plan,
+            family=family_named(plan.model.family, plan.name),
+            rank=world.rank,
+            groups=groups,
+            attention=kernel,
+            device=world.device,
+            seed=0,
+        )
+        self.engine = build_engine(context)
+        self.stage, self.optimizer = self.engine.stage, self.engine.optimizer
 
     def step(self, hook: StepHook) -> int:
         """One step; returns the bytes of its gradients on this rank once they are reduced."""
         self._steps += 1
         self._heartbeat.begin(f"in step {self._steps} of {self._name}")
-        hook("start")
-        loss = run_step(self.stage, self.place, self.work, hook)
-        gradients = sum(_local_bytes(p.grad) for p in self.optimizer.parameters.values() if p.grad is not None)
-        hook("reduced")
-        self.optimizer.step(1, loss, stop=False)
-        hook("optimizer")
+        gradients = 0
+
+        def counting(name: str, at: MicrobatchChunk | None = None) -> None:
+            nonlocal gradients
+            if name == "reduced":
+                gradients = sum(_local_bytes(p.grad) for p in self.optimizer.parameters.values() if p.grad is not None)
+            hook(name, at)
+
+        self.engine.train_step(self.work, hook=counting)
         return gradients
 
     @property
@@ -136,7 +142,7 @@ class _Runner:
         reduced = (p.grad for p in (*owned, *self.optimizer.parameters.values()) if p.grad is not None)
         unreduced = (x for chunk in self.stage.chunks for x in unreduced_gradients(chunk))
         gathered = (x for chunk in self.stage.chunks for x in gathered_parameters(chunk))
-        reductions = (x.gradient_all_reduce for x in self.stage.layers if x.gradient_all_reduce)
+        reductions = (x.parallel.gradient_all_reduce for x in self.stage.layers if x.parallel.gradient_all_reduce)
         summed = (x for reduction in reductions for x in reduction.resident())
         return {
             Category.GRADIENTS: sizes_by_address(map(local_tensor, (*reduced, *unreduced, *summed))),
@@ -156,7 +162,7 @@ def _measure(plan: Plan, kernel: str, job: MeasureJob, world: World, groups: Gro
         steps.append(_timed(runner, world))
     mine = RankMeasurement(
         rank=world.rank,
-        stage=runner.place.index,
+        stage=runner.stage.context.stage_index,
         step_s=tuple(step.step_s for step in steps),
         segments=tuple(
             Segment(
@@ -183,7 +189,6 @@ def _measure(plan: Plan, kernel: str, job: MeasureJob, world: World, groups: Gro
 def _built(plan: Plan, kernel: str, world: World, groups: Groups) -> tuple[_Runner, list[MemoryInterval]]:
     """The plan on this rank, and the memory that building it took."""
     world.heartbeat.begin(f"before the first step of {plan.name}")
-    groups.prepare(plan)
     generator = torch.Generator().manual_seed(0)
     batch = (
         family_named(plan.model.family, plan.name).learns(plan.model).random_batch(plan.global_batch_size, generator)

@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from shardwright_formats.types.measurement import ResidentMemory
-from shardwright_train.measurement.record import MicrobatchChunk
+from shardwright_train.pipeline.runner import MicrobatchChunk
 
 __all__ = ["Category", "Change", "Counters", "Holdings", "MemoryEvent", "MemoryInterval", "memory_intervals"]
 

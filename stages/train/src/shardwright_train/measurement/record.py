@@ -6,22 +6,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Clock", "Interval", "MicrobatchChunk", "StepHook", "clock_for", "peak_resident_bytes"]
+from shardwright_train.pipeline.runner import MicrobatchChunk
 
-MicrobatchChunk = tuple[int, int]
-"""A microbatch and a chunk: a range of layers of the pipeline stage."""
-
-
-class StepHook(Protocol):
-    """What a step calls at each of its events.
-
-    A pass sets `<kind>.begin`, `<kind>.wait` once the messages are there that it begins with, `<segment>.<kind>` at the
-    end of each segment (or of a part of it) and `<kind>.end`, where kind is `forward` or `backward`; outside of passes
-    stand `start`, `reduced` and `optimizer`. An interval bears the name of the event at its end.
-    """
-
-    def __call__(self, name: str, at: MicrobatchChunk | None = None) -> None:
-        """Set an event now, in the pass of a microbatch through a chunk or outside of passes."""
+__all__ = ["Clock", "Interval", "clock_for", "peak_resident_bytes"]
 
 
 class Interval(NamedTuple):

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright_train.measurement.memory_account import Change, Counters, Holdings, MemoryEvent
-from shardwright_train.measurement.record import MicrobatchChunk
+from shardwright_train.pipeline.runner import MicrobatchChunk
 
 __all__ = ["MemoryRecord", "record_memory", "sizes_by_address"]
 

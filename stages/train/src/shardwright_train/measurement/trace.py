@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwright_formats.io.json import write_bytes
 from shardwright_formats.types.plan import Plan
-from shardwright_train.measurement.record import MicrobatchChunk, StepHook
+from shardwright_train.pipeline.runner import MicrobatchChunk, StepHook
 
 __all__ = ["trace_file", "traced"]
 

@@ -1,38 +1,72 @@
 """Collectives inside a tensor-parallel group, each with its gradient (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["copy_to_group", "gather_sequence", "scatter_sequence", "sum_over_group", "sum_together"]
+__all__ = [
+    "all_reduce_together",
+    "copy_to_group",
+    "exchange_dims",
+    "gather_sequence",
+    "scatter_sequence",
+    "sum_over_group",
+    "with_transpose",
+]
+
+Move = Callable[[Tensor], Tensor]
 
 _SEQUENCE_DIM = 1
 
 
+class _WithTranspose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
+
+
+def with_transpose(x: Tensor, there: Move, back: Move) -> Tensor:
+    """A linear collective `there` of a tensor, whose gradient goes through its transpose `back`."""
+    moved: Tensor = _WithTranspose.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return moved
+
+
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[b, s/n, h] of each rank to [b, s, h] on all; the gradient is summed and scattered."""
-    return x if group.size() == 1 else _apply(_GatherSequence, x, group)
+    return _differentiable(x, group, _gather, _scatter)
 
 
 def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum [b, s, h] over the ranks and leave each its [b, s/n, h]; the gradient is gathered."""
-    return x if group.size() == 1 else _apply(_ScatterSequence, x, group)
+    return _differentiable(x, group, _scatter, _gather)
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The same tensor, used differently by each rank from here on; the gradient is summed over the ranks."""
-    return x if group.size() == 1 else _apply(_CopyToGroup, x, group)
+    return _differentiable(x, group, _same, _sum)
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks, the same on all; the gradient passes as it is."""
-    return x if group.size() == 1 else _apply(_SumOverGroup, x, group)
+    return _differentiable(x, group, _sum, _same)
 
 
-def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def exchange_dims(x: Tensor, split: int, gather: int, group: dist.ProcessGroup) -> Tensor:
+    """Give up a share of the dim `split` for all of the dim `gather`; the gradient goes back the same way."""
+    there, back = (partial(_all_to_all, split=a, gather=b, group=group) for a, b in ((split, gather), (gather, split)))
+    return with_transpose(x, there, back)
+
+
+def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Sum each tensor over the ranks, in place, all in one message."""
     together = torch.cat([x.reshape(-1) for x in tensors])
     dist.all_reduce(together, group=group)
@@ -40,9 +74,13 @@ def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         x.copy_(summed.view_as(x))
 
 
-def _apply(function: type[torch.autograd.Function], x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    result: Tensor = function.apply(x, group)
-    return result
+GroupMove = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+
+def _differentiable(x: Tensor, group: dist.ProcessGroup, there: GroupMove, back: GroupMove) -> Tensor:
+    if group.size() == 1:
+        return x
+    return with_transpose(x, lambda x: there(x, group), lambda gradient: back(gradient, group))
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -58,50 +96,18 @@ def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return mine
 
 
+def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x
+
+
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scatter(grad, ctx.group), None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None
-
-
-class _CopyToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None
-
-
-class _SumOverGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+def _all_to_all(x: Tensor, split: int, gather: int, group: dist.ProcessGroup) -> Tensor:
+    outgoing = torch.stack(x.chunk(group.size(), split))
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=group)
+    return torch.cat(incoming.unbind(0), gather)

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-__all__ = ["gathered_parameters", "take_gradients", "unreduced_gradients"]
+__all__ = ["gathered_parameters", "unreduced_gradients"]
 
 
 def gathered_parameters(module: nn.Module) -> Iterator[Tensor]:
@@ -31,24 +31,6 @@ def unreduced_gradients(module: nn.Module) -> Iterator[Tensor]:
         gathered = getattr(parameter, "_unsharded_param", None)  # made by the first gathering
         if gathered is not None and gathered.grad is not None:
             yield gathered.grad
-
-
-def take_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Take away the gradients that wait for their reduction: each of a module's parameters, and its local gradient."""
-    if not isinstance(module, FSDPModule):
-        for own in module.parameters():
-            if own.grad is not None:
-                yield own, own.grad
-                own.grad = None
-        return
-    for parameter in _parameters(module):
-        gathered, stored = getattr(parameter, "_unsharded_param", None), parameter.sharded_param
-        if parameter.unsharded_accumulated_grad is not None:
-            yield stored, parameter.unsharded_accumulated_grad_data
-            parameter.unsharded_accumulated_grad = None
-        elif gathered is not None and gathered.grad is not None:
-            yield stored, parameter.unsharded_grad_data
-            gathered.grad = None
 
 
 def _parameters(module: nn.Module) -> Iterator[FSDPParam]:

@@ -1,98 +1,94 @@
 """Moving activations from one layout to another with one uneven all_to_all, and their gradients back."""
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwright_formats.semantics.layout import ActivationShard, Layout, closed_groups, redistribution_plan
+from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.parallel.process_groups import Groups
 
-__all__ = ["Redistribution"]
+__all__ = ["Redistribution", "RedistributionSite"]
+
+Window = tuple[slice, slice]
+"""Samples and positions of a local tensor."""
+
+
+@dataclass(frozen=True)
+class RedistributionSite:
+    """The rank `me` among the `ranks` of a pipeline stage, and the size of what it redistributes."""
+
+    ranks: tuple[int, ...]
+    me: int
+    samples: int
+    length: int
+    groups: Groups
 
 
 class Redistribution:
     """The change from `source` to `target` layout for one rank of a pipeline stage.
 
-    Called on [samples, positions, features] of the source's rectangle, it returns the target's; the gradient takes the
-    reverse way. A layout that holds copies expects the full gradient on each of them, and gives it.
+    Called on [samples, positions, features] of the source's activation shard, it returns the target's; the gradient
+    takes the reverse way. A layout with replicas expects the full gradient on each of them, and gives it.
     """
 
-    def __init__(
-        self, source: Layout, target: Layout, samples: int, length: int, ranks: tuple[int, ...], me: int, groups: Groups
-    ) -> None:
-        self.forward_move = _Move(source, target, samples, length, ranks, me, groups)
-        self.backward_move = _Move(target, source, samples, length, ranks, me, groups)
+    def __init__(self, source: Layout, target: Layout, site: RedistributionSite) -> None:
+        self.forward_move, self.backward_move = _Move(source, target, site), _Move(target, source, site)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Move a tensor; differentiable."""
-        moved: Tensor = _Moved.apply(x, self.forward_move, self.backward_move)  # type: ignore[no-untyped-call]
-        return moved
-
-
-class _Moved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, there: "_Move", back: "_Move") -> Tensor:
-        ctx.back = back
-        return there(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad), None, None
+        return with_transpose(x, self.forward_move, self.backward_move)
 
 
 class _Move:
-    """One direction: which pieces this rank keeps, sends and receives."""
+    """One direction: which pieces this rank keeps, sends and receives, each in the order of the group's ranks."""
 
-    def __init__(
-        self, source: Layout, target: Layout, samples: int, length: int, ranks: tuple[int, ...], me: int, groups: Groups
-    ) -> None:
-        members = next(group for group in closed_groups(source, target, samples, length) if me in group)
-        index = {rank: i for i, rank in enumerate(members)}
-        every = redistribution_plan(source, target, samples, length)
-        mine_before = source.activation_shard(me, samples, length)
-        mine_after = target.activation_shard(me, samples, length)
-        self.size = len(members)
-        self.group = groups.among("redistribute", (ranks[i] for i in members)) if self.size > 1 else None
-        self.shape = (
-            mine_after.batch_end - mine_after.batch_start,
-            mine_after.sequence_end - mine_after.sequence_start,
-        )
-        self.kept = [
-            (_window(r.piece, mine_before), _window(r.piece, mine_after)) for r in every if r.source == r.target == me
+    def __init__(self, source: Layout, target: Layout, site: RedistributionSite) -> None:
+        me, size = site.me, (site.samples, site.length)
+        self.members = next(group for group in closed_groups(source, target, *size) if me in group)
+        several = len(self.members) > 1
+        self.group = site.groups.among("redistribute", (site.ranks[i] for i in self.members)) if several else None
+        before, after = source.activation_shard(me, *size), target.activation_shard(me, *size)
+        self.shape = after.batch_end - after.batch_start, after.sequence_end - after.sequence_start
+        transfers = redistribution_plan(source, target, *size)
+        mine = [t for t in transfers if t.source == t.target == me]
+        self.kept = [(_window(t.piece, before), _window(t.piece, after)) for t in mine]
+        self.sends = [
+            [_window(t.piece, before) for t in transfers if (t.source, t.target) == (me, peer) and peer != me]
+            for peer in self.members
         ]
-        sends = sorted((r for r in every if r.source == me != r.target), key=lambda r: index[r.target])
-        receives = sorted((r for r in every if r.target == me != r.source), key=lambda r: index[r.source])
-        self.sends = [(index[r.target], _window(r.piece, mine_before), r.piece.tokens) for r in sends]
-        self.receives = [(index[r.source], _window(r.piece, mine_after), r.piece.tokens) for r in receives]
+        self.receives = [
+            [_window(t.piece, after) for t in transfers if (t.source, t.target) == (peer, me) and peer != me]
+            for peer in self.members
+        ]
 
     def __call__(self, x: Tensor) -> Tensor:
-        features = x.shape[2:]
-        width = features.numel()
-        out = x.new_empty(self.shape + features)
+        out = x.new_empty(self.shape + x.shape[2:])
         for before, after in self.kept:
             out[after] = x[before]
         if self.group is None:
             return out
-        send_counts, receive_counts = [0] * self.size, [0] * self.size
-        for peer, _, tokens in self.sends:
-            send_counts[peer] += tokens * width
-        for peer, _, tokens in self.receives:
-            receive_counts[peer] += tokens * width
-        pieces = [x[window].reshape(-1) for _, window, _ in self.sends]
-        outgoing = torch.cat(pieces) if pieces else x.new_empty(0)
-        incoming = x.new_empty(sum(receive_counts))
-        dist.all_to_all_single(incoming, outgoing, receive_counts, send_counts, group=self.group)
-        for (_, window, _), piece in zip(
-            self.receives, incoming.split([tokens * width for _, _, tokens in self.receives]), strict=True
-        ):
-            out[window] = piece.view(out[window].shape)
+        pieces = [[x[window].reshape(-1) for window in windows] for windows in self.sends]
+        targets = [[out[window] for window in windows] for windows in self.receives]
+        incoming = x.new_empty(sum(_counts(targets)))
+        outgoing = torch.cat([x.new_empty(0), *(piece for to_peer in pieces for piece in to_peer)])
+        dist.all_to_all_single(incoming, outgoing, _counts(targets), _counts(pieces), group=self.group)
+        flat = [target for from_peer in targets for target in from_peer]
+        for target, piece in zip(flat, incoming.split([target.numel() for target in flat]), strict=True):
+            target.copy_(piece.view(target.shape))
         return out
 
 
-def _window(piece: ActivationShard, whole: ActivationShard) -> tuple[slice, slice]:
+def _counts(tensors: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Numbers to exchange with each rank of the group."""
+    return [sum(x.numel() for x in with_peer) for with_peer in tensors]
+
+
+def _window(piece: ActivationShard, full: ActivationShard) -> Window:
     return (
-        slice(piece.batch_start - whole.batch_start, piece.batch_end - whole.batch_start),
-        slice(piece.sequence_start - whole.sequence_start, piece.sequence_end - whole.sequence_start),
+        slice(piece.batch_start - full.batch_start, piece.batch_end - full.batch_start),
+        slice(piece.sequence_start - full.sequence_start, piece.sequence_end - full.sequence_start),
     )

@@ -3,49 +3,43 @@
 import sys
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["ULYSSES_ATTENTION", "exchange_around_attention"]
+from shardwright_train.parallel.collectives import exchange_dims
+
+__all__ = ["ULYSSES_ATTENTION", "apply_ulysses"]
 
 ULYSSES_ATTENTION = "shardwright_ulysses"
 """The name under which transformers' modules find the attention below."""
 
 _HEADS, _POSITIONS = 1, 2
+"""Dims of queries, keys and values [b, heads, s, d]; attention's output is [b, s, heads, d]."""
 
 
-@dataclass(frozen=True)
-class _Exchange:
+class _Ulysses(NamedTuple):
     group: dist.ProcessGroup
     kernel: str
-    repeat: int
-    """How often each key and value head is repeated, so that the degree divides their number."""
 
 
-def exchange_around_attention(block: nn.Module, group: dist.ProcessGroup, kernel: str, kv_heads: int) -> None:
+def apply_ulysses(block: nn.Module, group: dist.ProcessGroup, kernel: str) -> None:
     """Make the attention of a block built for `ULYSSES_ATTENTION` exchange positions for heads over a group."""
-    repeat = lcm(kv_heads, group.size()) // kv_heads
     for module in block.modules():
-        groups = getattr(module, "num_key_value_groups", None)
-        if isinstance(groups, int):
-            module.num_key_value_groups = groups // repeat  # type: ignore[assignment]
-        module._ulysses = _Exchange(group, kernel, repeat)  # type: ignore[assignment]
+        module._ulysses = _Ulysses(group, kernel)  # type: ignore[assignment]
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    exchange: _Exchange = module._ulysses  # type: ignore[assignment]
-    key, value = (x.repeat_interleave(exchange.repeat, _HEADS) for x in (key, value))
-    query, key, value = (_exchanged(x, _HEADS, _POSITIONS, exchange.group) for x in (query, key, value))
-    seen = _configured_for(module, exchange.kernel)
-    output, weights = _kernel(module, exchange.kernel)(seen, query, key, value, *args, **kwargs)
-    # Attention gives [b, s, heads, d].
-    return _exchanged(output, 1, 2, exchange.group), weights
+    group, kernel = module._ulysses  # type: ignore[misc]
+    # Key and value heads are repeated until the degree divides their number.
+    repeat = lcm(key.shape[_HEADS], group.size()) // key.shape[_HEADS]
+    key, value = (x.repeat_interleave(repeat, _HEADS) for x in (key, value))
+    query, key, value = (exchange_dims(x, _HEADS, _POSITIONS, group) for x in (query, key, value))
+    output, weights = _kernel(module, kernel)(_seen(module, kernel, repeat), query, key, value, *args, **kwargs)
+    return exchange_dims(output, _POSITIONS - 1, _HEADS + 1, group), weights
 
 
 def _kernel(module: nn.Module, name: str) -> Callable[..., Any]:
@@ -55,37 +49,14 @@ def _kernel(module: nn.Module, name: str) -> Callable[..., Any]:
     return kernel
 
 
-def _configured_for(module: nn.Module, kernel: str) -> nn.Module:
-    """The module as it would be without the exchange: flash attention reads there which package it is to use."""
+def _seen(module: nn.Module, kernel: str, repeat: int) -> nn.Module:
+    """The module as a kernel would read it without Ulysses, its key and value heads repeated."""
     seen = copy(module)
     seen.config = copy(module.config)
     seen.config._attn_implementation = kernel  # type: ignore[union-attr]
+    if hasattr(module, "num_key_value_groups"):
+        seen.num_key_value_groups = module.num_key_value_groups // repeat  # type: ignore[assignment, operator]
     return seen
-
-
-def _exchanged(x: Tensor, split: int, gather: int, group: dist.ProcessGroup) -> Tensor:
-    exchanged: Tensor = _ExchangeDims.apply(x, split, gather, group)  # type: ignore[no-untyped-call]
-    return exchanged
-
-
-class _ExchangeDims(torch.autograd.Function):
-    """Give up a share of one dim for all of another, over a group; the gradient goes back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: int, gather: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.way = (gather, split, group)
-        return _all_to_all(x, split, gather, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grad, *ctx.way), None, None, None
-
-
-def _all_to_all(x: Tensor, split: int, gather: int, group: dist.ProcessGroup) -> Tensor:
-    outgoing = torch.stack(x.chunk(group.size(), split))
-    incoming = torch.empty_like(outgoing)
-    dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=group)
-    return torch.cat(incoming.unbind(0), gather)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ULYSSES_ATTENTION, _attention)

@@ -1,21 +1,11 @@
-"""Cutting the parameters of stock modules over a tensor-parallel axis, by rules that name the modules."""
+"""How a family says what tensor parallelism shards: rules that name the modules of its stock model."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 from transformers.pytorch_utils import Conv1D
-
-from shardwright_train.parallel.rng import Randomness
-from shardwright_train.parallel.tensor import (
-    TensorParallel,
-    change_parameters,
-    cut_parameter,
-    make_row_parallel,
-)
 
 __all__ = [
     "COLUMN",
@@ -26,18 +16,14 @@ __all__ = [
     "Cut",
     "Parts",
     "Rule",
-    "Split",
-    "apply_activation_checkpointing",
     "cuts",
-    "split_module",
+    "rule_for",
 ]
-
-_ENTERING = ("hidden_states", "key_value_states")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What tensor parallelism does to a module's own parameters; those that no rule names are held whole."""
+    """What tensor parallelism does to a module's own parameters; those that no rule names are replicated."""
 
     kind: str
     fused: int = 1
@@ -51,7 +37,7 @@ ROW = Rule("row")
 VOCABULARY = Rule("vocabulary")
 """A matrix cut by tokens or classes, padded to equal shares."""
 INSIDE = Rule("inside")
-"""A whole parameter applied to each rank's own heads or features: its gradient is a sum over the ranks."""
+"""A replicated parameter applied to each rank's own heads or features: its gradient is a sum over the ranks."""
 
 WORDS = {
     "colwise": COLUMN,
@@ -84,7 +70,7 @@ class Parts(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a parameter is stored: fused matrices have a dim of their own."""
+    """How a parameter is kept: fused matrices have a dim of their own."""
 
     name: str
     shape: tuple[int, ...]
@@ -95,86 +81,13 @@ class Cut(NamedTuple):
 def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
     """Every parameter of a module under the rules, by its name inside the module."""
     for owner_name, owner in module.named_modules():
-        rule = _rule_for(owner_name, rules)
+        rule = rule_for(owner_name, rules)
         for name, parameter in owner.named_parameters(recurse=False):
             shape, tp_dim = _stored(owner, name, tuple(parameter.shape), rule)
             yield Cut(f"{owner_name}.{name}".lstrip("."), shape, tp_dim, rule is not None and tp_dim is None)
 
 
-class Split(NamedTuple):
-    """What became of a module's parameters, by name."""
-
-    tp_dims: Mapping[str, int | None]
-    """Which dim of each parameter is cut; None where it is held whole."""
-    partial: frozenset[str]
-    """The whole parameters whose gradients must be summed over the axis after the backward pass."""
-
-
-def split_module(module: nn.Module, rules: Rules, tensor_parallel: TensorParallel) -> Split:
-    """Leave every module its share of its parameters, and make it compute with that."""
-    tp_dims, partial = {}, set()
-    for owner_name, owner in list(module.named_modules()):
-        rule = _rule_for(owner_name, rules)
-        lengths = {}
-        for name, parameter in list(owner.named_parameters(recurse=False)):
-            lengths[name] = parameter.shape[0]
-            shape, tp_dim = _stored(owner, name, tuple(parameter.shape), rule)
-            owner.register_parameter(name, cut_parameter(parameter.detach().view(shape), tp_dim, tensor_parallel.size))
-            full_name = f"{owner_name}.{name}".lstrip(".")
-            tp_dims[full_name] = tp_dim
-            if tp_dim is None and tensor_parallel.size > 1 and (rule is not None or tensor_parallel.sums_outside):
-                partial.add(full_name)
-        if lengths and rule is not None:
-            _compute_by(owner, rule, lengths, tensor_parallel)
-    return Split(tp_dims, frozenset(partial))
-
-
-def enter_before(module: nn.Module, tensor_parallel: TensorParallel) -> None:
-    """Give a module all positions of its input on every rank of the group."""
-    stock = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (tensor_parallel.enter(args[0]), *args[1:])
-        named = {name: tensor_parallel.enter(kwargs[name]) for name in _ENTERING if kwargs.get(name) is not None}
-        return stock(*args, **kwargs | named)
-
-    module.forward = forward
-
-
-def apply_activation_checkpointing(block: nn.Module, name: str, randomness: Randomness, recompute: bool) -> None:
-    """Make one of a block's parts draw from a seed of its own, so that it draws the same whether recomputed or not.
-
-    Where it is, it is computed again in the backward pass instead of keeping its activations.
-    """
-    owner_name, _, last = name.rpartition(".")
-    part = getattr(block.get_submodule(owner_name), last)
-    if isinstance(part, nn.Module):
-        part.forward = _checkpointed(part.forward, name, randomness, recompute)
-    else:
-        setattr(block.get_submodule(owner_name), last, _checkpointed(part, name, randomness, recompute))
-
-
-def _checkpointed(stock: Callable[..., Any], name: str, randomness: Randomness, recompute: bool) -> Callable[..., Any]:
-    # Some stock blocks read a part's signature.
-    @wraps(stock)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        rng_key = randomness.current
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if rng_key is None:
-                return stock(*args, **kwargs)
-            with randomness.seeded(*rng_key, name):
-                return stock(*args, **kwargs)
-
-        if not recompute:
-            return run(*args, **kwargs)
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return call
-
-
-def _rule_for(name: str, rules: Rules) -> Rule | None:
+def rule_for(name: str, rules: Rules) -> Rule | None:
     """The rule of the longest key that is the end of a module's name."""
     keys = [key for key in rules if f".{name}".endswith(f".{key}")]
     return rules[max(keys, key=len)] if keys else None
@@ -192,20 +105,3 @@ def _stored(
     if rule.fused == 1:
         return shape, dim
     return (*shape[:dim], rule.fused, shape[dim] // rule.fused, *shape[dim + 1 :]), dim + 1
-
-
-def _compute_by(owner: nn.Module, rule: Rule, lengths: Mapping[str, int], tensor_parallel: TensorParallel) -> None:
-    if rule.kind == "row":
-        make_row_parallel(owner, tensor_parallel)
-    elif rule.kind == "vocabulary":
-        change_parameters(owner, lambda name, local: real_rows(local, lengths[name], tensor_parallel))
-    elif rule.kind == "column":
-        if rule.fused > 1:
-            change_parameters(owner, lambda _name, local: local.flatten(-2))
-        if isinstance(owner, Conv1D):
-            owner.nf = owner.nf // tensor_parallel.size
-
-
-def real_rows(local: Tensor, length: int, tensor_parallel: TensorParallel) -> Tensor:
-    """A vocabulary's share without its padding, of `length` rows in all."""
-    return local[: max(0, min(local.shape[0], length - tensor_parallel.rank * local.shape[0]))]

@@ -1,27 +1,28 @@
-"""Parameters cut over a tensor-parallel axis, and the sums that join what is computed with them."""
+"""Tensor parallelism: stock modules that compute with their shards, and the sums that join their products."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.pytorch_utils import Conv1D
 
 from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_train.parallel.collectives import copy_to_group, gather_sequence, scatter_sequence, sum_over_group
 from shardwright_train.parallel.rng import Randomness
+from shardwright_train.parallel.sharding_rules import Rule, cuts, rule_for
 
-__all__ = ["TensorParallel", "change_parameters", "cut_parameter", "make_row_parallel"]
+__all__ = ["Sharding", "TensorParallel", "apply_tensor_parallel", "enter_before"]
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How the ranks that one sample is spread over share a layer.
+    """How the ranks that one sample is sharded over share a layer.
 
-    `axis` is the mesh axis that cuts parameters (of one rank under Ulysses), `sequence_axis` the one of tp_size ranks.
-    `fused_loss` says that the head's cross entropy is flash-attn's.
+    `axis` is the mesh axis that shards parameters (of one rank under Ulysses), `sequence_axis` that of tp_size ranks.
     """
 
     axis: DeviceMesh
@@ -29,6 +30,7 @@ class TensorParallel:
     sequence_parallel: SequenceParallel
     randomness: Randomness
     fused_loss: bool = False
+    """Whether a fused kernel computes the head's cross entropy."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -47,12 +49,12 @@ class TensorParallel:
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether each rank holds its own part of the sequence between the matrix products."""
+        """Whether each rank has its own part of the sequence between the matrix products (Megatron)."""
         return self.sequence_parallel is SequenceParallel.MEGATRON
 
     @property
     def splits_everything(self) -> bool:
-        """Whether each rank holds its own part of the sequence in the matrix products too (Ulysses)."""
+        """Whether each rank has its own part of the sequence in the matrix products too (Ulysses)."""
         return self.sequence_parallel is SequenceParallel.ULYSSES
 
     def enter(self, x: Tensor) -> Tensor:
@@ -61,13 +63,13 @@ class TensorParallel:
         return gather_sequence(x, self.group) if self.splits_sequence else copy_to_group(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """After a row-parallel product: the sum over the ranks, split again where the sequence is."""
+        """After a row-parallel product: the sum over the ranks, scattered again where the sequence is split."""
         x = scatter_sequence(x, self.group) if self.splits_sequence else sum_over_group(x, self.group)
         self.randomness.outside()
         return x
 
     def positions(self, length: int) -> slice:
-        """The positions, of `length` in all, that this rank holds between the matrix products."""
+        """The positions, of `length` in all, that this rank has between the matrix products."""
         if not (self.splits_sequence or self.splits_everything):
             return slice(0, length)
         share = length // self.sequence_axis.size()
@@ -80,43 +82,100 @@ class TensorParallel:
 
     @property
     def sums_outside(self) -> bool:
-        """Whether the gradient of a whole parameter that is used outside the products is a sum over the ranks."""
+        """Whether the gradient of a replicated parameter that is used outside the products is a sum over the ranks."""
         return self.splits_sequence and self.size > 1
 
 
-def cut_parameter(whole: Tensor, tp_dim: int | None, size: int) -> nn.Parameter:
-    """Room for one rank's share of a parameter: of `tp_dim`, or all of it.
+class Sharding(NamedTuple):
+    """What became of a module's parameters, by name."""
 
-    A length that the number of ranks does not divide is padded; what is in the padding is nowhere used.
-    """
-    shape = list(whole.shape)
-    if tp_dim is not None:
-        shape[tp_dim] = -(-shape[tp_dim] // size)
-    return nn.Parameter(torch.empty(shape, dtype=whole.dtype, device=whole.device))
+    tp_dims: Mapping[str, int | None]
+    """Which dim of each parameter is sharded; None where it is replicated."""
+    partial: frozenset[str]
+    """The replicated parameters whose gradients must be summed over the axis after the backward pass."""
 
 
-def change_parameters(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
-    """Make a module compute with its own (not its children's) parameters as `change` makes them, given the name."""
+def apply_tensor_parallel(module: nn.Module, rules: Mapping[str, Rule], tensor_parallel: TensorParallel) -> Sharding:
+    """Leave every module its shard of its parameters, and make it compute with that."""
+    shardings = {own.name: own for own in cuts(module, rules)}
+    for owner_name, owner in list(module.named_modules()):
+        lengths = {name: parameter.shape[0] for name, parameter in owner.named_parameters(recurse=False)}
+        for name in lengths:
+            own = shardings[f"{owner_name}.{name}".lstrip(".")]
+            full = owner.get_parameter(name).detach().view(own.shape)
+            owner.register_parameter(name, _empty_shard(full, own.tp_dim, tensor_parallel.size))
+        if lengths:
+            _compute_with_shards(owner, rule_for(owner_name, rules), lengths, tensor_parallel)
+    replicated = (own for own in shardings.values() if own.tp_dim is None and tensor_parallel.size > 1)
+    partial = frozenset(own.name for own in replicated if own.inside or tensor_parallel.sums_outside)
+    return Sharding({own.name: own.tp_dim for own in shardings.values()}, partial)
+
+
+_ENTERING = ("hidden_states", "key_value_states")
+
+
+def enter_before(module: nn.Module, tensor_parallel: TensorParallel) -> None:
+    """Give a module all positions of its input on every rank of the group."""
     stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        stored = dict(module._parameters)
-        try:
-            for name, parameter in stored.items():
-                if parameter is not None:
-                    module._parameters[name] = change(name, parameter)  # type: ignore[assignment]
-            return stock(*args, **kwargs)
-        finally:
-            module._parameters.update(stored)
+        if args:
+            args = (tensor_parallel.enter(args[0]), *args[1:])
+        named = {name: tensor_parallel.enter(kwargs[name]) for name in _ENTERING if kwargs.get(name) is not None}
+        return stock(*args, **kwargs | named)
 
     module.forward = forward
 
 
-def make_row_parallel(module: nn.Module, tensor_parallel: TensorParallel) -> None:
+def _empty_shard(full: Tensor, tp_dim: int | None, size: int) -> nn.Parameter:
+    """Room for one rank's shard; a length that the number of ranks does not divide is padded, the padding unused."""
+    shape = list(full.shape)
+    if tp_dim is not None:
+        shape[tp_dim] = -(-shape[tp_dim] // size)
+    return nn.Parameter(torch.empty(shape, dtype=full.dtype, device=full.device))
+
+
+def _compute_with_shards(
+    owner: nn.Module, rule: Rule | None, lengths: Mapping[str, int], tensor_parallel: TensorParallel
+) -> None:
+    """Make a module compute with its shards of parameters, whose first dims were so long."""
+    match rule:
+        case Rule("row"):
+            _make_row_parallel(owner, tensor_parallel)
+        case Rule("vocabulary"):
+            _change_parameters(owner, lambda name, local: _without_padding(local, lengths[name], tensor_parallel))
+        case Rule("column", fused):
+            if fused > 1:
+                _change_parameters(owner, lambda _name, local: local.flatten(-2))
+            if isinstance(owner, Conv1D):
+                owner.nf = owner.nf // tensor_parallel.size
+
+
+def _make_row_parallel(module: nn.Module, tensor_parallel: TensorParallel) -> None:
     """Make a matrix product compute its share of a sum over the group; its bias is added by the first rank alone."""
     keep = float(tensor_parallel.rank == 0)
-
     if tensor_parallel.size > 1:
-        change_parameters(module, lambda name, local: local * keep if name == "bias" else local)
+        _change_parameters(module, lambda name, local: local * keep if name == "bias" else local)
     product = module.forward
     module.forward = lambda *args, **kwargs: tensor_parallel.leave(product(*args, **kwargs))
+
+
+def _without_padding(local: Tensor, length: int, tensor_parallel: TensorParallel) -> Tensor:
+    return local[: max(0, min(local.shape[0], length - tensor_parallel.rank * local.shape[0]))]
+
+
+def _change_parameters(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Make a module compute with its own (not its children's) parameters as `change` makes them, given the name."""
+    stock = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own = dict(module._parameters)
+        try:
+            for name, parameter in own.items():
+                if parameter is not None:
+                    module._parameters[name] = change(name, parameter)  # type: ignore[assignment]
+            return stock(*args, **kwargs)
+        finally:
+            module._parameters.update(own)
+
+    module.forward = forward

@@ -16,6 +16,7 @@ from shardwright_formats.semantics.tied_weights import (
     tied_parameters,
 )
 from shardwright_formats.types.plan import Plan
+from shardwright_train.parallel.process_groups import Groups
 
 __all__ = ["TiedParameters"]
 
@@ -26,10 +27,10 @@ class TiedParameters:
     Both exchanges are one all_to_all over the ranks that hold replicas; `group` is None when this rank holds none.
     """
 
-    def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, plan: Plan, rank: int, groups: Groups) -> None:
         tied = tied_parameters(plan)
-        self.group, self.rank = group, rank
-        self.members = ranks_of_replicas(tied)
+        self.rank, self.members = rank, ranks_of_replicas(tied)
+        self.group = groups.among("tied parameters", self.members) if rank in self.members else None
         self.replicas = frozenset(
             (replica.layer, replica.parameter.name) for one in tied for replica in one[1:] if rank in replica.ranks
         )

@@ -1,4 +1,4 @@
-"""One rank's part of a pipeline stage, built from a plan: the one way in which every command builds it."""
+"""One rank's part of a pipeline stage: its ranges of layers, and the sums that its gradients still need."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -11,17 +11,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwright_formats.semantics.communication import chunk_layers, incoming_layout
 from shardwright_formats.semantics.layout import layout_of
-from shardwright_formats.semantics.tied_weights import ranks_of_replicas, tied_parameters
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.strategy import DataParallel
 from shardwright_train.models.base import Batch, States
-from shardwright_train.parallel.collectives import sum_together
-from shardwright_train.parallel.data import apply_fsdp_to_stage, prefetch_in_backward
-from shardwright_train.parallel.parallelize import Layer, Site, build_layer
-from shardwright_train.parallel.redistribute import Redistribution
+from shardwright_train.parallel.collectives import all_reduce_together
+from shardwright_train.parallel.data import local_tensor, placed_as
+from shardwright_train.parallel.parallelize import parallelize_stage
+from shardwright_train.parallel.redistribute import Redistribution, RedistributionSite
 from shardwright_train.parallel.rng import RNGKey
-from shardwright_train.parallel.sharded_parameters import local_tensor, placed_as
 from shardwright_train.parallel.tied_weights import TiedParameters
+from shardwright_train.pipeline.layer import Layer, RankContext, build_layer
 
 __all__ = ["Chunk", "Hook", "Stage", "build_stage"]
 
@@ -29,7 +28,7 @@ Hook = Callable[[str], None]
 
 
 class Chunk(nn.Module):
-    """The layers of one range of layers of a rank, called in order.
+    """A model chunk: one range of layers of a rank, called in order.
 
     Forward takes the states that the previous range hands over (none on the first) and the batch of a microbatch; it
     returns states, or at the end of the model the sum of cross entropy over the samples of this rank's group.
@@ -38,7 +37,9 @@ class Chunk(nn.Module):
     def __init__(self, layers: list[Layer]) -> None:
         super().__init__()
         self.layers = layers
-        self.children_by_name = nn.ModuleDict({str(i): e.module for i, e in enumerate(layers)})
+        self.children_by_name = nn.ModuleDict({str(i): layer.module for i, layer in enumerate(layers)})
+        parallelize_stage(self, [layer.parallel for layer in layers])
+        self._reductions = [r for layer in layers if (r := layer.parallel.gradient_all_reduce) is not None]
 
     def forward(self, states: States, batch: Batch, rng_key: RNGKey, hook: Hook) -> States | Tensor:
         """One microbatch."""
@@ -62,28 +63,32 @@ class Chunk(nn.Module):
         assert isinstance(self, FSDPModule)
         self.set_requires_gradient_sync(reduce_gradients)
         self.set_is_last_backward(last)
+        for reduction in self._reductions:
+            reduction.collect()
+            reduction.armed = reduce_gradients
         for layer in self.layers:
-            if layer.gradient_all_reduce is not None:
-                layer.gradient_all_reduce.collect()
-                layer.gradient_all_reduce.armed = reduce_gradients
             if isinstance(layer.module, FSDPModule):
                 zero3 = layer.strategy.data_parallel is DataParallel.ZERO3
                 layer.module.set_reshard_after_backward(last or zero3, recurse=False)
-                if layer.gradient_all_reduce is not None:
+                if layer.parallel.gradient_all_reduce is not None:
                     layer.module.set_requires_gradient_sync(False)
 
     def start_reductions(self) -> None:
         """After a backward pass: begin to reduce the layers whose inputs have no gradient that could say so."""
-        for layer in self.layers:
-            if layer.gradient_all_reduce is not None:
-                layer.gradient_all_reduce.start()
+        for reduction in self._reductions:
+            reduction.start()
+
+    def finish_reductions(self) -> None:
+        """Wait for the reductions of replicated layers."""
+        for reduction in self._reductions:
+            reduction.finish()
 
 
 @dataclass(frozen=True)
 class Stage:
-    """All that a rank holds: a chunk for each of its ranges of layers, and the copies it has of tied parameters."""
+    """All that a rank has: a chunk for each of its ranges of layers, and its replicas of tied parameters."""
 
-    site: Site
+    context: RankContext
     chunks: tuple[Chunk, ...]
     tied: TiedParameters
 
@@ -95,16 +100,16 @@ class Stage:
     def parameters(self) -> Iterator[tuple[Layer, str, nn.Parameter]]:
         """This rank's parameters, with their layer and their name in the model description."""
         for layer in self.layers:
-            for name, parameter in layer.sharded.items():
-                yield layer, layer.family.described_name(layer.kind, name), parameter
+            for name, parameter in layer.parallel.parameters.items():
+                yield layer, layer.described_name(name), parameter
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """This rank's parameters under their Hugging Face names."""
-        model, family = self.site.plan.model, self.site.family
+        model, family = self.context.plan.model, self.context.family
         return {
             family.full_name(model, layer.name, name): parameter
             for layer in self.layers
-            for name, parameter in layer.sharded.items()
+            for name, parameter in layer.parallel.parameters.items()
         }
 
     def replicas(self) -> frozenset[str]:
@@ -115,61 +120,50 @@ class Stage:
     def finish_gradients(self) -> None:
         """Make every gradient exist, and sum those that several ranks or layers have a part of."""
         gradients, partial = {}, defaultdict[dist.ProcessGroup, list[Tensor]](list)
+        for chunk in self.chunks:
+            chunk.finish_reductions()
         for layer in self.layers:
-            if layer.gradient_all_reduce is not None:
-                layer.gradient_all_reduce.finish()
             for name, own in layer.module.named_parameters():
                 local = torch.zeros_like(local_tensor(own)) if own.grad is None else local_tensor(own.grad)
-                parameter, own.grad = layer.sharded[name], None
+                parameter, own.grad = layer.parallel.parameters[name], None
                 parameter.grad = placed_as(parameter, local)
-                gradients[layer.name, layer.family.described_name(layer.kind, name)] = local
-                if name in layer.split.partial:
-                    partial[layer.tensor_parallel.group].append(local)
+                gradients[layer.name, layer.described_name(name)] = local
+                if name in layer.parallel.sharding.partial:
+                    partial[layer.parallel.tensor_parallel.group].append(local)
         for group, parts in partial.items():
-            sum_together(parts, group)
+            all_reduce_together(parts, group)
         self.tied.sum_gradients(gradients)
 
 
-def build_stage(site: Site) -> Stage:
-    """Build what a rank holds, one layer after the other."""
-    plan = site.plan
-    index = plan.stage_of_rank(site.rank)
-    chunks = tuple(_build_chunk(site, index, number) for number in range(len(plan.stages[index].layers)))
-    tied = TiedParameters(plan, site.rank, _replica_group(site))
-    stage = Stage(site, chunks, tied)
-    if site.seed is not None:
+def build_stage(context: RankContext) -> Stage:
+    """Build what a rank has, one layer after the other."""
+    chunks = range(len(context.plan.stages[context.stage_index].layers))
+    tied = TiedParameters(context.plan, context.rank, context.groups)
+    stage = Stage(context, tuple(_build_chunk(context, chunk) for chunk in chunks), tied)
+    if context.seed is not None:
         with torch.no_grad():
-            tied.broadcast_owners({(e.name, name): local_tensor(p) for e, name, p in stage.parameters()})
+            tied.broadcast_owners({(layer.name, name): local_tensor(p) for layer, name, p in stage.parameters()})
     return stage
 
 
-def _build_chunk(site: Site, stage: int, number: int) -> Chunk:
-    plan = site.plan
-    ranks = plan.stages[stage].ranks
-    current = incoming_layout(plan, stage, number)
+def _build_chunk(context: RankContext, chunk: int) -> Chunk:
+    plan, stage = context.plan, context.stage_index
+    current = incoming_layout(plan, stage, chunk)
+    sites = [
+        RedistributionSite(
+            context.stage_ranks, context.me, plan.microbatch_samples, tensor.sequence_length, context.groups
+        )
+        for tensor in plan.model.boundary
+    ]
     layers = []
-    for name, _, strategy in chunk_layers(plan, stage, number):
+    for name, kind, strategy in chunk_layers(plan, stage, chunk):
         wanted = layout_of(strategy)
         moves = tuple(
-            Redistribution(
-                current, wanted, plan.microbatch_samples, tensor.sequence_length, ranks, site.me, site.groups
-            )
-            if current is not None and current != wanted
-            else None
-            for tensor in plan.model.boundary
+            None if current is None or current == wanted else Redistribution(current, wanted, site) for site in sites
         )
-        layers.append(build_layer(site, name, strategy, moves))
+        layers.append(build_layer(context, name, kind, strategy, moves))
         current = wanted
-    chunk = Chunk(layers)
-    if layers:
-        apply_fsdp_to_stage(chunk, [layer.module for layer in layers], site.groups.mesh(plan, layers[0].strategy)["dp"])
-        prefetch_in_backward([(layer.module, layer.strategy.data_parallel) for layer in layers])
-    return chunk
-
-
-def _replica_group(site: Site) -> dist.ProcessGroup | None:
-    members = ranks_of_replicas(tied_parameters(site.plan))
-    return site.groups.among("tied parameters", members) if site.rank in members else None
+    return Chunk(layers)
 
 
 def _hooked_both_ways(states: States, hook: Hook, ended: str, begun: str) -> States:

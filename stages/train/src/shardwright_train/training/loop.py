@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shardwright_formats.io.errors import BadInput, RunFailed, ShardwrightError, Stopped
 from shardwright_formats.io.json import read_document, write_bytes, write_document
@@ -22,20 +21,21 @@ from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.run import RunResult, StepMetrics
 from shardwright_train.data.objectives import Batches
+from shardwright_train.engine import Engine, build_engine
 from shardwright_train.jobs import RunJob
 from shardwright_train.measurement.record import peak_resident_bytes
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
-from shardwright_train.parallel.parallelize import Site
+from shardwright_train.optimizer.adamw import StepOutcome
+from shardwright_train.optimizer.learning_rate import Hyperparameters
+from shardwright_train.optimizer.loss_scale import LossScale
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
-from shardwright_train.pipeline.runner import Pipeline, Step, run_step
-from shardwright_train.pipeline.stage import Stage, build_stage
+from shardwright_train.pipeline.layer import RankContext
+from shardwright_train.pipeline.runner import Step
 from shardwright_train.training.checkpoint import Progress, load, read_progress, save
 from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
-from shardwright_train.training.loss_scale import LossScale
 from shardwright_train.training.nonfinite import first_nonfinite
-from shardwright_train.training.optimizer import Hyperparameters, ShardedAdamW, StepOutcome
 from shardwright_train.training.peaks import peak_flops_per_s
 
 __all__ = ["train"]
@@ -52,14 +52,8 @@ class _Run:
     world: World
     attention: str
     batches: Batches
-    stage: Stage
-    place: Pipeline
-    optimizer: ShardedAdamW
+    engine: Engine
     folder: Path
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds."""
-        return {**self.optimizer.parameters, **self.optimizer.state()}
 
 
 def train(job: RunJob, world: World) -> None:
@@ -71,14 +65,14 @@ def train(job: RunJob, world: World) -> None:
     plan = read_document(Path(job.plan), Plan)
     batches, resumed = _agreed_inputs(job, plan, world)
     (attention,) = settle_attention([plan], world)
-    run = _build(job, plan, world, attention, batches)
     scale = LossScale.for_compute(plan.precision.compute)
     progress = Progress(0, plan.sha256, batches.sha256, job.seed, 0.0, 0.0, 0, scale.value, 0)
     if resumed is not None:
         progress = read_progress(resumed)
-    run.optimizer.begin(progress.updates)
+    engine = _engine(job, plan, world, attention, progress.updates)
+    run = _Run(job, plan, world, attention, batches, engine, folder_of_plan(Path(job.checkpoints), plan.sha256))
     if resumed is not None:
-        load(resumed, run.tensors())
+        load(resumed, engine.tensors())
     if world.rank == 0:
         _keep_metrics_until(run.folder / METRICS, progress.step)
     with _asked_to_stop() as stop_asked:
@@ -132,11 +126,16 @@ def _checkpoint_to_resume(job: RunJob, plan: Plan, batches: Batches) -> Path | N
     return chosen
 
 
-def _build(job: RunJob, plan: Plan, world: World, attention: str, batches: Batches) -> _Run:
-    groups = Groups(world.device.type)
-    groups.prepare(plan)
-    family = family_named(plan.model.family, job.plan)
-    stage = build_stage(Site(plan, family, world.rank, groups, attention, world.device, job.seed))
+def _engine(job: RunJob, plan: Plan, world: World, attention: str, updates: int) -> Engine:
+    context = RankContext(
+        plan=plan,
+        family=family_named(plan.model.family, job.plan),
+        rank=world.rank,
+        groups=Groups(world.device.type),
+        attention=attention,
+        device=world.device,
+        seed=job.seed,
+    )
     settings = Hyperparameters(
         learning_rate=job.learning_rate,
         warmup_steps=job.warmup_steps,
@@ -147,10 +146,7 @@ def _build(job: RunJob, plan: Plan, world: World, attention: str, batches: Batch
         final_fraction=job.final_fraction,
         decay_fraction=job.decay_fraction,
     )
-    optimizer = ShardedAdamW(stage.parameters_by_name(), settings, stage.replicas())
-    folder = folder_of_plan(Path(job.checkpoints), plan.sha256)
-    place = Pipeline.of(plan, world.rank, groups, world.device)
-    return _Run(job, plan, world, attention, batches, stage, place, optimizer, folder)
+    return build_engine(context, settings, updates)
 
 
 def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progress, float, Path]:
@@ -163,12 +159,11 @@ def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progre
         run.world.heartbeat.begin(f"in step {step}")
         started = time.perf_counter()
         work = Step(run.batches.batch(step, run.plan.global_batch_size), job.seed, step, scale.value)
-        loss_part = run_step(run.stage, run.place, work)
-        outcome = run.optimizer.step(step, loss_part, bool(stop_asked), scale.value)
+        outcome = run.engine.train_step(work, stop=bool(stop_asked))
         step_time_s = time.perf_counter() - started
         overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite
         if not outcome.finite and not overflowed:
-            where = first_nonfinite(run.stage, run.place, work)
+            where = first_nonfinite(run.engine, work)
             what = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
             raise RunFailed(f"step {step}: {what}: {where}: nothing of this step was saved")
         scale = scale.after(overflowed)
@@ -185,7 +180,7 @@ def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progre
             steps_without_overflow=scale.steps_without_overflow,
         )
         if outcome.stop or step == job.steps or step % job.checkpoint_every == 0:
-            saved = save(run.folder, run.tensors(), progress, job.keep_checkpoints)
+            saved = save(run.folder, run.engine.tensors(), progress, job.keep_checkpoints)
         if outcome.stop and step < job.steps:
             raise Stopped(f"stopped after step {step} of {job.steps}: run the same command to resume")
     return progress, loss, saved

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_train.parallel.sharded_parameters import local_tensor
-from shardwright_train.pipeline.runner import Pipeline, Step, run_step
-from shardwright_train.pipeline.stage import Stage
+from shardwright_train.engine import Engine
+from shardwright_train.parallel.data import local_tensor
+from shardwright_train.pipeline.runner import Step
 
 __all__ = ["first_nonfinite"]
 
@@ -16,7 +16,7 @@ __all__ = ["first_nonfinite"]
 _Find = tuple[int, int, int, int, str]
 
 
-def first_nonfinite(stage: Stage, place: Pipeline, step: Step) -> str:
+def first_nonfinite(engine: Engine, step: Step) -> str:
     """Run a step again, watching every layer's output and gradients; what is found first, on any rank.
 
     Collective over the world; the parameters are as they were, for such a step updates nothing.
@@ -24,7 +24,7 @@ def first_nonfinite(stage: Stage, place: Pipeline, step: Step) -> str:
     finds: list[_Find] = []
     rank = dist.get_rank()
     hooks = []
-    for layer in stage.layers:
+    for layer in engine.stage.layers:
         calls = [0]
 
         def watch(
@@ -37,11 +37,11 @@ def first_nonfinite(stage: Stage, place: Pipeline, step: Step) -> str:
             calls[0] += 1
 
         hooks.append(layer.module.register_forward_hook(watch))
-    run_step(stage, place, step)
+    engine.forward_backward(step)
     for hook in hooks:
         hook.remove()
-    for layer in stage.layers:
-        for name, parameter in layer.sharded.items():
+    for layer in engine.stage.layers:
+        for name, parameter in layer.parallel.parameters.items():
             if not _finite(local_tensor(parameter.grad) if parameter.grad is not None else None):
                 # The backward pass comes from the head: what it meets last is the lowest layer.
                 found = f"in the gradient of {layer.name}'s {name} on rank {rank}"

@@ -9,52 +9,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwright_train.parallel.sharded_parameters import local_tensor, placed_as
-from shardwright_train.training.learning_rate import LearningRateSchedule, learning_rate_at
+from shardwright_train.optimizer.learning_rate import Hyperparameters
+from shardwright_train.parallel.data import local_tensor, placed_as
 
-__all__ = ["Hyperparameters", "ShardedAdamW"]
-
-
-@dataclass(frozen=True)
-class Hyperparameters:
-    """What a run asks of the optimizer; no part of the plan."""
-
-    learning_rate: float
-    warmup_steps: int
-    steps: int
-    weight_decay: float
-    clip_norm: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.COSINE
-    final_fraction: float = 0.1
-    """The peak's share that is left at the last step, where the schedule decays to one."""
-    decay_fraction: float = 0.1
-    """The share of all steps in which wsd decays."""
-
-    def learning_rate_at(self, step: int) -> float:
-        """The learning rate of a step; steps count from 1."""
-        return learning_rate_at(
-            step,
-            self.learning_rate_schedule,
-            peak=self.learning_rate,
-            steps=self.steps,
-            warmup_steps=self.warmup_steps,
-            final_fraction=self.final_fraction,
-            decay_fraction=self.decay_fraction,
-        )
+__all__ = ["ShardedAdamW", "StepOutcome"]
 
 
 class ShardedAdamW:
     """AdamW (Loshchilov & Hutter 2019) on each rank's shards.
 
     The update is element by element, so it needs no mesh: it runs fused over plain local tensors, which share their
-    memory with the stored DTensors. Weight decay spares norms and biases. `replicas` names the parameters that count in
-    the norm elsewhere: their gradients are those of the parameter they are replicas of.
+    memory with the DTensors. Weight decay spares norms and biases. `replicas` names the parameters that count in
+    the norm elsewhere: their gradients are those of the parameter they are replicas of. The moments begin as zeros,
+    and their bias correction continues after `updates` steps.
     """
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], settings: Hyperparameters, replicas: frozenset[str] = frozenset()
+        self,
+        parameters: dict[str, nn.Parameter],
+        settings: Hyperparameters,
+        replicas: frozenset[str] = frozenset(),
+        updates: int = 0,
     ) -> None:
         self.parameters, self.settings, self._replica_names = parameters, settings, replicas
         self._local = {name: nn.Parameter(local_tensor(p.detach())) for name, p in parameters.items()}
@@ -71,6 +46,12 @@ class ShardedAdamW:
             eps=settings.eps,
             fused=True,
         )
+        for local in self._local.values():
+            self._adamw.state[local] = {
+                "step": torch.tensor(float(updates), dtype=torch.float32, device=local.device),
+                "exp_avg": torch.zeros_like(local),
+                "exp_avg_sq": torch.zeros_like(local),
+            }
 
     def step(self, step: int, loss: Tensor, stop: bool, loss_scale: float = 1.0) -> "StepOutcome":
         """Clip by the global norm, update, and forget the gradients; `step` counts from 1.
@@ -99,15 +80,6 @@ class ShardedAdamW:
             for moment in ("exp_avg", "exp_avg_sq"):
                 found[f"optim.{name}.{moment}"] = placed_as(parameter, self._adamw.state[self._local[name]][moment])
         return found
-
-    def begin(self, step: int) -> None:
-        """Make the moments exist, as zeros, and let the bias correction continue after `step` steps."""
-        for local in self._local.values():
-            self._adamw.state[local] = {
-                "step": torch.tensor(float(step), dtype=torch.float32, device=local.device),
-                "exp_avg": torch.zeros_like(local),
-                "exp_avg_sq": torch.zeros_like(local),
-            }
 
     @property
     def state_bytes(self) -> int:

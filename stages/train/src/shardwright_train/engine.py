@@ -1,0 +1,55 @@
+"""A plan on one rank, ready to train: what `run`, `measure` and `check` build, each with its own use of a step."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from shardwright_train.optimizer.adamw import ShardedAdamW, StepOutcome
+from shardwright_train.optimizer.learning_rate import ANY, Hyperparameters
+from shardwright_train.pipeline.layer import RankContext
+from shardwright_train.pipeline.p2p import Pipeline
+from shardwright_train.pipeline.runner import Step, StepHook, no_hook, run_step
+from shardwright_train.pipeline.stage import Stage, build_stage
+
+__all__ = ["Engine", "build_engine"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A rank's pipeline stage, its place in the pipeline, and the optimizer of its parameters."""
+
+    stage: Stage
+    pipeline: Pipeline
+    settings: Hyperparameters
+    updates: int
+    """Steps in which the optimizer has changed the weights before."""
+
+    @cached_property
+    def optimizer(self) -> ShardedAdamW:
+        """Made when it is first asked for, once the parameters have memory."""
+        parameters, replicas = self.stage.parameters_by_name(), self.stage.replicas()
+        return ShardedAdamW(parameters, self.settings, replicas, self.updates)
+
+    def forward_backward(self, step: Step, hook: StepHook = no_hook) -> Tensor:
+        """Forward and backward of a global batch; see `run_step`."""
+        return run_step(self.stage, self.pipeline, step, hook)
+
+    def train_step(self, step: Step, *, stop: bool = False, hook: StepHook = no_hook) -> StepOutcome:
+        """Forward, backward and the optimizer's update; `stop` tells all ranks that this one was asked to stop."""
+        hook("start")
+        loss = self.forward_backward(step, hook)
+        hook("reduced")
+        outcome = self.optimizer.step(step.number, loss, stop, step.loss_scale)
+        hook("optimizer")
+        return outcome
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: parameters and the optimizer's moments, by name."""
+        return {**self.optimizer.parameters, **self.optimizer.state()}
+
+
+def build_engine(context: RankContext, settings: Hyperparameters = ANY, updates: int = 0) -> Engine:
+    """Make the plan's process groups and build this rank's part of it; collective over the world."""
+    context.groups.prepare(context.plan)
+    return Engine(build_stage(context), Pipeline.of(context), settings, updates)

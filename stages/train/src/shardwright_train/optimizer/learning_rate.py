@@ -1,0 +1,78 @@
+"""What a run asks of the optimizer, and the learning rate of every step."""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["ANY", "Hyperparameters", "LearningRateSchedule"]
+
+
+class LearningRateSchedule(StrEnum):
+    """What follows the warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    INVERSE_SQRT = "inverse_sqrt"
+    WSD = "wsd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """What a run asks of the optimizer; no part of the plan."""
+
+    learning_rate: float
+    """The peak."""
+    warmup_steps: int
+    steps: int
+    weight_decay: float
+    clip_norm: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.COSINE
+    final_fraction: float = 0.1
+    """The peak's share that is left at the last step, where the schedule decays to one."""
+    decay_fraction: float = 0.1
+    """The share of all steps in which wsd decays."""
+
+    def learning_rate_at(self, step: int) -> float:
+        """The learning rate of a step; steps count from 1, and past the last it stays what it was there.
+
+        All schedules rise in a line to the peak at step `warmup_steps` (Goyal et al. 2017). Then, with p the share of
+        the steps after it that are done and f the `final_fraction`, the peak is multiplied by
+
+        - constant: 1;
+        - linear: 1 - (1 - f) p (Devlin et al. 2019, with f = 0);
+        - cosine: f + (1 - f) (1 + cos(pi p)) / 2 (Loshchilov & Hutter 2017, equation 5, without restarts);
+        - inverse_sqrt: sqrt(warmup_steps / step), or sqrt(1 / step) without warm-up (Vaswani et al. 2017, equation 3,
+          scaled to the peak);
+        - wsd: 1, then over the last `decay_fraction` of all steps, or what the warm-up leaves of it, a line to f (Hu et
+          al. 2024, section 4, who leave the shape of the decay open; the line is that of Hägele et al. 2024).
+        """
+        step, warmup = min(step, self.steps), self.warmup_steps
+        if step <= warmup:
+            return self.learning_rate * step / warmup
+        match self.learning_rate_schedule:
+            case LearningRateSchedule.CONSTANT:
+                share = 1.0
+            case LearningRateSchedule.LINEAR:
+                share = self._line(step, warmup)
+            case LearningRateSchedule.COSINE:
+                cosine = 0.5 * (1 + math.cos(math.pi * self._progress(step, warmup)))
+                share = self.final_fraction + (1 - self.final_fraction) * cosine
+            case LearningRateSchedule.INVERSE_SQRT:
+                share = math.sqrt(max(1, warmup) / step)
+            case LearningRateSchedule.WSD:
+                share = self._line(step, max(warmup, self.steps * (1 - self.decay_fraction)))
+        return self.learning_rate * share
+
+    def _line(self, step: int, begin: float) -> float:
+        return 1 - (1 - self.final_fraction) * self._progress(step, begin)
+
+    def _progress(self, step: int, begin: float) -> float:
+        """How much of the steps after `begin` is done, from 0 to 1."""
+        return (step - begin) / (self.steps - begin) if step > begin else 0.0
+
+
+ANY = Hyperparameters(learning_rate=1e-4, warmup_steps=0, steps=1, weight_decay=0.1, clip_norm=1.0)
+"""Where only time and memory are of interest: the weights may go where they like, as long as they stay finite."""

@@ -1,0 +1,205 @@
+"""The embedding, a block or the head on one rank: its stock module parallelized, given weights, and called."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright_formats.semantics.layout import layout_of, parameter_box
+from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
+from shardwright_train.models.base import Batch, Family, States
+from shardwright_train.parallel.checkpointing import recomputed
+from shardwright_train.parallel.data import local_tensor, torch_dtype
+from shardwright_train.parallel.fused import fuse
+from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, parallelize
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.redistribute import Redistribution
+from shardwright_train.parallel.rng import Randomness, RNGKey, seed_of
+from shardwright_train.parallel.sequence import ULYSSES_ATTENTION
+from shardwright_train.parallel.tensor import TensorParallel
+
+__all__ = ["Layer", "RankContext", "build_layer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """A rank's place under a plan, and what a run settles."""
+
+    plan: Plan
+    family: Family
+    rank: int
+    groups: Groups
+    attention: str
+    device: torch.device
+    seed: int | None
+    """Of the initial weights; None leaves the parameters on the meta device."""
+
+    @property
+    def stage_index(self) -> int:
+        """The pipeline stage of this rank."""
+        return self.plan.stage_of_rank(self.rank)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The ranks of its pipeline stage."""
+        return self.plan.stages[self.stage_index].ranks
+
+    @property
+    def me(self) -> int:
+        """This rank's number inside its pipeline stage."""
+        return self.stage_ranks.index(self.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer of a pipeline stage; `redistributions` move each of its inputs into its layout, where they must."""
+
+    name: str
+    kind: str
+    family: Family
+    parallel: ParallelModule
+    redistributions: tuple[Redistribution | None, ...]
+    constants: dict[str, Any]
+    samples: slice
+    """Which samples of a microbatch this rank works on."""
+    randomness: Randomness | None
+    """None where nothing is dropped."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What computes; its parameters are this rank's shards."""
+        return self.parallel.module
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the layer is sharded."""
+        return self.parallel.strategy
+
+    def described_name(self, name: str) -> str:
+        """What the model description calls a parameter of the module."""
+        return self.family.described_name(self.kind, name)
+
+    def __call__(self, states: States, batch: Batch, rng_key: RNGKey) -> States | Tensor:
+        """Run the layer on its layout's part of a microbatch; the head returns the loss."""
+        states = tuple(x if move is None else move(x) for x, move in zip(states, self.redistributions, strict=False))
+        batch = {name: x[self.samples] for name, x in batch.items()}
+        reduction = self.parallel.gradient_all_reduce
+        if reduction is not None and states and states[0].requires_grad:
+            # Autograd works on what was computed last: this view is the first of the layer, so that its gradient comes
+            # after those of the layer's parameters. What was received has no such order: it is a leaf, as they are.
+            states = (states[0].view_as(states[0]), *states[1:])
+            states[0].register_hook(lambda _gradient: reduction.start())
+        run = partial(self._run, batch=batch, rng_key=rng_key)
+        if getattr(self.strategy, "recompute", None) is Recompute.FULL:
+            output: States = recomputed(run, *states)
+            return output
+        return run(*states)
+
+    def _run(self, *states: Tensor, batch: Batch, rng_key: RNGKey) -> States | Tensor:
+        with nullcontext() if self.randomness is None else self.randomness.seeded(*rng_key):
+            if self.kind == EMBEDDING:
+                embedded: States = self.module(batch)
+                return embedded
+            if self.kind == HEAD:
+                loss: Tensor = self.module(states, batch)
+                return loss
+            return self.family.call(self.module, states, batch, self.constants)
+
+
+def build_layer(
+    context: RankContext, name: str, kind: str, strategy: Strategy, redistributions: tuple[Redistribution | None, ...]
+) -> Layer:
+    """Build one layer of a rank's pipeline stage.
+
+    Its initial weights depend on the seed and the layer alone, not on the plan; on this rank no more than one full
+    layer ever exists, in host memory, while its shards are filled.
+    """
+    plan, family = context.plan, context.family
+    config = family.configuration(plan.model)
+    layout = layout_of(strategy)
+    dp_index, tp_index = layout.coordinates(context.me)
+    # Ranks with replicas of the activations draw the same numbers.
+    replica = (dp_index, tp_index) if layout.sequence_split else (dp_index,)
+    randomness = Randomness(name, replica, tp_index, context.device)
+    mesh = context.groups.mesh(plan, strategy)
+    tensor_parallel = TensorParallel(
+        axis=mesh["tp"],
+        sequence_axis=context.groups.sequence_axis(plan, strategy),
+        sequence_parallel=strategy.sequence_parallel,
+        randomness=randomness,
+        fused_loss="cross_entropy" in plan.fused,
+    )
+    style = ModuleStyle(
+        rules=family.rules,
+        parts=family.parts.get(kind),
+        after_split=lambda module, tensor_parallel: family.after_split(module, config, tensor_parallel),
+        attention=context.attention,
+    )
+    module = _stock_module(context, name, strategy)
+    parallel = parallelize(module, strategy, style, tensor_parallel, mesh, plan.precision)
+    if context.seed is not None:
+        module.to_empty(device=context.device)
+        _fill(context, module, name, kind, strategy)
+    shard = layout.activation_shard(context.me, plan.microbatch_samples, plan.model.sequence_length)
+    return Layer(
+        name=name,
+        kind=kind,
+        family=family,
+        parallel=parallel,
+        redistributions=redistributions,
+        constants=_constants(context, config, kind, tensor_parallel) if kind in family.parts else {},
+        samples=slice(shard.batch_start, shard.batch_end),
+        randomness=randomness if family.dropout(config) > 0 else None,
+    )
+
+
+def _stock_module(context: RankContext, name: str, strategy: Strategy) -> nn.Module:
+    """The stock module of a layer on the meta device."""
+    plan = context.plan
+    ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES and strategy.tp_size > 1
+    with torch.device("meta"), _default_dtype(torch_dtype(plan.precision.parameters)):
+        module = context.family.build(plan.model, name, ULYSSES_ATTENTION if ulysses else context.attention)
+    fuse(module, plan.fused)
+    return module
+
+
+def _constants(context: RankContext, config: Any, kind: str, tensor_parallel: TensorParallel) -> dict[str, Any]:
+    example = torch.zeros(1, dtype=torch_dtype(context.plan.precision.compute), device=context.device)
+    positions = tensor_parallel.positions_inside(context.plan.model.sequence_length)
+    return context.family.constants(config, kind, positions, example, context.attention)
+
+
+def _fill(context: RankContext, module: nn.Module, name: str, kind: str, strategy: Strategy) -> None:
+    """Give the shards their part of the layer's initial weights, and the buffers their values."""
+    model, family = context.plan.model, context.family
+    with torch.random.fork_rng(devices=[]), _default_dtype(torch_dtype(context.plan.precision.parameters)):
+        torch.manual_seed(seed_of(context.seed, name))
+        full = family.build(model, name, context.attention)
+        family.initialize(model, full)
+    described = {p.name: p for p in model.types[kind].parameters}
+    with torch.no_grad():
+        for local_name, parameter in module.named_parameters():
+            description = described[family.described_name(kind, local_name)]
+            box = parameter_box(description, strategy, context.me)
+            source = full.get_parameter(local_name).view(description.shape)
+            target = local_tensor(parameter).zero_()
+            window = tuple(slice(0, high - low) for low, high in box)
+            target[window].copy_(source[tuple(slice(low, high) for low, high in box)])
+        for local_name, buffer in module.named_buffers():
+            buffer.copy_(full.get_buffer(local_name))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
