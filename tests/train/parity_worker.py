@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwright_formats.io.json import read_document
 from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.types.plan import Plan, Plans
-from shardwright_train.models.base import Batch
+from shardwright_train.data.objectives import Batch
 from shardwright_train.models.registry import family_named
 from shardwright_train.optimizer import adamw
 from shardwright_train.optimizer.learning_rate import Hyperparameters

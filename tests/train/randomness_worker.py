@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_train.models.base import Batch
+from shardwright_train.data.objectives import Batch
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.rng import Randomness

@@ -13,7 +13,8 @@ from shardwright_formats.semantics.layout import layout_of, parameter_box
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
-from shardwright_train.models.base import Batch, Family, States
+from shardwright_train.data.objectives import Batch
+from shardwright_train.models.base import Family, States
 from shardwright_train.parallel.checkpointing import recomputed
 from shardwright_train.parallel.data import local_tensor, torch_dtype
 from shardwright_train.parallel.fused import fuse

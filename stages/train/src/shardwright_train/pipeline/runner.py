@@ -10,7 +10,8 @@ from torch import Tensor
 from shardwright_formats.semantics.schedule import Action, Pass
 from shardwright_formats.types.plan import GradientReduction
 from shardwright_formats.types.strategy import SequenceParallel
-from shardwright_train.models.base import Batch, States
+from shardwright_train.data.objectives import Batch
+from shardwright_train.models.base import States
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.vocab import IGNORED
 from shardwright_train.pipeline.p2p import InTransit, Pipeline
