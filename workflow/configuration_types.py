@@ -26,7 +26,7 @@ from shardwright_formats.types.limits import (
 )
 from shardwright_profile.model.settings import ProfileSettings
 from shardwright_search.space.request import SearchRequest
-from shardwright_train.training.learning_rate import LearningRateSchedule
+from shardwright_train.optimizer.learning_rate import LearningRateSchedule
 
 __all__ = ["INHERITED", "Configuration", "ModelChoice", "Profile", "Search", "Select", "Source"]
 
