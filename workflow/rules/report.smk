@@ -38,13 +38,19 @@ rule report:
     resources:
         **LIGHT,
     params:
-        scripts=ROOT / "workflow/scripts",
-        of="--results results"
-        f" --searches {' '.join(CONFIG.of.searches)} --runs {' '.join(CONFIG.of.runs)}"
-        f" --selected {' '.join(filter(CONFIG.selects, CONFIG.of.searches))}",
-        profiles=" ".join("@".join(pair) for pair in CONFIG.profiled_pairs()),
+        script=ROOT / "workflow/scripts/show.py",
+        of=[
+            "--results=results",
+            *(f"--search={search}" for search in CONFIG.of.searches),
+            *(
+                f"--selected={search}"
+                for search in filter(CONFIG.selects, CONFIG.of.searches)
+            ),
+            *(f"--run={run}" for run in CONFIG.of.runs),
+        ],
+        profiles=[f"--profile={'@'.join(pair)}" for pair in CONFIG.profiled_pairs()],
     message:
         "write the report"
     shell:
-        "( python {params.scripts}/report.py {params.of} --profiles {params.profiles} --out {output.page}"
-        " && python {params.scripts}/summary.py {params.of} > {output.summary} ) 2> {log}"
+        "( python {params.script} page {params.of} {params.profiles} --out {output.page}"
+        " && python {params.script} summary {params.of} > {output.summary} ) 2> {log}"

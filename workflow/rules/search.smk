@@ -39,7 +39,7 @@ rule search:
 
 rule grid:
     input:
-        script=ROOT / "workflow/scripts/grid.py",
+        script=ROOT / "workflow/scripts/show.py",
         plans=expand("results/plans/{search}.json", search=CONFIG.of.searches),
         predictions=expand(
             "results/plans/{search}.prediction.json", search=CONFIG.of.searches
@@ -53,7 +53,9 @@ rule grid:
     threads: 1
     resources:
         **LIGHT,
+    params:
+        searches=[f"--search={search}" for search in CONFIG.of.searches],
     message:
         "write the table of all plans"
     shell:
-        "python {input.script} {input.plans} --out {output.table} 2> {log}"
+        "python {input.script} grid --results results {params.searches} --out {output.table} 2> {log}"

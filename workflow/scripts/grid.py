@@ -1,19 +1,12 @@
-"""Write a table with one row per search.
+"""A table with one row for each search."""
 
-python workflow/scripts/grid.py results/plans/roomy.json results/plans/tight.json --out results/grid.csv
-"""
-
-import argparse
 import csv
 import io
 from collections.abc import Sequence
-from pathlib import Path
 
-from results import SearchOutcome, layers_text, read_search
-from shardwright_formats.io.errors import one_line_errors
-from shardwright_formats.io.json import write_bytes
+from results import SearchOutcome, layers_text
 
-__all__ = ["main", "table"]
+__all__ = ["table"]
 
 _COLUMNS = (
     "search", "model", "cluster", "ranks", "global_batch_size", "memory_budget_bytes", "pp_size", "num_microbatches",
@@ -52,18 +45,3 @@ def _row(search: SearchOutcome) -> tuple[object, ...]:
         None if prediction.proof is None else prediction.proof.gap,
         plan.sha256,
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the plans and their predictions, write the table."""
-    parser = argparse.ArgumentParser(description="Write a table with one row per search.")
-    parser.add_argument("plans", nargs="+", type=Path, help="plans; the prediction of each lies beside it")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
-    asked = parser.parse_args(arguments)
-    with one_line_errors():
-        searches = [read_search(path.parent.parent, path.stem) for path in asked.plans]
-        write_bytes(asked.out, table(searches).encode())
-
-
-if __name__ == "__main__":
-    main()

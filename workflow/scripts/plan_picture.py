@@ -11,7 +11,7 @@ from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strateg
 __all__ = ["StrategyColours", "draw_plan"]
 
 _LEFT, _ROW, _GAP = 150.0, 46.0, 8.0
-# Recomputed layers are hatched, so that the colour is left for how they are spread.
+# Recomputed layers are hatched, so that the colour is left for how they are sharded.
 _HATCH = (
     '<pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="2.6" height="7" fill="#fff" fill-opacity="0.5"/></pattern>'
@@ -19,15 +19,15 @@ _HATCH = (
 
 
 class StrategyColours:
-    """The colour of each way of spreading a layer, the same in every picture of a page."""
+    """The colour of each way of sharding a layer, the same in every picture of a page."""
 
     def __init__(self, plans: Iterable[Plan]) -> None:
-        spreads = dict.fromkeys(_spread(s) for plan in plans for s in (*plan.layers, plan.embedding, plan.head))
-        self._colours = {spread: PALETTE[i % len(PALETTE)] for i, spread in enumerate(spreads)}
+        shardings = dict.fromkeys(_sharding(s) for plan in plans for s in (*plan.layers, plan.embedding, plan.head))
+        self._colours = {sharding: PALETTE[i % len(PALETTE)] for i, sharding in enumerate(shardings)}
 
     def of(self, strategy: Strategy) -> str:
         """A CSS colour."""
-        return self._colours[_spread(strategy)]
+        return self._colours[_sharding(strategy)]
 
 
 def draw_plan(plan: Plan, colours: StrategyColours) -> str:
@@ -97,7 +97,7 @@ def _is_recomputed(strategy: Strategy) -> bool:
     return isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE
 
 
-def _spread(strategy: Strategy) -> tuple[object, ...]:
+def _sharding(strategy: Strategy) -> tuple[object, ...]:
     # What does not apply must not make a colour of its own.
     sequence = strategy.sequence_parallel if strategy.tp_size > 1 else None
     data = strategy.data_parallel if strategy.dp_size > 1 else None

@@ -1,10 +1,5 @@
-"""Write one HTML page about searches and runs that opens offline.
+"""The report: one HTML page about searches, runs and profiles that opens offline."""
 
-python workflow/scripts/report.py --results results --searches roomy tight --runs demo --out results/report.html
-python workflow/scripts/report.py --results results --searches tight --plan-svg docs/images/plan.svg
-"""
-
-import argparse
 import base64
 from collections.abc import Sequence
 from html import escape
@@ -19,18 +14,13 @@ from results import (
     SearchOutcome,
     plan_text,
     ratio_text,
-    read_profile,
-    read_run,
-    read_search,
 )
-from shardwright_formats.display.svg import STYLE, document
+from shardwright_formats.display.svg import STYLE
 from shardwright_formats.display.timeline import draw_timeline
 from shardwright_formats.display.units import bytes_text, seconds_text
-from shardwright_formats.io.errors import one_line_errors
-from shardwright_formats.io.json import write_bytes
 from tables import correction_table, fits_table, html_list, plans_table, ranks_table
 
-__all__ = ["main", "page"]
+__all__ = ["page"]
 
 
 def page(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome], profiles: Sequence[ProfileOutcome] = ()) -> str:
@@ -56,7 +46,7 @@ def _summary(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> s
         chosen = search.comparisons[0]
         time_s = chosen.estimate.simulated_step_time_s
         if chosen.measured_time_s is None:
-            words = "".join(f", {kind}" for kind in _marks(search))
+            words = "".join(f", {kind}" for kind in _provenance(search))
             tiles.append((seconds_text(time_s), f"{search.name}: predicted step{words}, not measured"))
         else:
             words = f"{search.name}: measured step, {ratio_text(time_s, chosen.measured_time_s)} × predicted"
@@ -77,7 +67,7 @@ def _search_section(search: SearchOutcome, colours: StrategyColours) -> str:
     )
     estimate = prediction.estimate
     tiles = [
-        (seconds_text(estimate.simulated_step_time_s), ", ".join(("predicted step", *_marks(search)))),
+        (seconds_text(estimate.simulated_step_time_s), ", ".join(("predicted step", *_provenance(search)))),
         (f"{estimate.samples_per_s:.3g}/s", "samples, predicted"),
         (bytes_text(estimate.memory_bytes), f"memory of {bytes_text(budget)}" if budget else "memory of a rank"),
     ]
@@ -87,18 +77,18 @@ def _search_section(search: SearchOutcome, colours: StrategyColours) -> str:
         (
             f"<h2>Plan: {escape(search.name)}</h2><p class='soft'>{escape(facts)}</p>",
             f"<p>{escape(plan_text(plan))}</p>",
-            "".join(f"<p><strong>{kind}</strong>{escape(words)}</p>" for kind, words in _marks(search).items()),
+            "".join(f"<p><strong>{kind}</strong>{escape(words)}</p>" for kind, words in _provenance(search).items()),
             '<div class="tiles">' + "".join(_tile(*tile) for tile in tiles) + "</div>",
             _figure("Layers and pipeline stages", draw_plan(plan, colours)),
             _figure("Predicted memory of a rank, by pipeline stage", draw_memory(estimate, budget)),
             _figure(f"Simulated step ({escape(plan.schedule)})", draw_timeline(plan, estimate)),
             _measured(search),
-            _beliefs(search),
+            _proof_and_warnings(search),
         )
     )
 
 
-def _marks(search: SearchOutcome) -> dict[str, str]:
+def _provenance(search: SearchOutcome) -> dict[str, str]:
     """What of a prediction nobody measured, by kind: the first warning of each, which says how far that may be off."""
     found: dict[str, str] = {}
     for warning in search.prediction.warnings:
@@ -119,14 +109,15 @@ def _run_section(run: RunOutcome) -> str:
     return f"<h2>Run: {escape(run.name)}</h2><p class='soft'>{escape(facts)}</p>{_figure('Loss', draw_loss(run))}"
 
 
-def _beliefs(search: SearchOutcome) -> str:
+def _proof_and_warnings(search: SearchOutcome) -> str:
     proof, drawn = search.prediction.proof, ""
     if proof is not None:
         found = "optimal" if proof.gap == 0 else f"within {proof.gap:.2%} of the optimum"
         objective = f"{seconds_text(proof.objective_s)} against a bound of {seconds_text(proof.objective_bound_s)}"
         drawn += (
             f"<h3>Proof</h3><p>{found[0].upper()}{found[1:]} for {escape(proof.objective)} ({objective}), "
-            f"in this space: {escape(proof.scope)}. {proof.examined:,} cases examined, {proof.solved:,} solved.</p>"
+            f"in this space: {escape(proof.scope)}. "
+            f"{proof.examined:,} configurations examined, {proof.solved:,} solved.</p>"
         )
     if search.prediction.warnings:
         drawn += f"<h3>Warnings</h3>{html_list(search.prediction.warnings)}"
@@ -171,31 +162,3 @@ def _figure(title: str, drawing: str) -> str:
 
 def _tile(value: str, words: str) -> str:
     return f'<div class="tile"><b>{escape(value)}</b><span>{escape(words)}</span></div>'
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the results and write the page, or the picture of the first search's plan."""
-    parser = argparse.ArgumentParser(description="Write one HTML page about searches and runs.")
-    parser.add_argument(
-        "--results", type=Path, required=True, help="folder of plans/, measurements/, runs/, profiles/ and pictures/"
-    )
-    parser.add_argument("--searches", nargs="*", default=[], help="names of searches, in the order of the page")
-    parser.add_argument("--runs", nargs="*", default=[], help="names of runs")
-    parser.add_argument("--selected", nargs="*", default=[], help="searches whose measured winner runs take")
-    parser.add_argument("--profiles", nargs="*", default=[], help="names of profiles, MODEL@NODE_TYPE")
-    parser.add_argument("--out", type=Path, help="the page to write")
-    parser.add_argument("--plan-svg", type=Path, help="write the picture of the first search's plan here")
-    asked = parser.parse_args(arguments)
-    with one_line_errors():
-        searches = [read_search(asked.results, name, selected=name in asked.selected) for name in asked.searches]
-        runs = [read_run(asked.results, name) for name in asked.runs]
-        profiles = [read_profile(asked.results, name) for name in asked.profiles]
-        if asked.plan_svg is not None and searches:
-            plan = searches[0].plan
-            write_bytes(asked.plan_svg, document(draw_plan(plan, StrategyColours([plan]))).encode())
-        if asked.out is not None:
-            write_bytes(asked.out, page(searches, runs, profiles).encode())
-
-
-if __name__ == "__main__":
-    main()

@@ -165,7 +165,7 @@ def strategy_text(strategy: Strategy) -> str:
         words.append(f"{_DATA_PARALLEL[strategy.data_parallel]} dp {strategy.dp_size}")
     if isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE:
         words.append("recomputed" if strategy.recompute is Recompute.FULL else f"{strategy.recompute} recomputed")
-    return ", ".join(words) or "whole"
+    return ", ".join(words) or "unsharded"
 
 
 def layers_text(plan: Plan) -> str:

@@ -1,17 +1,11 @@
-"""Print what a whole run of the workflow came to.
+"""What a whole run of the workflow came to, in lines."""
 
-python workflow/scripts/summary.py --results results --searches roomy tight --runs demo
-"""
-
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from results import Comparison, RunOutcome, SearchOutcome, plan_text, ratio_text, read_run, read_search
+from results import Comparison, RunOutcome, SearchOutcome, plan_text, ratio_text
 from shardwright_formats.display.units import bytes_text, seconds_text
-from shardwright_formats.io.errors import one_line_errors
 
-__all__ = ["main", "summary"]
+__all__ = ["summary"]
 
 
 def summary(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> str:
@@ -45,21 +39,3 @@ def _comparison(comparison: Comparison, width: int) -> str:
         f"  {comparison.name:<{width}} {seconds_text(time_s):>10} {measured:>10} {ratio_text(time_s, measured_s):>6}"
         f"   {bytes_text(estimate.memory_bytes):>10} {size:>10}"
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the results and print the summary."""
-    parser = argparse.ArgumentParser(description="Print what a whole run of the workflow came to.")
-    parser.add_argument("--results", type=Path, required=True, help="folder of plans/, measurements/ and runs/")
-    parser.add_argument("--searches", nargs="*", default=[], help="names of searches")
-    parser.add_argument("--selected", nargs="*", default=[], help="searches whose measured winner runs take")
-    parser.add_argument("--runs", nargs="*", default=[], help="names of runs")
-    asked = parser.parse_args(arguments)
-    with one_line_errors():
-        searches = [read_search(asked.results, name, selected=name in asked.selected) for name in asked.searches]
-        runs = [read_run(asked.results, name) for name in asked.runs]
-    print(summary(searches, runs))
-
-
-if __name__ == "__main__":
-    main()

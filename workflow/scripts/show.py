@@ -1,0 +1,103 @@
+"""What came of searches and runs: a page, a summary, a table, a picture of a plan.
+
+python workflow/scripts/show.py page --results results --search roomy --run demo --out results/report.html
+python workflow/scripts/show.py picture results/plans/tight.json --out docs/images/plan.svg
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+from grid import table
+from plan_picture import StrategyColours, draw_plan
+from report import page
+from results import RunOutcome, SearchOutcome, read_profile, read_run, read_search
+from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run, show
+from shardwright_formats.display.svg import document
+from shardwright_formats.io.json import read_document, write_bytes
+from shardwright_formats.types.plan import Plan
+from summary import summary
+
+__all__ = ["APP"]
+
+
+class ResultsOptions(Options, frozen=True, kw_only=True):
+    """Print plans with predicted and measured step times, and the losses of runs."""
+
+    results: Path
+    """Folder of plans/, measurements/, corrections/, selected/, runs/, profiles/ and pictures/."""
+    search: tuple[str, ...] = ()
+    """Names of searches, in the order of the page; may be repeated, as all names."""
+    selected: tuple[str, ...] = ()
+    """Those of them whose measured winner runs take."""
+    run: tuple[str, ...] = ()
+    """Names of runs."""
+
+    def searches(self) -> list[SearchOutcome]:
+        """What came of the searches."""
+        return [read_search(self.results, name, selected=name in self.selected) for name in self.search]
+
+    def runs(self) -> list[RunOutcome]:
+        """What came of the runs."""
+        return [read_run(self.results, name) for name in self.run]
+
+
+class PageOptions(ResultsOptions, frozen=True, kw_only=True):
+    """Write one HTML page that opens offline."""
+
+    profile: tuple[str, ...] = ()
+    """Names of profiles, MODEL@NODE_TYPE."""
+    out: Path
+    """The page to write."""
+
+
+class GridOptions(ResultsOptions, frozen=True, kw_only=True):
+    """Write a table with one row for each search."""
+
+    out: Path
+    """The CSV to write."""
+
+
+class PictureOptions(Options, frozen=True, kw_only=True):
+    """Draw a plan."""
+
+    plan: Annotated[Path, POSITIONAL]
+    """The plan, JSON."""
+    out: Path
+    """The SVG to write."""
+
+
+def write_page(options: PageOptions) -> None:
+    """Write the report."""
+    profiles = [read_profile(options.results, name) for name in options.profile]
+    write_bytes(options.out, page(options.searches(), options.runs(), profiles).encode())
+
+
+def print_summary(options: ResultsOptions) -> None:
+    """Print the summary."""
+    show(summary(options.searches(), options.runs()))
+
+
+def write_grid(options: GridOptions) -> None:
+    """Write the table."""
+    write_bytes(options.out, table(options.searches()).encode())
+
+
+def write_picture(options: PictureOptions) -> None:
+    """Write the picture."""
+    plan = read_document(options.plan, Plan)
+    write_bytes(options.out, document(draw_plan(plan, StrategyColours([plan]))).encode())
+
+
+APP = CommandLine(
+    name="show.py",
+    purpose="Show what came of searches and runs.",
+    commands={
+        "page": Command(PageOptions, "show:write_page"),
+        "summary": Command(ResultsOptions, "show:print_summary"),
+        "grid": Command(GridOptions, "show:write_grid"),
+        "picture": Command(PictureOptions, "show:write_picture"),
+    },
+)
+
+if __name__ == "__main__":
+    run(APP)
