@@ -1,0 +1,76 @@
+"""Numbers and pictures for people: axes, markers, and pictures that stand alone."""
+
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from shardwright_formats.display.chart import Panel, bytes_axis, linear_axis, logarithmic_axis
+from shardwright_formats.display.svg import document, marker, picture, text, ticks, without_variables
+from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e-6, 2.0), (0.002, 0.0021), (3.0, 3.0), (0.9, 110.0)])
+def test_a_logarithmic_axis_names_round_values_inside_it_and_equal_ratios_are_equally_far(low, high):
+    axis = logarithmic_axis(low, high, 100, 400, "{:g}".format)
+    values = [value for value, _ in axis.marks]
+    assert all(axis.low <= value <= axis.high for value in values) and axis.low < low <= high < axis.high
+    assert values == sorted(set(values))
+    assert axis.at(axis.low) == 100 and axis.at(axis.high) == pytest.approx(400)
+    assert axis.at(2 * low) - axis.at(low) == pytest.approx(axis.at(4 * low) - axis.at(2 * low))
+
+
+def test_a_short_logarithmic_axis_has_several_marks_and_one_of_bytes_powers_of_two():
+    assert len(logarithmic_axis(0.02, 0.9, 0, 1, seconds_text).marks) >= 4
+    assert [words for _, words in logarithmic_axis(1024, 16 << 20, 0, 1, bytes_text, base=32).marks] == [
+        "1 KiB", "32 KiB", "1 MiB",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("high", [900, 5000, 3 << 20, 70 << 30])
+def test_an_axis_of_bytes_starts_at_nothing_and_is_round_in_its_unit(high):
+    axis = bytes_axis(high, 0, 100)
+    assert axis.marks[0] == (0, "0 B") and axis.marks[-1][0] <= high
+    steps = {after - before for (before, _), (after, _) in pairwise(axis.marks)}
+    assert len(steps) == 1 and 3 <= len(axis.marks) <= 7
+
+
+def test_an_axis_of_one_value_still_has_a_length():
+    axis = linear_axis(5, 5, 0, 100)
+    assert 0 <= axis.at(5) < axis.at(6) <= 100
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.4, 0.4), (0, 7.7), (12, 13)])
+def test_ticks_lie_between_both_ends(low, high):
+    found = ticks(high, 4, low)
+    assert len(found) >= 2 and low <= min(found) + 1e-9 and max(found) <= high + 1e-9
+    assert low > 0 or 0 in found
+
+
+def test_the_spread_of_a_point_does_not_leave_its_panel():
+    panel = Panel(linear_axis(0, 10, 0, 100), linear_axis(0, 10, 100, 0))
+    drawn = ElementTree.fromstring(f"<g>{panel.point(5, 9, (-3, 99), 0, 'nine')}</g>")
+    (bar,) = drawn.iter("line")
+    assert (float(bar.get("y1")), float(bar.get("y2"))) == (100, 0)
+    assert drawn.find("circle/title").text == "nine"
+
+
+def test_thirty_two_series_have_signs_of_their_own():
+    signs = {marker(number, 0, 0) for number in range(32)}
+    assert len(signs) == 32
+
+
+def test_a_picture_can_stand_in_a_file_and_without_variables_of_css():
+    drawn = document(picture(text(1, 2, "a < b"), 100, 50, "a label"))
+    root = ElementTree.fromstring(drawn)
+    assert root.get("viewBox") == "-12 -12 124 74" and (root.get("width"), root.get("height")) == ("124", "74")
+    assert "prefers-color-scheme: dark" in drawn and "a &lt; b" in drawn
+    assert "var(" not in without_variables(drawn)
+
+
+def test_numbers_have_three_figures_and_a_unit():
+    assert [seconds_text(time_s) for time_s in (0, 2.5e-7, 0.0123456, 1.5, 1234.6)] == [
+        "0 s", "0.25 µs", "12.3 ms", "1.5 s", "1235 s",
+    ]  # fmt: skip
+    assert [bytes_text(size) for size in (0, 1023, 1536, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5120 GiB"]
+    assert [rate_text(rate) for rate in (5e5, 2.5e9)] == ["0.5 MB/s", "2.5 GB/s"]
