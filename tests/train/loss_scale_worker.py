@@ -9,9 +9,8 @@ from unittest.mock import patch
 import torch
 
 from shardwright_formats.io.errors import ShardwrightError
-from shardwright_formats.io.json import read_document
-from shardwright_train.jobs import RunJob
 from shardwright_train.optimizer import adamw, loss_scale
+from shardwright_train.options import RunOptions, decode_job
 from shardwright_train.parallel.world import joined_world
 from shardwright_train.training.loop import train
 
@@ -26,7 +25,9 @@ def main(start: str, *job_files: str) -> None:
             infinite = patch.object(adamw, "_squared_norm", lambda *_: torch.tensor(math.inf, dtype=torch.float64))
             try:
                 with infinite if file.stem == "endless" else nullcontext():
-                    train(read_document(file, RunJob), world)
+                    job = decode_job(file.read_bytes())
+                    assert isinstance(job, RunOptions)
+                    train(job, world)
             except ShardwrightError as error:
                 file.with_suffix(".error").write_text(str(error))
 

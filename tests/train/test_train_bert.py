@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_calls import call
 from tiny_models import CONFIGS, SEQUENCE_LENGTH, tiny
 from torch import Tensor
-from typer.testing import CliRunner
 
 from shardwright_formats.io.errors import BadInput, RunFailed
-from shardwright_train.cli import app
+from shardwright_train.cli import APP
 from shardwright_train.data.objectives import Batch, Masked
 from shardwright_train.models.masks import padding_mask
 from shardwright_train.models.registry import family_named
@@ -145,7 +145,7 @@ def test_describe_refuses_what_cannot_be_trained_in_one_line(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["bert"] | change))
     options = ["--name", "x", "--sequence-length", "16", "--out", str(tmp_path / "model.json")]
-    ended = CliRunner().invoke(app, ["describe", str(tmp_path), *options])
+    ended = call(APP, "describe", str(tmp_path), *options)
     assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
     assert ended.stderr.startswith("error: ") and words in ended.stderr
     assert not (tmp_path / "model.json").exists()

@@ -9,23 +9,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from command_calls import call
 from random_plans import random_plan
 from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 from torch import Tensor
 from transformers.integrations import flash_attention
-from typer.testing import CliRunner
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.plan import Attention, Plan, Plans, Precision
 from shardwright_formats.types.strategy import SequenceParallel, Strategy
-from shardwright_launch.nodes import Nodes
 from shardwright_train import support
-from shardwright_train.cli import app
+from shardwright_train.cli import APP
 from shardwright_train.models import attention_kernels as kernels
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
+from shardwright_train.options import MeasureOptions
 from shardwright_train.parallel.sequence import ULYSSES_ATTENTION, apply_ulysses
 from shardwright_train.parallel.world import World
 from shardwright_train.start import start_measure
@@ -110,7 +110,7 @@ def test_a_missing_flash_attn_is_one_line_that_says_how_to_install_it(
         "run": ["--data", "d", "--steps", "1", "--out", "o", "--checkpoints", str(tmp_path / "c")],
         "measure": ["--out", str(tmp_path / "measurement.json")],
     }
-    ended = CliRunner().invoke(app, [command, str(tmp_path / "plan.json"), *options[command]])
+    ended = call(APP, command, str(tmp_path / "plan.json"), *options[command])
     assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
     assert f"plan.json: flash-attn is not installed, and {words}" in ended.stderr
     assert "pip install 'shardwright-train[flash-attn]'" in ended.stderr
@@ -200,7 +200,9 @@ def test_a_measurement_names_what_auto_took(tmp_path: Path, capfd: pytest.Captur
     cpu = {"device": "cpu", "precision": Precision(), "num_microbatches": 1, "global_batch_size": 1}
     plans = (planned(attention=EAGER, **cpu), planned(**cpu))
     write_document(tmp_path / "plans.json", Plans(plans=plans))
-    start_measure([tmp_path / "plans.json"], tmp_path / "measurement.json", 1, 1, Nodes())
+    start_measure(
+        MeasureOptions(plans=(tmp_path / "plans.json",), out=tmp_path / "measurement.json", steps=1, warmup_steps=1)
+    )
     assert "attention: eager, sdpa (auto)\n" in capfd.readouterr().err
     assert read_document(tmp_path / "measurement.json", Measurement).attention == "sdpa"
 

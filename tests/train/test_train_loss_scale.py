@@ -16,9 +16,9 @@ from shardwright_formats.types.plan import Plan, Precision
 from shardwright_formats.types.run import RunResult
 from shardwright_launch.ranks import launch
 from shardwright_train.data.prepare import prepare
-from shardwright_train.jobs import RunJob
 from shardwright_train.optimizer.learning_rate import LearningRateSchedule
 from shardwright_train.optimizer.loss_scale import LossScale
+from shardwright_train.options import RunOptions, encode_job
 from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
 
 START = 2.0**40
@@ -68,19 +68,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_document(folder / "plan.json", plan)
     jobs = {"unbroken": STEPS, "broken": STOP, "resumed": STEPS, "endless": 60}
     for name, steps in jobs.items():
-        write_document(folder / f"{name}.json", _job(folder, "broken" if name == "resumed" else name, steps))
+        (folder / f"{name}.json").write_bytes(encode_job(_job(folder, "broken" if name == "resumed" else name, steps)))
     worker = Path(__file__).with_name("loss_scale_worker.py")
     launch([sys.executable, str(worker), str(START), *(str(folder / f"{name}.json") for name in jobs)], range(2), 2)
     return folder
 
 
-def _job(folder: Path, name: str, steps: int) -> RunJob:
-    return RunJob(
-        plan=str(folder / "plan.json"),
-        data=str(folder / "data"),
-        out=str(folder / name),
-        checkpoints=str(folder / name / "checkpoints"),
-        resume_from=None,
+def _job(folder: Path, name: str, steps: int) -> RunOptions:
+    return RunOptions(
+        plan=folder / "plan.json",
+        data=folder / "data",
+        out=folder / name,
+        checkpoints=folder / name / "checkpoints",
         steps=steps,
         checkpoint_every=100,
         keep_checkpoints=1,

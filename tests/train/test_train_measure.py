@@ -17,7 +17,7 @@ from shardwright_formats.semantics.schedule import actions
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
-from shardwright_launch.nodes import Nodes
+from shardwright_train.options import MeasureOptions
 from shardwright_train.start import start_measure
 
 Measured = dict[str, PlanMeasurement]
@@ -123,7 +123,15 @@ def measured(folder: Path) -> Measured:
         ),
     )
     write_document(folder / "plans.json", Plans(plans=plans))
-    start_measure([folder / "plans.json"], folder / "out.json", REPEATS, 1, Nodes(), trace=folder / "traces")
+    start_measure(
+        MeasureOptions(
+            plans=(folder / "plans.json",),
+            out=folder / "out.json",
+            steps=REPEATS,
+            warmup_steps=1,
+            trace=folder / "traces",
+        )
+    )
     return {m.plan.name: m for m in read_document(folder / "out.json", Measurement).plans}
 
 
@@ -273,14 +281,18 @@ def test_a_folder_for_traces_that_is_a_file_is_refused(tmp_path: Path) -> None:
     write_document(tmp_path / "plan.json", _plan("kept"))
     (tmp_path / "traces").write_text("mine")
     with pytest.raises(BadInput, match=r"traces: is no folder"):
-        start_measure([tmp_path / "plan.json"], tmp_path / "out.json", 1, 1, Nodes(), trace=tmp_path / "traces")
+        start_measure(_options(tmp_path, trace=tmp_path / "traces"))
     assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "traces"}
+
+
+def _options(folder: Path, **more: Any) -> MeasureOptions:
+    return MeasureOptions(plans=(folder / "plan.json",), out=folder / "out.json", steps=1, warmup_steps=1, **more)
 
 
 def test_a_plan_for_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
     write_document(tmp_path / "plan.json", _plan("kept"))
     with pytest.raises(BadInput, match=r"plan\.json: the plan is for 1 nodes, --nnodes is 2"):
-        start_measure([tmp_path / "plan.json"], tmp_path / "out.json", 1, 1, Nodes(2, 0, "127.0.0.1:1"))
+        start_measure(_options(tmp_path, nnodes=2, rendezvous="127.0.0.1:1"))
     assert not (tmp_path / "out.json").exists()
 
 

@@ -76,7 +76,7 @@ def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(work: Path, plan_file: Pa
     deadline = time.monotonic() + 90
     while latest_checkpoint(folder) is None and time.monotonic() < deadline and stopped.poll() is None:
         time.sleep(0.01)
-    stopped.send_signal(signal.SIGTERM)
+    stopped.send_signal(signal.SIGHUP)
     status, _, err = finish(stopped)
     assert status == 75, err
     assert err.count("error:") == 1 and "run the same command to resume" in err

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from command_calls import call
 from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 from torch import Tensor
-from typer.testing import CliRunner
 
 from shardwright_formats.io.json import read_document
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import misfit
 from shardwright_formats.types.strategy import SequenceParallel, Strategy
-from shardwright_train.cli import app
+from shardwright_train.cli import APP
 from shardwright_train.data.objectives import Text
 from shardwright_train.models.registry import family_named
 from shardwright_train.models.stock import Pieces
@@ -68,7 +68,7 @@ VIT_BASE = {
 def describe(folder: Path, config: dict[str, Any], sequence_length: int) -> tuple[int, str]:
     (folder / "config.json").write_text(json.dumps(config))
     options = ["--name", "x", "--sequence-length", str(sequence_length), "--out", str(folder / "model.json")]
-    ended = CliRunner().invoke(app, ["describe", str(folder), *options])
+    ended = call(APP, "describe", str(folder), *options)
     return ended.exit_code, ended.stderr
 
 

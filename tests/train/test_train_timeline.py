@@ -11,8 +11,8 @@ from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.measurement import Measurement, PassTime, PlanMeasurement
 from shardwright_formats.types.plan import PipelineStage, Plan, Plans, Precision, Schedule
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
-from shardwright_launch.nodes import Nodes
 from shardwright_search.simulation.simulator import Simulation, StageTimes, simulate
+from shardwright_train.options import MeasureOptions
 from shardwright_train.start import start_measure
 
 DeviceGroup = tuple[str, int, int]
@@ -50,7 +50,7 @@ def _plan(name: str) -> Plan:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PlanMeasurement]:
     folder = tmp_path_factory.mktemp("timeline")
     write_document(folder / "plans.json", Plans(plans=tuple(map(_plan, PLANS))))
-    start_measure([folder / "plans.json"], folder / "out.json", 3, 1, Nodes())
+    start_measure(MeasureOptions(plans=(folder / "plans.json",), out=folder / "out.json", steps=3, warmup_steps=1))
     return {found.plan.name: found for found in read_document(folder / "out.json", Measurement).plans}
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from command_calls import call
 from random_plans import cluster_of, precision_of, random_plan
 from tiny_models import tiny
-from typer.testing import CliRunner
 
 from shardwright_formats.io.json import write_document
 from shardwright_formats.semantics.communication import Cause, step_messages
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_train.cli import app
+from shardwright_train.cli import APP
 from shardwright_train.dry_run.check import check_roles, roles_of
 from shardwright_train.dry_run.simulated_step import simulate_step
 from shardwright_train.models.registry import family_named
@@ -93,7 +93,7 @@ def test_a_gather_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_check_of_a_plan_shows_every_role(tmp_path: Path) -> None:
     plan = random_plan(tiny("llama"), 4, WORLD, "bfloat16", stages=2)
     write_document(tmp_path / "plan.json", plan)
-    ended = CliRunner().invoke(app, ["check", str(tmp_path / "plan.json")])
+    ended = call(APP, "check", str(tmp_path / "plan.json"))
     assert ended.exit_code == 0, ended.stderr
     assert "The bytes counted in the simulated step are those of the formulas." in ended.stdout
     assert f"simulated {len(roles_of(plan))} of {len(roles_of(plan))} roles" in ended.stderr
@@ -104,7 +104,7 @@ def test_a_plan_that_lacks_memory_says_how_much(tmp_path: Path) -> None:
     plan = json.loads(msgspec.json.encode(random_plan(tiny("llama"), 4, 2, "float32")))
     plan["cluster"]["node_types"]["cpu"]["memory_bytes"] = 1000
     (tmp_path / "plan.json").write_text(json.dumps({"format": "shardwright.plan", "version": 1} | plan))
-    ended = CliRunner().invoke(app, ["check", str(tmp_path / "plan.json")])
+    ended = call(APP, "check", str(tmp_path / "plan.json"))
     assert ended.exit_code == 3
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("error: ") and "lacks" in last and " bytes" in last

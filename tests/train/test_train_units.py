@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from command_calls import call
 from tiny_models import CONFIGS, stock_model, tiny
-from typer.testing import CliRunner
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document
 from shardwright_formats.types.plan import Plan
-from shardwright_train.cli import app
+from shardwright_train.cli import APP
 from shardwright_train.models.registry import family_named
 from shardwright_train.training.loop import model_flops_utilization
 from shardwright_train.training.peaks import peak_flops_per_s
@@ -56,7 +56,7 @@ def test_describe_refuses_a_configuration_in_one_line(tmp_path: Path, change: di
     config = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4} | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = ["--name", "x", "--sequence-length", "16", "--out", str(tmp_path / "model.json")]
-    ended = CliRunner().invoke(app, ["describe", str(tmp_path), *options])
+    ended = call(APP, "describe", str(tmp_path), *options)
     assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
     assert ended.stderr.startswith("error: ") and words in ended.stderr
     assert not (tmp_path / "model.json").exists()

@@ -1,17 +1,16 @@
 """Whether a node has accelerators at all, told without importing torch."""
 
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
 
-__all__ = ["CPU", "check_accelerator", "device_type_of"]
+__all__ = ["CPU", "DRIVERS", "check_accelerator", "device_type_of"]
 
 CPU = "cpu"
 """The device name of nodes that compute on their processors."""
-_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvgpu", "/dev/dxg", "/dev/kfd")
+DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvgpu", "/dev/dxg", "/dev/kfd")
 """Files that drivers make: NVIDIA's on Linux, on Jetson, on WSL; AMD's."""
 
 
@@ -23,9 +22,9 @@ def device_type_of(cluster: Cluster, file: object) -> str:
     return CPU if on_cpu.pop() else "cuda"
 
 
-def check_accelerator(cluster: Cluster, node_rank: int, file: object, drivers: Iterable[str] = _DRIVERS) -> None:
+def check_accelerator(cluster: Cluster, node_rank: int, file: object) -> None:
     """BadInput where a node of the cluster has accelerators and this machine has no driver of any."""
     device = cluster.node_types[cluster.node_type_of_rank[cluster.node_of_rank.index(node_rank)]].device
-    if device == CPU or any(Path(driver).exists() for driver in drivers) or shutil.which("nvidia-smi"):
+    if device == CPU or any(Path(driver).exists() for driver in DRIVERS) or shutil.which("nvidia-smi"):
         return
     raise BadInput(file, f"is for {device}, this machine has no driver of a GPU", "start it on the cluster's own nodes")

@@ -11,17 +11,30 @@ import re
 import signal
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TypeGuard
 
 import msgspec
 
-from shardwright_formats.io.errors import ShardwrightError
+from shardwright_formats.io.errors import RunFailed, ShardwrightError, system_fault
 from shardwright_formats.io.json import write_bytes
 from shardwright_launch.signals import outlive_terminal
 
-__all__ = ["HANG_TIMEOUT_S", "STACKS_SIGNAL", "START_UP_S", "Heartbeat", "RankError", "RankFiles", "Step", "start_rank"]
+__all__ = [
+    "HANG_TIMEOUT_S",
+    "STACKS_SIGNAL",
+    "START_UP_S",
+    "Heartbeat",
+    "RankError",
+    "RankFiles",
+    "Step",
+    "end_quietly",
+    "start_rank",
+]
 
 HANG_TIMEOUT_S = 600.0
 """How long a step may take where nothing else is said: an assumption."""
@@ -141,6 +154,8 @@ class Heartbeat:
 
 def _noted(error: Exception) -> RankError:
     now_s, text = time.monotonic(), " ".join(str(error).split())
+    if _is_fault(error):
+        return RankError(time_s=now_s, exit_code=RunFailed.exit_code, text=str(system_fault(error)))
     if isinstance(error, ShardwrightError):
         return RankError(time_s=now_s, exit_code=error.exit_code, text=text)
     return RankError(
@@ -149,6 +164,24 @@ def _noted(error: Exception) -> RankError:
         lost_connection=_LOST_CONNECTION.search(text) is not None,
         trace="".join(traceback.format_exception(error)),
     )
+
+
+def _is_fault(error: BaseException) -> TypeGuard[OSError]:
+    """Whether the system refused something, such as a file on a full disk; a lost peer is no such fault."""
+    return isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError)
+
+
+@contextmanager
+def end_quietly() -> Iterator[None]:
+    """End this rank by the exit code of an error that the launcher prints in one line, without a traceback."""
+    try:
+        yield
+    except ShardwrightError as error:
+        raise SystemExit(error.exit_code) from None
+    except OSError as error:
+        if not _is_fault(error):
+            raise
+        raise SystemExit(RunFailed.exit_code) from None
 
 
 def start_rank() -> None:

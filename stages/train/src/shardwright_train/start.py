@@ -1,10 +1,13 @@
 """What the parent does for `run` and `measure`: check, start the ranks, put their results together."""
 
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+
+import msgspec
 
 from shardwright_formats.io.errors import BadInput, RunFailed
 from shardwright_formats.io.json import Document, read_any_document, read_document, write_document
@@ -12,47 +15,45 @@ from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.plan import Attention, Plan, Plans
 from shardwright_formats.types.prediction import Prediction
 from shardwright_launch.accelerator import check_accelerator, device_type_of
-from shardwright_launch.heartbeat import HANG_TIMEOUT_S
 from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
 from shardwright_launch.ranks import launch
-from shardwright_train.jobs import MeasureJob, RunJob
+from shardwright_train.options import MeasureJob, MeasureOptions, RunOptions, encode_job
 from shardwright_train.support import check_installed, check_supported
 from shardwright_train.training.checkpoint_names import folder_of_plan
 
 __all__ = ["start_measure", "start_run"]
 
 
-def start_run(job: RunJob, nodes: Nodes) -> None:
+def start_run(options: RunOptions) -> None:
     """Train on this node's share of the ranks."""
-    plan = read_document(Path(job.plan), Plan)
-    _check(plan, job.plan, nodes)
-    with only_run(folder_of_plan(Path(job.checkpoints), plan.sha256) / "LOCK", nodes):
-        _start(job, plan, nodes)
+    nodes = options.nodes(os.environ)
+    plan = read_document(options.plan, Plan)
+    _check(plan, options.plan, nodes)
+    if not options.data.is_dir():
+        raise BadInput(
+            options.data, "is no folder", "name one that `prepare` wrote, or one of images.npy and labels.npy"
+        )
+    _check_folder(options.out)
+    _check_folder(options.checkpoints)
+    with only_run(folder_of_plan(options.checkpoints, plan.sha256) / "LOCK", nodes):
+        _start(options, plan, nodes)
 
 
-def start_measure(
-    files: Sequence[Path],
-    out: Path,
-    steps: int,
-    warmup_steps: int,
-    nodes: Nodes,
-    hang_timeout_s: float = HANG_TIMEOUT_S,
-    trace: Path | None = None,
-    min_time_s: float = 0.0,
-) -> None:
+def start_measure(options: MeasureOptions) -> None:
     """Measure every plan of the files, in one launch per world size, and write one measurement.
 
     What is finished is kept in a journal beside it until it is whole: started again after an end, only the rest is
     measured. Each rank writes its traces into the folder `trace`, if there is one.
     """
-    journal = journal_path(out)
-    plans = [(file, plan) for file in files for plan in _plans_of(file)]
+    nodes, out = options.nodes(os.environ), options.out
+    journal = journal_path(out).absolute()
+    plans = [(file, plan) for file in options.plans for plan in _plans_of(file)]
     for file, plan in plans:
         _check(plan, file, nodes)
-    if trace is not None and trace.exists() and not trace.is_dir():
-        raise BadInput(trace, "is no folder", "name another for the traces")
+    if options.trace is not None:
+        _check_folder(options.trace)
     results: dict[str, Measurement] = {}
     with only_run(out.with_name(f"{out.name}.lock"), nodes), tempfile.TemporaryDirectory() as scratch:
         sized = sorted((plan for _, plan in plans), key=lambda plan: plan.world_size)
@@ -60,17 +61,8 @@ def start_measure(
             batch = tuple(group)
             together, result = Path(scratch) / f"plans{size}.json", Path(scratch) / f"result{size}.json"
             write_document(together, Plans(plans=batch))
-            job = MeasureJob(
-                plans=str(together),
-                out=str(result),
-                steps=steps,
-                journal=str(journal.absolute()),
-                warmup_steps=warmup_steps,
-                min_time_s=min_time_s,
-                hang_timeout_s=hang_timeout_s,
-                trace=None if trace is None else str(trace),
-            )
-            _start(job, batch[0], nodes)
+            fields = msgspec.structs.asdict(options) | {"plans": (together,), "out": result}
+            _start(MeasureJob(**fields, journal=journal), batch[0], nodes)
             if nodes.rank == 0:
                 measurement = read_document(result, Measurement)
                 results |= {m.plan.sha256: measurement for m in measurement.plans}
@@ -114,21 +106,21 @@ def _check(plan: Plan, file: object, nodes: Nodes) -> None:
     if nodes.count != count:
         raise BadInput(file, f"the plan is for {count} nodes, --nnodes is {nodes.count}", "start it on all of them")
     device_type_of(plan.cluster, file)
-    check_accelerator(plan.cluster, nodes.rank, file)
     check_installed(plan, file)
+    check_accelerator(plan.cluster, nodes.rank, file)
 
 
-def _start(job: RunJob | MeasureJob, plan: Plan, nodes: Nodes) -> None:
+def _check_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(folder, "is no folder", "name another")
+
+
+def _start(job: RunOptions | MeasureJob, plan: Plan, nodes: Nodes) -> None:
     on_node = [rank for rank, node in enumerate(plan.cluster.node_of_rank) if node == nodes.rank]
     with tempfile.TemporaryDirectory() as scratch:
         job_file = Path(scratch) / "job.json"
-        write_document(job_file, job)
-        command = [
-            sys.executable,
-            "-m",
-            "shardwright_train.worker",
-            str(job_file),
-            device_type_of(plan.cluster, job_file),
-        ]
+        job_file.write_bytes(encode_job(job))
+        device_type = device_type_of(plan.cluster, job_file)
+        command = [sys.executable, "-m", "shardwright_train.worker", str(job_file), device_type]
         ranks = range(on_node[0], on_node[-1] + 1)
         launch(command, ranks, plan.world_size, nodes, hang_timeout_s=job.hang_timeout_s)

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright_formats.io.errors import ShardwrightError
-from shardwright_formats.io.json import read_any_document
-from shardwright_launch.heartbeat import START_UP_S, start_rank
-from shardwright_train.jobs import MeasureJob, RunJob
+from shardwright_launch.heartbeat import START_UP_S, end_quietly, start_rank
+from shardwright_train.options import MeasureJob, RunOptions, decode_job
 
 if TYPE_CHECKING:
     from shardwright_train.parallel.world import World
@@ -24,20 +22,16 @@ def main(job_file: str, device_type: str) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from shardwright_train.parallel.world import joined_world
 
-    job = read_any_document(Path(job_file), RunJob, MeasureJob)
+    job = decode_job(Path(job_file).read_bytes())
     # Before the ranks meet, for it takes seconds: then the time that their first step is allowed begins for all.
-    assert isinstance(job, RunJob | MeasureJob)
     work = _work_of(job)
-    try:
-        # A process group that spoke before the launcher's hang timeout would end ranks before they showed their stacks.
-        with joined_world(device_type, timeout_s=2 * max(START_UP_S, job.hang_timeout_s)) as world:
-            work(world)
-    except ShardwrightError as error:
-        raise SystemExit(error.exit_code) from None
+    # A process group that spoke before the launcher's hang timeout would end ranks before they showed their stacks.
+    with end_quietly(), joined_world(device_type, timeout_s=2 * max(START_UP_S, job.hang_timeout_s)) as world:
+        work(world)
 
 
-def _work_of(job: RunJob | MeasureJob) -> "Callable[[World], None]":
-    if isinstance(job, RunJob):
+def _work_of(job: RunOptions | MeasureJob) -> "Callable[[World], None]":
+    if isinstance(job, RunOptions):
         from shardwright_train.training.loop import train
 
         return lambda world: train(job, world)

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.io.errors import BadInput, ShardwrightError
+from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import canonical_json, read_document
 from shardwright_formats.types.hardware_profile import write_hardware_profile
 from shardwright_launch.accelerator import CPU
-from shardwright_launch.heartbeat import START_UP_S, Heartbeat, start_rank
+from shardwright_launch.heartbeat import START_UP_S, Heartbeat, end_quietly, start_rank
 from shardwright_launch.journal import Journal, Kept, journal_path
 from shardwright_profile.hardware.job import Progress, Remark, SweepIdentity, SweepJob
 from shardwright_profile.hardware.profile import JOURNAL, Entry, StartEntry, profile_of
@@ -30,19 +30,16 @@ def main() -> None:
     start_rank()
     job = read_document(Path(sys.argv[1]), SweepJob)
     heartbeat = Heartbeat.of_environment()
-    try:
-        with ExitStack() as stack:
-            stack.push(heartbeat.note)
-            device = _device(job.identity)
-            # The launcher, which shows the stacks of a hang, is to speak before the process group does.
-            timeout = timedelta(seconds=2 * START_UP_S)
-            device_id = device if device.type == "cuda" else None
-            dist.init_process_group(job.identity.backend, timeout=timeout, device_id=device_id)
-            stack.callback(dist.destroy_process_group)
-            stack.push(heartbeat.note)  # before its peers can see that this rank is gone
-            _measure(job, Stopwatch(device, heartbeat))
-    except ShardwrightError as error:
-        raise SystemExit(error.exit_code) from None
+    with end_quietly(), ExitStack() as stack:
+        stack.push(heartbeat.note)
+        device = _device(job.identity)
+        # The launcher, which shows the stacks of a hang, is to speak before the process group does.
+        timeout = timedelta(seconds=2 * START_UP_S)
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(job.identity.backend, timeout=timeout, device_id=device_id)
+        stack.callback(dist.destroy_process_group)
+        stack.push(heartbeat.note)  # before its peers can see that this rank is gone
+        _measure(job, Stopwatch(device, heartbeat))
 
 
 def _measure(job: SweepJob, stopwatch: Stopwatch) -> None:

@@ -1,11 +1,9 @@
 """What a measurement that was cut off has left behind: the plans it had finished."""
 
-from pathlib import Path
-
 from shardwright_formats.io.json import Value
 from shardwright_formats.types.measurement import PlanMeasurement
 from shardwright_launch.journal import Journal, JournalKind
-from shardwright_train.jobs import MeasureJob
+from shardwright_train.options import MeasureJob
 from shardwright_train.parallel.world import World
 
 __all__ = ["MeasureIdentity", "open_journal"]
@@ -33,7 +31,6 @@ _KIND: JournalKind[MeasureIdentity, PlanMeasurement] = JournalKind(
 
 def open_journal(job: MeasureJob, world: World, versions: str) -> Journal[MeasureIdentity, PlanMeasurement]:
     """The journal of a measurement, the same on every rank; one of other settings, device or versions starts anew."""
-    path = Path(job.journal)
     identity = MeasureIdentity(
         steps=job.steps,
         warmup_steps=job.warmup_steps,
@@ -42,5 +39,5 @@ def open_journal(job: MeasureJob, world: World, versions: str) -> Journal[Measur
         backend=world.backend,
         versions=versions,
     )
-    kept = world.first_says(lambda: _KIND.read(path, identity, anew=True))
-    return Journal(path if world.rank == 0 else None, _KIND, identity, kept)
+    kept = world.first_says(lambda: _KIND.read(job.journal, identity, anew=True))
+    return Journal(job.journal if world.rank == 0 else None, _KIND, identity, kept)

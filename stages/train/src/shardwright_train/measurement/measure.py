@@ -5,7 +5,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 import msgspec
 import torch
@@ -18,7 +17,6 @@ from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement, RankMemory, Segment
 from shardwright_formats.types.plan import Attention, Plan, Plans
 from shardwright_train.engine import build_engine
-from shardwright_train.jobs import MeasureJob
 from shardwright_train.measurement.journal import open_journal
 from shardwright_train.measurement.memory_account import Category, Holdings, MemoryInterval, memory_intervals
 from shardwright_train.measurement.record import clock_for, peak_resident_bytes
@@ -28,6 +26,7 @@ from shardwright_train.measurement.timing import StepTiming, timing_of_step
 from shardwright_train.measurement.trace import trace_file, traced
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
+from shardwright_train.options import MeasureJob
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.fsdp_memory import gathered_parameters, unreduced_gradients
 from shardwright_train.parallel.process_groups import Groups
@@ -43,7 +42,7 @@ _MOST_ROUNDS = 3
 
 def measure_plans(job: MeasureJob, world: World) -> None:
     """Measure every plan of the job, on all ranks; rank 0 writes the measurement."""
-    plans = read_document(Path(job.plans), Plans).plans
+    plans = read_document(job.plans[0], Plans).plans
     resident = peak_resident_bytes()
     groups = Groups(world.device.type)
     kernels = _agreed_kernels(plans, world)
@@ -71,7 +70,7 @@ def measure_plans(job: MeasureJob, world: World) -> None:
             print(f"measured {number + 1}/{len(plans)} {plan.name}: {step_s * 1000:.1f} ms a step", file=sys.stderr)
     if world.rank == 0:
         every = tuple(found for found in measured if found is not None)
-        write_document(Path(job.out), msgspec.structs.replace(head, plans=every))
+        write_document(job.out, msgspec.structs.replace(head, plans=every))
 
 
 def _agreed_kernels(plans: Sequence[Plan], world: World) -> tuple[str, ...]:
@@ -179,7 +178,7 @@ def _measure(plan: Plan, kernel: str, job: MeasureJob, world: World, groups: Gro
     )
     if job.trace is not None:
         dist.barrier()
-        with traced(world.device, world.rank, trace_file(Path(job.trace), plan, world.rank)) as hook:
+        with traced(world.device, world.rank, trace_file(job.trace, plan, world.rank)) as hook:
             runner.step(hook)
     every: list[RankMeasurement | None] = [None] * world.size
     dist.all_gather_object(every, mine)

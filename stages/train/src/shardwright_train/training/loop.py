@@ -22,13 +22,13 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.run import RunResult, StepMetrics
 from shardwright_train.data.objectives import Batches
 from shardwright_train.engine import Engine, build_engine
-from shardwright_train.jobs import RunJob
 from shardwright_train.measurement.record import peak_resident_bytes
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
 from shardwright_train.optimizer.adamw import StepOutcome
 from shardwright_train.optimizer.learning_rate import Hyperparameters
 from shardwright_train.optimizer.loss_scale import LossScale
+from shardwright_train.options import RunOptions
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.layer import RankContext
@@ -47,7 +47,7 @@ METRICS = "metrics.jsonl"
 class _Run:
     """All that stays the same from the first step to the last."""
 
-    job: RunJob
+    job: RunOptions
     plan: Plan
     world: World
     attention: str
@@ -56,13 +56,13 @@ class _Run:
     folder: Path
 
 
-def train(job: RunJob, world: World) -> None:
+def train(job: RunOptions, world: World) -> None:
     """Train to the job's last step on all ranks, from the latest checkpoint of this plan if there is one.
 
     Raises BadInput together on all ranks when plan, data or checkpoint cannot be used, RunFailed when loss or gradient
     norm is no number, Stopped when a rank was asked to stop: then the state is saved first.
     """
-    plan = read_document(Path(job.plan), Plan)
+    plan = read_document(job.plan, Plan)
     batches, resumed = _agreed_inputs(job, plan, world)
     (attention,) = settle_attention([plan], world)
     scale = LossScale.for_compute(plan.precision.compute)
@@ -70,7 +70,7 @@ def train(job: RunJob, world: World) -> None:
     if resumed is not None:
         progress = read_progress(resumed)
     engine = _engine(job, plan, world, attention, progress.updates)
-    run = _Run(job, plan, world, attention, batches, engine, folder_of_plan(Path(job.checkpoints), plan.sha256))
+    run = _Run(job, plan, world, attention, batches, engine, folder_of_plan(job.checkpoints, plan.sha256))
     if resumed is not None:
         load(resumed, engine.tensors())
     if world.rank == 0:
@@ -81,14 +81,14 @@ def train(job: RunJob, world: World) -> None:
         _finish(run, *final)
 
 
-def _agreed_inputs(job: RunJob, plan: Plan, world: World) -> tuple[Batches, Path | None]:
+def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, Path | None]:
     problem: ShardwrightError | None = None
     batches, resumed = None, None
     try:
         _check_device(plan, world, job.plan)
         family = family_named(plan.model.family, job.plan)
         check_kernels(plan, family, world.device, job.plan)
-        batches = family.learns(plan.model).open(Path(job.data), job.seed)
+        batches = family.learns(plan.model).open(job.data, job.seed)
         resumed = _checkpoint_to_resume(job, plan, batches)
     except ShardwrightError as error:
         problem = error
@@ -97,7 +97,7 @@ def _agreed_inputs(job: RunJob, plan: Plan, world: World) -> tuple[Batches, Path
     return batches, resumed
 
 
-def _check_device(plan: Plan, world: World, file: str) -> None:
+def _check_device(plan: Plan, world: World, file: Path) -> None:
     cluster = plan.cluster
     wanted = cluster.node_types[cluster.node_type_of_rank[world.rank]].device
     if wanted != world.device_name:
@@ -108,9 +108,9 @@ def _check_device(plan: Plan, world: World, file: str) -> None:
         )
 
 
-def _checkpoint_to_resume(job: RunJob, plan: Plan, batches: Batches) -> Path | None:
-    latest = latest_checkpoint(folder_of_plan(Path(job.checkpoints), plan.sha256))
-    chosen = Path(job.resume_from) if job.resume_from else latest
+def _checkpoint_to_resume(job: RunOptions, plan: Plan, batches: Batches) -> Path | None:
+    latest = latest_checkpoint(folder_of_plan(job.checkpoints, plan.sha256))
+    chosen = job.resume_from or latest
     if chosen is None:
         return None
     progress = read_progress(chosen)
@@ -126,7 +126,7 @@ def _checkpoint_to_resume(job: RunJob, plan: Plan, batches: Batches) -> Path | N
     return chosen
 
 
-def _engine(job: RunJob, plan: Plan, world: World, attention: str, updates: int) -> Engine:
+def _engine(job: RunOptions, plan: Plan, world: World, attention: str, updates: int) -> Engine:
     context = RankContext(
         plan=plan,
         family=family_named(plan.model.family, job.plan),
@@ -240,7 +240,7 @@ def _keep_metrics_until(file: Path, step: int) -> None:
 
 
 def _finish(run: _Run, progress: Progress, loss: float, checkpoint: Path) -> None:
-    out = Path(run.job.out)
+    out = run.job.out
     out.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(run.folder / METRICS, out / METRICS)
     result = RunResult(

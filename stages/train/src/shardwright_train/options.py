@@ -1,0 +1,153 @@
+"""What the commands of shardwright-train are asked: every option, said once; ranks are handed the same."""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from shardwright_formats.command import POSITIONAL, Options
+from shardwright_formats.types.limits import Count, NonNegativeCount, Seconds, Share
+from shardwright_launch.heartbeat import HANG_TIMEOUT_S
+from shardwright_launch.options import NodeOptions
+from shardwright_train.optimizer.learning_rate import LearningRateSchedule
+
+__all__ = [
+    "CheckOptions",
+    "DescribeOptions",
+    "MeasureJob",
+    "MeasureOptions",
+    "PrepareOptions",
+    "RankOptions",
+    "RunOptions",
+    "decode_job",
+    "encode_job",
+]
+
+_Rate = Annotated[float, Meta(ge=0, le=1e6)]
+
+
+class DescribeOptions(Options, frozen=True, kw_only=True):
+    """Describe a model for the planner: layer types, shapes, what must divide what. Builds no weights."""
+
+    config_dir: Annotated[Path, POSITIONAL]
+    """Folder with a Hugging Face config.json."""
+    name: str
+    """Name of the model in all later files."""
+    sequence_length: Count
+    """Tokens of one sample."""
+    out: Path
+    """Model description to write (JSON)."""
+
+
+class PrepareOptions(Options, frozen=True, kw_only=True):
+    """Train a tokenizer on text and write the tokens in Megatron's indexed format."""
+
+    text: str
+    """Text file, folder of them, or `python-stdlib`: Python's own sources."""
+    vocab_size: Annotated[int, Meta(ge=257, le=2**24)]
+    """Tokens of the byte-level BPE to train."""
+    out: Path
+    """Folder for tokenizer.json, tokens.bin, tokens.idx, data.json."""
+    glob: str = "*.py"
+    """Which files of the folder."""
+    max_mib: Annotated[float, Meta(ge=0.01, le=2**20)] = 8.0
+    """Most text to take, in MiB."""
+
+
+class RankOptions(NodeOptions, frozen=True, kw_only=True):
+    """Options of a command that starts ranks."""
+
+    hang_timeout_s: Annotated[float, Meta(ge=1, le=1e9)] = HANG_TIMEOUT_S
+    """Longest time of one step in s, of the first one with building and loading, of any with saving; after it all
+    ranks' stacks are printed. Start-up has 600 s of its own."""
+
+
+class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
+    """Train; run the same command again to resume. Starts one process per device of this node itself.
+
+    Exit codes: 0 done, 2 bad input or locked, 4 failed (NaN, dead rank, hang), 75 stopped in order, 130 second signal.
+    """
+
+    plan: Annotated[Path, POSITIONAL]
+    """Plan to train with (JSON)."""
+    data: Path
+    """Folder that `prepare` wrote, or one of images.npy and labels.npy."""
+    steps: Count
+    """Steps in all, resumed ones included."""
+    out: Path
+    """Folder for metrics.jsonl and DONE.json."""
+    checkpoints: Path
+    """Folder for checkpoints; kept by plan inside."""
+    checkpoint_every: Count = 500
+    """Steps between checkpoints."""
+    keep_checkpoints: Count = 2
+    """How many of the latest to keep."""
+    resume_from: Path | None = None
+    """Checkpoint folder (step-…) to continue; without it this plan's latest."""
+    learning_rate: _Rate = 3e-4
+    """Peak learning rate, per step."""
+    learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.COSINE
+    """What follows the warm-up; wsd: constant, then a decay."""
+    warmup_steps: NonNegativeCount = 0
+    """Steps of linear warm-up to the peak."""
+    final_fraction: Share = 0.1
+    """Where cosine, linear and wsd end, as a share of the peak."""
+    decay_fraction: Share = 0.1
+    """How long wsd decays, as a share of all steps."""
+    weight_decay: _Rate = 0.1
+    """AdamW's decay of matrices, per learning rate."""
+    clip_norm: _Rate = 1.0
+    """Largest global 2-norm of gradients; 0: no clipping."""
+    seed: NonNegativeCount = 0
+    """Seed of initial weights and sample order."""
+
+
+class CheckOptions(Options, frozen=True, kw_only=True):
+    """Check a plan in one process, without its cluster: messages (bytes) and tensor memory (MiB) of every role.
+
+    Simulates a step of one rank of each distinct role on tensors without data. Exit codes: 0 it fits, 2 the plan is not
+    valid or cannot be run, 3 a rank lacks memory (the line says how much).
+    """
+
+    plan: Annotated[Path, POSITIONAL]
+    """Plan to check (JSON)."""
+
+
+class MeasureOptions(RankOptions, frozen=True, kw_only=True):
+    """Run plans for some steps on random tokens and report time (s) and memory (bytes) of every rank.
+
+    A measurement that was cut off goes on where it was when it is started again.
+    """
+
+    plans: Annotated[tuple[Path, ...], POSITIONAL]
+    """Files of plans; of a prediction, its runners-up."""
+    out: Path
+    """Measurement to write (JSON)."""
+    steps: Count = 5
+    """Timed steps of each plan; up to 3 times as many where they scatter by over 10 %."""
+    warmup_steps: Count = 2
+    """Steps before the timed ones."""
+    min_time_s: Seconds = 0.0
+    """Go on with each plan for so many seconds at least, whatever the steps."""
+    trace: Path | None = None
+    """Folder for Chrome traces, PLAN-HASH.rankN.json.gz for each plan and rank: PyTorch's profile of one more step, its
+    passes named as in `forward microbatch 0 chunk 0`. ui.perfetto.dev opens them; each rank is a process of its own, so
+    the `traceEvents` of several can be put together."""
+
+
+class MeasureJob(MeasureOptions, frozen=True, kw_only=True, tag="measure"):
+    """What the ranks of one launch measure: plans of one world size, in one file, to a result that is put together."""
+
+    journal: Path
+    """What is finished, should the measurement be cut off."""
+
+
+def encode_job(job: RunOptions | MeasureJob) -> bytes:
+    """What ranks are asked, as a file of theirs."""
+    return msgspec.json.encode(job, enc_hook=str)
+
+
+def decode_job(content: bytes) -> RunOptions | MeasureJob:
+    """What ranks are asked."""
+    return msgspec.json.decode(content, type=RunOptions | MeasureJob, dec_hook=lambda kind, value: kind(value))
