@@ -63,7 +63,7 @@ rule hardware:
             "hardware_time_budget_s"
         ],
     message:
-        "measure what messages cost on {wildcards.cluster}, for {params.time_budget_s} s"
+        "measure collectives and device rates on {wildcards.cluster}, for {params.time_budget_s} s"
     shell:
         "{resources.mpi} shardwright-profile hardware --cluster {input.cluster}"
         " --time-budget {params.time_budget_s} --out {output.hardware} 2> {log}"
@@ -90,7 +90,7 @@ rule analytic_hardware:
             without=("nodes", "hardware", "hardware_time_budget_s"),
         ),
     message:
-        "estimate what messages cost on {wildcards.cluster}: analytic, not measured"
+        "estimate collectives and device rates on {wildcards.cluster}: analytic, not measured"
     shell:
         "shardwright-profile analytic --cluster {input.cluster} {params.network}"
         " --hardware-out {output.hardware} 2> {log}"
@@ -138,7 +138,7 @@ rule probes:
     params:
         models=lambda wildcards, input: [f"--model {path}" for path in input.models],
     message:
-        "choose what to measure of {wildcards.model} on {wildcards.node_type}"
+        "choose the probes of {wildcards.model} on {wildcards.node_type}"
     shell:
         "shardwright-profile probes {params.models} --cluster {input.cluster} --node-type {wildcards.node_type}"
         " --settings {input.settings} --out {output.probes} 2> {log}"

@@ -22,7 +22,7 @@ rule prepare:
         folder=lambda wildcards, output: Path(output.data).parent,
         options=lambda wildcards: CONFIG.options("data", wildcards.data),
     message:
-        "make tokens of {wildcards.data}"
+        "tokenize the text {wildcards.data}"
     shell:
         "shardwright-train prepare {params.options:q} --out {params.folder} 2> {log}"
 
@@ -123,7 +123,7 @@ rule correct:
             f"--profile {path}" for path in input.profiles
         ],
     message:
-        "learn what the measured plans of {wildcards.search} teach"
+        "learn a correction from the measured plans of {wildcards.search}"
     shell:
         "shardwright-search correct {input.measurement} --hardware {input.hardware} {params.profiles}"
         " --out {output.correction} > {log} 2>&1"
