@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, get_args
 import msgspec
 import yaml
 
-from configuration_types import INHERITED, Configuration, ModelChoice, Name, Search, Validate
+from configuration_types import DECIDED, Configuration, ModelChoice, Name, Search, Validate, components
 from shardwright_formats.io.errors import BadInput
 
 __all__ = ["Section", "check_model_keys", "check_references", "converted", "read_preset", "read_yaml", "typed"]
@@ -56,16 +56,15 @@ def typed(config: Section, file: str) -> Configuration:
             checked[field.name] = converted(found, Validate, field.name, file)
         elif isinstance(found, Mapping):
             _, kind = get_args(field.type)
-            places = {name: f"{field.name}.{name}" for name in found}
-            checked[field.name] = {
-                converted(name, Name, place, file): converted(found[name], kind, place, file)
-                for name, place in places.items()
-            }
-    of = converted(checked, Configuration, "", file)
-    for name, search in config["searches"].items():
-        for key in search.keys() & INHERITED.keys():
-            raise BadInput(file, f"searches.{name}.{key} is no key of a search", f"leave it out: {INHERITED[key]}")
-    return of
+            checked[field.name] = dict(_entry(field.name, name, of, kind, file) for name, of in found.items())
+    return converted(checked, Configuration, "", file)
+
+
+def _entry(section: str, name: object, entry: object, kind: type[_Type], file: str) -> tuple[str, _Type]:
+    place = f"{section}.{name}"
+    for key in (key for key in DECIDED.get(section, ()) if isinstance(entry, Mapping) and key in entry):
+        raise BadInput(file, f"{place}.{key} is not to be said", f"leave it out: {DECIDED[section][key]}")
+    return converted(name, Name, place, file), converted(entry, kind, place, file)
 
 
 def converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
@@ -88,8 +87,8 @@ def converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
 
 def _words(kind: type) -> tuple[list[str], list[str]]:
     """All keys, and all values of enumerations, of a type and of those it is made of."""
-    _, components = msgspec.json.schema_components([kind])
-    words = {word: [each for of in components.values() for each in of.get(word, ())] for word in ("properties", "enum")}
+    found = components(kind).values()
+    words = {word: [each for of in found for each in of.get(word, ())] for word in ("properties", "enum")}
     return words["properties"], words["enum"]
 
 

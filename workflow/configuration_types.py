@@ -8,7 +8,7 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -18,7 +18,6 @@ from shardwright_formats.types.cluster import MAX_DEVICES, NodeGroup
 from shardwright_formats.types.limits import (
     Count,
     Gib,
-    NonNegativeCount,
     NonNegativeNumber,
     PositiveNumber,
     PositiveSeconds,
@@ -26,14 +25,17 @@ from shardwright_formats.types.limits import (
 )
 from shardwright_profile.model.settings import ProfileSettings
 from shardwright_search.space.request import SearchRequest
-from shardwright_train.optimizer.learning_rate import LearningRateSchedule
+from shardwright_train.options import PrepareOptions, RunOptions
 
-__all__ = ["INHERITED", "Configuration", "ModelChoice", "Profile", "Search", "Select", "Source"]
+__all__ = ["DECIDED", "Configuration", "ModelChoice", "Profile", "Search", "Select", "Source", "components"]
 
 Name = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 Word = Annotated[str, Meta(pattern=r"""^[^\s;'"`$\\]+$""", max_length=200)]
 """What Slurm is given: neither spaces nor quotes."""
+
+_UNSAID: Path = msgspec.field(default_factory=Path)
+"""What the workflow decides by itself: see DECIDED."""
 
 SCHEMA = Path("workflow/schemas/config.schema.json")
 
@@ -137,16 +139,10 @@ class Profile(ProfileSettings, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("steps and warmup_steps are missing: how long each probe is measured")
 
 
-class Data(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Data(PrepareOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Text to make tokens of."""
 
-    text: Text
-    """A file or folder, or `python-stdlib`."""
-    glob: Text = "*.py"
-    """Which files of a folder."""
-    vocab_size: Annotated[int, Meta(ge=257, le=2**24)]
-    max_mib: Annotated[float, Meta(ge=0.01, le=2**20)]
-    """How much text is read at most."""
+    out: Path = _UNSAID
 
 
 class Search(SearchRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,27 +157,15 @@ class Search(SearchRequest, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A search whose measured plans taught what this one's predictions are corrected by."""
 
 
-INHERITED = {
-    "name": "it is the key that it stands under",
-    "precision": "it is that of the model's profile",
-    "attention": "it is that of the model's profile",
-}
-"""What a search file holds and a search of the configuration does not say, and why."""
-
-
-class Run(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Run(RunOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=False):
     """A training with a search's plan."""
 
     search: Name
-    data: Name
-    steps: Count
-    checkpoint_every: Count
-    learning_rate: PositiveNumber
-    learning_rate_schedule: LearningRateSchedule
-    warmup_steps: NonNegativeCount
-    weight_decay: NonNegativeNumber
-    clip_norm: PositiveNumber
-    seed: NonNegativeCount
+    data: Name  # type: ignore[assignment]
+    """The name of a text, where the command takes its folder."""
+    plan: Path = _UNSAID
+    out: Path = _UNSAID
+    checkpoints: Path = _UNSAID
 
 
 class Validate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -205,12 +189,35 @@ class Configuration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     validate: Validate
 
 
+DECIDED: dict[str, dict[str, str]] = {
+    "searches": {
+        "name": "it is the key that the search stands under",
+        "precision": "it is that of the model's profile",
+        "attention": "it is that of the model's profile",
+    },
+    "data": {"out": "the workflow names its files"},
+    "runs": dict.fromkeys(("plan", "out", "checkpoints", "resume_from"), "the workflow names its files")
+    | dict.fromkeys(("nnodes", "node_rank", "rendezvous"), "the cluster says it"),
+}
+"""Keys of the stages' types that a configuration does not say, by section, and why."""
+
+
+def components(kind: type) -> dict[str, dict[str, Any]]:
+    """The JSON Schemas of a type and of those it is made of, by name."""
+    _, found = msgspec.json.schema_components(
+        [kind], schema_hook=lambda _path: {"type": "string"}, ref_template="#/$defs/{name}"
+    )
+    return found
+
+
 def generated() -> str:
     """The JSON Schema of a configuration, for editors; references between its entries are not in it."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(Configuration)}
-    for key in INHERITED:
-        del schema["$defs"]["Search"]["properties"][key]
-    return json.dumps(schema, indent=1) + "\n"
+    found = components(Configuration)
+    for section, kind in {"searches": Search, "data": Data, "runs": Run}.items():
+        for key in DECIDED[section]:
+            del found[kind.__name__]["properties"][key]
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$ref": "#/$defs/Configuration"}
+    return json.dumps(head | {"$defs": found}, indent=1) + "\n"
 
 
 def main() -> int:
