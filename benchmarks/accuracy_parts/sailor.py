@@ -25,7 +25,7 @@ from shardwright_formats.semantics.schedule import in_flight
 from shardwright_formats.types.model import LayerType, Parameter
 from shardwright_formats.types.plan import Precision, Schedule
 from shardwright_formats.types.strategy import Strategy
-from shardwright_search.cost_model import memory
+from shardwright_search.cost_model.memory import parameter_memory
 from shardwright_search.simulation.simulator import StageTimes, simulate
 from shardwright_search.solver.objective import step_time
 
@@ -152,11 +152,8 @@ def memory_bytes(plan: SailorPlan, tables: Tables) -> int:
 def _states_bytes(parameters: int) -> int:
     kind = LayerType(parameters=(Parameter(name="all", shape=(parameters,)),), forward_flops_per_sample=0)
     whole, precision = Strategy(tp_size=1, dp_size=1), Precision()
-    return (
-        memory.parameters_bytes(kind, whole, precision)
-        + memory.optimizer_bytes(kind, whole, precision)
-        + memory.gradients_bytes(kind, whole, precision, True)
-    )
+    held = parameter_memory(kind, whole, precision, deferred=True)
+    return held.parameters + held.optimizer + held.gradients
 
 
 def _activation_bytes(plan: SailorPlan, tables: Tables, index: int, replica: Replica) -> int:

@@ -1,18 +1,20 @@
 """Memory of a rank, term by term: numbers worked out by hand."""
 
+from functools import reduce
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from shardwright_formats.types.model import LayerType
 from shardwright_formats.types.plan import Precision
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, SequenceParallel, Strategy
-from shardwright_search.cost_model import memory
 from shardwright_search.cost_model.layer import CostModel
-from shardwright_search.cost_model.memory import Workspace, peak_bytes
+from shardwright_search.cost_model.memory import ParameterMemory, parameter_memory
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.search import Found, Infeasible, find_best
+from shardwright_search.solver.memory import Phase, StageMemory, layer_memory, no_layers
 from shardwright_search.space.budget import GIB
 
 MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
@@ -25,6 +27,18 @@ def sharding(kind: str, tp_size: int = 1, dp_size: int = 4, split: str = "none")
         data_parallel=DataParallel(kind),
         sequence_parallel=SequenceParallel(split),
     )
+
+
+def held(
+    kind: LayerType,
+    strategy: Strategy,
+    precision: Precision,
+    deferred: bool = False,
+    every: bool = False,
+    first: bool = False,
+) -> ParameterMemory:
+    flags = {"deferred": deferred, "reduce_every_microbatch": every, "is_first_layer": first}
+    return parameter_memory(kind, strategy, precision, **flags)
 
 
 @pytest.mark.parametrize(
@@ -41,73 +55,73 @@ def sharding(kind: str, tp_size: int = 1, dp_size: int = 4, split: str = "none")
 )
 def test_memory_terms_by_kind_of_data_parallelism(make, kind, deferred, resident, workspace):
     block, strategy = make.model().types["block"], sharding(kind)
-    assert resident == (
-        memory.parameters_bytes(block, strategy, MIXED),
-        memory.gathered_parameters_bytes(block, strategy, MIXED),
-        memory.gradients_bytes(block, strategy, MIXED, deferred),
-        memory.optimizer_bytes(block, strategy, MIXED),
-    )
-    assert workspace == (
-        memory.buffer_bytes(block, strategy, MIXED, deferred),
-        memory.unreduced_bytes(block, strategy, MIXED, deferred),
-    )
+    found = held(block, strategy, MIXED, deferred=deferred)
+    assert resident == (found.parameters, found.gathered_parameters, found.gradients, found.optimizer)
+    assert workspace == (found.buffers, found.unreduced_gradients)
 
 
 def test_replicated_layers_are_computed_as_they_are_stored_where_all_is_in_one_format(make):
     block = make.model().types["block"]
-    assert memory.gathered_parameters_bytes(block, sharding("ddp"), Precision()) == 0
-    assert memory.gathered_parameters_bytes(block, sharding("zero2"), Precision()) == 65536
-    assert memory.gathered_parameters_bytes(block, sharding("zero2", dp_size=1), Precision()) == 0
+    assert held(block, sharding("ddp"), Precision()).gathered_parameters == 0
+    assert held(block, sharding("zero2"), Precision()).gathered_parameters == 65536
+    assert held(block, sharding("zero2", dp_size=1), Precision()).gathered_parameters == 0
 
 
 def test_replicas_that_reduce_every_microbatch_keep_the_sum_beside_what_is_being_reduced(make):
     block = make.model().types["block"]
     for precision in (MIXED, Precision()):
-        assert memory.gradients_bytes(block, sharding("ddp"), precision, False, True) == 2 * 65536
-        assert memory.gradients_bytes(block, sharding("zero2"), precision, False, True) == 16384
-        assert memory.gradients_bytes(block, sharding("ddp", dp_size=1), precision, False, True) == 65536
+        assert held(block, sharding("ddp"), precision, every=True).gradients == 2 * 65536
+        assert held(block, sharding("zero2"), precision, every=True).gradients == 16384
+        assert held(block, sharding("ddp", dp_size=1), precision, every=True).gradients == 65536
 
 
 def test_the_messages_of_the_first_element_are_kept_until_the_next_ones(make):
     """After the embedding's gather and its reduction nothing else may be gathered or reduced for most of a pass."""
     block = make.model().types["block"]
-    assert memory.gathered_parameters_bytes(block, sharding("zero3"), MIXED, first=True) == 32768
-    assert memory.gathered_parameters_bytes(block, sharding("zero2"), MIXED, first=True) == 32768
-    assert memory.gathered_parameters_bytes(block, sharding("ddp"), Precision(), first=True) == 0
+    assert held(block, sharding("zero3"), MIXED, first=True).gathered_parameters == 32768
+    assert held(block, sharding("zero2"), MIXED, first=True).gathered_parameters == 32768
+    assert held(block, sharding("ddp"), Precision(), first=True).gathered_parameters == 0
     for kind in ("zero2", "zero3"):
-        assert memory.gradients_bytes(block, sharding(kind), MIXED, False, True, first=True) == 16384 + 65536
-        assert memory.gradients_bytes(block, sharding(kind), MIXED, False, False, first=True) == 16384
-        assert memory.gradients_bytes(block, sharding(kind), MIXED, True, False, first=True) == 65536
+        assert held(block, sharding(kind), MIXED, every=True, first=True).gradients == 16384 + 65536
+        assert held(block, sharding(kind), MIXED, first=True).gradients == 16384
+        assert held(block, sharding(kind), MIXED, deferred=True, first=True).gradients == 65536
 
 
 def test_a_shard_is_rounded_up_to_whole_rows(make):
     # 256 rows over 3 ranks: 86 rows of 64
-    assert memory.parameters_bytes(make.model().types["block"], sharding("zero3", dp_size=3), MIXED) == 4 * 86 * 64
+    assert held(make.model().types["block"], sharding("zero3", dp_size=3), MIXED).parameters == 4 * 86 * 64
     # tensor parallelism halves the rows first: 128 over 3 ranks are 43
-    assert memory.parameters_bytes(make.model().types["block"], sharding("zero3", 2, 3), MIXED) == 4 * 43 * 64
+    assert held(make.model().types["block"], sharding("zero3", 2, 3), MIXED).parameters == 4 * 43 * 64
 
 
 def test_parameters_are_shared_over_the_whole_stage_under_ulysses(make):
     """Two groups of two: four ranks share 65536 bytes; tensor parallelism and two ranks of each half the same."""
     block = make.model().types["block"]
     ulysses, megatron = sharding("zero3", 2, 2, "ulysses"), sharding("zero3", 2, 2, "megatron")
-    assert memory.parameters_bytes(block, ulysses, MIXED) == memory.parameters_bytes(block, megatron, MIXED) == 16384
+    assert held(block, ulysses, MIXED).parameters == held(block, megatron, MIXED).parameters == 16384
     # but a layer is gathered whole under the one, its half under the other
     for strategy, whole in ((ulysses, 16384), (megatron, 8192)):
-        assert memory.buffer_bytes(block, strategy, MIXED, False) == (2 * 2 + 4) * whole
-    assert memory.parameters_bytes(block, sharding("ddp", 2, 2, "ulysses"), MIXED) == 65536
-    assert memory.parameters_bytes(block, sharding("ddp", 2, 2, "megatron"), MIXED) == 32768
+        assert held(block, strategy, MIXED).buffers == (2 * 2 + 4) * whole
+    assert held(block, sharding("ddp", 2, 2, "ulysses"), MIXED).parameters == 65536
+    assert held(block, sharding("ddp", 2, 2, "megatron"), MIXED).parameters == 32768
 
 
-def test_the_peak_is_where_an_element_with_its_moment_meets_what_others_hold():
-    """Forward to each element, and back: what follows it has given its gradients by then."""
-    assert peak_bytes([]) == 0
-    # at the elements: 4+1+(2+3+1), 14+5+(3+1), 16+20+1
-    assert peak_bytes([Workspace(4, 1, 2), Workspace(10, 5, 3), Workspace(2, 20, 1)]) == 37
+def peak_of_one_microbatch(*layers: tuple[int, int, int]) -> float:
+    """In its only backward pass, of layers told as activation, workspace and gradients."""
+    parts = (Phase(1, late=True),)
+    kinds = (layer_memory(parts, 0, late, activation, workspace) for activation, workspace, late in layers)
+    return reduce(StageMemory.then, kinds, no_layers(parts, 0)).peak.item()
+
+
+def test_the_peak_is_where_a_layer_with_its_workspace_meets_what_others_hold():
+    """Forward to each layer, and back: what follows it has given its gradients by then."""
+    assert peak_of_one_microbatch() == 0
+    # at the layers: 4+1+(2+3+1), 14+5+(3+1), 16+20+1
+    assert peak_of_one_microbatch((4, 1, 2), (10, 5, 3), (2, 20, 1)) == 37
     # 4+50+(2+3) in the first backward pass, 14+5+3 in the second
-    assert peak_bytes([Workspace(4, 50, 2), Workspace(10, 5, 3)]) == 59
+    assert peak_of_one_microbatch((4, 50, 2), (10, 5, 3)) == 59
     # 4+0+(1+9), 10+6+9
-    assert peak_bytes([Workspace(4, 0, 1), Workspace(6, 6, 9)]) == 25
+    assert peak_of_one_microbatch((4, 0, 1), (6, 6, 9)) == 25
 
 
 def test_gradients_come_with_the_first_backward_pass(make):
@@ -116,7 +130,8 @@ def test_gradients_come_with_the_first_backward_pass(make):
     layer = LayerStrategy(tp_size=1, dp_size=2, type="block")
     for microbatches in (1, 2):
         found = costs.layer("block", layer, StageTopology("n", (2,)), 2, microbatches)
-        assert found.workspace == Workspace(120 * 2048, 24 * 2048, 65536)
+        assert (found.activation_bytes, found.workspace_bytes) == (120 * 2048, 24 * 2048)
+        assert found.memory.gradients == 65536
         assert found.state_bytes == 3 * 65536, "parameters and two moments"
 
 

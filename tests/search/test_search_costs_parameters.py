@@ -131,9 +131,9 @@ def test_reductions_after_every_microbatch_are_part_of_each(cost):
 
 
 def test_gradients_that_are_reduced_after_every_microbatch_are_held_in_shards(cost):
-    assert cost(layer("zero2")).gradients_bytes == 65536
-    assert cost(layer("zero2"), (), EVERY).gradients_bytes == 32768
-    assert cost(layer("zero2"), microbatches=1).gradients_bytes == 32768
+    assert cost(layer("zero2")).memory.gradients == 65536
+    assert cost(layer("zero2"), (), EVERY).memory.gradients == 32768
+    assert cost(layer("zero2"), microbatches=1).memory.gradients == 32768
 
 
 def test_ulysses_reduces_over_all_ranks_of_the_stage(cost):

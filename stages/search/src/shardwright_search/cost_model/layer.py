@@ -1,4 +1,4 @@
-"""All costs of one element of a plan (embedding, layer or head) under one strategy, as exact integers.
+"""All costs of one layer of a plan, embedding and head included, under one strategy, as exact integers.
 
 Times are whole picoseconds and memory whole bytes, so that sums do not depend on their order and equal plans are
 recognised as equal.
@@ -19,11 +19,12 @@ from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, Precision
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
-from shardwright_search.cost_model import memory
-from shardwright_search.cost_model.collectives import Duration, collective_time, overlapped_time
+from shardwright_search.cached import cached_method
+from shardwright_search.cost_model.collectives import Duration, collective_time
 from shardwright_search.cost_model.communication import redistribution_time, send_time
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost
-from shardwright_search.cost_model.parameters import Overlapped, ParameterCosts, parameter_costs
+from shardwright_search.cost_model.memory import ParameterMemory, itemsize
+from shardwright_search.cost_model.parameters import ParameterCosts, parameter_costs
 from shardwright_search.cost_model.profiles import LayerKey, Profiles
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import GroupKind, StageTopology, tp_group_kinds
@@ -32,14 +33,14 @@ __all__ = ["Cost", "CostModel", "LayerCost", "picoseconds"]
 
 
 class Cost(NamedTuple):
-    """A time in picoseconds, one way, and what is doubtful about it."""
+    """A time in picoseconds, one way, and a warning where it leans on numbers that nobody measured."""
 
     time_ps: int
     warning: str | None
 
 
-class LayerCost(NamedTuple):
-    """Costs of one element on one rank; times in picoseconds."""
+class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Costs of one layer on one rank; times in picoseconds."""
 
     forward_ps: int
     """One microbatch, tensor and sequence parallel traffic included; so is backward."""
@@ -50,19 +51,17 @@ class LayerCost(NamedTuple):
     sync_every_ps: int
     """What reducing the gradients adds to every microbatch's backward pass; 0 when they are reduced once a step."""
     reduction_ps: int
-    """The reduction's message alone, where it goes on beside the backward pass and that was not measured; else 0."""
+    """The reduction alone, where it overlaps with the backward pass and that was not measured; else 0."""
     overlapped_ps: int
     """What it adds to the last backward pass by the measured slowdowns; inside `sync_ps`."""
     sync_ps: int
-    """Once a step: what reducing the gradients adds, ZeRO-2's gather, and sums of whole parameters' gradients."""
+    """Once a step: what reducing the gradients adds, ZeRO-2's gather, and sums of replicated parameters' gradients."""
     optimizer_ps: int
-    parameters_bytes: int
-    gathered_parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
+    memory: ParameterMemory
     activation_bytes: int
     """Of one microbatch in flight."""
     workspace_bytes: int
+    """Held for a moment, in the layer's own forward or backward pass."""
     warnings: tuple[str, ...]
 
     @property
@@ -72,14 +71,14 @@ class LayerCost(NamedTuple):
         return self.forward_ps + self.backward_ps + gathers + self.sync_every_ps
 
     @property
-    def state_bytes(self) -> int:
-        """What is held all step long; gradients come with the first backward pass."""
-        return self.parameters_bytes + self.gathered_parameters_bytes + self.optimizer_bytes
+    def exposed_ps(self) -> int:
+        """What comes once a step."""
+        return self.sync_ps + self.optimizer_ps
 
     @property
-    def workspace(self) -> memory.Workspace:
-        """What comes and goes with a microbatch."""
-        return memory.Workspace(self.activation_bytes, self.workspace_bytes, self.gradients_bytes)
+    def state_bytes(self) -> int:
+        """What is held all step long; gradients come with the first backward pass."""
+        return self.memory.parameters + self.memory.gathered_parameters + self.memory.optimizer
 
 
 def picoseconds(time_s: float) -> int:
@@ -88,7 +87,7 @@ def picoseconds(time_s: float) -> int:
 
 
 class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """What is the same for every element of a plan, with everything priced so far."""
+    """What is the same for every layer of a plan, with everything priced so far."""
 
     model: Model
     cluster: Cluster
@@ -102,25 +101,21 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         type_name: str,
         strategy: Strategy,
         topology: StageTopology,
-        microbatch_samples: int,
+        samples: int,
         num_microbatches: int,
     ) -> LayerCost:
-        """Every cost of an element of that type on the ranks of a pipeline stage.
+        """Every cost of a layer of that type on the ranks of a pipeline stage; `samples` are those of a microbatch.
 
         Raises BadInput when a profile lacks a point.
         """
-        one = num_microbatches == 1
-        key = type_name, strategy, topology, microbatch_samples, one
-        if key not in self._layer_costs:
-            self._layer_costs[key] = self._layer_cost(type_name, strategy, topology, microbatch_samples, one)
-        return self._layer_costs[key]
+        return self._layer(type_name, strategy, topology, samples, num_microbatches == 1)
 
     def redistribution(
         self, type_name: str, source: Layout, target: Layout, topology: StageTopology, samples: int
     ) -> Cost:
-        """Bringing the outputs of an element of that type from one layout to another, one way.
+        """Bringing the outputs of a layer of that type from one layout to another, one way.
 
-        Forward goes from the element's layout to the next one's, backward the other way round.
+        Forward goes from the layer's layout to the next one's, backward the other way round.
         """
         outputs = self.model.types[type_name].outputs
         taken = redistribution_time(self.profiles, topology, source, target, samples, outputs, self.compute_bytes)
@@ -141,92 +136,77 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return receivers[0] == senders[0] + 1, across
 
     def send(self, type_name: str, layout: Layout, link: tuple[bool, bool], samples: int) -> Cost:
-        """Handing the outputs of an element of that type to the next pipeline stage, one way."""
+        """Handing the outputs of a layer of that type to the next pipeline stage, one way."""
         outputs = self.model.types[type_name].outputs
         taken = send_time(self.profiles, *link, layout, samples, outputs, self.compute_bytes)
         return Cost(picoseconds(taken.time_s), taken.warning)
 
     def boundary_bytes(self, type_name: str, layout: Layout, samples: int) -> int:
-        """What one rank holds of the outputs of an element of that type for one microbatch."""
+        """What one rank holds of the outputs of a layer of that type for one microbatch."""
         outputs = self.model.types[type_name].outputs
         tokens = (layout.activation_shard(0, samples, t.sequence_length).tokens * t.features for t in outputs)
         return sum(tokens) * self.compute_bytes
 
     @property
     def compute_bytes(self) -> int:
-        """Of one element of an activation."""
-        return memory.itemsize(self.precision.compute)
+        """Of one number of an activation."""
+        return itemsize(self.precision.compute)
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
         """The node of each rank."""
         return self.cluster.node_of_rank
 
-    @cached_property
-    def _layer_costs(self) -> dict[tuple[str, Strategy, StageTopology, int, bool], LayerCost]:
-        return {}
-
-    @cached_property
-    def _compute_costs(self) -> dict[tuple[LayerKey, int], ComputeCost]:
-        return {}
-
-    @cached_property
-    def _parameters(self) -> dict[tuple[object, ...], ParameterCosts]:
-        return {}
-
-    def _layer_cost(
-        self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, one: bool
+    @cached_method
+    def _layer(
+        self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, single_microbatch: bool
     ) -> LayerCost:
-        every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-        layer = self._compute(type_name, strategy, samples // strategy.dp_size)
+        reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+        compute = self._compute(type_name, strategy, samples // strategy.dp_size)
         further = self._further_traffic(type_name, strategy, topology, samples)
-        forward_s, backward_s = layer.forward_s + further[0].time_s, layer.backward_s + further[1].time_s
-        own = self._parameters_of(type_name, strategy, topology, one)
-        gather, reduction = own.gather, own.reduction
+        forward_s, backward_s = compute.forward_s + further[0].time_s, compute.backward_s + further[1].time_s
+        plain = Strategy(**{name: getattr(strategy, name) for name in Strategy.__struct_fields__})
+        own = self._parameters(type_name, plain, topology, single_microbatch)
         zero3 = strategy.data_parallel is DataParallel.ZERO3
-        gathers = [0 if gather is None else picoseconds(_added_s(gather, t)) for t in (forward_s, backward_s)]
-        added = 0 if reduction is None else picoseconds(_added_s(reduction, backward_s))
-        message = 0
-        if reduction is not None and reduction.measured_s is None:
-            message = picoseconds(reduction.alone.time_s)
-        warnings = [layer.warning, *(d.warning for d in further)]
-        warnings += [of.alone.warning for of in (gather, reduction) if of is not None]
+        gather_forward, gather_backward = (picoseconds(own.gather.added_s(t)) for t in (forward_s, backward_s))
+        added = picoseconds(own.reduction.added_s(backward_s))
+        once = 0 if reduces_every else added
+        alone = 0 if reduces_every else picoseconds(own.reduction.unmeasured_s)
+        warnings = [compute.warning, *(d.warning for d in (*further, own.gather.alone, own.reduction.alone))]
         return LayerCost(
             forward_ps=picoseconds(forward_s),
             backward_ps=picoseconds(backward_s),
-            gather_forward_ps=gathers[0] if zero3 else 0,
-            gather_backward_ps=gathers[1] if zero3 else 0,
-            sync_every_ps=added if every else 0,
-            reduction_ps=0 if every else message,
-            overlapped_ps=added if message and not every else 0,
-            sync_ps=picoseconds(own.partial_sum_s) + (0 if zero3 else gathers[0]) + (0 if every else added),
+            gather_forward_ps=gather_forward if zero3 else 0,
+            gather_backward_ps=gather_backward if zero3 else 0,
+            sync_every_ps=added - once,
+            reduction_ps=alone,
+            overlapped_ps=added if alone else 0,
+            sync_ps=picoseconds(own.partial_sum_s) + (0 if zero3 else gather_forward) + once,
             optimizer_ps=picoseconds(own.optimizer_s),
-            parameters_bytes=own.parameters_bytes,
-            gathered_parameters_bytes=own.gathered_parameters_bytes,
-            gradients_bytes=own.gradients_bytes,
-            optimizer_bytes=own.optimizer_bytes,
-            activation_bytes=ceil(layer.activation_bytes),
-            workspace_bytes=max(ceil(layer.workspace_bytes), own.unreduced_bytes) + own.buffer_bytes,
+            memory=own.memory,
+            activation_bytes=ceil(compute.activation_bytes),
+            workspace_bytes=max(ceil(compute.workspace_bytes), own.memory.unreduced_gradients) + own.memory.buffers,
             warnings=tuple(dict.fromkeys(warning for warning in warnings if warning is not None)),
         )
 
-    def _parameters_of(self, type_name: str, strategy: Strategy, topology: StageTopology, one: bool) -> ParameterCosts:
-        sharding = tuple(getattr(strategy, name) for name in Strategy.__struct_fields__)
-        if (key := (type_name, sharding, topology, one)) not in self._parameters:
-            every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-            self._parameters[key] = parameter_costs(
-                self.profiles, self.model, self.precision, every, type_name, strategy, topology, one
-            )
-        return self._parameters[key]
+    @cached_method
+    def _parameters(
+        self, type_name: str, strategy: Strategy, topology: StageTopology, single_microbatch: bool
+    ) -> ParameterCosts:
+        """The same whatever is recomputed."""
+        reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+        of = self.profiles, self.model, self.precision
+        return parameter_costs(*of, reduces_every, type_name, strategy, topology, single_microbatch)
 
     def _compute(self, type_name: str, strategy: Strategy, micro_batch_size: int) -> ComputeCost:
         recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
         length = self.model.sequence_length
         key = LayerKey(type_name, strategy.tp_size, strategy.sequence_parallel, recompute, length)
-        if (key, micro_batch_size) not in self._compute_costs:
-            cost = layer_cost(self.profiles, key, micro_batch_size, self.time_model)
-            self._compute_costs[key, micro_batch_size] = cost
-        return self._compute_costs[key, micro_batch_size]
+        return self._measured(key, micro_batch_size)
+
+    @cached_method
+    def _measured(self, key: LayerKey, micro_batch_size: int) -> ComputeCost:
+        return layer_cost(self.profiles, key, micro_batch_size, self.time_model)
 
     def _further_traffic(
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int
@@ -250,12 +230,3 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             longer_s[message.during] += max(0.0, here.time_s - there.time_s) * message.times
             warning = warning or here.warning
         return Duration(longer_s[Pass.FORWARD], warning), Duration(longer_s[Pass.BACKWARD], warning)
-
-
-def _added_s(message: Overlapped, compute_s: float) -> float:
-    """What a message adds to a pass."""
-    return (
-        overlapped_time(compute_s, message.alone, message.slowdowns)
-        if message.measured_s is None
-        else message.measured_s
-    )

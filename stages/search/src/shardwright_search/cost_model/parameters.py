@@ -1,6 +1,8 @@
-"""What the parameters of a layer cost, whatever the microbatch: their memory, and the messages of data parallelism."""
+"""What the parameters of a layer cost, whatever the microbatch: their memory, and data parallelism's collectives."""
 
 from typing import NamedTuple
+
+import msgspec
 
 from shardwright_formats.io.table import Source
 from shardwright_formats.semantics.communication import Message, parameter_messages, partial_gradient_bytes
@@ -9,9 +11,15 @@ from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import EMBEDDING, Model
 from shardwright_formats.types.plan import Precision
 from shardwright_formats.types.strategy import DataParallel, Strategy
-from shardwright_search.cost_model import memory
-from shardwright_search.cost_model.collectives import Duration, Slowdowns, collective_time, slowdowns_of
+from shardwright_search.cost_model.collectives import (
+    Duration,
+    Slowdowns,
+    collective_time,
+    overlapped_time,
+    slowdowns_of,
+)
 from shardwright_search.cost_model.compute import states_of
+from shardwright_search.cost_model.memory import ParameterMemory, itemsize, parameter_memory
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import GroupKind, StageTopology, dp_group_kinds, tp_group_kinds
 
@@ -19,31 +27,35 @@ __all__ = ["Overlapped", "ParameterCosts", "parameter_costs"]
 
 
 class Overlapped(NamedTuple):
-    """A message of data parallelism that goes on beside a pass."""
+    """A collective of data parallelism that overlaps with a pass."""
 
     alone: Duration
-    slowdowns: Slowdowns | None
+    slowdowns: Slowdowns | None = None
     """None where the two do not overlap."""
-    measured_s: float | None
+    measured_s: float | None = None
     """What it adds to a pass, where the profile tells that of the reduction it measured."""
 
+    def added_s(self, compute_s: float) -> float:
+        """What it adds to a pass that takes so long."""
+        if self.measured_s is None:
+            return overlapped_time(compute_s, self.alone, self.slowdowns)
+        return self.measured_s
 
-class ParameterCosts(NamedTuple):
-    """Memory in bytes, times in seconds."""
+    @property
+    def unmeasured_s(self) -> float:
+        """What it takes alone, where what it adds was not measured; else 0."""
+        return self.alone.time_s if self.measured_s is None else 0.0
 
-    parameters_bytes: int
-    gathered_parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    buffer_bytes: int
-    """Parameters and gradients on their way, held while the layer works."""
-    unreduced_bytes: int
-    """Gradients that are reduced when the layer's backward pass is over."""
-    gather: Overlapped | None
+
+class ParameterCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one layer on one rank; times in seconds."""
+
+    memory: ParameterMemory
+    gather: Overlapped
     """Of ZeRO's parameters: ZeRO-3's in every pass, ZeRO-2's once a step."""
-    reduction: Overlapped | None
+    reduction: Overlapped
     partial_sum_s: float
-    """Once a step: summing gradients of whole parameters over the tensor-parallel group."""
+    """Once a step: summing gradients of replicated parameters over the tensor-parallel group."""
     optimizer_s: float
 
 
@@ -51,46 +63,48 @@ def parameter_costs(
     profiles: Profiles,
     model: Model,
     precision: Precision,
-    every_microbatch: bool,
+    reduces_every: bool,
     type_name: str,
     strategy: Strategy,
     topology: StageTopology,
-    one_microbatch: bool,
+    single_microbatch: bool,
 ) -> ParameterCosts:
     """Of one layer of a type on one rank."""
     kind, layout = model.types[type_name], parameter_layout(strategy)
-    deferred, again = not (one_microbatch or every_microbatch), every_microbatch and not one_microbatch
-    first = type_name == EMBEDDING
-    compute, reduce = memory.itemsize(precision.compute), memory.itemsize(precision.reduce)
-    count = 1 if one_microbatch else 2
-    found = parameter_messages(kind, strategy, compute, reduce, count, every_microbatch)
-    messages = {message.collective: message for message in found}
-    groups = dp_group_kinds(topology, layout.tp_size, strategy.tp_consecutive)
-    gather = messages.get(Collective.ALL_GATHER)
-    reduces = messages.get(Collective.ALL_REDUCE) or messages.get(Collective.REDUCE_SCATTER)
     shards = 1 if strategy.data_parallel is DataParallel.DDP else layout.dp_size
+    sizes, count = (itemsize(precision.compute), itemsize(precision.reduce)), 1 if single_microbatch else 2
+    groups = dp_group_kinds(topology, layout.tp_size, strategy.tp_consecutive)
+    gather = reduction = Overlapped(Duration(0.0))
+    for message in parameter_messages(kind, strategy, *sizes, count, reduces_every):
+        own = _overlapped(profiles, type_name, layout.tp_size, message, groups)
+        if message.collective is Collective.ALL_GATHER:
+            gather = own
+        else:
+            reduction = own
     return ParameterCosts(
-        memory.parameters_bytes(kind, strategy, precision),
-        memory.gathered_parameters_bytes(kind, strategy, precision, first),
-        memory.gradients_bytes(kind, strategy, precision, deferred, again, first),
-        memory.optimizer_bytes(kind, strategy, precision),
-        memory.buffer_bytes(kind, strategy, precision, deferred),
-        memory.unreduced_bytes(kind, strategy, precision, deferred),
-        None if gather is None else _overlapped(profiles, type_name, layout.tp_size, gather, groups),
-        None if reduces is None else _overlapped(profiles, type_name, layout.tp_size, reduces, groups),
-        _partial_sum_s(profiles, model, precision, type_name, strategy, topology),
-        states_of(profiles, type_name, layout.tp_size).optimizer_s / shards,
+        memory=parameter_memory(
+            kind,
+            strategy,
+            precision,
+            deferred=not (single_microbatch or reduces_every),
+            reduce_every_microbatch=reduces_every and not single_microbatch,
+            is_first_layer=type_name == EMBEDDING,
+        ),
+        gather=gather,
+        reduction=reduction,
+        partial_sum_s=_partial_sum_s(profiles, model, precision, type_name, strategy, topology),
+        optimizer_s=states_of(profiles, type_name, layout.tp_size).optimizer_s / shards,
     )
 
 
 def _overlapped(
     profiles: Profiles, type_name: str, tp_size: int, message: Message, groups: tuple[GroupKind, ...]
 ) -> Overlapped:
-    """A profiled all_reduce added more or less to its backward pass than its message takes alone; so do all others.
+    """A profiled all_reduce added more or less to its backward pass than it takes alone; so do all others.
 
-    What it added more (copies, waiting for the slowest rank) comes on top of another's message, half of it where that
+    What it added more (copies, waiting for the slowest rank) comes on top of another's time, half of it where that
     is a reduce_scatter or an all_gather, which together are an all_reduce. Where it added less, for it overlaps, they
-    do in proportion. A gather beside a reduction that was lost in noise counts by itself.
+    do in proportion. A gather with a reduction that was lost in noise counts by itself.
     """
     alone = collective_time(profiles, message.collective, groups, message.bytes)
     slowdowns = slowdowns_of(profiles, message.collective, message.group_size)
@@ -98,7 +112,7 @@ def _overlapped(
     known = states.reduction_source in (Source.MEASURED, Source.DERIVED)
     lost = states.reduction_s == 0 and message.collective is Collective.ALL_GATHER
     if not known or lost or states.reduction_ranks == 1:
-        return Overlapped(alone, slowdowns, None)
+        return Overlapped(alone, slowdowns)
     probed = GroupKind(states.reduction_ranks, states.tp_size == 1, False)
     profiled = collective_time(profiles, Collective.ALL_REDUCE, [probed], message.bytes)
     more_s = states.reduction_s - profiled.time_s
@@ -111,8 +125,8 @@ def _overlapped(
 def _partial_sum_s(
     profiles: Profiles, model: Model, precision: Precision, type_name: str, strategy: Strategy, topology: StageTopology
 ) -> float:
-    """One message for all layers alike, shared out among them."""
-    stored = memory.itemsize(precision.parameters)
+    """One collective for all layers alike, shared out among them."""
+    stored = itemsize(precision.parameters)
     size = partial_gradient_bytes(model.types[type_name], strategy, 0, stored)
     if not size:
         return 0.0

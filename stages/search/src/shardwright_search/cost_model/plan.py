@@ -77,7 +77,7 @@ def _closed_form_ps(stages: Sequence[StageCosts], num_microbatches: int, num_chu
     """The closed form of a step without what every step takes."""
     microbatch_ps = [stage.microbatch_ps for stage in stages]
     total, slowest = sum(microbatch_ps), max(microbatch_ps)
-    end = max(stage.sum_of("sync_ps") + stage.sum_of("optimizer_ps") for stage in stages)
+    end = max(stage.sum_of("exposed_ps") for stage in stages)
     return step_time(total, slowest, end, num_microbatches, num_chunks)
 
 
@@ -92,14 +92,10 @@ def _stage_prediction(stage: StageCosts, profiles: Profiles) -> StagePrediction:
         "gradient_sync": stage.sum_of("sync_ps"),
         "optimizer": stage.sum_of("optimizer_ps"),
     }
-    states = {
-        "parameters": stage.sum_of("parameters_bytes"),
-        "gathered_parameters": stage.sum_of("gathered_parameters_bytes"),
-        "optimizer": stage.sum_of("optimizer_bytes"),
-    }
+    states = {name: stage.sum_of(f"memory.{name}") for name in ("parameters", "gathered_parameters", "optimizer")}
     # At the peak some gradients may not be there yet, and some activations no longer.
     activations = min(stage.activation_bytes, stage.working_bytes)
-    gradients = min(stage.sum_of("gradients_bytes"), stage.working_bytes - activations)
+    gradients = min(stage.sum_of("memory.gradients"), stage.working_bytes - activations)
     workspace = stage.working_bytes - activations - gradients
     memory_terms = states | {
         "gradients": gradients,

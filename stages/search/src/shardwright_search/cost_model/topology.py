@@ -26,7 +26,7 @@ class StageTopology(NamedTuple):
 
 
 class GroupKind(NamedTuple):
-    """What the time of a collective depends on beside its message: how many ranks, and how they lie."""
+    """What the time of a collective depends on beside its size in bytes: how many ranks, and how they lie."""
 
     size: int
     consecutive: bool
@@ -34,7 +34,7 @@ class GroupKind(NamedTuple):
 
 
 def stage_topology(cluster: Cluster, ranks: Sequence[int]) -> StageTopology:
-    """The lie of a stage; of several node types the first is named."""
+    """Of a stage's ranks; of several node types the first is named."""
     nodes = cluster.node_of_rank
     runs = tuple(len(list(run)) for _, run in groupby(ranks, key=lambda rank: nodes[rank]))
     return StageTopology(cluster.node_type_of_rank[ranks[0]], runs)

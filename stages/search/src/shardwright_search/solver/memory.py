@@ -88,4 +88,4 @@ class StageMemory(NamedTuple):
 def no_layers(parts: Sequence[Phase], received: ArrayLike) -> StageMemory:
     """Before the first layer: what was received of the microbatches, of one so many bytes."""
     resident = np.asarray(received, float)[..., None] * np.array([phase.in_flight + 1.0 for phase in parts])
-    return StageMemory(resident, np.zeros_like(resident))
+    return StageMemory(resident, resident)

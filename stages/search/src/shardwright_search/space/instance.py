@@ -266,9 +266,9 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         classes = np.array([known.index(tie_class(strategy)) for strategy in found] if known else [0] * len(found))
         return Options(
             np.array([cost.microbatch_ps for cost in costs], float),
-            np.array([cost.sync_ps + cost.optimizer_ps for cost in costs], float),
+            np.array([cost.exposed_ps for cost in costs], float),
             np.array([cost.state_bytes for cost in costs], float),
-            np.array([cost.gradients_bytes for cost in costs], float),
+            np.array([cost.memory.gradients for cost in costs], float),
             np.array([cost.activation_bytes for cost in costs], float),
             np.array([cost.workspace_bytes for cost in costs], float),
             input_layout=classes if name == EMBEDDING else layouts,
