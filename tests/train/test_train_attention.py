@@ -17,7 +17,7 @@ def test_every_attention_kernel_attends_to_the_same_positions(name: str, causal:
         torch.manual_seed(0)
         block = family.build(model, "layers[0]", kernel)
         family.initialize(model, block)
-        constants = family.constants(family.configuration(model), "block", slice(0, SEQUENCE_LENGTH), states, kernel)
+        constants = family.constants(model, slice(0, SEQUENCE_LENGTH), states, kernel)
         (output,) = family.call(block, (states,), batch, constants)
         outputs.append(output)
     torch.testing.assert_close(*outputs)

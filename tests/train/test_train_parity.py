@@ -15,7 +15,7 @@ from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Reco
 Errors = dict[str, dict[str, float]]
 Compare = Callable[..., Errors]
 
-FAMILIES = ("llama", "gpt2", "bert", "t5", "vit")
+FAMILIES = ("llama", "qwen3", "gpt2", "bert", "t5", "vit")
 # Several launches of many processes on two cores.
 pytestmark = pytest.mark.timeout(900)
 

@@ -41,6 +41,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "tie_word_embeddings": False,
     },
+    "qwen3": {
+        "model_type": "qwen3",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+    },
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 61,

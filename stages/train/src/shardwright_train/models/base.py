@@ -168,30 +168,29 @@ class Family:
             model.config | {parts.counted_by: model.layers.count(kind) for kind, parts in self.parts.items()}
         )
 
-    def constants(self, config: Any, kind: str, positions: slice, example: Tensor, kernel: str) -> dict[str, Any]:
+    def constants(self, model: Model, positions: slice, example: Tensor, kernel: str) -> dict[str, Any]:
         """What every pass through a block needs besides states and batch: the kernel, and rotary cosines and sines.
 
         Those are of the positions of this rank, in the dtype and on the device of `example`.
         """
         if self.rotary is None:
             return {"kernel": kernel, "arguments": {}}
-        rotary = type(skeleton(self.stock, config).get_submodule(self.rotary))(config).to(example.device)
-        numbers = torch.arange(positions.start, positions.stop, device=example.device)[None]
-        return {"kernel": kernel, "arguments": {"position_embeddings": rotary(example, numbers)}}
+        rotary = type(self._skeleton(model, kernel).get_submodule(self.rotary))(self.configuration(model))
+        # Some kinds look at the length of the whole sequence, of which this rank may have a part.
+        whole = torch.arange(model.sequence_length, device=example.device)[None]
+        angles = tuple(x[:, positions].clone() for x in rotary.to(example.device)(example, whole))
+        return {"kernel": kernel, "arguments": {"position_embeddings": angles}}
 
     def build(self, model: Model, layer: str, attention: str) -> nn.Module:
         """The stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, without weights."""
-        config = msgspec.json.encode(model.config)
-        stock = _cached_skeleton(self, config, model.layers, attention, torch.get_default_dtype())
-        kind, index = _place(model, layer)
-        module = self._module(stock, kind, index)
+        module = self._module(self._skeleton(model, attention), *_place(model, layer))
         device = torch.get_default_device()
         return module if device.type == "meta" else module.to_empty(device=device)
 
     def initialize(self, model: Model, module: nn.Module) -> None:
         """Give a whole layer the initial weights that transformers gives it."""
         with torch.no_grad():
-            module.apply(skeleton(self.stock, self.configuration(model))._init_weights)
+            module.apply(self._skeleton(model, Attention.SDPA.value)._init_weights)
 
     @cached_property
     def rules(self) -> dict[str, Rule]:
@@ -225,6 +224,10 @@ class Family:
         """Parameters of the head that are one with another name of the head."""
         pairs = (self.stock._tied_weights_keys or {}).items()
         return {tied: own for tied, own in pairs if not _within(own, self.embedding) and _within(tied, self.head)}
+
+    def _skeleton(self, model: Model, attention: str) -> Any:
+        config = msgspec.json.encode(model.config)
+        return _cached_skeleton(self, config, model.layers, attention, torch.get_default_dtype())
 
     def _module(self, stock: Any, kind: str, index: int) -> nn.Module:
         if kind == EMBEDDING:

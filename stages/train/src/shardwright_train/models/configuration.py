@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from shardwright_train.models.stock import refusals
+
 __all__ = ["Only", "check_only", "check_sizes", "described_keys", "parse"]
 
 _NO_MEANING = frozenset(
@@ -56,11 +58,11 @@ def parse(config_class: Any, config: Mapping[str, Any], family: str, own_keys: I
         known |= {"rope_theta", "rope_scaling"}
     if unknown := sorted(set(config) - known):
         raise ValueError(f"unknown key {unknown[0]!r} for a {family} model")
-    parsed = config_class(**{key: value for key, value in config.items() if key not in _NO_MEANING})
     for key, value in config.items():
         if isinstance(value, int) and abs(value) > _MAX_LENGTH:
             raise ValueError(f"{key} {value} is over {_MAX_LENGTH}")
-    return parsed
+    with refusals():
+        return config_class(**{key: value for key, value in config.items() if key not in _NO_MEANING})
 
 
 def check_only(config: Mapping[str, Any], only: Mapping[str, Only]) -> None:

@@ -1,16 +1,23 @@
 """The stock models of transformers, without weights, and what is taken out of them."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from shardwright_train.parallel.tensor import TensorParallel
 
-__all__ = ["Pieces", "skeleton", "stock_class"]
+__all__ = ["Pieces", "refusals", "skeleton", "stock_class"]
+
+_REFUSALS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+    StrictDataclassError,
+)
 
 
 class Pieces(nn.Module):
@@ -42,9 +49,16 @@ def stock_class(model_type: str, name: str) -> Any:
 
 
 def skeleton(stock: Any, config: Any) -> Any:
-    """A stock model whose parameters are on the meta device; raises ValueError where no memory could hold one."""
+    """A stock model whose parameters are on the meta device; raises ValueError where transformers cannot build it."""
+    with refusals(), torch.device("meta"):
+        return stock(config)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Whatever transformers raises on a configuration, as a ValueError of one line."""
     try:
-        with torch.device("meta"):
-            return stock(config)
-    except RuntimeError as error:
-        raise ValueError(f"no tensor can have such a shape ({error})") from None
+        yield
+    except _REFUSALS as error:
+        words = " ".join(str(error).split())
+        raise ValueError(f"transformers cannot build it ({type(error).__name__}: {words})") from None

@@ -154,7 +154,7 @@ def build_layer(
         family=family,
         parallel=parallel,
         redistributions=redistributions,
-        constants=_constants(context, config, kind, tensor_parallel) if kind in family.parts else {},
+        constants=_constants(context, tensor_parallel) if kind in family.parts else {},
         samples=slice(shard.batch_start, shard.batch_end),
         randomness=randomness if family.dropout(config) > 0 else None,
     )
@@ -170,10 +170,10 @@ def _stock_module(context: RankContext, name: str, strategy: Strategy) -> nn.Mod
     return module
 
 
-def _constants(context: RankContext, config: Any, kind: str, tensor_parallel: TensorParallel) -> dict[str, Any]:
+def _constants(context: RankContext, tensor_parallel: TensorParallel) -> dict[str, Any]:
     example = torch.zeros(1, dtype=torch_dtype(context.plan.precision.compute), device=context.device)
     positions = tensor_parallel.positions_inside(context.plan.model.sequence_length)
-    return context.family.constants(config, kind, positions, example, context.attention)
+    return context.family.constants(context.plan.model, positions, example, context.attention)
 
 
 def _fill(context: RankContext, module: nn.Module, name: str, kind: str, strategy: Strategy) -> None:
