@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_calls import call
 
 from shardwright_formats.io.json import read_document
 from shardwright_formats.types.model import Model
-from shardwright_train.cli import app
+from shardwright_train.cli import APP
 
 Config = dict[str, Any]
 
@@ -158,7 +158,7 @@ PUBLISHED: dict[str, tuple[Config, int, int]] = {
 def describe(folder: Path, config: Config, sequence_length: int) -> tuple[int, str]:
     (folder / "config.json").write_text(json.dumps(config))
     options = ["--name", "x", "--sequence-length", str(sequence_length), "--out", str(folder / "model.json")]
-    ended = CliRunner().invoke(app, ["describe", str(folder), *options])
+    ended = call(APP, "describe", str(folder), *options)
     return ended.exit_code, ended.stderr
 
 

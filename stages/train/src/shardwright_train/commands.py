@@ -1,13 +1,10 @@
 """The commands that start no ranks: describe a model, prepare text, check a plan."""
 
-import json
 import sys
 
-from rich.console import Console
-
-from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Plan
+from shardwright_train.models.describe import describe_folder
 from shardwright_train.options import CheckOptions, DescribeOptions, PrepareOptions
 from shardwright_train.support import check_supported, without_devices
 
@@ -18,19 +15,7 @@ __all__ = ["check", "describe", "prepare_text"]
 
 def describe(options: DescribeOptions) -> None:
     """Write the description of a model."""
-    from shardwright_train.models.registry import family_named
-
-    file = options.config_dir / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-        family = config["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(file, f"no configuration with a model_type ({error})", "write one") from None
-    try:
-        model = family_named(family, file).describe(family, config, options.name, options.sequence_length)
-    except (ValueError, TypeError) as error:
-        raise BadInput(file, str(error), "correct the configuration") from None
-    write_document(options.out, model)
+    write_document(options.out, describe_folder(options.config_dir, options.name, options.sequence_length))
 
 
 def prepare_text(options: PrepareOptions) -> None:
@@ -42,6 +27,8 @@ def prepare_text(options: PrepareOptions) -> None:
 
 def check(options: CheckOptions) -> None:
     """Print what a plan would do on every role; NothingFits where a rank lacks memory."""
+    from rich.console import Console
+
     from shardwright_train.dry_run.check import check_roles, raise_if_too_large
     from shardwright_train.dry_run.report import print_checks
     from shardwright_train.models.registry import family_named
