@@ -196,6 +196,8 @@ def _config_class_keys(model_type: str) -> tuple[set[str], dict[str, str]]:
                 fields.add(item.target.id)
             elif isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "attribute_map":
                 aliases |= ast.literal_eval(item.value)
+    if "rope_parameters" in fields:  # what published files call its parts
+        fields |= {"rope_theta", "rope_scaling"}
     return fields, aliases
 
 

@@ -127,6 +127,12 @@ def test_what_the_preset_leaves_out_can_be_set_when_the_family_knows_it():
     assert json.loads(_load(models__demo__attention_bias=True).model_config_json("demo"))["attention_bias"] is True
 
 
+def test_keys_of_published_files_can_be_set_where_the_family_reads_them():
+    assert json.loads(_load(models__demo__rope_theta=5e5).model_config_json("demo"))["rope_theta"] == 5e5
+    with pytest.raises(BadInput, match="rope_theta is no known key"):
+        _load(models__demo={"preset": "gpt2-1.5b", "profile": "cpu", "rope_theta": 5e5})
+
+
 def test_broken_yaml_is_refused_with_its_line(tmp_path):
     path = tmp_path / "broken.yaml"
     path.write_text("a: 1\nb: [\n")
