@@ -12,17 +12,15 @@ from shardwright_formats.io.json import read_document, sha256_of_file
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
 from shardwright_search.commands.inputs import Inputs, read_inputs
-from shardwright_search.commands.prediction import prediction_path
+from shardwright_search.commands.prediction import prediction_path, read_prediction
 from shardwright_search.commands.progress import progress
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.explain.answers import Answer, Question, answer, answers_shown
 from shardwright_search.explain.binding import Change, Choices, binding_lines, faster_changes
 from shardwright_search.explain.difference import difference
-from shardwright_search.explain.neighbours import neighbours
-from shardwright_search.explain.outlook import outlook
-from shardwright_search.explain.tables import explanation, show_rich
+from shardwright_search.explain.tables import answers_shown, explanation, show_rich
+from shardwright_search.explain.what_if import Answer, Question, answer, neighbours, outlook
 from shardwright_search.options import ExplainOptions
 from shardwright_search.space.budget import budgets_of
 from shardwright_search.space.configurations import narrowed
@@ -46,7 +44,8 @@ def explain(options: ExplainOptions) -> None:
     """Show the tables of a plan, and what else is asked for."""
     plan = read_document(options.plan, Plan)
     other = None if options.other is None else read_document(options.other, Plan)
-    inputs, believed = read_inputs(options), _believed(options.plan, plan)
+    inputs = read_inputs(options)
+    believed = read_prediction(options.plan, plan) if prediction_path(options.plan).exists() else None
     asked = None if options.search is None else _Asked(options.search, read_document(options.search, SearchRequest))
     if asked is not None:
         _check_made_by(asked, options.plan, plan, believed)
@@ -106,17 +105,6 @@ def _answers(questions: Sequence[Question], time_limit_s: float | None) -> list[
             report(f"search {number} of {len(questions)}: {question.what}")
             found.append(answer(question, time_limit_s))
     return found
-
-
-def _believed(path: Path, plan: Plan) -> Prediction | None:
-    """The prediction beside a plan, if there is one."""
-    beside = prediction_path(path)
-    if not beside.exists():
-        return None
-    prediction = read_document(beside, Prediction)
-    if prediction.plan_sha256 != plan.sha256:
-        raise BadInput(beside, f"is the prediction of another plan than {path.name}", "remove it or search again")
-    return prediction
 
 
 def _check_made_by(asked: _Asked, path: Path, plan: Plan, believed: Prediction | None) -> None:

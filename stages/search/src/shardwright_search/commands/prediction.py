@@ -4,14 +4,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardwright_formats.io.json import atomic_path, sha256_of_file, write_document
+from msgspec.structs import replace
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import atomic_path, read_document, sha256_of_file, write_document
 from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.prediction import Prediction, Proof, RunnerUp
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.search import NEAR, Found
 from shardwright_search.space.request import Objective, SearchRequest
 
-__all__ = ["prediction_of_evaluated", "prediction_of_searched", "prediction_path", "written"]
+__all__ = ["prediction_of_evaluated", "prediction_of_searched", "prediction_path", "read_prediction", "written"]
 
 
 def prediction_path(plan_path: Path) -> Path:
@@ -26,6 +29,16 @@ def written(path: Path, plan: Plan, prediction: Prediction) -> Iterator[None]:
         write_document(new_prediction, prediction)
         write_document(new_plan, plan)
         yield
+
+
+def read_prediction(plan_path: Path, plan: Plan) -> Prediction:
+    """The prediction beside a plan; BadInput where there is none, or another plan's."""
+    beside = prediction_path(plan_path)
+    prediction = read_document(beside, Prediction)
+    if prediction.plan_sha256 != plan.sha256:
+        what = f"is the prediction of another plan than {plan_path.name}"
+        raise BadInput(beside, what, "remove it or search again")
+    return prediction
 
 
 def prediction_of_evaluated(
@@ -53,10 +66,9 @@ def prediction_of_searched(
 ) -> Prediction:
     """What is believed about a plan that was searched, with the proof and the plans it was preferred to."""
     plan, evaluation = found.chosen
-    return Prediction(
-        plan_sha256=plan.sha256,
+    return replace(
+        prediction_of_evaluated(plan, evaluation, files, warnings),
         memory_budget_bytes=budget_bytes,
-        estimate=evaluation.estimate,
         proof=Proof(
             objective="closed form" if request.objective is Objective.STEP_TIME else "closed form / batch size",
             objective_s=found.optimum_s,
@@ -68,8 +80,6 @@ def prediction_of_searched(
             certificate=certificate,
         ),
         runners_up=tuple(RunnerUp(plan=c.plan, estimate=c.evaluation.estimate) for c in found.runners_up),
-        warnings=(*warnings, *evaluation.warnings),
-        inputs_sha256={role: sha256_of_file(path) for role, path in files.items()},
         robust=found.regrets,
     )
 

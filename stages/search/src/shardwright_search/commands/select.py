@@ -10,7 +10,7 @@ from shardwright_formats.io.json import atomic_path, read_document, write_docume
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
-from shardwright_search.commands.prediction import prediction_path
+from shardwright_search.commands.prediction import prediction_path, read_prediction
 from shardwright_search.options import SelectOptions
 
 __all__ = ["fastest_that_fits", "select", "verdict"]
@@ -18,7 +18,8 @@ __all__ = ["fastest_that_fits", "select", "verdict"]
 
 def select(options: SelectOptions) -> None:
     """Write the measured winner."""
-    predicted, prediction = _believed(options.plan)
+    predicted = read_document(options.plan, Plan)
+    prediction = read_prediction(options.plan, predicted)
     measured = read_document(options.measurement, Measurement).plans
     _check_alike(options.measurement, measured, predicted)
     winner = fastest_that_fits(measured, _budget_bytes(options.plan, prediction), options.measurement)
@@ -69,14 +70,6 @@ def _more(other: PlanMeasurement, winner: PlanMeasurement) -> str:
 
 def _sample_s(measured: PlanMeasurement) -> float:
     return median(measured.step_times_s) / measured.plan.global_batch_size
-
-
-def _believed(path: Path) -> tuple[Plan, Prediction]:
-    plan, beside = read_document(path, Plan), prediction_path(path)
-    prediction = read_document(beside, Prediction)
-    if prediction.plan_sha256 != plan.sha256:
-        raise BadInput(beside, f"is the prediction of another plan than {path.name}", "search again")
-    return plan, prediction
 
 
 def _budget_bytes(path: Path, prediction: Prediction) -> int:

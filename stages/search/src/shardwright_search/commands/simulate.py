@@ -4,7 +4,6 @@ import json
 from contextlib import ExitStack
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from shardwright_formats.display.lanes import idle_s
@@ -15,7 +14,7 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
 from shardwright_search.commands.inputs import read_inputs
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.explain.tables import show_rich
+from shardwright_search.explain.tables import show_rich, table
 from shardwright_search.options import SimulateOptions
 from shardwright_search.simulation.chrome_trace import chrome_trace
 
@@ -41,8 +40,7 @@ def simulate_plan(options: SimulateOptions) -> None:
 
 def _report(plan: Plan, estimate: Estimate) -> RenderableType:
     """The step's times, and what each pipeline stage does with the time until the last event."""
-    events = estimate.timeline
-    end_s = max(event.end_s for event in events)
+    end_s = max(event.end_s for event in estimate.timeline)
     step_ms, bound_ms, closed_ms, end_ms = (
         f"{time_s * 1e3:.3f} ms"
         for time_s in (
@@ -52,16 +50,18 @@ def _report(plan: Plan, estimate: Estimate) -> RenderableType:
             end_s,
         )
     )
-    table = Table(title=f"ms until {end_ms}, when the last stage is done", title_justify="left")
-    for heading in ("stage", *_KINDS, "idle", "idle share"):
-        table.add_column(heading.replace("_", " "), justify="right")
-    for stage in range(len(plan.stages)):
-        own = [event for event in events if event.stage == stage]
-        sums_s = [sum(event.end_s - event.start_s for event in own if event.kind == kind) for kind in _KINDS]
-        idle = idle_s(own, stage, end_s)
-        table.add_row(str(stage), *(f"{time_s * 1e3:.3f}" for time_s in (*sums_s, idle)), f"{idle / end_s:.1%}")
     line = (
         f"plan {plan.name}: {plan.schedule}, {len(plan.stages)} pipeline stage(s), {plan.num_microbatches} microbatches"
     )
     step = f"simulated step {step_ms}, lower bound {bound_ms}, closed form {closed_ms}"
-    return Group(Text(f"{line}\n{step}"), table)
+    headings = ("stage", *(kind.replace("_", " ") for kind in _KINDS), "idle", "idle share")
+    rows = [_stage_row(estimate, stage, end_s) for stage in range(len(plan.stages))]
+    title = f"ms until {end_ms}, when the last stage is done"
+    return Group(Text(f"{line}\n{step}"), table(title, headings, rows))
+
+
+def _stage_row(estimate: Estimate, stage: int, end_s: float) -> list[str]:
+    own = [event for event in estimate.timeline if event.stage == stage]
+    sums_s = [sum(event.end_s - event.start_s for event in own if event.kind == kind) for kind in _KINDS]
+    idle = idle_s(own, stage, end_s)
+    return [str(stage), *(f"{time_s * 1e3:.3f}" for time_s in (*sums_s, idle)), f"{idle / end_s:.1%}"]

@@ -12,9 +12,8 @@ from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
-from shardwright_search.explain.answers import sample_s
-from shardwright_search.explain.tables import STEP_TERMS
-from shardwright_search.explain.wording import MIB, range_words, strategy_words
+from shardwright_search.explain.tables import STEP_TERMS, table
+from shardwright_search.explain.wording import MIB, range_words, sample_s, strategy_words
 
 __all__ = ["Pair", "TermChange", "difference", "memory_changes", "plan_differences", "time_changes"]
 
@@ -121,17 +120,16 @@ def _changes(
 
 def _table(unit: str, binding: str, changes: Sequence[TermChange], scale: float, digits: int) -> Table:
     """What this plan has, and what the other gains or loses by it."""
-    table = Table(title=f"{unit}, of this plan, and what the other adds", title_justify="left")
-    for heading in ("term", "all stages", "other", f"{binding} stage", "other"):
-        table.add_column(heading, justify="left" if heading == "term" else "right", no_wrap=heading == "term")
-    together, ends = (_total(pairs) for pairs in zip(*(change[1:] for change in changes), strict=True))
-    for change in (*changes, TermChange("together", together, ends)):
-        if change.term == "together":
-            table.add_section()
+
+    def row(change: TermChange) -> list[str]:
         pairs = change.together, change.binding
         cells = [(f"{p.here / scale:.{digits}f}", f"{p.gain / scale:+.{digits}f}") for p in pairs]
-        table.add_row(change.term, *cells[0], *cells[1])
-    return table
+        return [change.term, *cells[0], *cells[1]]
+
+    together, ends = (_total(pairs) for pairs in zip(*(change[1:] for change in changes), strict=True))
+    total = TermChange("together", together, ends)
+    headings = ("term", "all stages", "other", f"{binding} stage", "other")
+    return table(f"{unit}, of this plan, and what the other adds", headings, map(row, changes), [row(total)])
 
 
 def _total(pairs: Sequence[Pair]) -> Pair:

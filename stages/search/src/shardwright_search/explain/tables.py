@@ -1,7 +1,7 @@
-"""A plan on one page: its terms by pipeline stage, what binds, and what the runners-up would cost."""
+"""Tables of a plan's terms by pipeline stage, and of other plans against it."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from io import StringIO
 
 from rich.console import Console, Group, RenderableType
@@ -9,16 +9,22 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright_formats.command import show
+from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate, RunnerUp
-from shardwright_search.explain.wording import MIB, headline, runs_words, stage_lines
+from shardwright_search.explain.what_if import Answer
+from shardwright_search.explain.wording import MIB, headline, runs_words, sample_s, stage_lines
+from shardwright_search.search import Found
+from shardwright_search.space.budget import Infeasible
 
-__all__ = ["STEP_TERMS", "explanation", "show_rich"]
+__all__ = ["STEP_TERMS", "answers_shown", "explanation", "show_rich", "table"]
 
 STEP_TERMS = ("gradient_sync", "optimizer")
 """Terms of time that come once a step, not with every microbatch."""
 _WIDE = 1000
 """Columns of characters."""
+_PLAN = "plan"
+"""Heading of a column whose cells have lines of their own."""
 
 
 def show_rich(what: RenderableType) -> None:
@@ -27,6 +33,21 @@ def show_rich(what: RenderableType) -> None:
     width = None if is_terminal else _WIDE
     Console(file=printed, force_terminal=is_terminal, width=width, highlight=False, soft_wrap=True).print(what)
     show(printed.getvalue().removesuffix("\n"))
+
+
+def table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], last: Iterable[Sequence[str]] = ()
+) -> Table:
+    """A table of texts in the first column and numbers in the others; `last` are rows below a line."""
+    made = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        made.add_column(heading, justify="right" if number else "left", no_wrap=not number and heading != _PLAN)
+    for row in rows:
+        made.add_row(*row)
+    made.add_section()
+    for row in last:
+        made.add_row(*row)
+    return made
 
 
 def explanation(
@@ -44,62 +65,96 @@ def explanation(
         Text("\n".join(lines)),
     ]
     if runners_up:
-        parts.append(_runners_up_table(estimate, runners_up))
+        headings = (_PLAN, "ms a step", "time", "MiB", "memory")
+        rows = [_runner_up(other, estimate) for other in runners_up]
+        parts.append(table("runners-up, against this plan", headings, rows))
     return Group(*parts)
 
 
-def _stage_table(title: str, stages: int) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("term", no_wrap=True)
-    for index in range(stages):
-        table.add_column(f"stage {index}", justify="right")
-    return table
+def answers_shown(title: str, plan: Plan, estimate: Estimate, answers: Sequence[Answer]) -> RenderableType:
+    """Each answer against the plan: simulated time of a sample, memory of the fullest rank, and what it is."""
+    headings = ("", "ms a step", "samples/s", "time a sample", "MiB", "memory")
+    rows = [(what, *_answer_figures(found, plan, estimate)) for what, found in answers]
+    told: dict[str, list[str]] = {}
+    for what, found in answers:
+        told.setdefault(_words(found, plan), []).append(what)
+    lines = "\n".join(f"{', '.join(names)}: {words}" for words, names in told.items())
+    return Group(table(title, headings, rows), Text(lines))
 
 
 def _time_table(estimate: Estimate) -> Table:
     """Shares are of the stage's time of a microbatch; gradient sync and optimizer come once a step."""
-    table = _stage_table("time in ms, and share of a microbatch", len(estimate.stages))
-    for name in estimate.stages[0].time_terms_s:
-        once = name in STEP_TERMS
-        cells = []
-        for stage in estimate.stages:
-            time_s = stage.time_terms_s[name]
-            cells.append(f"{time_s * 1e3:.3f}" + ("" if once else f" {_share(time_s, stage.time_s)}"))
-        table.add_row(f"{name} (once a step)" if once else name, *cells)
-    table.add_section()
-    table.add_row("microbatch", *(f"{stage.time_s * 1e3:.3f}  100%" for stage in estimate.stages))
-    return table
+    stages, rows = estimate.stages, []
+    for name in stages[0].time_terms_s:
+        terms = [(stage.time_terms_s[name], stage.time_s) for stage in stages]
+        if name in STEP_TERMS:
+            rows.append((f"{name} (once a step)", *(f"{time_s * 1e3:.3f}" for time_s, _ in terms)))
+        else:
+            rows.append((name, *(f"{time_s * 1e3:.3f} {_share(time_s, whole)}" for time_s, whole in terms)))
+    last = [("microbatch", *(f"{stage.time_s * 1e3:.3f}  100%" for stage in stages))]
+    return table("time in ms, and share of a microbatch", _stage_headings(estimate), rows, last)
 
 
 def _memory_table(estimate: Estimate, budget_bytes: int | None) -> Table:
-    table = _stage_table("memory of a rank in MiB, and share", len(estimate.stages))
-    for name in estimate.stages[0].memory_terms_bytes:
-        cells = [(s.memory_terms_bytes[name], s.memory_bytes) for s in estimate.stages]
-        table.add_row(name, *(f"{held / MIB:.2f} {_share(held, whole)}" for held, whole in cells))
-    table.add_section()
-    table.add_row("peak", *(f"{stage.memory_bytes / MIB:.2f}  100%" for stage in estimate.stages))
+    stages, rows = estimate.stages, []
+    for name in stages[0].memory_terms_bytes:
+        terms = [(stage.memory_terms_bytes[name], stage.memory_bytes) for stage in stages]
+        rows.append((name, *(f"{term / MIB:.2f} {_share(term, whole)}" for term, whole in terms)))
+    last = [("peak", *(f"{stage.memory_bytes / MIB:.2f}  100%" for stage in stages))]
     if budget_bytes is not None:
-        table.add_row("budget", *(f"{budget_bytes / MIB:.2f}  {'':4}" for _ in estimate.stages))
-        table.add_row("left", *(f"{(budget_bytes - s.memory_bytes) / MIB:.2f}  {'':4}" for s in estimate.stages))
-    return table
+        last.append(("budget", *(f"{budget_bytes / MIB:.2f}  {'':4}" for _ in stages)))
+        last.append(("left", *(f"{(budget_bytes - stage.memory_bytes) / MIB:.2f}  {'':4}" for stage in stages)))
+    return table("memory of a rank in MiB, and share", _stage_headings(estimate), rows, last)
+
+
+def _stage_headings(estimate: Estimate) -> list[str]:
+    return ["term", *(f"stage {index}" for index in range(len(estimate.stages)))]
 
 
 def _share(part: float, whole: float) -> str:
     return f"{part / whole if whole else 0.0:5.0%}"
 
 
-def _runners_up_table(estimate: Estimate, runners_up: Sequence[RunnerUp]) -> Table:
-    """The plans the chosen one was preferred to, against it."""
-    table = Table(title="runners-up, against this plan", title_justify="left")
-    for heading in ("plan", "ms a step", "time", "MiB", "memory"):
-        table.add_column(heading, justify="left" if heading == "plan" else "right")
-    for runner_up in runners_up:
-        other = runner_up.estimate
-        table.add_row(
-            "\n  ".join(runs_words(runner_up.plan)),
-            f"{other.simulated_step_time_s * 1e3:.3f}",
-            f"{other.simulated_step_time_s / estimate.simulated_step_time_s - 1:+.1%}",
-            f"{other.memory_bytes / MIB:.1f}",
-            f"{other.memory_bytes / estimate.memory_bytes - 1:+.1%}",
-        )
-    return table
+def _runner_up(other: RunnerUp, estimate: Estimate) -> tuple[str, ...]:
+    step_s = other.estimate.simulated_step_time_s
+    return (
+        "\n  ".join(runs_words(other.plan)),
+        f"{step_s * 1e3:.3f}",
+        f"{step_s / estimate.simulated_step_time_s - 1:+.1%}",
+        *_memory_figures(other.estimate, estimate),
+    )
+
+
+def _answer_figures(found: Found | Infeasible | BadInput, plan: Plan, estimate: Estimate) -> Sequence[str]:
+    """Time and memory, absolute and against the plan's; dashes where there is no plan."""
+    if not isinstance(found, Found):
+        return ["-"] * 5
+    other = found.chosen.evaluation.estimate
+    return (
+        f"{other.simulated_step_time_s * 1e3:.3f}",
+        f"{other.samples_per_s:.6g}",
+        f"{sample_s(found.chosen.plan, other) / sample_s(plan, estimate) - 1:+.1%}",
+        *_memory_figures(other, estimate),
+    )
+
+
+def _memory_figures(other: Estimate, estimate: Estimate) -> tuple[str, str]:
+    return f"{other.memory_bytes / MIB:.1f}", f"{other.memory_bytes / estimate.memory_bytes - 1:+.1%}"
+
+
+def _words(found: Found | Infeasible | BadInput, plan: Plan) -> str:
+    """What the answer is, in one line."""
+    if isinstance(found, BadInput):
+        return f"no plan: {found}"
+    if isinstance(found, Infeasible):
+        more = "" if found.exact else "more than "
+        return f"no plan fits, the leanest lacks {more}{found.missing_bytes} bytes a rank"
+    chosen = found.chosen.plan
+    words = "this plan" if _decision(chosen) == _decision(plan) else "; ".join(runs_words(chosen))
+    return f"(the best so far) {words}" if found.stopped else words
+
+
+def _decision(plan: Plan) -> tuple[object, ...]:
+    """What a plan decides, on whatever cluster."""
+    shape = plan.global_batch_size, plan.num_microbatches, plan.schedule
+    return plan.stages, plan.embedding, plan.layers, plan.head, shape

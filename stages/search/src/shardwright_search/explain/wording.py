@@ -13,6 +13,7 @@ __all__ = [
     "plan_summary",
     "range_words",
     "runs_words",
+    "sample_s",
     "stage_lines",
     "strategy_words",
 ]
@@ -108,6 +109,11 @@ def plan_summary(plan: Plan, prediction: Prediction) -> str:
             f"({own.scenario}); the plan for the profile as it is: {nominal.nominal_regret:.2%} ({nominal.scenario})"
         )
     return "\n".join([*lines, *(f"warning: {warning}" for warning in prediction.warnings)])
+
+
+def sample_s(plan: Plan, estimate: Estimate) -> float:
+    """Simulated time of a step for each of its samples."""
+    return estimate.simulated_step_time_s / plan.global_batch_size
 
 
 def _memory_line(estimate: Estimate, budget_bytes: int | None) -> str:

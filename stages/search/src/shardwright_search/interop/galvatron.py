@@ -21,7 +21,14 @@ from shardwright_search.interop.galvatron_file import (
     GalvatronStrategy,
     galvatron_keys,
 )
-from shardwright_search.interop.stages import Exported, Target, check_stages, elements, kernel_notes
+from shardwright_search.interop.target import (
+    Exported,
+    Target,
+    check_recompute,
+    check_stages,
+    kernel_notes,
+    strategies,
+)
 from shardwright_search.options import GalvatronRun
 
 __all__ = ["galvatron_file", "galvatron_strategy", "plan_of_galvatron"]
@@ -92,7 +99,7 @@ def galvatron_strategy(plan: Plan, plan_file: object) -> GalvatronStrategy:
     check_stages(plan, target)
     _check_ranges(plan, target)
     _check_precision(plan, target)
-    default = _check_elements(plan, target)
+    default = _check_strategies(plan, target)
     vocabulary = effective(plan.embedding)
     return GalvatronStrategy(
         layers=tuple(_galvatron_layer(effective(layer), layer.recompute) for layer in plan.layers),
@@ -166,49 +173,42 @@ def _galvatron_layer(strategy: Strategy, recompute: Recompute) -> GalvatronLayer
 
 def _check_ranges(plan: Plan, target: Target) -> None:
     for i, stage in enumerate(plan.stages):
-        if len(stage.layers) > 1:
-            raise target.refusal("several layer ranges in a pipeline stage", "choose the schedule 1f1b or gpipe")
-        if any(low == high for low, high in stage.layers):
-            raise target.refusal(f"stages[{i}] without a layer", "give every pipeline stage a layer")
+        what = "several layer ranges in a pipeline stage"
+        target.demand(len(stage.layers) == 1, what, "choose the schedule 1f1b or gpipe")
+        ((low, high),) = stage.layers
+        target.demand(low < high, f"stages[{i}] without a layer", "give every pipeline stage a layer")
 
 
 def _check_precision(plan: Plan, target: Target) -> None:
     kept, used, reduced = plan.precision.parameters, plan.precision.compute, plan.precision.reduce
-    if kept != "float32" or used not in _PRECISIONS or reduced not in ("float32", used):
-        what = f"precision {kept}/{used}/{reduced}"
-        raise target.refusal(what, "keep parameters in float32, and reduce in float32 or as computed")
+    holds = kept == "float32" and used in _PRECISIONS and reduced in ("float32", used)
+    target.demand_precision(plan, holds, "keep parameters in float32, and reduce in float32 or as computed")
 
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def _check_elements(plan: Plan, target: Target) -> DataParallelType:
-    """The file's `default_dp_type`; BadInput names the first element that the file has no place for."""
+def _check_strategies(plan: Plan, target: Target) -> DataParallelType:
+    """The file's `default_dp_type`; BadInput names the first layer that the file has no place for."""
     default: tuple[str, DataParallel] | None = None
     sharing: tuple[str, SequenceParallel] | None = None
-    for where, own in elements(plan):
-        if not own.tp_consecutive and (where in (EMBEDDING, HEAD) or own.sequence_parallel is SequenceParallel.ULYSSES):
-            raise target.refusal(f"{where}: strided groups there", "make them consecutive")
-        if own.data_parallel is not DataParallel.ZERO3 and _shares_parameters(own):
+    for where, own in strategies(plan):
+        ulysses = own.sequence_parallel is SequenceParallel.ULYSSES
+        strided = not own.tp_consecutive and (where in (EMBEDDING, HEAD) or ulysses)
+        target.demand(not strided, f"{where}: strided groups there", "make them consecutive")
+        if own.data_parallel is not DataParallel.ZERO3 and (own.dp_size > 1 or ulysses):
             default = default or (where, own.data_parallel)
-            if own.data_parallel is not default[1]:
-                what = f"{where}: {own.data_parallel}, where {default[0]} has {default[1]}"
-                raise target.refusal(what, "use zero3 beside one of ddp and zero2")
-        if own.tp_size > 1 and own.sequence_parallel is not SequenceParallel.ULYSSES:
+            what = f"{where}: {own.data_parallel}, where {default[0]} has {default[1]}"
+            target.demand(own.data_parallel is default[1], what, "use zero3 beside one of ddp and zero2")
+        if own.tp_size > 1 and not ulysses:
             sharing = sharing or (where, own.sequence_parallel)
-            if own.sequence_parallel is not sharing[1]:
-                what = f"{where}: sequence_parallel {own.sequence_parallel}, where {sharing[0]} has {sharing[1]}"
-                raise target.refusal(what, "use one kind wherever tp_size is above 1")
-    for i, layer in enumerate(plan.layers):
-        if layer.recompute not in (Recompute.NONE, Recompute.FULL):
-            raise target.refusal(f"layers[{i}]: recompute {layer.recompute}", "recompute all of it or nothing")
-    if effective(plan.embedding) != effective(plan.head):
-        raise target.refusal("a head spread otherwise than the embedding", "spread them alike")
+            what = f"{where}: sequence_parallel {own.sequence_parallel}, where {sharing[0]} has {sharing[1]}"
+            target.demand(own.sequence_parallel is sharing[1], what, "use one kind wherever tp_size is above 1")
+    for i in range(len(plan.layers)):
+        check_recompute(plan, i, target)
+    alike = effective(plan.embedding) == effective(plan.head)
+    target.demand(alike, "a head sharded otherwise than the embedding", "shard them alike")
     return _UNUSED_DEFAULT if default is None else _DEFAULTS[default[1]]
-
-
-def _shares_parameters(strategy: Strategy) -> bool:
-    return strategy.dp_size > 1 or strategy.sequence_parallel is SequenceParallel.ULYSSES
 
 
 def _options(plan: Plan) -> Iterator[str]:
@@ -216,7 +216,7 @@ def _options(plan: Plan) -> Iterator[str]:
     yield f"--mixed_precision {_PRECISIONS[plan.precision.compute]}"
     if plan.precision.reduce == "float32" != plan.precision.compute:
         yield "--reduce_in_fp32"
-    if any(own.sequence_parallel is SequenceParallel.MEGATRON for _, own in elements(plan)):
+    if any(own.sequence_parallel is SequenceParallel.MEGATRON for _, own in strategies(plan)):
         yield "--sequence-parallel"
     if plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH and plan.num_microbatches > 1:
         yield "--no_async_grad_reduce"

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 
 from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
-from shardwright_search.interop.degrees import Degrees, uniform_degrees
-from shardwright_search.interop.stages import Exported, Target, kernel_notes
+from shardwright_search.interop.target import Degrees, Exported, Target, kernel_notes
 
 __all__ = ["megatron_arguments"]
 
@@ -30,9 +29,9 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
     Raises BadInput naming the first thing that Megatron-LM cannot express.
     """
     target = Target(_TARGET, plan_file)
-    degrees = uniform_degrees(plan, target)
-    if plan.schedule is Schedule.GPIPE and degrees.pp_size > 1:
-        raise target.refusal("the schedule gpipe", "choose 1f1b or interleaved_1f1b")
+    degrees = Degrees.of(plan, target)
+    holds = plan.schedule is not Schedule.GPIPE or degrees.pp_size == 1
+    target.demand(holds, "the schedule gpipe", "choose 1f1b or interleaved_1f1b")
     options = [
         *_sizes(plan, degrees),
         *_partition(degrees),
@@ -77,9 +76,8 @@ def _data_parallel(plan: Plan, degrees: Degrees, target: Target) -> Iterator[lis
         return
     once = plan.num_microbatches == 1 or plan.gradient_reduction is GradientReduction.DEFERRED
     if degrees.data_parallel is DataParallel.DDP:
-        if not once:
-            what = "layers[0]: ddp that reduces gradients after every microbatch"
-            raise target.refusal(what, "choose gradient_reduction deferred")
+        what = "layers[0]: ddp that reduces gradients after every microbatch"
+        target.demand(once, what, "choose gradient_reduction deferred")
     elif degrees.data_parallel is DataParallel.ZERO2 and once:
         yield ["--use-distributed-optimizer"]
     else:
@@ -88,13 +86,11 @@ def _data_parallel(plan: Plan, degrees: Degrees, target: Target) -> Iterator[lis
 
 def _fsdp(plan: Plan, degrees: Degrees, once: bool, target: Target) -> Iterator[list[str]]:
     kind = degrees.data_parallel
-    if degrees.pp_size > 1:
-        how = kind if kind is DataParallel.ZERO3 else f"{kind} that reduces gradients after every microbatch"
-        what = f"layers[0]: {how} in several pipeline stages"
-        raise target.refusal(what, "choose zero2 with gradient_reduction deferred, or one pipeline stage")
-    if once and plan.num_microbatches > 1:
-        what = f"layers[0]: {kind} that holds whole gradients over several microbatches"
-        raise target.refusal(what, "choose gradient_reduction every_microbatch")
+    how = kind if kind is DataParallel.ZERO3 else f"{kind} that reduces gradients after every microbatch"
+    remedy = "choose zero2 with gradient_reduction deferred, or one pipeline stage"
+    target.demand(degrees.pp_size == 1, f"layers[0]: {how} in several pipeline stages", remedy)
+    what = f"layers[0]: {kind} that holds whole gradients over several microbatches"
+    target.demand(not once or plan.num_microbatches == 1, what, "choose gradient_reduction every_microbatch")
     yield [_FSDP]
     sharded = "optim_grads_params" if kind is DataParallel.ZERO3 else "optim_grads"
     yield ["--data-parallel-sharding-strategy", sharded]
@@ -129,10 +125,12 @@ def _recompute(plan: Plan, degrees: Degrees, target: Target) -> Iterator[list[st
     most = max(sum(again[low:high]) for low, high in degrees.ranges)
     for low, high in degrees.ranges:
         for i in range(low, high):
-            if again[i] != (i - low < most):
-                had = "recompute full" if again[i] else "recompute none"
-                what = f"layers[{i}]: {had}, where another pipeline stage recomputes its first {most} layers"
-                raise target.refusal(what, "recompute as many first layers of every pipeline stage")
+            what = (
+                f"layers[{i}]: recompute {plan.layers[i].recompute}, where another pipeline stage recomputes its first "
+                f"{most} layers"
+            )
+            remedy = "recompute as many first layers of every pipeline stage"
+            target.demand(again[i] == (i - low < most), what, remedy)
     yield ["--recompute-method", "block"]
     yield ["--recompute-num-layers", str(most)]
 
@@ -152,6 +150,6 @@ def _precision(plan: Plan, target: Target) -> Iterator[list[str]]:
             yield ["--accumulate-allreduce-grads-in-fp32"]
         case "float32", "float16", "float16":
             yield ["--fp16"]
-        case kept, used, reduced:
-            what = f"precision {kept}/{used}/{reduced}"
-            raise target.refusal(what, "keep parameters in float32, and reduce in float32 or as computed")
+        case _:
+            remedy = "keep parameters in float32, and reduce in float32 or as computed"
+            target.demand_precision(plan, False, remedy)

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
-from shardwright_search.interop.degrees import Degrees, uniform_degrees
-from shardwright_search.interop.stages import Exported, Target, kernel_notes
+from shardwright_search.interop.target import Degrees, Exported, Target, kernel_notes
 
 __all__ = ["torchtitan_toml"]
 
@@ -27,7 +26,7 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
     Raises BadInput naming the first thing that torchtitan cannot express.
     """
     target = Target(_TARGET, plan_file)
-    degrees = uniform_degrees(plan, target)
+    degrees = Degrees.of(plan, target)
     _check_parallelism(plan, degrees, target)
     _check_pipeline(plan, degrees, target)
     sections: dict[str, Mapping[str, Toml]] = {
@@ -43,20 +42,19 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
 
 
 def _check_parallelism(plan: Plan, degrees: Degrees, target: Target) -> None:
-    if degrees.tp_size > 1 and degrees.sequence_parallel is not SequenceParallel.MEGATRON:
-        what = "embedding: tensor parallelism without sequence_parallel megatron"
-        raise target.refusal(what, "choose sequence_parallel megatron")
+    holds = degrees.tp_size == 1 or degrees.sequence_parallel is SequenceParallel.MEGATRON
+    what = "embedding: tensor parallelism without sequence_parallel megatron"
+    target.demand(holds, what, "choose sequence_parallel megatron")
     alone = degrees.tp_size == degrees.pp_size == 1
-    if degrees.dp_size > 1 and degrees.data_parallel is DataParallel.DDP and not alone:
-        what = "embedding: ddp beside tensor or pipeline parallelism"
-        raise target.refusal(what, "choose zero2 or zero3")
+    holds = degrees.dp_size == 1 or degrees.data_parallel is not DataParallel.DDP or alone
+    target.demand(holds, "embedding: ddp beside tensor or pipeline parallelism", "choose zero2 or zero3")
     if degrees.dp_size == 1 or plan.num_microbatches == 1:
         return
     # Accumulating gradients it reduces each microbatch's; torch's pipeline schedules reduce with the last one.
     reduced = GradientReduction.EVERY_MICROBATCH if degrees.pp_size == 1 else GradientReduction.DEFERRED
-    if plan.gradient_reduction is not reduced:
-        where = "without a pipeline" if degrees.pp_size == 1 else "in a pipeline"
-        raise target.refusal(f"gradient_reduction {plan.gradient_reduction} {where}", f"choose {reduced}")
+    where = "without a pipeline" if degrees.pp_size == 1 else "in a pipeline"
+    what = f"gradient_reduction {plan.gradient_reduction} {where}"
+    target.demand(plan.gradient_reduction is reduced, what, f"choose {reduced}")
 
 
 def _check_pipeline(plan: Plan, degrees: Degrees, target: Target) -> None:
@@ -64,11 +62,11 @@ def _check_pipeline(plan: Plan, degrees: Degrees, target: Target) -> None:
     if degrees.pp_size == 1:
         return
     one_range = plan.schedule is not Schedule.GPIPE and degrees.chunks == 1
-    if one_range and plan.num_microbatches < degrees.pp_size:
-        what = f"1f1b with {plan.num_microbatches} microbatches in {degrees.pp_size} pipeline stages"
-        raise target.refusal(what, "choose as many microbatches or more")
-    if plan.model.tied:
-        raise target.refusal("tied embedding and head in several pipeline stages", "untie them or choose one stage")
+    what = f"1f1b with {plan.num_microbatches} microbatches in {degrees.pp_size} pipeline stages"
+    holds = not one_range or plan.num_microbatches >= degrees.pp_size
+    target.demand(holds, what, "choose as many microbatches or more")
+    what = "tied embedding and head in several pipeline stages"
+    target.demand(not plan.model.tied, what, "untie them or choose one stage")
 
 
 def _batch(plan: Plan, degrees: Degrees) -> dict[str, Toml]:
@@ -83,12 +81,11 @@ def _batch(plan: Plan, degrees: Degrees) -> dict[str, Toml]:
 
 def _precision(plan: Plan, degrees: Degrees, target: Target) -> dict[str, Toml]:
     kept, used, reduced = plan.precision.parameters, plan.precision.compute, plan.precision.reduce
-    if kept != "float32" or used not in ("float32", "bfloat16") or reduced != "float32":
-        what = f"precision {kept}/{used}/{reduced}"
-        raise target.refusal(what, "compute in float32 or bfloat16, and keep and reduce in float32")
-    if used != kept and degrees.dp_size == 1 and max(degrees.tp_size, degrees.pp_size) > 1:
-        what = f"precision {kept}/{used}/{reduced} without data-parallel ranks: its FSDP casts"
-        raise target.refusal(what, "choose dp_size 2 or more, or compute in float32")
+    holds = kept == reduced == "float32" and used in ("float32", "bfloat16")
+    target.demand_precision(plan, holds, "compute in float32 or bfloat16, and keep and reduce in float32")
+    holds = used == kept or degrees.dp_size > 1 or degrees.tp_size == degrees.pp_size == 1
+    where = " without data-parallel ranks: its FSDP casts"
+    target.demand_precision(plan, holds, "choose dp_size 2 or more, or compute in float32", where)
     return {"mixed_precision_param": used, "mixed_precision_reduce": reduced}
 
 
@@ -131,9 +128,10 @@ def _recompute(plan: Plan, degrees: Degrees, target: Target) -> dict[str, Toml]:
     every = min(n for own in counted for n, i in enumerate(own, 1) if i in again)
     for own in counted:
         for n, i in enumerate(own, 1):
-            if (i in again) != (n % every == 0):
-                what = f"layers[{i}]: recompute {plan.layers[i].recompute}, number {n} of its rank"
-                raise target.refusal(what, "recompute all layers, none, or every n-th of each rank")
+            what = f"layers[{i}]: recompute {plan.layers[i].recompute}, number {n} of its rank"
+            target.demand(
+                (i in again) == (n % every == 0), what, "recompute all layers, none, or every n-th of each rank"
+            )
     return {"mode": "selective", "selective_ac_option": str(every)}
 
 
