@@ -64,4 +64,4 @@ def _stage_row(estimate: Estimate, stage: int, end_s: float) -> list[str]:
     own = [event for event in estimate.timeline if event.stage == stage]
     sums_s = [sum(event.end_s - event.start_s for event in own if event.kind == kind) for kind in _KINDS]
     idle = idle_s(own, stage, end_s)
-    return [str(stage), *(f"{time_s * 1e3:.3f}" for time_s in (*sums_s, idle)), f"{idle / end_s:.1%}"]
+    return [f"{stage:>5}", *(f"{time_s * 1e3:.3f}" for time_s in (*sums_s, idle)), f"{idle / end_s:.1%}"]
