@@ -85,7 +85,9 @@ def test_a_bad_option_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [["write", "a"], ["write", "--out", "x"], ["nothing"], ["import", "nothing"]])
+@pytest.mark.parametrize(
+    "arguments", [["write", "a"], ["write", "--out", "x"], ["nothing"], ["import", "nothing"], ["wri"]]
+)
 def test_what_is_missing_or_unknown_is_one_line(arguments):
     called = call(APP, *arguments)
     assert (called.exit_code, called.stdout) == (2, "")
@@ -117,8 +119,15 @@ def test_the_overview_names_the_commands(arguments):
     assert called.exit_code == 0 and "import fail" in called.stdout and "Try the front door." in called.stdout
 
 
-def test_without_arguments_there_is_the_overview_too():
-    assert call(APP).exit_code == 2 and "Write what was asked." in call(APP).stdout
+@pytest.mark.parametrize("arguments", [[], ["import"]])
+def test_without_a_command_there_is_the_overview_but_no_success(arguments):
+    called = call(APP, *arguments)
+    assert called.exit_code == 2 and "import fail" in called.stdout
+
+
+@pytest.mark.parametrize("file", ["/dev/zero", "."])
+def test_a_batch_is_a_regular_file(file):
+    assert "file" in call(APP, "batch", file).stderr
 
 
 def test_help_cuts_no_name_and_tells_limits_defaults_and_meanings(monkeypatch):

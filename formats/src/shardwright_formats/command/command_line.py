@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 from shardwright_formats.command.faults import show
 from shardwright_formats.command.options import POSITIONAL, Option, Options, options_of
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_bytes
 from shardwright_formats.schema.field_docs import class_doc, field_docs
 
 __all__ = ["Command", "CommandLine"]
@@ -73,9 +74,9 @@ class CommandLine(NamedTuple):
                     command.call(options)
                 return 0
         given = " ".join(word for word in arguments if word not in _HELP)
-        if any(name.startswith(given) for name in self._all):
+        if not given or any(name.startswith(f"{given} ") for name in self._all):
             show(self._overview(given))
-            return 0 if len(arguments) else BadInput.exit_code
+            return 0 if set(_HELP) & set(arguments) else BadInput.exit_code
         raise BadInput(self.name, f"there is no command {given!r}", f"see {self.name} --help")
 
     @property
@@ -83,7 +84,7 @@ class CommandLine(NamedTuple):
         return {**self.commands, "batch": Command(BatchOptions, "")}
 
     def _batch(self, file: Path) -> None:
-        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        for number, line in enumerate(read_bytes(file).decode(errors="replace").splitlines(), start=1):
             try:
                 words = shlex.split(line, comments=True)
             except ValueError as error:
