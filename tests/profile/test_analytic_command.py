@@ -1,6 +1,5 @@
 """`shardwright-profile analytic`: what it writes, what the files say, and what it refuses."""
 
-import inspect
 import json
 import subprocess
 import sys
@@ -19,9 +18,9 @@ from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S
 from shardwright_profile.analytic.notes import SEEN_ERROR, SEEN_LINK_ERROR
 from shardwright_profile.analytic.rates import Efficiencies
-from shardwright_profile.cli import analytic
 from shardwright_profile.hardware.sweep_plan import collective_kinds
 from shardwright_profile.model.settings import ProfileSettings
+from shardwright_profile.options import AnalyticOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "NVIDIA A100-SXM4-80GB"
@@ -204,9 +203,8 @@ def test_what_cannot_be_estimated_is_refused_in_one_line(inputs, command, one_er
 
 
 def test_the_command_has_the_efficiencies_that_the_error_was_seen_with():
-    options = inspect.signature(analytic).parameters
     for name, value in Efficiencies()._asdict().items():
-        assert options[f"{name}_efficiency"].default == value
+        assert getattr(AnalyticOptions(), f"{name}_efficiency") == value
 
 
 def test_the_error_that_profiles_state_is_that_of_the_benchmark():

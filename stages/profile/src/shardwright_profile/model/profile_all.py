@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput, RunFailed
 from shardwright_formats.io.json import read_document, write_document
@@ -16,41 +15,26 @@ from shardwright_formats.types.plan import Plans
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes
 from shardwright_profile.model.settings import ProfileSettings
+from shardwright_profile.options import ModelOptions
 
-__all__ = ["ModelRequest", "profile_model"]
+__all__ = ["profile_model"]
 
 _TRAIN = "shardwright-train"
 
 
-class ModelRequest(NamedTuple):
-    """What is asked, as on the command line."""
-
-    folder: Path
-    """Holds the Hugging Face config.json."""
-    name: str
-    sequence_length: int
-    cluster: Path
-    node_type: str
-    settings: Path
-    steps: int
-    warmup_steps: int
-    min_time_s: float
-    out: Path
-
-
-def profile_model(request: ModelRequest) -> None:
+def profile_model(options: ModelOptions) -> None:
     """Profile a model on this node; what lies between the steps stays in `OUT.work` until the profile is written.
 
     Started again after an end, it goes on with the plans that are not yet measured. Raises BadInput where an input is
     wrong (also one that the train stage refuses) and RunFailed where a command fails.
     """
-    settings = read_document(request.settings, ProfileSettings)
-    cluster = read_document(request.cluster, Cluster)
-    work = request.out.with_name(f"{request.out.name}.work")
-    own, *further = settings.lengths(request.sequence_length)
+    settings = read_document(options.settings, ProfileSettings)
+    cluster = read_document(options.cluster, Cluster)
+    work = options.out.with_name(f"{options.out.name}.work")
+    own, *further = settings.lengths(options.sequence_length)
     try:
-        models = [_described(request, work, length) for length in (own, *further)]
-        made = make_probes(models, cluster, request.node_type, settings)
+        models = [_described(options, work, length) for length in (own, *further)]
+        made = make_probes(models, cluster, options.node_type, settings)
     except (BadInput, SystemExit):
         shutil.rmtree(work)
         raise
@@ -62,17 +46,17 @@ def profile_model(request: ModelRequest) -> None:
     _train(
         "measure",
         probes,
-        *("--steps", request.steps, "--warmup-steps", request.warmup_steps, "--min-time-s", request.min_time_s),
+        *("--steps", options.steps, "--warmup-steps", options.warmup_steps, "--min-time-s", options.min_time_s),
         *("--out", measurement),
     )
-    write_model_profile(request.out, fit_profile([(measurement, read_document(measurement, Measurement))]))
+    write_model_profile(options.out, fit_profile([(measurement, read_document(measurement, Measurement))]))
     shutil.rmtree(work)
 
 
-def _described(request: ModelRequest, work: Path, length: int) -> Model:
+def _described(options: ModelOptions, work: Path, length: int) -> Model:
     work.mkdir(parents=True, exist_ok=True)
     file = work / f"{length}.json"
-    _train("describe", request.folder, "--name", request.name, "--sequence-length", length, "--out", file)
+    _train("describe", options.folder, "--name", options.name, "--sequence-length", length, "--out", file)
     return read_document(file, Model)
 
 

@@ -1,0 +1,50 @@
+"""The commands that write probes, fit a profile and show one."""
+
+import sys
+
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.model_profile import write_model_profile
+from shardwright_formats.types.plan import Plans
+from shardwright_profile.options import FitOptions, ProbesOptions, ShowOptions
+
+__all__ = ["fit", "show", "write_probes"]
+
+# Each imports what only it needs when it runs: several may run in one process.
+
+
+def write_probes(options: ProbesOptions) -> None:
+    """Write the probes of a model."""
+    from shardwright_profile.model.probes import make_probes
+    from shardwright_profile.model.settings import ProfileSettings
+
+    made = make_probes(
+        [read_document(path, Model) for path in options.model],
+        read_document(options.cluster, Cluster),
+        options.node_type,
+        read_document(options.settings, ProfileSettings),
+    )
+    for sentence in made.left_out:
+        print(f"left out: {sentence}", file=sys.stderr)
+    write_document(options.out, Plans(plans=made.plans))
+    print(f"{len(made.plans)} probes in {options.out}", file=sys.stderr)
+
+
+def fit(options: FitOptions) -> None:
+    """Write the profile that measured probes give."""
+    from shardwright_profile.model.fit import fit_profile
+
+    profile = fit_profile([(path, read_document(path, Measurement)) for path in options.measurements])
+    write_model_profile(options.out, profile)
+
+
+def show(options: ShowOptions) -> None:
+    """Print a profile, and draw it."""
+    from shardwright_profile.show.tables import draw_profile, show_profile
+
+    if options.tables:
+        show_profile(options.file)
+    if options.picture is not None:
+        draw_profile(options.file, options.picture)

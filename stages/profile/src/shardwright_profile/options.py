@@ -1,0 +1,250 @@
+"""What the commands of shardwright-profile are asked: every option, said once."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from shardwright_formats.command import POSITIONAL, Options
+from shardwright_formats.types.limits import Count, Name, NonNegativeNumber, PositiveSeconds, Seconds, Tokens
+from shardwright_launch.options import NodeOptions
+
+__all__ = [
+    "AnalyticOptions",
+    "FasopHardwareOptions",
+    "FasopOptions",
+    "FitOptions",
+    "GalvatronHardwareOptions",
+    "GalvatronOptions",
+    "HardwareOptions",
+    "ModelOptions",
+    "ProbesOptions",
+    "ShowOptions",
+]
+
+_MessageBytes = Annotated[int, Meta(ge=4, le=2**50)]
+_Rate = Annotated[float, Meta(ge=0.001, le=1e9)]
+_Efficiency = Annotated[float, Meta(ge=0.001, le=1)]
+
+
+class HardwareOptions(NodeOptions, frozen=True, kw_only=True):
+    """Time messages and devices, and how they slow each other down: gloo among devices named `cpu`, else NCCL.
+
+    Starts one process per device of this node. All groups of one size work at the same time, as in training. Messages
+    grow fourfold, at least to 1 MiB, and as far as the time budget allows; each is repeated until its median is known
+    to within 3 %, its share of the time is spent, or --max-repeats is reached. A sweep that was killed goes on when the
+    same command is run again: what it has measured lies in OUT.journal until OUT is written.
+    """
+
+    cluster: Path
+    """The cluster, JSON (shardwright.cluster)."""
+    time_budget: PositiveSeconds
+    """Time for the sweep, start-up apart, in seconds."""
+    out: Path
+    """The hardware profile to write, HDF5; node 0 writes it."""
+    min_bytes: _MessageBytes = 1024
+    """Smallest message, in bytes."""
+    max_bytes: _MessageBytes = 256 * 1024**2
+    """Largest message, if time allows, in bytes."""
+    max_repeats: Count = 100
+    """Most repeats of each message, a number."""
+
+
+class ProbesOptions(Options, frozen=True, kw_only=True):
+    """Write the plans of few layers from which `fit` learns what one layer costs."""
+
+    model: tuple[Path, ...]
+    """The model description, JSON (shardwright.model); once more for each further sequence length."""
+    cluster: Path
+    """The cluster, JSON (shardwright.cluster)."""
+    node_type: Name
+    """The cluster's node type to measure on, with all its devices."""
+    settings: Path
+    """What to probe, JSON (shardwright.profile_settings)."""
+    out: Path
+    """The probes to write, JSON (shardwright.plans)."""
+
+
+class ModelOptions(Options, frozen=True, kw_only=True):
+    """Profile all of a model: describe it, write its probes, measure them on this node, and fit.
+
+    Needs shardwright-train. What was measured is kept in OUT.work until the profile is there: started again, the
+    command goes on.
+    """
+
+    folder: Annotated[Path, POSITIONAL]
+    """Folder that holds a Hugging Face config.json."""
+    name: Name
+    """What the model is called; the profile carries it."""
+    sequence_length: Tokens
+    """Tokens (or patches) of one sample."""
+    cluster: Path
+    """The cluster, JSON (shardwright.cluster)."""
+    node_type: Name
+    """The cluster's node type to measure on: this node, all its devices."""
+    settings: Path
+    """What to probe, JSON (shardwright.profile_settings)."""
+    out: Path
+    """The model profile to write, HDF5."""
+    steps: Count = 5
+    """Timed steps of each probe, at least."""
+    warmup_steps: Count = 2
+    """Steps before the timed ones."""
+    min_time_s: Seconds = 1.0
+    """Time of each probe, at least, in seconds."""
+
+
+class FitOptions(Options, frozen=True, kw_only=True):
+    """Turn the measured probes of one model on one device into its profile: seconds and bytes per layer."""
+
+    measurements: tuple[Path, ...]
+    """What the probes took, JSON (shardwright.measurement); may be repeated."""
+    out: Path
+    """The model profile to write, HDF5."""
+
+
+class ShowOptions(Options, frozen=True, kw_only=True):
+    """Print a profile as tables: times in s, ms or µs, memory in KiB, MiB or GiB, bandwidth in MB/s or GB/s."""
+
+    file: Annotated[Path, POSITIONAL]
+    """A hardware profile or a model profile, HDF5."""
+    picture: Path | None = None
+    """Draw points, fits and residuals too, into this file: .svg; .png and .pdf need CairoSVG."""
+    tables: bool = True
+    """Whether to print the tables."""
+
+
+class ImportOptions(Options, frozen=True, kw_only=True):
+    """Options of every import."""
+
+    device: Name
+    """Name of the device that was measured, as clusters name it."""
+    out: Path
+    """The profile to write, HDF5."""
+
+
+class ImportModelOptions(ImportOptions, frozen=True, kw_only=True):
+    """Options of the import of a model's profile."""
+
+    backward_ratio: NonNegativeNumber
+    """Backward time over forward time, without recomputation: it is in none of these files."""
+    micro_batch_sizes: str | None = None
+    """Micro-batches to have rows for even where none was measured, in samples, as 1,2,4."""
+
+
+class GalvatronOptions(ImportModelOptions, frozen=True, kw_only=True):
+    """Import a model's times and memory as hetu-galvatron 2.4.0 measures them.
+
+    Galvatron times forward passes on one GPU. What else a row says is derived or assumed, and marked so.
+    """
+
+    computation: Path
+    """Times: computation_profiling_*.json, in ms."""
+    memory: Path | None = None
+    """Memory: memory_profiling_*.json, in MiB."""
+    model: tuple[Path, ...] = ()
+    """The model, JSON (shardwright.model); may be repeated, once for each sequence length."""
+    type: tuple[str, ...] = ()
+    """In place of --model, once for each type of layer, in order: NAME,LAYERS,POSITIONS,FEATURES,HEADS."""
+    name: Name = "galvatron"
+    """With --type: name of the model."""
+    model_out: Path | None = None
+    """With --type: the description to write, JSON (shardwright.model)."""
+    tp_sizes: str = "1"
+    """Tensor-parallel sizes, in ranks, as 1,2,4; beyond 1 times are assumed."""
+    hardware: Path | None = None
+    """Hardware profile, HDF5, that prices the traffic of tensor parallelism."""
+    sequence_parallel: Literal["none", "megatron"] | None = None
+    """Of a memory file with both kinds of tables, which to take; by default megatron's."""
+    precision: str = "float32/bfloat16/float32"
+    """Number formats that were measured: parameters/compute/reduce."""
+    attention: str = "auto"
+    """Attention kernel that was measured."""
+    repair: bool = False
+    """Leave out or level times that cannot be, and say so; else they are refused."""
+
+
+class GalvatronHardwareOptions(ImportOptions, frozen=True, kw_only=True):
+    """Import a cluster's bandwidths and times as hetu-galvatron 2.4.0 measures them."""
+
+    cluster: Name
+    """Name of the cluster in all later files."""
+    allreduce: tuple[Path, ...] = ()
+    """allreduce_bandwidth_*.json, in GB/s (1e9); may be repeated, the first that says it counts."""
+    p2p: tuple[Path, ...] = ()
+    """p2p_bandwidth_*.json, in GB/s (1e9); may be repeated."""
+    sp_time: tuple[Path, ...] = ()
+    """sp_time_*.json, in ms on messages in MiB: taken before bandwidths; may be repeated."""
+    overlap: Path | None = None
+    """overlap_coefficient.json, a factor of time."""
+
+
+class FasopOptions(ImportModelOptions, frozen=True, kw_only=True):
+    """Import the layer times of FASOP: one forward time a kind of layer, at micro-batch 1 and tp_size 1, 2, 4."""
+
+    times: Path
+    """Layer times, CSV, in s: config/reference/fasop-layer-times.csv."""
+    constants: Path
+    """Constants, JSON: config/reference/fasop-constants.json."""
+    model_name: str
+    """FASOP's model: gpt2XL, bert or T5."""
+    gpu: str
+    """FASOP's GPU: A100 or A10."""
+    model: Path
+    """The model, JSON (shardwright.model)."""
+    precision: str = "float32/float16/float32"
+    """Number formats to assume: parameters/compute/reduce."""
+
+
+class FasopHardwareOptions(ImportOptions, frozen=True, kw_only=True):
+    """Write a hardware profile from FASOP's bandwidths; nothing of it was timed."""
+
+    constants: Path
+    """Constants, JSON: config/reference/fasop-constants.json."""
+    setting: str
+    """FASOP's bandwidths: default (4 GPUs a node) or pareto (8)."""
+    gpu: str
+    """FASOP's GPU: A100 or A10."""
+    nodes: Annotated[int, Meta(ge=1, le=100_000)]
+    """Number of nodes."""
+    cluster: Name
+    """Name of the cluster in all later files."""
+
+
+class AnalyticOptions(Options, frozen=True, kw_only=True):
+    """Estimate profiles of devices that nobody has measured yet, from shapes and published rates.
+
+    Every number is marked `analytic`, and the notes of the file say what was assumed and how far such numbers were from
+    measured ones. Measured profiles are to be preferred wherever there are devices to measure on.
+    """
+
+    model: tuple[Path, ...] = ()
+    """The model, JSON (shardwright.model); repeated, the same model at other sequence lengths."""
+    settings: Path | None = None
+    """What to estimate, JSON (shardwright.profile_settings), as `probes` takes it."""
+    out: Path | None = None
+    """The model profile to write, HDF5."""
+    device: Name | None = None
+    """A device of `devices`, by its key or its driver's name."""
+    cluster: Path | None = None
+    """The cluster, JSON (shardwright.cluster)."""
+    node_type: Name | None = None
+    """The cluster's node type whose device it is."""
+    hardware_out: Path | None = None
+    """The cluster's hardware profile to write, HDF5."""
+    inter_node_gbit_s: _Rate | None = None
+    """What one node sends to others, all devices together, in Gbit/s."""
+    matrix_efficiency: _Efficiency = 0.6
+    """Reached over published rate of matrix products."""
+    memory_efficiency: _Efficiency = 0.75
+    """Reached over published memory bandwidth."""
+    link_efficiency: _Efficiency = 0.75
+    """Reached over published bandwidth of links and networks."""
+    matrix_tflop_s: _Rate | None = None
+    """Published rate of matrix products, for the table's, in TFLOP/s."""
+    memory_gbyte_s: _Rate | None = None
+    """Published memory bandwidth, for the table's, in GB/s."""
+    link_gbyte_s: _Rate | None = None
+    """Published link bandwidth one way, for the table's, in GB/s."""
+    devices: Path | None = None
+    """Another table of devices, TOML."""
