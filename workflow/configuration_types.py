@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from shardwright_formats.io.json import Value, write_bytes
-from shardwright_formats.types.cluster import MAX_DEVICES, NodeGroup
+from shardwright_formats.types.cluster import NodeGroup
 from shardwright_formats.types.limits import (
+    MAX_DEVICES,
     Count,
     Gib,
     NonNegativeNumber,

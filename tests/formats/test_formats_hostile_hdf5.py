@@ -248,7 +248,7 @@ def test_a_truncated_profile_is_refused_in_one_line(
 def test_a_missing_file_a_folder_and_a_text_file_are_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "no such file" in _refusal(tmp_path / "hardware.h5", capsys, read_hardware_profile)
+    assert "No such file" in _refusal(tmp_path / "hardware.h5", capsys, read_hardware_profile)
     assert "is a folder" in _refusal(tmp_path, capsys, read_hardware_profile)
     (tmp_path / "text").write_text("nothing of the kind")
     assert "not a readable HDF5 file" in _refusal(tmp_path / "text", capsys, read_hardware_profile)

@@ -110,6 +110,21 @@ PLANS: dict[str, tuple[Change, str]] = {
     "a rank used twice": (lambda p: p["stages"][1].update(ranks=[1, 2]), "exactly once"),
     "a rank that is not there": (lambda p: p["stages"][1].update(ranks=[3, 4]), "exactly once"),
     "cluster of another size": (lambda p: p["cluster"]["nodes"][0].update(count=3), "4 ranks, the cluster has 6"),
+    "a batch beyond all": (lambda p: p.update(global_batch_size=10**18), "<= 4194304 - at `$.global_batch_size`"),
+    "microbatches beyond all": (lambda p: p.update(num_microbatches=10**9), "`$.num_microbatches`"),
+    "a vocabulary beyond all": (
+        lambda p: p["model"]["types"]["embedding"]["parameters"][0].update(shape=[10**12, 8]),
+        "`$.model.types[...].parameters[0].shape[0]`",
+    ),
+    "a tensor of too many dims": (
+        lambda p: p["model"]["types"]["embedding"]["parameters"][0].update(shape=[1] * 9),
+        "length <= 8 - at `$.model.types[...].parameters[0].shape`",
+    ),
+    "a sequence beyond all": (lambda p: p["model"].update(sequence_length=10**15), "`$.model.sequence_length`"),
+    "a price beyond all": (
+        lambda p: next(iter(p["cluster"]["node_types"].values())).update(usd_per_hour=1e300),
+        "<= 1000000000000000.0 - at `$.cluster.node_types[...].usd_per_hour`",
+    ),
     "an endless cluster": (lambda p: p["cluster"]["nodes"][0].update(count=10**15), "`$.cluster.nodes[0].count`"),
     "a hole between layer ranges": (
         lambda p: p["stages"][0].update(layers=[[0, 1]]),

@@ -35,6 +35,7 @@ EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
 names = st.text(min_size=1, max_size=8)
 seconds = st.floats(0, 1e6, allow_nan=False)
 byte_counts = st.integers(0, 2**53)
+digests = st.text("0123456789abcdef", min_size=64, max_size=64)
 precisions = st.from_type(Precision)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -188,19 +189,19 @@ proofs = st.builds(
     objective_bound_s=seconds,
     gap=seconds,
     scope=names,
-    examined=byte_counts,
-    solved=byte_counts,
+    examined=st.integers(0, 2**31 - 1),
+    solved=st.integers(0, 2**31 - 1),
     certificate=st.none() | names,
 )
 predictions = st.builds(
     Prediction,
-    plan_sha256=names,
+    plan_sha256=digests,
     memory_budget_bytes=st.none() | byte_counts,
     estimate=estimates,
     proof=st.none() | proofs,
     runners_up=_lists(st.builds(RunnerUp, plan=plans(), estimate=estimates)),
     warnings=_lists(names),
-    inputs_sha256=st.dictionaries(names, names, max_size=2),
+    inputs_sha256=st.dictionaries(names, digests, max_size=2),
     robust=_lists(st.builds(prediction.ScenarioRegret, scenario=names, regret=seconds, nominal_regret=seconds)),
 )
 
@@ -261,7 +262,7 @@ def measurements(draw: st.DrawFn) -> Measurement:
 
 runs = st.builds(
     RunResult,
-    plan_sha256=names,
+    plan_sha256=digests,
     steps=st.integers(1, 10**6),
     first_loss=seconds,
     final_loss=seconds,

@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import Value, atomic_path
+from shardwright_formats.io.json import Value, atomic_path, check_regular
 from shardwright_formats.io.table import Column, Row, Table, columns_of
 
 __all__ = ["Profile", "Provenance", "format_of", "read_profile", "tables_of", "texts_of", "write_profile"]
 
+_MAX_BYTES = 2**30
 _MAX_ROWS = 10_000_000
 _MAX_ATTRIBUTE_BYTES = 64 * 1024
 _AGAIN = "write the profile again"
@@ -106,8 +107,7 @@ def _fields(kind: type[Profile]) -> dict[str, Any]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
-    if not path.is_file():
-        raise BadInput(path, "is a folder" if path.is_dir() else "no such file", "check the path")
+    check_regular(path, _MAX_BYTES)
     with _h5py_errors(path, "not a readable HDF5 file"):
         file = h5py.File(path, "r")
     with file:

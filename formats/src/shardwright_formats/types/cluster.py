@@ -5,12 +5,9 @@ from typing import Annotated
 from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value
-from shardwright_formats.types.limits import Name
+from shardwright_formats.types.limits import MAX_DEVICES, Name, NonNegativeNumber, PositiveBytes, Ranks
 
-__all__ = ["MAX_DEVICES", "Cluster", "NodeGroup", "NodeType"]
-
-MAX_DEVICES = 2**20
-"""Of one cluster; each is a rank, and groups of ranks are spelled out."""
+__all__ = ["Cluster", "NodeGroup", "NodeType"]
 
 
 class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,11 +15,11 @@ class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     device: Annotated[str, Meta(min_length=1)]
     """The device's name as its driver gives it, or `cpu`."""
-    devices_per_node: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
+    devices_per_node: Ranks
     """Number of devices, and so of ranks, of one node."""
-    memory_bytes: Annotated[int, Meta(ge=1, le=2**50)]
+    memory_bytes: PositiveBytes
     """Memory of one device."""
-    usd_per_hour: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    usd_per_hour: NonNegativeNumber | None = None
     """Price of one node, where it has one."""
 
 
@@ -31,7 +28,7 @@ class NodeGroup(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     node_type: str
     """A key of the cluster's `node_types`."""
-    count: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
+    count: Ranks
     """Number of nodes."""
 
 

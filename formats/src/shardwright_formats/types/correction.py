@@ -6,12 +6,9 @@ from typing import Annotated
 from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value
+from shardwright_formats.types.limits import Count, Number, PositiveNumber, Sha256
 
 __all__ = ["Correction", "CorrectionFactor", "Term"]
-
-Positive = Annotated[float, Meta(gt=0)]
-Count = Annotated[int, Meta(ge=1)]
-Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class Term(StrEnum):
@@ -30,11 +27,11 @@ class CorrectionFactor(Value, frozen=True, kw_only=True, forbid_unknown_fields=T
     Of the end of a step, where all ranks wait for the slowest, a plan is the least of its ranks.
     """
 
-    factor: Positive
+    factor: PositiveNumber
     """The median over the plans."""
-    lowest: float
+    lowest: Number
     """Of the plan with the lowest; not positive where noise outweighs what was to be measured."""
-    highest: Positive
+    highest: PositiveNumber
     """Of the plan with the highest."""
     num_plans: Count
     """Different plans that were measured."""

@@ -21,6 +21,7 @@ from shardwright_formats.types.limits import (
     PositiveSeconds,
     Rank,
     Ranks,
+    Rate,
     Seconds,
 )
 
@@ -63,7 +64,7 @@ class CollectiveKey(NamedTuple):
 
 
 _RateName = Annotated[str, Meta(max_length=32)]
-_Rate = Annotated[float, Meta(gt=0, le=1e30, extra={"unit": "SI, in the name"})]
+_Rate = Annotated[Rate, Meta(extra={"unit": "SI, in the name"})]
 _Slowdown = Annotated[PositiveNumber, Meta(extra={"unit": "1"})]
 
 

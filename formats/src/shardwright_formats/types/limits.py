@@ -9,24 +9,30 @@ from typing import Annotated
 from msgspec import Meta
 
 __all__ = [
+    "MAX_BATCH",
     "MAX_DEVICES",
+    "MAX_DIMS",
     "MAX_LAYERS",
     "Bytes",
     "Count",
+    "Flops",
     "Gib",
     "Length",
     "Name",
     "NonNegativeCount",
     "NonNegativeNumber",
+    "Number",
     "PositiveBytes",
     "PositiveNumber",
     "PositiveSeconds",
     "Rank",
     "Ranks",
+    "Rate",
     "Samples",
     "Seconds",
     "Sha256",
     "Share",
+    "SignedSeconds",
     "Tokens",
 ]
 
@@ -34,6 +40,10 @@ MAX_DEVICES = 2**20
 """Of a cluster, and so ranks of a plan."""
 MAX_LAYERS = 100_000
 """Of a model."""
+MAX_BATCH = 2**22
+"""Samples of a step."""
+MAX_DIMS = 8
+"""Of a tensor."""
 _MAX_COUNT = 2**31 - 1
 _MAX_BYTES = 2**60
 _MAX_SECONDS = 1e9
@@ -47,19 +57,26 @@ Rank = Annotated[int, Meta(ge=0, lt=MAX_DEVICES, extra={"unit": "rank"})]
 """Number of a device."""
 Ranks = Annotated[int, Meta(ge=1, le=MAX_DEVICES, extra={"unit": "ranks"})]
 """A degree, or the size of a group."""
-Samples = Annotated[int, Meta(ge=1, le=_MAX_COUNT, extra={"unit": "samples"})]
+Samples = Annotated[int, Meta(ge=1, le=MAX_BATCH, extra={"unit": "samples"})]
 """A batch or a micro-batch."""
 Tokens = Annotated[int, Meta(ge=1, le=_MAX_COUNT, extra={"unit": "tokens"})]
 """A sequence length."""
-Length = Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
+Length = Annotated[int, Meta(ge=1, le=2**34)]
 """Of one dim of a tensor."""
+Flops = Annotated[int, Meta(ge=0, le=2**62)]
+"""Floating-point operations of a sample."""
 Bytes = Annotated[int, Meta(ge=0, le=_MAX_BYTES, extra={"unit": "bytes"})]
 PositiveBytes = Annotated[int, Meta(ge=1, le=_MAX_BYTES, extra={"unit": "bytes"})]
 Seconds = Annotated[float, Meta(ge=0, le=_MAX_SECONDS, extra={"unit": "s"})]
 """A time; 10^9 s are 32 years."""
 PositiveSeconds = Annotated[float, Meta(gt=0, le=_MAX_SECONDS, extra={"unit": "s"})]
+SignedSeconds = Annotated[float, Meta(ge=-_MAX_SECONDS, le=_MAX_SECONDS)]
+"""A difference of times."""
+Rate = Annotated[float, Meta(gt=0, le=1e30)]
+"""Operations or bytes a second."""
 PositiveNumber = Annotated[float, Meta(gt=0, le=_MAX_NUMBER)]
 """A rate, a bandwidth, a size; its unit is the field's."""
+Number = Annotated[float, Meta(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]
 NonNegativeNumber = Annotated[float, Meta(ge=0, le=_MAX_NUMBER)]
 Gib = Annotated[float, Meta(gt=0, le=2**20)]
 """Memory of one device, in GiB."""

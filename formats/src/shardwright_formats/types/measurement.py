@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value
+from shardwright_formats.types.limits import Bytes, NonNegativeCount, Rank, Seconds, SignedSeconds
 from shardwright_formats.types.plan import Plan
 
 __all__ = [
@@ -21,9 +22,6 @@ __all__ = [
     "Segment",
     "SegmentMemory",
 ]
-
-Seconds = Annotated[float, Meta(ge=0)]
-Bytes = Annotated[int, Meta(ge=0)]
 
 
 class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,9 +48,9 @@ class PassTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     kind: Literal["forward", "backward"]
     """Which way."""
-    microbatch: Annotated[int, Meta(ge=0)]
+    microbatch: NonNegativeCount
     """Number of the microbatch."""
-    chunk: Annotated[int, Meta(ge=0)]
+    chunk: NonNegativeCount
     """Number of the layer range in the stage's `layers`."""
     wait_s: Seconds
     """Waiting for the messages that the pass began with; next to nothing where there were none."""
@@ -168,15 +166,15 @@ class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rank's share of a measured plan; lists have one entry per repeat."""
 
-    rank: Annotated[int, Meta(ge=0)]
+    rank: Rank
     """Number of the rank in the plan."""
-    stage: Annotated[int, Meta(ge=0)]
+    stage: Rank
     """The rank's pipeline stage."""
     step_s: Annotated[tuple[Seconds, ...], Meta(min_length=1)]
     """Time of a whole step, from one barrier to the next."""
     segments: tuple[Segment, ...]
     """The time of each segment that the rank's pipeline stage has."""
-    gradient_reduction_s: tuple[float, ...]
+    gradient_reduction_s: tuple[SignedSeconds, ...]
     """How much longer the last microbatch's backward pass took than the others' mean, with the waiting after it.
 
     Empty with one microbatch.

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field
 
 from shardwright_formats.io.json import Document, Value, sha256_of_value
-from shardwright_formats.types.limits import Name
+from shardwright_formats.types.limits import MAX_DIMS, MAX_LAYERS, Flops, Length, Name, NonNegativeCount, Tokens
 
 __all__ = ["EMBEDDING", "HEAD", "BoundaryTensor", "Heads", "LayerType", "Model", "Parameter", "Region"]
 
@@ -19,9 +19,9 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: str
     """Its Hugging Face name; for a block, relative to the block."""
-    shape: tuple[Annotated[int, Meta(ge=1)], ...]
+    shape: Annotated[tuple[Length, ...], Meta(max_length=MAX_DIMS)]
     """Length of each dim of the whole tensor."""
-    tp_dim: Annotated[int, Meta(ge=0)] | None = None
+    tp_dim: Annotated[int, Meta(ge=0, lt=MAX_DIMS)] | None = None
     """The tensor dim that tensor parallelism splits; null: each rank of the group holds the whole tensor."""
     inside: bool = False
     """Whether a whole tensor is used inside a region, where each rank of the group has a part of its gradient."""
@@ -45,9 +45,9 @@ class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     name: str
     """What the runtime calls it."""
-    sequence_length: Annotated[int, Meta(ge=1)]
+    sequence_length: Tokens
     """Positions per sample."""
-    features: Annotated[int, Meta(ge=1)]
+    features: Length
     """Elements per position."""
 
 
@@ -58,11 +58,11 @@ class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The boundary tensor whose positions attend."""
     keys: str
     """The boundary tensor whose positions are attended to."""
-    heads: Annotated[int, Meta(ge=1)]
+    heads: Length
     """Query heads."""
-    kv_heads: Annotated[int, Meta(ge=1)]
+    kv_heads: Length
     """Key and value heads."""
-    head_features: Annotated[int, Meta(ge=1)]
+    head_features: Length
     """Features of one head."""
 
 
@@ -86,17 +86,17 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     parameters: tuple[Parameter, ...]
     """Every parameter tensor of one layer of this type."""
-    forward_flops_per_sample: Annotated[int, Meta(ge=0)]
+    forward_flops_per_sample: Flops
     """Floating-point operations of one forward pass over one sample (a multiply-add counts 2)."""
-    tp_must_divide: dict[str, Annotated[int, Meta(ge=1)]] = field(default_factory=dict)
+    tp_must_divide: dict[str, Length] = field(default_factory=dict)
     """Lengths, by name, of which tp_size must be a divisor."""
-    ulysses_must_divide: dict[str, Annotated[int, Meta(ge=1)]] = field(default_factory=dict)
+    ulysses_must_divide: dict[str, Length] = field(default_factory=dict)
     """Lengths, by name, of which the Ulysses degree must be a divisor."""
     outputs: tuple[BoundaryTensor, ...] = ()
     """What the next layer receives; empty for the head."""
     regions: tuple[Region, ...] = ()
     """Where tensor parallelism communicates, in order."""
-    labels: Annotated[int, Meta(ge=0)] = 0
+    labels: NonNegativeCount = 0
     """Positions per sample that the head computes a loss for; 0 elsewhere."""
 
     def parameter_count(self, tp_size: int = 1) -> int:
@@ -115,9 +115,9 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which file of the runtime knows how to build and shard it."""
     config: dict[str, Any]
     """The Hugging Face configuration without its number of layers, which is that of `layers`."""
-    sequence_length: Annotated[int, Meta(ge=1)]
+    sequence_length: Tokens
     """Tokens (or patches) of one sample."""
-    layers: Annotated[tuple[str, ...], Meta(min_length=1)]
+    layers: Annotated[tuple[str, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
     """The type of each block, in order; embedding and head stand outside."""
     types: dict[str, LayerType]
     """By name; `embedding` and `head` are always among them."""

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value, sha256_of_value
 from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.limits import Name
+from shardwright_formats.types.limits import Name, NonNegativeCount, Rank, Samples
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
 
@@ -78,9 +78,9 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Some ranks and the layers they hold."""
 
-    ranks: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]
+    ranks: Annotated[tuple[Rank, ...], Meta(min_length=1)]
     """Numbers of the cluster's devices, ascending; strategies count in their order."""
-    layers: Annotated[tuple[tuple[int, int], ...], Meta(min_length=1)]
+    layers: Annotated[tuple[tuple[NonNegativeCount, NonNegativeCount], ...], Meta(min_length=1)]
     """Half-open ranges of layer numbers; several when the schedule is interleaved."""
 
 
@@ -109,9 +109,9 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole model description."""
     cluster: Cluster
     """The devices, each of which is a rank of the plan."""
-    global_batch_size: Annotated[int, Meta(ge=1)]
+    global_batch_size: Samples
     """Samples of one optimizer step, over all ranks and microbatches."""
-    num_microbatches: Annotated[int, Meta(ge=1)]
+    num_microbatches: Samples
     """Equal parts that a step's samples go through the pipeline in."""
     schedule: Schedule
     """The order of forward and backward passes."""

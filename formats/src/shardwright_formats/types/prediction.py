@@ -5,12 +5,10 @@ from typing import Annotated
 from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value
+from shardwright_formats.types.limits import Bytes, NonNegativeCount, NonNegativeNumber, Rank, Seconds, Sha256
 from shardwright_formats.types.plan import Plan
 
 __all__ = ["Estimate", "Prediction", "Proof", "RunnerUp", "ScenarioRegret", "StagePrediction", "TimelineEvent"]
-
-Seconds = Annotated[float, Meta(ge=0)]
-Bytes = Annotated[int, Meta(ge=0)]
 
 
 class StagePrediction(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,14 +27,14 @@ class StagePrediction(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class TimelineEvent(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One action of the simulated step."""
 
-    stage: int
+    stage: Rank
     """The pipeline stage; of a message the one that sends it."""
     kind: str
     """`forward`, `backward`, `send_forward` (to the next stage), `send_backward` (to the previous one),
     `gradient_sync`, which may go on beside a backward pass, or `optimizer`."""
-    microbatch: int | None
+    microbatch: NonNegativeCount | None
     """The microbatch it is done for; null where it is for all of them."""
-    chunk: int | None
+    chunk: NonNegativeCount | None
     """Number of the layer range in the stage's `layers`; null where it is for all of them."""
     start_s: Seconds
     """Time since the step began."""
@@ -53,13 +51,13 @@ class Proof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Its value for the chosen plan."""
     objective_bound_s: Seconds
     """No plan in the scope has a lower value."""
-    gap: Annotated[float, Meta(ge=0)]
+    gap: NonNegativeNumber
     """objective_s / objective_bound_s - 1; 0 means optimal."""
     scope: str
     """The space of plans for which it holds."""
-    examined: Annotated[int, Meta(ge=0)]
+    examined: NonNegativeCount
     """Cases (pipeline degree, microbatches, schedule) that were looked at."""
-    solved: Annotated[int, Meta(ge=0)]
+    solved: NonNegativeCount
     """Cases of these that were solved exactly; the others were ruled out."""
     certificate: str | None = None
     """What another solver says of it; null where none was asked."""
@@ -74,9 +72,9 @@ class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """No order of the same actions can take less."""
     objective_s: Seconds
     """The closed form that the search minimises."""
-    samples_per_s: Seconds
+    samples_per_s: NonNegativeNumber
     """Global batch size over the simulated step time."""
-    usd_per_step: Seconds | None
+    usd_per_step: NonNegativeNumber | None
     """Price of the cluster for one step; null where a node has no price."""
     stages: Annotated[tuple[StagePrediction, ...], Meta(min_length=1)]
     """The pipeline stages, first to last."""
@@ -103,9 +101,9 @@ class ScenarioRegret(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     scenario: Annotated[str, Meta(min_length=1)]
     """What is other than in the profile."""
-    regret: Annotated[float, Meta(ge=0)]
+    regret: NonNegativeNumber
     """Of the chosen plan."""
-    nominal_regret: Annotated[float, Meta(ge=0)]
+    nominal_regret: NonNegativeNumber
     """Of the plan that would have been chosen for the profile as it is."""
 
 
@@ -115,7 +113,7 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     FORMAT = "shardwright.prediction"
     VERSION = 2
 
-    plan_sha256: str
+    plan_sha256: Sha256
     """Identity of the plan: SHA-256 of its canonical JSON."""
     memory_budget_bytes: Bytes | None
     """What one rank was allowed; null for a plan that was only evaluated."""
@@ -127,7 +125,7 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Plans that were not chosen, the best first."""
     warnings: tuple[str, ...]
     """What the prediction leans on beyond measurements, such as extrapolation."""
-    inputs_sha256: dict[str, str]
+    inputs_sha256: dict[str, Sha256]
     """SHA-256 of every profile and of the search file, by role."""
     robust: tuple[ScenarioRegret, ...] = ()
     """The scenarios of a robust search, the profile as it is first; empty for any other."""

@@ -1,10 +1,7 @@
 """What a training run leaves behind: a line per step and a last word."""
 
-from typing import Annotated
-
-from msgspec import Meta
-
 from shardwright_formats.io.json import Document, Value
+from shardwright_formats.types.limits import Bytes, Count, NonNegativeNumber, Seconds, Sha256
 
 __all__ = ["RunResult", "StepMetrics"]
 
@@ -12,21 +9,21 @@ __all__ = ["RunResult", "StepMetrics"]
 class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line of metrics.jsonl."""
 
-    step: Annotated[int, Meta(ge=1)]
+    step: Count
     """Number of the optimizer step, the first being 1."""
     loss: float
     """Mean cross entropy over the step's tokens."""
-    step_time_s: float
+    step_time_s: Seconds
     """Time of the step."""
-    tokens_per_s: float
+    tokens_per_s: NonNegativeNumber
     """Tokens of the global batch over the step time."""
-    mfu: float | None
+    mfu: NonNegativeNumber | None
     """Model floating-point operations over the devices' peak; null where the peak is not known."""
     grad_norm: float | None
     """Global 2-norm of the gradients before clipping; null where float16 overflowed and the step updated nothing."""
     learning_rate: float
     """What the optimizer used in the step."""
-    peak_memory_bytes: tuple[int, ...]
+    peak_memory_bytes: tuple[Bytes, ...]
     """Per rank: the allocator's peak on CUDA, the peak resident set of the process on CPU."""
     time_utc: str
     """When the step ended, in ISO 8601."""
@@ -37,9 +34,9 @@ class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     FORMAT = "shardwright.run"
 
-    plan_sha256: str
+    plan_sha256: Sha256
     """Identity of the plan: SHA-256 of its canonical JSON."""
-    steps: int
+    steps: Count
     """Optimizer steps in all."""
     first_loss: float
     """Loss of step 1."""
@@ -47,7 +44,7 @@ class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Loss of the last step."""
     attention: str
     """The attention kernel that ran: the one taken where the plan said `auto`."""
-    wall_s: float
+    wall_s: Seconds
     """Time of this process and of those it resumed, start-up and checkpoints included."""
     checkpoint: str
     """Folder of the last checkpoint."""

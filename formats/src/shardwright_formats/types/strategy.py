@@ -1,11 +1,9 @@
 """How one layer is spread over the ranks of its pipeline stage."""
 
 from enum import StrEnum
-from typing import Annotated
-
-from msgspec import Meta
 
 from shardwright_formats.io.json import Value
+from shardwright_formats.types.limits import Ranks
 
 __all__ = ["DataParallel", "LayerStrategy", "Recompute", "SequenceParallel", "Strategy"]
 
@@ -52,11 +50,11 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
     sequence-parallel group of attention, and parameters are data-parallel over all ranks of the pipeline stage.
     """
 
-    tp_size: Annotated[int, Meta(ge=1)]
+    tp_size: Ranks
     """Ranks that one sample of the layer is spread over."""
     tp_consecutive: bool = True
     """Whether neighbouring ranks form a tensor-parallel group, or ranks `dp_size` apart."""
-    dp_size: Annotated[int, Meta(ge=1)]
+    dp_size: Ranks
     """Parts that the samples of a microbatch are shared out in."""
     data_parallel: DataParallel = DataParallel.DDP
     """What the data-parallel ranks share out."""

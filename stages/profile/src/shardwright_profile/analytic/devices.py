@@ -1,7 +1,7 @@
 """The table of devices: what their makers say they can do, what they cost, and who says so."""
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,11 +10,12 @@ import msgspec
 from msgspec import Meta
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import Value
+from shardwright_formats.io.json import Value, read_bytes
+from shardwright_formats.types.limits import NonNegativeNumber, PositiveBytes, Rate
 
 __all__ = ["Device", "DeviceTable", "device_lines", "device_named", "read_devices"]
 
-_Rate = Annotated[float, Meta(gt=0)]
+_MAX_BYTES = 2**20
 _Text = Annotated[str, Meta(min_length=1)]
 _SOURCED = ("memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "pcie_bytes_per_s", "usd_per_hour")
 
@@ -24,22 +25,22 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     names: Annotated[tuple[_Text, ...], Meta(min_length=1)]
     """As its driver gives them."""
-    peaks: dict[Literal["float32", "tf32", "float16", "bfloat16"], _Rate] = {}  # noqa: RUF012 (msgspec copies it)
+    peaks: dict[Literal["float32", "tf32", "float16", "bfloat16"], Rate] = {}  # noqa: RUF012 (msgspec copies it)
     """Dense matrix products by number format, in FLOP/s."""
     peaks_source: _Text | None = None
-    memory_bytes: Annotated[int, Meta(ge=1)] | None = None
+    memory_bytes: PositiveBytes | None = None
     memory_bytes_source: _Text | None = None
-    memory_bytes_per_s: _Rate | None = None
+    memory_bytes_per_s: Rate | None = None
     memory_bytes_per_s_source: _Text | None = None
     link: Literal["nvlink", "xgmi", "pcie"] = "pcie"
     """What joins the devices of a node."""
-    link_bytes_per_s: _Rate | None = None
+    link_bytes_per_s: Rate | None = None
     """In one direction."""
     link_bytes_per_s_source: _Text | None = None
-    pcie_bytes_per_s: _Rate | None = None
+    pcie_bytes_per_s: Rate | None = None
     """In one direction."""
     pcie_bytes_per_s_source: _Text | None = None
-    usd_per_hour: Annotated[float, Meta(ge=0)] | None = None
+    usd_per_hour: NonNegativeNumber | None = None
     """What one provider asks for one device; indicative."""
     usd_per_hour_source: _Text | None = None
 
@@ -71,12 +72,10 @@ def read_devices(path: Path | None = None) -> DeviceTable:
     if path is None:
         with as_file(files("shardwright_profile.analytic") / "devices.toml") as own:
             return read_devices(own)
+    content = read_bytes(path, _MAX_BYTES)
     try:
-        content: Mapping[str, object] = tomllib.loads(path.read_text(encoding="utf-8"))
-        return msgspec.convert(content, DeviceTable)
-    except OSError as error:
-        raise BadInput(path, f"cannot be read ({error.strerror})", "check the path") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return msgspec.convert(tomllib.loads(content.decode()), DeviceTable)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput(path, f"is no TOML ({error})", "correct the file") from None
     except msgspec.ValidationError as error:
         raise BadInput(path, f"is no table of devices ({error})", "see devices.toml of shardwright-profile") from None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.io.json import read_bytes, sha256_of_file
 from shardwright_formats.io.table import Source
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProfileOrigin
@@ -20,8 +20,8 @@ from shardwright_profile.importers.rows import ABSENT, LayerKey, Sourced, layer_
 __all__ = ["FasopRequest", "FasopTimes", "import_fasop", "read_fasop_times"]
 
 _COLUMNS = ["model", "gpu", "tp_size", "kind", "layers", "forward_s"]
-_MOST_BYTES = 1024**2
-_MOST_S = 1000.0
+_MAX_BYTES = 1024**2
+_MAX_S = 1000.0
 
 Kinds = Mapping[tuple[int, str], float]
 """Seconds by tp_size and kind of layer."""
@@ -51,11 +51,7 @@ class FasopRequest(NamedTuple):
 def read_fasop_times(file: Path) -> FasopTimes:
     """Read the table; lines that start with `#` are comments. BadInput names the line that cannot be right."""
     try:
-        if file.stat().st_size > _MOST_BYTES:
-            raise BadInput(file, "larger than 1 MiB", "pass a table of layer times")
-        lines = file.read_text(encoding="ascii").splitlines()
-    except OSError as error:
-        raise BadInput(file, error.strerror or str(error), "check the path") from None
+        lines = read_bytes(file, _MAX_BYTES).decode("ascii").splitlines()
     except UnicodeDecodeError:
         raise BadInput(file, "holds more than ASCII text", "pass a table of layer times") from None
     numbered = [(i, line) for i, line in enumerate(lines, 1) if line and not line.startswith("#")]
@@ -108,7 +104,7 @@ def _cells(file: Path, line: int, cells: Sequence[str]) -> tuple[str, str, int, 
         size, count, time_s = int(tp_size[:9]), int(layers[:9]), float(forward_s)
     except ValueError:
         raise BadInput(file, f"line {line} is no row of {','.join(_COLUMNS)}", "correct it") from None
-    if size < 1 or count < 1 or not (math.isfinite(time_s) and 0 < time_s < _MOST_S):
+    if size < 1 or count < 1 or not (math.isfinite(time_s) and 0 < time_s < _MAX_S):
         raise BadInput(file, f"line {line} has an impossible number", "correct it")
     return model, gpu, size, kind, time_s
 
