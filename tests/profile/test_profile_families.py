@@ -27,7 +27,8 @@ SETTINGS = ProfileSettings(
     tp_sizes=(1,),
     sequence_parallel=(SequenceParallel.NONE,),
     recompute=(Recompute.NONE,),
-    micro_batch_sizes=(1, 4),
+    # So far apart that the larger one takes longer on a busy machine, too.
+    micro_batch_sizes=(1, 32),
     layers=(1, 5),
 )
 
@@ -51,7 +52,7 @@ def profiles(make_cluster: Callable[..., object], tmp_path_factory: pytest.TempP
         write_document(files[-1], Plans(plans=made.plans))
     out = folder / "measurement.json"
     try:
-        return _fitted(files, out, 5)
+        return _fitted(files, out, 3)
     except BadInput as error:
         # On a machine that is busy with other work: what the error says to do.
         assert "measure both with more --steps" in str(error)
@@ -85,8 +86,8 @@ def test_every_layer_type_has_its_time_and_memory(profiles: dict[str, ModelProfi
     assert len(layers["type"]) == len(types) * 2, "two micro-batch sizes"
     assert (layers["forward_s"] > 0).all()
     for name in types:
-        one, four = layers["activation_bytes"][layers["type"] == name.encode()]
-        assert one < four <= 4 * one
+        one, many = layers["activation_bytes"][layers["type"] == name.encode()]
+        assert one < many <= 32 * one
     states = profile.states
     for row, name in enumerate(states["type"]):
         if name.decode() in model.layers:

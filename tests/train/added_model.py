@@ -4,13 +4,13 @@ import json
 import sys
 from pathlib import Path
 
+from forked_ranks import run_worker
 from random_plans import random_plan
 from tiny_models import CONFIGS, LAYERS, tiny
 
 import shardwright_train
 from shardwright_formats.io.json import write_document
 from shardwright_formats.types.plan import Plans
-from shardwright_launch.ranks import launch
 
 PLANS = 8
 CONFIGS["olmo2"] = {
@@ -29,8 +29,8 @@ def main(folder: Path) -> None:
     model = tiny("olmo2")
     plans = Plans(plans=tuple(random_plan(model, number, 2) for number in range(PLANS)))
     write_document(folder / "plans.json", plans)
-    worker = Path(__file__).with_name("parity_worker.py")
-    launch([sys.executable, str(worker), str(folder / "plans.json"), str(folder / "errors.json")], range(2), 2)
+    # Ranks that are forked from this very process have the copy, too.
+    run_worker("parity_worker", [str(folder / "plans.json"), str(folder / "errors.json")], 2, method="fork")
     package = Path(shardwright_train.__file__).parent
     (folder / "package.json").write_text(json.dumps(str(package)))
 

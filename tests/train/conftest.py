@@ -1,14 +1,18 @@
 """A tiny Llama, random valid plans for it, and one launch that compares many plans with one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import random_plans
 import run_parity
+import torch
+import torch.distributed as dist
+from forked_ranks import run_worker
 from tiny_models import tiny
 
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan
+from shardwright_train.parallel.world import World
 
 PlanMaker = Callable[..., Plan]
 Errors = dict[str, dict[str, float]]
@@ -37,6 +41,14 @@ def compare(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Errors]:
     """
 
     def run(plans: list[Plan], mutations: tuple[str, ...] = ()) -> Errors:
-        return run_parity.compare(plans, tmp_path_factory.mktemp("parity"), mutations)
+        return run_parity.compare(plans, tmp_path_factory.mktemp("parity"), run_worker, mutations)
 
     return run
+
+
+@pytest.fixture
+def one_rank() -> Iterator[World]:
+    """A world of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(0, 1, torch.device("cpu"), "gloo", heartbeat=None)  # type: ignore[arg-type]
+    dist.destroy_process_group()

@@ -42,12 +42,12 @@ def batches(plan: Plan) -> list[Batch]:
 
 
 class Reference:
-    """The stock Hugging Face model with stock clipping and AdamW in one process."""
+    """What the stock Hugging Face model gives with stock clipping and AdamW in one process: rank 0."""
 
     def __init__(self, plan: Plan) -> None:
         model = plan.model
         family = family_named(model.family, "plan")
-        self.model = stock_model(model)
+        stock = stock_model(model)
         state: dict[str, Tensor] = {}
         for name in ("embedding", *(f"layers[{i}]" for i in range(len(plan.layers))), "head"):
             torch.manual_seed(seed_of(0, name))
@@ -55,7 +55,7 @@ class Reference:
             family.initialize(model, layer)
             for local, parameter in layer.named_parameters():
                 state.setdefault(family.hugging_face_name(model, name, local), parameter.detach())
-        named = dict(self.model.named_parameters())
+        named = dict(stock.named_parameters())
         assert set(named) <= set(state), set(named) - set(state)
         with torch.no_grad():
             for name, parameter in named.items():
@@ -64,10 +64,10 @@ class Reference:
         self.first_gradients: dict[str, Tensor] = {}
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self._train(plan)
+        self._train(plan, stock)
 
-    def _train(self, plan: Plan) -> None:
-        named = dict(self.model.named_parameters())
+    def _train(self, plan: Plan, stock: nn.Module) -> None:
+        named = dict(stock.named_parameters())
         spared = [p for n, p in named.items() if p.dim() <= 1 or n.endswith("bias")]
         decayed = [p for n, p in named.items() if p.dim() > 1 and not n.endswith("bias")]
         groups = [
@@ -76,7 +76,7 @@ class Reference:
         ]
         stock_adamw = torch.optim.AdamW(groups, betas=SETTINGS.betas, eps=SETTINGS.eps)
         for step, batch in enumerate(batches(plan), start=1):
-            logits = stock_logits(self.model, batch)
+            logits = stock_logits(stock, batch)
             loss = nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
             stock_adamw.zero_grad()
             loss.backward()
@@ -221,7 +221,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
             torch.set_default_dtype(getattr(torch, plan.precision.parameters))
             key = f"{plan.model.architecture_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
             if key not in references:
-                references[key] = Reference(plan)
+                references[key] = world.first_says(lambda plan=plan: Reference(plan))  # type: ignore[misc]
             results[plan.name] = compare(plan, references[key], groups, world)
         for name in mutations:
             with MUTATIONS[name]():

@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from random_plans import random_plan
@@ -17,25 +17,31 @@ from shardwright_formats.io.json import write_document
 from shardwright_formats.types.plan import Plan, Plans
 from shardwright_launch.ranks import launch
 
-__all__ = ["TOLERANCE", "compare"]
+__all__ = ["TOLERANCE", "Start", "compare", "launched"]
 
 TOLERANCE = 1e-10
 PLANS = (20, 20, 5)
 WORLDS = (2, 4, 8)
 
 Errors = dict[str, dict[str, float]]
+Start = Callable[[str, Sequence[str], int], None]
+"""Runs a worker, by its module's name, with arguments on a number of ranks."""
 
 
-def compare(plans: Sequence[Plan], folder: Path, mutations: Sequence[str] = ()) -> Errors:
+def launched(worker: str, arguments: Sequence[str], world_size: int) -> None:
+    """Start as users' runs are."""
+    script = Path(__file__).with_name(f"{worker}.py")
+    launch([sys.executable, str(script), *arguments], range(world_size), world_size)
+
+
+def compare(plans: Sequence[Plan], folder: Path, start: Start, mutations: Sequence[str] = ()) -> Errors:
     """Largest error of loss, gradients, norm and parameters after three steps, by plan; one launch for all.
 
     The last plan is compared once more under each mutation, under the mutation's name.
     """
     plans_file, result = folder / "plans.json", folder / "errors.json"
     write_document(plans_file, Plans(plans=tuple(plans)))
-    command = [sys.executable, str(Path(__file__).with_name("parity_worker.py")), str(plans_file), str(result)]
-    size = plans[0].world_size
-    launch([*command, *mutations], range(size), size)
+    start("parity_worker", [str(plans_file), str(result), *mutations], plans[0].world_size)
     errors: Errors = json.loads(result.read_bytes())
     return errors
 
@@ -49,7 +55,7 @@ def main(counts: Sequence[int]) -> int:
         # Other numbers than those of the tests.
         plans = [random_plan(model, 1000 + number, size) for number in range(count) for model in models]
         with tempfile.TemporaryDirectory() as folder:
-            errors = compare(plans, Path(folder))
+            errors = compare(plans, Path(folder), launched)
         wrong = {name: found for name, found in errors.items() if max(found.values()) > TOLERANCE}
         worst = max(max(found.values()) for found in errors.values())
         took = time.monotonic() - started

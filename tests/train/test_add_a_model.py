@@ -37,7 +37,7 @@ def added(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (copy / "models" / "olmo2.py").write_text(file)
     registry = (copy / "models" / "registry.py").read_text()
     (copy / "models" / "registry.py").write_text(registry.replace("_ROWS = {\n", f"_ROWS = {{\n{row}"))
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(folder), str(PAGE.parents[1] / "tests"), os.environ.get("PYTHONPATH")]))
     script = Path(__file__).with_name("added_model.py")
     ended = subprocess.run(
         [sys.executable, str(script), str(folder)],

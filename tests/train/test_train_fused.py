@@ -5,15 +5,14 @@ tested is what surrounds them.
 """
 
 import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
+from forked_ranks import run_worker
 from random_plans import random_plan
 from tiny_models import tiny
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from transformers.models.llama import modeling_llama as llama
 from shardwright_formats.io.json import write_document
 from shardwright_formats.types.plan import Plan, Plans
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_launch.ranks import launch
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.fused import fuse, fusible
 
@@ -108,8 +106,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     )
     folder = tmp_path_factory.mktemp("fused")
     write_document(folder / "plans.json", Plans(plans=plans))
-    worker = Path(__file__).with_name("fused_worker.py")
-    launch([sys.executable, str(worker), str(folder / "plans.json"), str(folder / "errors.json")], range(2), 2)
+    run_worker("fused_worker", [str(folder / "plans.json"), str(folder / "errors.json")], 2)
     found: dict[str, dict[str, Any]] = json.loads((folder / "errors.json").read_bytes())
     return found
 

@@ -1,6 +1,6 @@
 """Which attention kernel runs, and what is said where one cannot: no kernel of flash-attn runs here, without a GPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +149,6 @@ def test_a_rank_takes_what_it_and_the_family_can_do(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     for plan in (planned(attention=FLASH, fused=EVERYTHING), planned("bert", fused=("norm",)), planned("t5")):
         check_kernels(plan, family_named(plan.model.family, "test"), CUDA, "plan.json")
-
-
-@pytest.fixture
-def one_rank() -> Iterator[World]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield World(0, 1, torch.device("cpu"), "gloo", heartbeat=None)  # type: ignore[arg-type]
-    dist.destroy_process_group()
 
 
 def test_auto_takes_sdpa_where_there_is_nothing_faster_and_says_so(

@@ -17,7 +17,10 @@ from shardwright_formats.semantics.schedule import actions
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
-from shardwright_train.options import MeasureOptions
+from shardwright_launch.journal import Journal
+from shardwright_train.measurement.journal import MeasureIdentity, open_journal
+from shardwright_train.options import MeasureJob, MeasureOptions
+from shardwright_train.parallel.world import World
 from shardwright_train.start import start_measure
 
 Measured = dict[str, PlanMeasurement]
@@ -311,5 +314,18 @@ def test_a_measurement_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> N
     assert "measured 1/2" not in again.stderr
     assert [found.plan.name for found in read_document(out, Measurement).plans] == ["first", "second"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "plans.json"]
-    other = subprocess.run([*command, "--warmup-steps", "2"], capture_output=True, text=True, check=True, timeout=120)
-    assert "measured before" not in other.stderr
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"warmup_steps": 2}, {"steps": 2}, {"min_time_s": 1.0}, {"versions": "torch 1"}]
+)
+def test_what_was_measured_otherwise_is_measured_anew(
+    measured: Measured, tmp_path: Path, one_rank: World, changed: dict[str, Any]
+) -> None:
+    def opened(versions: str = "torch 0", **more: Any) -> Journal[MeasureIdentity, PlanMeasurement]:
+        options = {"steps": 1, "warmup_steps": 1} | more
+        job = MeasureJob(plans=(), out=tmp_path / "o.json", journal=tmp_path / "o.journal", **options)
+        return open_journal(job, one_rank, versions)
+
+    opened().add([measured["kept"]])
+    assert opened(**changed).kept_count == (not changed)

@@ -1,21 +1,17 @@
 """Dropout: the same whenever a pass is run again, the same on ranks that hold copies, and apart everywhere else."""
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_ranks import run_worker
 from randomness_worker import MICROBATCHES, MODEL, RATE
-
-from shardwright_launch.ranks import launch
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     result = tmp_path_factory.mktemp("randomness") / "found.json"
-    worker = Path(__file__).with_name("randomness_worker.py")
-    launch([sys.executable, str(worker), str(result)], range(2), 2)
+    run_worker("randomness_worker", [str(result)], 2)
     read: dict[str, Any] = json.loads(result.read_bytes())
     return read
 
