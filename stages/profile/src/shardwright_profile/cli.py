@@ -23,6 +23,7 @@ APP = CommandLine(
         "import galvatron-hardware": Command(options.GalvatronHardwareOptions, f"{_IMPORTS}:galvatron_hardware"),
         "import fasop": Command(options.FasopOptions, f"{_IMPORTS}:fasop"),
         "import fasop-hardware": Command(options.FasopHardwareOptions, f"{_IMPORTS}:fasop_hardware"),
+        "devices": Command(options.DevicesOptions, f"{_ROOM}.commands:list_devices"),
         "analytic": Command(options.AnalyticOptions, f"{_ROOM}.analytic.request:write_analytic"),
     },
 )

@@ -8,9 +8,9 @@ from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.model_profile import write_model_profile
 from shardwright_formats.types.plan import Plans
-from shardwright_profile.options import FitOptions, ProbesOptions, ShowOptions
+from shardwright_profile.options import DevicesOptions, FitOptions, ProbesOptions, ShowOptions
 
-__all__ = ["fit", "show", "write_probes"]
+__all__ = ["fit", "list_devices", "show", "write_probes"]
 
 # Each imports what only it needs when it runs: several may run in one process.
 
@@ -48,3 +48,11 @@ def show(options: ShowOptions) -> None:
         show_profile(options.file)
     if options.picture is not None:
         draw_profile(options.file, options.picture)
+
+
+def list_devices(options: DevicesOptions) -> None:
+    """Print the table of devices."""
+    from shardwright_formats.command import show as print_text
+    from shardwright_profile.analytic.devices import device_lines, read_devices
+
+    print_text("\n".join(device_lines(read_devices(options.devices))))

@@ -11,6 +11,7 @@ from shardwright_launch.options import NodeOptions
 
 __all__ = [
     "AnalyticOptions",
+    "DevicesOptions",
     "FasopHardwareOptions",
     "FasopOptions",
     "FitOptions",
@@ -246,5 +247,12 @@ class AnalyticOptions(Options, frozen=True, kw_only=True):
     """Published memory bandwidth, for the table's, in GB/s."""
     link_gbyte_s: _Rate | None = None
     """Published link bandwidth one way, for the table's, in GB/s."""
+    devices: Path | None = None
+    """Another table of devices, TOML."""
+
+
+class DevicesOptions(Options, frozen=True, kw_only=True):
+    """List the devices that `analytic` knows, with the source of each figure; prices are indicative."""
+
     devices: Path | None = None
     """Another table of devices, TOML."""
