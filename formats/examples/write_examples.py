@@ -18,12 +18,9 @@ from shardwright_formats.types.hardware_profile import HardwareProfile, write_ha
 from shardwright_formats.types.measurement import (
     Measurement,
     PassTime,
-    Phase,
-    PhaseMemory,
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
-    ResidentMemory,
     Segment,
     SegmentMemory,
 )
@@ -215,10 +212,7 @@ def _rank(plan: Plan, rank: int) -> RankMeasurement:
         parameters_bytes=1024,
         gradients_bytes=1024,
         optimizer_bytes=2048,
-        gathered_parameters_bytes=512,
-        unreduced_gradients_bytes=1024,
         peak_bytes=8192,
-        phases=tuple(_phase(phase) for phase in Phase),
         segments=tuple(
             SegmentMemory(name=name, activation_bytes=512, forward_workspace_bytes=256, backward_workspace_bytes=768)
             for name in names
@@ -246,24 +240,6 @@ def _rank(plan: Plan, rank: int) -> RankMeasurement:
         ),
         memory=memory,
     )
-
-
-def _phase(phase: Phase) -> PhaseMemory:
-    held = ResidentMemory(
-        parameters_bytes=1024,
-        gradients_bytes=1024 if phase is Phase.BACKWARD else 0,
-        optimizer_bytes=2048,
-        activations_bytes=2048 if phase is Phase.FORWARD else 0,
-        buffers_bytes=256,
-    )
-    peak = ResidentMemory(
-        parameters_bytes=1024,
-        gradients_bytes=1024 if phase in (Phase.BACKWARD, Phase.OPTIMIZER) else 0,
-        optimizer_bytes=2048,
-        activations_bytes=2048 if phase in (Phase.FORWARD, Phase.BACKWARD) else 0,
-        buffers_bytes=2048 if phase is Phase.BACKWARD else 512,
-    )
-    return PhaseMemory(phase=phase, resident=held, peak=peak)
 
 
 _PROVENANCE = Provenance(date="2026-01-31", versions="torch 2.13.0", notes="Made up.")

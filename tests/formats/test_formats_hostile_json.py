@@ -202,11 +202,6 @@ MEASUREMENTS: dict[str, tuple[Change, str]] = {
         lambda m: m["plans"][0]["ranks"][0].update(passes=[m["plans"][0]["ranks"][0]["passes"][0]] * 4),
         "not each of the plan's",
     ),
-    "a phase left out": (lambda m: m["plans"][0]["ranks"][0]["memory"]["phases"].pop(), "memory of the phases"),
-    "a peak that nothing reaches": (
-        lambda m: m["plans"][0]["ranks"][0]["memory"].update(peak_bytes=9000),
-        "peak_bytes is 9000, the phases of a step reach 8192",
-    ),
     "a plan that cannot be": (lambda m: m["plans"][0]["plan"].update(num_microbatches=3), "num_microbatches 3"),
     "no plans": (lambda m: m.update(plans=[]), "`$.plans`"),
 }

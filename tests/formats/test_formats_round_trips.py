@@ -15,12 +15,9 @@ from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.measurement import (
     Measurement,
     PassTime,
-    Phase,
-    PhaseMemory,
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
-    ResidentMemory,
     Segment,
     SegmentMemory,
 )
@@ -218,16 +215,11 @@ def measurements(draw: st.DrawFn) -> Measurement:
         forward_workspace_bytes=byte_counts,
         backward_workspace_bytes=byte_counts,
     )
-    held_memory = st.builds(ResidentMemory, **dict.fromkeys(ResidentMemory.__struct_fields__, byte_counts))
-    phases = tuple(PhaseMemory(phase=phase, resident=draw(held_memory), peak=draw(held_memory)) for phase in Phase)
     memory = RankMemory(
         parameters_bytes=draw(byte_counts),
         gradients_bytes=draw(byte_counts),
         optimizer_bytes=draw(byte_counts),
-        gathered_parameters_bytes=draw(byte_counts),
-        unreduced_gradients_bytes=draw(byte_counts),
-        peak_bytes=max(phase.peak.total_bytes for phase in phases[1:]),
-        phases=phases,
+        peak_bytes=draw(byte_counts),
         segments=draw(_lists(segment_memory)),
         process_bytes=draw(byte_counts),
         resident_bytes=draw(byte_counts),

@@ -203,7 +203,7 @@ def _off(times: np.ndarray) -> np.ndarray:
 
 def measurement_of(plans: list[dict[str, Any]], paces: list[float]) -> dict[str, Any]:
     """What running plans took, as if measured: times of the layers that each has, times a pace of its own."""
-    head = {"format": "shardwright.measurement", "version": 2, "device": "toy", "backend": "gloo"}
+    head = {"format": "shardwright.measurement", "version": 3, "device": "toy", "backend": "gloo"}
     made = {"date": "2026-01-31", "versions": "torch 0", "attention": "sdpa"}
     measured = [
         {"plan": plan, "ranks": [_rank(plan, rank, pace) for stage in plan["stages"] for rank in stage["ranks"]]}
@@ -250,13 +250,7 @@ def _memory(plan: dict[str, Any], layers: int, samples: int, recomputed: bool) -
     at_once = held | {"activations_bytes": kept, "buffers_bytes": 4096}
     sizes = {"embedding": 64_000 * samples, "layers": kept, "head": 900_000 * samples}
     return held | {
-        "gathered_parameters_bytes": 0,
-        "unreduced_gradients_bytes": 0,
         "peak_bytes": sum(at_once.values()),
-        "phases": [
-            {"phase": phase, "resident": at_once, "peak": at_once}
-            for phase in ("model", "forward", "backward", "optimizer")
-        ],
         "segments": [
             {
                 "name": name,

@@ -12,12 +12,9 @@ from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.measurement import (
     Measurement,
     PassTime,
-    Phase,
-    PhaseMemory,
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
-    ResidentMemory,
     Segment,
     SegmentMemory,
 )
@@ -78,11 +75,6 @@ def _cluster(*nodes: tuple[int, int]) -> Cluster:
     )
 
 
-_ONE_BYTE = ResidentMemory(
-    parameters_bytes=1, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0, buffers_bytes=0
-)
-
-
 def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
     counts = {name: plan.model.layers.count(name) for name in constants.layer_s}
     # A microbatch twice the size takes twice as long, a backward pass twice as long as a forward pass.
@@ -126,10 +118,7 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
                 parameters_bytes=constants.ends_bytes + layer_bytes,
                 gradients_bytes=constants.ends_bytes + layer_bytes,
                 optimizer_bytes=2 * (constants.ends_bytes + layer_bytes),
-                gathered_parameters_bytes=0,
-                unreduced_gradients_bytes=0,
                 peak_bytes=1,
-                phases=tuple(PhaseMemory(phase=phase, resident=_ONE_BYTE, peak=_ONE_BYTE) for phase in Phase),
                 segments=tuple(
                     SegmentMemory(
                         name=name,

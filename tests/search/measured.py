@@ -6,12 +6,9 @@ from shardwright_formats.semantics.schedule import Pass, actions
 from shardwright_formats.types.correction import Term
 from shardwright_formats.types.measurement import (
     PassTime,
-    Phase,
-    PhaseMemory,
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
-    ResidentMemory,
     Segment,
 )
 from shardwright_formats.types.plan import Plan
@@ -79,13 +76,9 @@ def _rank(plan, rank, estimate: Estimate, overhead_s, factors, repeats) -> RankM
 
 
 def _memory(peak_bytes: int) -> RankMemory:
-    held = ResidentMemory(
-        parameters_bytes=peak_bytes, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0, buffers_bytes=0
-    )
     return RankMemory(
-        parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0, gathered_parameters_bytes=0,
-        unreduced_gradients_bytes=0, peak_bytes=peak_bytes, segments=(), process_bytes=0, resident_bytes=0,
-        phases=tuple(PhaseMemory(phase=phase, resident=held, peak=held) for phase in Phase),
+        parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0, peak_bytes=peak_bytes, segments=(), process_bytes=0,
+        resident_bytes=0,
     )  # fmt: skip
 
 

@@ -11,12 +11,9 @@ from shardwright_formats.types.correction import Correction, CorrectionFactor, T
 from shardwright_formats.types.measurement import (
     Measurement,
     PassTime,
-    Phase,
-    PhaseMemory,
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
-    ResidentMemory,
 )
 from shardwright_formats.types.model import LayerType, Model, Parameter
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
@@ -148,14 +145,8 @@ def write_sample_results(results: Path, *, search: str = "roomy", run: str = "de
 
 
 def _measured(plan: Plan, step_time_s: float) -> PlanMeasurement:
-    held = ResidentMemory(
-        parameters_bytes=8 * _MIB, gradients_bytes=8 * _MIB, optimizer_bytes=16 * _MIB, activations_bytes=20 * _MIB,
-        buffers_bytes=8 * _MIB,
-    )  # fmt: skip
     memory = RankMemory(
         parameters_bytes=8 * _MIB, gradients_bytes=8 * _MIB, optimizer_bytes=16 * _MIB, peak_bytes=60 * _MIB,
-        gathered_parameters_bytes=0, unreduced_gradients_bytes=8 * _MIB,
-        phases=tuple(PhaseMemory(phase=phase, resident=held, peak=held) for phase in Phase),
         segments=(), process_bytes=0, resident_bytes=300 * _MIB,
     )  # fmt: skip
     return PlanMeasurement(

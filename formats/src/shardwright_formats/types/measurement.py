@@ -1,6 +1,5 @@
-"""What running plans took: time by microbatch, segment and pass, memory by phase and category, for every rank."""
+"""What running plans took: time by microbatch, segment and pass, memory by segment, for every rank."""
 
-from enum import StrEnum
 from statistics import median_low
 from typing import Annotated, Literal
 
@@ -13,12 +12,9 @@ from shardwright_formats.types.plan import Plan
 __all__ = [
     "Measurement",
     "PassTime",
-    "Phase",
-    "PhaseMemory",
     "PlanMeasurement",
     "RankMeasurement",
     "RankMemory",
-    "ResidentMemory",
     "Segment",
     "SegmentMemory",
 ]
@@ -73,57 +69,6 @@ class SegmentMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The most that was resident in the backward pass beyond what stood when it began."""
 
 
-class Phase(StrEnum):
-    """A part of a plan's life on a rank."""
-
-    MODEL = "model"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    OPTIMIZER = "optimizer"
-
-
-class ResidentMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All the tensor memory of a rank at one moment; each byte is in one category."""
-
-    parameters_bytes: Bytes
-    """Parameters as stored between steps, with what sharding pads them by."""
-    gradients_bytes: Bytes
-    """Gradients of parameters: those not yet reduced (whole, in the type they are reduced in, once their pass is
-    over) and the reduced ones (shards in the type of the parameters). What a pass makes and reduces without a halt is
-    in `buffers_bytes`."""
-    optimizer_bytes: Bytes
-    """The optimizer's moments."""
-    activations_bytes: Bytes
-    """What forward passes have left for their backward passes, or received for them, and these have not freed yet."""
-    buffers_bytes: Bytes
-    """All the rest: gathered parameters, messages, buffers of modules, the optimizer's step counts, and what the pass
-    in progress holds for a moment (the activations it makes, in recomputing too, and their gradients). On CUDA also
-    what the allocator rounds up."""
-
-    @property
-    def total_bytes(self) -> int:
-        """The categories together."""
-        return (
-            self.parameters_bytes
-            + self.gradients_bytes
-            + self.optimizer_bytes
-            + self.activations_bytes
-            + self.buffers_bytes
-        )
-
-
-class PhaseMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tensor memory of one phase of a rank."""
-
-    phase: Phase
-    """`model`: building it; `forward`, `backward`, `optimizer`: all passes of that kind in a step, and its end."""
-    resident: ResidentMemory
-    """As it stood when the phase was over: the model built, the last backward pass's gradients reduced, the step done;
-    of the forward passes the end of the one after which most was resident."""
-    peak: ResidentMemory
-    """As it stood at the peak of the phase."""
-
-
 class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tensor memory of one rank, counted by the allocator; on CPU by its recorded allocations."""
 
@@ -133,34 +78,14 @@ class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Gradients as they stand before the optimizer's step."""
     optimizer_bytes: Bytes
     """Optimizer state."""
-    gathered_parameters_bytes: Bytes
-    """The most that copies of parameters for compute held between two passes."""
-    unreduced_gradients_bytes: Bytes
-    """The most that gradients not yet reduced held between two passes."""
     peak_bytes: Bytes
     """The most that is resident at once in a step, parameters, gradients and optimizer state included."""
-    phases: tuple[PhaseMemory, ...]
-    """The memory of each phase: model, forward, backward, optimizer."""
     segments: tuple[SegmentMemory, ...]
     """The memory of each segment that the rank's pipeline stage has."""
     process_bytes: Bytes
     """Device memory outside the tensors (0 on CPU, where the process is counted in resident_bytes)."""
     resident_bytes: Bytes
     """Host memory of the process before the model was made."""
-
-    def __post_init__(self) -> None:
-        if [p.phase for p in self.phases] != list(Phase):
-            raise ValueError(
-                f"memory of the phases {[str(p.phase) for p in self.phases]}, not of {list(map(str, Phase))}"
-            )
-        if (peak := self.peak.total_bytes) != self.peak_bytes:
-            raise ValueError(f"peak_bytes is {self.peak_bytes}, the phases of a step reach {peak}")
-
-    @property
-    def peak(self) -> ResidentMemory:
-        """What was resident at the peak of a step."""
-        in_a_step = (p.peak for p in self.phases if p.phase is not Phase.MODEL)
-        return max(in_a_step, key=lambda resident: resident.total_bytes)
 
 
 class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -236,7 +161,7 @@ class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Plans that were run for some steps, on what and with what result."""
 
     FORMAT = "shardwright.measurement"
-    VERSION = 2
+    VERSION = 3
 
     device: str
     """The device's name as its driver gives it, or `cpu`."""

@@ -36,17 +36,23 @@ class Traffic(NamedTuple):
 class SimulatedStep(NamedTuple):
     """What one step of a rank moved and held."""
 
-    messages: Mapping[Traffic, int]
-    """How many messages of each kind; sends are counted by the sender."""
     message_bytes: Mapping[Traffic, int]
-    """Their bytes together, as `hardware_profile.Collective` counts them."""
+    """Bytes of all messages of a kind, as `hardware_profile.Collective` counts them; of sends by the sender."""
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     peak_bytes: int
     """The most tensor memory resident at once, parameters, gradients and optimizer state included."""
-    activation_bytes: int
-    """What the last microbatch's forward pass through a chunk left behind (the mean over chunks)."""
+    resident_bytes: Mapping[tuple[str, MicrobatchChunk], int]
+    """What was resident at each event of a pass; see `StepHook`."""
+
+    @property
+    def activation_bytes(self) -> int:
+        """What the last microbatch's forward pass through a chunk left behind (the mean over chunks)."""
+        last = max(at for _, at in self.resident_bytes)[0]
+        ends = {at: size for (name, at), size in self.resident_bytes.items() if (name, at[0]) == ("forward.end", last)}
+        left = [size - self.resident_bytes["forward.begin", at] for at, size in ends.items()]
+        return sum(left) // len(left)
 
 
 def simulate_step(plan: Plan, rank: int, family: Family, attention: str) -> SimulatedStep:
@@ -60,7 +66,12 @@ def simulate_step(plan: Plan, rank: int, family: Family, attention: str) -> Simu
         step = Step(family.learns(plan.model).random_batch(plan.global_batch_size, torch.Generator().manual_seed(0)))
         assert step.counted
         resident, sent = _ResidentBytes(), _SentBytes()
-        activations = _ActivationBytes(resident, plan.num_microbatches - 1)
+        events: dict[tuple[str, MicrobatchChunk], int] = {}
+
+        def hook(name: str, at: MicrobatchChunk | None = None) -> None:
+            if at is not None:
+                events[name, at] = resident.now
+
         with FakeTensorMode(allow_non_fake_inputs=True):
             for chunk in engine.stage.chunks:
                 chunk.to_empty(device=device)
@@ -70,16 +81,15 @@ def simulate_step(plan: Plan, rank: int, family: Family, attention: str) -> Simu
             with resident:
                 optimizer, with_optimizer = engine.optimizer, resident.now
                 with sent:
-                    engine.forward_backward(step, activations.hook)
+                    engine.forward_backward(step, hook)
             gradients = sum(_gradient_bytes(p) for p in optimizer.parameters.values())
         return SimulatedStep(
-            messages=dict(sent.count),
             message_bytes=dict(sent.bytes),
             parameters_bytes=parameters,
             gradients_bytes=gradients,
             optimizer_bytes=with_optimizer - parameters,
             peak_bytes=resident.peak,
-            activation_bytes=sum(activations.bytes) // len(activations.bytes),
+            resident_bytes=events,
         )
 
 
@@ -97,7 +107,6 @@ class _SentBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count: Counter[Traffic] = Counter()
         self.bytes: Counter[Traffic] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,7 +116,6 @@ class _SentBytes(TorchDispatchMode):
             group = next(a for a in args if isinstance(a, torch.ScriptObject))
             size = dist.ProcessGroup.unbox(group).size()
             key = Traffic(collective, 2 if collective is Collective.P2P else size)
-            self.count[key] += 1
             self.bytes[key] += sum(x.nbytes for x in tree_leaves(args[which]))
         return func(*args, **(kwargs or {}))
 
@@ -166,22 +174,6 @@ class _ResidentBytes(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self._sum -= self._storages.pop(key)[1]
-
-
-class _ActivationBytes:
-    """What the forward passes of one microbatch leave behind."""
-
-    def __init__(self, resident: _ResidentBytes, microbatch: int) -> None:
-        self._resident, self._microbatch, self._before = resident, microbatch, 0
-        self.bytes: list[int] = []
-
-    def hook(self, name: str, at: MicrobatchChunk | None = None) -> None:
-        """Note what is resident where a forward pass begins and ends."""
-        if at is not None and at[0] == self._microbatch:
-            if name == "forward.begin":
-                self._before = self._resident.now
-            elif name == "forward.end":
-                self.bytes.append(self._resident.now - self._before)
 
 
 def _gradient_bytes(parameter: nn.Parameter) -> int:

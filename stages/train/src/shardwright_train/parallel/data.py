@@ -118,11 +118,6 @@ class GradientAllReduce:
             self._sums[parameter] = gradient.to(parameter.dtype) if before is None else before.add_(gradient)
         self.armed, self._works = False, None
 
-    def resident(self) -> Iterator[Tensor]:
-        """Memory of the gradients that are being reduced, and of the sums of those that were."""
-        yield from (gradient for _, gradient, _ in self._works or ())
-        yield from self._sums.values()
-
     def finish(self) -> None:
         """Make the sums the parameters' gradients."""
         self.collect()

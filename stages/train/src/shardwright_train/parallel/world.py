@@ -1,6 +1,7 @@
 """This process as a rank among others."""
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from shardwright_formats.io.errors import BadInput, ShardwrightError
 from shardwright_launch.accelerator import CPU
 from shardwright_launch.heartbeat import START_UP_S, Heartbeat
 
-__all__ = ["World", "joined_world"]
+__all__ = ["World", "joined_world", "peak_resident_bytes"]
 
 T = TypeVar("T")
 
@@ -85,3 +86,8 @@ def _device(device_type: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def peak_resident_bytes() -> int:
+    """The most host memory that this process has had resident so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

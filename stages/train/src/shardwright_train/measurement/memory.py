@@ -1,0 +1,181 @@
+"""Tensor memory of a rank between the events of a step: what was resident before, after, and at most."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch._C._profiler import _EventType, _ExtraFields_Allocation, _ProfilerEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwright_formats.types.measurement import SegmentMemory
+from shardwright_train.pipeline.runner import MicrobatchChunk
+
+__all__ = [
+    "Allocation",
+    "Event",
+    "MemoryInterval",
+    "MemoryRecord",
+    "intervals_of",
+    "record_memory",
+    "segments_of_memory",
+]
+
+_FORWARD, _BACKWARD = ".forward", ".backward"
+
+
+class Event(NamedTuple):
+    """An event of a step; see `StepHook`."""
+
+    name: str
+    at: MicrobatchChunk | None
+
+
+class Allocation(NamedTuple):
+    """Memory taken (bytes) or given back (negative bytes)."""
+
+    address: int
+    size_bytes: int
+
+
+class MemoryInterval(NamedTuple):
+    """Tensor memory between two events; it bears the name of the later one."""
+
+    name: str
+    at: MicrobatchChunk | None
+    before_bytes: int
+    after_bytes: int
+    peak_bytes: int
+
+
+@dataclass
+class MemoryRecord:
+    """What a step sets its events in; the intervals between them are there when the recording has ended."""
+
+    device: torch.device
+    intervals: list[MemoryInterval] = field(default_factory=list)
+    _events: list[Event] = field(default_factory=list)
+    _counted: list[tuple[int, int]] = field(default_factory=list)
+
+    def hook(self, name: str, at: MicrobatchChunk | None = None) -> None:
+        """Something happens now."""
+        if self.device.type == "cuda":
+            counted = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+            self._counted.append(counted)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        with record_function(f"{_EVENT}{len(self._events)}"):
+            self._events.append(Event(name, at))
+
+    def of_counters(self) -> list[MemoryInterval]:
+        """By CUDA's allocator, which counts what is allocated and its peak."""
+        pairs = zip(self._events[1:], pairwise(self._counted), strict=True)
+        return [MemoryInterval(*event, before, after, peak) for event, ((before, _), (after, peak)) in pairs]
+
+    def of_profile(self, roots: Iterable[_ProfilerEvent], standing_bytes: int) -> list[MemoryInterval]:
+        """By the allocations in this thread that PyTorch's profiler saw."""
+        record: list[Event | Allocation] = []
+        for event in sorted(_all_events(roots), key=lambda event: event.start_time_ns):
+            kind, details = event.typed
+            if kind == _EventType.Allocation:
+                assert isinstance(details, _ExtraFields_Allocation)
+                record.append(Allocation(details.ptr, details.alloc_size))
+            elif event.name.startswith(_EVENT):
+                record.append(self._events[int(event.name.removeprefix(_EVENT))])
+        return list(intervals_of(record, standing_bytes))
+
+
+_EVENT = "shardwright.event."
+
+
+@contextmanager
+def record_memory(device: torch.device, standing_bytes: int = 0) -> Iterator[MemoryRecord]:
+    """Record the tensor memory of what runs inside; `standing_bytes` were resident on CPU when it began.
+
+    PyTorch's profiler sees every single allocation. That is the only way on CPU, whose allocator counts nothing.
+    """
+    record = MemoryRecord(device)
+    if device.type == "cuda":
+        yield record
+        record.intervals = record.of_counters()
+        return
+    settled = _CollectivesSettled()  # type: ignore[no-untyped-call]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, settled:
+        yield record
+    record.intervals = record.of_profile(profiler.profiler.kineto_results.experimental_event_tree(), standing_bytes)
+
+
+def intervals_of(record: Sequence[Event | Allocation], standing_bytes: int) -> Iterator[MemoryInterval]:
+    """What was resident between the events of a record that begins with one.
+
+    What is given back but was not seen taken is part of `standing_bytes` for good.
+    """
+    live: dict[int, int] = {}
+    resident = before = peak = standing_bytes
+    for number, item in enumerate(record):
+        if isinstance(item, Event):
+            if number:
+                yield MemoryInterval(item.name, item.at, before, resident, peak)
+            before = peak = resident
+            continue
+        # Where something stood already, its end was not recorded: it is over now.
+        resident -= live.pop(item.address, 0)
+        if item.size_bytes > 0:
+            live[item.address] = item.size_bytes
+            resident += item.size_bytes
+        peak = max(peak, resident)
+
+
+def segments_of_memory(intervals: Sequence[MemoryInterval]) -> tuple[SegmentMemory, ...]:
+    """What the second microbatch (or the only one) left behind and needed as workspace in each segment.
+
+    The first microbatch also gathers parameters and makes gradients, which are counted as states. What is left behind
+    is added up over the chunks of a pipeline stage; of the workspaces the largest counts.
+    """
+    second = min(1, max(i.at[0] for i in intervals if i.at is not None))
+    mine = [i for i in intervals if i.at is not None and i.at[0] == second]
+    found = []
+    for name in dict.fromkeys(i.name.removesuffix(_FORWARD) for i in mine if i.name.endswith(_FORWARD)):
+        forward = [i for i in mine if i.name == name + _FORWARD]
+        backward = [i for i in mine if i.name == name + _BACKWARD]
+        found.append(
+            SegmentMemory(
+                name=name,
+                activation_bytes=sum(max(0, i.after_bytes - i.before_bytes) for i in forward),
+                forward_workspace_bytes=max(i.peak_bytes - max(i.before_bytes, i.after_bytes) for i in forward),
+                backward_workspace_bytes=max(i.peak_bytes - i.before_bytes for i in backward),
+            )
+        )
+    return tuple(found)
+
+
+def _all_events(events: Iterable[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
+    waiting = list(events)
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        yield event
+
+
+class _CollectivesSettled(TorchDispatchMode):
+    """Let gloo's threads let go of a collective's tensors before the caller does.
+
+    The profiler sees what is freed in the calling thread only; a buffer that gloo's thread is the last to hold would
+    count as resident for ever. Sends and receives are left alone: waiting for a send here could wait for each other.
+    """
+
+    _SETTLING_S = 0.002
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name.startswith("c10d::") and not name.startswith(("c10d::send", "c10d::recv")):
+            for part in result if isinstance(result, tuple) else (result,):
+                if isinstance(part, torch.ScriptObject):
+                    Work.unbox(part).wait()
+            time.sleep(self._SETTLING_S)
+        return result
