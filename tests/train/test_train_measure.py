@@ -229,16 +229,16 @@ def test_messages_do_not_pile_up_with_the_microbatches(measured: Measured) -> No
 
 
 def test_activations_are_those_of_the_microbatches_in_flight(measured: Measured) -> None:
-    first, second = (_resident(measured["pipeline"].plan, rank) for rank in range(2))
-    before = first["forward.begin", (0, 0)]
-    one = first["forward.end", (0, 0)] - before
-    # The first of two stages is one microbatch ahead.
-    assert first["forward.end", (1, 0)] - before == 2 * one > 0
-    assert sum(s.activation_bytes for s in measured["pipeline"].ranks[0].memory.segments) == pytest.approx(
-        one, rel=0.02
-    )
+    pipeline = measured["pipeline"]
+    first, second = (_resident(pipeline.plan, rank) for rank in range(2))
+    one = sum(segment.activation_bytes for segment in pipeline.ranks[0].memory.segments)
+    assert first["forward.end", (1, 0)] - first["forward.wait", (1, 0)] == one > 0
+    # The first of two stages is one microbatch ahead; beside it lie the tokens and labels in work.
+    inputs = 3 * 8 * 16 * 8
+    assert 2 * one <= first["forward.end", (1, 0)] - first["forward.begin", (0, 0)] < 2 * one + inputs
     # The second has received its input, which is kept as well: 8 samples of 16 tokens of 32 numbers.
-    assert second["forward.wait", (0, 0)] - second["forward.begin", (0, 0)] == 8 * 16 * 32 * 4
+    received = 8 * 16 * 32 * 4
+    assert received <= second["forward.wait", (0, 0)] - second["forward.begin", (0, 0)] < received + inputs
 
 
 def test_recompute_trades_memory_for_time(measured: Measured) -> None:
