@@ -62,11 +62,7 @@ def test_plans_of_interleaved_schedules_cost_the_same_to_the_solver_and_to_evalu
         instance = world.instance
         for target in world.targets(instance):
             configuration = target.configuration
-            problem = (
-                instance._interleaved(configuration, instance._shardings(configuration))
-                if configuration.num_chunks > 1
-                else None
-            )
+            problem = instance.interleaved_problem(configuration) if configuration.num_chunks > 1 else None
             if problem is None or len(problem.positions) > 2:
                 continue
             plans = every_interleaved(problem)

@@ -1,8 +1,9 @@
-"""From a case of the search to the solver's numbers, and from the solver's answer to a plan."""
+"""From a configuration of the search to the solver's numbers, and from the solver's answer to a plan."""
 
-from collections.abc import Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,12 +14,14 @@ from shardwright_formats.semantics.schedule import in_flight
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import PipelineStage, Plan
 from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
+from shardwright_search.cached import cached_method
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.tied_weights import tie_class, tie_cost_ps
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.solver.branch_and_bound import Solvable
 from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.interleaved import Interleaved, InterleavedProblem
+from shardwright_search.solver.pareto import Numbers
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem, Solution
 from shardwright_search.solver.relaxed_bound import DualOf, dual_of
@@ -33,7 +36,7 @@ _MAX_RECENT = 6
 
 
 class Nothing:
-    """A case without any plan: some layer cannot be spread evenly."""
+    """A configuration without any plan: some layer cannot be sharded evenly."""
 
     relaxed_bound_ps = lower_ps = np.inf
 
@@ -42,8 +45,18 @@ class Nothing:
         return ()
 
 
-class _Shardings(msgspec.Struct, frozen=True, eq=False):
-    """The strategies of each type in a case, and the layouts they use."""
+class _Choice(NamedTuple):
+    """What the strategies to choose from depend on."""
+
+    stage_size: int
+    samples: int
+    """Of a microbatch."""
+    layers: LayerStrategy | None
+    buffer_tokens: int | None
+
+
+class _Shardings(NamedTuple):
+    """The strategies of each type, and the layouts they use."""
 
     strategies: tuple[tuple[Strategy, ...], ...]
     layouts: tuple[Layout, ...]
@@ -61,65 +74,90 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def types(self) -> tuple[str, ...]:
         """The model's layer types; the solver knows them by number."""
-        return tuple(dict.fromkeys((EMBEDDING, *self.costs.model.layers, HEAD)))
+        return tuple(dict.fromkeys(self._names))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The type of every layer."""
+        return EMBEDDING, *self.costs.model.layers, HEAD
 
     def has_plans(self, configuration: Configuration) -> bool:
-        """Whether every layer of a case can be spread in some way."""
-        return all(self._shardings(configuration).strategies)
+        """Whether every layer of a configuration can be sharded in some way."""
+        return all(self._shardings(self._choice(configuration)).strategies)
 
     def stage_ranks(self, pp_size: int) -> tuple[tuple[int, ...], ...]:
         """The ranks of each pipeline stage."""
         width = self.costs.cluster.num_devices // pp_size
         return tuple(tuple(range(i * width, (i + 1) * width)) for i in range(pp_size))
 
-    def solvable(self, configuration: Configuration) -> Solvable:
-        """The case, ready to be bounded and solved; the last few are kept."""
-        if configuration not in self._recent:
-            while len(self._recent) >= _MAX_RECENT:
-                del self._recent[next(iter(self._recent))]
-            self._recent[configuration] = self._solvable(configuration)
-        return self._recent[configuration]
+    @cached_property
+    def solvable(self) -> Callable[[Configuration], Solvable]:
+        """A configuration, ready to be bounded and solved; the last few are kept."""
+        return lru_cache(_MAX_RECENT)(self._solvable)
 
     def _solvable(self, configuration: Configuration) -> Solvable:
-        sharding = self._shardings(configuration)
-        if not all(sharding.strategies):
+        if not self.has_plans(configuration):
             return Nothing()
         if configuration.num_chunks > 1:
-            problem = self._interleaved(configuration, sharding)
+            problem = self.interleaved_problem(configuration)
             return Nothing() if problem is None else Interleaved(problem)
-        return Pipeline(self.problem(configuration), self._costs_of, self._dual_of)
+        return Pipeline(self.problem(configuration), *self._remembered)
+
+    @cached_property
+    def _remembered(self) -> tuple[CostsOf, DualOf]:
+        """What the pipelines share."""
+        return cache(GroupCosts), cache(dual_of)
 
     def problem(self, configuration: Configuration) -> Problem:
-        """The numbers of a case of GPipe or 1F1B."""
-        sharding, stages = self._shardings(configuration), self.stage_ranks(configuration.pp_size)
-        topologies = tuple(dict.fromkeys(self._topologies(configuration.pp_size)))
-        sends = np.array([self._sends(configuration, sharding, here, there) for here, there in pairwise(stages)], float)
+        """The numbers of a configuration of GPipe or 1F1B."""
+        choice, p, m = self._choice(configuration), configuration.pp_size, configuration.num_microbatches
+        ranks, of_stages = self.stage_ranks(p), self._topologies(p)
+        topologies = tuple(dict.fromkeys(of_stages))
+        sends = np.array([self._sends(choice, self.costs.link(*pair)) for pair in pairwise(ranks)])
+        shape = p - 1, len(topologies), len(topologies), len(self.types), len(self._shardings(choice).layouts)
         return Problem(
-            layers=tuple(self.types.index(name) for name in (EMBEDDING, *self.costs.model.layers, HEAD)),
-            device_groups=tuple(self._device_group(configuration, sharding, topology) for topology in topologies),
-            available=tuple(self._topologies(configuration.pp_size).count(topology) for topology in topologies),
-            allowed=tuple((topologies.index(topology),) for topology in self._topologies(configuration.pp_size)),
-            sends_ps=np.broadcast_to(
-                sends.reshape(len(stages) - 1, 1, 1, len(self.types), len(sharding.layouts)),
-                (len(stages) - 1, len(topologies), len(topologies), len(self.types), len(sharding.layouts)),
-            ),
-            in_flight=tuple(
-                in_flight(configuration.schedule, configuration.pp_size, configuration.num_microbatches, i)
-                for i in range(configuration.pp_size)
-            ),
+            layers=tuple(self.types.index(name) for name in self._names),
+            device_groups=tuple(self._device_group(choice, topology, m == 1) for topology in topologies),
+            available=tuple(of_stages.count(topology) for topology in topologies),
+            allowed=tuple((topologies.index(topology),) for topology in of_stages),
+            sends_ps=np.broadcast_to(sends.reshape(shape[0], 1, 1, *shape[3:]), shape),
+            in_flight=tuple(in_flight(configuration.schedule, p, m, stage) for stage in range(p)),
+            num_microbatches=m,
+            boundary_bytes=self._boundary(choice),
+            tie_ps=self._ties(choice, p),
+        )
+
+    def interleaved_problem(self, configuration: Configuration) -> InterleavedProblem | None:
+        """None where stages lie differently on the nodes, or chunks hold different types of layers."""
+        choice, p = self._choice(configuration), configuration.pp_size
+        layers, ranks, topologies = self.costs.model.layers, self.stage_ranks(p), self._topologies(p)
+        share = len(layers) // (p * configuration.num_chunks)
+        if len(set(topologies)) > 1 or any(
+            layers[i : i + share] != layers[:share] for i in range(0, len(layers), share)
+        ):
+            return None
+        first, second, last = (moments_in_flight(configuration, stage) for stage in (0, min(1, p - 1), p - 1))
+        around = (*pairwise(ranks), (ranks[-1], ranks[0]))
+        return InterleavedProblem(
+            embedding=self.types.index(EMBEDDING),
+            positions=tuple(self.types.index(name) for name in layers[:share]),
+            head=self.types.index(HEAD),
+            group=self._device_group(choice, topologies[0], configuration.num_microbatches == 1),
+            pp_size=p,
+            num_chunks=configuration.num_chunks,
             num_microbatches=configuration.num_microbatches,
-            boundary_bytes=self._boundary(configuration, sharding),
-            tie_ps=self._ties(configuration, sharding),
+            sends_ps=np.array([self._sends(choice, self.costs.link(*pair)) for pair in around]),
+            moments_in_flight=(first, second if p > 2 else (*first, *last), last),
+            boundary_bytes=self._boundary(choice),
+            tie_ps=self._ties(choice, p),
         )
 
     def plan(self, configuration: Configuration, solution: Solution) -> Plan:
-        """The plan that a solution of a case stands for."""
+        """The plan that a solution of a configuration stands for."""
         model, request = self.costs.model, self.request
-        names = (EMBEDDING, *model.layers, HEAD)
-        strategies = self._shardings(configuration).strategies
-        embedding, *layers, head = (
-            strategies[self.types.index(name)][option] for name, option in zip(names, solution.options, strict=True)
-        )
+        strategies = dict(zip(self.types, self._shardings(self._choice(configuration)).strategies, strict=True))
+        chosen = zip(self._names, solution.options, strict=True)
+        embedding, *layers, head = (strategies[name][option] for name, option in chosen)
         return Plan(
             name=request.name,
             model=model,
@@ -137,234 +175,133 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         )
 
     def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
-        """What all layers of a case can share: strategies that every type of layer has, told by the first type's."""
-        sharding = dict(zip(self.types, self._shardings(configuration).strategies, strict=True))
+        """What all layers can share: strategies that every type of layer has, told by the first type's."""
+        of = dict(zip(self.types, self._shardings(self._choice(configuration)).strategies, strict=True))
         first, *others = dict.fromkeys(self.costs.model.layers)
         return tuple(
             s
-            for s in sharding[first]
-            if isinstance(s, LayerStrategy) and all(replace(s, type=other) in sharding[other] for other in others)
+            for s in of[first]
+            if isinstance(s, LayerStrategy) and all(replace(s, type=other) in of[other] for other in others)
         )
 
     def buffer_tokens(self, configuration: Configuration) -> tuple[int, ...]:
         """The sizes that Megatron's gather buffer can have, in tokens; 0 without sequence parallelism."""
-        sharding = self._shardings(configuration).strategies
-        return tuple(
-            sorted({0} | {_gathered(s, configuration.microbatch_samples) * self._length for f in sharding for s in f})
-        )
+        choice = self._choice(configuration)
+        every = (strategy for own in self._shardings(choice).strategies for strategy in own)
+        return tuple(sorted({0, *(self._gathered_tokens(strategy, choice.samples) for strategy in every)}))
 
-    @property
-    def _length(self) -> int:
-        return self.costs.model.sequence_length
+    def _choice(self, configuration: Configuration) -> _Choice:
+        stage_size, samples = self.costs.cluster.num_devices // configuration.pp_size, configuration.microbatch_samples
+        return _Choice(stage_size, samples, configuration.layers, configuration.buffer_tokens)
 
-    @cached_property
-    def _costs_of(self) -> CostsOf:
-        return cache(GroupCosts)
-
-    @cached_property
-    def _recent(self) -> dict[Configuration, Solvable]:
-        return {}
-
-    @cached_property
-    def _dual_of(self) -> DualOf:
-        return cache(dual_of)
-
-    @cached_property
-    def _known_ties(self) -> dict[tuple[object, ...], int]:
-        return {}
-
-    @cached_property
-    def _known_topologies(self) -> dict[int, tuple[StageTopology, ...]]:
-        return {}
-
-    @cached_property
-    def _known_shardings(self) -> dict[tuple[object, ...], _Shardings]:
-        return {}
-
-    @cached_property
-    def _known_device_groups(self) -> dict[tuple[object, ...], DeviceGroup]:
-        return {}
-
-    @cached_property
-    def _known_sends(self) -> dict[tuple[object, ...], list[list[float]]]:
-        return {}
-
+    @cached_method
     def _topologies(self, pp_size: int) -> tuple[StageTopology, ...]:
         """By pipeline stage."""
-        if pp_size not in self._known_topologies:
-            self._known_topologies[pp_size] = tuple(
-                stage_topology(self.costs.cluster, ranks) for ranks in self.stage_ranks(pp_size)
-            )
-        return self._known_topologies[pp_size]
+        return tuple(stage_topology(self.costs.cluster, ranks) for ranks in self.stage_ranks(pp_size))
 
-    def _shardings(self, configuration: Configuration) -> _Shardings:
-        width, samples = self.costs.cluster.num_devices // configuration.pp_size, configuration.microbatch_samples
-        key = width, samples, configuration.layers, configuration.buffer_tokens
-        if key not in self._known_shardings:
-            found = tuple(
-                tuple(s for s in self._shardings_of(name, width) if self._possible(s, configuration, name))
-                for name in self.types
-            )
-            layouts = tuple(sorted({layout_of(strategy) for strategies in found for strategy in strategies}))
-            self._known_shardings[key] = _Shardings(found, layouts)
-        return self._known_shardings[key]
+    @cached_method
+    def _shardings(self, choice: _Choice) -> _Shardings:
+        found = tuple(
+            tuple(s for s in self._all_shardings(name, choice.stage_size) if self._possible(s, choice, name))
+            for name in self.types
+        )
+        return _Shardings(found, tuple(sorted({layout_of(strategy) for own in found for strategy in own})))
 
-    def _shardings_of(self, type_name: str, width: int) -> tuple[Strategy, ...]:
-        if (type_name, width) not in self._all_shardings:
-            self._all_shardings[type_name, width] = shardings(self.request, self.costs.model, type_name, width)
-        return self._all_shardings[type_name, width]
+    @cached_method
+    def _all_shardings(self, type_name: str, stage_size: int) -> tuple[Strategy, ...]:
+        return shardings(self.request, self.costs.model, type_name, stage_size)
 
-    @cached_property
-    def _all_shardings(self) -> dict[tuple[str, int], tuple[Strategy, ...]]:
-        return {}
-
-    def _possible(self, strategy: Strategy, configuration: Configuration, type_name: str) -> bool:
-        """Whether it shares a microbatch's samples out evenly, and is what the case fixes."""
-        if configuration.microbatch_samples % strategy.dp_size:
+    def _possible(self, strategy: Strategy, choice: _Choice, type_name: str) -> bool:
+        """Whether it shares a microbatch's samples out evenly, and is what the configuration fixes."""
+        if choice.samples % strategy.dp_size:
             return False
-        if configuration.buffer_tokens is not None and (
-            _gathered(strategy, configuration.microbatch_samples) * self._length > configuration.buffer_tokens
-        ):
+        tokens = self._gathered_tokens(strategy, choice.samples)
+        if choice.buffer_tokens is not None and tokens > choice.buffer_tokens:
             return False
-        if configuration.layers is None or not isinstance(strategy, LayerStrategy):
+        if choice.layers is None or not isinstance(strategy, LayerStrategy):
             return True
-        return strategy == replace(configuration.layers, type=type_name)
+        return strategy == replace(choice.layers, type=type_name)
 
-    def _device_group(self, configuration: Configuration, sharding: _Shardings, topology: StageTopology) -> DeviceGroup:
-        one = configuration.num_microbatches == 1
-        key = topology, configuration.microbatch_samples, one, configuration.layers, configuration.buffer_tokens
-        if key not in self._known_device_groups:
-            options = tuple(
-                self._options(name, found, sharding, configuration, topology)
-                for name, found in zip(self.types, sharding.strategies, strict=True)
-            )
-            moves = np.array(
-                [self._moves(name, sharding, configuration.microbatch_samples, topology) for name in self.types]
-            )
-            budget = self.budgets[topology.node_type] - self._buffer_bytes(configuration)
-            self._known_device_groups[key] = DeviceGroup(options, moves, budget)
-        return self._known_device_groups[key]
+    def _gathered_tokens(self, strategy: Strategy, samples: int) -> int:
+        """Tokens that Megatron's sequence parallelism gathers whole."""
+        if strategy.sequence_parallel is not SequenceParallel.MEGATRON:
+            return 0
+        return samples // strategy.dp_size * self.costs.model.sequence_length
 
-    def _buffer_bytes(self, configuration: Configuration) -> int:
+    @cached_method
+    def _device_group(self, choice: _Choice, topology: StageTopology, single_microbatch: bool) -> DeviceGroup:
+        strategies, layouts = self._shardings(choice)
         features = max(tensor.features for tensor in self.costs.model.boundary)
-        return (configuration.buffer_tokens or 0) * features * self.costs.compute_bytes
+        buffer_bytes = (choice.buffer_tokens or 0) * features * self.costs.compute_bytes
+        count, own = 1 if single_microbatch else 2, zip(self.types, strategies, strict=True)
+        return DeviceGroup(
+            options=tuple(self._options(name, found, layouts, topology, choice.samples, count) for name, found in own),
+            redistribution_ps=np.array([self._moves(name, layouts, topology, choice.samples) for name in self.types]),
+            budget_bytes=self.budgets[topology.node_type] - buffer_bytes,
+        )
 
     def _options(
         self,
         name: str,
         found: Sequence[Strategy],
-        sharding: _Shardings,
-        configuration: Configuration,
+        layouts: Sequence[Layout],
         topology: StageTopology,
+        samples: int,
+        num_microbatches: int,
     ) -> Options:
-        costs = [
-            self.costs.layer(name, strategy, topology, configuration.microbatch_samples, configuration.num_microbatches)
-            for strategy in found
+        priced = (self.costs.layer(name, strategy, topology, samples, num_microbatches) for strategy in found)
+        rows = [
+            (o.microbatch_ps, o.exposed_ps, o.state_bytes, o.memory.gradients, o.activation_bytes, o.workspace_bytes)
+            for o in priced
         ]
-        layouts = np.array([sharding.layouts.index(layout_of(strategy)) for strategy in found])
+        numbers = np.array([layouts.index(layout_of(strategy)) for strategy in found])
         known = list(self._tie_classes(found))
         classes = np.array([known.index(tie_class(strategy)) for strategy in found] if known else [0] * len(found))
-        return Options(
-            np.array([cost.microbatch_ps for cost in costs], float),
-            np.array([cost.exposed_ps for cost in costs], float),
-            np.array([cost.state_bytes for cost in costs], float),
-            np.array([cost.memory.gradients for cost in costs], float),
-            np.array([cost.activation_bytes for cost in costs], float),
-            np.array([cost.workspace_bytes for cost in costs], float),
-            input_layout=classes if name == EMBEDDING else layouts,
-            output_layout=classes if name == HEAD else layouts,
-        )
+        layouts_of = classes if name == EMBEDDING else numbers, classes if name == HEAD else numbers
+        return Options._make((*np.array(rows, float).T.copy(), *layouts_of))
 
-    def _moves(self, name: str, sharding: _Shardings, samples: int, topology: StageTopology) -> list[list[float]]:
+    def _moves(self, name: str, layouts: Sequence[Layout], topology: StageTopology, samples: int) -> Numbers:
         """[layouts, layouts]: there in forward and back in backward."""
-        one_way = {
-            (a, b): self.costs.redistribution(name, a, b, topology, samples).time_ps
-            for a in sharding.layouts
-            for b in sharding.layouts
-        }
-        return [[float(one_way[a, b] + one_way[b, a]) for b in sharding.layouts] for a in sharding.layouts]
+        pairs = [[self.costs.redistribution(name, a, b, topology, samples).time_ps for b in layouts] for a in layouts]
+        return np.array(pairs, float) + np.array(pairs, float).T
 
-    def _sends(
-        self, configuration: Configuration, sharding: _Shardings, here: Sequence[int], there: Sequence[int]
-    ) -> list[list[float]]:
+    @cached_method
+    def _sends(self, choice: _Choice, link: tuple[bool, bool]) -> Numbers:
         """[types, layouts]."""
-        samples = configuration.microbatch_samples
-        key = self.costs.link(here, there), sharding.layouts, samples
-        if key not in self._known_sends:
-            self._known_sends[key] = [
-                [float(self.costs.send(name, layout, key[0], samples).time_ps) for layout in sharding.layouts]
-                for name in self.types
-            ]
-        return self._known_sends[key]
+        layouts = self._shardings(choice).layouts
+        sent = [[self.costs.send(n, layout, link, choice.samples).time_ps for layout in layouts] for n in self.types]
+        return np.array(sent, float)
 
-    def _boundary(self, configuration: Configuration, sharding: _Shardings) -> np.ndarray:
+    @cached_method
+    def _boundary(self, choice: _Choice) -> Numbers:
         """[types, layouts]."""
-        samples = configuration.microbatch_samples
-        resident = [[self.costs.boundary_bytes(n, layout, samples) for layout in sharding.layouts] for n in self.types]
-        return np.array(resident, float)
+        layouts = self._shardings(choice).layouts
+        held = [[self.costs.boundary_bytes(n, layout, choice.samples) for layout in layouts] for n in self.types]
+        return np.array(held, float)
 
-    def _ties(self, configuration: Configuration, sharding: _Shardings) -> np.ndarray:
+    @cached_method
+    def _ties(self, choice: _Choice, pp_size: int) -> Numbers:
         """[classes of the embedding, of the head]."""
         if not self.costs.model.tied:
             return np.zeros((1, 1))
-        first, last = (self._tie_classes(sharding.strategies[self.types.index(name)]) for name in (EMBEDDING, HEAD))
-        return np.array(
-            [[self._tie(configuration.pp_size, *a, *b) for b in last.items()] for a in first.items()], float
-        )
-
-    def _tie(self, pp_size: int, here: object, embedding: Strategy, there: object, head: Strategy) -> int:
-        if (key := (pp_size, here, there)) not in self._known_ties:
-            stages = self.stage_ranks(pp_size)
-            self._known_ties[key] = tie_cost_ps(self.costs, embedding, head, stages[0], stages[-1])
-        return self._known_ties[key]
+        own = dict(zip(self.types, self._shardings(choice).strategies, strict=True))
+        first, last = self._tie_classes(own[EMBEDDING]), self._tie_classes(own[HEAD])
+        ends = self.stage_ranks(pp_size)[0], self.stage_ranks(pp_size)[-1]
+        ties = [[tie_cost_ps(self.costs, a, b, *ends) for b in last.values()] for a in first.values()]
+        return np.array(ties, float)
 
     def _tie_classes(self, found: Sequence[Strategy]) -> dict[object, Strategy]:
         """A strategy of each class that ties tell apart; none where nothing is tied."""
         return {tie_class(strategy): strategy for strategy in found} if self.costs.model.tied else {}
-
-    def _interleaved(self, configuration: Configuration, sharding: _Shardings) -> InterleavedProblem | None:
-        """None where stages lie differently on the nodes, or chunks hold different types of layers."""
-        layers, stages = self.costs.model.layers, self.stage_ranks(configuration.pp_size)
-        share = len(layers) // (configuration.pp_size * configuration.num_chunks)
-        topologies = set(self._topologies(configuration.pp_size))
-        if len(topologies) > 1 or any(layers[i : i + share] != layers[:share] for i in range(0, len(layers), share)):
-            return None
-        around = (*pairwise(stages), (stages[-1], stages[0]))
-        workspaces = [
-            moments_in_flight(configuration, stage)
-            for stage in (0, min(1, configuration.pp_size - 1), configuration.pp_size - 1)
-        ]
-        middle = workspaces[1] if configuration.pp_size > 2 else (*workspaces[0], *workspaces[2])
-        return InterleavedProblem(
-            embedding=self.types.index(EMBEDDING),
-            positions=tuple(self.types.index(name) for name in layers[:share]),
-            head=self.types.index(HEAD),
-            group=self._device_group(configuration, sharding, next(iter(topologies))),
-            pp_size=configuration.pp_size,
-            num_chunks=configuration.num_chunks,
-            num_microbatches=configuration.num_microbatches,
-            sends_ps=np.array([self._sends(configuration, sharding, *pair) for pair in around], float),
-            moments_in_flight=(workspaces[0], middle, workspaces[2]),
-            boundary_bytes=self._boundary(configuration, sharding),
-            tie_ps=self._ties(configuration, sharding),
-        )
-
-
-def _gathered(strategy: Strategy, samples: int) -> int:
-    """Samples that Megatron's sequence parallelism gathers whole."""
-    return samples // strategy.dp_size if strategy.sequence_parallel is SequenceParallel.MEGATRON else 0
 
 
 def _stages(
     configuration: Configuration, solution: Solution, ranks: Sequence[tuple[int, ...]], num_layers: int
 ) -> tuple[PipelineStage, ...]:
     """The layer ranges of every pipeline stage: even chunks, or as the solution cuts."""
+    cuts = [0, *(end - 1 for end in solution.ends[:-1]), num_layers]
     if configuration.num_chunks > 1:
-        share = num_layers // (configuration.pp_size * configuration.num_chunks)
-        starts = range(0, num_layers, share)
-        return tuple(
-            PipelineStage(ranks=own, layers=tuple((s, s + share) for s in starts[i :: configuration.pp_size]))
-            for i, own in enumerate(ranks)
-        )
-    cuts = (0, *(end - 1 for end in solution.ends[:-1]), num_layers)
-    return tuple(PipelineStage(ranks=own, layers=((cuts[i], cuts[i + 1]),)) for i, own in enumerate(ranks))
+        cuts = list(range(0, num_layers + 1, num_layers // (configuration.pp_size * configuration.num_chunks)))
+    ranges = list(pairwise(cuts))
+    p = configuration.pp_size
+    return tuple(PipelineStage(ranks=own, layers=tuple(ranges[i::p])) for i, own in enumerate(ranks))
