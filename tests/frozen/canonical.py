@@ -31,7 +31,7 @@ CORRECTIONS = (
     Correction("printed/*", r"\b20\d\d-\d\d-\d\d\b", "<date>", "profiles are dated by the day they are made"),
     Correction(
         "printed/*",
-        r"(?m)^(bounding \d+ cases|\d+ cases left:|scenario:|HiGHS: case|\d+ plans within).*\n",
+        r"(?m)^(bounding \d+ configurations|\d+ configurations left:|scenario:|HiGHS: case|\d+ plans within).*\n",
         "",
         "progress on standard error tells the way, not the result",
     ),

@@ -42,7 +42,7 @@ def test_plan_writes_the_plan_and_its_prediction(inputs, tmp_path):
     assert prediction.plan_sha256 == found.sha256
     assert prediction.memory_budget_bytes == 4 << 20 >= prediction.estimate.memory_bytes
     assert set(prediction.inputs_sha256) == {"cluster", "model", "hardware", "profile", "search"}
-    for words in ("predicted", "ms a step", "of 4.0 MiB", "proof: closed form", "bounding 8 cases"):
+    for words in ("predicted", "ms a step", "of 4.0 MiB", "proof: closed form", "bounding 8 configurations"):
         assert words in result.output
     before = out.read_bytes(), (tmp_path / "plans/a.prediction.json").read_bytes()
     assert plan(inputs, out).exit_code == 0

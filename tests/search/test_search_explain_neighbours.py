@@ -208,7 +208,7 @@ def test_an_answer_that_was_stopped_says_so(world):
     found = best(*world).chosen
     kind, *_ = neighbours(found.plan, replace(request, memory_gib=None), profiles, FILE)
     stopped = answer(kind)
-    stopped = stopped._replace(found=stopped.found._replace(stopped=True))
+    stopped = stopped._replace(found=replace(stopped.found, stopped=True))
     console = Console(width=200)
     with console.capture() as captured:
         console.print(answers_shown("kinds", found.plan, found.evaluation.estimate, [stopped]))

@@ -230,7 +230,7 @@ def test_a_search_that_is_stopped_names_a_plan_and_its_gap(make):
     profiles = make.profiles(model, cluster)
     ample = find_best(make.request(), model, cluster, profiles, FILE, lines.append, time_limit_s=600.0)
     assert isinstance(ample, Found) and not ample.stopped
-    assert any("cases left" in line for line in lines)
+    assert any("configurations left" in line for line in lines)
     hasty = find_best(make.request(), model, cluster, profiles, FILE, lines.append, time_limit_s=-1.0)
     assert isinstance(hasty, Found) and hasty.stopped
     batch = hasty.chosen.plan.global_batch_size / ample.chosen.plan.global_batch_size

@@ -17,7 +17,7 @@ from shardwright_search import search as optimal
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import LayerKey, Profiles, index_profiles
-from shardwright_search.robust import NOMINAL, scenarios, spread_out
+from shardwright_search.robust import NOMINAL, longer, scenarios
 from shardwright_search.search import find_best
 from shardwright_search.solver.branch_and_bound import Best, Target
 from shardwright_search.solver.partition import Found
@@ -112,7 +112,7 @@ def test_the_largest_regret_decides_and_what_is_near_it_is_kept_by_score():
     )
     regrets = module.Regrets(("a", "b", "c"), plans, shares)
     assert regrets.least(0.0) == (plans[2],) and regrets.least(0.01) == (plans[2], plans[1])
-    assert [(o.scenario, o.regret, o.nominal_regret) for o in regrets.told(plans[2], plans[0])] == [
+    assert [(o.scenario, o.regret, o.nominal_regret) for o in regrets.reported(plans[2], plans[0])] == [
         ("a", 0.1, 0.0),
         ("b", 0.2, 0.0),
         ("c", 0.2, 0.4),
@@ -138,21 +138,21 @@ def test_layers_are_longer_by_their_own_errors_and_messages_by_their_intervals()
     errors = profiles.layers[key].errors.copy()
     errors[0] = (0.2, 0.3)
     profiles.layers[key] = profiles.layers[key]._replace(errors=errors)
-    longer, was = spread_out(profiles, 2.0), profiles.layers[key].values
-    values = longer.layers[key].values
+    slower, was = longer(profiles, 2.0), profiles.layers[key].values
+    values = slower.layers[key].values
     assert values[0, :2] == pytest.approx(was[0, :2] * [1.4, 1.6]) and values[1, :2] == pytest.approx(was[1, :2] * 1.1)
     assert (values[:, 2:] == was[:, 2:]).all()
-    assert _message_s(longer.hardware, False) == pytest.approx(1.2 * _message_s(profiles.hardware, False))
+    assert _message_s(slower.hardware, False) == pytest.approx(1.2 * _message_s(profiles.hardware, False))
 
 
 def test_curves_are_longer_by_the_median_share_of_their_points():
     profiles = doubtful(make_cluster(2), error=0.05)
     curve = make_curve(1.0, 2.0, 0.0)
     keys = [("block", 1, "none", "none", name) for name in ("forward_s", "activation_bytes")]
-    longer = spread_out(profiles._replace(fits={key: (curve,) for key in keys}), 2.0)
-    (scaled,) = longer.fits[keys[0]]
+    slower = longer(profiles._replace(fits={key: (curve,) for key in keys}), 2.0)
+    (scaled,) = slower.fits[keys[0]]
     assert (scaled.constant, scaled.linear, scaled.quadratic) == pytest.approx((1.1, 2.2, 0.0))
-    assert longer.fits[keys[1]] == (curve,)
+    assert slower.fits[keys[1]] == (curve,)
 
 
 def test_errors_of_a_profile_are_read_as_shares_of_its_times(make):

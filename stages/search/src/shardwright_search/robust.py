@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective, HardwareProfile
-from shardwright_formats.types.model_profile import FitRow
 from shardwright_formats.types.prediction import ScenarioRegret
-from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import evaluate, offset_ps
-from shardwright_search.cost_model.profiles import CurveKey, LayerPoints, Profiles, scaled_curve, scaled_messages
+from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.cost_model.scaling import Scaling, scaled
 from shardwright_search.solver.branch_and_bound import Best
 from shardwright_search.solver.pareto import Numbers
 from shardwright_search.space.configurations import Configuration
@@ -54,7 +54,7 @@ class Regrets(msgspec.Struct, frozen=True, eq=False):
         kept = [self.plans[i] for i in np.flatnonzero(worst <= worst.min() * (1 + near))]
         return tuple(sorted(kept, key=lambda best: best.score))
 
-    def told(self, chosen: Best[Configuration], nominal: Best[Configuration]) -> tuple[ScenarioRegret, ...]:
+    def reported(self, chosen: Best[Configuration], nominal: Best[Configuration]) -> tuple[ScenarioRegret, ...]:
         """The regrets of two of the plans."""
         known = [_identity(best) for best in self.plans]
         columns = self.shares[:, [known.index(_identity(best)) for best in (chosen, nominal)]]
@@ -72,26 +72,22 @@ def scenarios(profiles: Profiles, cluster: Cluster, robust: Robust) -> tuple[Sce
     found = [Scenario(NOMINAL, profiles)]
     if robust.spreads > 0 and _has_spread(profiles):
         name = f"layers {robust.spreads:g} standard errors longer, messages likewise"
-        found.append(Scenario(name, spread_out(profiles, robust.spreads)))
+        found.append(Scenario(name, longer(profiles, robust.spreads)))
     if robust.slow_link > 1:
         for link, points in _links(profiles.hardware, cluster):
             factors = np.where(points, robust.slow_link, 1.0)
-            slower = profiles._replace(hardware=scaled_messages(profiles.hardware, factors))
+            slower = scaled(profiles, Scaling(collectives=factors))
             found.append(Scenario(f"{link} {robust.slow_link:g} times as slow", slower))
     return tuple(found)
 
 
-def spread_out(profiles: Profiles, spreads: float) -> Profiles:
-    """Every layer's times and every message longer by so many standard errors.
+def longer(profiles: Profiles, standard_errors: float) -> Profiles:
+    """Every layer's times and every collective longer by so many standard errors.
 
-    Curves through the points, which have no error of their own, are longer by the median share of their points. Half of
-    a message's 95 % interval is 1.96 standard errors.
+    Half of a collective's 95 % interval is 1.96 standard errors.
     """
-    return profiles._replace(
-        layers={key: _longer_layer(points, spreads) for key, points in profiles.layers.items()},
-        fits={key: _longer_curves(profiles, key, curves, spreads) for key, curves in profiles.fits.items()},
-        hardware=scaled_messages(profiles.hardware, 1 + spreads / _NORMAL_95 * profiles.hardware.points["interval"]),
-    )
+    collectives = 1 + standard_errors / _NORMAL_95 * profiles.hardware.points["interval"]
+    return scaled(profiles, Scaling(standard_errors=standard_errors, collectives=collectives))
 
 
 def regrets_of(
@@ -118,9 +114,7 @@ def regrets_of(
 
 def _repriced(instance: Instance, profiles: Profiles) -> Instance:
     """The same request with other profiles; they say the same of memory."""
-    costs = instance.costs
-    other = CostModel(costs.model, costs.cluster, profiles, costs.precision, costs.gradient_reduction, costs.time_model)
-    return Instance(instance.request, other, instance.budgets)
+    return replace(instance, costs=replace(instance.costs, profiles=profiles))
 
 
 def _retold(instance: Instance, best: Best[Configuration], score: float) -> Best[Configuration]:
@@ -157,18 +151,3 @@ def _links(hardware: HardwareProfile, cluster: Cluster) -> Iterator[tuple[str, n
 def _has_spread(profiles: Profiles) -> bool:
     errors = any(points.errors.any() for points in profiles.layers.values())
     return errors or bool(profiles.hardware.points["interval"].any())
-
-
-def _longer_layer(points: LayerPoints, spreads: float) -> LayerPoints:
-    values = points.values.copy()
-    values[:, :2] *= 1 + spreads * points.errors
-    return points._replace(values=values)
-
-
-def _longer_curves(profiles: Profiles, key: CurveKey, curves: Sequence[FitRow], spreads: float) -> tuple[FitRow, ...]:
-    shares = [points.errors for of, points in profiles.layers.items() if of[:4] == key[:4]]
-    column = {"forward_s": 0, "backward_s": 1}.get(key[4])
-    if column is None or not shares:
-        return tuple(curves)
-    factor = 1 + spreads * float(np.median(np.concatenate(shares)[:, column]))
-    return tuple(scaled_curve(curve, factor) for curve in curves)

@@ -1,11 +1,13 @@
-"""The best plan of the asked space: every case bounded, the promising ones solved, compared, and told about."""
+"""The best plan of the asked space: every configuration bounded, the promising ones solved and compared."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from shardwright_formats.io.errors import BadInput
@@ -19,10 +21,8 @@ from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, evaluate, offset_ps
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.stage_costs import range_costs
-from shardwright_search.robust import regrets_of
 from shardwright_search.simulation.simulator import step_time_ps
 from shardwright_search.solver.branch_and_bound import Best, Optimum, Target, optimise
-from shardwright_search.solver.feasible import plain_plan
 from shardwright_search.space.budget import Infeasible, budgets_of, infeasible
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
 from shardwright_search.space.instance import Instance
@@ -44,7 +44,7 @@ _MAX_RUNNERS_UP = 5
 _MAX_DEGREES = 3
 """Other pipeline degrees, the most promising ones, whose best plan is looked for."""
 _MAX_LABELS = 3_000
-"""Work on the best plan of another case, after which it is left out."""
+"""Work on the best plan of another configuration, after which it is left out."""
 
 Report = Callable[[str], None]
 
@@ -56,7 +56,7 @@ class Candidate(NamedTuple):
     evaluation: Evaluation
 
 
-class Found(NamedTuple):
+class Found(msgspec.Struct, frozen=True, kw_only=True):
     """The chosen plan, what is proven, and plans that differ from it."""
 
     chosen: Candidate
@@ -124,56 +124,56 @@ def find_best(
     near, chosen = _least_simulated(instance, close)
     regrets: tuple[ScenarioRegret, ...] = ()
     if request.robust is not None:
+        from shardwright_search.robust import regrets_of
 
         def search(scenario: str, other: Instance) -> tuple[Best[Configuration], ...]:
             report(f"scenario: {scenario}")
             return _optimum(other, targets_of(other, file), deadline, report).near[:_MAX_NEAR_ELSEWHERE]
 
-        every = regrets_of(instance, optimum.near[:_MAX_NEAR], request.robust, search)
+        every = regrets_of(instance, close[:_MAX_NEAR], request.robust, search)
         nominal, close = chosen, every.least(NEAR)
         near, chosen = _least_simulated(instance, close)
-        regrets = every.told(chosen, nominal)
+        regrets = every.reported(chosen, nominal)
     plan = instance.plan(chosen.target.configuration, chosen.found.solution)
-    candidate = Candidate(plan, evaluate(plan, profiles, instance.costs))
     others = () if optimum.stopped else tuple(_others(instance, optimum, chosen, deadline))
-    runners_up = _runners_up(instance, plan, (*others, *near))
     scale = chosen.target.scale * 1e12
     return Found(
-        candidate,
-        optimum.best.score / scale,
-        optimum.bound / scale,
-        runners_up,
-        optimum.looked_at,
-        optimum.solved,
-        len(close),
-        len(near),
-        optimum.stopped,
-        optimum.best,
-        regrets,
+        chosen=Candidate(plan, evaluate(plan, profiles, instance.costs)),
+        optimum_s=optimum.best.score / scale,
+        bound_s=optimum.bound / scale,
+        runners_up=_runners_up(instance, plan, (*others, *near)),
+        examined=optimum.looked_at,
+        solved=optimum.solved,
+        near=len(close),
+        simulated=len(near),
+        stopped=optimum.stopped,
+        best=optimum.best,
+        regrets=regrets,
     )
 
 
 def targets_of(instance: Instance, file: Path) -> tuple[Target[Configuration], ...]:
-    """Every case of a request, and how it is scored: seconds of a step, or of a sample.
+    """Every configuration of a request, and how it is scored: seconds of a step, or of a sample.
 
-    Raises BadInput where no case has a plan, whatever the memory.
+    Raises BadInput where none has a plan, whatever the memory.
     """
     request, costs = instance.request, instance.costs
-    every = _expanded(instance, configurations(request, costs.model, costs.cluster, file))
-    offsets: dict[int, int] = {}
-    found = []
-    for configuration in every:
-        if configuration.pp_size not in offsets:
-            offsets[configuration.pp_size] = offset_ps(costs, instance.stage_ranks(configuration.pp_size))
-        scale = 1.0 if request.objective is Objective.STEP_TIME else 1.0 / configuration.global_batch_size
-        found.append(Target(configuration, float(offsets[configuration.pp_size]), scale))
+    offset_of = cache(lambda pp_size: float(offset_ps(costs, instance.stage_ranks(pp_size))))
+    found = tuple(
+        Target(
+            configuration=configuration,
+            offset_ps=offset_of(configuration.pp_size),
+            scale=1.0 if request.objective is Objective.STEP_TIME else 1.0 / configuration.global_batch_size,
+        )
+        for configuration in _expanded(instance, configurations(request, costs.model, costs.cluster, file))
+    )
     if not found:
         raise BadInput(file, "no strategy divides the batch, the model and the devices evenly", "allow other sizes")
-    return tuple(found)
+    return found
 
 
 def _expanded(instance: Instance, every: Iterable[Configuration]) -> Iterator[Configuration]:
-    """The cases in which something has a plan, split where all layers share a strategy or a buffer is counted."""
+    """Those in which something has a plan, split where all layers share a strategy or a buffer is counted."""
     for configuration in every:
         if not instance.has_plans(configuration):
             continue
@@ -196,14 +196,16 @@ def _optimum(
     def progress(best: float, bound: float, left: int) -> None:
         known = "no plan yet" if not np.isfinite(best) else f"best {best * 1e-9:.6g} ms, gap {best / bound - 1:.2%}"
         unit = "step" if instance.request.objective is Objective.STEP_TIME else "sample"
-        report(f"{left} cases left: {known}, bound {bound * 1e-9:.6g} ms a {unit}")
+        report(f"{left} configurations left: {known}, bound {bound * 1e-9:.6g} ms a {unit}")
 
-    report(f"bounding {len(targets)} cases")
+    report(f"bounding {len(targets)} configurations")
     return optimise(targets, instance.solvable, NEAR, _MAX_NEAR, deadline, progress)
 
 
 def _plain(instance: Instance, targets: Iterable[Target[Configuration]]) -> Best[Configuration] | None:
-    """The best of some plain plans of cases with one chunk: what a search that is stopped at once answers."""
+    """The best of some plain plans of configurations with one chunk: what a search that is stopped at once answers."""
+    from shardwright_search.solver.feasible import plain_plan
+
     single = (target for target in targets if target.configuration.num_chunks == 1)
     found = ((target, plain_plan(instance.problem(target.configuration))) for target in single)
     plans = (Best(target, plan, target.score(plan.objective_ps)) for target, plan in found if plan is not None)
@@ -232,7 +234,7 @@ def _least_simulated(
 def _others(
     instance: Instance, optimum: Optimum[Configuration], chosen: Best[Configuration], deadline: float | None
 ) -> Iterator[Best[Configuration]]:
-    """The best plans of the most promising case of other pipeline degrees, and of other microbatch counts."""
+    """The best plans of the most promising configuration of other pipeline degrees, and of other microbatch counts."""
     configuration = chosen.target.configuration
     sizes = _firsts(optimum, lambda other: other.pp_size, configuration.pp_size)
     counts = _firsts(optimum, lambda other: other.num_microbatches, configuration.num_microbatches)
@@ -245,7 +247,7 @@ def _others(
 def _firsts(
     optimum: Optimum[Configuration], shape: Callable[[Configuration], int], own: int
 ) -> list[Target[Configuration]]:
-    """The case with the least bound of each shape but one's own, the least first."""
+    """The configuration with the least bound of each shape but one's own, the least first."""
     found: dict[int, Target[Configuration]] = {}
     for _, target in optimum.bounds:
         if shape(target.configuration) != own:

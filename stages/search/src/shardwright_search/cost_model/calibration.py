@@ -1,12 +1,9 @@
 """What measured plans teach about predictions, and profiles with it applied."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
-
-import msgspec
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import sha256_of_file
@@ -16,7 +13,8 @@ from shardwright_formats.types.measurement import PlanMeasurement, RankMeasureme
 from shardwright_formats.types.plan import GradientReduction
 from shardwright_formats.types.prediction import StagePrediction
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.cost_model.profiles import Profiles, scaled_curve, scaled_messages
+from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.cost_model.scaling import Scaling, scaled
 
 __all__ = ["Evidence", "check_learned_from", "corrected", "evidence_of", "factor_of", "learned"]
 
@@ -101,33 +99,23 @@ def check_learned_from(correction: Correction, file: Path, hardware: Path, profi
 def corrected(profiles: Profiles, correction: Correction) -> Profiles:
     """The profiles with every time multiplied by its term's factor.
 
-    Reductions are corrected in their messages, too. Memory's factor is of a sum, which `memory_factor` keeps for it.
+    Reductions are corrected in their collectives, too. Memory's factor is of a sum, which `memory_factor` keeps for it.
     """
-    forward, backward, sync, end = (
-        factor_of(correction, term) for term in (Term.FORWARD, Term.BACKWARD, Term.GRADIENT_SYNC, Term.STEP_END)
+    forward, backward, sync, end, memory = (
+        factor_of(correction, term)
+        for term in (Term.FORWARD, Term.BACKWARD, Term.GRADIENT_SYNC, Term.STEP_END, Term.MEMORY)
     )
-    hardware = profiles.hardware
-    by_quantity = defaultdict(lambda: 1.0, forward_s=forward, backward_s=backward)
-    layers = {
-        key: points._replace(values=points.values * (forward, backward, 1.0, 1.0))
-        for key, points in profiles.layers.items()
-    }
-    fits = {
-        key: tuple(scaled_curve(curve, by_quantity[key[-1]]) for curve in curves)
-        for key, curves in profiles.fits.items()
-    }
-    states = {
-        key: msgspec.structs.replace(of, optimizer_s=of.optimizer_s * end, reduction_s=of.reduction_s * sync)
-        for key, of in profiles.states.items()
-    }
-    factors = [sync if point.collective in _REDUCTIONS else 1.0 for point in hardware.points.rows]
-    return profiles._replace(
-        hardware=scaled_messages(hardware, factors),
-        layers=layers,
-        fits=fits,
-        states=states,
-        step_overhead_s=profiles.step_overhead_s * end,
-        memory_factor=profiles.memory_factor * factor_of(correction, Term.MEMORY),
+    return scaled(
+        profiles,
+        Scaling(
+            forward=forward,
+            backward=backward,
+            reduction=sync,
+            optimizer=end,
+            step_overhead=end,
+            memory=memory,
+            collectives=[sync if point.collective in _REDUCTIONS else 1.0 for point in profiles.hardware.points.rows],
+        ),
     )
 
 

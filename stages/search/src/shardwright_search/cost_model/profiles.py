@@ -1,13 +1,11 @@
 """The profiles a plan is priced with, indexed, and the checks that they belong to its model and machine."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.table import Row, columns_of
@@ -33,8 +31,6 @@ __all__ = [
     "check_profiles",
     "index_profiles",
     "read_profiles",
-    "scaled_curve",
-    "scaled_messages",
     "sources_of",
 ]
 
@@ -126,19 +122,6 @@ def sources_of(row: Row, *names: str) -> Sources:
     """Where these numbers of a row come from."""
     columns = columns_of(type(row))
     return frozenset((name, str(getattr(row, columns[name].source))) for name in names)
-
-
-def scaled_curve(curve: FitRow, factor: float) -> FitRow:
-    """The curve with every value multiplied."""
-    terms = {name: getattr(curve, name) * factor for name in ("constant", "linear", "quadratic")}
-    return msgspec.structs.replace(curve, **terms)
-
-
-def scaled_messages(hardware: HardwareProfile, factors: ArrayLike) -> HardwareProfile:
-    """Every repeat of a point times the point's factor [points], or one for all."""
-    repeats = hardware.repeats
-    every = np.broadcast_to(factors, len(hardware.points))
-    return replace(hardware, repeats=repeats.replace(time_s=repeats["time_s"] * every[repeats["point"]]))
 
 
 def check_profiles(

@@ -12,7 +12,8 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Recompute
-from shardwright_search.cost_model.profiles import Profiles, scaled_messages
+from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.cost_model.scaling import Scaling, scaled
 from shardwright_search.search import Found, find_best
 from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.configurations import configurations, narrowed
@@ -110,8 +111,7 @@ def faster_links(profiles: Profiles, factor: float) -> Profiles:
 
     Tensor and sequence parallelism inside a layer stay: a model profile has them in one number with the computation.
     """
-    states = {key: replace(of, reduction_s=of.reduction_s / factor) for key, of in profiles.states.items()}
-    return profiles._replace(hardware=scaled_messages(profiles.hardware, 1 / factor), states=states)
+    return scaled(profiles, Scaling(collectives=1 / factor, reduction=1 / factor))
 
 
 def more_nodes(cluster: Cluster, group: int, count: int) -> Cluster:

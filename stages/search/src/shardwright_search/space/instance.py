@@ -263,7 +263,8 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _moves(self, name: str, layouts: Sequence[Layout], topology: StageTopology, samples: int) -> Numbers:
         """[layouts, layouts]: there in forward and back in backward."""
         pairs = [[self.costs.redistribution(name, a, b, topology, samples).time_ps for b in layouts] for a in layouts]
-        return np.array(pairs, float) + np.array(pairs, float).T
+        one_way = np.array(pairs, float)
+        return np.asarray(one_way + one_way.T)
 
     @cached_method
     def _sends(self, choice: _Choice, link: tuple[bool, bool]) -> Numbers:
