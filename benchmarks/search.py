@@ -1,6 +1,6 @@
 """Our search beside hetu-galvatron 2.4.0 on its own measured profiles: CPU seconds, and both plans priced by both.
 
-    snakemake --cores 1 reference                  # once: the imported profiles
+    snakemake --cores 2 reference                  # once: the imported profiles
     python benchmarks/search.py [--work results/benchmark-search] [--reference results/reference]
                                 [--cases NAME ...] [--out benchmarks/results/search.json]
 
@@ -14,7 +14,7 @@ Ours gets what remains (`usable`), and in a second search the whole budget (`who
 
 Prices: the peer's plan is imported and evaluated by our cost model and simulator; ours is exported and priced by the
 peer's cost-model classes. Where its model prefers its own plan, each of its known defects is mended in turn, and the
-one after which it no longer does is named (`benchmarks/peers/galvatron_mends.py`).
+one after which it no longer does is named (`benchmarks/peers/galvatron_repairs.py`).
 """
 
 import argparse
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON of everything that was found")
     options = parser.parse_args()
     if not (options.reference / "hardware").is_dir():
-        raise SystemExit(f"error: {options.reference}: no imported profiles: run snakemake --cores 1 reference")
+        raise SystemExit(f"error: {options.reference}: no imported profiles: run snakemake --cores 2 reference")
     where, python, rows = machine(), galvatron.environment(options.work), []
     for case in CASES:
         if options.cases is None or case.name in options.cases:

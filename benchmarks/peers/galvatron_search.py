@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import galvatron_mends as mends
+import galvatron_repairs as mends
 import numpy as np
 
 

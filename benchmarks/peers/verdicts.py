@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from peers.galvatron_mends import DEFECTS, DIFFERENCES
+from peers.galvatron_repairs import DEFECTS, DIFFERENCES
 
 __all__ = ["cause", "our_verdict", "their_verdict"]
 

@@ -15,7 +15,7 @@ done
 status=${PIPESTATUS[0]}
 if [ "$status" -ne 0 ]; then
     grep -q '^error: ' "$log" || { sed -n '/^Error in rule/,$p' "$log" | grep . || tail -n 20 "$log"; } >&2
-    echo "error: $log: the workflow stopped after $SECONDS s: see above, mend it, and call make demo again" >&2
+    echo "error: $log: the workflow stopped after $SECONDS s: see above, correct it, and call make demo again" >&2
     exit "$status"
 fi
 

@@ -66,7 +66,7 @@ def _heading(plan: Plan, estimate: Estimate) -> Iterator[str]:
             ("closed form", estimate.objective_s),
         )
     ]
-    counts = f"{plan.schedule}, {len(plan.stages)} pipeline stages, {plan.num_microbatches} microbatches"
+    counts = f"{plan.schedule}, pipeline stages: {len(plan.stages)}, microbatches: {plan.num_microbatches}"
     yield text(0, 20, plan.name, class_="strong")
     yield text(0, 38, ", ".join([counts, *times]), class_="soft small")
 
