@@ -47,6 +47,17 @@ def test_both_nodes_name_the_rank_that_failed_first(
         assert (ended.status, ended.last_line.startswith(f"error: {words}")) == (4, True), ended.error
 
 
+def test_node_0_passes_on_what_one_node_tells_to_the_third(tmp_path: Path) -> None:
+    port = free_port()
+    actions = (["later lose"], ["later fail z"], ["later lose"])
+    nodes = [start_node(tmp_path, node, actions[node], 3, port) for node in range(3)]
+    until_in_a_step(tmp_path, 3)
+    (tmp_path / "acted").touch()
+    for node in nodes:
+        _, error = node.communicate(timeout=STARTED_S)
+        assert (node.returncode, error.splitlines()[-1]) == (4, "error: rank 1: failed in step 1: ValueError: z")
+
+
 def test_what_all_ranks_agree_on_is_said_by_the_first_node_alone(tmp_path: Path) -> None:
     line = "error: plan.json: is odd: write another\n"
     assert _both(tmp_path, ["refuse"], ["refuse"]) == (Ended(2, line), Ended(2, ""))
