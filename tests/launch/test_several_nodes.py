@@ -10,6 +10,10 @@ from typing import NamedTuple
 import pytest
 from launchers import STARTED_S, free_port, start_node, started_by, until_in_a_step
 
+from shardwright_launch.exchange import exchange
+from shardwright_launch.failure_report import NodeReport
+from shardwright_launch.nodes import Nodes
+
 
 class Ended(NamedTuple):
     status: int
@@ -107,6 +111,19 @@ def test_a_launcher_whose_other_was_never_there_says_so(tmp_path: Path) -> None:
     _, error = node.communicate(timeout=STARTED_S)
     words = "rank 1: lost its connection first, in step 1: nothing was heard of node 0: a rank there may have ended"
     assert (node.returncode, error.splitlines()[-1]) == (4, f"error: {words}: look there")
+
+
+def test_a_launch_is_not_taken_for_the_one_before_it_at_the_same_rendezvous() -> None:
+    """A node may be in its second launch while node 0 has not closed its first."""
+    rendezvous = f"127.0.0.1:{free_port()}"
+    with exchange(Nodes(2, 1, rendezvous), "4") as second:
+        with exchange(Nodes(2, 0, rendezvous), "2") as first:
+            time.sleep(1.0)
+            assert (first.heard(), second.heard()) == ((), ())
+        with exchange(Nodes(2, 0, rendezvous), "4") as first:
+            first.tell(NodeReport(node=0, ended=True))
+            (of_first, _) = second.gather(NodeReport(node=1, ended=True), 10.0)
+            assert of_first.ended and not of_first.gone
 
 
 def test_what_is_no_launcher_at_the_port_is_hung_up_on(tmp_path: Path) -> None:

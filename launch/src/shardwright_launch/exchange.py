@@ -30,9 +30,9 @@ _REPORTS: msgspec.json.Decoder[NodeReport] = msgspec.json.Decoder(NodeReport)
 class Exchange:
     """This node's line to the others; on a single node it is silent."""
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, nodes: Nodes, run: str) -> None:
         self._nodes = nodes
-        self._own = NodeReport(node=nodes.rank)
+        self._own = NodeReport(node=nodes.rank, run=run)
         self._heard: dict[int, NodeReport] = {}
         self._peers: list[socket.socket] = []
         self._changed = threading.Condition()
@@ -41,7 +41,7 @@ class Exchange:
     def tell(self, report: NodeReport) -> None:
         """Tell all other launchers, now or, where the line to them is not up yet, once it is."""
         with self._changed:
-            self._own = msgspec.structs.replace(report, now_s=time.monotonic())
+            self._own = msgspec.structs.replace(report, run=self._own.run, now_s=time.monotonic())
             self._send(self._own, self._peers)
 
     def heard(self) -> tuple[NodeReport, ...]:
@@ -84,13 +84,15 @@ class Exchange:
                 continue
             self._take(peer)
             with self._changed:
-                self._closed = True  # without node 0 there is nobody to pass anything on
-                self._changed.notify_all()
-            return
+                if 0 in self._heard:
+                    self._closed = True  # without node 0 there is nobody to pass anything on
+                    self._changed.notify_all()
+                    return
+            time.sleep(_RETRY_S)  # it was node 0's launch before this one
 
     def _take(self, peer: socket.socket) -> None:
         """Tell a peer what this node has to say, and note what it says until the line breaks."""
-        node: int | None = None if self._nodes.rank == 0 else 0
+        node: int | None = None
         with self._changed:
             self._peers.append(peer)
             self._send(self._own, [peer])
@@ -98,12 +100,13 @@ class Exchange:
             peer.settimeout(None)
             while line := lines.readline(_MAX_MESSAGE_BYTES):
                 report = _REPORTS.decode(line)
-                node = report.node if node is None else node
-                self._note(shifted(report, time.monotonic()), peer)
+                if report.run == self._own.run:
+                    node = report.node if node is None else node
+                    self._note(shifted(report, time.monotonic()), peer)
         with self._changed:
             self._peers.remove(peer)
         if node is not None and not self._closed and not self._heard.get(node, self._own).ended:
-            self._note(NodeReport(node=node, gone=True), peer)
+            self._note(NodeReport(node=node, run=self._own.run, gone=True), peer)
 
     def _note(self, report: NodeReport, sender: socket.socket) -> None:
         if report.node == self._nodes.rank or not 0 <= report.node < self._nodes.count:
@@ -132,9 +135,9 @@ class Exchange:
 
 
 @contextmanager
-def exchange(nodes: Nodes) -> Iterator[Exchange]:
-    """The exchange of a run; BadInput where node 0 cannot listen at its port."""
-    made, address = Exchange(nodes), nodes.address
+def exchange(nodes: Nodes, run: str) -> Iterator[Exchange]:
+    """The exchange of the launch that is called `run` on all nodes; BadInput where node 0 cannot listen at its port."""
+    made, address = Exchange(nodes, run), nodes.address
     if nodes.count == 1 or address is None:
         yield made
         return
@@ -145,6 +148,7 @@ def exchange(nodes: Nodes) -> Iterator[Exchange]:
         yield made
     finally:
         if server is not None:
+            server.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread that accepts
             server.close()
         made.close()
 

@@ -52,6 +52,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one node's launcher tells the others: once when something goes wrong there, once when it ends."""
 
     node: int
+    run: str = ""
+    """Which launch this is about: one command may make several, at one rendezvous."""
     ranks: tuple[RankState, ...] = ()
     """All of the node's, once one of them has failed or hangs."""
     hang: str | None = None

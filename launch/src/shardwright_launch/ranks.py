@@ -98,7 +98,7 @@ def launch(
     with (
         tempfile.TemporaryDirectory(prefix="shardwright-") as folder,
         relayed_signals(lambda: _ask_to_stop(started)) as signals,
-        exchange(nodes) as others,
+        exchange(nodes, str(world_size)) as others,
     ):
         try:
             environment = _environment(nodes, len(ranks), world_size)

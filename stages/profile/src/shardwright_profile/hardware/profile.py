@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -11,7 +11,7 @@ from msgspec import Meta
 from shardwright_formats.display.units import bytes_text, seconds_text
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.json import Value
-from shardwright_formats.io.table import Row, Source, Table
+from shardwright_formats.io.table import Source, Table
 from shardwright_formats.types.hardware_profile import (
     Collective,
     CollectiveKey,
@@ -42,9 +42,6 @@ __all__ = [
 
 _Positive = Annotated[float, Meta(gt=0)]
 _Count = Annotated[int, Meta(ge=1)]
-_Rank = Annotated[int, Meta(ge=0)]
-
-_MEASURED = Source.MEASURED
 
 Key = tuple[str | int | float, ...]
 """What tells an entry from all others of a sweep."""
@@ -105,13 +102,10 @@ class PointEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         return f"{bytes_text(self.message_bytes)} in {median} ({spread})"
 
 
-class PairEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pair"):
+class PairEntry(PairRow, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pair"):
     """A message from one rank to another: the median."""
 
-    source_rank: _Rank
-    target_rank: _Rank
-    message_bytes: _Count
-    time_s: _Positive
+    source: Source = Source.MEASURED
 
     @property
     def key(self) -> Key:
@@ -123,18 +117,12 @@ class PairEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
         return f"{bytes_text(self.message_bytes)} from {ranks} in {seconds_text(self.time_s)}"
 
 
-class OverlapEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="overlap"):
+class OverlapEntry(OverlapRow, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="overlap"):
     """A collective and a computation, each alone and both at once; medians of the slowest rank."""
 
-    collective: Collective
-    group_size: _Count
-    collective_bytes: _Count
     compute_ratio: _Positive
     """How long the computation was to take alone, over the collective alone."""
-    compute_s: _Positive
-    collective_s: _Positive
-    compute_slowdown: _Positive
-    collective_slowdown: _Positive
+    source: Source = Source.MEASURED
 
     @property
     def key(self) -> Key:
@@ -161,16 +149,13 @@ JOURNAL: JournalKind[SweepIdentity, Entry] = JournalKind(
 """What is known of a sweep that was killed."""
 
 
-_EntryType = TypeVar("_EntryType", bound=Entry)
-_RowType = TypeVar("_RowType", bound=Row)
-
-
 def profile_of(identity: SweepIdentity, entries: Sequence[Entry], date: str) -> HardwareProfile:
     """The profile of what was measured, in the order of the entries; its notes say what is amiss."""
     cluster = identity.cluster
-    points, rates = _of(PointEntry, entries), _of(RateEntry, entries)
+    points = [entry for entry in entries if isinstance(entry, PointEntry)]
+    rates = [entry for entry in entries if isinstance(entry, RateEntry)]
     once = [(entry.name, min(entry.values)) for entry in rates]
-    once += [("startup_s", entry.time_s) for entry in _of(StartEntry, entries)]
+    once += [("startup_s", entry.time_s) for entry in entries if isinstance(entry, StartEntry)]
     profile = HardwareProfile(
         cluster=cluster.name,
         device=" + ".join(sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})),
@@ -178,28 +163,20 @@ def profile_of(identity: SweepIdentity, entries: Sequence[Entry], date: str) -> 
         provenance=Provenance(date=date, versions=identity.versions),
         points=Table.of(PointRow, map(_point, points)),
         repeats=Table.of(RepeatRow, (row for number, entry in enumerate(points) for row in _repeats(number, entry))),
-        pairs=Table.of(PairRow, (_like(PairRow, entry) for entry in _of(PairEntry, entries))),
-        overlap=Table.of(OverlapRow, (_like(OverlapRow, entry) for entry in _of(OverlapEntry, entries))),
+        pairs=Table.of(PairRow, (entry for entry in entries if isinstance(entry, PairEntry))),
+        overlap=Table.of(OverlapRow, (entry for entry in entries if isinstance(entry, OverlapEntry))),
         ranks=Table.of(RankRow, (row for entry in rates for row in _of_ranks(entry))),
-        rates=Table.of(RateRow, (RateRow(name=n, value=value, source=_MEASURED) for n, value in once)),
+        rates=Table.of(RateRow, (RateRow(name=n, value=value, source=Source.MEASURED) for n, value in once)),
     )
     notes = "\n".join(findings(profile, cluster))
     return replace(profile, provenance=msgspec.structs.replace(profile.provenance, notes=notes))
 
 
-def _of(kind: type[_EntryType], entries: Sequence[Entry]) -> list[_EntryType]:
-    return [entry for entry in entries if isinstance(entry, kind)]
-
-
-def _like(row_type: type[_RowType], entry: Entry) -> _RowType:
-    """The row whose fields are those of an entry."""
-    names = (name for name in row_type.__struct_fields__ if name != "source")
-    return row_type(**{name: getattr(entry, name) for name in names}, source=_MEASURED)
-
-
 def _point(entry: PointEntry) -> PointRow:
     interval = median_interval(entry.times_s)
-    return PointRow(**entry.kind._asdict(), message_bytes=entry.message_bytes, interval=interval, source=_MEASURED)
+    return PointRow(
+        **entry.kind._asdict(), message_bytes=entry.message_bytes, interval=interval, source=Source.MEASURED
+    )
 
 
 def _repeats(number: int, entry: PointEntry) -> list[RepeatRow]:
@@ -209,4 +186,4 @@ def _repeats(number: int, entry: PointEntry) -> list[RepeatRow]:
 
 def _of_ranks(entry: RateEntry) -> Iterator[RankRow]:
     for rank, value in enumerate(entry.values):
-        yield RankRow(rank=rank, name=entry.name, value=value, source=_MEASURED)
+        yield RankRow(rank=rank, name=entry.name, value=value, source=Source.MEASURED)
