@@ -15,7 +15,7 @@ from typing import ClassVar
 
 __all__ = ["BadInput", "NothingFits", "RunFailed", "ShardwrightError", "Stopped", "one_line_errors", "system_fault"]
 
-_MOST_CHARACTERS = 1000
+_MAX_CHARACTERS = 1000
 
 
 class ShardwrightError(Exception):
@@ -83,7 +83,7 @@ _REMEDIES = {
 def _on_one_line(text: str) -> str:
     """The text without line breaks, control characters or endless values: it may quote a hostile file."""
     line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
-    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}…"
+    return line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}…"
 
 
 @contextmanager

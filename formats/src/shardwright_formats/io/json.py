@@ -32,7 +32,7 @@ __all__ = [
     "write_document",
 ]
 
-_MOST_JSON_BYTES = 256 * 1024 * 1024
+_MAX_JSON_BYTES = 256 * 1024 * 1024
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,7 +166,7 @@ def check_regular(path: Path, max_bytes: int) -> None:
         raise BadInput(path, f"larger than {max_bytes >> 20} MiB", "pass a file of the right kind")
 
 
-def read_bytes(path: Path, max_bytes: int = _MOST_JSON_BYTES) -> bytes:
+def read_bytes(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> bytes:
     """The whole of a regular file; BadInput where it is none, larger than allowed, or cannot be read."""
     check_regular(path, max_bytes)
     try:
@@ -175,9 +175,9 @@ def read_bytes(path: Path, max_bytes: int = _MOST_JSON_BYTES) -> bytes:
         raise system_fault(error, path) from None
 
 
-def read_object(path: Path, most_bytes: int = _MOST_JSON_BYTES) -> dict[str, Any]:
+def read_object(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
     """Read a JSON object of any keys; BadInput where it is larger than allowed, no JSON, repeats a key or holds NaN."""
-    content = read_bytes(path, most_bytes)
+    content = read_bytes(path, max_bytes)
     try:
         raw = json.loads(content, object_pairs_hook=_without_repeats)
         odd = _first_odd(raw, "$")

@@ -161,8 +161,8 @@ def dp_groups(ranks: Sequence[int], tp_size: int, consecutive: bool) -> tuple[tu
 def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_length: int) -> tuple[Transfer, ...]:
     """The pieces that change rank, or stay, when a microbatch goes from one layout to another.
 
-    Each element of the target is served exactly once. Where the source holds copies, a rank serves itself if it can,
-    else the copies are spread over the askers.
+    Each element of the target is served exactly once. Where the source is replicated, a rank serves itself if it
+    can, else the replicas are shared out among those who ask.
     """
     found = []
     for rank in range(target.stage_size):

@@ -1,4 +1,4 @@
-"""The order in which each pipeline stage works: one list of actions, run by the runtime and played by the simulator."""
+"""The order in which each pipeline stage works: one list of actions, run by the runtime and simulated."""
 
 from enum import StrEnum
 from itertools import pairwise
@@ -62,18 +62,18 @@ def actions(
 
 
 def in_flight(schedule: Schedule, num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1) -> int:
-    """The most activations that a pipeline stage holds at once, each of one microbatch in one chunk.
+    """The most activations that are resident at once on a pipeline stage, each of one microbatch in one chunk.
 
     With one chunk that is the number of microbatches; with several the unit is what one chunk, not the whole stage,
     keeps of a microbatch.
     """
     if num_chunks == 1:
         return num_microbatches if schedule is Schedule.GPIPE else min(num_microbatches, num_stages - stage)
-    held = most = 0
+    resident = largest = 0
     for action in actions(schedule, num_stages, num_microbatches, stage, num_chunks):
-        held += 1 if action.kind is Pass.FORWARD else -1
-        most = max(most, held)
-    return most
+        resident += 1 if action.kind is Pass.FORWARD else -1
+        largest = max(largest, resident)
+    return largest
 
 
 def _groups(num_stages: int, num_microbatches: int) -> list[range]:

@@ -86,10 +86,10 @@ def _replica(plan: Plan, layer: str, strategy: Strategy, kind: str, name: str) -
 
 def _pieces(sender: Replica, receiver: Replica) -> Iterator[Piece]:
     """Every element of the receiver is served once; replicas of the sender take turns."""
-    turns = {held: cycle(sources) for held, sources in sender.boxes().items()}
+    turns = {stored: cycle(sources) for stored, sources in sender.boxes().items()}
     for wanted, targets in receiver.boxes().items():
-        for held, sources in sender.boxes().items():
-            common = overlap(held, wanted)
+        for stored, sources in sender.boxes().items():
+            common = overlap(stored, wanted)
             if common is not None:
                 for target in targets:
-                    yield Piece(target if target in sources else next(turns[held]), target, sender, receiver, common)
+                    yield Piece(target if target in sources else next(turns[stored]), target, sender, receiver, common)

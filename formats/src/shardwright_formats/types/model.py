@@ -22,11 +22,11 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shape: Annotated[tuple[Length, ...], Meta(max_length=MAX_DIMS)]
     """Length of each dim of the whole tensor."""
     tp_dim: Annotated[int, Meta(ge=0, lt=MAX_DIMS)] | None = None
-    """The tensor dim that tensor parallelism splits; null: each rank of the group holds the whole tensor."""
+    """The tensor dim that tensor parallelism splits; null: it is replicated over the group."""
     inside: bool = False
-    """Whether a whole tensor is used inside a region, where each rank of the group has a part of its gradient."""
+    """Whether a replicated tensor is used inside a region, where each rank of the group has a part of its gradient."""
     shared: bool = False
-    """Whether all layers of the type hold copies of one and the same parameter."""
+    """Whether all layers of the type hold replicas of one and the same parameter."""
 
     def __post_init__(self) -> None:
         if self.tp_dim is not None and self.tp_dim >= len(self.shape):
@@ -154,8 +154,8 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         every = sum(self.types[name].parameter_count() for name in (EMBEDDING, *self.layers, HEAD))
         shapes = self._outer_shapes()
         tied = sum(prod(shapes[second]) for _, second in self.tied)
-        copies = ((self.layers.count(name) - 1, self.types[name].parameters) for name in set(self.layers))
-        return every - tied - sum(n * prod(p.shape) for n, parameters in copies for p in parameters if p.shared)
+        replicas = ((self.layers.count(name) - 1, self.types[name].parameters) for name in set(self.layers))
+        return every - tied - sum(n * prod(p.shape) for n, parameters in replicas for p in parameters if p.shared)
 
     def _outer_shapes(self) -> dict[str, tuple[int, ...]]:
         return {p.name: p.shape for name in (EMBEDDING, HEAD) for p in self.types[name].parameters}

@@ -85,7 +85,7 @@ class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
-    """Why a layer type cannot be spread this way, or None when it can."""
+    """Why a layer type cannot be sharded this way, or None when it can."""
     kind = model.types[type_name]
     if strategy.sequence_parallel is not SequenceParallel.NONE:
         for length in (model.sequence_length, *(tensor.sequence_length for tensor in kind.outputs)):
@@ -128,11 +128,11 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stages: Annotated[tuple[PipelineStage, ...], Meta(min_length=1)]
     """The pipeline stages, first to last."""
     embedding: Strategy
-    """How the embedding is spread over the first pipeline stage."""
+    """How the embedding is sharded over the first pipeline stage."""
     head: Strategy
-    """How the head is spread over the last pipeline stage."""
+    """How the head is sharded over the last pipeline stage."""
     layers: tuple[LayerStrategy, ...]
-    """How each layer is spread over its pipeline stage; one entry per layer of the model, in order."""
+    """How each layer is sharded over its pipeline stage; one entry per layer of the model, in order."""
 
     def __post_init__(self) -> None:
         self._check_ranks()

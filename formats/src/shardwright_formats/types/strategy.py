@@ -1,4 +1,4 @@
-"""How one layer is spread over the ranks of its pipeline stage."""
+"""How one layer is sharded over the ranks of its pipeline stage."""
 
 from enum import StrEnum
 
@@ -44,14 +44,14 @@ class Recompute(StrEnum):
 
 
 class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
-    """How the embedding or the head is spread over the ranks of its pipeline stage.
+    """How the embedding or the head is sharded over the ranks of its pipeline stage.
 
     `tp_size * dp_size` is the number of ranks of the pipeline stage. For Ulysses, `tp_size` is the degree of the
     sequence-parallel group of attention, and parameters are data-parallel over all ranks of the pipeline stage.
     """
 
     tp_size: Ranks
-    """Ranks that one sample of the layer is spread over."""
+    """Ranks that one sample of the layer is split over."""
     tp_consecutive: bool = True
     """Whether neighbouring ranks form a tensor-parallel group, or ranks `dp_size` apart."""
     dp_size: Ranks
@@ -63,7 +63,7 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
 
 
 class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
-    """How one layer is spread over the ranks of its pipeline stage, and what of it is recomputed."""
+    """How one layer is sharded over the ranks of its pipeline stage, and what of it is recomputed."""
 
     type: str
     """The layer's type: a key of the model description's `types`."""

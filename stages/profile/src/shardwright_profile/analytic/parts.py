@@ -1,4 +1,4 @@
-"""What the parts of a layer compute and keep, told from the shapes in the model description alone.
+"""What the parts of a layer compute and keep, derived from the shapes in the model description alone.
 
 The parts are the description's regions: attention, feed-forward (mlp), lookup, logits. Matrices are those parameters
 that tensor parallelism splits; each but the lookup's multiplies the residual stream of `hidden` features, so that its
@@ -8,6 +8,8 @@ sizes the number of heads tells; what is left belongs to the feed-forward part.
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, Region
@@ -20,7 +22,7 @@ _ID_BYTES = 8
 _FLOAT32_BYTES = 4
 
 
-class Part(NamedTuple):
+class Part(msgspec.Struct, frozen=True, kw_only=True):
     """One part of a layer; numbers of elements and bytes are those of one sample over all ranks.
 
     What is kept for the backward pass is counted as Korthikanti et al. (2022) do, of any shape: `inside` is what
@@ -29,25 +31,25 @@ class Part(NamedTuple):
 
     name: str
     flops: float
-    weights: int
+    weights: int = 0
     """Elements of the matrices."""
-    dense_gradient: int
+    dense_gradient: int = 0
     """Elements of a table whose gradient is written whole, however few rows were looked up."""
-    inside: int
+    inside: int = 0
     """Elements kept in the compute format."""
-    inside_bytes: int
+    inside_bytes: int = 0
     """Further bytes kept, such as those of the attention scores."""
-    scores: int
+    scores: int = 0
     """Further elements kept of attention scores, where the kernel keeps them."""
     outside: int
     """Elements kept in the compute format: what enters the region, and the stream behind it."""
-    outside_bytes: int
+    outside_bytes: int = 0
     """Further bytes kept: dropout masks."""
-    result: int
+    result: int = 0
     """Elements of the stream that leaves: all that is kept of a part that is recomputed."""
-    widest: int
+    widest: int = 0
     """Elements of the largest tensor that ranks share out."""
-    widest_bytes: int
+    widest_bytes: int = 0
     """Bytes of the largest float32 tensor beside them."""
     kernels: int
 
@@ -81,9 +83,9 @@ def layer_parts(model: Model, type_name: str) -> tuple[Part, ...]:
     feed_forward = _without_attention(matrices, hidden, attentions)
     parts = list(_block(model, kind, hidden, feed_forward))
     # The description's count of operations holds; the shapes only say how it is shared out.
-    told = sum(part.flops for part in parts)
-    share = kind.forward_flops_per_sample / told if told else 0.0
-    return tuple(part._replace(flops=part.flops * share) for part in parts)
+    counted = sum(part.flops for part in parts)
+    share = kind.forward_flops_per_sample / counted if counted else 0.0
+    return tuple(msgspec.structs.replace(part, flops=part.flops * share) for part in parts)
 
 
 def _block(model: Model, kind: LayerType, hidden: int, feed_forward: Sequence[Parameter]) -> Iterator[Part]:
@@ -106,15 +108,12 @@ def _attention_part(model: Model, region: Region, hidden: int) -> Part:
         name="attention",
         flops=2.0 * hidden * width + 4.0 * a.queries * a.keys * a.query_width,
         weights=2 * hidden * (a.query_width + a.key_width),
-        dense_gradient=0,
         inside=width,
-        inside_bytes=0,
         scores=(2 if drops else 1) * a.scores,
         outside=2 * stream,
         outside_bytes=stream if drops else 0,
         result=stream,
         widest=max(a.query_width * a.queries, a.key_width * a.keys),
-        widest_bytes=0,
         kernels=_KERNELS["attention"],
     )
 
@@ -132,15 +131,11 @@ def _mlp_part(model: Model, region: Region, hidden: int, matrices: Sequence[Para
         name="mlp",
         flops=2.0 * weights * length,
         weights=weights,
-        dense_gradient=0,
         inside=(weights // hidden + (widest if gated else 0)) * length,
-        inside_bytes=0,
-        scores=0,
         outside=2 * stream,
         outside_bytes=stream if drops else 0,
         result=stream,
         widest=widest * length,
-        widest_bytes=0,
         kernels=_KERNELS["mlp"],
     )
 
@@ -154,16 +149,10 @@ def _lookup(model: Model, kind: LayerType) -> Iterator[Part]:
         yield Part(
             name="lookup",
             flops=kind.forward_flops_per_sample / len(kind.outputs),
-            weights=0,
             dense_gradient=kind.parameter_count() if number == 0 else 0,
-            inside=0,
-            inside_bytes=0,
-            scores=0,
             outside=size,
             outside_bytes=(size if drops else 0) + _ID_BYTES * tensor.sequence_length,
             result=size,
-            widest=0,
-            widest_bytes=0,
             kernels=_KERNELS["lookup"],
         )
 
@@ -180,13 +169,9 @@ def _logits(model: Model, kind: LayerType) -> Part:
         name="logits",
         flops=float(kind.forward_flops_per_sample),
         weights=weights,
-        dense_gradient=0,
         inside=logits,
         inside_bytes=_FLOAT32_BYTES * logits,
-        scores=0,
         outside=positions * tensor.features,
-        outside_bytes=0,
-        result=0,
         widest=logits,
         widest_bytes=_FLOAT32_BYTES * logits,
         kernels=_KERNELS["logits"],

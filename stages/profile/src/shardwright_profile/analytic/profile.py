@@ -16,15 +16,15 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProcessRow, ProfileOrigin, StateRow
-from shardwright_formats.types.plan import ITEMSIZE, Precision, misfit
-from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.plan import ITEMSIZE, Precision
+from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
 from shardwright_profile.analytic.hardware import Network, analytic_hardware
 from shardwright_profile.analytic.layers import Machine, estimate_layer, optimizer_time_s
 from shardwright_profile.analytic.messages import Link
 from shardwright_profile.analytic.notes import PROCESS_BYTES, hardware_notes, model_notes
 from shardwright_profile.analytic.rates import Efficiencies, Rates, link_of, machine_of
 from shardwright_profile.model.curves import fits_table
-from shardwright_profile.model.probes import block_types
+from shardwright_profile.model.probes import block_types, formatted, misfit_of
 from shardwright_profile.model.settings import ProfileSettings
 
 __all__ = ["AnalyticProfile", "hardware_profile", "model_profile"]
@@ -115,18 +115,11 @@ def _same_model(models: Sequence[tuple[Path, Model]]) -> Model:
 
 
 def _strategies(models: Sequence[Model], settings: ProfileSettings) -> Iterator[tuple[Model, Strategy, str | None]]:
-    """Every asked strategy of one tensor-parallel group, once, with the reason why it does not fit or None."""
-    seen = set()
-    for model, tp_size, asked in product(models, settings.tp_sizes, settings.sequence_parallel):
-        kind = asked if tp_size > 1 else SequenceParallel.NONE
-        if (model.sequence_length, tp_size, kind) in seen:
-            continue
-        seen.add((model.sequence_length, tp_size, kind))
+    """Every asked strategy of one tensor-parallel group, with the reason why it does not fit or None."""
+    for model, (tp_size, kind) in product(models, settings.strategies):
         strategy = Strategy(tp_size=tp_size, dp_size=1, sequence_parallel=kind)
-        problems = (misfit(model, name, strategy) for name in (EMBEDDING, *block_types(model), HEAD))
-        problem = next((problem for problem in problems if problem is not None), None)
-        words = f"tp_size={tp_size} sequence_parallel={kind}: {problem}"
-        yield model, strategy, None if problem is None else words
+        problem = misfit_of(model, strategy)
+        yield model, strategy, None if problem is None else f"{formatted(strategy)}: {problem}"
 
 
 def _layer_rows(model: Model, strategy: Strategy, settings: ProfileSettings, machine: Machine) -> Iterator[LayerRow]:

@@ -15,8 +15,8 @@ from shardwright_profile.importers.hardware_points import HardwarePoint, hardwar
 
 __all__ = ["FasopConstants", "FasopLinks", "fasop_hardware", "read_fasop_constants"]
 
-_MOST_BYTES = 1024**2
-_MOST_RANKS = 1024
+_MAX_BYTES = 1024**2
+_MAX_RANKS = 1024
 _BITS = 8
 
 Positive = Annotated[float, Meta(gt=0, le=1e15)]
@@ -61,7 +61,7 @@ class FasopLinks(NamedTuple):
 def read_fasop_constants(file: Path) -> FasopConstants:
     """Read the constants; BadInput names what cannot be right."""
     try:
-        found = msgspec.convert(read_object(file, _MOST_BYTES), _Constants)
+        found = msgspec.convert(read_object(file, _MAX_BYTES), _Constants)
     except msgspec.ValidationError as error:
         raise BadInput(file, str(error), "correct the file") from None
     if missing := set(found.bandwidth_bits_per_s) - set(found.gpus_per_node):
@@ -87,8 +87,8 @@ def fasop_hardware(
     if links is None:
         known = ", ".join(sorted(f"{s} {g}" for s, g in constants.links))
         raise BadInput(constants.file, f"no bandwidth of {setting} {gpu}, only of {known}", "ask for one of these")
-    if nodes * links.gpus_per_node > _MOST_RANKS:
-        raise BadInput("--nodes", f"more than {_MOST_RANKS} GPUs", "ask for fewer nodes")
+    if nodes * links.gpus_per_node > _MAX_RANKS:
+        raise BadInput("--nodes", f"more than {_MAX_RANKS} GPUs", "ask for fewer nodes")
     notes = [
         f"Made from {constants.file.name}, SHA-256 {sha256_of_file(constants.file)}.",
         f"Figures of {constants.citation}.",

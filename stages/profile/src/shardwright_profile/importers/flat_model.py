@@ -74,10 +74,10 @@ def _block(parameters_bytes: float, kind: FlatType) -> LayerType:
         kv_heads=kind.heads,
         head_features=max(1, kind.features // kind.heads),
     )
-    elements = _elements(parameters_bytes)
+    numel = _numel(parameters_bytes)
     return LayerType(
-        parameters=(_parameter(elements),),
-        forward_flops_per_sample=2 * elements * kind.positions,
+        parameters=(_parameter(numel),),
+        forward_flops_per_sample=2 * numel * kind.positions,
         tp_must_divide={"heads": kind.heads},
         ulysses_must_divide={"heads": kind.heads},
         outputs=(_states(kind),),
@@ -88,16 +88,16 @@ def _block(parameters_bytes: float, kind: FlatType) -> LayerType:
     )
 
 
-def _end(parameters_bytes: float, name: str, beside: FlatType) -> LayerType:
-    elements = _elements(parameters_bytes)
+def _end(parameters_bytes: float, name: str, neighbour: FlatType) -> LayerType:
+    numel = _numel(parameters_bytes)
     inner = {
         EMBEDDING: Region(name="lookup", leaves=_STATES),
         HEAD: Region(name="logits", enters=(_STATES,)),
     }
     return LayerType(
-        parameters=(_parameter(elements, f"{name}.flat"),),
-        forward_flops_per_sample=2 * elements,
-        outputs=(_states(beside),) if name == EMBEDDING else (),
+        parameters=(_parameter(numel, f"{name}.flat"),),
+        forward_flops_per_sample=2 * numel,
+        outputs=(_states(neighbour),) if name == EMBEDDING else (),
         regions=(inner[name],),
     )
 
@@ -106,9 +106,9 @@ def _states(kind: FlatType) -> BoundaryTensor:
     return BoundaryTensor(name=_STATES, sequence_length=kind.positions, features=kind.features)
 
 
-def _parameter(elements: int, name: str = "flat") -> Parameter:
-    return Parameter(name=name, shape=(elements,), tp_dim=0)
+def _parameter(numel: int, name: str = "flat") -> Parameter:
+    return Parameter(name=name, shape=(numel,), tp_dim=0)
 
 
-def _elements(parameters_bytes: float) -> int:
+def _numel(parameters_bytes: float) -> int:
     return max(1, round(parameters_bytes / _ELEMENT_BYTES))

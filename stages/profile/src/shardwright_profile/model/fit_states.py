@@ -37,9 +37,9 @@ def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
     sizes = [float(_rank_parameters(probe)) for probe in probes]
     times_s = [probe.optimizer_s for probe in probes]
     mean_size, mean_s = sum(sizes) / len(sizes), sum(times_s) / len(times_s)
-    spread = sum((size - mean_size) ** 2 for size in sizes)
+    deviations = sum((size - mean_size) ** 2 for size in sizes)
     together = sum((size - mean_size) * (time_s - mean_s) for size, time_s in zip(sizes, times_s, strict=True))
-    slope = together / spread if spread else 0.0
+    slope = together / deviations if deviations else 0.0
     if slope <= 0:
         return OptimizerLine(mean_s, 0.0)
     if mean_s >= slope * mean_size:

@@ -121,7 +121,7 @@ def _result(file: Path, found: PlanMeasurement) -> ProbeResult:
         raise BadInput(file, f"plan {plan.name!r} is no probe: {problem}", "pass measurements of probes")
     strategy = plan.layers[0]
 
-    def most(bytes_of: Callable[[int], int]) -> int:
+    def largest(bytes_of: Callable[[int], int]) -> int:
         return max(bytes_of(rank) for rank in range(plan.world_size))
 
     memory = [rank.memory for rank in found.ranks]
@@ -137,11 +137,11 @@ def _result(file: Path, found: PlanMeasurement) -> ProbeResult:
         ),
         counts=layer_counts(plan.model),
         segments={name: _segment(file, found, name) for name in _SEGMENTS},
-        parameter_bytes=most(lambda rank: memory[rank].parameters_bytes),
-        gradient_bytes=most(lambda rank: memory[rank].gradients_bytes),
-        optimizer_bytes=most(lambda rank: memory[rank].optimizer_bytes),
-        process_bytes=most(lambda rank: memory[rank].process_bytes),
-        resident_bytes=most(lambda rank: memory[rank].resident_bytes),
+        parameter_bytes=largest(lambda rank: memory[rank].parameters_bytes),
+        gradient_bytes=largest(lambda rank: memory[rank].gradients_bytes),
+        optimizer_bytes=largest(lambda rank: memory[rank].optimizer_bytes),
+        process_bytes=largest(lambda rank: memory[rank].process_bytes),
+        resident_bytes=largest(lambda rank: memory[rank].resident_bytes),
         step_s=median(found.step_times_s),
         reduction_s=_slowest(
             file, found, "gradient_reduction_s", [r.gradient_reduction_s for r in found.ranks]
@@ -155,9 +155,9 @@ def _no_probe(plan: Plan) -> str | None:
         return f"it has {len(plan.stages)} pipeline stages"
     if len(plan.cluster.nodes) != 1:
         return "it runs on several kinds of nodes"
-    if len({_spread(layer) for layer in plan.layers}) != 1:
+    if len({_sharding(layer) for layer in plan.layers}) != 1:
         return "its layers have different strategies"
-    if {_spread(plan.layers[0])[:3]} != {
+    if {_sharding(plan.layers[0])[:3]} != {
         (s.tp_size, s.tp_consecutive, s.sequence_parallel) for s in (plan.embedding, plan.head)
     }:
         return "embedding and head have another strategy than its layers"
@@ -170,7 +170,7 @@ def _no_probe(plan: Plan) -> str | None:
     return None
 
 
-def _spread(layer: LayerStrategy) -> tuple[int, bool, SequenceParallel, Recompute]:
+def _sharding(layer: LayerStrategy) -> tuple[int, bool, SequenceParallel, Recompute]:
     return layer.tp_size, layer.tp_consecutive, layer.sequence_parallel, layer.recompute
 
 

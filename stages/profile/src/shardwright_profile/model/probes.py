@@ -4,14 +4,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+import msgspec
+
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster, NodeGroup
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule, misfit
-from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
 from shardwright_profile.model.settings import ProfileSettings
 
-__all__ = ["NUM_MICROBATCHES", "Probes", "block_types", "layer_counts", "make_probes", "with_layers"]
+__all__ = [
+    "NUM_MICROBATCHES",
+    "Probes",
+    "block_types",
+    "formatted",
+    "layer_counts",
+    "make_probes",
+    "misfit_of",
+    "with_layers",
+]
 
 NUM_MICROBATCHES = 2
 """The least that leaves a forward pass that gathers no parameters and a backward pass that reduces no gradients."""
@@ -47,7 +58,7 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
         if problem is None:
             fitting.append(strategy)
         else:
-            left_out.append(f"{_words(strategy)}: {problem}")
+            left_out.append(f"{formatted(strategy)}: {problem}")
     if not fitting:
         raise BadInput("--settings", f"no strategy fits ({'; '.join(left_out)})", "choose other tp_sizes")
     own = model.sequence_length
@@ -55,15 +66,15 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
         _probe(truncated, node, settings, strategy, recompute, size)
         for strategy, recompute in product(fitting, settings.recompute)
         for described in models
-        if _misfit(described, strategy) is None
+        if misfit_of(described, strategy) is None
         for size in settings.sizes(described.sequence_length, own)
         for truncated in _truncations(described, settings.layers)
     )
     left_out += [
-        f"{_words(strategy)} sequence_length={described.sequence_length}: {_misfit(described, strategy)}"
+        f"{formatted(strategy)} sequence_length={described.sequence_length}: {misfit_of(described, strategy)}"
         for strategy in fitting
         for described in models
-        if _misfit(described, strategy) is not None
+        if misfit_of(described, strategy) is not None
     ]
     return Probes(plans, tuple(left_out))
 
@@ -89,41 +100,29 @@ def with_layers(model: Model, counts: Mapping[str, int]) -> Model:
         for name, count in counts.items()
         for number in range(count)
     )
-    return Model(
-        name=model.name,
-        family=model.family,
-        config=model.config,
-        sequence_length=model.sequence_length,
-        layers=tuple(name for _, _, name in order),
-        types=model.types,
-        tied=model.tied,
-    )
+    return msgspec.structs.replace(model, layers=tuple(name for _, _, name in order))
 
 
 def _truncations(model: Model, layers: tuple[int, int]) -> Iterator[Model]:
     few, many = layers
-    least = dict.fromkeys(block_types(model), few)
-    yield with_layers(model, least)
-    for name in least:
-        yield with_layers(model, least | {name: many})
+    fewest = dict.fromkeys(block_types(model), few)
+    yield with_layers(model, fewest)
+    for name in fewest:
+        yield with_layers(model, fewest | {name: many})
 
 
 def _strategies(model: Model, devices: int, settings: ProfileSettings) -> Iterator[tuple[Strategy, str | None]]:
-    """Every asked strategy in its canonical spelling, once, with the reason why it does not fit or None."""
-    seen = set()
-    for tp_size, asked in product(settings.tp_sizes, settings.sequence_parallel):
-        kind = asked if tp_size > 1 else SequenceParallel.NONE
-        if (tp_size, kind) in seen:
-            continue
-        seen.add((tp_size, kind))
+    """Every asked strategy, with the reason why it does not fit or None."""
+    for tp_size, kind in settings.strategies:
         strategy = Strategy(tp_size=tp_size, dp_size=max(1, devices // tp_size), sequence_parallel=kind)
         if devices % tp_size:
             yield strategy, f"tp_size {tp_size} does not divide the {devices} devices of the node"
-            continue
-        yield strategy, _misfit(model, strategy)
+        else:
+            yield strategy, misfit_of(model, strategy)
 
 
-def _misfit(model: Model, strategy: Strategy) -> str | None:
+def misfit_of(model: Model, strategy: Strategy) -> str | None:
+    """Why embedding, head or a block cannot be sharded this way, or None when all can."""
     problems = (misfit(model, name, strategy) for name in (EMBEDDING, *block_types(model), HEAD))
     return next((problem for problem in problems if problem is not None), None)
 
@@ -158,7 +157,7 @@ def _probe(
         for name in model.layers
     )
     return Plan(
-        name=f"{model.name}@{node.name} {_words(strategy)} recompute={recompute} "
+        name=f"{model.name}@{node.name} {formatted(strategy)} recompute={recompute} "
         f"micro_batch_size={micro_batch_size} sequence_length={model.sequence_length} layers {counts}",
         model=model,
         cluster=node,
@@ -174,5 +173,6 @@ def _probe(
     )
 
 
-def _words(strategy: Strategy) -> str:
+def formatted(strategy: Strategy) -> str:
+    """A strategy as plans are named by it."""
     return f"tp_size={strategy.tp_size} sequence_parallel={strategy.sequence_parallel}"

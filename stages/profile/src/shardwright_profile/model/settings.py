@@ -1,6 +1,7 @@
 """What of a model is profiled."""
 
 from enum import StrEnum
+from itertools import product
 from typing import Annotated
 
 from msgspec import Meta
@@ -45,12 +46,12 @@ class Range(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if (self.max - self.min) // self.step >= _MAX_VALUES:
             raise ValueError(f"more than {_MAX_VALUES} values: take a larger step")
 
-    def values(self, most: int | None) -> tuple[int, ...]:
-        """All of them, or `most` of them: the ends and evenly between."""
+    def values(self, at_most: int | None) -> tuple[int, ...]:
+        """All of them, or `at_most` of them: the ends and evenly between."""
         every = range(self.min, self.max + 1, self.step)
-        if most is None or len(every) <= most:
+        if at_most is None or len(every) <= at_most:
             return tuple(every)
-        return tuple(every[round(i * (len(every) - 1) / (most - 1))] for i in range(most))
+        return tuple(every[round(i * (len(every) - 1) / (at_most - 1))] for i in range(at_most))
 
 
 class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,6 +84,12 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
         if Recompute.NONE not in self.recompute:
             raise ValueError("recompute must hold 'none': embedding and head are measured in those probes")
 
+    @property
+    def strategies(self) -> tuple[tuple[int, SequenceParallel], ...]:
+        """Every asked tp_size with every asked sequence parallelism, once; a single rank has none."""
+        asked = product(self.tp_sizes, self.sequence_parallel)
+        return tuple(dict.fromkeys((t, kind if t > 1 else SequenceParallel.NONE) for t, kind in asked))
+
     def lengths(self, own: int) -> tuple[int, ...]:
         """The sequence lengths that are measured of a model whose own length is `own`, which comes first."""
         asked = self._values(self.sequence_lengths or (), _LENGTHS_OF_A_RANGE)
@@ -93,7 +100,7 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
         every = self._values(self.micro_batch_sizes, _SIZES_OF_A_RANGE)
         return every if length == own or self.grid is Grid.FULL else (min(every),)
 
-    def _values(self, asked: tuple[int, ...] | Range, most: int) -> tuple[int, ...]:
+    def _values(self, asked: tuple[int, ...] | Range, at_most: int) -> tuple[int, ...]:
         if isinstance(asked, Range):
-            return asked.values(most if self.grid is Grid.FEWEST else None)
+            return asked.values(at_most if self.grid is Grid.FEWEST else None)
         return asked

@@ -15,7 +15,7 @@ __all__ = [
     "LayerMemory",
     "Memory",
     "RankMemory",
-    "Spread",
+    "Sharding",
     "number",
     "read_computation",
     "read_memory",
@@ -24,15 +24,15 @@ __all__ = [
 
 Lengths = tuple[int, ...]
 
-_MOST_BYTES = 16 * 1024**2
-_MOST_COUNT = 100_000_000
-_MOST_NUMBER = 1e12
+_MAX_BYTES = 16 * 1024**2
+_MAX_COUNT = 100_000_000
+_MAX_NUMBER = 1e12
 
 _LENGTHS = r"(?:_seq(?:\[(?P<lengths>[\d,]+)\]|(?P<length>\d+)))?"
 _FORWARD = re.compile(rf"layernum\[(?P<layers>[\d,]+)\]_bsz(?P<batch>\d+){_LENGTHS}")
 _LAYER = re.compile(rf"layertype_(?P<type>\d+)(?:_bsz(?P<batch>\d+))?{_LENGTHS}")
 _OTHER = re.compile(rf"layertype_other(?:_\d+)?(?:_bsz(?P<batch>\d+))?{_LENGTHS}")
-_SPREAD = re.compile(
+_SHARDING = re.compile(
     r"(?P<pp>[1-9]\d*)_(?P<tp>[1-9]\d*)_(?P<dp>[1-9]\d*)(?P<recompute>_c)?(?P<vocabulary>_vtp)?(?P<sequence>_sp)?"
 )
 _RANK_MEMORY = re.compile(_FORWARD.pattern + r"_rank(?P<rank>\d+)_(?P<kind>ms|act|act_peak)")
@@ -62,7 +62,7 @@ class Computation(NamedTuple):
     """Keys of another grammar."""
 
 
-class Spread(NamedTuple):
+class Sharding(NamedTuple):
     """How a model lay over GPUs when its memory was measured."""
 
     pp_size: int
@@ -111,7 +111,7 @@ class Memory(NamedTuple):
     """A file of memory figures, all in MiB."""
 
     file: Path
-    ranks: Mapping[Spread, Mapping[RankMemory, float]]
+    ranks: Mapping[Sharding, Mapping[RankMemory, float]]
     layers: Mapping[tuple[int, bool, Lengths], LayerMemory]
     """By type, sequence parallelism and length of that type."""
     ends: Mapping[tuple[bool, Lengths], EndsMemory]
@@ -121,7 +121,7 @@ class Memory(NamedTuple):
 
 def read_numbers(file: Path) -> dict[str, float]:
     """Read an object of numbers; BadInput for anything else."""
-    return {key: number(file, key, value) for key, value in read_object(file, _MOST_BYTES).items()}
+    return {key: number(file, key, value) for key, value in read_object(file, _MAX_BYTES).items()}
 
 
 def read_computation(file: Path) -> Computation:
@@ -146,13 +146,13 @@ def read_computation(file: Path) -> Computation:
 
 def read_memory(file: Path) -> Memory:
     """Read a file `memory_profiling_*.json`; BadInput names a key with an impossible number."""
-    ranks: dict[Spread, Mapping[RankMemory, float]] = {}
+    ranks: dict[Sharding, Mapping[RankMemory, float]] = {}
     layers: dict[tuple[int, bool, Lengths], LayerMemory] = {}
     ends: dict[tuple[bool, Lengths], EndsMemory] = {}
     unknown = []
-    for key, value in read_object(file, _MOST_BYTES).items():
-        if found := _SPREAD.fullmatch(key):
-            ranks[_spread(file, found)] = _rank_memories(file, key, value)
+    for key, value in read_object(file, _MAX_BYTES).items():
+        if found := _SHARDING.fullmatch(key):
+            ranks[_sharding(file, found)] = _rank_memories(file, key, value)
         elif found := _LAYER_TABLE.fullmatch(key):
             for lengths, entry in _levels(file, key, value, "parameter_size"):
                 layers[(_count(file, found["type"]), bool(found["sequence"]), lengths)] = _layer(file, key, entry)
@@ -172,7 +172,7 @@ def number(file: Path, key: str, value: object) -> float:
     """A JSON number as float; BadInput where it is none, or beyond anything that was ever measured."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadInput(file, f"{key!r} is {_shown(value)}, not a number", "measure that point again")
-    if abs(value) > _MOST_NUMBER:
+    if abs(value) > _MAX_NUMBER:
         raise BadInput(file, f"{key!r} is too large to be true", "measure that point again")
     return float(value)
 
@@ -185,7 +185,7 @@ def _positive(file: Path, key: str, value: float) -> float:
 
 def _count(file: Path, text: str) -> int:
     # Checked as text first: a number of a million digits is not worth reading.
-    if not text.isdecimal() or len(text) > len(str(_MOST_COUNT)) or int(text) > _MOST_COUNT:
+    if not text.isdecimal() or len(text) > len(str(_MAX_COUNT)) or int(text) > _MAX_COUNT:
         raise BadInput(file, f"a key declares a size of {text[:20]}", "pass a file as Galvatron writes it")
     return int(text)
 
@@ -213,10 +213,10 @@ def _forward(file: Path, found: re.Match[str]) -> Forward:
     return made
 
 
-def _spread(file: Path, found: re.Match[str]) -> Spread:
+def _sharding(file: Path, found: re.Match[str]) -> Sharding:
     pp_size, tp_size, dp_size = (_count(file, found[name]) for name in ("pp", "tp", "dp"))
     flags = (bool(found[name]) for name in ("recompute", "vocabulary", "sequence"))
-    return Spread(pp_size, tp_size, dp_size, *flags)
+    return Sharding(pp_size, tp_size, dp_size, *flags)
 
 
 def _rank_memories(file: Path, key: str, value: object) -> dict[RankMemory, float]:

@@ -60,18 +60,18 @@ class ModelMemory(NamedTuple):
         if recompute:
             share = tp_size if self.sequence else 1
             return None if entry.recomputed is None else Activation(entry.recomputed * MIB / share, Source.DERIVED)
-        held = entry.activations.get(tp_size)
-        return None if held is None else Activation(held * MIB, self.source_at(tp_size))
+        resident = entry.activations.get(tp_size)
+        return None if resident is None else Activation(resident * MIB, self.source_at(tp_size))
 
     def ends_at(self, tp_size: int) -> EndsShare:
         """What the tables say of embedding and head at that tp_size of the vocabulary."""
         if self.ends is None:
             return EndsShare(None, None, Source.ABSENT)
-        states, held = self.ends.states.get(tp_size), self.ends.activations.get(tp_size)
+        states, resident = self.ends.states.get(tp_size), self.ends.activations.get(tp_size)
         source = self.source_at(tp_size)
         return EndsShare(
             None if states is None else states * MIB / 4,
-            None if held is None else Activation(held * MIB, source),
+            None if resident is None else Activation(resident * MIB, source),
             source,
         )
 
@@ -87,7 +87,7 @@ def tables_of(memory: Memory, asked: SequenceParallel | None) -> bool:
     where the file has none of the kind asked for.
     """
     tables = {sequence for _, sequence, _ in memory.layers}
-    rows = {spread.sequence for spread in memory.ranks}
+    rows = {sharding.sequence for sharding in memory.ranks}
     if asked is None:
         return max(tables or rows)
     known = {SequenceParallel.MEGATRON if sequence else SequenceParallel.NONE for sequence in tables | rows}
@@ -172,21 +172,21 @@ def layer_memory_from_rows(memory: Memory, lengths: Lengths, index: int, sequenc
     parameters: list[float] = []
     activations: dict[int, float] = {}
     recomputed: list[float] = []
-    for spread, rows in memory.ranks.items():
-        if spread.pp_size > 1 or spread.vocabulary or spread.sequence != sequence:
+    for sharding, rows in memory.ranks.items():
+        if sharding.pp_size > 1 or sharding.vocabulary or sharding.sequence != sequence:
             continue
-        held = _per_layer(rows, "act", lengths, index)
+        resident = _per_layer(rows, "act", lengths, index)
         states = _per_layer(rows, "ms", lengths, index)
-        if held is None or states is None:
+        if resident is None or states is None:
             continue
-        forward, held_mib = held
+        forward, resident_mib = resident
         # A GPU has batch/dp samples.
-        a_sample = held_mib * spread.dp_size / forward.batch
-        if spread.recompute:
+        a_sample = resident_mib * sharding.dp_size / forward.batch
+        if sharding.recompute:
             recomputed.append(a_sample)
         else:
-            activations[spread.tp_size] = a_sample
-            parameters.append(states[1] / 4 * spread.world)
+            activations[sharding.tp_size] = a_sample
+            parameters.append(states[1] / 4 * sharding.world)
     if not parameters:
         return None
     return LayerMemory(max(parameters), activations, max(recomputed, default=None))
@@ -210,7 +210,9 @@ def _per_layer(
 
 
 def _measured_tp_sizes(memory: Memory, sequence: bool) -> frozenset[int]:
-    return frozenset(spread.tp_size for spread in memory.ranks if spread.sequence == sequence and not spread.recompute)
+    return frozenset(
+        sharding.tp_size for sharding in memory.ranks if sharding.sequence == sequence and not sharding.recompute
+    )
 
 
 def _disagreements(index: int, given: LayerMemory, raw: LayerMemory) -> Iterable[str]:

@@ -188,10 +188,10 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
     blocks = [completed(points, asked) for points in times.layers]
     missing: _Missing = {}
     for index, (name, points) in enumerate(zip(_block_types(model), blocks, strict=True)):
-        for tp_size, sequence_parallel in _spreads(length, name, notes):
+        for tp_size, sequence_parallel in _shardings(length, name, notes):
             for recompute in (Recompute.NONE, Recompute.FULL):
-                held = length.memory.activation(index, tp_size, recompute is Recompute.FULL)
-                if held is None and tp_size > 1:
+                resident = length.memory.activation(index, tp_size, recompute is Recompute.FULL)
+                if resident is None and tp_size > 1:
                     missing.setdefault((name, sequence_parallel, recompute), []).append(tp_size)
                     continue
                 for point in points:
@@ -200,7 +200,7 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
                         whole = length.memory.activation(index, tp_size, recompute=False)
                         workspace = _bytes(whole, point.micro_batch_size)
                     key = LayerKey(name, tp_size, sequence_parallel, recompute)
-                    yield _row(length, key, point, _bytes(held, point.micro_batch_size), workspace)
+                    yield _row(length, key, point, _bytes(resident, point.micro_batch_size), workspace)
     sizes = sorted({point.micro_batch_size for points in blocks for point in points})
     rest = completed(times.rest, sizes) or tuple(Point(size, 0.0, Source.ABSENT) for size in sizes)
     yield from _end_rows(length, rest, missing, notes)
@@ -209,12 +209,12 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
 
 def _end_rows(length: _Length, rest: Sequence[Point], missing: _Missing, notes: list[str]) -> Iterator[LayerRow]:
     for name in (EMBEDDING, HEAD):
-        for tp_size, sequence_parallel in _spreads(length, name, notes):
-            held = length.memory.ends_at(tp_size).activation
-            if held is None and tp_size > 1:
+        for tp_size, sequence_parallel in _shardings(length, name, notes):
+            resident = length.memory.ends_at(tp_size).activation
+            if resident is None and tp_size > 1:
                 missing.setdefault((name, sequence_parallel, Recompute.NONE), []).append(tp_size)
                 continue
-            half = None if held is None else held._replace(bytes_a_sample=held.bytes_a_sample / 2)
+            half = None if resident is None else resident._replace(bytes_a_sample=resident.bytes_a_sample / 2)
             for point in rest:
                 own = point._replace(time_s=point.time_s / 2)
                 key = LayerKey(name, tp_size, sequence_parallel)
@@ -255,7 +255,7 @@ def _time(time_s: float, source: Source) -> Sourced:
     return Sourced(time_s, source) if source is not Source.ABSENT else ABSENT
 
 
-def _spreads(length: _Length, name: str, notes: list[str]) -> Iterator[tuple[int, SequenceParallel]]:
+def _shardings(length: _Length, name: str, notes: list[str]) -> Iterator[tuple[int, SequenceParallel]]:
     must_divide: Mapping[str, int] = length.model.types[name].tp_must_divide
     for tp_size in length.request.tp_sizes:
         if odd := [what for what, size in must_divide.items() if size % tp_size]:
@@ -265,8 +265,8 @@ def _spreads(length: _Length, name: str, notes: list[str]) -> Iterator[tuple[int
         yield tp_size, SequenceParallel.MEGATRON if split else SequenceParallel.NONE
 
 
-def _bytes(held: Activation | None, micro_batch_size: int) -> Sourced:
-    return ABSENT if held is None else Sourced(held.bytes_a_sample * micro_batch_size, held.source)
+def _bytes(resident: Activation | None, micro_batch_size: int) -> Sourced:
+    return ABSENT if resident is None else Sourced(resident.bytes_a_sample * micro_batch_size, resident.source)
 
 
 def _left_out(missing: _Missing) -> Iterator[str]:
