@@ -1,5 +1,6 @@
 """Tiny random problems of the interleaved schedule, and every plan of them walked through action by action."""
 
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ class Priced(NamedTuple):
     memory_bytes: int
 
 
+@lru_cache(maxsize=2_000)
 def random_interleaved(seed: int) -> InterleavedProblem:
     """Chunks of 1 to 3 layers of 1 or 2 types, 2 or 3 on each of 2 to 4 stages, and costs of all kinds that matter."""
     rng = np.random.default_rng(seed)

@@ -1,6 +1,7 @@
 """Tiny random problems of the solver, and every plan of them priced with formulas written a second time."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ class Enumerated(NamedTuple):
         return Solution(self.ends, tuple(int(i) for i in np.unravel_index(plan, self.shape)), self.device_groups)
 
 
+@lru_cache(maxsize=2_000)
 def random_problem(seed: int) -> Problem:
     """2 to 4 layers of 1 or 2 types, up to 3 stages on 1 or 2 places, and costs of all kinds that matter."""
     rng = np.random.default_rng(seed)
@@ -103,6 +105,7 @@ def every_plan(problem: Problem) -> Iterator[Enumerated]:
             yield _priced(problem, (*cuts, total), device_groups)
 
 
+@lru_cache(maxsize=2_000)
 def best_of(problem: Problem) -> float:
     """The least T of all plans that fit, or infinity."""
     return min(

@@ -1,6 +1,7 @@
 """Random models, clusters, profiles and requests, with everything that a plan can have."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,6 +84,7 @@ def random_model(rng: np.random.Generator, layers: int, tied: bool) -> Model:
     )
 
 
+@lru_cache(maxsize=200)
 def random_world(seed: int, devices: tuple[int, ...] = (2, 3, 4, 6, 8), most_layers: int = 6) -> World:
     """A request that has a plan, with every option at random."""
     rng = np.random.default_rng(seed)

@@ -64,7 +64,7 @@ def test_two_ranks_send_alike_whether_neighbours_or_not(make):
 
 def test_a_message_beside_a_computation_slows_both():
     """4 s of message take 6, in which 4.8 of 10 s of computation are done; the other 5.2 follow alone."""
-    slowdowns = Slowdowns(compute=1.25, message=1.5)
+    slowdowns = Slowdowns(compute=1.25, collective=1.5)
     assert overlapped_time(10, Duration(4), slowdowns) == pytest.approx(6 + 5.2 - 10)
     # 4 s of computation take 5, in which 5/1.5 of 10 s of message are done
     assert overlapped_time(4, Duration(10), slowdowns) == pytest.approx(5 + (10 - 5 / 1.5) - 4)

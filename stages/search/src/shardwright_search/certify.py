@@ -1,4 +1,4 @@
-"""The independent certificate: HiGHS is handed the search's own cases and asked for a better plan."""
+"""The independent certificate: HiGHS is handed the search's own configurations and asked for a better plan."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ TOLERANCE = 1e-6
 
 
 class _Tally(NamedTuple):
-    """How many other cases ended how."""
+    """How many other configurations ended how."""
 
     ruled_out: int
     undecided: int
@@ -57,11 +57,12 @@ def certificate(
     time_limit_s: float,
     report: Callable[[str], None],
 ) -> str:
-    """What HiGHS says of the plan with the least closed form, in one line; `targets` are all cases of the search.
+    """What HiGHS says of the plan with the least closed form, in one line; `targets`: every configuration searched.
 
-    The best plan's case is solved to the end. For every other one HiGHS looks for a plan that is better by more than
-    `TOLERANCE`. What takes longer than the time limit, all cases together, is told as undecided; so are interleaved
-    schedules, which have another programme. Raises RunFailed where HiGHS finds a better plan, or none as good.
+    The best plan's configuration is solved to the end. For every other one HiGHS looks for a plan that is better by
+    more than `TOLERANCE`. What takes longer than the time limit, all configurations together, is reported as undecided;
+    so are interleaved schedules, which have another programme. Raises RunFailed where HiGHS finds a better plan,
+    or none as good.
     """
     version, deadline = highs_version(), monotonic() + time_limit_s
     own = f"{version}: {_own_configuration(instance, best, deadline)}"
@@ -94,7 +95,7 @@ def _other_configurations(
     deadline: float,
     report: Callable[[str], None],
 ) -> _Tally:
-    """In rounds: each open case gets an even share of the time that is left, the least promising first.
+    """In rounds: each open configuration gets an even share of the time that is left, the least promising first.
 
     These take the least time, and what they leave goes to the others.
     """
@@ -115,7 +116,7 @@ def _other_configurations(
 def _other_configuration(
     instance: Instance, target: Target[Configuration], best: Best[Configuration], time_limit_s: float
 ) -> Answer:
-    """Whether the case has a better plan."""
+    """Whether the configuration has a better plan."""
     problem, limit_ps = instance.problem(target.configuration), target.time_ps(best.score)
     below_ps = limit_ps - TOLERANCE * (limit_ps + target.offset_ps)
     answer = solve(problem, time_limit_s, below_ps)

@@ -1,4 +1,4 @@
-"""Time of messages among ranks, read off the hardware profile, and how messages and computation slow each other."""
+"""Time of collectives, read off the hardware profile, and how they and computation that overlap slow each other."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -24,31 +24,31 @@ class Slowdowns(NamedTuple):
     """Time beside the other over time alone."""
 
     compute: float
-    message: float
+    collective: float
 
 
 def collective_time(
-    profiles: Profiles, collective: Collective, kinds: Iterable[GroupKind], message_bytes: float
+    profiles: Profiles, collective: Collective, kinds: Iterable[GroupKind], num_bytes: float
 ) -> Duration:
     """Time of a collective that groups of these kinds do at once: that of the slowest kind.
 
-    `message_bytes` is the full tensor, as defined by `Collective`. A group of one rank, or no bytes, takes no time.
+    `num_bytes` is the full tensor, as defined by `Collective`. A group of one rank, or no bytes, takes no time.
     Raises BadInput when the hardware profile has no such group.
     """
     taken = Duration(0.0)
     for kind in kinds:
-        if message_bytes > 0 and kind.size > 1:
-            taken = max(taken, _on_curve(profiles, CollectiveKey(collective, *kind), message_bytes), key=_time)
+        if num_bytes > 0 and kind.size > 1:
+            taken = max(taken, _on_curve(profiles, CollectiveKey(collective, *kind), num_bytes), key=_time)
     return taken
 
 
-def send_kind_time(profiles: Profiles, consecutive: bool, across_nodes: bool, message_bytes: float) -> Duration:
+def send_kind_time(profiles: Profiles, consecutive: bool, across_nodes: bool, num_bytes: float) -> Duration:
     """Time of a message from one rank to another; neighbours or not makes no difference to two ranks."""
     key = CollectiveKey(Collective.P2P, 2, consecutive, across_nodes)
     if key not in profiles.hardware.curves:
         other = key._replace(consecutive=not consecutive)
         key = other if other in profiles.hardware.curves else key
-    return _on_curve(profiles, key, message_bytes)
+    return _on_curve(profiles, key, num_bytes)
 
 
 def slowdowns_of(profiles: Profiles, collective: Collective, group_size: int) -> Slowdowns | None:
@@ -62,35 +62,35 @@ def slowdowns_of(profiles: Profiles, collective: Collective, group_size: int) ->
     same = table["collective"] == collective.encode()
     near = same & (table["group_size"] == group_size)
     rows = near if near.any() else same if same.any() else np.ones(len(same), bool)
-    compute, message = (
+    compute, other = (
         max(1.0, float(np.median(table[name][rows]))) for name in ("compute_slowdown", "collective_slowdown")
     )
-    return Slowdowns(compute, message)
+    return Slowdowns(compute, other)
 
 
-def overlapped_time(compute_s: float, message: Duration, slowdowns: Slowdowns | None) -> float:
-    """How much longer a computation and a message take than the computation alone when both start at once.
+def overlapped_time(compute_s: float, collective: Duration, slowdowns: Slowdowns | None) -> float:
+    """How much longer a computation and a collective take than the computation alone when both start at once.
 
     Each runs slowed down until the shorter is over, the other then goes on alone. Without slowdowns they do not
     overlap.
     """
-    message_s = message.time_s
-    if slowdowns is None or message_s == 0:
-        return message_s
-    slow_compute, slow_message = slowdowns
-    if message_s * slow_message <= compute_s * slow_compute:
-        return message_s * slow_message * (1 - 1 / slow_compute)
-    return compute_s * slow_compute + message_s - compute_s * slow_compute / slow_message - compute_s
+    collective_s = collective.time_s
+    if slowdowns is None or collective_s == 0:
+        return collective_s
+    slow_compute, slow_collective = slowdowns
+    if collective_s * slow_collective <= compute_s * slow_compute:
+        return collective_s * slow_collective * (1 - 1 / slow_compute)
+    return compute_s * slow_compute + collective_s - compute_s * slow_compute / slow_collective - compute_s
 
 
 def _time(duration: Duration) -> float:
     return duration.time_s
 
 
-def _on_curve(profiles: Profiles, key: CollectiveKey, message_bytes: float) -> Duration:
+def _on_curve(profiles: Profiles, key: CollectiveKey, num_bytes: float) -> Duration:
     """Piecewise linear between measured sizes, constant below the smallest, the last segment's bandwidth above.
 
-    Where noise makes the last segment fall, the largest message's own bandwidth stands in.
+    Where noise makes the last segment fall, the largest size's own bandwidth stands in.
     """
     if (curve := profiles.hardware.curves.get(key)) is None:
         how = "neighbouring" if key.consecutive else "strided"
@@ -101,14 +101,14 @@ def _on_curve(profiles: Profiles, key: CollectiveKey, message_bytes: float) -> D
             "measure the hardware of this cluster again",
         )
     sizes, times_s = curve
-    if message_bytes <= sizes[-1]:
-        return Duration(float(np.interp(message_bytes, sizes, times_s)))
+    if num_bytes <= sizes[-1]:
+        return Duration(float(np.interp(num_bytes, sizes, times_s)))
     seconds_per_byte = times_s[-1] / sizes[-1]
     if len(sizes) > 1 and times_s[-1] > times_s[-2]:
         seconds_per_byte = (times_s[-1] - times_s[-2]) / (sizes[-1] - sizes[-2])
-    time_s = float(times_s[-1] + (message_bytes - sizes[-1]) * seconds_per_byte)
+    time_s = float(times_s[-1] + (num_bytes - sizes[-1]) * seconds_per_byte)
     return Duration(
         time_s,
-        f"extrapolated: {key.collective} among {key.group_size} ranks of {message_bytes:.0f} bytes, "
+        f"extrapolated: {key.collective} among {key.group_size} ranks of {num_bytes:.0f} bytes, "
         f"measured up to {sizes[-1]}",
     )

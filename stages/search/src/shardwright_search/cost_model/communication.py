@@ -34,7 +34,7 @@ def redistribution_time(
 ) -> Duration:
     """Time to bring a microbatch's tensors from one layout to another, one way, all closed groups at once.
 
-    A pass is one all_to_all per tensor on each closed group. A full all_to_all of n ranks sends (n-1)/n of its message
+    A pass is one all_to_all per tensor on each closed group. A full all_to_all of n ranks sends (n-1)/n of its bytes
     to others; so a rank that sends x bytes waits as for a message of x n/(n-1) bytes.
     """
     total, warning = 0.0, None
@@ -43,8 +43,8 @@ def redistribution_time(
     for tensor in outputs:
         slowest = Duration(0.0)
         for kind, per_sample in _exchanges(topology, source, target, tensor.sequence_length, tensor.features):
-            message_bytes = ceil(per_sample * samples * itemsize * kind.size / (kind.size - 1))
-            taken = collective_time(profiles, Collective.ALL_TO_ALL, [kind], message_bytes)
+            num_bytes = ceil(per_sample * samples * itemsize * kind.size / (kind.size - 1))
+            taken = collective_time(profiles, Collective.ALL_TO_ALL, [kind], num_bytes)
             slowest = max(slowest, taken, key=lambda d: d.time_s)
         total += slowest.time_s
         warning = warning or slowest.warning
@@ -60,7 +60,7 @@ def send_time(
     outputs: Sequence[BoundaryTensor],
     itemsize: int,
 ) -> Duration:
-    """Time to hand a microbatch to the next pipeline stage, one way: a rank sends its rectangle to its counterpart."""
+    """Time to hand a microbatch to the next pipeline stage, one way: a rank sends its activation shard to another."""
     total, warning = 0.0, None
     for tensor in outputs:
         tokens = layout.activation_shard(0, samples, tensor.sequence_length).tokens

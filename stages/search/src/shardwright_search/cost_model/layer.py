@@ -130,7 +130,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return (Collective.ALL_REDUCE if ddp else Collective.REDUCE_SCATTER), ranks
 
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> tuple[bool, bool]:
-        """How two pipeline stages lie to each other: neighbouring ranks or not, across nodes where any pair is."""
+        """Where two pipeline stages are to each other: neighbouring ranks or not, across nodes where any pair is."""
         nodes = self.nodes
         across = any(nodes[a] != nodes[b] for a, b in zip(senders, receivers, strict=True))
         return receivers[0] == senders[0] + 1, across

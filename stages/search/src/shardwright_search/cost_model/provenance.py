@@ -31,10 +31,10 @@ def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
 
 def _used(plan: Plan, profiles: Profiles) -> Sources:
     """The numbers of the model profile that price the plan, with where they come from."""
-    elements: list[tuple[str, Strategy]] = [(EMBEDDING, plan.embedding), (HEAD, plan.head)]
-    elements += [(layer.type, layer) for layer in plan.layers]
+    layers_of: list[tuple[str, Strategy]] = [(EMBEDDING, plan.embedding), (HEAD, plan.head)]
+    layers_of += [(layer.type, layer) for layer in plan.layers]
     found = set(profiles.sources)
-    for name, strategy in dict.fromkeys(elements):
+    for name, strategy in dict.fromkeys(layers_of):
         recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
         key = LayerKey(name, strategy.tp_size, strategy.sequence_parallel, recompute, plan.model.sequence_length)
         # A length that was never profiled leans on the lengths that were.

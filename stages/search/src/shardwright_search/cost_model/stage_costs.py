@@ -208,4 +208,4 @@ def _overlap(costs: CostModel, own: Sequence[Layer]) -> Overlap | None:
     known = [slowdowns for slowdowns in found if slowdowns is not None]
     if not known or len(known) < len(found):
         return None
-    return Overlap(max(s.compute for s in known), max(s.message for s in known))
+    return Overlap(max(s.compute for s in known), max(s.collective for s in known))

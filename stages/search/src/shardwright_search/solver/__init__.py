@@ -1,1 +1,1 @@
-"""The exact search over partition and strategies of one case: pipeline degree, microbatches, schedule."""
+"""The exact search over partition and strategies of one configuration: pipeline degree, microbatches, schedule."""

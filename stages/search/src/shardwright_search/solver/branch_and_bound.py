@@ -1,8 +1,8 @@
-"""The best plan over many cases: bound all of them, then solve the most promising ones in growing windows.
+"""The best plan over many configurations: bound all, then solve the most promising ones by bound tightening.
 
-Each case is bounded first. The one with the least bound is solved below a window a little above it; a window without a
-plan is a proof that raises the bound. The search ends when no bound is below the best plan. Stopped early, it still
-knows the least bound of what is left, and so the gap.
+Each configuration is bounded first. The one with the least bound is solved below a limit a little above it; where no
+plan is below it, that is a proof that raises the bound, and the next limit is further above. The search ends when no
+bound is below the best plan. Stopped early, it still knows the least bound of what is left, and so the gap.
 """
 
 import heapq
@@ -17,11 +17,11 @@ from shardwright_search.solver.partition import Found
 __all__ = ["Best", "Optimum", "Solvable", "Stopped", "Target", "optimise"]
 
 _RELAXED = -1
-_WINDOWS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0, np.inf)
+_LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0, np.inf)
 
 
 class Solvable(Protocol):
-    """A case that can be bounded, and solved below a window."""
+    """A configuration that can be bounded, and solved below a limit."""
 
     @property
     def relaxed_bound_ps(self) -> float:
@@ -42,7 +42,7 @@ C = TypeVar("C")
 
 
 class Target(NamedTuple, Generic[C]):
-    """A case and how its T becomes the number that cases are compared by: (T + offset_ps) * scale."""
+    """A configuration and how its T becomes the number that configurations are compared by: (T + offset_ps) * scale."""
 
     configuration: C
     offset_ps: float
@@ -58,7 +58,7 @@ class Target(NamedTuple, Generic[C]):
 
 
 class Best(NamedTuple, Generic[C]):
-    """A plan of a case, and its score."""
+    """A plan of a configuration, and its score."""
 
     target: Target[C]
     found: Found
@@ -72,9 +72,9 @@ class Optimum(NamedTuple, Generic[C]):
     near: tuple[Best[C], ...]
     """Plans of a score within the asked share of the best, the best first."""
     bound: float
-    """No plan of any case has a lower score."""
+    """No plan of any configuration has a lower score."""
     bounds: tuple[tuple[float, Target[C]], ...]
-    """Every case that a plan may fit in, with what is known of its least score, the least first."""
+    """Every configuration that a plan may fit in, with what is known of its least score, the least first."""
     looked_at: int
     solved: int
     stopped: bool
@@ -93,10 +93,10 @@ def optimise(
     report: Callable[[float, float, int], None] = lambda best, bound, left: None,
     max_labels: float = np.inf,
 ) -> Optimum[C]:
-    """The best plan of all cases, and up to `most` of each case within `near` of it.
+    """The best plan of all configurations, and up to `most` of each configuration within `near` of it.
 
     `deadline` is a time of `monotonic`; it and Ctrl-C end the search early. `report` hears the best score, the least
-    bound and how many cases are left. After `most_labels` labels it ends early, too.
+    bound and how many configurations are left. After `most_labels` labels it ends early, too.
     """
     search = _Search(targets, solvable, most, _Clock(deadline, max_labels))
     stopped = False
@@ -121,11 +121,11 @@ def optimise(
 
 
 class _Open(NamedTuple):
-    """A case that is not solved yet, by its bound, and the next window to solve it below."""
+    """A configuration that is not solved yet, by its bound, and how often it was solved below a limit in vain."""
 
     bound: float
     number: int
-    window: int
+    tries: int
 
 
 _NOTHING = _Open(np.inf, -1, 0)
@@ -139,7 +139,7 @@ class _Clock(NamedTuple):
 
 
 class _Search(Generic[C]):
-    """The cases of a search, and what is known of each so far."""
+    """The configurations of a search, and what is known of each so far."""
 
     def __init__(
         self, targets: Sequence[Target[C]], solvable: Callable[[C], Solvable], most: int, clock: _Clock
@@ -149,7 +149,7 @@ class _Search(Generic[C]):
         self._now = _Open(0.0, -1, 0)
         self.heap: list[_Open] = []
         self.plans: dict[int, tuple[Best[C], ...]] = {}
-        """By case: those of the window in which some were found, none where none was."""
+        """By configuration: those below the limit where some were found, none where none was."""
         self.best: Best[C] | None = None
         self.looked_at = 0
 
@@ -160,7 +160,7 @@ class _Search(Generic[C]):
 
     @property
     def least_bound(self) -> float:
-        """No plan of the cases that are left, the one worked on among them, has a lower score."""
+        """No plan of the configurations that are left, the one worked on among them, has a lower score."""
         return min([self._now.bound, *(one.bound for one in self.heap)])
 
     def tick(self, made: int = 0) -> None:
@@ -171,7 +171,7 @@ class _Search(Generic[C]):
             raise Stopped
 
     def relax(self) -> None:
-        """Look at every case."""
+        """Look at every configuration."""
         for number, target in enumerate(self._targets):
             self.tick()
             bound = target.score(self._solvable(target.configuration).relaxed_bound_ps)
@@ -182,10 +182,10 @@ class _Search(Generic[C]):
         self._now = _NOTHING
 
     def step(self, limit: float) -> None:
-        """Bound the most promising case if it was only glanced at, else solve it below its next window or the limit."""
+        """Bound the most promising configuration if it has only a relaxed bound, else solve below its next limit."""
         self._now = here = heapq.heappop(self.heap)
         target = self._targets[here.number]
-        if here.window == _RELAXED:
+        if here.tries == _RELAXED:
             bound = max(here.bound, target.score(self._solvable(target.configuration).lower_ps))
             if np.isfinite(bound):
                 heapq.heappush(self.heap, _Open(bound, here.number, 0))
@@ -194,8 +194,8 @@ class _Search(Generic[C]):
         self._now = _NOTHING
 
     def _solve(self, here: "_Open", target: Target[C], limit: float) -> None:
-        """Without a plan below the window the case's bound is higher, or it has none."""
-        cut = min(here.bound * (1 + _WINDOWS[here.window]), limit)
+        """Without a plan below the limit the configuration's bound is higher, or it has none."""
+        cut = min(here.bound * (1 + _LIMITS[here.tries]), limit)
         self.plans.setdefault(here.number, ())
         found = self._solvable(target.configuration).solve_below(target.time_ps(cut), self._most, self.tick)
         self.plans[here.number] = tuple(Best(target, one, target.score(one.objective_ps)) for one in found)
@@ -203,10 +203,10 @@ class _Search(Generic[C]):
             known = (self.best,) if self.best is not None else ()
             self.best = min((*self.plans[here.number][:1], *known), key=_score)
         elif np.isfinite(cut):
-            heapq.heappush(self.heap, _Open(cut, here.number, min(here.window + 1, len(_WINDOWS) - 1)))
+            heapq.heappush(self.heap, _Open(cut, here.number, min(here.tries + 1, len(_LIMITS) - 1)))
 
     def bounds(self) -> tuple[tuple[float, Target[C]], ...]:
-        """Every case that a plan may fit in, with what is known of its least score, the least first."""
+        """Every configuration that a plan may fit in, with what is known of its least score, the least first."""
         known = {one.number: one.bound for one in self.heap}
         known |= {number: own[0].score for number, own in self.plans.items() if own}
         return tuple((bound, self._targets[number]) for number, bound in sorted(known.items(), key=lambda i: i[::-1]))

@@ -1,6 +1,6 @@
-"""One case as a mixed-integer linear programme, solved by HiGHS: a second opinion on the case's best plan.
+"""One configuration as a mixed-integer linear programme, solved by HiGHS: a second opinion on its best plan.
 
-It shares the numbers of a case with the solver and nothing else: no option is left out, no bound is used. A layer's
+It shares the problem's numbers with the solver and nothing else: no option is left out, no bound is used. A layer's
 choice x[layer, stage, device group, option] is binary. A unit of flow runs through the layouts of neighbouring layers,
 within a stage or into the next one, and carries what redistribution and sends cost; the ends of it are the choices, so
 that whole choices make whole flows. Huangfu and Hall 2018 describe HiGHS.
@@ -23,12 +23,12 @@ __all__ = ["Answer", "highs_version", "solve"]
 Terms = list[tuple[int, float]]
 
 _THOUSAND = 1000.0
-"""Times and memory are told in units that make a case's largest about this, for HiGHS's tolerances are absolute."""
+"""Times and memory are in units that make the largest about this, for HiGHS's tolerances are absolute."""
 _FEASIBILITY = 1e-9
 
 
 class Answer(NamedTuple):
-    """What HiGHS says of a case."""
+    """What HiGHS says of a configuration."""
 
     solution: Solution | None
     """None where it found no plan."""
@@ -88,7 +88,7 @@ class _Where(NamedTuple):
 
 
 class _Programme:
-    """Columns and rows of a case: minimise cost x, low <= A x <= high, 0 <= x."""
+    """Columns and rows of a configuration: minimise cost x, low <= A x <= high, 0 <= x."""
 
     def __init__(self, problem: Problem, below_ps: float) -> None:
         self._problem = problem
@@ -105,9 +105,9 @@ class _Programme:
         self._enters: dict[_Where, Terms] = {}
         self._received: list[Terms] = [[] for _ in problem.in_flight]
         self._given: list[Terms] = [[] for _ in problem.in_flight]
-        self._choices = [self._choices_of(element) for element in range(len(problem.layers))]
-        for element in range(len(problem.layers) - 1):
-            self._join(element)
+        self._choices = [self._choices_of(number) for number in range(len(problem.layers))]
+        for number in range(len(problem.layers) - 1):
+            self._join(number)
         self._limit_groups()
         self._limit_memory()
         self._add_maxima()
@@ -153,35 +153,35 @@ class _Programme:
         self._rows.append([(column, value) for column, value in summed.items() if value])
         self._bounds.append((low, high))
 
-    def _choices_of(self, element: int) -> dict[tuple[_Where, int], int]:
+    def _choices_of(self, number: int) -> dict[tuple[_Where, int], int]:
         """A binary column for each stage, device group and option, of which one is taken; it costs its time."""
         problem, found = self._problem, {}
-        for stage in _stages_of(problem, element):
+        for stage in _stages_of(problem, number):
             for group in problem.allowed[stage]:
-                own = self._options(_Where(stage, group), problem.layers[element])
+                own = self._options(_Where(stage, group), problem.layers[number])
                 for option, time_ps in enumerate(own.time_ps):
                     column = self._column(time_ps, whole=True)
                     found[_Where(stage, group), option] = column
                     self._times[stage].append((column, time_ps))
-                    if element == 0:
+                    if number == 0:
                         self._enters.setdefault(_Where(stage, group), []).append((column, 1.0))
         self._row([(column, 1.0) for column in found.values()], 1.0, 1.0)
         return found
 
-    def _by_layout(self, element: int, side: str) -> dict[tuple[_Where, int], Terms]:
-        """The choices that work in a layout (`takes`) or give one out (`gives`)."""
+    def _by_layout(self, number: int, side: str) -> dict[tuple[_Where, int], Terms]:
+        """The choices that work in a layout (`input_layout`) or give one out (`output_layout`)."""
         found: dict[tuple[_Where, int], Terms] = {}
-        for (where, option), column in self._choices[element].items():
-            own = self._options(where, self._problem.layers[element])
+        for (where, option), column in self._choices[number].items():
+            own = self._options(where, self._problem.layers[number])
             found.setdefault((where, int(getattr(own, side)[option])), []).append((column, 1.0))
         return found
 
-    def _join(self, element: int) -> None:
-        """The flow from an element to the next one: its ends are their choices, it costs what the move costs."""
-        problem, kind = self._problem, self._problem.layers[element]
+    def _join(self, number: int) -> None:
+        """The flow from a layer to the next one: its ends are their choices, it costs what the move costs."""
+        problem, kind = self._problem, self._problem.layers[number]
         output_layout, input_layout = (
-            self._by_layout(element, "output_layout"),
-            self._by_layout(element + 1, "input_layout"),
+            self._by_layout(number, "output_layout"),
+            self._by_layout(number + 1, "input_layout"),
         )
         outward: dict[tuple[_Where, int], Terms] = {key: [] for key in output_layout}
         inward: dict[tuple[_Where, int], Terms] = {key: [] for key in input_layout}
@@ -214,9 +214,9 @@ class _Programme:
             self._row(terms, high=float(most))
 
     def _limit_memory(self) -> None:
-        """What a stage holds in each phase while a microbatch is at an element, for every stage and element.
+        """What a stage holds in each phase while a microbatch is at a layer, for every stage and number.
 
-        Without the element in the stage this is less than what the stage holds at its first or last one.
+        Without the layer in the stage this is less than what the stage holds at its first or last one.
         """
         problem = self._problem
         for stage, count in enumerate(problem.in_flight):
@@ -233,32 +233,32 @@ class _Programme:
                 total = self._column(0.0)
                 static = [(column, (phase.in_flight + 1) * resident) for column, resident in self._received[stage]]
                 static += self._given[stage]
-                for element in inside:
-                    static += self._bytes("state_bytes", stage, element)
-                    static += self._bytes("activation_bytes", stage, element, phase.in_flight - 1)
-                    static += [] if phase.late else self._bytes("late_bytes", stage, element)
+                for number in inside:
+                    static += self._bytes("state_bytes", stage, number)
+                    static += self._bytes("activation_bytes", stage, number, phase.in_flight - 1)
+                    static += [] if phase.late else self._bytes("late_bytes", stage, number)
                 self._row([*static, (total, -1.0)], 0.0, 0.0)
                 for at in inside:
                     terms = [(total, 1.0), (resident[at], 1.0), *self._bytes("workspace_bytes", stage, at), *budget]
                     self._row([*terms, (late[at], 1.0)] if phase.late else terms, high=0.0)
 
-    def _bytes(self, field: str, stage: int, element: int, times: int = 1) -> Terms:
-        """A kind of memory that an element's choices hold in a stage."""
-        kind = self._problem.layers[element]
+    def _bytes(self, field: str, stage: int, number: int, times: int = 1) -> Terms:
+        """A kind of memory that a layer's choices hold in a stage."""
+        kind = self._problem.layers[number]
         return [
             (column, times * getattr(self._options(where, kind), field)[option] / self._byte_unit)
-            for (where, option), column in self._choices[element].items()
+            for (where, option), column in self._choices[number].items()
             if where.stage == stage
         ]
 
-    def _running_sums(self, field: str, stage: int, elements: Iterable[int]) -> dict[int, int]:
-        """Columns of what the elements hold from the first up to each."""
+    def _running_sums(self, field: str, stage: int, layers: Iterable[int]) -> dict[int, int]:
+        """Columns of what the layers hold from the first up to each."""
         found: dict[int, int] = {}
         before: Terms = []
-        for element in elements:
-            found[element] = self._column(0.0)
-            self._row([*before, *self._bytes(field, stage, element), (found[element], -1.0)], 0.0, 0.0)
-            before = [(found[element], 1.0)]
+        for number in layers:
+            found[number] = self._column(0.0)
+            self._row([*before, *self._bytes(field, stage, number), (found[number], -1.0)], 0.0, 0.0)
+            before = [(found[number], 1.0)]
         return found
 
     def _options(self, where: _Where, kind: int) -> Options:
@@ -288,17 +288,17 @@ class _Programme:
                 flows = [(column, -1.0) for pair, column in pairs.items() if pair[side] == number]
                 self._row([*choices, *flows], 0.0, 0.0)
 
-    def _by_class(self, element: int, side: str) -> Mapping[int, Terms]:
+    def _by_class(self, number: int, side: str) -> Mapping[int, Terms]:
         found: dict[int, Terms] = {}
-        for (_, number), choices in self._by_layout(element, side).items():
-            found.setdefault(number, []).extend(choices)
+        for (_, of), choices in self._by_layout(number, side).items():
+            found.setdefault(of, []).extend(choices)
         return found
 
 
-def _stages_of(problem: Problem, element: int) -> range:
-    """The pipeline stages that an element can be in: each has a layer, the first the embedding, the last the head."""
+def _stages_of(problem: Problem, number: int) -> range:
+    """The pipeline stages that a layer can be in: each has a layer, the first the embedding, the last the head."""
     last, total = problem.pp_size - 1, len(problem.layers)
-    low, high = max(0, last - (total - 2 - element)), min(last, element - 1)
-    if element == 0:
+    low, high = max(0, last - (total - 2 - number)), min(last, number - 1)
+    if number == 0:
         return range(1)
-    return range(last, last + 1) if element == total - 1 else range(low, high + 1)
+    return range(last, last + 1) if number == total - 1 else range(low, high + 1)

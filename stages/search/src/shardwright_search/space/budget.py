@@ -32,7 +32,7 @@ class Infeasible(NamedTuple):
 
 
 class Need(NamedTuple):
-    """The least memory that a rank needs in any case, process included: which case, and the stage that needs it."""
+    """The least memory that a rank needs in any configuration, process included: in which, and in which stage."""
 
     memory_bytes: int
     configuration: Configuration
@@ -68,7 +68,7 @@ def budgets_of(request: SearchRequest, cluster: Cluster, file: Path) -> dict[str
 
 
 def min_need(instance: Instance, every: Sequence[Configuration]) -> Need:
-    """The case that lacks the least, over cases with one chunk: several chunks hold no less."""
+    """The configuration that lacks the least, over configurations with one chunk: several chunks hold no less."""
     single = [configuration._replace(num_chunks=1) for configuration in every]
     bounds = sorted(((_least_share(instance, configuration), number) for number, configuration in enumerate(single)))
     best: Need | None = None
@@ -82,12 +82,12 @@ def min_need(instance: Instance, every: Sequence[Configuration]) -> Need:
         if best is None or found.missing_bytes < best.missing_bytes:
             best = found
     if best is None:
-        raise ValueError("no case")
+        raise ValueError("no configuration")
     return best
 
 
 def infeasible(instance: Instance, every: Sequence[Configuration], file: Path) -> Infeasible:
-    """What the case with the smallest need lacks."""
+    """What the configuration with the smallest need lacks."""
     need = min_need(instance, every)
     cluster, request = instance.costs.cluster, instance.request
     node_type = cluster.node_type_of_rank[instance.stage_ranks(need.configuration.pp_size)[need.stage][0]]
@@ -111,7 +111,7 @@ def infeasible(instance: Instance, every: Sequence[Configuration], file: Path) -
 
 
 def _least_share(instance: Instance, configuration: Configuration) -> float:
-    """A lower bound on what a case lacks: the least of every element, evenly over the stages."""
+    """A lower bound on what a configuration lacks: the least of every layer, evenly over the stages."""
     problem = instance.problem(configuration)
     group = problem.device_groups[0]
     least = np.array([(o.state_bytes + o.activation_bytes).min() for o in group.options])

@@ -1,4 +1,4 @@
-"""Which plans are searched: the cases, and the canonical strategies of a layer within a case."""
+"""Which plans are searched: the configurations, and the canonical strategies of a layer within one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,7 +95,7 @@ def _limited(request: SearchRequest, field: str, allowed: object, name: str) -> 
 
 
 def configurations(request: SearchRequest, model: Model, cluster: Cluster, file: Path) -> tuple[Configuration, ...]:
-    """Every case of a narrowed request, in ascending order.
+    """Every configuration of a narrowed request, in ascending order.
 
     Raises BadInput, naming the search file, for a listed number that divides nothing: it would be left out in silence.
     """
@@ -125,7 +125,7 @@ def configurations(request: SearchRequest, model: Model, cluster: Cluster, file:
 
 
 def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: int) -> tuple[Strategy, ...]:
-    """Every way to spread a layer type over the ranks of a pipeline stage, each spelled in one way only.
+    """Every way to shard a layer type over the ranks of a pipeline stage, each spelled in one way only.
 
     Where there is no tensor parallelism there is nothing to split the sequence by and no grid to stride, and where
     there is no data parallelism nothing to shard by. Ulysses shards parameters over all ranks.
