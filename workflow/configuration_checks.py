@@ -14,11 +14,13 @@ import yaml
 
 from configuration_types import DECIDED, Configuration, ModelChoice, Name, Search, Validate, components
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_bytes
 
 __all__ = ["Section", "check_model_keys", "check_references", "converted", "read_preset", "read_yaml", "typed"]
 
 Section = Mapping[str, Any]
 _Type = TypeVar("_Type")
+_MAX_YAML_BYTES = 2**20
 
 _REFERENCES = (
     ("models", "profile", "profiles"),
@@ -34,10 +36,8 @@ _REFERENCES = (
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file whose outermost value is a mapping; raises BadInput with the line."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(path, error.strerror or str(error), "check the path") from None
-    except yaml.YAMLError as error:
+        content = yaml.safe_load(read_bytes(path, _MAX_YAML_BYTES))
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)

@@ -127,6 +127,23 @@ def test_what_the_preset_leaves_out_can_be_set_when_the_family_knows_it():
     assert json.loads(_load(models__demo__attention_bias=True).model_config_json("demo"))["attention_bias"] is True
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: \xff", "not valid YAML"),
+        (b"a: " + b"[" * 5000, "not valid YAML"),
+        (b"- a", "holds no keys"),
+        (b"", "holds no keys"),
+        (b"#" * (2**20 + 1), "larger than 1 MiB"),
+    ],
+)
+def test_a_hostile_preset_is_one_line(tmp_path, content, message):
+    (tmp_path / "preset.yaml").write_bytes(content)
+    with pytest.raises(BadInput, match=message) as error:
+        read_yaml(tmp_path / "preset.yaml")
+    assert "\n" not in str(error.value)
+
+
 def test_keys_of_published_files_can_be_set_where_the_family_reads_them():
     assert json.loads(_load(models__demo__rope_theta=5e5).model_config_json("demo"))["rope_theta"] == 5e5
     with pytest.raises(BadInput, match="rope_theta is no known key"):

@@ -1,6 +1,5 @@
 """What a page or a table about results needs of them: read, matched with one another, and put in words."""
 
-import json
 from collections.abc import Set
 from itertools import groupby
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document
+from shardwright_formats.io.json import read_bytes, read_document
 from shardwright_formats.types.correction import Correction
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement
 from shardwright_formats.types.model_profile import ModelProfile, read_model_profile
@@ -94,7 +93,7 @@ class ProfileOutcome(NamedTuple):
 def read_profile(results: Path, name: str) -> ProfileOutcome:
     """A profile by its file's name, `MODEL@NODE_TYPE`; BadInput where it cannot be read."""
     profile = read_model_profile(results / "profiles" / f"{name}.h5")
-    return ProfileOutcome(name, profile, (results / "pictures" / f"{name}.svg").read_bytes())
+    return ProfileOutcome(name, profile, read_bytes(results / "pictures" / f"{name}.svg"))
 
 
 def read_search(results: Path, name: str, *, selected: bool = False) -> SearchOutcome:
@@ -138,10 +137,10 @@ def read_run(results: Path, name: str) -> RunOutcome:
     result = read_document(folder / "DONE.json", RunResult)
     path = folder / "metrics.jsonl"
     steps = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_bytes(path).splitlines(), start=1):
         try:
-            steps.append(msgspec.convert(json.loads(line), StepMetrics))
-        except (ValueError, msgspec.ValidationError) as error:
+            steps.append(msgspec.json.decode(line, type=StepMetrics))
+        except (msgspec.DecodeError, RecursionError) as error:
             raise BadInput(path, f"line {number} ({error})", f"train {name} again") from None
     if not steps:
         raise BadInput(path, "holds no step", f"train {name} again")
