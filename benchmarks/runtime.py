@@ -29,9 +29,9 @@ from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Strategy
 from shardwright_launch.ranks import launch
-from shardwright_train.engine import build_engine
+from shardwright_train.engine.engine import build_engine
+from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.models.registry import family_named
-from shardwright_train.optimizer.learning_rate import Hyperparameters
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.world import World, joined_world

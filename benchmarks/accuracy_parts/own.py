@@ -30,7 +30,7 @@ from shardwright_formats.types.prediction import Estimate
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, read_profiles
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_train.support import check_supported
+from shardwright_train.models.support import check_supported
 
 __all__ = ["Inputs", "Round", "compared", "prepare", "rounds", "verdict"]
 

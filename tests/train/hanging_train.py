@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from shardwright_launch.ranks import launch
-from shardwright_train import cli, start, worker
+from shardwright_train import cli, commands, worker
 
 HANGING_RANK, HANGING_STEP = 1, 3
 
@@ -19,7 +19,7 @@ def _launch_this(command: Sequence[str], *more: Any, **named: Any) -> None:
 
 def as_command() -> None:
     """The command, whose ranks run this file instead of the worker."""
-    with patch.object(start, "launch", _launch_this):
+    with patch.object(commands, "launch", _launch_this):
         cli.main()
 
 

@@ -19,9 +19,9 @@ from shardwright_formats.io.json import read_document
 from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.types.plan import Plan, Plans
 from shardwright_train.data.objectives import Batch
+from shardwright_train.engine import optimizer
+from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.models.registry import family_named
-from shardwright_train.optimizer import adamw
-from shardwright_train.optimizer.learning_rate import Hyperparameters
 from shardwright_train.parallel import collectives, redistribute
 from shardwright_train.parallel import data as data_parallel
 from shardwright_train.parallel.data import local_tensor
@@ -158,7 +158,7 @@ def _sequence_gradient_scaled() -> AbstractContextManager[object]:
 
 
 def _replicated_squares_counted_twice() -> AbstractContextManager[object]:
-    return patch.object(adamw, "_replicas", lambda _parameter: 1)
+    return patch.object(optimizer, "_replicas", lambda _parameter: 1)
 
 
 def _a_transfer_skipped() -> AbstractContextManager[object]:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from shardwright_launch.ranks import launch
-from shardwright_train import cli, start, worker
+from shardwright_train import cli, commands, worker
 
 POISONED_RANK, POISONED_STEP, POISONED_LAYER = 1, 3, 2
 
@@ -20,13 +20,13 @@ def _launch_this(command: Sequence[str], *more: Any, **named: Any) -> None:
 
 def as_command() -> None:
     """The command, whose ranks run this file instead of the worker."""
-    with patch.object(start, "launch", _launch_this):
+    with patch.object(commands, "launch", _launch_this):
         cli.main()
 
 
 def as_rank() -> None:
     """The worker, in which one rank's share of a layer is no number from its third step on."""
-    from shardwright_train.engine import Engine
+    from shardwright_train.engine.engine import Engine
     from shardwright_train.parallel.data import local_tensor
 
     stock, steps = Engine.forward_backward, 0

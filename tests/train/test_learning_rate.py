@@ -4,8 +4,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+from transformers import get_scheduler
 
-from shardwright_train.optimizer.learning_rate import Hyperparameters, LearningRateSchedule
+from shardwright_train.engine.learning_rate import Hyperparameters, LearningRateSchedule
 
 STEPS, WARMUP_STEPS, PEAK = 20, 4, 2.0
 
@@ -95,3 +97,21 @@ def test_the_hyperparameters_of_a_run_carry_their_schedule() -> None:
         decay_fraction=0.25,
     )
     assert [wsd.learning_rate_at(step) for step in (2, 9, 12)] == pytest.approx([0.5, 1.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stock", "more"),
+    [
+        ("constant", "constant_with_warmup", {}),
+        ("cosine", "cosine_with_min_lr", {"min_lr_rate": 0.2}),
+        ("inverse_sqrt", "inverse_sqrt", {}),
+    ],
+)
+def test_where_transformers_has_the_form_the_rates_are_its_own(schedule: str, stock: str, more: dict[str, Any]) -> None:
+    """Its steps count from 0; linear has no floor there, and wsd no decay of less than a step."""
+    adamw = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    scheduler = get_scheduler(stock, adamw, WARMUP_STEPS, STEPS, scheduler_specific_kwargs=more)
+    for step in range(1, STEPS + 1):
+        adamw.step()
+        scheduler.step()
+        assert rate(step, schedule) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)

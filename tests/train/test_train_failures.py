@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright_formats.io.json import write_document
 from shardwright_launch.heartbeat import RankFiles
-from shardwright_train import cli, start
+from shardwright_train import cli, commands
 from shardwright_train.data.prepare import prepare
 from shardwright_train.parallel.world import joined_world
 
@@ -146,7 +146,7 @@ def test_a_hang_prints_the_stacks_of_all_ranks_and_ends_them(work: Path) -> None
 
 def test_a_measurement_is_watched_as_its_option_says(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
-    monkeypatch.setattr(start, "start_measure", lambda options: asked.append(options.hang_timeout_s))
+    monkeypatch.setattr(commands, "start_measure", lambda options: asked.append(options.hang_timeout_s))
     ended = call(cli.APP, "measure", "plan.json", "--out", "out.json", "--hang-timeout-s", "7.5")
     assert (ended.exit_code, asked) == (0, [7.5])
 

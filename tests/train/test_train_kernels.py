@@ -20,16 +20,16 @@ from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.plan import Attention, Plan, Plans, Precision
 from shardwright_formats.types.strategy import SequenceParallel, Strategy
-from shardwright_train import support
 from shardwright_train.cli import APP
+from shardwright_train.commands import start_measure
 from shardwright_train.models import attention_kernels as kernels
+from shardwright_train.models import support
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
+from shardwright_train.models.support import check_installed, check_supported, without_devices
 from shardwright_train.options import MeasureOptions
 from shardwright_train.parallel.sequence import ULYSSES_ATTENTION, apply_ulysses
 from shardwright_train.parallel.world import World
-from shardwright_train.start import start_measure
-from shardwright_train.support import check_installed, check_supported, without_devices
 
 SDPA, FLASH, EAGER = Attention.SDPA, Attention.FLASH_ATTENTION_2, Attention.EAGER
 BFLOAT16 = Precision(parameters="float32", compute="bfloat16", reduce="float32")

@@ -15,10 +15,10 @@ from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Plan, Precision
 from shardwright_formats.types.run import RunResult
 from shardwright_train.data.prepare import prepare
-from shardwright_train.optimizer.learning_rate import LearningRateSchedule
-from shardwright_train.optimizer.loss_scale import LossScale
+from shardwright_train.engine.learning_rate import LearningRateSchedule
 from shardwright_train.options import RunOptions, encode_job
 from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
+from shardwright_train.training.loss_scale import LossScale
 
 START = 2.0**26
 STEPS, STOP = 18, 13

@@ -12,8 +12,8 @@ from shardwright_formats.types.measurement import Measurement, PassTime, PlanMea
 from shardwright_formats.types.plan import PipelineStage, Plan, Plans, Precision, Schedule
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_search.simulation.simulator import Simulation, StageTimes, simulate
+from shardwright_train.commands import start_measure
 from shardwright_train.options import MeasureOptions
-from shardwright_train.start import start_measure
 
 DeviceGroup = tuple[str, int, int]
 """Of a pass in the pipeline: its kind, microbatch and layer range, counted through all stages and chunks."""

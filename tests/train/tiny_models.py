@@ -17,9 +17,9 @@ from transformers import (
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan
 from shardwright_train.data.objectives import Batch
-from shardwright_train.engine import Engine, build_engine
+from shardwright_train.engine.engine import Engine, build_engine
+from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.models.registry import family_named
-from shardwright_train.optimizer.learning_rate import ANY, Hyperparameters
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.layer import RankContext

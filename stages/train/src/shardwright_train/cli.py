@@ -15,9 +15,9 @@ APP = CommandLine(
     commands={
         "describe": Command(options.DescribeOptions, f"{_COMMANDS}:describe"),
         "prepare": Command(options.PrepareOptions, f"{_COMMANDS}:prepare_text"),
-        "run": Command(options.RunOptions, "shardwright_train.start:start_run"),
+        "run": Command(options.RunOptions, f"{_COMMANDS}:start_run"),
         "check": Command(options.CheckOptions, f"{_COMMANDS}:check"),
-        "measure": Command(options.MeasureOptions, "shardwright_train.start:start_measure"),
+        "measure": Command(options.MeasureOptions, f"{_COMMANDS}:start_measure"),
     },
 )
 

@@ -1,14 +1,39 @@
-"""The commands that start no ranks: describe a model, prepare text, check a plan."""
+"""What the commands do in this process: describe, prepare, check; start ranks and put their results together."""
 
+import os
 import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
 
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.plan import Plan
+import msgspec
+
+from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.io.json import Document, read_any_document, read_document, write_document
+from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.types.plan import Attention, Plan, Plans
+from shardwright_formats.types.prediction import Prediction
+from shardwright_launch.accelerator import check_accelerator, device_type_of
+from shardwright_launch.journal import journal_path
+from shardwright_launch.lock import only_run
+from shardwright_launch.nodes import Nodes
+from shardwright_launch.ranks import launch
 from shardwright_train.models.describe import describe_folder
-from shardwright_train.options import CheckOptions, DescribeOptions, PrepareOptions
-from shardwright_train.support import check_supported, without_devices
+from shardwright_train.models.support import check_installed, check_supported, without_devices
+from shardwright_train.options import (
+    CheckOptions,
+    DescribeOptions,
+    MeasureJob,
+    MeasureOptions,
+    PrepareOptions,
+    RunOptions,
+    encode_job,
+)
+from shardwright_train.training.checkpoint_names import folder_of_plan
 
-__all__ = ["check", "describe", "prepare_text"]
+__all__ = ["check", "describe", "prepare_text", "start_measure", "start_run"]
+
 
 # Each imports what only it needs when it runs: several may run in one process.
 
@@ -44,3 +69,103 @@ def check(options: CheckOptions) -> None:
     checks = check_roles(runnable, family, attention, progress)
     print_checks(plan, checks, Console())
     raise_if_too_large(plan, checks)
+
+
+def start_run(options: RunOptions) -> None:
+    """Train on this node's share of the ranks."""
+    nodes = options.nodes(os.environ)
+    plan = read_document(options.plan, Plan)
+    _check(plan, options.plan, nodes)
+    if not options.data.is_dir():
+        raise BadInput(
+            options.data, "is no folder", "name one that `prepare` wrote, or one of images.npy and labels.npy"
+        )
+    _check_folder(options.out)
+    _check_folder(options.checkpoints)
+    with only_run(folder_of_plan(options.checkpoints, plan.sha256) / "LOCK", nodes):
+        _start(options, plan, nodes)
+
+
+def start_measure(options: MeasureOptions) -> None:
+    """Measure every plan of the files, in one launch per world size, and write one measurement.
+
+    What is finished is kept in a journal beside it until it is whole: started again after an end, only the rest is
+    measured. Each rank writes its traces into the folder `trace`, if there is one.
+    """
+    nodes, out = options.nodes(os.environ), options.out
+    journal = journal_path(out).absolute()
+    plans = [(file, plan) for file in options.plans for plan in _plans_of(file)]
+    for file, plan in plans:
+        _check(plan, file, nodes)
+    if options.trace is not None:
+        _check_folder(options.trace)
+    results: dict[str, Measurement] = {}
+    with only_run(out.with_name(f"{out.name}.lock"), nodes), tempfile.TemporaryDirectory() as scratch:
+        sized = sorted((plan for _, plan in plans), key=lambda plan: plan.world_size)
+        for size, group in groupby(sized, key=lambda plan: plan.world_size):
+            batch = tuple(group)
+            together, result = Path(scratch) / f"plans{size}.json", Path(scratch) / f"result{size}.json"
+            write_document(together, Plans(plans=batch))
+            fields = msgspec.structs.asdict(options) | {"plans": (together,), "out": result}
+            _start(MeasureJob(**fields, journal=journal), batch[0], nodes)
+            if nodes.rank == 0:
+                measurement = read_document(result, Measurement)
+                results |= {m.plan.sha256: measurement for m in measurement.plans}
+        if nodes.rank == 0:
+            write_document(out, _in_order([plan for _, plan in plans], results))
+            journal.unlink(missing_ok=True)
+
+
+def _in_order(plans: Sequence[Plan], results: dict[str, Measurement]) -> Measurement:
+    found = [next(m for m in results[plan.sha256].plans if m.plan.sha256 == plan.sha256) for plan in plans]
+    taken = {results[plan.sha256].attention for plan in plans if plan.attention is Attention.AUTO}
+    if len(taken) > 1:
+        raise RunFailed(f"auto took {' and '.join(sorted(taken))}: measure in two commands, or name one in the plans")
+    first = results[plans[0].sha256]
+    return Measurement(
+        device=first.device,
+        backend=first.backend,
+        date=max(results[plan.sha256].date for plan in plans),
+        versions=first.versions,
+        attention=taken.pop() if taken else first.attention,
+        plans=tuple(found),
+    )
+
+
+def _plans_of(file: Path) -> tuple[Plan, ...]:
+    document: Document = read_any_document(file, Plan, Plans, Prediction)
+    match document:
+        case Plan():
+            return (document,)
+        case Plans():
+            return document.plans
+        case Prediction():
+            return tuple(runner_up.plan for runner_up in document.runners_up)
+    raise AssertionError(type(document))
+
+
+def _check(plan: Plan, file: object, nodes: Nodes) -> None:
+    """BadInput where these nodes cannot run a plan, before anything is started."""
+    check_supported(plan, file)
+    count = plan.cluster.node_of_rank[-1] + 1
+    if nodes.count != count:
+        raise BadInput(file, f"the plan is for {count} nodes, --nnodes is {nodes.count}", "start it on all of them")
+    device_type_of(plan.cluster, file)
+    check_installed(plan, file)
+    check_accelerator(plan.cluster, nodes.rank, file)
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(folder, "is no folder", "name another")
+
+
+def _start(job: RunOptions | MeasureJob, plan: Plan, nodes: Nodes) -> None:
+    on_node = [rank for rank, node in enumerate(plan.cluster.node_of_rank) if node == nodes.rank]
+    with tempfile.TemporaryDirectory() as scratch:
+        job_file = Path(scratch) / "job.json"
+        job_file.write_bytes(encode_job(job))
+        device_type = device_type_of(plan.cluster, job_file)
+        command = [sys.executable, "-m", "shardwright_train.worker", str(job_file), device_type]
+        ranks = range(on_node[0], on_node[-1] + 1)
+        launch(command, ranks, plan.world_size, nodes, hang_timeout_s=job.hang_timeout_s)

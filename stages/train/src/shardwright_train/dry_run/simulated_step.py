@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.plan import Plan
-from shardwright_train.engine import build_engine
+from shardwright_train.engine.engine import build_engine
 from shardwright_train.models.base import Family
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups

@@ -16,7 +16,7 @@ from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement, RankMemory, Segment
 from shardwright_formats.types.plan import Attention, Plan, Plans
-from shardwright_train.engine import Engine, build_engine
+from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.measurement.journal import open_journal
 from shardwright_train.measurement.memory import record_memory, segments_of_memory
 from shardwright_train.measurement.timing import StepTiming, clock_for, timing_of_step

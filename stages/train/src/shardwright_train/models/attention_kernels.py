@@ -11,9 +11,9 @@ from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Attention, Plan
 from shardwright_train.models.base import Family
 from shardwright_train.models.registry import family_named
+from shardwright_train.models.support import flash_attn_is_installed, flash_obstacle
 from shardwright_train.parallel.fused import fusible
 from shardwright_train.parallel.world import World
-from shardwright_train.support import flash_attn_is_installed, flash_obstacle
 
 __all__ = ["check_kernels", "settle_attention"]
 

@@ -21,12 +21,11 @@ from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.run import RunResult, StepMetrics
 from shardwright_train.data.objectives import Batches
-from shardwright_train.engine import Engine, build_engine
+from shardwright_train.engine.engine import Engine, build_engine
+from shardwright_train.engine.learning_rate import Hyperparameters
+from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
-from shardwright_train.optimizer.adamw import StepOutcome
-from shardwright_train.optimizer.learning_rate import Hyperparameters
-from shardwright_train.optimizer.loss_scale import LossScale
 from shardwright_train.options import RunOptions
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, peak_resident_bytes
@@ -34,6 +33,7 @@ from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.training.checkpoint import Progress, load, read_progress, save
 from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
+from shardwright_train.training.loss_scale import LossScale
 from shardwright_train.training.nonfinite import first_nonfinite
 from shardwright_train.training.peaks import peak_flops_per_s
 

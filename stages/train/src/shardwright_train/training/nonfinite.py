@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_train.engine import Engine
+from shardwright_train.engine.engine import Engine
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.pipeline.runner import Step
 

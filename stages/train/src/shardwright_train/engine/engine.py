@@ -5,8 +5,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from shardwright_train.optimizer.adamw import ShardedAdamW, StepOutcome
-from shardwright_train.optimizer.learning_rate import ANY, Hyperparameters
+from shardwright_train.engine.learning_rate import ANY, Hyperparameters
+from shardwright_train.engine.optimizer import ShardedAdamW, StepOutcome
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.p2p import Pipeline
 from shardwright_train.pipeline.runner import Step, StepHook, no_hook, run_step

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwright_train.optimizer.learning_rate import Hyperparameters
+from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.parallel.data import local_tensor, placed_as
 
 __all__ = ["ShardedAdamW", "StepOutcome"]
