@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import product
 from statistics import median
-
-import numpy as np
 
 from results import Comparison, plan_text, ratio_text
 from shardwright_formats.display.units import bytes_text, seconds_text
@@ -73,18 +72,15 @@ def correction_table(correction: Correction) -> str:
 
 def fits_table(profile: ModelProfile) -> str:
     """Relative errors of the curves through a profile's points; medians over the curves."""
-    fits, rows = profile.fits, []
-    for mode, words in _MODES.items():
-        for quantity, of in _QUANTITIES.items():
-            chosen = (fits["mode"] == mode.encode()) & (fits["quantity"] == quantity.encode())
-            if not chosen.any():
-                continue
-            left_out = fits["left_out_error"][chosen & (fits["left_out_points"] > 0)]
+    rows = []
+    for (mode, words), (quantity, of) in product(_MODES.items(), _QUANTITIES.items()):
+        if fits := [fit for fit in profile.fits.rows if (fit.mode, fit.quantity) == (mode, quantity)]:
+            left_out = [fit.left_out_error for fit in fits if fit.left_out_points]
             numbers = (
-                str(int(chosen.sum())),
-                f"{float(np.median(fits['typical_residual'][chosen])):.1%}",
-                f"{float(fits['worst_residual'][chosen].max()):.1%}",
-                f"{float(np.median(left_out)):.1%}" if len(left_out) else "–",
+                str(len(fits)),
+                f"{median(fit.typical_residual for fit in fits):.1%}",
+                f"{max(fit.worst_residual for fit in fits):.1%}",
+                f"{median(left_out):.1%}" if left_out else "–",
             )
             rows.append(((of, words), numbers, False))
     return _table(("", "curve"), ("curves", "typical residual", "worst", "left out and predicted"), rows)
