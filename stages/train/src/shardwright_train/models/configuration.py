@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from shardwright_train.models.stock import refusals
@@ -52,17 +53,21 @@ _EVERYWHERE = {
 
 def parse(config_class: Any, config: Mapping[str, Any], family: str, own_keys: Iterable[str]) -> Any:
     """The transformers configuration of a config.json; raises ValueError for a key that nobody would heed."""
-    default = config_class()
-    known = {*default.to_dict(), *config_class.attribute_map, *_NO_MEANING, *_EVERYWHERE, *own_keys}
-    if hasattr(default, "rope_parameters"):
-        known |= {"rope_theta", "rope_scaling"}
-    if unknown := sorted(set(config) - known):
+    if unknown := sorted(set(config) - _keys_of(config_class) - set(own_keys)):
         raise ValueError(f"unknown key {unknown[0]!r} for a {family} model")
     for key, value in config.items():
         if isinstance(value, int) and abs(value) > _MAX_LENGTH:
             raise ValueError(f"{key} {value} is over {_MAX_LENGTH}")
     with refusals():
         return config_class(**{key: value for key, value in config.items() if key not in _NO_MEANING})
+
+
+@cache
+def _keys_of(config_class: Any) -> frozenset[str]:
+    """The keys of a config.json that a class heeds, or that have no meaning here."""
+    default = config_class()
+    rotary = ("rope_theta", "rope_scaling") if hasattr(default, "rope_parameters") else ()
+    return frozenset({*default.to_dict(), *config_class.attribute_map, *_NO_MEANING, *_EVERYWHERE, *rotary})
 
 
 def check_only(config: Mapping[str, Any], only: Mapping[str, Only]) -> None:
