@@ -21,7 +21,6 @@ from shardwright_launch.heartbeat import RankFiles
 
 __all__ = ["run_worker"]
 
-_PRELOADED = ["pytest", "parity_worker", "fused_worker", "loss_scale_worker"]
 _END_S = 5.0
 """What the others have to end when a rank has failed."""
 
@@ -60,7 +59,7 @@ def _start_server() -> None:
         "PYTHONWARNINGS": "ignore::FutureWarning:torch.distributed.c10d_logger",
         "OMP_NUM_THREADS": "1",
     }
-    forkserver.set_forkserver_preload(_PRELOADED)
+    forkserver.set_forkserver_preload(["imported_for_ranks"])
     forkserver.ensure_running()
     for name, value in kept.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright_launch.heartbeat import START_UP_S, end_quietly, start_rank
+from shardwright_train.imports import without_collection
 from shardwright_train.options import MeasureJob, RunOptions, decode_job
 
 if TYPE_CHECKING:
@@ -20,11 +21,12 @@ def main(job_file: str, device_type: str) -> None:
     start_rank()
     # The profiler that records memory greets and takes leave on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    from shardwright_train.parallel.world import joined_world
-
     job = decode_job(Path(job_file).read_bytes())
     # Before the ranks meet, for it takes seconds: then the time that their first step is allowed begins for all.
-    work = _work_of(job)
+    with without_collection():
+        from shardwright_train.parallel.world import joined_world
+
+        work = _work_of(job)
     # A process group that spoke before the launcher's hang timeout would end ranks before they showed their stacks.
     with end_quietly(), joined_world(device_type, timeout_s=2 * max(START_UP_S, job.hang_timeout_s)) as world:
         work(world)

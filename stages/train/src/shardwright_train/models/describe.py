@@ -1,14 +1,12 @@
 """A published config.json into a model description; what that needs is imported when it is asked for."""
 
-import gc
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_object
 from shardwright_formats.types.model import Model
+from shardwright_train.imports import without_collection
 
 __all__ = ["describe_folder"]
 
@@ -25,7 +23,7 @@ def describe_folder(folder: Path, name: str, sequence_length: int) -> Model:
         raise BadInput(file, "no configuration with a model_type", "pass a folder with the config.json of a model")
     # One line says what is wrong.
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    with _without_collection():
+    with without_collection():
         from shardwright_train.models.registry import family_named
 
         known = family_named(family, file)
@@ -33,16 +31,3 @@ def describe_folder(folder: Path, name: str, sequence_length: int) -> Model:
         return known.describe(family, config, name, sequence_length)
     except ValueError as error:
         raise BadInput(file, str(error), "correct the configuration") from None
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Imports make many objects and no garbage: to look for some among them takes a third of their time."""
-    collected = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if collected:
-            gc.enable()

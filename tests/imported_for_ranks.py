@@ -1,0 +1,9 @@
+"""What the process that ranks are forked from imports (forked_ranks.py), without collecting garbage."""
+
+from shardwright_train.imports import without_collection
+
+with without_collection():
+    import fused_worker  # noqa: F401
+    import loss_scale_worker  # noqa: F401
+    import parity_worker  # noqa: F401
+    import pytest  # noqa: F401
