@@ -158,3 +158,16 @@ def test_a_file_that_is_not_utf_8_is_named(text: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"latin\.txt: not UTF-8 .* at byte 2"):
         prepare(str(text), "*.txt", 300, 1.0, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_word_that_would_take_minutes_to_learn_is_named(text: Path, tmp_path: Path) -> None:
+    (text / "a" / "long.txt").write_text("short words first " + 100_001 * "a" + " and last")
+    with pytest.raises(BadInput, match=r"long\.txt: a word of 100001 characters from number 18 on, over 100000"):
+        prepare(str(text), "*.txt", 300, 1.0, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_long_line_of_short_words_is_text(text: Path, tmp_path: Path) -> None:
+    (text / "a" / "long.txt").write_text(30_000 * "1a_,")
+    prepare(str(text), "*.txt", 300, 1.0, tmp_path / "out")
+    assert DataFolder(tmp_path / "out").read_description().documents == len(IN_ORDER) + 1

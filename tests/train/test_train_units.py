@@ -1,11 +1,13 @@
 """Small parts: utilization, refusals, descriptions."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from command_calls import call
 from tiny_models import CONFIGS, stock_model, tiny
 
@@ -42,6 +44,22 @@ def test_the_description_has_every_parameter_of_the_stock_model(name: str) -> No
     aliases = {second for _, second in model.tied}
     assert {name: size for name, size in described.items() if name not in aliases} == stock
     assert model.parameter_count == sum(stock.values())
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_every_parameter_is_given_an_initial_value_and_every_norm_its_neutral_one(name: str) -> None:
+    model, family = tiny(name), family_named(name, "test")
+    for layer in ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head"):
+        built = family.build(model, layer, "sdpa")
+        with torch.no_grad():
+            for parameter in built.parameters():
+                parameter.fill_(math.nan)
+        family.initialize(model, built)
+        for local, parameter in built.named_parameters():
+            assert parameter.isfinite().all(), (layer, local)
+            # Matrices and tables are drawn, the rest begins with 1 or 0.
+            alike = parameter.dim() == 1
+            assert (parameter.unique().numel() == 1) == alike, (layer, local)
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,18 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from shardwright_formats.io.errors import BadInput, RunFailed
-from shardwright_train.data.images import ImageForm, open_images
+from shardwright_train.data.images import ImageForm, Images, open_images
 from shardwright_train.data.sampling import Samples, open_samples
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.vocab import IGNORED
 
-__all__ = ["Batch", "Batches", "Causal", "Classification", "Masked", "Objective", "Prefix", "Text", "image_size"]
+__all__ = ["Batch", "Batches", "Causal", "Classification", "Masked", "Prefix", "Text", "TextBatches"]
 
 Batch = dict[str, Tensor]
 """Inputs and `labels` of some samples, which are the first dim of each; labels that are IGNORED do not count."""
@@ -24,53 +24,23 @@ Batch = dict[str, Tensor]
 _CHOSEN, _MASKED, _RANDOM = 0.15, 0.8, 0.1
 
 
-class Batches(Protocol):
-    """The global batches of a run: a function of data, seed and step alone, whatever the plan."""
-
-    @property
-    def sha256(self) -> str:
-        """Identity of the data."""
-
-    def batch(self, step: int, samples: int) -> Batch:
-        """The batch of a step, counted from 1; the same on every rank."""
-
-
-class Objective(Protocol):
-    """What the samples of a model are."""
-
-    @classmethod
-    def of(cls, config: Any, sequence_length: int) -> Self:
-        """That of a configuration; raises ValueError saying what is missing or wrong in it."""
-
-    @property
-    def labels(self) -> int:
-        """Positions of a sample that the head computes a loss for."""
-
-    def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """Some random samples."""
-
-    def open(self, folder: Path, seed: int) -> Batches:
-        """Open a folder of prepared text or of images.
-
-        Raises BadInput when a file is damaged, holds less than one sample, or does not fit the model.
-        """
-
-
 @dataclass(frozen=True)
 class Text:
     """A text cut into samples."""
 
+    no_inputs: ClassVar[int] = 0
+    """Positions of a sample that stand for nothing in it."""
     vocab_size: int
     sequence_length: int
 
     @classmethod
     def of(cls, config: Any, sequence_length: int) -> Self:
-        """As many tokens as the configuration says."""
+        """That of a configuration; raises ValueError saying what is missing or wrong in it."""
         return cls(config.vocab_size, sequence_length)
 
     @property
     def labels(self) -> int:
-        """All positions."""
+        """Positions of a sample that the head computes a loss for."""
         return self.sequence_length
 
     @property
@@ -88,7 +58,10 @@ class Text:
         return self.batch(torch.randint(0, self.vocab_size, shape, generator=generator), generator)
 
     def open(self, folder: Path, seed: int) -> "TextBatches":
-        """Open a folder of prepared text."""
+        """Open a folder of prepared text.
+
+        Raises BadInput when a file is damaged, holds less than one sample, or does not fit the model.
+        """
         samples = open_samples(folder, self.stream_tokens, seed)
         samples.check_vocabulary(self.vocab_size)
         return TextBatches(samples, self)
@@ -96,7 +69,7 @@ class Text:
 
 @dataclass(frozen=True)
 class TextBatches:
-    """Batches of a text."""
+    """The global batches of a run on a text: a function of data, seed and step alone, whatever the plan."""
 
     samples: Samples
     objective: Text
@@ -219,14 +192,22 @@ class Masked(Text):
 class Classification:
     """One class for each image."""
 
+    no_inputs: ClassVar[int] = 1
+    """The position that the class is told from."""
     form: ImageForm
 
     @classmethod
     def of(cls, config: Any, sequence_length: int) -> Self:
-        """Images and classes as the configuration says."""
+        """Images and classes as the configuration says; the patches settle the sequence length."""
         if config.num_labels < 1:
             raise ValueError("there are no classes: give num_labels or id2label")
-        return cls(ImageForm(config.num_channels, *image_size(config.image_size), config.num_labels))
+        height, width = _pair(config.image_size)
+        patch_height, patch_width = _pair(config.patch_size)
+        positions = (height // patch_height) * (width // patch_width) + cls.no_inputs
+        if sequence_length != positions:
+            what = f"sequence length {sequence_length} is not that of the patches and the class"
+            raise ValueError(f"{what}: {positions}")
+        return cls(ImageForm(config.num_channels, height, width, config.num_labels))
 
     @property
     def labels(self) -> int:
@@ -240,12 +221,16 @@ class Classification:
         labels = torch.randint(0, form.classes, (samples, 1), generator=generator)
         return {"pixel_values": 2 * pixels - 1, "labels": labels}
 
-    def open(self, folder: Path, seed: int) -> Batches:
+    def open(self, folder: Path, seed: int) -> Images:
         """Open a folder of images."""
         return open_images(folder, self.form, seed)
 
 
-def image_size(size: int | Iterable[int]) -> tuple[int, int]:
+def _pair(size: int | Iterable[int]) -> tuple[int, int]:
     """Height and width, of which one number gives both."""
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
+
+
+Batches = TextBatches | Images
+"""The global batches of a run."""

@@ -1,5 +1,6 @@
 """Text into tokens: trains a byte-level BPE on files and writes them as a token file."""
 
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,9 @@ _PYTHON_STDLIB = "python-stdlib"
 _NOT_STDLIB = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests"})
 _LEAST_VOCABULARY = 257  # every byte and the end of text
 _MIB = 1 << 20
+_MAX_WORD = 100_000
+"""The most characters in a row of one kind: learning tokens takes time with the square of them, here seconds."""
+_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # as ByteLevel tells them apart
 
 
 class _TextFile(NamedTuple):
@@ -108,11 +112,15 @@ def _texts(files: Sequence[_TextFile]) -> Iterator[str]:
         with path.open("rb") as file:
             content = file.read(text_bytes)
         try:
-            yield content.decode()
+            text = content.decode()
         except UnicodeDecodeError as error:
-            raise BadInput(
-                path, f"not UTF-8 ({error.reason} at byte {error.start})", "convert it, or narrow --glob"
-            ) from None
+            what = f"not UTF-8 ({error.reason} at byte {error.start})"
+            raise BadInput(path, what, "convert it, or narrow --glob") from None
+        longest = max(_WORD.finditer(text), key=lambda word: word.end() - word.start(), default=None)
+        if longest is not None and longest.end() - longest.start() > _MAX_WORD:
+            what = f"a word of {longest.end() - longest.start()} characters from number {longest.start()} on"
+            raise BadInput(path, f"{what}, over {_MAX_WORD}", "break it up, or narrow --glob")
+        yield text
 
 
 def _trained(files: Sequence[_TextFile], vocab_size: int) -> Tokenizer:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwright_formats.types.model import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_formats.types.plan import Attention
-from shardwright_train.data.objectives import Batch, Causal, Objective
+from shardwright_train.data.objectives import Batch, Causal, Classification, Text
 from shardwright_train.models.configuration import Only, check_only, check_sizes, described_keys, parse
 from shardwright_train.models.masks import Mask, mask_for
 from shardwright_train.models.stock import Pieces, skeleton
@@ -51,8 +51,8 @@ class Family:
     """The same of Ulysses."""
     counted_per_rank: tuple[str, ...] = ()
     """Attributes of stock modules that count heads or features, of which each rank has its share."""
-    shared: tuple[str, ...] = ()
-    """Ends of names of parameters that all layers of a type hold replicas of."""
+    shared: Mapping[str, str] = {}
+    """Parameters of blocks that all layers of a type hold replicas of, and where the stock model has them."""
     only: Mapping[str, Only] = {}
     """Keys of the configuration of which but one value can be trained."""
     own_keys: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Family:
     """What its attention leaves out."""
     rotary: str | None = None
     """The module that makes rotary cosines and sines."""
-    objective: type[Objective] = Causal
+    objective: type[Text | Classification] = Causal
     """What it learns."""
     kernels: tuple[Attention, ...] = (Attention.SDPA, Attention.FLASH_ATTENTION_2, Attention.EAGER)
     """The attention kernels that its blocks can use; flash_attention_2 adds nothing to the scores."""
@@ -75,9 +75,6 @@ class Family:
 
     # What families say beside that.
 
-    def check(self, config: Any, sequence_length: int) -> None:
-        """Raise ValueError saying what in a configuration cannot be trained, beyond `only`."""
-
     def embed(self, pieces: Pieces, batch: Batch) -> States:
         """What the embedding makes of a batch, at this rank's positions."""
         table: Any = pieces.get_submodule(self.embedding[0])
@@ -87,11 +84,6 @@ class Family:
         """What the matrix of the head is applied to, at this rank's positions."""
         normed: Tensor = pieces.get_submodule(self.head[0])(states[0])
         return normed
-
-    def logits(self, pieces: Pieces, inputs: Tensor) -> Tensor:
-        """This rank's share of the classes, for inputs at all positions."""
-        logits: Tensor = pieces.get_submodule(self.head[-1])(inputs)
-        return logits
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
         """The block of a type with number `index` among those of its type."""
@@ -118,17 +110,9 @@ class Family:
         """The kinds of recomputation whose end is not a region's sum: a dropout or norm behind it keeps something."""
         return ()
 
-    def computed_positions(self, kind: str, sequence_length: int) -> int:
-        """Positions that the matrices of a layer are applied to."""
-        return sequence_length
-
     def configured(self, config: Mapping[str, Any]) -> Any:
         """The transformers configuration of a config.json."""
         return parse(self.stock.config_class, config, self.name, self.own_keys)
-
-    def hugging_face_name(self, model: Model, layer: str, parameter: str) -> str:
-        """The name in the stock model of what a parameter is, or is a replica of."""
-        return self.full_name(model, layer, parameter)
 
     # What is the same for all.
 
@@ -140,7 +124,6 @@ class Family:
         parsed = self.configured(config)
         check_only(config, self.only)
         check_sizes(parsed, self._counts, sequence_length)
-        self.check(parsed, sequence_length)
         layers = tuple(kind for kind, parts in self.parts.items() for _ in range(getattr(parsed, parts.counted_by)))
         stock = skeleton(self.stock, parsed)
         kinds = (EMBEDDING, *dict.fromkeys(layers), HEAD)
@@ -158,7 +141,7 @@ class Family:
         """The highest dropout rate of a configuration."""
         return max((getattr(config, key) or 0.0 for key in self.dropouts), default=0.0)
 
-    def learns(self, model: Model) -> Objective:
+    def learns(self, model: Model) -> Text | Classification:
         """What the samples of a described model are."""
         return self.objective.of(self.configuration(model), model.sequence_length)
 
@@ -205,6 +188,12 @@ class Family:
         described = self.described_name(kind, parameter)
         return f"{self.parts[kind].path}.{index}.{described}" if kind in self.parts else described
 
+    def hugging_face_name(self, model: Model, layer: str, parameter: str) -> str:
+        """The name in the stock model of what a parameter is, or is a replica of."""
+        kind, _ = _place(model, layer)
+        shared = self.shared.get(parameter) if kind in self.parts else None
+        return self.full_name(model, layer, parameter) if shared is None else shared.format(kind=kind)
+
     def described_name(self, kind: str, parameter: str) -> str:
         """What the model description calls a parameter of a layer: what transformers stores it as."""
         return self._stored.get(parameter, parameter)
@@ -237,7 +226,9 @@ class Family:
     def _loss(self, pieces: Pieces, states: States, batch: Batch) -> Tensor:
         """The sum of cross entropy over the group's samples; of this rank's own positions under Ulysses."""
         matrix: Any = pieces.get_submodule(self.head[-1])
-        logits = self.logits(pieces, pieces.tensor_parallel.enter(self.normed(pieces, states)))
+        inputs = pieces.tensor_parallel.enter(self.normed(pieces, states))
+        # A class is told from the first position.
+        logits = matrix(inputs[:, : batch["labels"].shape[1]])
         return loss_of_logits(logits, batch["labels"], matrix.out_features, pieces.tensor_parallel)
 
     def _described(self, stock: Any, kind: str, sequence_length: int) -> LayerType:
@@ -249,29 +240,24 @@ class Family:
                 shape=cut.shape,
                 tp_dim=cut.tp_dim,
                 inside=cut.inside,
-                shared=inside and cut.name.endswith(self.shared),
+                shared=inside and cut.name in self.shared,
             )
             for cut in cuts(module, self.rules)
         )
         objective = self.objective.of(config, sequence_length)
+        boundary = partial(BoundaryTensor, sequence_length=sequence_length, features=config.hidden_size)
         attention = sequence_length * len(self.keys(kind)) if inside else 0
+        positions = {EMBEDDING: sequence_length - objective.no_inputs, HEAD: objective.labels}
         return LayerType(
             parameters=parameters,
-            forward_flops_per_sample=_forward_flops(module, config, attention)
-            * (objective.labels if kind == HEAD else self.computed_positions(kind, sequence_length)),
+            forward_flops_per_sample=_forward_flops(module, config, attention) * positions.get(kind, sequence_length),
             tp_must_divide=_lengths(config, self.divided if inside else (), self.undivided.get(kind)),
             ulysses_must_divide=_lengths(
                 config, self.divided[:1] if inside else (), self.undivided_by_ulysses.get(kind)
             ),
-            outputs=() if kind == HEAD else self._outputs(config, sequence_length),
+            outputs=() if kind == HEAD else tuple(boundary(name=name) for name in self.states),
             regions=self._regions(kind, config, any(p.tp_dim is not None for p in parameters)),
             labels=objective.labels if kind == HEAD else 0,
-        )
-
-    def _outputs(self, config: Any, sequence_length: int) -> tuple[BoundaryTensor, ...]:
-        return tuple(
-            BoundaryTensor(name=name, sequence_length=sequence_length, features=config.hidden_size)
-            for name in self.states
         )
 
     def _regions(self, kind: str, config: Any, is_cut: bool) -> tuple[Region, ...]:

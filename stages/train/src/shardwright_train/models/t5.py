@@ -1,15 +1,14 @@
 """T5 (Raffel et al. 2020): an encoder, and a decoder whose blocks also attend to what the encoder made."""
 
+import copy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers.models.t5.modeling_t5 import T5Attention, T5Block, T5LayerNorm
 
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Attention
-from shardwright_train.data.objectives import Prefix
-from shardwright_train.models.base import Batch, Family, States
+from shardwright_train.data.objectives import Batch, Prefix
+from shardwright_train.models.base import Family, States
 from shardwright_train.models.masks import causal_mask
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts
@@ -18,28 +17,9 @@ from shardwright_train.parallel.vocab import token_embedding
 
 __all__ = ["T5"]
 
-_ENCODER, _DECODER = "encoder", "decoder"
-_STATES = {_ENCODER: "encoder_states", _DECODER: "decoder_states"}
-_BIAS, _NORM = "relative_attention_bias.weight", "final_layer_norm.weight"
-
-
-class _Block(T5Block):  # type: ignore[no-untyped-call]
-    """A stock block with replicas of what the stock model has once in a stack.
-
-    They are the position bias of the first block and, in the encoder, the norm behind the last, which alone applies it.
-    """
-
-    def __init__(self, config: Any, index: int) -> None:
-        super().__init__(config, has_relative_attention_bias=True, layer_idx=index)
-        self.last = not config.is_decoder and index == config.num_layers - 1
-        if not config.is_decoder:
-            self.final_layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)  # type: ignore[no-untyped-call]
-            self.dropout = nn.Dropout(config.dropout_rate)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The states alone."""
-        states, *_ = super().forward(*args, **kwargs)
-        return self.dropout(self.final_layer_norm(states)) if self.last else states
+_ATTENTION = "layer.0.SelfAttention"
+_BOTH = (_ATTENTION, "layer.1.EncDecAttention")
+_BIAS = f"{_ATTENTION}.relative_attention_bias.weight"
 
 
 class T5(Family):
@@ -48,27 +28,16 @@ class T5(Family):
     embedding = ("shared", "encoder.dropout")
     head = ("decoder.final_layer_norm", "decoder.dropout", "lm_head")
     parts = {
-        _ENCODER: Parts(
-            "encoder.block",
-            attention=("layer.0.SelfAttention",),
-            mlp=("layer.1.DenseReluDense",),
-            counted_by="num_layers",
-        ),
-        _DECODER: Parts(
-            "decoder.block",
-            attention=("layer.0.SelfAttention", "layer.1.EncDecAttention"),
-            mlp=("layer.2.DenseReluDense",),
-            counted_by="num_decoder_layers",
-        ),
+        "encoder": Parts("encoder.block", (_ATTENTION,), ("layer.1.DenseReluDense",), counted_by="num_layers"),
+        "decoder": Parts("decoder.block", _BOTH, ("layer.2.DenseReluDense",), counted_by="num_decoder_layers"),
     }
     plan = {
-        "shared": "embedding_rowwise",
         **dict.fromkeys(("q", "k", "v", "wi", "wi_0", "wi_1", "relative_attention_bias"), "colwise"),
         **dict.fromkeys(("o", "wo"), "rowwise"),
-        "lm_head": "colwise_gather_output",
+        **{"shared": "embedding_rowwise", "lm_head": "colwise_gather_output"},
     }
-    states = (*_STATES.values(),)
-    shared = (_BIAS, _NORM)
+    states = ("encoder_states", "decoder_states")
+    shared = {_BIAS: f"{{kind}}.block.0.{_BIAS}", "final_layer_norm.weight": "{kind}.final_layer_norm.weight"}
     objective = Prefix
     counted_per_rank = ("n_heads",)
     divided = ("num_heads", "d_ff")
@@ -77,47 +46,56 @@ class T5(Family):
     kernels = (Attention.SDPA, Attention.EAGER)
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """A block with the replicas."""
-        with torch.device("meta"):
-            return _Block(stock.get_submodule(kind).config, index)
+        """A stock block with replicas of what the stock model has once in a stack.
+
+        They are the position bias of the first block and, in the encoder, the norm behind the last, which alone applies
+        it, inside the block: its parameters are whole nowhere else.
+        """
+        stack: Any = stock.get_submodule(kind)
+        block: nn.Module = copy.deepcopy(stack.block[0])
+        if kind == "encoder":
+            block.final_layer_norm, block.dropout = copy.deepcopy((stack.final_layer_norm, stack.dropout))
+            if index == len(stack.block) - 1:
+                block.register_forward_hook(lambda own, _, made: (own.dropout(own.final_layer_norm(made[0])),))
+        return block
 
     def keys(self, kind: str) -> tuple[str, ...]:
         """The decoder's second attention takes in the encoder's states."""
-        return (_STATES[_ENCODER],) if kind == _ENCODER else (_STATES[_DECODER], _STATES[_ENCODER])
+        return self.states[:1] if kind == "encoder" else self.states[::-1]
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
         """One table for the tokens of both stacks."""
         stock: Any = pieces
-        tokens = (batch["tokens"], batch["decoder_tokens"])
-        return tuple(stock.encoder.dropout(token_embedding(stock.shared, x, pieces.tensor_parallel)) for x in tokens)
+        tokens = (token_embedding(stock.shared, batch[x], pieces.tensor_parallel) for x in ("tokens", "decoder_tokens"))
+        return tuple(map(stock.encoder.dropout, tokens))
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
         """What the decoder made, scaled where the stock model does."""
-        stock: Any = pieces.decoder
-        scale = pieces.config.d_model**-0.5 if pieces.config.scale_decoder_outputs else 1.0
-        normed: Tensor = stock.dropout(stock.final_layer_norm(states[1]))
-        return normed * scale
+        stock, config = pieces.get_submodule("decoder"), pieces.config
+        normed: Tensor = stock.dropout(stock.final_layer_norm(states[1]))  # type: ignore[operator]
+        return normed * (config.d_model**-0.5 if config.scale_decoder_outputs else 1.0)
 
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States:
         """One stack's states go through its block; the other's are handed on."""
-        encoder_states, decoder_states = states
+        encoded, decoded = states
         if not block.is_decoder:
-            return block(encoder_states), decoder_states
-        decoder_states = block(
-            decoder_states,
-            attention_mask=causal_mask(decoder_states, batch["tokens"], constants["kernel"]),
-            encoder_hidden_states=encoder_states,
-            # Stock makes a bias of zeros for each pair of positions otherwise.
-            encoder_decoder_position_bias=encoder_states.new_zeros(1, 1, 1, 1),
-        )
-        return encoder_states, decoder_states
+            return block(encoded)[0], decoded
+        mask = causal_mask(decoded, batch["tokens"], constants["kernel"])
+        # Stock makes a bias of zeros for each pair of positions otherwise.
+        zero = encoded.new_zeros(1, 1, 1, 1)
+        return encoded, block(decoded, mask, encoder_hidden_states=encoded, encoder_decoder_position_bias=zero)[0]
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
-        """The bias is one of all positions, also where this rank holds but some."""
+        """The bias is one of all positions, also where this rank holds but some; it has this rank's heads.
+
+        The ranks share out the heads in the order in which they share out the positions.
+        """
         super().after_split(block, config, tensor_parallel)
-        for module in block.modules():
-            if tensor_parallel.splits_everything and isinstance(module, T5Attention):
-                module.compute_bias = _bias_of_whole_sequence(module, tensor_parallel)  # type: ignore[method-assign]
+        attention: Any = block.get_submodule(_ATTENTION)
+        if tensor_parallel.splits_everything:
+            stock, ranks = attention.compute_bias, tensor_parallel.sequence_axis.size()
+            own = tensor_parallel.positions(config.num_heads)
+            attention.compute_bias = lambda queries, keys, **more: stock(queries * ranks, keys * ranks, **more)[:, own]
 
     def replays_sum(self, config: Any) -> tuple[str, ...]:
         """A block ends in a dropout, which keeps its mask."""
@@ -126,25 +104,5 @@ class T5(Family):
     def initialize(self, model: Model, module: nn.Module) -> None:
         """As stock, where the whole model's class gives the token table its weights."""
         super().initialize(model, module)
-        if isinstance(shared := getattr(module, "shared", None), nn.Embedding):
-            nn.init.normal_(shared.weight, std=self.configuration(model).initializer_factor)
-
-    def hugging_face_name(self, model: Model, layer: str, parameter: str) -> str:
-        """The stock model has one bias in each stack, in its first block, and one norm behind the encoder."""
-        name = self.full_name(model, layer, parameter)
-        stack, block, _ = name.partition(".block.")
-        if block and parameter.endswith(_BIAS):
-            return f"{stack}.block.0.{parameter}"
-        return f"{stack}.{parameter}" if block and parameter == _NORM else name
-
-
-def _bias_of_whole_sequence(attention: Any, tensor_parallel: TensorParallel) -> Any:
-    """What computes the position bias under Ulysses: [1, this rank's heads, s, s]."""
-    stock, ranks = attention.compute_bias, tensor_parallel.sequence_axis.size()
-
-    def compute_bias(query_length: int, key_length: int, **kwargs: Any) -> Tensor:
-        bias: Tensor = stock(query_length * ranks, key_length * ranks, **kwargs)
-        # The ranks share out the heads in the order in which they share out the positions.
-        return bias[:, tensor_parallel.positions(bias.shape[1])]
-
-    return compute_bias
+        if isinstance(table := getattr(module, "shared", None), nn.Embedding):
+            nn.init.normal_(table.weight, std=self.configuration(model).initializer_factor)

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from torch import Tensor
-
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_train.data.objectives import Classification, image_size
+from shardwright_formats.types.model import HEAD
+from shardwright_train.data.objectives import Classification
 from shardwright_train.models.base import BLOCK, Batch, Family, States
 from shardwright_train.models.masks import Mask
 from shardwright_train.models.stock import Pieces
@@ -33,13 +31,6 @@ class ViT(Family):
     # The head uses position 0, which under Ulysses only one rank has.
     undivided_by_ulysses = {HEAD: "pooled_positions"}
 
-    def check(self, config: Any, sequence_length: int) -> None:
-        """The image settles the sequence length."""
-        sizes = zip(image_size(config.image_size), image_size(config.patch_size), strict=True)
-        rows, columns = (image // patch for image, patch in sizes)
-        if sequence_length != (wanted := rows * columns + 1):
-            raise ValueError(f"sequence length {sequence_length} is not that of the patches and the class: {wanted}")
-
     def embed(self, pieces: Pieces, batch: Batch) -> States:
         """Class and patches: every rank computes all positions and keeps its own."""
         stock: Any = pieces.get_submodule("vit.embeddings")
@@ -47,14 +38,6 @@ class ViT(Family):
         states = stock(batch["pixel_values"].to(stock.cls_token.dtype))
         # A view would hold the others' positions, too.
         return (states[:, pieces.tensor_parallel.positions(states.shape[1])].clone(),)
-
-    def logits(self, pieces: Pieces, inputs: Tensor) -> Tensor:
-        """Of the class's position."""
-        return super().logits(pieces, inputs[:, :1])
-
-    def computed_positions(self, kind: str, sequence_length: int) -> int:
-        """The embedding's matrix is applied to the patches."""
-        return sequence_length - 1 if kind == EMBEDDING else sequence_length
 
     def replays_sum(self, config: Any) -> tuple[str, ...]:
         """A block ends in a dropout, which keeps its mask."""
