@@ -31,6 +31,7 @@ from shardwright_profile.analytic.devices import read_devices
 from shardwright_profile.analytic.layers import LayerEstimate, Machine, estimate_layer
 from shardwright_profile.analytic.messages import message_time_s
 from shardwright_profile.analytic.rates import Efficiencies, machine_of, rates_of
+from shardwright_train.models.description import describe
 from shardwright_train.models.registry import family_named
 
 FASOP_MODELS = {
@@ -132,7 +133,7 @@ def vtrain(folder: Path) -> Iterator[Compared]:
 
 def described(family: str, length: int, config: dict[str, Any]) -> Model:
     """A description of the model with one layer of each kind."""
-    return family_named(family, "benchmark").describe(family, {"model_type": family, **config}, "benchmark", length)
+    return describe(family_named(family, "benchmark"), {"model_type": family, **config}, "benchmark", length)
 
 
 def machine(device: str, compute: str) -> Machine:

@@ -31,6 +31,7 @@ from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Stra
 from shardwright_launch.ranks import launch
 from shardwright_train.engine.engine import build_engine
 from shardwright_train.engine.learning_rate import Hyperparameters
+from shardwright_train.models.description import describe
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.rng import seed_of
@@ -56,7 +57,7 @@ SETTINGS = Hyperparameters(learning_rate=1e-4, warmup_steps=0, steps=10**6, weig
 def the_plan(kind: DataParallel) -> Plan:
     """One pipeline stage, data parallel alone."""
     spread = {"tp_size": 1, "dp_size": RANKS, "data_parallel": kind}
-    model = family_named("llama", "benchmark").describe("llama", CONFIG, "benchmark", LENGTH)
+    model = describe(family_named("llama", "benchmark"), CONFIG, "benchmark", LENGTH)
     node = NodeType(device="cpu", devices_per_node=RANKS, memory_bytes=1 << 34)
     return Plan(
         name=kind.value,

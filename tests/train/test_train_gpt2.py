@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_models import CONFIGS, LAYERS, SEQUENCE_LENGTH, tiny
 
+from shardwright_train.models.description import describe
 from shardwright_train.models.registry import family_named
 
 PUBLISHED = {
@@ -37,7 +38,7 @@ PUBLISHED = {
 
 def test_the_published_configuration_has_the_published_number_of_parameters() -> None:
     family = family_named("gpt2", "test")
-    model = family.describe("gpt2", PUBLISHED, "gpt2", 1024)
+    model = describe(family, PUBLISHED, "gpt2", 1024)
     assert model.parameter_count == 124_439_808
     assert model.types["block"].tp_must_divide == {"n_head": 12, "n_inner": 4 * 768}
     assert family.dropout(family.configuration(model)) == 0.1
@@ -47,7 +48,7 @@ def test_short_and_long_keys_mean_the_same() -> None:
     long = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
     long |= {"n_positions": "max_position_embeddings"}
     config = {long.get(key, key): value for key, value in CONFIGS["gpt2"].items()}
-    short, other = tiny("gpt2"), family_named("gpt2", "test").describe("gpt2", config, "long", SEQUENCE_LENGTH)
+    short, other = tiny("gpt2"), describe(family_named("gpt2", "test"), config, "long", SEQUENCE_LENGTH)
     assert (other.types, other.layers) == (short.types, short.layers)
     assert not {"n_layer", "num_hidden_layers"} & (set(short.config) | set(other.config))
 

@@ -19,6 +19,7 @@ from shardwright_formats.types.plan import Plan
 from shardwright_train.data.objectives import Batch
 from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
+from shardwright_train.models.description import describe
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
@@ -107,7 +108,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def tiny(family: str, **changes: Any) -> Model:
     """The tiny model of a family, with changes to its configuration."""
     config = CONFIGS[family] | changes
-    return family_named(family, "test").describe(family, config, f"tiny-{family}", SEQUENCE_LENGTH)
+    return describe(family_named(family, "test"), config, f"tiny-{family}", SEQUENCE_LENGTH)
 
 
 def stock_model(model: Model, attention: str = "sdpa") -> nn.Module:

@@ -2,21 +2,20 @@
 
 import copy
 from collections.abc import Mapping
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from shardwright_formats.types.model import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import Attention
 from shardwright_train.data.objectives import Batch, Causal, Classification, Text
-from shardwright_train.models.configuration import Only, check_only, check_sizes, described_keys, parse
+from shardwright_train.models.configuration import Only, parse
 from shardwright_train.models.masks import Mask, mask_for
 from shardwright_train.models.stock import Pieces, skeleton
-from shardwright_train.parallel.sharding_rules import WORDS, Parts, Rule, cuts
+from shardwright_train.parallel.sharding_rules import WORDS, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.parallel.vocab import loss_of_logits, token_embedding
 
@@ -116,27 +115,6 @@ class Family:
 
     # What is the same for all.
 
-    def describe(self, family: str, config: dict[str, Any], name: str, sequence_length: int) -> Model:
-        """The model as the planner sees it, read off its modules on the meta device.
-
-        Raises ValueError saying what in the configuration cannot be trained.
-        """
-        parsed = self.configured(config)
-        check_only(config, self.only)
-        check_sizes(parsed, self._counts, sequence_length)
-        layers = tuple(kind for kind, parts in self.parts.items() for _ in range(getattr(parsed, parts.counted_by)))
-        stock = skeleton(self.stock, parsed)
-        kinds = (EMBEDDING, *dict.fromkeys(layers), HEAD)
-        return Model(
-            name=name,
-            family=family,
-            config=described_keys(config, parsed, self._counts),
-            sequence_length=sequence_length,
-            layers=layers,
-            types={kind: self._described(stock, kind, sequence_length) for kind in kinds},
-            tied=self._tied if getattr(parsed, "tie_word_embeddings", False) else (),
-        )
-
     def dropout(self, config: Any) -> float:
         """The highest dropout rate of a configuration."""
         return max((getattr(config, key) or 0.0 for key in self.dropouts), default=0.0)
@@ -166,7 +144,7 @@ class Family:
 
     def build(self, model: Model, layer: str, attention: str) -> nn.Module:
         """The stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, without weights."""
-        module = self._module(self._skeleton(model, attention), *_place(model, layer))
+        module = self.module(self._skeleton(model, attention), *_place(model, layer))
         device = torch.get_default_device()
         return module if device.type == "meta" else module.to_empty(device=device)
 
@@ -199,11 +177,12 @@ class Family:
         return self._stored.get(parameter, parameter)
 
     @property
-    def _counts(self) -> tuple[str, ...]:
+    def counts(self) -> tuple[str, ...]:
+        """The keys of the configuration that number the layers, one for each type."""
         return tuple(parts.counted_by for parts in self.parts.values())
 
     @cached_property
-    def _tied(self) -> tuple[tuple[str, str], ...]:
+    def tied(self) -> tuple[tuple[str, str], ...]:
         """Parameters of embedding and head that are one where the configuration says tie_word_embeddings."""
         pairs = (self.stock._tied_weights_keys or {}).items()
         return tuple((own, tied) for tied, own in pairs if _within(own, self.embedding) and _within(tied, self.head))
@@ -218,7 +197,8 @@ class Family:
         config = msgspec.json.encode(model.config)
         return _cached_skeleton(self, config, model.layers, attention, torch.get_default_dtype())
 
-    def _module(self, stock: Any, kind: str, index: int) -> nn.Module:
+    def module(self, stock: Any, kind: str, index: int) -> nn.Module:
+        """The modules of a layer of a type, taken out of a stock model."""
         if kind == EMBEDDING:
             return Pieces(stock, self.embedding, self.embed)
         return Pieces(stock, self.head, self._loss) if kind == HEAD else self.block(stock, kind, index)
@@ -231,55 +211,6 @@ class Family:
         logits = matrix(inputs[:, : batch["labels"].shape[1]])
         return loss_of_logits(logits, batch["labels"], matrix.out_features, pieces.tensor_parallel)
 
-    def _described(self, stock: Any, kind: str, sequence_length: int) -> LayerType:
-        config, inside = stock.config, kind in self.parts
-        module = self._module(stock, kind, 0)
-        parameters = tuple(
-            Parameter(
-                name=self.described_name(kind, cut.name),
-                shape=cut.shape,
-                tp_dim=cut.tp_dim,
-                inside=cut.inside,
-                shared=inside and cut.name in self.shared,
-            )
-            for cut in cuts(module, self.rules)
-        )
-        objective = self.objective.of(config, sequence_length)
-        boundary = partial(BoundaryTensor, sequence_length=sequence_length, features=config.hidden_size)
-        attention = sequence_length * len(self.keys(kind)) if inside else 0
-        positions = {EMBEDDING: sequence_length - objective.no_inputs, HEAD: objective.labels}
-        return LayerType(
-            parameters=parameters,
-            forward_flops_per_sample=_forward_flops(module, config, attention) * positions.get(kind, sequence_length),
-            tp_must_divide=_lengths(config, self.divided if inside else (), self.undivided.get(kind)),
-            ulysses_must_divide=_lengths(
-                config, self.divided[:1] if inside else (), self.undivided_by_ulysses.get(kind)
-            ),
-            outputs=() if kind == HEAD else tuple(boundary(name=name) for name in self.states),
-            regions=self._regions(kind, config, any(p.tp_dim is not None for p in parameters)),
-            labels=objective.labels if kind == HEAD else 0,
-        )
-
-    def _regions(self, kind: str, config: Any, is_cut: bool) -> tuple[Region, ...]:
-        """Where tensor parallelism communicates in a layer."""
-        own = self.keys(kind)[0]
-        if kind == EMBEDDING:
-            return tuple(Region(name="lookup", leaves=name) for name in self.states if is_cut)
-        if kind == HEAD:
-            return (Region(name="logits", enters=(own,)),)
-        replays: Any = self.replays_sum(config)
-        attention = (
-            Region(
-                name="attention",
-                enters=tuple(dict.fromkeys((own, keys))),
-                leaves=own,
-                attention=_heads(config, own, keys),
-                replays_sum=replays,
-            )
-            for keys in self.keys(kind)
-        )
-        return (*attention, Region(name="mlp", enters=(own,), leaves=own, replays_sum=replays))
-
 
 @lru_cache(maxsize=4)
 def _cached_skeleton(
@@ -291,23 +222,6 @@ def _cached_skeleton(
     return skeleton(family.stock, configured)
 
 
-def _heads(config: Any, queries: str, keys: str) -> Heads:
-    """The heads of a configuration's attention between two boundary tensors."""
-    heads = config.num_attention_heads
-    return Heads(
-        queries=queries,
-        keys=keys,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_features=_head_features(config),
-    )
-
-
-def _head_features(config: Any) -> int:
-    given: int | None = getattr(config, "head_dim", None)
-    return given or int(config.hidden_size // config.num_attention_heads)
-
-
 def _place(model: Model, layer: str) -> tuple[str, int]:
     """The layer type of a layer, and its number among those of its type."""
     if layer in (EMBEDDING, HEAD):
@@ -316,16 +230,5 @@ def _place(model: Model, layer: str) -> tuple[str, int]:
     return model.layers[number], model.layers[:number].count(model.layers[number])
 
 
-def _lengths(config: Any, divided: tuple[str, ...], undivided: str | None) -> dict[str, int]:
-    return {key: getattr(config, key) for key in divided} | ({} if undivided is None else {undivided: 1})
-
-
 def _within(parameter: str, paths: tuple[str, ...]) -> bool:
     return any(parameter.startswith(f"{path}.") for path in paths)
-
-
-def _forward_flops(module: nn.Module, config: Any, attention_positions: int) -> int:
-    """Of one position: 2 per weight of a matrix, and 4 per hidden feature of the heads and position attended to."""
-    matrices = (m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d | Conv1D))
-    attention = 4 * attention_positions * _head_features(config) * config.num_attention_heads
-    return 2 * sum(m.weight.numel() for m in matrices) + int(attention)

@@ -24,10 +24,11 @@ def describe_folder(folder: Path, name: str, sequence_length: int) -> Model:
     # One line says what is wrong.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with without_collection():
+        from shardwright_train.models.description import describe
         from shardwright_train.models.registry import family_named
 
         known = family_named(family, file)
     try:
-        return known.describe(family, config, name, sequence_length)
+        return describe(known, config, name, sequence_length)
     except ValueError as error:
         raise BadInput(file, str(error), "correct the configuration") from None
