@@ -1,0 +1,134 @@
+"""A message belongs to the pass that sends it, and what recomputation repeats belongs to the backward pass."""
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shardwright_formats.io.json import read_document
+from shardwright_formats.semantics.communication import (
+    Cause,
+    Message,
+    parameter_messages,
+    region_messages,
+    step_messages,
+)
+from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.model import BoundaryTensor, Heads, Model, Region
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
+
+EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
+STREAM = "hidden_states"
+AT_THE_END = (Cause.PARTIAL_GRADIENTS, Cause.TIED_PARAMETERS, Cause.NORM)
+REDUCE, GATHER, SCATTER = Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER
+
+
+@pytest.fixture
+def model() -> Model:
+    """The example's model, whose block has an attention and a feed-forward region of 16 positions and 8 features."""
+    example = read_document(EXAMPLES / "model.json", Model)
+    heads = Heads(queries=STREAM, keys=STREAM, heads=2, kv_heads=2, head_features=4)
+    regions = (
+        Region(name="attention", enters=(STREAM,), leaves=STREAM, attention=heads),
+        Region(name="mlp", enters=(STREAM,), leaves=STREAM),
+    )
+    stream = (BoundaryTensor(name=STREAM, sequence_length=16, features=8),)
+    block = msgspec.structs.replace(example.types["block"], regions=regions, outputs=stream)
+    return msgspec.structs.replace(example, types=example.types | {"block": block})
+
+
+def counted(messages: list[Message], during: Pass) -> Counter[Collective]:
+    found: Counter[Collective] = Counter()
+    for message in messages:
+        if message.during is during:
+            found[message.collective] += message.times
+    return found
+
+
+def messages_of(model: Model, split: str, recompute: str) -> list[Message]:
+    strategy = LayerStrategy(
+        type="block", tp_size=2, dp_size=1, sequence_parallel=SequenceParallel(split), recompute=Recompute(recompute)
+    )
+    return list(region_messages(model, "block", strategy, 3, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("split", "forward", "backward", "replayed"),
+    [
+        # Of two regions; the last sum of what is recomputed is left out.
+        ("none", {REDUCE: 10}, {REDUCE: 10}, {REDUCE: 5}),
+        ("megatron", {GATHER: 10, SCATTER: 10}, {GATHER: 10, SCATTER: 10}, {GATHER: 10, SCATTER: 5}),
+        ("ulysses", {Collective.ALL_TO_ALL: 20}, {Collective.ALL_TO_ALL: 20}, {Collective.ALL_TO_ALL: 20}),
+    ],
+)
+def test_recomputation_repeats_what_is_sent_forward_in_the_backward_pass(
+    model: Model,
+    split: str,
+    forward: dict[Collective, int],
+    backward: dict[Collective, int],
+    replayed: dict[Collective, int],
+) -> None:
+    kept, recomputed = (messages_of(model, split, recompute) for recompute in ("none", "full"))
+    assert counted(kept, Pass.FORWARD) == counted(recomputed, Pass.FORWARD) == Counter(forward)
+    assert counted(kept, Pass.BACKWARD) == Counter(backward)
+    assert counted(recomputed, Pass.BACKWARD) == Counter(backward) + Counter(replayed)
+
+
+@pytest.mark.parametrize(
+    ("split", "entering", "leaving"),
+    [
+        ("none", [(REDUCE, Pass.BACKWARD)], [(REDUCE, Pass.FORWARD)]),
+        (
+            "megatron",
+            [(GATHER, Pass.FORWARD), (SCATTER, Pass.BACKWARD)],
+            [(SCATTER, Pass.FORWARD), (GATHER, Pass.BACKWARD)],
+        ),
+    ],
+)
+def test_entering_and_leaving_a_region_send_in_the_pass_that_needs_it(
+    model: Model, split: str, entering: list[tuple[Collective, Pass]], leaving: list[tuple[Collective, Pass]]
+) -> None:
+    for region, wanted in (
+        (Region(name="mlp", enters=(STREAM,)), entering),
+        (Region(name="mlp", leaves=STREAM), leaving),
+    ):
+        block = msgspec.structs.replace(model.types["block"], regions=(region,))
+        alone = msgspec.structs.replace(model, types=model.types | {"block": block})
+        assert [(message.collective, message.during) for message in messages_of(alone, split, "none")] == wanted
+
+
+def test_a_message_has_the_size_of_the_layers_own_outputs(model: Model) -> None:
+    """Levels of a pyramid hand on other sizes than the embedding does."""
+    assert {message.bytes for message in messages_of(model, "none", "none")} == {3 * 4 * 16 * 8}
+    wide = (BoundaryTensor(name=STREAM, sequence_length=4, features=64),)
+    block = msgspec.structs.replace(model.types["block"], outputs=wide)
+    pyramid = msgspec.structs.replace(model, types=model.types | {"block": block})
+    assert {message.bytes for message in messages_of(pyramid, "none", "none")} == {3 * 4 * 4 * 64}
+
+
+def test_zero3_gathers_in_both_passes_and_zero2_in_the_first_forward_pass(model: Model) -> None:
+    for kind, forward, backward in ((DataParallel.ZERO3, 5, 5), (DataParallel.ZERO2, 1, 0)):
+        strategy = LayerStrategy(type="block", tp_size=1, dp_size=2, data_parallel=kind)
+        messages = list(parameter_messages(model.types["block"], strategy, 2, 4, 5, False))
+        assert counted(messages, Pass.FORWARD) == Counter({GATHER: forward})
+        assert counted(messages, Pass.BACKWARD) == Counter({GATHER: backward, SCATTER: 1}) + Counter()
+
+
+def test_only_what_ends_a_step_belongs_to_no_pass() -> None:
+    plan = read_document(EXAMPLES / "plan.json", Plan)
+    messages = [message for rank in range(plan.world_size) for message in step_messages(plan, rank)]
+    assert {message.cause for message in messages} >= {Cause.PIPELINE, Cause.NORM}
+    for message in messages:
+        assert (message.during is None) == (message.cause in AT_THE_END)
+
+
+def test_a_stage_sends_activations_forward_and_gradients_backward() -> None:
+    plan = read_document(EXAMPLES / "plan.json", Plan)
+    for rank in range(plan.world_size):
+        sends = {message.during for message in step_messages(plan, rank) if message.cause is Cause.PIPELINE}
+        stage = plan.stage_of_rank(rank)
+        wanted = {Pass.FORWARD} if stage == 0 else {Pass.BACKWARD} if stage == len(plan.stages) - 1 else set(Pass)
+        assert sends == wanted
