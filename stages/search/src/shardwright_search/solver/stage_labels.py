@@ -162,7 +162,7 @@ class _Stage:
         rows = np.arange(len(labels.time_ps))
         if len(rows) <= _FEW or not _triangular(moves):
             return rows
-        for layout in np.unique(labels.output_layout):
+        for layout in range(self.num_layouts):
             same = labels.output_layout[rows] == layout
             mine, others = rows[same], rows[~same]
             if not len(others) or not len(mine):

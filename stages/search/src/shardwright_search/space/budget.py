@@ -9,7 +9,6 @@ import numpy as np
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
-from shardwright_search.solver.min_memory import min_memory
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
@@ -32,9 +31,8 @@ class Infeasible(NamedTuple):
 
 
 class Need(NamedTuple):
-    """The least memory that a rank needs in any configuration, process included: in which, and in which stage."""
+    """The configuration that lacks the least memory, and the stage where it does."""
 
-    memory_bytes: int
     configuration: Configuration
     stage: int
     missing_bytes: int
@@ -69,16 +67,16 @@ def budgets_of(request: SearchRequest, cluster: Cluster, file: Path) -> dict[str
 
 def min_need(instance: Instance, every: Sequence[Configuration]) -> Need:
     """The configuration that lacks the least, over configurations with one chunk: several chunks hold no less."""
+    from shardwright_search.solver.min_memory import min_memory
+
     single = [configuration._replace(num_chunks=1) for configuration in every]
     bounds = sorted(((_least_share(instance, configuration), number) for number, configuration in enumerate(single)))
     best: Need | None = None
     for bound, number in bounds:
         if best is not None and bound >= best.missing_bytes:
             break
-        problem = instance.problem(single[number])
-        need = min_memory(problem)
-        process = instance.costs.profiles.process_bytes
-        found = Need(need.memory_bytes + process, single[number], need.stage, need.missing_bytes)
+        need = min_memory(instance.problem(single[number]))
+        found = Need(single[number], need.stage, need.missing_bytes)
         if best is None or found.missing_bytes < best.missing_bytes:
             best = found
     if best is None:

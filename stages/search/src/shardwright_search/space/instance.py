@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,15 +20,16 @@ from shardwright_search.cost_model.tied_weights import tie_class, tie_cost_ps
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.solver.branch_and_bound import Solvable
 from shardwright_search.solver.configuration_bounds import CostsOf
-from shardwright_search.solver.interleaved import Interleaved, InterleavedProblem
 from shardwright_search.solver.pareto import Numbers
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem, Solution
 from shardwright_search.solver.relaxed_bound import DualOf, dual_of
 from shardwright_search.solver.stage_options import GroupCosts
 from shardwright_search.space.configurations import Configuration, shardings
-from shardwright_search.space.in_flight import moments_in_flight
 from shardwright_search.space.request import SearchRequest
+
+if TYPE_CHECKING:
+    from shardwright_search.solver.interleaved import InterleavedProblem
 
 __all__ = ["Instance", "Nothing"]
 
@@ -99,6 +100,8 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         if not self.has_plans(configuration):
             return Nothing()
         if configuration.num_chunks > 1:
+            from shardwright_search.solver.interleaved import Interleaved
+
             problem = self.interleaved_problem(configuration)
             return Nothing() if problem is None else Interleaved(problem)
         return Pipeline(self.problem(configuration), *self._remembered)
@@ -127,8 +130,11 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             tie_ps=self._ties(choice, p),
         )
 
-    def interleaved_problem(self, configuration: Configuration) -> InterleavedProblem | None:
-        """None where stages lie differently on the nodes, or chunks hold different types of layers."""
+    def interleaved_problem(self, configuration: Configuration) -> "InterleavedProblem | None":
+        """None where stages have different topologies, or chunks hold different types of layers."""
+        from shardwright_search.solver.interleaved import InterleavedProblem
+        from shardwright_search.space.in_flight import moments_in_flight
+
         choice, p = self._choice(configuration), configuration.pp_size
         layers, ranks, topologies = self.costs.model.layers, self.stage_ranks(p), self._topologies(p)
         share = len(layers) // (p * configuration.num_chunks)
