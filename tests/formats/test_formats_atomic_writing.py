@@ -1,6 +1,8 @@
 """A file is whole, or what it was before."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import h5py
@@ -11,6 +13,7 @@ from shardwright_formats.io.json import atomic_path, write_bytes, write_document
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.hardware_profile import read_hardware_profile, write_hardware_profile
 
+EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
 CLUSTER = Cluster(
     name="one",
     nodes=(NodeGroup(node_type="n", count=1),),
@@ -29,7 +32,7 @@ def test_a_crash_in_the_middle_leaves_the_old_file_and_no_other(tmp_path: Path) 
 
 
 def test_a_crash_while_an_hdf5_file_is_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = read_hardware_profile(Path(__file__).parents[2] / "formats" / "examples" / "hardware_profile.h5")
+    profile = read_hardware_profile(EXAMPLES / "hardware_profile.h5")
     write, written = h5py.Group.create_dataset, []
 
     def crash_later(group: h5py.Group, name: str, **how: object) -> h5py.Dataset:
@@ -41,6 +44,26 @@ def test_a_crash_while_an_hdf5_file_is_written_leaves_nothing(tmp_path: Path, mo
     monkeypatch.setattr(h5py.Group, "create_dataset", crash_later)
     with pytest.raises(ZeroDivisionError):
         write_hardware_profile(tmp_path / "p.h5", profile)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("limit", [0, 512, 4096, 9000])
+def test_an_hdf5_file_that_does_not_fit_is_one_line_and_leaves_nothing(tmp_path: Path, limit: int) -> None:
+    code = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from shardwright_formats.io.errors import one_line_errors\n"
+        "from shardwright_formats.types.hardware_profile import read_hardware_profile, write_hardware_profile\n"
+        "profile = read_hardware_profile(Path(sys.argv[1]))\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)\n"
+        "with one_line_errors():\n"
+        "    write_hardware_profile(Path(sys.argv[2]), profile)\n"
+    )
+    arguments = [str(EXAMPLES / "hardware_profile.h5"), str(tmp_path / "h.h5"), str(limit)]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith(f"error: {tmp_path / 'h.h5'}: File too large: ")
     assert os.listdir(tmp_path) == []
 
 

@@ -1,5 +1,6 @@
 """A corpus of HDF5 files that must not be believed: each is answered by exactly one clear line."""
 
+import os
 import resource
 import shutil
 from collections.abc import Callable
@@ -250,6 +251,12 @@ def test_a_missing_file_a_folder_and_a_text_file_are_refused_in_one_line(
 ) -> None:
     assert "No such file" in _refusal(tmp_path / "hardware.h5", capsys, read_hardware_profile)
     assert "is a folder" in _refusal(tmp_path, capsys, read_hardware_profile)
+    os.mkfifo(tmp_path / "pipe")
+    for odd in (tmp_path / "pipe", Path("/dev/zero")):
+        assert "is no regular file" in _refusal(odd, capsys, read_hardware_profile)
+    with (tmp_path / "giant").open("wb") as file:
+        file.truncate(2**30 + 1)
+    assert "larger than 1024 MiB" in _refusal(tmp_path / "giant", capsys, read_hardware_profile)
     (tmp_path / "text").write_text("nothing of the kind")
     assert "not a readable HDF5 file" in _refusal(tmp_path / "text", capsys, read_hardware_profile)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import Value, atomic_path, check_regular
+from shardwright_formats.io.json import Value, check_regular, write_bytes
 from shardwright_formats.io.table import Column, Row, Table, columns_of
 
 __all__ = ["Profile", "Provenance", "format_of", "read_profile", "tables_of", "texts_of", "write_profile"]
@@ -65,7 +66,9 @@ def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile; equal content gives equal bytes. BadInput where it contradicts itself."""
     if (problem := profile.problem) is not None:
         raise BadInput(path, problem, "measure these points again")
-    with atomic_path(path) as temporary, h5py.File(temporary, "w", libver="v110", track_order=True) as file:
+    # Made in memory: HDF5 does not come back from a write that the system refuses.
+    content = BytesIO()
+    with h5py.File(content, "w", libver="v110", track_order=True) as file:
         file.attrs["format"] = profile.FORMAT
         file.attrs["version"] = np.int64(profile.VERSION)
         for name, hint in _fields(type(profile)).items():
@@ -74,6 +77,7 @@ def write_profile(path: Path, profile: Profile) -> None:
                 _write_table(file, name, value)
             else:
                 file.attrs.update({name: value} if hint is str else msgspec.structs.asdict(value))
+    write_bytes(path, content.getvalue())
 
 
 def read_profile(path: Path, kind: type[ProfileType]) -> ProfileType:

@@ -24,7 +24,8 @@ Written by `python -m shardwright_formats.schema.generate` from the types in `fo
 JSON files are UTF-8 objects headed by `format` and `version`. Readers refuse another version, unknown and repeated
 keys, wrong types, NaN and infinities, and what contradicts itself across fields. A field without a default must be
 there. The JSON Schemas in `formats/schemas/` say all of it but the checks across fields; `formats/examples/` holds an
-example of every file. Equal values are written as equal bytes, through a temporary name that is renamed at the end.
+example of every file. Equal values are written as equal bytes, through a temporary name that is renamed at the end. An
+input is a regular file, JSON of at most 256 MiB, HDF5 of at most 1 GiB.
 """
 _LARGE = 2**20
 """From here on limits are powers of two, or 1 less."""
