@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shardwright_formats.io.json import Value
 
-__all__ = ["Column", "Row", "Source", "Table", "columns_of", "sourced"]
+__all__ = ["Column", "Row", "Source", "Table", "columns_of", "median", "sourced"]
 
 
 class Source(StrEnum):
@@ -203,3 +203,10 @@ def _number_problem(kind: msgspec.inspect.Type, values: NDArray[Any]) -> str | N
         return None
     row = int(np.flatnonzero(bad)[0])
     return f"{values[row]} in row {row}, not {' and '.join(wanted)}"
+
+
+def median(values: NDArray[np.floating]) -> float:
+    """The middle value, or the mean of the two; numpy's own would import numpy.ma, a tenth of a search's CPU time."""
+    ordered = np.sort(values)
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return float((low + high) / 2)

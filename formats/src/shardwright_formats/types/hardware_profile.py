@@ -11,7 +11,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from shardwright_formats.io.hdf5 import Profile, Provenance, read_profile, write_profile
-from shardwright_formats.io.table import Row, Source, Table
+from shardwright_formats.io.table import Row, Source, Table, median
 from shardwright_formats.types.limits import (
     Bytes,
     NonNegativeCount,
@@ -206,7 +206,7 @@ class HardwareProfile(Profile):
         """Per kind of message: sizes in bytes, ascending, and the median time of each in seconds."""
         found: dict[CollectiveKey, list[tuple[int, float]]] = {}
         for row, times_s in zip(self.points.rows, self.times_s, strict=True):
-            found.setdefault(row.key, []).append((row.message_bytes, float(np.median(times_s))))
+            found.setdefault(row.key, []).append((row.message_bytes, median(times_s)))
         curves = {}
         for key, points in found.items():
             sizes, medians_s = zip(*sorted(points, key=lambda point: point[0]), strict=True)

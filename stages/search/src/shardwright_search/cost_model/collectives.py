@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.table import median
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import GroupKind
@@ -62,9 +63,7 @@ def slowdowns_of(profiles: Profiles, collective: Collective, group_size: int) ->
     same = table["collective"] == collective.encode()
     near = same & (table["group_size"] == group_size)
     rows = near if near.any() else same if same.any() else np.ones(len(same), bool)
-    compute, other = (
-        max(1.0, float(np.median(table[name][rows]))) for name in ("compute_slowdown", "collective_slowdown")
-    )
+    compute, other = (max(1.0, median(table[name][rows])) for name in ("compute_slowdown", "collective_slowdown"))
     return Slowdowns(compute, other)
 
 
