@@ -41,6 +41,9 @@ CORRECTIONS = (
     ),
     Correction("hardware/*.h5", r"(?m)^overlap/collective_", "overlap/message_", "a collective is what overlaps"),
     Correction("printed/*", r"--repair\b", "--mend", "the option says repair"),
+    Correction(
+        "printed/export-*", r"\bshard(ed)?(?= embedding| them| otherwise)", "spread", "sharding is the field's word"
+    ),
 )
 """Applied in order. One for a renamed key reads Correction("*", '"new_name"', '"old_name"', "why")."""
 
