@@ -33,7 +33,7 @@ class WriteOptions(Options, frozen=True, kw_only=True):
     an_option_with_quite_a_long_name_that_nobody_should_cut: Count = 1
     """How many."""
     time_limit: Seconds | None = None
-    """Seconds."""
+    """Seconds, or 100 % of them."""
     schedule: Schedule = Schedule.ONE_F_ONE_B
     dtype: Literal["float32", "bfloat16"] = "float32"
     model: tuple[Path, ...] = ()

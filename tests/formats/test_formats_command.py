@@ -142,6 +142,7 @@ def test_help_cuts_no_name_and_tells_limits_defaults_and_meanings(monkeypatch):
         "default 1f1b",
         "Where to.",
         "100 % plain",
+        "or 100 % of them",
         "Neighb",
     ):
         assert words in told.stdout
