@@ -73,7 +73,6 @@ LONG = "--an-option-with-quite-a-long-name-that-nobody-should-cut"
         (["--out", "x" * 300], "File name too long: choose a shorter name"),
         (["--out", "/proc/nowhere/out"], "No such file"),
         (["--out", "."], "is a folder"),
-        (["--out", "/dev/full"], "is no regular file"),
     ],
 )
 def test_a_bad_option_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, arguments, told):
@@ -92,6 +91,13 @@ def test_what_is_missing_or_unknown_is_one_line(arguments):
     called = call(APP, *arguments)
     assert (called.exit_code, called.stdout) == (2, "")
     assert called.stderr.count("\n") == 1 and "--help" in called.stderr
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path):
+    (tmp_path / "device").symlink_to("/dev/full")  # a mistake must replace the link, never the machine's own
+    called = call(APP, "write", "a", "--out", tmp_path / "device")
+    assert called.exit_code == 2 and "is no regular file" in called.stderr
+    assert (tmp_path / "device").is_symlink()
 
 
 def test_a_full_disk_leaves_no_half_file(tmp_path):

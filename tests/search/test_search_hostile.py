@@ -88,6 +88,7 @@ def _tree(folder):
     if not (folder / "pipe").exists():
         os.mkfifo(folder / "pipe")
         (folder / "circle").symlink_to("circle")
+        (folder / "device").symlink_to("/dev/full")
     return folder
 
 
@@ -98,7 +99,7 @@ PLACES = {
     "name of 300 two-byte letters": "{0}/" + "é" * 300,
     "path of 5000 bytes": "{0}" + "/yyyyyyyyy" * 500,
     "unencodable name": "{0}/a\udcff",
-    "/dev/full": "/dev/full",
+    "a device": "{0}/device",  # by a link: a mistake must replace that, never the machine's own /dev/full
     "/proc": "/proc/out.json",
     "a pipe": "{0}/pipe",
     "below a circle of links": "{0}/circle/out.json",
