@@ -16,8 +16,7 @@ from shardwright_formats.io.json import read_document
 from shardwright_formats.types.plan import Plan
 from shardwright_train.cli import APP
 from shardwright_train.models.registry import family_named
-from shardwright_train.training.loop import model_flops_utilization
-from shardwright_train.training.peaks import peak_flops_per_s
+from shardwright_train.training.metrics import model_flops_utilization, peak_flops_per_s
 
 PlanMaker = Callable[..., Plan]
 

@@ -1,6 +1,5 @@
 """Training with a plan: steps, metrics, checkpoints, and an orderly stop."""
 
-import json
 import math
 import shutil
 import signal
@@ -8,38 +7,29 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
-import msgspec
-import torch
-import torch.distributed as dist
-
 from shardwright_formats.io.errors import BadInput, RunFailed, ShardwrightError, Stopped
-from shardwright_formats.io.json import read_document, write_bytes, write_document
-from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.run import RunResult, StepMetrics
+from shardwright_formats.types.run import RunResult
 from shardwright_train.data.objectives import Batches
 from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.engine.learning_rate import Hyperparameters
-from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import RunOptions
 from shardwright_train.parallel.process_groups import Groups
-from shardwright_train.parallel.world import World, peak_resident_bytes
+from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.training.checkpoint import Progress, load, read_progress, save
 from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
 from shardwright_train.training.loss_scale import LossScale
+from shardwright_train.training.metrics import METRICS, Metrics
 from shardwright_train.training.nonfinite import first_nonfinite
-from shardwright_train.training.peaks import peak_flops_per_s
 
 __all__ = ["train"]
-
-METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -53,6 +43,11 @@ class _Run:
     batches: Batches
     engine: Engine
     folder: Path
+
+    @property
+    def metrics(self) -> Metrics:
+        """The lines that its steps write."""
+        return Metrics(self.folder / METRICS, self.plan, self.world, self.job.steps)
 
 
 def train(job: RunOptions, world: World) -> None:
@@ -73,7 +68,7 @@ def train(job: RunOptions, world: World) -> None:
     if resumed is not None:
         load(resumed, engine.tensors())
     if world.rank == 0:
-        _keep_metrics_until(run.folder / METRICS, progress.step)
+        run.metrics.keep_until(progress.step)
     with _asked_to_stop() as stop_asked:
         final = _steps(run, progress, stop_asked)
     if world.rank == 0:
@@ -167,7 +162,7 @@ def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progre
             raise RunFailed(f"step {step}: {what}: {where}: nothing of this step was saved")
         scale = scale.after(overflowed)
         loss = outcome.loss
-        _write_metrics(run, step, outcome, step_time_s)
+        run.metrics.write(step, outcome, step_time_s)
         first = outcome.loss if step == 1 else progress.first_loss
         progress = replace(
             progress,
@@ -183,59 +178,6 @@ def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progre
         if outcome.stop and step < job.steps:
             raise Stopped(f"stopped after step {step} of {job.steps}: run the same command to resume")
     return progress, loss, saved
-
-
-def _write_metrics(run: _Run, step: int, outcome: StepOutcome, step_time_s: float) -> None:
-    plan, world = run.plan, run.world
-    peak = torch.tensor([_peak_memory_bytes(world.device)], dtype=torch.int64, device=world.device)
-    peaks = [torch.zeros_like(peak) for _ in range(world.size)]
-    dist.all_gather(peaks, peak)
-    if world.rank != 0:
-        return
-    tokens_per_s = plan.global_batch_size * plan.model.sequence_length / step_time_s
-    metrics = StepMetrics(
-        step=step,
-        loss=outcome.loss,
-        step_time_s=step_time_s,
-        tokens_per_s=tokens_per_s,
-        mfu=model_flops_utilization(plan, step_time_s, world.device_name),
-        grad_norm=outcome.grad_norm if outcome.finite else None,
-        learning_rate=outcome.learning_rate,
-        peak_memory_bytes=tuple(int(p.item()) for p in peaks),
-        time_utc=datetime.now(UTC).isoformat(timespec="milliseconds"),
-    )
-    with (run.folder / METRICS).open("ab") as file:
-        file.write(msgspec.json.encode(metrics) + b"\n")
-    if step == 1 or step % max(1, run.job.steps // 20) == 0 or step == run.job.steps:
-        print(
-            f"step {step}/{run.job.steps}: loss {outcome.loss:.4f}, {step_time_s:.3f} s, {tokens_per_s:.0f} tokens/s",
-            flush=True,
-        )
-
-
-def model_flops_utilization(plan: Plan, step_time_s: float, device_name: str) -> float | None:
-    """Share of the devices' peak that the model's own operations use (Chowdhery et al. 2022); None if that is unknown.
-
-    A backward pass counts twice a forward pass; what is recomputed does not count.
-    """
-    peak = peak_flops_per_s(device_name, plan.precision.compute)
-    if peak is None:
-        return None
-    forward = sum(plan.model.types[name].forward_flops_per_sample for name in (EMBEDDING, *plan.model.layers, HEAD))
-    return 3 * forward * plan.global_batch_size / step_time_s / (peak * plan.world_size)
-
-
-def _peak_memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_resident_bytes()
-
-
-def _keep_metrics_until(file: Path, step: int) -> None:
-    """Drop the lines past a checkpoint's step: those steps are run again."""
-    lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
-    kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
-    write_bytes(file, b"".join(kept))
 
 
 def _finish(run: _Run, progress: Progress, loss: float, checkpoint: Path) -> None:

@@ -1,0 +1,92 @@
+"""metrics.jsonl: a line for each step of a run."""
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from shardwright_formats.io.json import write_bytes
+from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.run import StepMetrics
+from shardwright_train.engine.optimizer import StepOutcome
+from shardwright_train.parallel.world import World, peak_resident_bytes
+
+__all__ = ["METRICS", "Metrics", "model_flops_utilization", "peak_flops_per_s"]
+
+METRICS = "metrics.jsonl"
+
+# Dense matrix rates without sparsity, from NVIDIA's data sheets of A100 (2021), H100 (2023) and H200 (2024).
+_BFLOAT16 = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H200": 989.4e12,
+}
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Where the steps of a plan's run are written down, by rank 0."""
+
+    file: Path
+    plan: Plan
+    world: World
+    steps: int
+
+    def keep_until(self, step: int) -> None:
+        """Drop the lines past a checkpoint's step: those steps are run again."""
+        lines = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
+        kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+        write_bytes(self.file, b"".join(kept))
+
+    def write(self, step: int, outcome: StepOutcome, step_time_s: float) -> None:
+        """Write a step down, and print one in twenty; collective, for each rank's peak memory is in it."""
+        plan, world = self.plan, self.world
+        peak = torch.tensor([_peak_memory_bytes(world.device)], dtype=torch.int64, device=world.device)
+        peaks = [torch.zeros_like(peak) for _ in range(world.size)]
+        dist.all_gather(peaks, peak)
+        if world.rank != 0:
+            return
+        tokens_per_s = plan.global_batch_size * plan.model.sequence_length / step_time_s
+        metrics = StepMetrics(
+            step=step,
+            loss=outcome.loss,
+            step_time_s=step_time_s,
+            tokens_per_s=tokens_per_s,
+            mfu=model_flops_utilization(plan, step_time_s, world.device_name),
+            grad_norm=outcome.grad_norm if outcome.finite else None,
+            learning_rate=outcome.learning_rate,
+            peak_memory_bytes=tuple(int(p.item()) for p in peaks),
+            time_utc=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        )
+        with self.file.open("ab") as file:
+            file.write(msgspec.json.encode(metrics) + b"\n")
+        if step == 1 or step % max(1, self.steps // 20) == 0 or step == self.steps:
+            took = f"{step_time_s:.3f} s, {tokens_per_s:.0f} tokens/s"
+            print(f"step {step}/{self.steps}: loss {outcome.loss:.4f}, {took}", flush=True)
+
+
+def model_flops_utilization(plan: Plan, step_time_s: float, device_name: str) -> float | None:
+    """Share of the devices' peak that the model's own operations use (Chowdhery et al. 2022); None if that is unknown.
+
+    A backward pass counts twice a forward pass; what is recomputed does not count.
+    """
+    peak = peak_flops_per_s(device_name, plan.precision.compute)
+    if peak is None:
+        return None
+    forward = sum(plan.model.types[name].forward_flops_per_sample for name in (EMBEDDING, *plan.model.layers, HEAD))
+    return 3 * forward * plan.global_batch_size / step_time_s / (peak * plan.world_size)
+
+
+def peak_flops_per_s(device_name: str, compute_dtype: str) -> float | None:
+    """The published peak of one device in a compute dtype, or None where it is not known here."""
+    return _BFLOAT16.get(device_name) if compute_dtype == "bfloat16" else None
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
