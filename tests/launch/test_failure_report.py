@@ -23,21 +23,21 @@ def test_an_abort_counts_by_its_time_and_not_before_what_the_rank_noted() -> Non
         (_rank(0, -6, 2.0), _rank(1, None, 0.0, FAILED)),
         (_rank(0, -6, 0.5, LOST), _rank(1, 1, 2.0, FAILED)),
     ):
-        assert _reported(*ranks).words == "rank 1: failed in step 5: ValueError: x"
+        assert _reported(*ranks).text == "rank 1: failed in step 5: ValueError: x"
     ranks = (_rank(0, -6, 0.5), _rank(1, 1, 2.0, FAILED))
-    assert _reported(*ranks).words.startswith("rank 0: was killed by SIGABRT")
+    assert _reported(*ranks).text.startswith("rank 0: was killed by SIGABRT")
 
 
 def test_a_kill_that_nobody_asked_for_is_no_stop() -> None:
     for status, signalled in ((-9, True), (-15, False)):
         found = _reported(_rank(0, status, 1.0), signalled=signalled)
-        assert found.words.startswith("rank 0: was killed by SIG") and found.exit_code == 4
+        assert found.text.startswith("rank 0: was killed by SIG") and found.exit_code == 4
 
 
 def test_a_killed_rank_goes_before_what_its_peers_noted_before_its_end_was_seen() -> None:
     failed = RankError(time_s=1.0, text="RuntimeError: something new that gloo says")
     found = _reported(_rank(0, 1, 2.0, failed), _rank(1, -9, 1.05))
-    assert found.words.startswith("rank 1: was killed by SIGKILL in step 5")
+    assert found.text.startswith("rank 1: was killed by SIGKILL in step 5")
 
 
 # What node 1 tells, where all that node 0 knows is that its rank 0 lost a connection.
@@ -63,7 +63,7 @@ def test_a_killed_rank_goes_before_what_its_peers_noted_before_its_end_was_seen(
 def test_the_root_cause_is_looked_for_on_all_nodes(other: dict[str, object], words: str) -> None:
     here = NodeReport(node=0, ranks=(_rank(0, 1, 2.0, LOST),), ended=True)
     found = failure_report([here, NodeReport(**({"node": 1, "ended": True} | other))])  # type: ignore[arg-type]
-    assert (found.words, found.exit_code) == (words, 4)
+    assert (found.text, found.exit_code) == (words, 4)
 
 
 def test_a_stop_that_one_node_was_asked_for_is_a_stop_of_all() -> None:

@@ -77,7 +77,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 class FailureReport:
     """The one line to end with and, of an error that ranks reported in order, its exit code."""
 
-    words: str
+    text: str
     exit_code: int = RunFailed.exit_code
     rank: int | None = None
     """The rank that is named."""

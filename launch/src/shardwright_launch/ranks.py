@@ -164,12 +164,12 @@ def _hand_on(lines: Iterable[bytes], on_line: OnLine) -> None:
 
 def _watch(ranks: Sequence[_Rank], nodes: Nodes, others: Exchange, hang_timeout_s: float | None) -> NodeReport | None:
     """Wait until all ranks of this node have ended well (None), or one of any node has not and these had their time."""
-    began_s, told = time.monotonic(), False
+    began_s, reported = time.monotonic(), False
     while None in [rank.look() for rank in ranks]:
         own = _report(ranks, nodes, began_s, hang_timeout_s)
-        if own.failed and not told:
+        if own.failed and not reported:
             others.tell(own)
-            told = True
+            reported = True
         reports = (own, *others.heard())
         if any(report.hang for report in reports):
             _print_stacks(ranks)
@@ -230,12 +230,12 @@ def _fail(ranks: Sequence[_Rank], own: NodeReport, others: Exchange, signalled: 
     found = failure_report(others.gather(last, _GATHER_S))
     if found.exit_code != RunFailed.exit_code:
         if own.node == 0 or not found.agreed:  # what all ranks agreed on is said once, by node 0
-            print(f"error: {found.words}", file=sys.stderr)
+            print(f"error: {found.text}", file=sys.stderr)
         raise SystemExit(found.exit_code)
     # A rank that was ended before it could print its traceback itself.
     cut_off = [state for state in states if state.rank == found.rank and state.status is None]
     print("".join(state.error.trace for state in cut_off if state.error), end="", file=sys.stderr)
-    raise RunFailed(found.words)
+    raise RunFailed(found.text)
 
 
 def _ask_to_stop(ranks: Sequence[_Rank]) -> None:
