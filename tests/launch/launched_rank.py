@@ -12,8 +12,13 @@ from shardwright_launch.heartbeat import Heartbeat, start_rank
 
 
 def act(action: str, folder: Path) -> None:
-    """Do one thing; `later` before it waits until another rank has done its own."""
-    acted = folder / "acted"
+    """Do one thing; `later` before it waits until another rank has done its own.
+
+    With several nodes everything waits until their launchers have found one another, so that no pause is guessed.
+    """
+    acted, met = folder / "acted", folder / "met"
+    while "SEVERAL_NODES" in os.environ and not met.exists():
+        time.sleep(0.02)
     if action.startswith("later "):
         while not acted.exists():
             time.sleep(0.02)

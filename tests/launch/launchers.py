@@ -16,7 +16,7 @@ from shardwright_launch.nodes import Nodes
 from shardwright_launch.ranks import launch
 
 RANK = Path(__file__).with_name("launched_rank.py")
-STARTED_S = 20.0
+STARTED_S = 60.0
 HANG_S = 2.0
 
 
@@ -37,7 +37,23 @@ def start_node(
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     if terminal:
         streams["stdin"] = streams["stderr"]
-    return subprocess.Popen(command, env=os.environ | {"STARTED_BY": str(folder)}, text=True, **streams)
+    variables = {"STARTED_BY": str(folder)} | ({"SEVERAL_NODES": "1"} if nodes > 1 else {})
+    return subprocess.Popen(command, env=os.environ | variables, text=True, **streams)
+
+
+def let_act(folder: Path, port: int, others: int = 1) -> None:
+    """Let the ranks of several nodes act, once so many launchers have called that of node 0."""
+    deadline = time.monotonic() + STARTED_S
+    while _callers(port + 1) < others:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (folder / "met").touch()
+
+
+def _callers(port: int) -> int:
+    """How many connections there are at a port of this machine."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return sum(line[1].endswith(f":{port:04X}") and line[3] == "01" for line in lines[1:])
 
 
 def started_by(folder: Path) -> dict[int, dict[str, str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from launchers import STARTED_S, free_port, start_node, started_by, until_in_a_step
+from launchers import STARTED_S, free_port, let_act, start_node, started_by, until_in_a_step
 
 from shardwright_launch.exchange import exchange
 from shardwright_launch.failure_report import NodeReport
@@ -27,6 +27,7 @@ class Ended(NamedTuple):
 def _both(folder: Path, first: Sequence[str], second: Sequence[str]) -> tuple[Ended, Ended]:
     port = free_port()
     nodes = [start_node(folder, node, actions, 2, port) for node, actions in ((1, second), (0, first))]
+    let_act(folder, port)
     ended = [Ended(node.wait(STARTED_S), node.communicate()[1]) for node in nodes]
     assert started_by(folder) == {}
     return ended[1], ended[0]
@@ -53,10 +54,9 @@ def test_both_nodes_name_the_rank_that_failed_first(
 
 def test_node_0_passes_on_what_one_node_tells_to_the_third(tmp_path: Path) -> None:
     port = free_port()
-    actions = (["later lose"], ["later fail z"], ["later lose"])
+    actions = (["later lose"], ["fail z"], ["later lose"])
     nodes = [start_node(tmp_path, node, actions[node], 3, port) for node in range(3)]
-    until_in_a_step(tmp_path, 3)
-    (tmp_path / "acted").touch()
+    let_act(tmp_path, port, others=2)
     for node in nodes:
         _, error = node.communicate(timeout=STARTED_S)
         assert (node.returncode, error.splitlines()[-1]) == (4, "error: rank 1: failed in step 1: ValueError: z")
@@ -81,7 +81,7 @@ def test_a_node_whose_launcher_is_gone_is_named_and_no_rank_is_left(tmp_path: Pa
     actions[gone] = ["wait"]
     nodes = [start_node(tmp_path, node, actions[node], 2, port) for node in (0, 1)]
     until_in_a_step(tmp_path, 2)
-    time.sleep(1.0)  # the launchers have found one another
+    let_act(tmp_path, port)
     nodes[gone].kill()
     (tmp_path / "acted").touch()
     other = nodes[1 - gone]
@@ -96,6 +96,7 @@ def test_a_signal_to_one_node_stops_both(tmp_path: Path) -> None:
     port = free_port()
     nodes = [start_node(tmp_path, node, ["wait" if node else "later lose"], 2, port) for node in (0, 1)]
     until_in_a_step(tmp_path, 2)
+    let_act(tmp_path, port)
     nodes[1].send_signal(signal.SIGHUP)
     (tmp_path / "acted").touch()
     for node in nodes:
@@ -107,6 +108,7 @@ def test_a_signal_to_one_node_stops_both(tmp_path: Path) -> None:
 
 
 def test_a_launcher_whose_other_was_never_there_says_so(tmp_path: Path) -> None:
+    (tmp_path / "met").touch()
     node = start_node(tmp_path, 1, ["lose"], 2, free_port())
     _, error = node.communicate(timeout=STARTED_S)
     words = "rank 1: lost its connection first, in step 1: nothing was heard of node 0: a rank there may have ended"
@@ -128,12 +130,12 @@ def test_a_launch_is_not_taken_for_the_one_before_it_at_the_same_rendezvous() ->
 
 def test_what_is_no_launcher_at_the_port_is_hung_up_on(tmp_path: Path) -> None:
     port = free_port()
-    node = start_node(tmp_path, 0, ["later end"], 2, port)
+    node = start_node(tmp_path, 0, ["end"], 2, port)
     until_in_a_step(tmp_path)
     for line in (b"GET / HTTP/1.0\r\n\r\n", b'{"node":7,"ranks":[],"hang":"x"}\n', b'{"node":-1}\n', b"\xff" * 10_000):
         with socket.create_connection(("127.0.0.1", port + 1)) as stranger:
             stranger.sendall(line)
-    (tmp_path / "acted").touch()
+    (tmp_path / "met").touch()
     _, error = node.communicate(timeout=STARTED_S)
     assert (node.returncode, error) == (0, "")
 

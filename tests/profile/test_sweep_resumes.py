@@ -44,14 +44,14 @@ def _start(cluster: Path, out: Path, *options: object) -> "subprocess.Popen[str]
 
 
 def _finished(sweep: "subprocess.Popen[str]") -> str:
-    _, errors = sweep.communicate(timeout=60)
+    _, errors = sweep.communicate(timeout=150)
     assert sweep.returncode == 0, errors
     return errors
 
 
 def _killed_after(sweep: "subprocess.Popen[str]", journal: Path, lines: int) -> bytes:
     """Kill the launcher when the journal has so many lines, and return what is in it when its ranks are gone too."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 150
     while not journal.exists() or journal.read_bytes().count(b"\n") < lines:
         assert sweep.poll() is None
         assert time.monotonic() < until
