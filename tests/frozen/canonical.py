@@ -44,6 +44,12 @@ CORRECTIONS = (
     Correction(
         "printed/export-*", r"\bshard(ed)?(?= embedding| them| otherwise)", "spread", "sharding is the field's word"
     ),
+    Correction(
+        "simulated/*.svg",
+        r"pipeline stages: (\d+), microbatches: (\d+)",
+        r"\1 pipeline stages, \2 microbatches",
+        "right in any number",
+    ),
 )
 """Applied in order. One for a renamed key reads Correction("*", '"new_name"', '"old_name"', "why")."""
 
