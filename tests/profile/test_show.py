@@ -67,7 +67,7 @@ def test_files_that_are_no_profile_are_refused(tmp_path):
     (tmp_path / "text.h5").write_text("no HDF5")
     with pytest.raises(BadInput, match="not a readable HDF5 file"):
         show_profile(tmp_path / "text.h5")
-    with pytest.raises(BadInput, match="no such file"):
+    with pytest.raises(BadInput, match="No such file"):
         show_profile(tmp_path / "absent.h5")
 
 
