@@ -19,7 +19,6 @@ from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, Precision
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
-from shardwright_search.cached import cached_method
 from shardwright_search.cost_model.collectives import Duration, collective_time
 from shardwright_search.cost_model.communication import redistribution_time, send_time
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost
@@ -28,6 +27,7 @@ from shardwright_search.cost_model.parameters import ParameterCosts, parameter_c
 from shardwright_search.cost_model.profiles import LayerKey, Profiles
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import GroupKind, StageTopology, tp_group_kinds
+from shardwright_search.solver.cached import cached_method
 
 __all__ = ["Cost", "CostModel", "LayerCost", "picoseconds"]
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.cached import cached_method
+from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.memory import StageMemory, no_layers
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
 from shardwright_search.solver.problem import Problem, Usage

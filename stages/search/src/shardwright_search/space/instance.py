@@ -14,11 +14,11 @@ from shardwright_formats.semantics.schedule import in_flight
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import PipelineStage, Plan
 from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
-from shardwright_search.cached import cached_method
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.tied_weights import tie_class, tie_cost_ps
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.solver.branch_and_bound import Solvable
+from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.pareto import Numbers
 from shardwright_search.solver.partition import Pipeline
