@@ -118,7 +118,7 @@ def _check_what_else_is_in_it(profile: HardwareProfile) -> None:
 
 
 def _columns(table: Table[Row], count: int) -> list[np.ndarray]:
-    return list(table.values())[:count]
+    return list(table.columns.values())[:count]
 
 
 def test_a_repeat_takes_as_long_as_on_the_slowest_rank_and_all_ranks_agree(tmp_path):
