@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Attention
 from shardwright_train.data.objectives import Batch, Prefix
 from shardwright_train.models.base import Family, States
@@ -100,9 +99,3 @@ class T5(Family):
     def replays_sum(self, config: Any) -> tuple[str, ...]:
         """A block ends in a dropout, which keeps its mask."""
         return ("full",) if config.dropout_rate > 0 else ()
-
-    def initialize(self, model: Model, module: nn.Module) -> None:
-        """As stock, where the whole model's class gives the token table its weights."""
-        super().initialize(model, module)
-        if isinstance(table := getattr(module, "shared", None), nn.Embedding):
-            nn.init.normal_(table.weight, std=self.configuration(model).initializer_factor)
