@@ -54,8 +54,11 @@ class T5(Family):
         block: nn.Module = copy.deepcopy(stack.block[0])
         if kind == "encoder":
             block.final_layer_norm, block.dropout = copy.deepcopy((stack.final_layer_norm, stack.dropout))
-            if index == len(stack.block) - 1:
-                block.register_forward_hook(lambda own, _, made: (own.dropout(own.final_layer_norm(made[0])),))
+        ends = kind == "encoder" and index == len(stack.block) - 1
+        # The states alone: FSDP2 would watch over the bias, too.
+        block.register_forward_hook(
+            lambda own, _, made: (own.dropout(own.final_layer_norm(made[0])) if ends else made[0],)
+        )
         return block
 
     def keys(self, kind: str) -> tuple[str, ...]:
