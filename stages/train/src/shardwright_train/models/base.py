@@ -136,7 +136,7 @@ class Family:
         """
         if self.rotary is None:
             return {"kernel": kernel, "arguments": {}}
-        rotary = type(self._skeleton(model, kernel).get_submodule(self.rotary))(self.configuration(model))
+        rotary = type(self._skeleton(model, Attention.SDPA.value).get_submodule(self.rotary))(self.configuration(model))
         # Some kinds look at the length of the whole sequence, of which this rank may have a part.
         whole = torch.arange(model.sequence_length, device=example.device)[None]
         angles = tuple(x[:, positions].clone() for x in rotary.to(example.device)(example, whole))
