@@ -31,7 +31,7 @@ CORRECTIONS = (
     Correction("printed/*", r"\b20\d\d-\d\d-\d\d\b", "<date>", "profiles are dated by the day they are made"),
     Correction(
         "printed/*",
-        r"(?m)^(bounding \d+ configurations|\d+ configurations left:|scenario:|HiGHS: case|\d+ plans within).*\n",
+        r"(?m)^(bounding \d+ conf|\d+ configurations left:|scenario:|HiGHS: configuration|\d+ plans within).*\n",
         "",
         "progress on standard error tells the way, not the result",
     ),
@@ -50,6 +50,8 @@ CORRECTIONS = (
         r"\1 pipeline stages, \2 microbatches",
         "right in any number",
     ),
+    Correction("*", "the best plan's configuration", "the best plan's case", "the search's word is configuration"),
+    Correction("*", "other configurations have no better", "other cases have no better", "the search's word"),
 )
 """Applied in order. One for a renamed key reads Correction("*", '"new_name"', '"old_name"', "why")."""
 

@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 from random_problems import best_of, random_problem
 
-from shardwright_search.solver.branch_and_bound import Optimum, Target, optimise
+from shardwright_search.solver.branch_and_bound import Optimum, Target, optimize
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.solver.relaxed_bound import dual_of
@@ -19,7 +19,7 @@ NEAR = 0.01
 def solved(problem: Problem, deadline: float | None = None) -> Optimum[int]:
     """The solver's answer, with plans near the best one."""
     pipeline = pipeline_of(problem)
-    return optimise([Target(0, 0.0, 1.0)], lambda _: pipeline, NEAR, 8, deadline)
+    return optimize([Target(0, 0.0, 1.0)], lambda _: pipeline, NEAR, 8, deadline)
 
 
 def pipeline_of(problem: Problem) -> Pipeline:

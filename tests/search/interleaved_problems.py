@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shardwright_formats.semantics.schedule import Pass, actions
 from shardwright_formats.types.plan import Schedule
-from shardwright_search.solver.branch_and_bound import Target, optimise
+from shardwright_search.solver.branch_and_bound import Target, optimize
 from shardwright_search.solver.interleaved import Interleaved, InterleavedProblem
 from shardwright_search.solver.problem import DeviceGroup, Options
 from shardwright_search.space.configurations import Configuration
@@ -88,7 +88,7 @@ def mistake(problem: InterleavedProblem) -> str | None:
     """What the solver gets wrong, or None."""
     fitting = [plan for plan in every_interleaved(problem) if plan.memory_bytes <= problem.group.budget_bytes]
     best = min((plan.time_ps for plan in fitting), default=np.inf)
-    answer = optimise([Target(0, 0.0, 1.0)], lambda _: Interleaved(problem), 0.01, 8)
+    answer = optimize([Target(0, 0.0, 1.0)], lambda _: Interleaved(problem), 0.01, 8)
     found = np.inf if answer.best is None else answer.best.score
     if found != best or answer.bound != best or any(bound > best for bound, _ in answer.bounds):
         return f"found {found}, bounds {answer.bound} and {answer.bounds}, the best of all plans takes {best}"

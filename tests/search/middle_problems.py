@@ -4,7 +4,7 @@ import numpy as np
 from brute_force import pipeline_of
 from random_problems import with_budgets
 
-from shardwright_search.solver.branch_and_bound import Target, optimise
+from shardwright_search.solver.branch_and_bound import Target, optimize
 from shardwright_search.solver.min_memory import min_memory
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem, price
@@ -51,6 +51,6 @@ def middle_problem(seed: int) -> Problem:
 
 def solved(problem: Problem) -> Found:
     """The best plan by the solver."""
-    best = optimise([Target(0, 0.0, 1.0)], lambda _: pipeline_of(problem)).best
+    best = optimize([Target(0, 0.0, 1.0)], lambda _: pipeline_of(problem)).best
     assert best is not None
     return best.found

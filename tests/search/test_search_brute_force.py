@@ -12,7 +12,7 @@ import pytest
 from brute_force import mistakes, pipeline_of, solved
 from random_problems import best_of, every_plan, random_problem, with_budgets
 
-from shardwright_search.solver import branch_and_bound as optimise
+from shardwright_search.solver import branch_and_bound as optimize
 from shardwright_search.solver import stage_labels as labels_of
 from shardwright_search.solver.branch_and_bound import Target
 from shardwright_search.solver.min_memory import min_memory
@@ -85,9 +85,9 @@ def test_a_search_that_is_stopped_knows_a_true_bound(monkeypatch):
         best = min(target.score(times[target.configuration]) for target in targets)
         for looks in (*range(0, 50, 6), 100, 200):
             clock = chain(repeat(0.0, looks), repeat(2.0))
-            monkeypatch.setattr(optimise, "monotonic", partial(next, clock))
+            monkeypatch.setattr(optimize, "monotonic", partial(next, clock))
             solvable = [pipeline_of(problem) for problem in problems].__getitem__
-            answer = optimise.optimise(targets, solvable, 0.01, 8, deadline=1.0)
+            answer = optimize.optimize(targets, solvable, 0.01, 8, deadline=1.0)
             assert answer.bound <= best, (first, looks)
             if answer.best is not None:
                 assert answer.best.score >= best, (first, looks)

@@ -13,7 +13,7 @@ from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.search import NEAR
-from shardwright_search.solver.branch_and_bound import Target, optimise
+from shardwright_search.solver.branch_and_bound import Target, optimize
 from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.problem import Solution, price
 from shardwright_search.space.configurations import Configuration
@@ -98,7 +98,7 @@ def test_the_best_and_near_plans_of_a_request_are_evaluated_as_they_were_solved(
     for seed in range(2000 + BLOCK * block, 2000 + BLOCK * (block + 1)):
         world = random_world(seed, most_layers=4)
         instance = world.instance
-        answer = optimise(world.targets(instance), instance.solvable, NEAR, 4)
+        answer = optimize(world.targets(instance), instance.solvable, NEAR, 4)
         assert answer.best is not None and answer.bound == answer.best.score
         for one in answer.near:
             plan = instance.plan(one.target.configuration, one.found.solution)
@@ -162,7 +162,7 @@ def test_a_batch_that_is_floored_is_caught(monkeypatch):
     monkeypatch.setattr(Instance, "_possible", lambda *_: True)
     instance = world._replace(request=request).instance
     (target, *_) = world.targets(instance)
-    answer = optimise([target], instance.solvable)
+    answer = optimize([target], instance.solvable)
     with pytest.raises(ValueError, match="does not divide the 7 samples of a microbatch"):
         instance.plan(target.configuration, answer.best.found.solution)
 

@@ -19,7 +19,7 @@ from shardwright_search import certify as prove
 from shardwright_search.certify import certificate
 from shardwright_search.cli import APP
 from shardwright_search.solver import milp as integer_programme
-from shardwright_search.solver.branch_and_bound import Best, Target, optimise
+from shardwright_search.solver.branch_and_bound import Best, Target, optimize
 from shardwright_search.solver.milp import Answer, solve
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.space.configurations import Configuration
@@ -107,7 +107,7 @@ def searched() -> tuple[Instance, tuple[Target[Configuration], ...], Best[Config
     given = world()
     instance = given.instance
     targets = given.targets(instance)
-    best = optimise(targets, instance.solvable).best
+    best = optimize(targets, instance.solvable).best
     assert best is not None and best.target.configuration.num_chunks == 1
     return instance, targets, best
 
@@ -124,7 +124,7 @@ def test_the_certificate_tells_what_was_compared(searched):
     said = ask(searched)
     assert said.startswith("HiGHS 1.") and f"{step_ms:.6f} ms, equal" in said
     others = len(targets) - 1
-    assert f"{others - interleaved} of {others} other cases have no better plan" in said
+    assert f"{others - interleaved} of {others} other configurations have no better plan" in said
     assert interleaved and said.endswith(f"{interleaved} interleaved ones not asked")
 
 
@@ -133,10 +133,10 @@ def test_highs_knows_no_better_plan_in_any_case_of_random_requests(seed):
     given = random_world(seed, most_layers=5)
     instance = given.instance
     targets = given.targets(instance)
-    best = optimise(targets, instance.solvable).best
+    best = optimize(targets, instance.solvable).best
     said = certificate(instance, targets, best, SECONDS, lambda line: None)
     others = len(targets) - 1
-    assert "ms, equal" in said and said.endswith(f"{others} of {others} other cases have no better plan")
+    assert "ms, equal" in said and said.endswith(f"{others} of {others} other configurations have no better plan")
 
 
 def test_what_time_did_not_suffice_for_is_told(searched, monkeypatch):
@@ -144,7 +144,7 @@ def test_what_time_did_not_suffice_for_is_told(searched, monkeypatch):
     assert "; 0 of" in said and "not decided within 0 s" in said
     monkeypatch.setattr(prove, "solve", lambda *_: Answer(None, np.inf, False))
     said = ask(searched, seconds=0.2)
-    assert "the best plan's case was not decided in time; 0 of" in said
+    assert "the best plan's configuration was not decided in time; 0 of" in said
 
 
 def test_a_case_that_needs_more_than_its_share_is_asked_again(searched, monkeypatch):
@@ -177,7 +177,7 @@ def test_a_search_that_missed_a_better_case_is_noticed(searched):
         for target in targets
         if target.configuration != best.target.configuration and target.configuration.num_chunks == 1
     ]
-    second = optimise(others, instance.solvable).best
+    second = optimize(others, instance.solvable).best
     assert second is not None and second.score > best.score * (1 + NEAR)
     with pytest.raises(RunFailed, match=f"HiGHS disagrees: {best.target.configuration}"):
         ask(searched, second)
@@ -213,7 +213,7 @@ def test_plan_writes_the_certificate_into_the_prediction_and_shows_it(inputs, tm
     result = plan(inputs, tmp_path / "a.json")
     assert result.exit_code == 0, result.output
     said = read_document(tmp_path / "a.prediction.json", Prediction).proof.certificate
-    assert said.startswith("HiGHS 1.") and said.endswith("ms, equal; 7 of 7 other cases have no better plan")
+    assert said.startswith("HiGHS 1.") and said.endswith("ms, equal; 7 of 7 other configurations have no better plan")
     assert f"certificate: {said}" in result.output
 
 

@@ -6,7 +6,7 @@ __all__ = ["effective"]
 
 
 def effective(strategy: Strategy) -> Strategy:
-    """The one spelling of what an element's strategy does; a layer's type and recomputation are left out.
+    """The one spelling of what a layer's strategy does; a layer's type and recomputation are left out.
 
     One rank alone has no sequence to share and no neighbours, and parameters that one rank holds are not sharded; with
     Ulysses all ranks of the pipeline stage share them.

@@ -70,12 +70,12 @@ def certificate(
     tally = _other_configurations(instance, others, best, deadline, report)
     left = [f"{tally.undecided} not decided within {time_limit_s:g} s"] if tally.undecided else []
     left += [f"{tally.interleaved} interleaved ones not asked"] if tally.interleaved else []
-    return "; ".join([own, f"{tally.ruled_out} of {len(others)} other cases have no better plan", *left])
+    return "; ".join([own, f"{tally.ruled_out} of {len(others)} other configurations have no better plan", *left])
 
 
 def _own_configuration(instance: Instance, best: Best[Configuration], deadline: float) -> str:
     if best.target.configuration.num_chunks > 1:
-        return "the best plan's case is interleaved and was not asked"
+        return "the best plan's configuration is interleaved and was not asked"
     problem = instance.problem(best.target.configuration)
     answer = solve(problem, deadline - monotonic())
     offset_ps = best.target.offset_ps
@@ -84,8 +84,8 @@ def _own_configuration(instance: Instance, best: Best[Configuration], deadline: 
     if worse or _is_better(problem, answer, best.found.objective_ps, offset_ps):
         raise RunFailed(_difference(best.target.configuration, ours_ps, theirs_ps))
     if not answer.done:
-        return "the best plan's case was not decided in time"
-    return f"optimum of the best plan's case {theirs_ps * 1e-9:.6f} ms, equal"
+        return "the best plan's configuration was not decided in time"
+    return f"optimum of the best plan's configuration {theirs_ps * 1e-9:.6f} ms, equal"
 
 
 def _other_configurations(
@@ -105,7 +105,7 @@ def _other_configurations(
     while waiting and monotonic() < deadline:
         following = []
         for number, target in enumerate(waiting):
-            report(f"HiGHS: case {number + 1} of {len(waiting)}")
+            report(f"HiGHS: configuration {number + 1} of {len(waiting)}")
             answer = _other_configuration(instance, target, best, (deadline - monotonic()) / (len(waiting) - number))
             ruled_out += answer.done and answer.solution is None
             following += [] if answer.done else [target]
@@ -137,6 +137,5 @@ def _is_better(problem: Problem, answer: Answer, limit_ps: float, offset_ps: flo
 
 def _difference(configuration: Configuration, ours_ps: float, theirs_ps: float) -> str:
     theirs = f"its best plan takes {theirs_ps * 1e-9:.9g} ms" if np.isfinite(theirs_ps) else "it finds no plan"
-    return (
-        f"HiGHS disagrees: {configuration}: {theirs}, the search's takes {ours_ps * 1e-9:.9g} ms as a step of that case"
-    )
+    ours = f"the search's takes {ours_ps * 1e-9:.9g} ms as a step of it"
+    return f"HiGHS disagrees: {configuration}: {theirs}, {ours}"

@@ -22,7 +22,7 @@ from shardwright_search.cost_model.plan import Evaluation, evaluate, offset_ps
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.stage_costs import range_costs
 from shardwright_search.simulation.simulator import step_time_ps
-from shardwright_search.solver.branch_and_bound import Best, Optimum, Target, optimise
+from shardwright_search.solver.branch_and_bound import Best, Optimum, Target, optimize
 from shardwright_search.space.budget import Infeasible, budgets_of, infeasible
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
 from shardwright_search.space.instance import Instance
@@ -199,7 +199,7 @@ def _optimum(
         report(f"{left} configurations left: {known}, bound {bound * 1e-9:.6g} ms a {unit}")
 
     report(f"bounding {len(targets)} configurations")
-    return optimise(targets, instance.solvable, NEAR, _MAX_NEAR, deadline, progress)
+    return optimize(targets, instance.solvable, NEAR, _MAX_NEAR, deadline, progress)
 
 
 def _plain(instance: Instance, targets: Iterable[Target[Configuration]]) -> Best[Configuration] | None:
@@ -239,7 +239,7 @@ def _others(
     sizes = _firsts(optimum, lambda other: other.pp_size, configuration.pp_size)
     counts = _firsts(optimum, lambda other: other.num_microbatches, configuration.num_microbatches)
     for target in dict.fromkeys((*sizes[:_MAX_DEGREES], *counts[:2])):
-        found = optimise([target], instance.solvable, deadline=deadline, max_labels=_MAX_LABELS)
+        found = optimize([target], instance.solvable, deadline=deadline, max_labels=_MAX_LABELS)
         if found.best is not None and not found.stopped:
             yield found.best
 

@@ -8,7 +8,7 @@ __all__ = ["BackwardPass", "Overlap", "Reduction", "backward_pass"]
 
 
 class Reduction(NamedTuple):
-    """An element's share of a backward pass, and the reduction of the gradients that it makes, each alone."""
+    """A layer's share of a backward pass, and the reduction of the gradients that it makes, each alone."""
 
     backward_ps: int
     sync_ps: int
@@ -32,17 +32,17 @@ class BackwardPass(NamedTuple):
     """Begin and end of each reduction that takes time, one after the other."""
 
 
-def backward_pass(elements: Sequence[Reduction], overlap: Overlap | None, gradient_sync_ps: int = 0) -> BackwardPass:
-    """Play one pass over `elements`, which are in forward order and so go from the last to the first.
+def backward_pass(layers: Sequence[Reduction], overlap: Overlap | None, gradient_sync_ps: int = 0) -> BackwardPass:
+    """Play one pass over `layers`, which are in forward order and so go from the last to the first.
 
-    A reduction waits for its element's gradients and for the reductions before it. While one runs beside a backward
+    A reduction waits for its layer's gradients and for the reductions before it. While one runs beside a backward
     pass each advances at 1 / slowdown; without an overlap all of them come behind. Then follows `gradient_sync_ps`.
     Every event is rounded up to a picosecond.
     """
     now = begun = 0
     waiting: list[int] = []
     spans: list[tuple[int, int]] = []
-    for left, sync_ps in reversed(elements):
+    for left, sync_ps in reversed(layers):
         while left and waiting and overlap is not None:
             spent = min(ceil(left * overlap.compute_slowdown), ceil(waiting[0] * overlap.message_slowdown))
             now += spent

@@ -23,7 +23,7 @@ class StageTimes(NamedTuple):
     """What is reduced when the last microbatch's backward pass and its `reductions` are over."""
     optimizer_ps: int
     reductions: tuple[Reduction, ...] = ()
-    """The elements of the last microbatch's backward pass, in forward order; () where no element reduces in it."""
+    """The layers of the last microbatch's backward pass, in forward order; () where no layer reduces in it."""
     early_reductions: tuple[Reduction, ...] = ()
     """The same for every other microbatch's backward pass; () where reduction is deferred."""
     overlap: Overlap | None = None
@@ -32,13 +32,13 @@ class StageTimes(NamedTuple):
     def backward_pass(self, last: bool) -> BackwardPass:
         """The backward pass of the last microbatch, or of another one.
 
-        Raises ValueError where the elements' backward passes are not together `backward_ps`.
+        Raises ValueError where the layers' backward passes are not together `backward_ps`.
         """
-        elements = (self.reductions if last else self.early_reductions) or (Reduction(self.backward_ps, 0),)
-        together_ps = sum(element.backward_ps for element in elements)
+        layers = (self.reductions if last else self.early_reductions) or (Reduction(self.backward_ps, 0),)
+        together_ps = sum(layer.backward_ps for layer in layers)
         if together_ps != self.backward_ps:
-            raise ValueError(f"the elements' backward passes take {together_ps} ps, the range's {self.backward_ps}")
-        return backward_pass(elements, self.overlap, self.gradient_sync_ps if last else 0)
+            raise ValueError(f"the layers' backward passes take {together_ps} ps, the range's {self.backward_ps}")
+        return backward_pass(layers, self.overlap, self.gradient_sync_ps if last else 0)
 
 
 class Event(NamedTuple):
