@@ -157,7 +157,7 @@ def test_a_case_that_needs_more_than_its_share_is_asked_again(searched, monkeypa
 
     monkeypatch.setattr(prove, "solve", slow_at_first)
     single = sum(target.configuration.num_chunks == 1 for target in targets)
-    assert f"{single - 1} of {len(targets) - 1} other cases" in ask(searched)
+    assert f"{single - 1} of {len(targets) - 1} other configurations" in ask(searched)
     assert len(limits) == single + 1 and limits[-1] > SECONDS / 2 > limits[1]
 
 

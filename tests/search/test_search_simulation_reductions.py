@@ -115,7 +115,7 @@ def test_a_large_slowdown_makes_reducing_beside_the_backward_pass_worse_than_beh
     assert backward_pass(own, Overlap(3, 3)).busy_ps == 50
 
 
-def test_elements_that_are_not_the_whole_backward_pass_are_refused():
+def test_layers_that_are_not_the_whole_backward_pass_are_refused():
     times = StageTimes(1, 10, 0, 0, 0, (Reduction(4, 1), Reduction(5, 1)))
-    with pytest.raises(ValueError, match="the elements' backward passes take 9 ps, the range's 10"):
+    with pytest.raises(ValueError, match="the layers' backward passes take 9 ps, the range's 10"):
         simulate([times], Schedule.ONE_F_ONE_B, 1)
