@@ -10,18 +10,16 @@ import msgspec
 import pytest
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.plan import Precision
 from shardwright_search.interop.galvatron import galvatron_file, plan_of_galvatron
 from shardwright_search.interop.galvatron_file import read_galvatron
 from shardwright_search.options import GalvatronRun
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = Path(os.environ.get("SHARDWRIGHT_GALVATRON", ROOT / "results" / "reference" / "hetu-galvatron")) / "galvatron"
 FILES = sorted((FOLDER / "models").glob("*/configs/galvatron_config_*.json"))
 
 pytestmark = pytest.mark.skipif(not FILES, reason=f"no strategy files in {FOLDER}: run snakemake reference")
 
-BF16 = Precision(compute="bfloat16", reduce="bfloat16")
 RUN = GalvatronRun(sequence_parallel="megatron")
 TYPES = {"T5": (24, 24), "swin": (2, 2, 42, 2)}
 UNEQUAL = {
