@@ -50,6 +50,9 @@ CORRECTIONS = (
         r"\1 pipeline stages, \2 microbatches",
         "right in any number",
     ),
+    Correction("*", r'"shard_size": 0,\s*', "", "plans say it since ZeRO can share the states out among fewer ranks"),
+    Correction("*", r'"compile": false,\s*', "", "plans say it since layers can be compiled"),
+    Correction("*", r',\s*"tf32": false', "", "plans say it since a GPU may round the factors of matrix products"),
     Correction("*", "the best plan's configuration", "the best plan's case", "the search's word is configuration"),
     Correction("*", "other configurations have no better", "other cases have no better", "the search's word"),
 )

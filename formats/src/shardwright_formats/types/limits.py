@@ -33,6 +33,7 @@ __all__ = [
     "Sha256",
     "Share",
     "SignedSeconds",
+    "SomeRanks",
     "Tokens",
 ]
 
@@ -57,6 +58,8 @@ Rank = Annotated[int, Meta(ge=0, lt=MAX_DEVICES, extra={"unit": "rank"})]
 """Number of a device."""
 Ranks = Annotated[int, Meta(ge=1, le=MAX_DEVICES, extra={"unit": "ranks"})]
 """A degree, or the size of a group."""
+SomeRanks = Annotated[int, Meta(ge=0, le=MAX_DEVICES, extra={"unit": "ranks"})]
+"""The size of a group that there may be none of."""
 Samples = Annotated[int, Meta(ge=1, le=MAX_BATCH, extra={"unit": "samples"})]
 """A batch or a micro-batch."""
 Tokens = Annotated[int, Meta(ge=1, le=_MAX_COUNT, extra={"unit": "tokens"})]

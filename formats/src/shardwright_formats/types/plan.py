@@ -69,6 +69,8 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of the forward and backward pass."""
     reduce: DType = "float32"
     """Of accumulated gradients and their reduction."""
+    tf32: bool = False
+    """Whether a GPU's tensor cores may round the factors of float32 matrix products to TF32 (10 bits of mantissa)."""
 
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -125,6 +127,8 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The attention kernel."""
     fused: tuple[Literal["rotary", "norm", "cross_entropy"], ...] = ()
     """What else kernels of the flash-attn package compute: rotary embeddings, norms, the loss."""
+    compile: bool = False
+    """Whether torch.compile compiles each layer."""
     stages: Annotated[tuple[PipelineStage, ...], Meta(min_length=1)]
     """The pipeline stages, first to last."""
     embedding: Strategy

@@ -3,7 +3,7 @@
 from enum import StrEnum
 
 from shardwright_formats.io.json import Value
-from shardwright_formats.types.limits import Ranks
+from shardwright_formats.types.limits import Ranks, SomeRanks
 
 __all__ = ["DataParallel", "LayerStrategy", "Recompute", "SequenceParallel", "Strategy"]
 
@@ -41,6 +41,8 @@ class Recompute(StrEnum):
     """Those of the attention part."""
     MLP = "mlp"
     """Those of the feed-forward part."""
+    SELECTIVE = "selective"
+    """All but the results of matrix products and of attention, which are kept (Korthikanti et al. 2022)."""
 
 
 class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
@@ -58,8 +60,30 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
     """Parts that the samples of a microbatch are shared out in."""
     data_parallel: DataParallel = DataParallel.DDP
     """What the data-parallel ranks share out."""
+    shard_size: SomeRanks = 0
+    """Neighbouring data-parallel ranks that ZeRO shares the states out among; 0: all of them.
+
+    Where they are fewer (HSDP), groups of so many ranks hold replicas of each other's shards and sum their gradients.
+    """
     sequence_parallel: SequenceParallel = SequenceParallel.NONE
     """How the tensor-parallel group shares the sequence."""
+
+    def __post_init__(self) -> None:
+        if self.shard_size == 0:
+            return
+        if self.data_parallel is DataParallel.DDP:
+            raise ValueError("shard_size is of zero2 and zero3, ddp shards nothing")
+        ranks = self.state_ranks
+        if self.shard_size in (1, ranks) or ranks % self.shard_size:
+            raise ValueError(
+                f"shard_size {self.shard_size} is no true divisor of the {ranks} ranks of data parallelism: "
+                "leave it out where all of them share the states out"
+            )
+
+    @property
+    def state_ranks(self) -> int:
+        """Ranks that data parallelism keeps the parameters of a layer on: under Ulysses those of attention too."""
+        return self.dp_size * (self.tp_size if self.sequence_parallel is SequenceParallel.ULYSSES else 1)
 
 
 class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
