@@ -81,6 +81,11 @@ def _three_heads_for_ulysses(plan: dict[str, Any]) -> None:
     plan["model"]["types"]["block"]["ulysses_must_divide"] = {"heads": 3}
 
 
+def _empty_middle_stage(plan: dict[str, Any]) -> None:
+    ranges = ([0, 2], [2, 2], [2, 2], [2, 3])
+    plan["stages"] = [{"ranks": [i], "layers": [layers]} for i, layers in enumerate(ranges)]
+
+
 PLANS: dict[str, tuple[Change, str]] = {
     "unknown key": (lambda p: p.update(colour=1), "colour"),
     "unknown key inside": (lambda p: p["layers"][2].update(colour=1), "colour` - at `$.layers[2]"),
@@ -143,6 +148,7 @@ PLANS: dict[str, tuple[Change, str]] = {
         lambda p: p["stages"][1].update(layers=[[2, 1]]),
         "[2, 1] does not continue",
     ),
+    "a stage in the middle without layers": (_empty_middle_stage, "stages[1]: layer range [2, 2] is empty"),
     "several ranges without interleaving": (
         lambda p: p["stages"][0].update(layers=[[0, 1], [1, 2]]),
         "interleaved_1f1b",

@@ -17,8 +17,8 @@ from shardwright_formats.semantics.communication import (
 from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import BoundaryTensor, Heads, Model, Region
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
+from shardwright_formats.types.plan import ITEMSIZE, PipelineStage, Plan
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
 STREAM = "hidden_states"
@@ -132,3 +132,24 @@ def test_a_stage_sends_activations_forward_and_gradients_backward() -> None:
         stage = plan.stage_of_rank(rank)
         wanted = {Pass.FORWARD} if stage == 0 else {Pass.BACKWARD} if stage == len(plan.stages) - 1 else set(Pass)
         assert sends == wanted
+
+
+def test_ranks_of_a_narrow_stage_send_to_each_rank_of_a_wide_one_what_it_wants() -> None:
+    """One rank, then three that share the samples: the whole batch forward in three pieces, and back."""
+    example = read_document(EXAMPLES / "plan.json", Plan)
+    alone, shared = ({"tp_size": 1, "dp_size": ranks} for ranks in (1, 3))
+    plan = msgspec.structs.replace(
+        example,
+        global_batch_size=24,
+        num_microbatches=4,
+        stages=(PipelineStage(ranks=(0,), layers=((0, 1),)), PipelineStage(ranks=(1, 2, 3), layers=((1, 3),))),
+        embedding=Strategy(**alone),
+        layers=(LayerStrategy(type="block", **alone), *(LayerStrategy(type="block", **shared) for _ in range(2))),
+        head=Strategy(**shared),
+    )
+    piece = 2 * sum(tensor.sequence_length * tensor.features for tensor in plan.model.boundary)
+    piece *= ITEMSIZE[plan.precision.compute]
+    sends = [[m for m in step_messages(plan, rank) if m.cause is Cause.PIPELINE] for rank in range(4)]
+    forward = Message(Cause.PIPELINE, Collective.P2P, 2, piece, Pass.FORWARD, 4)
+    assert sends == [[forward] * 3, *[[forward._replace(during=Pass.BACKWARD)]] * 3]
+    assert not any(m.cause is Cause.REDISTRIBUTION for rank in range(4) for m in step_messages(plan, rank))

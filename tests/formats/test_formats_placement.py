@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import pairwise
+from math import lcm
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from shardwright_formats.semantics.layout import (
     ActivationShard,
     Layout,
+    Transfer,
     closed_groups,
     dp_groups,
     layout_of,
@@ -96,6 +98,53 @@ def test_redistribution_plans_serve_every_element_of_the_target_exactly_once_fro
         served.update((transfer.target, element) for element in _elements(transfer.piece))
     wanted = {(rank, e) for rank in range(target.stage_size) for e in _held(target, rank, samples, length)}
     assert served == dict.fromkeys(wanted, 1)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[Layout, Layout, int, int]:
+    """Layouts on both sides of a cut between pipeline stages of unequal width."""
+    before, after = draw(st.lists(st.sampled_from(SIZES), min_size=2, max_size=2, unique=True))
+    whole = lcm(before, after)
+    return draw(_layouts(before)), draw(_layouts(after)), whole * draw(st.integers(1, 2)), whole
+
+
+@given(cuts())
+def test_between_stages_of_unequal_width_every_element_is_served_once_and_nobody_asked_twice(
+    cut: tuple[Layout, Layout, int, int],
+) -> None:
+    source, target, samples, length = cut
+    served: Counter[tuple[int, tuple[int, int]]] = Counter()
+    for transfer in redistribution_plan(source, target, samples, length):
+        assert _elements(transfer.piece) <= _held(source, transfer.source, samples, length)
+        served.update((transfer.target, element) for element in _elements(transfer.piece))
+    wanted = {(rank, e) for rank in range(target.stage_size) for e in _held(target, rank, samples, length)}
+    assert served == dict.fromkeys(wanted, 1)
+    pairs = Counter((t.source, t.target) for t in redistribution_plan(source, target, samples, length))
+    assert set(pairs.values()) == {1}
+
+
+@given(cuts())
+def test_between_stages_of_unequal_width_replicas_take_turns_and_all_that_is_sent_is_counted(
+    cut: tuple[Layout, Layout, int, int],
+) -> None:
+    source, target, samples, length = cut
+    sent = Counter({rank: 0 for rank in range(source.stage_size)})
+    pieces = Counter(sent)
+    for transfer in redistribution_plan(source, target, samples, length):
+        pieces[transfer.source] += 1
+        sent[transfer.source] += FEATURES * transfer.piece.tokens
+    assert sent_numel(source, target, samples, length, FEATURES) == tuple(sent[rank] for rank in sorted(sent))
+    if not source.sequence_split:
+        for dp_index in range(source.dp_size):
+            replicas = [pieces[rank] for rank in source.holders(dp_index)]
+            assert max(replicas) <= min(replicas) + 1
+
+
+@given(changes())
+def test_a_layout_sends_itself_its_shards(change: tuple[Layout, Layout, int, int]) -> None:
+    layout, _, samples, length = change
+    shards = [Transfer(i, i, layout.activation_shard(i, samples, length)) for i in range(layout.stage_size)]
+    assert list(redistribution_plan(layout, layout, samples, length)) == shards
 
 
 @given(changes())

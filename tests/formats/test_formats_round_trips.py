@@ -116,13 +116,14 @@ def _spread(draw: st.DrawFn, ranks: int) -> dict[str, Any]:
 def plans(draw: st.DrawFn) -> Plan:
     model, cluster = draw(models()), draw(clusters())
     devices, layers = cluster.num_devices, len(model.layers)
-    num_stages = draw(st.sampled_from(_powers_up_to(devices)))
+    # Only the first range and the last may be empty.
+    num_stages = draw(st.sampled_from([n for n in _powers_up_to(devices) if n <= layers + 2]))
     schedule = draw(st.sampled_from(Schedule))
     several = schedule is Schedule.INTERLEAVED_1F1B and num_stages > 1
-    chunks = draw(st.integers(1, 2)) if several else 1
-    cuts = sorted(
-        draw(st.lists(st.integers(0, layers), min_size=num_stages * chunks - 1, max_size=99))[: num_stages * chunks - 1]
-    )
+    chunks = draw(st.integers(1, min(2, (layers + 2) // num_stages))) if several else 1
+    parts = num_stages * chunks
+    inner = [*range(parts - 1)] if parts > layers else draw(st.permutations(range(layers + 1)))[: parts - 1]
+    cuts = sorted(inner)
     ranges = list(zip([0, *cuts], [*cuts, layers], strict=True))
     ranks = draw(st.permutations(range(devices)))
     width = devices // num_stages

@@ -11,12 +11,14 @@ from enum import StrEnum
 from math import lcm, prod
 from typing import NamedTuple
 
+from shardwright_formats.semantics.chunks import chunk_layers, incoming_layout, next_chunk, sent_layout
 from shardwright_formats.semantics.layout import (
     Layout,
     closed_groups,
     layout_of,
     parameter_box,
     parameter_layout,
+    redistribution_plan,
     sent_numel,
 )
 from shardwright_formats.semantics.schedule import Pass
@@ -27,20 +29,19 @@ from shardwright_formats.semantics.tied_weights import (
     tied_parameters,
 )
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model import EMBEDDING, HEAD, BoundaryTensor, LayerType, Model, Region
+from shardwright_formats.types.model import HEAD, BoundaryTensor, LayerType, Model, Region
 from shardwright_formats.types.plan import ITEMSIZE, GradientReduction, Plan
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
 
 __all__ = [
     "Cause",
     "Message",
-    "chunk_layers",
-    "incoming_layout",
     "loss_messages",
     "parameter_messages",
     "partial_gradient_bytes",
     "redistribution_messages",
     "region_messages",
+    "send_messages",
     "step_messages",
 ]
 
@@ -101,25 +102,6 @@ def step_messages(plan: Plan, rank: int) -> tuple[Message, ...]:
     if plan.world_size > 1:
         found.append(Message(Cause.NORM, Collective.ALL_REDUCE, plan.world_size, _NORM_BYTES, None))
     return tuple(found)
-
-
-def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:
-    """Name, type and strategy of each layer of a model chunk, embedding and head included, in order."""
-    if stage == chunk == 0:
-        yield EMBEDDING, EMBEDDING, plan.embedding
-    low, high = plan.stages[stage].layers[chunk]
-    for i in range(low, high):
-        yield f"layers[{i}]", plan.layers[i].type, plan.layers[i]
-    if stage == len(plan.stages) - 1 and chunk == len(plan.stages[stage].layers) - 1:
-        yield HEAD, HEAD, plan.head
-
-
-def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
-    """The layout in which a model chunk receives its input: that of the layer before it; None of the first chunk."""
-    if stage == chunk == 0:
-        return None
-    first = plan.stages[stage].layers[chunk][0]
-    return layout_of(plan.layers[first - 1] if first > 0 else plan.embedding)
 
 
 def parameter_messages(
@@ -271,34 +253,49 @@ def redistribution_messages(
                 yield Message(Cause.REDISTRIBUTION, Collective.ALL_TO_ALL, len(members), size, during, microbatches)
 
 
+def send_messages(
+    tensors: Sequence[BoundaryTensor],
+    source: Layout,
+    target: Layout,
+    rank: int,
+    samples: int,
+    itemsize: int,
+    microbatches: int,
+    during: Pass,
+) -> Iterator[Message]:
+    """What a rank of a pipeline stage sends to the stage beside it in a step, from its layout to the receivers'.
+
+    To each rank that gets a piece goes one message; between stages of equal width, of one layout, that is its shard.
+    """
+    for tensor in tensors:
+        for transfer in redistribution_plan(source, target, samples, tensor.sequence_length):
+            if transfer.source == rank:
+                size = transfer.piece.tokens * tensor.features * itemsize
+                yield Message(Cause.PIPELINE, Collective.P2P, 2, size, during, microbatches)
+
+
 def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[Message]:
     me = plan.stages[stage].ranks.index(rank)
     model, samples, microbatches = plan.model, plan.microbatch_samples, plan.num_microbatches
     compute, reduce = ITEMSIZE[plan.precision.compute], ITEMSIZE[plan.precision.reduce]
     every = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+    size = me, samples, compute, microbatches
     current = incoming_layout(plan, stage, chunk)
-    if current is not None:
-        yield from _sends(plan, current, me, Pass.BACKWARD)
-    layers = list(chunk_layers(plan, stage, chunk))
-    for name, type_name, strategy in layers:
+    if current is not None and (before := sent_layout(plan, stage, chunk)) is not None:
+        yield from send_messages(model.boundary, current, before, *size, Pass.BACKWARD)
+    for name, type_name, strategy in chunk_layers(plan, stage, chunk):
         kind, wanted = model.types[type_name], layout_of(strategy)
         if current is not None:
-            yield from redistribution_messages(model.boundary, current, wanted, me, samples, compute, microbatches)
+            yield from redistribution_messages(model.boundary, current, wanted, *size)
         current = wanted
         yield from parameter_messages(kind, strategy, compute, reduce, microbatches, every)
         yield from region_messages(model, type_name, strategy, samples, compute, microbatches)
         if name == HEAD:
             yield from loss_messages(kind, strategy, samples, compute, microbatches)
-    if current is not None and (not layers or layers[-1][0] != HEAD):
-        yield from _sends(plan, current, me, Pass.FORWARD)
-
-
-def _sends(plan: Plan, layout: Layout, me: int, during: Pass) -> Iterator[Message]:
-    """What goes to the next pipeline stage forward, or to the one before backward."""
-    for tensor in plan.model.boundary:
-        shard = layout.activation_shard(me, plan.microbatch_samples, tensor.sequence_length)
-        size = shard.tokens * tensor.features * ITEMSIZE[plan.precision.compute]
-        yield Message(Cause.PIPELINE, Collective.P2P, 2, size, during, plan.num_microbatches)
+    if (following := next_chunk(plan, stage, chunk)) is not None:
+        there = incoming_layout(plan, *following)
+        assert current is not None and there is not None
+        yield from send_messages(model.boundary, current, there, *size, Pass.FORWARD)
 
 
 def _partial_sums(plan: Plan, rank: int, stage: int) -> Iterator[Message]:

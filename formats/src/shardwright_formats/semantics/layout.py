@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import cycle
 from typing import NamedTuple
 
 from shardwright_formats.types.model import Parameter
@@ -89,7 +90,7 @@ class Layout(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One piece that moves from one rank to another (or stays) when the layout changes."""
+    """One piece that moves from one rank to another (or stays) when the layout changes, ranks counted in a stage."""
 
     source: int
     target: int
@@ -161,16 +162,21 @@ def dp_groups(ranks: Sequence[int], tp_size: int, consecutive: bool) -> tuple[tu
 def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_length: int) -> tuple[Transfer, ...]:
     """The pieces that change rank, or stay, when a microbatch goes from one layout to another.
 
-    Each element of the target is served exactly once. Where the source is replicated, a rank serves itself if it
-    can, else the replicas are shared out among those who ask.
+    Each element of the target is served exactly once, and no rank gets two pieces from another. Where the source is
+    replicated, a rank serves itself if it can, else the replicas are shared out among those who ask. Layouts of unequal
+    width are of two pipeline stages, whose ranks have nothing in common: all pieces move, and replicas take turns.
     """
     found = []
+    apart = source.stage_size != target.stage_size
+    share = samples // source.dp_size
+    turns = [cycle(source.holders(dp_index)) for dp_index in range(source.dp_size)]
     for rank in range(target.stage_size):
         wanted = target.activation_shard(rank, samples, sequence_length)
-        for dp_index in range(source.dp_size):
+        for dp_index in range(wanted.batch_start // share, -(-wanted.batch_end // share)):
             holders = source.holders(dp_index)
             if not source.sequence_split:
-                holders = (rank if rank in holders else holders[rank % len(holders)],)
+                near = rank if rank in holders else holders[rank % len(holders)]
+                holders = (next(turns[dp_index]) if apart else near,)
             for holder in holders:
                 piece = source.activation_shard(holder, samples, sequence_length).intersect(wanted)
                 if piece is not None:
@@ -180,7 +186,7 @@ def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_l
 
 @lru_cache(maxsize=1024)
 def closed_groups(source: Layout, target: Layout, samples: int, sequence_length: int) -> tuple[tuple[int, ...], ...]:
-    """The smallest groups of ranks that exchange pieces only among themselves, in either direction."""
+    """The smallest groups of a stage's ranks that exchange pieces only among themselves, in either direction."""
     group_of = {rank: frozenset((rank,)) for rank in range(source.stage_size)}
     there = redistribution_plan(source, target, samples, sequence_length)
     back = redistribution_plan(target, source, samples, sequence_length)
@@ -193,7 +199,8 @@ def closed_groups(source: Layout, target: Layout, samples: int, sequence_length:
 def sent_numel(source: Layout, target: Layout, samples: int, sequence_length: int, features: int) -> tuple[int, ...]:
     """Elements that each rank sends to others when the layout changes, forward; backward is the reverse change."""
     sent = [0] * source.stage_size
+    apart = source.stage_size != target.stage_size
     for transfer in redistribution_plan(source, target, samples, sequence_length):
-        if transfer.source != transfer.target:
+        if apart or transfer.source != transfer.target:
             sent[transfer.source] += transfer.piece.tokens * features
     return tuple(sent)

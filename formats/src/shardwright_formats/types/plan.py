@@ -220,9 +220,12 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("every pipeline stage must have the same number of layer ranges")
         ordered = [stage.layers[chunk] for chunk in range(chunks.pop()) for stage in self.stages]
         position = 0
-        for low, high in ordered:
+        for i, (low, high) in enumerate(ordered):
             if low != position or high < low:
                 raise ValueError(f"layer range [{low}, {high}] does not continue at layer {position}")
+            if low == high and i not in (0, len(ordered) - 1):
+                where = f"stages[{i % len(self.stages)}]: layer range [{low}, {high}]"
+                raise ValueError(f"{where} is empty, as only the embedding's or the head's may be")
             position = high
         if position != len(expected):
             raise ValueError(f"the pipeline stages hold {position} of {len(expected)} layers")

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import msgspec
 
 from shardwright_formats.io.errors import NothingFits
-from shardwright_formats.semantics.communication import Cause, chunk_layers, step_messages
+from shardwright_formats.semantics.chunks import chunk_layers
+from shardwright_formats.semantics.communication import Cause, step_messages
 from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.semantics.schedule import in_flight
 from shardwright_formats.types.plan import Plan

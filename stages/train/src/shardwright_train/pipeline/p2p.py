@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.semantics.communication import incoming_layout
+from shardwright_formats.semantics.chunks import incoming_layout
 from shardwright_formats.semantics.schedule import Action, Pass, actions
 from shardwright_train.pipeline.layer import RankContext
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwright_formats.semantics.communication import chunk_layers, incoming_layout
+from shardwright_formats.semantics.chunks import chunk_layers, incoming_layout
 from shardwright_formats.semantics.layout import layout_of
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.strategy import DataParallel
