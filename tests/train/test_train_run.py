@@ -70,6 +70,15 @@ def test_a_run_leaves_a_line_per_step_and_a_last_word(unbroken: Path) -> None:
     assert all(line["mfu"] is None and len(line["peak_memory_bytes"]) == 2 for line in lines)
 
 
+def test_a_run_that_was_over_says_the_same_again_elsewhere(work: Path, plan_file: Path, unbroken: Path) -> None:
+    checkpoints = str(unbroken / "checkpoints")
+    status, _, err = finish(start(work, plan_file, "again", "--checkpoints", checkpoints))
+    assert status == 0, err
+    before, after = (read_document(work / name / "DONE.json", RunResult) for name in ("unbroken", "again"))
+    assert (after.first_loss, after.final_loss) == (before.first_loss, before.final_loss)
+    assert after.checkpoint == before.checkpoint and Path(after.checkpoint).is_dir()
+
+
 def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(work: Path, plan_file: Path, unbroken: Path) -> None:
     stopped = start(work, plan_file, "stopped")
     folder = folder_of_plan(work / "stopped" / "checkpoints", read_document(plan_file, Plan).sha256)

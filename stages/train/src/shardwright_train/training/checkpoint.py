@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,6 +27,7 @@ class Progress:
     data_sha256: str
     seed: int
     first_loss: float
+    last_loss: float
     wall_s: float
     updates: int
     """Steps in which the optimizer changed the weights: all but those in which float16 overflowed."""
@@ -38,7 +39,11 @@ def read_progress(checkpoint: Path) -> Progress:
     """What a checkpoint says of itself; BadInput when it is none."""
     file = checkpoint / PROGRESS
     try:
-        return Progress(**json.loads(file.read_bytes()))
+        found = json.loads(file.read_bytes())
+        if isinstance(found, dict) and found.keys() < {field.name for field in fields(Progress)}:
+            what = "was saved by an earlier version, which took the samples in another order"
+            raise BadInput(file, what, "go on with that version, or start anew in another --checkpoints folder")
+        return Progress(**found)
     except (OSError, ValueError, TypeError) as error:
         raise BadInput(file, f"no readable checkpoint ({error})", "name the folder of a step, step-…") from None
 

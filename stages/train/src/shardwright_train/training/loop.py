@@ -60,7 +60,7 @@ def train(job: RunOptions, world: World) -> None:
     batches, resumed = _agreed_inputs(job, plan, world)
     (attention,) = settle_attention([plan], world)
     scale = LossScale.for_compute(plan.precision.compute)
-    progress = Progress(0, plan.sha256, batches.sha256, job.seed, 0.0, 0.0, 0, scale.value, 0)
+    progress = Progress(0, plan.sha256, batches.sha256, job.seed, 0.0, 0.0, 0.0, 0, scale.value, 0)
     if resumed is not None:
         progress = read_progress(resumed)
     engine = _engine(job, plan, world, attention, progress.updates)
@@ -70,9 +70,10 @@ def train(job: RunOptions, world: World) -> None:
     if world.rank == 0:
         run.metrics.keep_until(progress.step)
     with _asked_to_stop() as stop_asked:
-        final = _steps(run, progress, stop_asked)
+        progress, saved = _steps(run, progress, resumed, stop_asked)
     if world.rank == 0:
-        _finish(run, *final)
+        assert saved is not None
+        _finish(run, progress, saved)
 
 
 def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, Path | None]:
@@ -143,10 +144,9 @@ def _engine(job: RunOptions, plan: Plan, world: World, attention: str, updates: 
     return build_engine(context, settings, updates)
 
 
-def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progress, float, Path]:
-    """The training loop; returns the last progress, the last loss and the last checkpoint."""
+def _steps(run: _Run, progress: Progress, saved: Path | None, stop_asked: list[int]) -> tuple[Progress, Path | None]:
+    """The training loop, from what was saved; returns the last progress and where that is saved."""
     job, began = run.job, time.monotonic() - progress.wall_s
-    saved, loss = run.folder / f"step-{progress.step:08d}", progress.first_loss
     fixed = LossScale.for_compute(run.plan.precision.compute).fixed
     scale = LossScale(progress.loss_scale, fixed, progress.steps_without_overflow)
     for step in range(progress.step + 1, job.steps + 1):
@@ -161,13 +161,13 @@ def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progre
             what = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
             raise RunFailed(f"step {step}: {what}: {where}: nothing of this step was saved")
         scale = scale.after(overflowed)
-        loss = outcome.loss
         run.metrics.write(step, outcome, step_time_s)
         first = outcome.loss if step == 1 else progress.first_loss
         progress = replace(
             progress,
             step=step,
             first_loss=first,
+            last_loss=outcome.loss,
             wall_s=time.monotonic() - began,
             updates=progress.updates + outcome.finite,
             loss_scale=scale.value,
@@ -177,10 +177,10 @@ def _steps(run: _Run, progress: Progress, stop_asked: list[int]) -> tuple[Progre
             saved = save(run.folder, run.engine.tensors(), progress, job.keep_checkpoints)
         if outcome.stop and step < job.steps:
             raise Stopped(f"stopped after step {step} of {job.steps}: run the same command to resume")
-    return progress, loss, saved
+    return progress, saved
 
 
-def _finish(run: _Run, progress: Progress, loss: float, checkpoint: Path) -> None:
+def _finish(run: _Run, progress: Progress, checkpoint: Path) -> None:
     out = run.job.out
     out.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(run.folder / METRICS, out / METRICS)
@@ -188,7 +188,7 @@ def _finish(run: _Run, progress: Progress, loss: float, checkpoint: Path) -> Non
         plan_sha256=run.plan.sha256,
         steps=progress.step,
         first_loss=progress.first_loss,
-        final_loss=loss,
+        final_loss=progress.last_loss,
         attention=run.attention,
         wall_s=progress.wall_s,
         checkpoint=str(checkpoint),
