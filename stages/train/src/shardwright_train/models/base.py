@@ -57,7 +57,9 @@ class Family:
     own_keys: tuple[str, ...] = ()
     """Keys of a config.json that mean something here, or nothing, and that transformers does not list."""
     dropouts: tuple[str, ...] = ()
-    """The dropout rates of the configuration."""
+    """The dropout rates of the configuration, that of the hidden states last."""
+    ends_in_dropout: tuple[str, ...] = ()
+    """The kinds of recomputation whose end is such a dropout of hidden states, which keeps its mask."""
     mask: Mask = Mask.CAUSAL
     """What its attention leaves out."""
     rotary: str | None = None
@@ -66,8 +68,8 @@ class Family:
     """What it learns."""
     kernels: tuple[Attention, ...] = (Attention.SDPA, Attention.FLASH_ATTENTION_2, Attention.EAGER)
     """The attention kernels that its blocks can use; flash_attention_2 adds nothing to the scores."""
-    states: tuple[str, ...] = ("hidden_states",)
-    """What crosses from each layer to the next."""
+    states: Mapping[str, str] = {"hidden_states": "tokens"}
+    """What crosses from each layer to the next, for each type of block in order, and the tokens that it begins with."""
 
     def __init__(self, name: str, stock: Any) -> None:
         self.name, self.stock = name, stock
@@ -75,14 +77,14 @@ class Family:
     # What families say beside that.
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """What the embedding makes of a batch, at this rank's positions."""
+        """What the embedding makes of a batch, at this rank's positions: the table's rows, through the others."""
         table: Any = pieces.get_submodule(self.embedding[0])
-        return (token_embedding(table, batch["tokens"], pieces.tensor_parallel),)
+        rows = (token_embedding(table, batch[name], pieces.tensor_parallel) for name in self.states.values())
+        return tuple(pieces.through(self.embedding[1:], each) for each in rows)
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
         """What the matrix of the head is applied to, at this rank's positions."""
-        normed: Tensor = pieces.get_submodule(self.head[0])(states[0])
-        return normed
+        return pieces.through(self.head[:-1], states[-1])
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
         """The block of a type with number `index` among those of its type."""
@@ -102,12 +104,13 @@ class Family:
                     setattr(module, name, getattr(module, name) // tensor_parallel.size)
 
     def keys(self, kind: str) -> tuple[str, ...]:
-        """The states whose positions each attention of a block attends to, the block's own first."""
-        return self.states[:1]
+        """The states whose positions each attention of a block attends to: its type's own, then those before."""
+        names, number = tuple(self.states), list(self.parts).index(kind) if kind in self.parts else 0
+        return names[number::-1]
 
     def replays_sum(self, config: Any) -> tuple[str, ...]:
         """The kinds of recomputation whose end is not a region's sum: a dropout or norm behind it keeps something."""
-        return ()
+        return self.ends_in_dropout if self.dropouts and getattr(config, self.dropouts[-1]) > 0 else ()
 
     def configured(self, config: Mapping[str, Any]) -> Any:
         """The transformers configuration of a config.json."""

@@ -28,6 +28,7 @@ class GPT2(Family):
     counted_per_rank = ("split_size",)
     divided = ("n_head", "n_inner")
     dropouts = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
+    ends_in_dropout = ("full", "attention", "mlp")
     own_keys = ("n_ctx",)
     only = {
         "add_cross_attention": Only(False, "there is one stack"),
@@ -45,7 +46,3 @@ class GPT2(Family):
         stock: Any = pieces.transformer
         tokens = token_embedding(stock.wte, batch["tokens"], pieces.tensor_parallel)
         return (stock.drop(tokens + stock.wpe(positions_of(batch["tokens"], pieces.tensor_parallel))),)
-
-    def replays_sum(self, config: Any) -> tuple[str, ...]:
-        """Each part ends in a dropout, which keeps its mask."""
-        return ("full", "attention", "mlp") if config.resid_pdrop > 0 else ()

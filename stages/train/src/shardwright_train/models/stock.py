@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright_train.parallel.tensor import TensorParallel
 
@@ -37,6 +37,12 @@ class Pieces(nn.Module):
                     owner.add_module(name, nn.Module())
                 owner = owner.get_submodule(name)
             owner.add_module(last, copy.deepcopy(stock.get_submodule(path)))
+
+    def through(self, paths: tuple[str, ...], states: Tensor) -> Tensor:
+        """The states after some of the pieces, one after the other."""
+        for path in paths:
+            states = self.get_submodule(path)(states)
+        return states
 
     def forward(self, *inputs: Any) -> Any:
         """Hand the pieces and what they are applied to over to the family."""

@@ -12,7 +12,6 @@ from shardwright_train.models.masks import causal_mask
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts
 from shardwright_train.parallel.tensor import TensorParallel
-from shardwright_train.parallel.vocab import token_embedding
 
 __all__ = ["T5"]
 
@@ -35,12 +34,13 @@ class T5(Family):
         **dict.fromkeys(("o", "wo"), "rowwise"),
         **{"shared": "embedding_rowwise", "lm_head": "colwise_gather_output"},
     }
-    states = ("encoder_states", "decoder_states")
+    states = {"encoder_states": "tokens", "decoder_states": "decoder_tokens"}
     shared = {_BIAS: f"{{kind}}.block.0.{_BIAS}", "final_layer_norm.weight": "{kind}.final_layer_norm.weight"}
     objective = Prefix
     counted_per_rank = ("n_heads",)
     divided = ("num_heads", "d_ff")
     dropouts = ("dropout_rate",)
+    ends_in_dropout = ("full",)
     own_keys = ("decoder_start_token_id", "n_positions")
     kernels = (Attention.SDPA, Attention.EAGER)
 
@@ -56,36 +56,23 @@ class T5(Family):
             block.final_layer_norm, block.dropout = copy.deepcopy((stack.final_layer_norm, stack.dropout))
         ends = kind == "encoder" and index == len(stack.block) - 1
         # The states alone: FSDP2 would watch over the bias, too.
-        block.register_forward_hook(
-            lambda own, _, made: (own.dropout(own.final_layer_norm(made[0])) if ends else made[0],)
-        )
+        block.register_forward_hook(lambda own, _, out: own.dropout(own.final_layer_norm(out[0])) if ends else out[0])
         return block
-
-    def keys(self, kind: str) -> tuple[str, ...]:
-        """The decoder's second attention takes in the encoder's states."""
-        return self.states[:1] if kind == "encoder" else self.states[::-1]
-
-    def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """One table for the tokens of both stacks."""
-        stock: Any = pieces
-        tokens = (token_embedding(stock.shared, batch[x], pieces.tensor_parallel) for x in ("tokens", "decoder_tokens"))
-        return tuple(map(stock.encoder.dropout, tokens))
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
         """What the decoder made, scaled where the stock model does."""
-        stock, config = pieces.get_submodule("decoder"), pieces.config
-        normed: Tensor = stock.dropout(stock.final_layer_norm(states[1]))  # type: ignore[operator]
-        return normed * (config.d_model**-0.5 if config.scale_decoder_outputs else 1.0)
+        config = pieces.config
+        return super().normed(pieces, states) * (config.d_model**-0.5 if config.scale_decoder_outputs else 1.0)
 
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States:
         """One stack's states go through its block; the other's are handed on."""
         encoded, decoded = states
         if not block.is_decoder:
-            return block(encoded)[0], decoded
+            return block(encoded), decoded
         mask = causal_mask(decoded, batch["tokens"], constants["kernel"])
         # Stock makes a bias of zeros for each pair of positions otherwise.
         zero = encoded.new_zeros(1, 1, 1, 1)
-        return encoded, block(decoded, mask, encoder_hidden_states=encoded, encoder_decoder_position_bias=zero)[0]
+        return encoded, block(decoded, mask, encoder_hidden_states=encoded, encoder_decoder_position_bias=zero)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
         """The bias is one of all positions, also where this rank holds but some; it has this rank's heads.
@@ -98,7 +85,3 @@ class T5(Family):
             stock, ranks = attention.compute_bias, tensor_parallel.sequence_axis.size()
             own = tensor_parallel.positions(config.num_heads)
             attention.compute_bias = lambda queries, keys, **more: stock(queries * ranks, keys * ranks, **more)[:, own]
-
-    def replays_sum(self, config: Any) -> tuple[str, ...]:
-        """A block ends in a dropout, which keeps its mask."""
-        return ("full",) if config.dropout_rate > 0 else ()

@@ -26,7 +26,8 @@ class ViT(Family):
     mask = Mask.NONE
     objective = Classification
     counted_per_rank = ("num_attention_heads",)
-    dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    dropouts = ("attention_probs_dropout_prob", "hidden_dropout_prob")
+    ends_in_dropout = ("full",)
     own_keys = ("num_labels",)
     # The head uses position 0, which under Ulysses only one rank has.
     undivided_by_ulysses = {HEAD: "pooled_positions"}
@@ -38,7 +39,3 @@ class ViT(Family):
         states = stock(batch["pixel_values"].to(stock.cls_token.dtype))
         # A view would hold the others' positions, too.
         return (states[:, pieces.tensor_parallel.positions(states.shape[1])].clone(),)
-
-    def replays_sum(self, config: Any) -> tuple[str, ...]:
-        """A block ends in a dropout, which keeps its mask."""
-        return ("full",) if config.hidden_dropout_prob > 0 else ()
