@@ -9,10 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.plan import Plan
@@ -22,6 +18,7 @@ from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import MicrobatchChunk, Step
+from shardwright_train.torch_private import FakeStore, FakeTensorMode, TorchDispatchMode, tree_leaves
 
 __all__ = ["SimulatedStep", "Traffic", "simulate_step"]
 
@@ -110,7 +107,7 @@ class _SentBytes(TorchDispatchMode):
         self.bytes: Counter[Traffic] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = _COLLECTIVES.get(func._schema.name)
+        found = _COLLECTIVES.get(func.name())
         if found is not None:
             collective, which = found
             group = next(a for a in args if isinstance(a, torch.ScriptObject))

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.parallel.data import local_tensor, placed_as
+from shardwright_train.torch_private import foreach_mul_, foreach_norm
 
 __all__ = ["ShardedAdamW", "StepOutcome"]
 
@@ -97,7 +98,7 @@ class ShardedAdamW:
             assert parameter.grad is not None
             self._local[name].grad = local_tensor(parameter.grad)
         if scale != 1.0:
-            torch._foreach_mul_([p.grad for p in self._local.values() if p.grad is not None], scale)
+            foreach_mul_([p.grad for p in self._local.values() if p.grad is not None], scale)
         for group in self._adamw.param_groups:
             group["lr"] = outcome.learning_rate
         self._adamw.step()
@@ -142,6 +143,6 @@ def _squared_norm(parameters: Sequence[nn.Parameter], device: torch.device) -> T
     total = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
         # Each norm in the format it is stored in, which is 32 bits at least; their squares are added in 64.
-        norms = torch.stack(torch._foreach_norm(gradients)).double()
+        norms = torch.stack(foreach_norm(gradients)).double()
         total = (norms.square() / norms.new_tensor([_replicas(p) for p in parameters])).sum()
     return total

@@ -8,13 +8,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._distributed_c10d import Work
-from torch._C._profiler import _EventType, _ExtraFields_Allocation, _ProfilerEvent
+from torch.distributed import Work
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright_formats.types.measurement import SegmentMemory
 from shardwright_train.pipeline.runner import MicrobatchChunk
+from shardwright_train.torch_private import AllocationFields, EventType, ProfilerEvent, TorchDispatchMode
 
 __all__ = [
     "Allocation",
@@ -76,13 +75,13 @@ class MemoryRecord:
         pairs = zip(self._events[1:], pairwise(self._counted), strict=True)
         return [MemoryInterval(*event, before, after, peak) for event, ((before, _), (after, peak)) in pairs]
 
-    def of_profile(self, roots: Iterable[_ProfilerEvent], standing_bytes: int) -> list[MemoryInterval]:
+    def of_profile(self, roots: Iterable[ProfilerEvent], standing_bytes: int) -> list[MemoryInterval]:
         """By the allocations in this thread that PyTorch's profiler saw."""
         record: list[Event | Allocation] = []
         for event in sorted(_all_events(roots), key=lambda event: event.start_time_ns):
             kind, details = event.typed
-            if kind == _EventType.Allocation:
-                assert isinstance(details, _ExtraFields_Allocation)
+            if kind == EventType.Allocation:
+                assert isinstance(details, AllocationFields)
                 record.append(Allocation(details.ptr, details.alloc_size))
             elif event.name.startswith(_EVENT):
                 record.append(self._events[int(event.name.removeprefix(_EVENT))])
@@ -153,7 +152,7 @@ def segments_of_memory(intervals: Sequence[MemoryInterval]) -> tuple[SegmentMemo
     return tuple(found)
 
 
-def _all_events(events: Iterable[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
+def _all_events(events: Iterable[ProfilerEvent]) -> Iterator[ProfilerEvent]:
     waiting = list(events)
     while waiting:
         event = waiting.pop()
@@ -172,7 +171,7 @@ class _CollectivesSettled(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name
+        name = func.name()
         if name.startswith("c10d::") and not name.startswith(("c10d::send", "c10d::recv")):
             for part in result if isinstance(result, tuple) else (result,):
                 if isinstance(part, torch.ScriptObject):

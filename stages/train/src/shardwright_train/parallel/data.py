@@ -5,15 +5,19 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright_formats.types.plan import Precision
 from shardwright_formats.types.strategy import DataParallel
+from shardwright_train.torch_private import (
+    StridedShard,
+    fsdp_parameters,
+    gathered_parameter,
+    replicate,
+    with_spec_of,
+)
 
 __all__ = [
     "GradientAllReduce",
@@ -134,23 +138,14 @@ def _take_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
                 yield own, own.grad
                 own.grad = None
         return
-    for parameter in _fsdp_parameters(module):
-        gathered, sharded = getattr(parameter, "_unsharded_param", None), parameter.sharded_param
+    for parameter in fsdp_parameters(module):
+        gathered, sharded = gathered_parameter(parameter), parameter.sharded_param
         if parameter.unsharded_accumulated_grad is not None:
             yield sharded, parameter.unsharded_accumulated_grad_data
             parameter.unsharded_accumulated_grad = None
         elif gathered is not None and gathered.grad is not None:
             yield sharded, parameter.unsharded_grad_data
             gathered.grad = None
-
-
-def _fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:
-    # FSDP2 has no public names for these; the parity tests of replicated layers in bfloat16 go through them.
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            group = part._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                yield from group.fsdp_params
 
 
 def sharded_parameters(
@@ -178,7 +173,7 @@ def placed_as(parameter: Tensor, local: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     # `from_local` checks and computes anew what the parameter knows: some 0.1 ms for every gradient of every step.
-    return DTensor(local, parameter._spec, requires_grad=False)
+    return with_spec_of(parameter, local)
 
 
 def _as_dtensor(own: nn.Parameter, tp_dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
@@ -187,7 +182,7 @@ def _as_dtensor(own: nn.Parameter, tp_dim: int | None, mesh: DeviceMesh) -> nn.P
     tp: Placement = Replicate() if tp_dim is None else Shard(tp_dim)
     tp_size = mesh.size(1)
     if dp.is_shard() and tp_dim == 0 and tp_size > 1:
-        dp = _StridedShard(0, split_factor=tp_size)
+        dp = StridedShard(0, split_factor=tp_size)
     shape = list(own.shape)
     if tp_dim is not None:
         shape[tp_dim] *= tp_size

@@ -14,6 +14,7 @@ from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_train.parallel.collectives import copy_to_group, gather_sequence, scatter_sequence, sum_over_group
 from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.sharding_rules import Rule, cuts, rule_for
+from shardwright_train.torch_private import own_parameters
 
 __all__ = ["Sharding", "TensorParallel", "apply_tensor_parallel", "enter_before"]
 
@@ -169,13 +170,13 @@ def _change_parameters(module: nn.Module, change: Callable[[str, Tensor], Tensor
     stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = dict(module._parameters)
+        own = dict(own_parameters(module))
         try:
             for name, parameter in own.items():
                 if parameter is not None:
-                    module._parameters[name] = change(name, parameter)  # type: ignore[assignment]
+                    own_parameters(module)[name] = change(name, parameter)  # type: ignore[assignment]
             return stock(*args, **kwargs)
         finally:
-            module._parameters.update(own)
+            own_parameters(module).update(own)
 
     module.forward = forward

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from shardwright_formats.io.errors import BadInput, ShardwrightError
 from shardwright_launch.accelerator import CPU
 from shardwright_launch.heartbeat import START_UP_S, Heartbeat
+from shardwright_train.torch_private import default_timeout
 
 __all__ = ["World", "joined_world", "peak_resident_bytes"]
 
@@ -66,9 +66,7 @@ def joined_world(device_type: str, timeout_s: float = START_UP_S) -> Iterator[Wo
         stack.push(heartbeat.note)
         device = _device(device_type, int(os.environ["LOCAL_RANK"]))
         # A DeviceMesh takes no timeout: its groups have the defaults, which are 10 minutes with NCCL.
-        for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
-            stack.callback(setattr, distributed_c10d, default, getattr(distributed_c10d, default))
-            setattr(distributed_c10d, default, timeout)
+        stack.enter_context(default_timeout(timeout))
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
         stack.callback(dist.destroy_process_group)
         stack.push(heartbeat.note)  # before the group is destroyed, from which the peers see that this rank is gone

@@ -3,12 +3,12 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_train.engine.engine import Engine
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.pipeline.runner import Step
+from shardwright_train.torch_private import tree_leaves
 
 __all__ = ["first_nonfinite"]
 

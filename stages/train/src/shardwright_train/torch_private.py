@@ -1,0 +1,108 @@
+"""Every private name of PyTorch that the runtime uses, and the public name that would take its place.
+
+No other file may use one (`tests/architecture` holds this): what a new version of PyTorch can break stands here.
+`make versions` runs them under each version that is declared.
+
+| private name | used for | what would replace it |
+| --- | --- | --- |
+| `torch._foreach_mul_`, `torch._foreach_norm` | one kernel for many gradients | `torch.nn.utils.get_total_norm` and \
+`clip_grads_with_norm_`, once they take gradients on several meshes, and weights for replicas |
+| `torch.distributed._composable.replicate_with_fsdp.replicate` | DDP with FSDP2's mixed precision | `fully_shard` \
+over a mesh (replicate, shard of size 1), at the cost of gathering from a group of one |
+| `_get_fsdp_state`, `_fsdp_param_group`, `FSDPParam`, `_unsharded_param` | gradients summed where they lie | a \
+public reduction hook of FSDP2; there is `set_all_reduce_hook`, which runs after its own reduction only |
+| `_StridedShard` | ZeRO over the dim that tensor parallelism shards | `distribute_tensor` on a mesh in the other \
+order, if checkpoints may then lie otherwise |
+| `DTensor._spec`, `DTensor.__new__` with a spec | gradients as DTensors | `DTensor.from_local`, which takes 0.1 ms \
+more each |
+| `torch._subclasses.fake_tensor.FakeTensorMode`, `FakeStore` | the dry run | none; the `fake` backend and the fake \
+tensors of `torch.export` are the nearest |
+| `TorchDispatchMode` | counting collectives and storages | none; `TorchFunctionMode` sees no collective |
+| `_EventType`, `_ExtraFields_Allocation`, `_ProfilerEvent` | allocations on CPU | `export_memory_timeline`, or an \
+allocator of CPU memory with counters |
+| `torch.utils._pytree.tree_leaves` | tensors of nested arguments | `optree`, another package |
+| `nn.Module._parameters` | swapping parameters during a call | `torch.func.functional_call`, which swaps by full \
+name |
+| `default_pg_timeout`, `default_pg_nccl_timeout` (no underscore, not documented) | timeouts of a mesh's groups | \
+`DeviceMesh.from_group` over groups that were made with a timeout |
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch import Tensor, nn
+from torch._C._profiler import _EventType as EventType
+from torch._C._profiler import _ExtraFields_Allocation as AllocationFields
+from torch._C._profiler import _ProfilerEvent as ProfilerEvent
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "AllocationFields",
+    "EventType",
+    "FSDPParam",
+    "FakeStore",
+    "FakeTensorMode",
+    "ProfilerEvent",
+    "StridedShard",
+    "TorchDispatchMode",
+    "default_timeout",
+    "foreach_mul_",
+    "foreach_norm",
+    "fsdp_parameters",
+    "gathered_parameter",
+    "own_parameters",
+    "replicate",
+    "tree_leaves",
+    "with_spec_of",
+]
+
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+
+
+def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:
+    """What FSDP2 knows of each parameter that it keeps in a module and its children."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            group = part._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                yield from group.fsdp_params
+
+
+def gathered_parameter(parameter: FSDPParam) -> nn.Parameter | None:
+    """What the layer computes with, where it was gathered before."""
+    gathered: nn.Parameter | None = getattr(parameter, "_unsharded_param", None)
+    return gathered
+
+
+def with_spec_of(parameter: DTensor, local: Tensor) -> DTensor:
+    """A local tensor in the place of a DTensor's local shard: neither checked nor computed anew."""
+    return DTensor(local, parameter._spec, requires_grad=False)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dict that a module looks its own (not its children's) parameters up in; a change of it acts at once."""
+    return module._parameters
+
+
+@contextmanager
+def default_timeout(timeout: timedelta) -> Iterator[None]:
+    """Inside, process groups that are made without a timeout, as those of a DeviceMesh are, get this one."""
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    before = {name: getattr(distributed_c10d, name) for name in names}
+    vars(distributed_c10d).update(dict.fromkeys(names, timeout))
+    try:
+        yield
+    finally:
+        vars(distributed_c10d).update(before)
