@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 from made_up import HIDDEN, LENGTH, VOCABULARY, make_cluster, make_hardware, make_profiles, make_request
+from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
@@ -133,6 +134,9 @@ def _random_world(rng: np.random.Generator, devices: tuple[int, ...], most_layer
         embedding=outer if rng.random() < 0.5 else {},
         head=outer,
     )
+    # Of a generator of its own: all else stays what it was before there were shard groups.
+    if np.random.default_rng(count + batch).random() < 0.5:
+        request = replace(request, shard_sizes=tuple(divisors(count)))
     return World(request, model, cluster, profiles)
 
 

@@ -15,7 +15,7 @@ from shardwright_search.cost_model.collectives import (
 from shardwright_search.cost_model.topology import (
     GroupKind,
     StageTopology,
-    dp_group_kinds,
+    data_group_kinds,
     stage_topology,
     tp_group_kinds,
 )
@@ -101,6 +101,6 @@ def test_a_stages_groups_are_told_by_how_their_ranks_lie(make):
     assert tp_group_kinds(topology, 2, False) == (GroupKind(2, False, True),)
     assert tp_group_kinds(topology, 3, True) == (GroupKind(3, True, False),)
     # of neighbouring triples, ranks 0 and 3, 1 and 4, 2 and 5 reduce gradients
-    assert dp_group_kinds(topology, 3, True) == (GroupKind(2, False, True),)
-    assert dp_group_kinds(topology, 3, False) == (GroupKind(2, True, False), GroupKind(2, True, True))
+    assert data_group_kinds(topology, 3, True, 1).replicas == (GroupKind(2, False, True),)
+    assert data_group_kinds(topology, 3, False, 1).replicas == (GroupKind(2, True, False), GroupKind(2, True, True))
     assert stage_topology(make.cluster(6, nodes=2), (2, 3)) == StageTopology("n", (1, 1))

@@ -29,6 +29,7 @@ FULL = {
     "max_dp_size": None,
     "tp_consecutive": [True, False],
     "data_parallel": ["zero3"],
+    "shard_sizes": [2],
     "sequence_parallel": ["ulysses"],
     "recompute": ["mlp"],
     "embedding": {"tp_sizes": [2], "data_parallel": ["zero3"], "sequence_parallel": None},

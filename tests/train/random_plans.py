@@ -74,11 +74,17 @@ def _spread(model: Model, kind: str, ranks: int, draw: random.Random) -> dict[st
     fitting = [s for s in choices if misfit(model, kind, s) is None]
     tp_size = draw.choice(sorted({s.tp_size for s in fitting}))
     chosen = draw.choice([s for s in fitting if s.tp_size == tp_size])
+    consecutive, data_parallel = draw.random() < 0.6, draw.choice(list(DataParallel))
+    shards = [0] if data_parallel is DataParallel.DDP else [0, *range(2, chosen.state_ranks)]
     return {
         "tp_size": tp_size,
         "dp_size": ranks // tp_size,
-        "tp_consecutive": draw.random() < 0.6,
-        "data_parallel": draw.choice(list(DataParallel)),
+        "tp_consecutive": consecutive,
+        "data_parallel": data_parallel,
+        # Of a generator of its own: what else is drawn stays what it was before there were shard groups.
+        "shard_size": random.Random(str(draw.getstate())).choice(
+            [s for s in shards if not s or not chosen.state_ranks % s]
+        ),
         "sequence_parallel": chosen.sequence_parallel,
     }
 

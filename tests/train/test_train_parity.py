@@ -64,6 +64,34 @@ def _reduced_in_float32() -> Plan:
     return msgspec.structs.replace(_mixed_plan(), name="narrow sums", precision=precision)
 
 
+def _sharded_in_groups(world_size: int, tied: bool) -> Plan:
+    """Every kind of layer whose states groups of ranks share out, beside such as all share out, or none."""
+    plan = random_plan(tiny("llama", tie_word_embeddings=tied), 3, world_size, stages=1)
+    half = {"data_parallel": DataParallel.ZERO3, "shard_size": world_size // 2}
+    whole = {"tp_size": 1, "dp_size": world_size}
+    grid = {"tp_size": 2, "dp_size": world_size // 2}
+    if world_size > 4:
+        inner = {"data_parallel": DataParallel.ZERO2, "shard_size": 2}
+        layers = [{**grid, **inner}, {**grid, **inner, "tp_consecutive": False}]
+    else:
+        layers = [{**whole, "data_parallel": DataParallel.ZERO2, "shard_size": 2}, {**grid, "data_parallel": "zero3"}]
+    layers += [{**whole, **half}, {**grid, **half, "sequence_parallel": SequenceParallel.ULYSSES, "recompute": "full"}]
+    return msgspec.structs.replace(
+        plan,
+        name=f"shard groups on {world_size}, tied {tied}",
+        layers=tuple(LayerStrategy(type="block", **layer) for layer in layers),  # type: ignore[arg-type]
+        embedding=Strategy(**whole, **half),  # type: ignore[arg-type]
+        head=Strategy(**whole, data_parallel=DataParallel.ZERO2, shard_size=2),
+        num_microbatches=2,
+        schedule=Schedule.ONE_F_ONE_B,
+        gradient_reduction=GradientReduction.EVERY_MICROBATCH if tied else GradientReduction.DEFERRED,
+    )
+
+
+def _in_groups(world_size: int) -> list[Plan]:
+    return [_sharded_in_groups(world_size, tied) for tied in (False, True)]
+
+
 def _replicas_behind_a_cut() -> Plan:
     """Replicated layers whose inputs come from another stage: gradients must be there before they are reduced."""
     plan = random_plan(tiny("vit"), 4, 4, stages=2)
@@ -88,7 +116,7 @@ def two_ranks(compare: Compare) -> Errors:
 
 @pytest.fixture(scope="module")
 def more_ranks(compare: Compare) -> Errors:
-    return compare([*_plans(4), _replicas_behind_a_cut()]) | compare(_plans(8))
+    return compare([*_plans(4), _replicas_behind_a_cut(), *_in_groups(4)]) | compare([*_plans(8), *_in_groups(8)])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -117,6 +145,12 @@ def test_plans_on_more_ranks_train_exactly_as_one_process(more_ranks: Errors, fa
 
 def test_replicated_layers_behind_a_pipeline_cut_train_exactly_as_one_process(more_ranks: Errors) -> None:
     assert max(more_ranks["replicas behind a cut"].values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_replicas_of_shards_train_exactly_as_one_process(more_ranks: Errors, world_size: int) -> None:
+    exact = {name: more_ranks[name] for name in (plan.name for plan in _in_groups(world_size))}
+    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), LOW_PRECISION)

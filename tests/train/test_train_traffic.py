@@ -53,6 +53,12 @@ def kinds_of_strategy() -> Iterator[Plan]:
     for split, recompute in ((split, recompute) for split in SequenceParallel for recompute in Recompute):
         sharding = {"tp_size": 4, "dp_size": 2, "data_parallel": DataParallel.ZERO3, "sequence_parallel": split}
         yield uniform(model, f"{split} {recompute}", False, recompute, **sharding)
+    for every, data_parallel in ((every, kind) for every in (False, True) for kind in ("zero2", "zero3")):
+        sharding = {"tp_size": 2, "dp_size": 4, "data_parallel": DataParallel(data_parallel), "shard_size": 2}
+        yield uniform(model, f"{data_parallel} in groups every={every}", every, Recompute.FULL, **sharding)
+    sharding = {"tp_size": 4, "dp_size": 2, "data_parallel": DataParallel.ZERO3, "shard_size": 4}
+    sharding |= {"sequence_parallel": SequenceParallel.ULYSSES}
+    yield uniform(model, "ulysses in groups", False, Recompute.NONE, **sharding)
     # Fewer key and value heads than the degree.
     sharding = {"tp_size": 8, "dp_size": 1, "sequence_parallel": SequenceParallel.ULYSSES}
     yield uniform(model, "ulysses of 8", False, Recompute.NONE, **sharding)

@@ -101,4 +101,4 @@ def _sharding(strategy: Strategy) -> tuple[object, ...]:
     # What does not apply must not make a colour of its own.
     sequence = strategy.sequence_parallel if strategy.tp_size > 1 else None
     data = strategy.data_parallel if strategy.dp_size > 1 else None
-    return strategy.tp_size, strategy.dp_size, data, sequence, strategy.tp_consecutive
+    return strategy.tp_size, strategy.dp_size, data, strategy.shard_size, sequence, strategy.tp_consecutive

@@ -161,7 +161,8 @@ def strategy_text(strategy: Strategy) -> str:
     if strategy.sequence_parallel is not SequenceParallel.NONE:
         words.append(_SEQUENCE_PARALLEL[strategy.sequence_parallel])
     if strategy.dp_size > 1:
-        words.append(f"{_DATA_PARALLEL[strategy.data_parallel]} dp {strategy.dp_size}")
+        groups = f" in groups of {strategy.shard_size}" if strategy.shard_size else ""
+        words.append(f"{_DATA_PARALLEL[strategy.data_parallel]} dp {strategy.dp_size}{groups}")
     if isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE:
         words.append("recomputed" if strategy.recompute is Recompute.FULL else f"{strategy.recompute} recomputed")
     return ", ".join(words) or "unsharded"

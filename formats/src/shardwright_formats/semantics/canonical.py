@@ -19,5 +19,6 @@ def effective(strategy: Strategy) -> Strategy:
         tp_consecutive=strategy.tp_consecutive or tp_size == 1 or dp_size == 1,
         dp_size=dp_size,
         data_parallel=strategy.data_parallel if shared else DataParallel.DDP,
+        shard_size=strategy.shard_size,
         sequence_parallel=sequence_parallel,
     )

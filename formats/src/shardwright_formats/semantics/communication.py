@@ -116,16 +116,17 @@ def parameter_messages(
 
     ZeRO cuts the first dim of every parameter's tensor-parallel share into equal parts, the last ones padded; ZeRO-2
     gathers once a step, ZeRO-3 for every forward and every backward pass (recomputation happens inside the latter).
+    Where groups of ranks hold replicas of each other's parts (HSDP), each part's gradients are then summed over these.
     """
-    layout = parameter_layout(strategy)
-    ranks = layout.dp_size
-    if ranks == 1:
+    ranks, replicas = strategy.state_shards, strategy.state_replicas
+    if ranks == replicas == 1:
         return
-    shapes = [_share(parameter.shape, parameter.tp_dim, layout.tp_size) for parameter in kind.parameters]
+    tp_size = parameter_layout(strategy).tp_size
+    shapes = [_share(parameter.shape, parameter.tp_dim, tp_size) for parameter in kind.parameters]
     reductions = microbatches if reduce_every_microbatch else 1
     if strategy.data_parallel is DataParallel.DDP:
         size = sum(prod(shape) for shape in shapes) * reduce_itemsize
-        yield Message(Cause.GRADIENTS, Collective.ALL_REDUCE, ranks, size, Pass.BACKWARD, reductions)
+        yield Message(Cause.GRADIENTS, Collective.ALL_REDUCE, replicas, size, Pass.BACKWARD, reductions)
         return
     padded = sum(-(-shape[0] // ranks) * ranks * prod(shape[1:]) for shape in shapes)
     size = padded * compute_itemsize
@@ -136,6 +137,8 @@ def parameter_messages(
         yield Message(Cause.PARAMETERS, Collective.ALL_GATHER, ranks, size, Pass.FORWARD)
     size = padded * reduce_itemsize
     yield Message(Cause.GRADIENTS, Collective.REDUCE_SCATTER, ranks, size, Pass.BACKWARD, reductions)
+    if replicas > 1:
+        yield Message(Cause.GRADIENTS, Collective.ALL_REDUCE, replicas, size // ranks, Pass.BACKWARD, reductions)
 
 
 def partial_gradient_bytes(kind: LayerType, strategy: Strategy, rank: int, parameter_itemsize: int) -> int:

@@ -6,7 +6,7 @@ from itertools import cycle
 from typing import NamedTuple
 
 from shardwright_formats.types.model import Parameter
-from shardwright_formats.types.strategy import DataParallel, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import SequenceParallel, Strategy
 
 __all__ = [
     "ActivationShard",
@@ -120,17 +120,18 @@ Box = tuple[tuple[int, int], ...]
 def parameter_box(parameter: Parameter, strategy: Strategy, rank: int) -> Box:
     """The part of a parameter that a rank of its pipeline stage stores, the last share of a dim cut short if need be.
 
-    Tensor parallelism cuts `tp_dim` first; ZeRO then cuts the first dim of what is left among the data-parallel ranks.
+    Tensor parallelism cuts `tp_dim` first; ZeRO then cuts the first dim of what is left among neighbouring
+    data-parallel ranks, `shard_size` of them or all.
     """
     layout = parameter_layout(strategy)
     dp_index, tp_index = layout.coordinates(rank)
     ranges = [(0, length) for length in parameter.shape]
     if parameter.tp_dim is not None:
         ranges[parameter.tp_dim] = _share(ranges[parameter.tp_dim], layout.tp_size, tp_index)
-    if strategy.data_parallel is not DataParallel.DDP and ranges:
+    if strategy.state_shards > 1 and ranges:
         padded = -(-parameter.shape[0] // layout.tp_size) if parameter.tp_dim == 0 else parameter.shape[0]
         start = ranges[0][0]
-        low, high = _share((start, start + padded), layout.dp_size, dp_index)
+        low, high = _share((start, start + padded), strategy.state_shards, dp_index % strategy.state_shards)
         ranges[0] = (min(low, ranges[0][1]), min(high, ranges[0][1]))
     return tuple(ranges)
 

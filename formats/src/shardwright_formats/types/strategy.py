@@ -85,6 +85,16 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
         """Ranks that data parallelism keeps the parameters of a layer on: under Ulysses those of attention too."""
         return self.dp_size * (self.tp_size if self.sequence_parallel is SequenceParallel.ULYSSES else 1)
 
+    @property
+    def state_shards(self) -> int:
+        """Parts that data parallelism cuts the parameters of a layer into: 1 where it replicates them."""
+        return 1 if self.data_parallel is DataParallel.DDP else self.shard_size or self.state_ranks
+
+    @property
+    def state_replicas(self) -> int:
+        """Ranks that hold the same part of the parameters and sum its gradients."""
+        return self.state_ranks // self.state_shards
+
 
 class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
     """How one layer is sharded over the ranks of its pipeline stage, and what of it is recomputed."""

@@ -147,6 +147,8 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     """pp_size: pipeline stages."""
     data_parallel: DataParallel = DataParallel.DDP
     """What data-parallel ranks share."""
+    shard_size: Count | None = None
+    """Ranks that ZeRO shares states out among; by default all."""
     sequence_parallel: SequenceParallel = SequenceParallel.NONE
     """How a tensor-parallel group shares the sequence."""
     recompute: Recompute = Recompute.NONE

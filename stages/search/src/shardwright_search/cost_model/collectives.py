@@ -11,7 +11,15 @@ from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import GroupKind
 
-__all__ = ["Duration", "Slowdowns", "collective_time", "overlapped_time", "send_kind_time", "slowdowns_of"]
+__all__ = [
+    "Duration",
+    "Slowdowns",
+    "collective_time",
+    "largest_slowdowns",
+    "overlapped_time",
+    "send_kind_time",
+    "slowdowns_of",
+]
 
 
 class Duration(NamedTuple):
@@ -65,6 +73,15 @@ def slowdowns_of(profiles: Profiles, collective: Collective, group_size: int) ->
     rows = near if near.any() else same if same.any() else np.ones(len(same), bool)
     compute, other = (max(1.0, median(table[name][rows])) for name in ("compute_slowdown", "collective_slowdown"))
     return Slowdowns(compute, other)
+
+
+def largest_slowdowns(found: Iterable[Slowdowns | None]) -> Slowdowns | None:
+    """Of messages of several kinds the largest slowdowns; None where any of them is not known, or there are none."""
+    every = list(found)
+    known = [slowdowns for slowdowns in every if slowdowns is not None]
+    if not known or len(known) < len(every):
+        return None
+    return Slowdowns(*(max(column) for column in zip(*known, strict=True)))
 
 
 def overlapped_time(compute_s: float, collective: Duration, slowdowns: Slowdowns | None) -> float:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from shardwright_formats.semantics.communication import region_messages
-from shardwright_formats.semantics.layout import Layout, parameter_layout
+from shardwright_formats.semantics.layout import Layout
 from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective
@@ -121,13 +121,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         taken = redistribution_time(self.profiles, topology, source, target, samples, outputs, self.compute_bytes)
         return Cost(picoseconds(taken.time_s), taken.warning)
 
-    def reduction_kind(self, strategy: Strategy) -> tuple[Collective, int] | None:
-        """Which collective reduces gradients among how many ranks; None where one rank has all."""
-        ranks = parameter_layout(strategy).dp_size
-        if ranks == 1:
-            return None
-        ddp = strategy.data_parallel is DataParallel.DDP
-        return (Collective.ALL_REDUCE if ddp else Collective.REDUCE_SCATTER), ranks
+    def reduction_kinds(self, strategy: Strategy) -> list[tuple[Collective, int]]:
+        """Which collectives reduce gradients, each among how many ranks; none where one rank has all."""
+        found = (Collective.REDUCE_SCATTER, strategy.state_shards), (Collective.ALL_REDUCE, strategy.state_replicas)
+        return [kind for kind in found if kind[1] > 1]
 
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> tuple[bool, bool]:
         """Where two pipeline stages are to each other: neighbouring ranks or not, across nodes where any pair is."""

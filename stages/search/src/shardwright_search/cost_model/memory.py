@@ -1,7 +1,8 @@
 """Memory that a layer's parameters take on one rank, as this project's runtime holds it, which leaves most to FSDP2.
 
 P: parameters of a rank's share of a layer before ZeRO (under Ulysses the whole layer); w: the ranks that share them by
-data parallelism; s, c, r: bytes of a number as stored, computed with and reduced. P/w is rounded up to FSDP2's shards.
+data parallelism (of a shard group); s, c, r: bytes of a number as stored, computed with and reduced. P/w is rounded up
+to FSDP2's shards.
 """
 
 import msgspec
@@ -29,7 +30,8 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     In the last backward pass reduced gradients take the place of unreduced ones layer by layer. Replicas that reduce
     every microbatch keep the sum of what was reduced, sP, beside what is being reduced; of a sharded first layer the
-    reduction's buffer, rP, is kept until the next microbatch's first reduction.
+    reduction's buffer, rP, is kept until the next microbatch's first reduction. Replicas of shards keep what they have
+    summed, rP/w, until the backward pass is over, which is the gradient itself where both formats are one.
     """
     optimizer: int
     """Adam's two moments in the parameters' type."""
@@ -66,15 +68,16 @@ def parameter_memory(
     `deferred`: several microbatches are summed up before the reduction; `reduce_every_microbatch`: they are reduced one
     by one. With a single microbatch neither holds.
     """
-    layout, ddp = parameter_layout(strategy), strategy.data_parallel is DataParallel.DDP
-    numel, shards = kind.parameter_count(layout.tp_size), 1 if ddp else layout.dp_size
+    tp_size, ddp = parameter_layout(strategy).tp_size, strategy.data_parallel is DataParallel.DDP
+    numel, shard = kind.parameter_count(tp_size), _shard_numel(kind, tp_size, strategy.state_shards)
     whole, computed = itemsize(precision.reduce) * numel, itemsize(precision.compute) * numel
-    own = itemsize(precision.parameters) * sum(_shard_numel(p, layout.tp_size, shards) for p in kind.parameters)
+    own = itemsize(precision.parameters) * shard
     one_format = precision.parameters == precision.compute == precision.reduce
-    as_stored = (ddp or layout.dp_size == 1) and one_format  # without FSDP2
-    replicated = ddp and layout.dp_size > 1
+    as_stored = (ddp or strategy.state_ranks == 1) and one_format  # without FSDP2
+    replicated = ddp and strategy.state_ranks > 1
     zero3, fsdp = strategy.data_parallel is DataParallel.ZERO3, not (replicated or as_stored)
-    gradients = own + whole * (reduce_every_microbatch and is_first_layer)
+    summed = itemsize(precision.reduce) * shard * bool(strategy.shard_size and precision.reduce != precision.parameters)
+    gradients = own + summed + whole * (reduce_every_microbatch and is_first_layer)
     if replicated:
         gradients = whole + own * reduce_every_microbatch
     elif deferred or as_stored:
@@ -89,8 +92,12 @@ def parameter_memory(
     )
 
 
-def _shard_numel(parameter: Parameter, tp_size: int, shards: int) -> int:
-    """Numbers in the largest shard: FSDP2 cuts the first dim into even pieces, rounded up."""
+def _shard_numel(kind: LayerType, tp_size: int, shards: int) -> int:
+    """Numbers in a layer's largest shard: FSDP2 cuts the first dim of each parameter into even pieces, rounded up."""
+    return sum(_rows_numel(parameter, tp_size, shards) for parameter in kind.parameters)
+
+
+def _rows_numel(parameter: Parameter, tp_size: int, shards: int) -> int:
     numel = parameter.numel(tp_size)
     if not parameter.shape:
         return numel

@@ -1,27 +1,35 @@
 """What the parameters of a layer cost, whatever the microbatch: their memory, and data parallelism's collectives."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from shardwright_formats.io.table import Source
-from shardwright_formats.semantics.communication import Message, parameter_messages, partial_gradient_bytes
+from shardwright_formats.semantics.communication import Cause, Message, parameter_messages, partial_gradient_bytes
 from shardwright_formats.semantics.layout import parameter_layout
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import EMBEDDING, Model
 from shardwright_formats.types.plan import Precision
-from shardwright_formats.types.strategy import DataParallel, Strategy
+from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.collectives import (
     Duration,
     Slowdowns,
     collective_time,
+    largest_slowdowns,
     overlapped_time,
     slowdowns_of,
 )
 from shardwright_search.cost_model.compute import states_of
 from shardwright_search.cost_model.memory import ParameterMemory, itemsize, parameter_memory
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.cost_model.topology import GroupKind, StageTopology, dp_group_kinds, tp_group_kinds
+from shardwright_search.cost_model.topology import (
+    DataGroupKinds,
+    GroupKind,
+    StageTopology,
+    data_group_kinds,
+    tp_group_kinds,
+)
 
 __all__ = ["Overlapped", "ParameterCosts", "parameter_costs"]
 
@@ -71,16 +79,13 @@ def parameter_costs(
 ) -> ParameterCosts:
     """Of one layer of a type on one rank."""
     kind, layout = model.types[type_name], parameter_layout(strategy)
-    shards = 1 if strategy.data_parallel is DataParallel.DDP else layout.dp_size
     sizes, count = (itemsize(precision.compute), itemsize(precision.reduce)), 1 if single_microbatch else 2
-    groups = dp_group_kinds(topology, layout.tp_size, strategy.tp_consecutive)
-    gather = reduction = Overlapped(Duration(0.0))
-    for message in parameter_messages(kind, strategy, *sizes, count, reduces_every):
-        own = _overlapped(profiles, type_name, layout.tp_size, message, groups)
-        if message.collective is Collective.ALL_GATHER:
-            gather = own
-        else:
-            reduction = own
+    groups = data_group_kinds(topology, layout.tp_size, strategy.tp_consecutive, strategy.state_shards)
+    messages = list(parameter_messages(kind, strategy, *sizes, count, reduces_every))
+    of = profiles, type_name, layout.tp_size, groups
+    # One gather stands for those of all passes.
+    gather = _overlapped(*of, [m for m in messages if m.cause is Cause.PARAMETERS][:1])
+    reduction = _overlapped(*of, [m for m in messages if m.cause is Cause.GRADIENTS])
     return ParameterCosts(
         memory=parameter_memory(
             kind,
@@ -93,21 +98,25 @@ def parameter_costs(
         gather=gather,
         reduction=reduction,
         partial_sum_s=_partial_sum_s(profiles, model, precision, type_name, strategy, topology),
-        optimizer_s=states_of(profiles, type_name, layout.tp_size).optimizer_s / shards,
+        optimizer_s=states_of(profiles, type_name, layout.tp_size).optimizer_s / strategy.state_shards,
     )
 
 
 def _overlapped(
-    profiles: Profiles, type_name: str, tp_size: int, message: Message, groups: tuple[GroupKind, ...]
+    profiles: Profiles, type_name: str, tp_size: int, groups: DataGroupKinds, messages: Sequence[Message]
 ) -> Overlapped:
-    """A profiled all_reduce added more or less to its backward pass than it takes alone; so do all others.
+    """Messages that follow one another: all ranks' share, or a shard group's and then its replicas'.
+
+    A profiled all_reduce added more or less to its backward pass than it takes alone; so do all others.
 
     What it added more (copies, waiting for the slowest rank) comes on top of another's time, half of it where that
     is a reduce_scatter or an all_gather, which together are an all_reduce. Where it added less, for it overlaps, they
     do in proportion. A gather with a reduction that was lost in noise counts by itself.
     """
-    alone = collective_time(profiles, message.collective, groups, message.bytes)
-    slowdowns = slowdowns_of(profiles, message.collective, message.group_size)
+    if not messages:
+        return Overlapped(Duration(0.0))
+    message = messages[0]
+    alone, slowdowns = _one_by_one(profiles, groups, messages)
     states = states_of(profiles, type_name, tp_size)
     known = states.reduction_source in (Source.MEASURED, Source.DERIVED)
     lost = states.reduction_s == 0 and message.collective is Collective.ALL_GATHER
@@ -120,6 +129,18 @@ def _overlapped(
         return Overlapped(alone, slowdowns, states.reduction_s * alone.time_s / profiled.time_s)
     share = 1.0 if message.collective is Collective.ALL_REDUCE else 0.5
     return Overlapped(alone, slowdowns, alone.time_s + share * more_s)
+
+
+def _one_by_one(
+    profiles: Profiles, groups: DataGroupKinds, messages: Sequence[Message]
+) -> tuple[Duration, Slowdowns | None]:
+    """What they take without a computation, and of several slowdowns the largest; None where one does not overlap."""
+    taken = []
+    for message in messages:
+        kinds = groups.replicas if message.collective is Collective.ALL_REDUCE else groups.shards
+        taken.append(collective_time(profiles, message.collective, kinds, message.bytes))
+    alone = Duration(sum(own.time_s for own in taken), next((own.warning for own in taken if own.warning), None))
+    return alone, largest_slowdowns(slowdowns_of(profiles, m.collective, m.group_size) for m in messages)
 
 
 def _partial_sum_s(

@@ -14,7 +14,7 @@ from shardwright_formats.semantics.schedule import Pass, actions, in_flight
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Strategy
-from shardwright_search.cost_model.collectives import slowdowns_of
+from shardwright_search.cost_model.collectives import largest_slowdowns, slowdowns_of
 from shardwright_search.cost_model.layer import Cost, CostModel, LayerCost
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.simulation.reduction import Overlap, Reduction
@@ -203,9 +203,6 @@ def _plain(strategy: Strategy) -> Strategy:
 
 def _overlap(costs: CostModel, own: Sequence[Layer]) -> Overlap | None:
     """The slowdowns of the range's reductions; of several kinds the largest."""
-    kinds = {costs.reduction_kind(strategy) for _, strategy in own}
-    found = [slowdowns_of(costs.profiles, *kind) for kind in kinds if kind is not None]
-    known = [slowdowns for slowdowns in found if slowdowns is not None]
-    if not known or len(known) < len(found):
-        return None
-    return Overlap(max(s.compute for s in known), max(s.collective for s in known))
+    kinds = {kind for _, strategy in own for kind in costs.reduction_kinds(strategy)}
+    found = largest_slowdowns(slowdowns_of(costs.profiles, *kind) for kind in kinds)
+    return None if found is None else Overlap(*found)

@@ -6,7 +6,7 @@ from math import prod
 from shardwright_formats.semantics.layout import parameter_box, parameter_layout
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.strategy import DataParallel, Strategy
+from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.collectives import collective_time, send_kind_time
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.memory import itemsize
@@ -45,7 +45,7 @@ def shared_cost_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
 
 def tie_class(strategy: Strategy) -> tuple[object, ...]:
     """What a strategy's tie costs depend on: how the ranks share its parameters."""
-    return parameter_layout(strategy), strategy.data_parallel is DataParallel.DDP
+    return parameter_layout(strategy), strategy.state_shards
 
 
 def _sent_ps(costs: CostModel, first: Sequence[int], last: Sequence[int], sent: float) -> int:

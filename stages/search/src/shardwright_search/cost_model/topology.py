@@ -10,7 +10,15 @@ import numpy as np
 from shardwright_formats.semantics.layout import Layout
 from shardwright_formats.types.cluster import Cluster
 
-__all__ = ["GroupKind", "StageTopology", "dp_group_kinds", "kinds_of", "stage_topology", "tp_group_kinds"]
+__all__ = [
+    "DataGroupKinds",
+    "GroupKind",
+    "StageTopology",
+    "data_group_kinds",
+    "kinds_of",
+    "stage_topology",
+    "tp_group_kinds",
+]
 
 
 class StageTopology(NamedTuple):
@@ -47,12 +55,23 @@ def tp_group_kinds(topology: StageTopology, tp_size: int, consecutive: bool) -> 
     return kinds_of(topology, [layout.holders(index) for index in range(layout.dp_size)])
 
 
+class DataGroupKinds(NamedTuple):
+    """The kinds of a stage's data-parallel groups, of ranks of equal tensor-parallel index."""
+
+    shards: tuple[GroupKind, ...]
+    """Of neighbours among them that share a layer's states out."""
+    replicas: tuple[GroupKind, ...]
+    """Of those that hold the same part."""
+
+
 @lru_cache(maxsize=4096)
-def dp_group_kinds(topology: StageTopology, tp_size: int, consecutive: bool) -> tuple[GroupKind, ...]:
-    """The kinds of a stage's data-parallel groups: ranks of equal tensor-parallel index."""
+def data_group_kinds(topology: StageTopology, tp_size: int, consecutive: bool, shards: int) -> DataGroupKinds:
+    """Where the states are cut into so many parts: each group of so many ranks holds all of them."""
     layout = Layout(topology.size, tp_size, consecutive, False)
     holders = np.array([layout.holders(index) for index in range(layout.dp_size)])
-    return kinds_of(topology, holders.T)
+    groups = holders.T.reshape(tp_size, -1, shards)
+    replicas = groups.swapaxes(1, 2)
+    return DataGroupKinds(*(kinds_of(topology, own.reshape(-1, own.shape[2])) for own in (groups, replicas)))
 
 
 def kinds_of(topology: StageTopology, groups: Iterable[Sequence[int]] | np.ndarray) -> tuple[GroupKind, ...]:

@@ -142,7 +142,8 @@ def _told(change: Change) -> str:
 def _others(layer: LayerStrategy, choices: Choices) -> Iterator[LayerStrategy]:
     """What the layer could do instead, each spelled in one way."""
     for data_parallel, recompute in product(choices.data_parallel, choices.recompute):
-        other = replace(layer, data_parallel=data_parallel, recompute=recompute)
+        shard_size = 0 if data_parallel is DataParallel.DDP else layer.shard_size
+        other = replace(layer, data_parallel=data_parallel, shard_size=shard_size, recompute=recompute)
         spelled = effective(other)
         if spelled.data_parallel is data_parallel and (spelled, recompute) != (effective(layer), layer.recompute):
             yield other

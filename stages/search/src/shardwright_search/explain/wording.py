@@ -27,7 +27,7 @@ def strategy_words(strategy: Strategy) -> str:
     words.append(f"x dp{strategy.dp_size}")
     ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
     if strategy.dp_size > 1 or ulysses:
-        words.append(strategy.data_parallel)
+        words.append(strategy.data_parallel + (f" in groups of {strategy.shard_size}" if strategy.shard_size else ""))
     if strategy.sequence_parallel is not SequenceParallel.NONE:
         words.append(strategy.sequence_parallel)
     if isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE:

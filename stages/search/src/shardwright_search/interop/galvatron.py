@@ -196,6 +196,8 @@ def _check_strategies(plan: Plan, target: Target) -> DataParallelType:
         ulysses = own.sequence_parallel is SequenceParallel.ULYSSES
         strided = not own.tp_consecutive and (where in (EMBEDDING, HEAD) or ulysses)
         target.demand(not strided, f"{where}: strided groups there", "make them consecutive")
+        what = f"{where}: states shared out in groups of {own.shard_size}"
+        target.demand(not own.shard_size, what, "share them out among all ranks: leave out shard_size")
         if own.data_parallel is not DataParallel.ZERO3 and (own.dp_size > 1 or ulysses):
             default = default or (where, own.data_parallel)
             what = f"{where}: {own.data_parallel}, where {default[0]} has {default[1]}"

@@ -80,6 +80,7 @@ def _data_parallel(plan: Plan, degrees: Degrees, target: Target) -> Iterator[lis
         target.demand(once, what, "choose gradient_reduction deferred")
     elif degrees.data_parallel is DataParallel.ZERO2 and once:
         yield ["--use-distributed-optimizer"]
+        yield from _shard_groups(degrees)
     else:
         yield from _fsdp(plan, degrees, once, target)
 
@@ -98,6 +99,15 @@ def _fsdp(plan: Plan, degrees: Degrees, once: bool, target: Target) -> Iterator[
     yield ["--use-distributed-optimizer"]
     yield ["--no-gradient-accumulation-fusion"]
     yield ["--ckpt-format", "fsdp_dtensor"]
+    yield from _shard_groups(degrees)
+    if degrees.shard_size:
+        yield ["--outer-dp-sharding-strategy", "no_shard"]
+
+
+def _shard_groups(degrees: Degrees) -> Iterator[list[str]]:
+    """Its optimizer instances are groups of neighbouring data-parallel ranks, and replicas of one another."""
+    if degrees.shard_size:
+        yield ["--num-distributed-optimizer-instances", str(degrees.shard_groups)]
 
 
 def _notes(plan: Plan, degrees: Degrees, options: list[list[str]]) -> Iterator[str]:

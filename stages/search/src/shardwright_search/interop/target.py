@@ -45,11 +45,17 @@ class Degrees(NamedTuple):
     dp_size: int
     pp_size: int
     data_parallel: DataParallel
+    shard_size: int
     sequence_parallel: SequenceParallel
     ranges: tuple[tuple[int, int], ...]
     """Layers of every pipeline stage and chunk, in the order of the layers: `pp_size * chunks` of them."""
     micro_batch_size: int
     """Samples of a microbatch on a data-parallel rank."""
+
+    @property
+    def shard_groups(self) -> int:
+        """Groups of data-parallel ranks that hold replicas of each other's shards."""
+        return self.dp_size // self.shard_size if self.shard_size else 1
 
     @property
     def chunks(self) -> int:
@@ -83,6 +89,7 @@ class Degrees(NamedTuple):
             dp_size=first.dp_size,
             pp_size=pp_size,
             data_parallel=first.data_parallel,
+            shard_size=first.shard_size,
             sequence_parallel=first.sequence_parallel,
             ranges=tuple(stage.layers[chunk] for chunk in range(chunks) for stage in plan.stages),
             micro_batch_size=plan.microbatch_samples // first.dp_size,
@@ -138,7 +145,7 @@ def _check_alike(plan: Plan, target: Target) -> Strategy:
         target.demand(own.tp_consecutive, f"{where}: strided tensor-parallel groups", "make them consecutive")
         ulysses = own.sequence_parallel is SequenceParallel.ULYSSES
         target.demand(not ulysses, f"{where}: sequence_parallel ulysses", "choose none or megatron")
-        for field in ("tp_size", "dp_size", "data_parallel", "sequence_parallel"):
+        for field in ("tp_size", "dp_size", "data_parallel", "shard_size", "sequence_parallel"):
             mine, its = getattr(own, field), getattr(first, field)
             what = f"{where}: {field} {mine}, where {first_where} has {its}"
             target.demand(mine == its, what, "shard embedding, layers and head alike")

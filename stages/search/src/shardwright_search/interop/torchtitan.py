@@ -92,8 +92,8 @@ def _precision(plan: Plan, degrees: Degrees, target: Target) -> dict[str, Toml]:
 def _parallelism(plan: Plan, degrees: Degrees) -> dict[str, Toml]:
     replicated = degrees.data_parallel is DataParallel.DDP
     keys: dict[str, Toml] = {
-        "data_parallel_replicate_degree": degrees.dp_size if replicated else 1,
-        "data_parallel_shard_degree": 1 if replicated else degrees.dp_size,
+        "data_parallel_replicate_degree": degrees.dp_size if replicated else degrees.shard_groups,
+        "data_parallel_shard_degree": 1 if replicated else degrees.dp_size // degrees.shard_groups,
         "tensor_parallel_degree": degrees.tp_size,
         "pipeline_parallel_degree": degrees.pp_size,
         "context_parallel_degree": 1,

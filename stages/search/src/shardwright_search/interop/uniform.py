@@ -7,7 +7,7 @@ from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import PipelineStage, Plan
-from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Strategy
 from shardwright_search.options import UniformRequest
 
 __all__ = ["even_cuts", "uniform_plan"]
@@ -19,10 +19,10 @@ def uniform_plan(name: str, request: UniformRequest, model: Model, cluster: Clus
     Raises BadInput when the numbers do not divide one another.
     """
     width = _stage_width(request, model, cluster)
-    layer = _strategy(request, width)
-    vocabulary = _vocabulary(request, width)
-    fields = {field: getattr(layer, field) for field in Strategy.__struct_fields__}
     try:
+        layer = _strategy(request, width)
+        vocabulary = _vocabulary(request, width)
+        fields = {field: getattr(layer, field) for field in Strategy.__struct_fields__}
         return Plan(
             name=name,
             model=model,
@@ -76,6 +76,7 @@ def _strategy(request: UniformRequest, width: int) -> Strategy:
             tp_consecutive=request.tp_consecutive,
             dp_size=width // request.tp_size,
             data_parallel=request.data_parallel,
+            shard_size=request.shard_size or 0,
             sequence_parallel=request.sequence_parallel,
         )
     )
@@ -83,10 +84,12 @@ def _strategy(request: UniformRequest, width: int) -> Strategy:
 
 def _vocabulary(request: UniformRequest, width: int) -> Strategy:
     """As the layers where nothing else is asked for."""
+    data_parallel = request.vocab_data_parallel or request.data_parallel
     own = replace(
         request,
         tp_size=request.vocab_tp_size or request.tp_size,
-        data_parallel=request.vocab_data_parallel or request.data_parallel,
+        data_parallel=data_parallel,
+        shard_size=None if data_parallel is DataParallel.DDP else request.shard_size,
         sequence_parallel=request.vocab_sequence_parallel or request.sequence_parallel,
     )
     return _strategy(own, width)

@@ -1,6 +1,6 @@
 """Which plans are searched: the configurations, and the canonical strategies of a layer within one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,6 +105,7 @@ def configurations(request: SearchRequest, model: Model, cluster: Cluster, file:
         ("num_microbatches", request.num_microbatches, batches, "any global_batch_size"),
         ("pp_sizes", request.pp_sizes, (devices,), f"the number of devices, {devices}"),
         ("tp_sizes", request.tp_sizes, (devices,), f"the number of devices, {devices}"),
+        ("shard_sizes", request.shard_sizes, (devices,), f"the number of devices, {devices}"),
     ):
         for number in listed or ():
             if all(whole % number for whole in wholes):
@@ -163,12 +164,22 @@ def _grids(request: SearchRequest, outer: OuterSpace, stage_size: int) -> Iterat
         grid = tp_size > 1 < dp_size
         for sequence_parallel in splits if tp_size > 1 else (SequenceParallel.NONE,):
             shards = stage_size if sequence_parallel is SequenceParallel.ULYSSES else dp_size
-            for data_parallel in kinds if shards > 1 else (DataParallel.DDP,):
+            for data_parallel, shard_size in _sharings(request, kinds if shards > 1 else (DataParallel.DDP,), shards):
                 for consecutive in sorted(set(request.tp_consecutive)) if grid else (True,):
                     yield Strategy(
                         tp_size=tp_size,
                         tp_consecutive=consecutive,
                         dp_size=dp_size,
                         data_parallel=data_parallel,
+                        shard_size=shard_size,
                         sequence_parallel=sequence_parallel,
                     )
+
+
+def _sharings(request: SearchRequest, kinds: Sequence[DataParallel], ranks: int) -> Iterator[tuple[DataParallel, int]]:
+    """Kinds of data parallelism, each with the sizes of groups that so many ranks can share the states out in."""
+    for kind in kinds:
+        yield kind, 0
+        for size in sorted(set(request.shard_sizes or ())) if kind is not DataParallel.DDP else ():
+            if 1 < size < ranks and ranks % size == 0:
+                yield kind, size

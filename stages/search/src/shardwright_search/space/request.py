@@ -139,6 +139,8 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether tensor-parallel groups are neighbouring ranks (true), strided ones (false), or either."""
     data_parallel: Annotated[tuple[DataParallel, ...], Meta(min_length=1)] = tuple(DataParallel)
     """Kinds of data parallelism."""
+    shard_sizes: Counts | None = None
+    """Data-parallel ranks that ZeRO may share the states out among, beside all of them; null: all of them only."""
     sequence_parallel: Annotated[tuple[SequenceParallel, ...], Meta(min_length=1)] = (
         SequenceParallel.NONE,
         SequenceParallel.MEGATRON,

@@ -23,6 +23,7 @@ __all__ = [
     "GradientAllReduce",
     "apply_fsdp",
     "apply_fsdp_to_stage",
+    "data_axes",
     "local_tensor",
     "placed_as",
     "prefetch_in_backward",
@@ -38,28 +39,35 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def apply_fsdp(module: nn.Module, kind: DataParallel, axis: DeviceMesh, precision: Precision) -> None:
-    """Make the ranks of `axis` share a layer's states; gradients are plain sums over them.
+def data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes of a layer's mesh that data parallelism works on: all but the first, pp, and the last, tp."""
+    assert mesh.mesh_dim_names is not None
+    return mesh[mesh.mesh_dim_names[1:-1]]
 
+
+def apply_fsdp(module: nn.Module, kind: DataParallel, axes: DeviceMesh, precision: Precision) -> None:
+    """Make the ranks of `axes` share a layer's states; gradients are plain sums over them.
+
+    Of two axes (HSDP) the first replicates what the second shards.
     FSDP2 wraps every layer but those that are replicated and computed with in the format they are kept in.
     """
-    replicated = kind is DataParallel.DDP or axis.size() == 1
+    replicated = kind is DataParallel.DDP or axes.size() == 1
     if replicated and precision.parameters == precision.compute == precision.reduce:
         return
     policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(precision.compute), reduce_dtype=torch_dtype(precision.reduce)
     )
-    if kind is DataParallel.DDP and axis.size() > 1:
-        replicate(module, mesh=axis, mp_policy=policy)
+    if kind is DataParallel.DDP and axes.size() > 1:
+        replicate(module, mesh=axes, mp_policy=policy)
     else:
-        fully_shard(module, mesh=axis, mp_policy=policy, reshard_after_forward=kind is DataParallel.ZERO3)
+        fully_shard(module, mesh=axes, mp_policy=policy, reshard_after_forward=kind is DataParallel.ZERO3)
     _sum_gradients(module)
 
 
-def apply_fsdp_to_stage(module: nn.Module, layers: Sequence[nn.Module], axis: DeviceMesh) -> None:
+def apply_fsdp_to_stage(module: nn.Module, layers: Sequence[nn.Module], axes: DeviceMesh) -> None:
     """Wrap a pipeline stage, which has no parameters outside its layers, so that FSDP2's layers share streams."""
     plain = {p for layer in layers if not isinstance(layer, FSDPModule) for p in layer.parameters()}
-    fully_shard(module, mesh=axis, reshard_after_forward=False, ignored_params=plain)
+    fully_shard(module, mesh=axes, reshard_after_forward=False, ignored_params=plain)
     _sum_gradients(module)
 
 
@@ -151,12 +159,13 @@ def _take_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
 def sharded_parameters(
     module: nn.Module, tp_dims: Mapping[str, int | None], mesh: DeviceMesh
 ) -> dict[str, nn.Parameter]:
-    """A parallelized module's parameters as DTensors over the axes (dp, tp) of a mesh, by name.
+    """A parallelized module's parameters as DTensors over all axes of a mesh but pp, by name.
 
     They share their memory with what is computed with. Autograd does not know them: computing with DTensors costs some
     4 % of a small layer's time. `tp_dims` says which dim of each parameter the tp axis shards.
     """
-    axes = mesh["dp", "tp"]  # which takes a millisecond
+    assert mesh.mesh_dim_names is not None
+    axes = mesh[mesh.mesh_dim_names[1:]]  # which takes a millisecond
     return {name: _as_dtensor(own, tp_dims[name], axes) for name, own in module.named_parameters()}
 
 
@@ -178,14 +187,14 @@ def placed_as(parameter: Tensor, local: Tensor) -> Tensor:
 
 def _as_dtensor(own: nn.Parameter, tp_dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
     # FSDP2 shards the first dim of what the tp axis has left.
-    dp: Placement = Shard(0) if isinstance(own, DTensor) and own.placements[-1].is_shard() else Replicate()
+    *outer, dp = own.placements if isinstance(own, DTensor) else (Replicate(),)
     tp: Placement = Replicate() if tp_dim is None else Shard(tp_dim)
-    tp_size = mesh.size(1)
+    tp_size = mesh.size(-1)
     if dp.is_shard() and tp_dim == 0 and tp_size > 1:
         dp = StridedShard(0, split_factor=tp_size)
     shape = list(own.shape)
     if tp_dim is not None:
         shape[tp_dim] *= tp_size
     local, stride = local_tensor(own.detach()), torch.empty(shape, device="meta").stride()
-    placed = DTensor.from_local(local, mesh, (dp, tp), run_check=False, shape=torch.Size(shape), stride=stride)
+    placed = DTensor.from_local(local, mesh, (*outer, dp, tp), run_check=False, shape=torch.Size(shape), stride=stride)
     return nn.Parameter(placed)

@@ -14,6 +14,7 @@ from shardwright_train.parallel.data import (
     GradientAllReduce,
     apply_fsdp,
     apply_fsdp_to_stage,
+    data_axes,
     prefetch_in_backward,
     sharded_parameters,
 )
@@ -66,7 +67,8 @@ def parallelize(
 ) -> ParallelModule:
     """Apply a layer's strategy to its stock module, in place; it is on the meta device: only shards are allocated.
 
-    `mesh` has the axes (pp, dp, tp): tp shards the parameters, dp replicates them or, under ZeRO, shards them again.
+    `mesh` has the axes (pp, dp, tp): tp shards the parameters, dp replicates them or, under ZeRO, shards them again; or
+    (pp, replicate, shard, tp), where it does both.
     """
     # Tensor parallelism: parameters are sharded, the products joined by collectives; with Megatron's sequence
     # parallelism these scatter and gather the sequence.
@@ -83,20 +85,21 @@ def parallelize(
         recompute = getattr(strategy, "recompute", Recompute.NONE)
         apply_activation_checkpointing(module, style.parts, recompute, tensor_parallel.randomness)
     # Data parallelism: FSDP2 shards, or replicas sum their gradients in place.
-    apply_fsdp(module, strategy.data_parallel, mesh["dp"], precision)
-    replicated = strategy.data_parallel is DataParallel.DDP and mesh["dp"].size() > 1
+    data = data_axes(mesh)
+    apply_fsdp(module, strategy.data_parallel, data, precision)
+    replicated = strategy.data_parallel is DataParallel.DDP and data.size() > 1
     return ParallelModule(
         module=module,
         strategy=strategy,
         mesh=mesh,
         tensor_parallel=tensor_parallel,
         sharding=sharding,
-        gradient_all_reduce=GradientAllReduce(module, mesh["dp"].get_group()) if replicated else None,
+        gradient_all_reduce=GradientAllReduce(module, data.get_group()) if replicated else None,
     )
 
 
 def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> None:
     """Join the layers of a pipeline stage's range of layers, the children of `stage`, under one FSDP2 root."""
     if layers:
-        apply_fsdp_to_stage(stage, [layer.module for layer in layers], layers[0].mesh["dp"])
+        apply_fsdp_to_stage(stage, [layer.module for layer in layers], data_axes(layers[0].mesh))
         prefetch_in_backward([(layer.module, layer.strategy.data_parallel) for layer in layers])

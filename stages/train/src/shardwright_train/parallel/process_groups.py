@@ -13,7 +13,7 @@ from shardwright_formats.types.strategy import Strategy
 
 __all__ = ["Groups"]
 
-MeshKey = tuple[tuple[tuple[int, ...], ...], int, bool]
+MeshKey = tuple[tuple[tuple[int, ...], ...], int, bool, int]
 RankSets = tuple[tuple[int, ...], ...]
 
 _DIRECTIONS = ("forward", "backward")
@@ -35,7 +35,7 @@ class Groups:
     def prepare(self, plan: Plan) -> None:
         """Make every mesh and group of a plan; collective over the world."""
         for strategy in (plan.embedding, *plan.layers, plan.head):
-            self._make_mesh(_key(plan, parameter_layout(strategy)))
+            self._make_mesh(_key(plan, parameter_layout(strategy), strategy.shard_size))
             self._make_mesh(_key(plan, layout_of(strategy)))
         columns = tuple(zip(*(stage.ranks for stage in plan.stages), strict=True))
         if len(plan.stages) > 1:
@@ -48,8 +48,11 @@ class Groups:
             self._make_sets("tied parameters", (tied,))
 
     def mesh(self, plan: Plan, strategy: Strategy) -> DeviceMesh:
-        """The mesh (pp, dp, tp) whose tp axis shards the parameters of a layer and whose dp axis replicates them."""
-        return self._meshes[_key(plan, parameter_layout(strategy))]
+        """The mesh (pp, dp, tp) whose tp axis shards a layer's parameters, and whose dp axis replicates or shards them.
+
+        Where groups of ranks hold replicas of each other's shards, two axes take the place of dp: replicate, shard.
+        """
+        return self._meshes[_key(plan, parameter_layout(strategy), strategy.shard_size)]
 
     def sequence_axis(self, plan: Plan, strategy: Strategy) -> DeviceMesh:
         """The axis of the tp_size ranks that one sample is spread over."""
@@ -66,14 +69,17 @@ class Groups:
     def _make_mesh(self, key: MeshKey) -> None:
         if key in self._meshes:
             return
-        stages, tp_size, consecutive = key
+        stages, tp_size, consecutive, shard_size = key
         grid = torch.tensor(stages)
         pp_size, size = grid.shape
         if consecutive:
             grid = grid.view(pp_size, size // tp_size, tp_size)
         else:
             grid = grid.view(pp_size, tp_size, size // tp_size).transpose(1, 2)
-        self._meshes[key] = DeviceMesh(self._device_type, grid, mesh_dim_names=("pp", "dp", "tp"))
+        names: tuple[str, ...] = ("pp", "dp", "tp")
+        if shard_size:
+            grid, names = grid.unflatten(1, (-1, shard_size)), ("pp", "replicate", "shard", "tp")
+        self._meshes[key] = DeviceMesh(self._device_type, grid, mesh_dim_names=names)
 
     def _make_sets(self, purpose: str, sets: RankSets) -> None:
         for ranks in sets:
@@ -81,8 +87,8 @@ class Groups:
                 self._sets[purpose, ranks] = dist.new_group(list(ranks))
 
 
-def _key(plan: Plan, layout: Layout) -> MeshKey:
-    return tuple(stage.ranks for stage in plan.stages), layout.tp_size, layout.consecutive
+def _key(plan: Plan, layout: Layout, shard_size: int = 0) -> MeshKey:
+    return tuple(stage.ranks for stage in plan.stages), layout.tp_size, layout.consecutive, shard_size
 
 
 def _exchange_sets(plan: Plan, ranks: tuple[int, ...]) -> RankSets:
