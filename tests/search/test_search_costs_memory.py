@@ -20,8 +20,9 @@ from shardwright_search.space.budget import GIB
 MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
 
 
-def sharding(kind: str, tp_size: int = 1, dp_size: int = 4, split: str = "none") -> Strategy:
+def sharding(kind: str, tp_size: int = 1, dp_size: int = 4, split: str = "none", shard_size: int = 0) -> Strategy:
     return Strategy(
+        shard_size=shard_size,
         tp_size=tp_size,
         dp_size=dp_size,
         data_parallel=DataParallel(kind),
@@ -39,6 +40,18 @@ def held(
 ) -> ParameterMemory:
     flags = {"deferred": deferred, "reduce_every_microbatch": every, "is_first_layer": first}
     return parameter_memory(kind, strategy, precision, **flags)
+
+
+def test_shard_groups_hold_as_if_they_were_alone_and_what_they_have_summed_in_another_format(make):
+    block, narrow = make.model().types["block"], Precision(parameters="float32", reduce="bfloat16")
+    for kind in ("zero2", "zero3"):
+        in_pairs = sharding(kind, shard_size=2)
+        for precision in (MIXED, Precision()):
+            for deferred in (False, True):
+                alone = held(block, sharding(kind, dp_size=2), precision, deferred)
+                assert held(block, in_pairs, precision, deferred) == alone
+        alone = held(block, sharding(kind, dp_size=2), narrow)
+        assert held(block, in_pairs, narrow).gradients == alone.gradients + 2 * 16384 // 2
 
 
 @pytest.mark.parametrize(

@@ -104,3 +104,13 @@ def test_a_stages_groups_are_told_by_how_their_ranks_lie(make):
     assert data_group_kinds(topology, 3, True, 1).replicas == (GroupKind(2, False, True),)
     assert data_group_kinds(topology, 3, False, 1).replicas == (GroupKind(2, True, False), GroupKind(2, True, True))
     assert stage_topology(make.cluster(6, nodes=2), (2, 3)) == StageTopology("n", (1, 1))
+
+
+def test_shard_groups_of_a_node_have_their_replicas_on_the_others(make):
+    """Eight ranks on two nodes: of four ranks of data parallelism the first two share a node."""
+    topology = stage_topology(make.cluster(8, nodes=2), range(8))
+    whole = data_group_kinds(topology, 1, True, 4)
+    assert whole == ((GroupKind(4, True, False),), (GroupKind(2, False, True),))
+    assert data_group_kinds(topology, 2, True, 2) == ((GroupKind(2, False, False),), (GroupKind(2, False, True),))
+    assert data_group_kinds(topology, 2, False, 2).shards == (GroupKind(2, True, False),)
+    assert data_group_kinds(topology, 1, True, 8).shards == (GroupKind(8, True, True),), "all ranks: no replicas"

@@ -151,6 +151,18 @@ def test_strided_groups_are_taken_where_only_they_are_allowed(planned):
     assert {layer.tp_consecutive for layer in plan.layers} == {False}
 
 
+def test_states_are_shared_out_in_groups_only_where_these_are_listed(planned, searched):
+    asked = {"pp_sizes": [1], "tp_sizes": [1], "data_parallel": ["zero3"], "num_microbatches": [2]}
+    assert {layer.shard_size for layer in planned(**asked).layers} == {0}
+    plan = planned(**asked, shard_sizes=[1, 2, 4])
+    assert {layer.shard_size for layer in plan.layers} == {2}, "gathers among two ranks are faster than among four"
+    tight = searched(**asked, memory_gib=2**20 / GIB).min_bytes / GIB
+    plan = planned(**asked, shard_sizes=[1, 2, 4], memory_gib=tight)
+    assert {layer.shard_size for layer in (*plan.layers, plan.embedding, plan.head)} == {0}, "but hold more"
+    with pytest.raises(BadInput, match="shard_sizes: 3 does not divide the number of devices, 4"):
+        searched(shard_sizes=[3])
+
+
 def test_interleaved_schedules_cut_layers_into_equal_chunks(planned):
     plan = planned(2, pp_sizes=[2], schedules=["interleaved_1f1b"], chunks_per_stage=[2])
     assert plan.schedule is Schedule.INTERLEAVED_1F1B

@@ -43,6 +43,13 @@ def test_every_layer_gets_the_strategy_that_is_asked_for(planned):
     assert plan.embedding == plan.head and not plan.head.tp_consecutive
 
 
+def test_states_are_shared_out_in_groups_where_asked(planned):
+    plan = planned(tp_size=2, data_parallel=DataParallel.ZERO3, shard_size=2, vocab_data_parallel=DataParallel.DDP)
+    assert {layer.shard_size for layer in plan.layers} == {2} and plan.head.shard_size == 0
+    with pytest.raises(BadInput, match="shard_size 3 is no true divisor of the 4 ranks of data parallelism"):
+        planned(tp_size=2, data_parallel=DataParallel.ZERO3, shard_size=3)
+
+
 def test_embedding_and_head_are_spread_on_their_own_where_asked(planned):
     alike = planned(tp_size=2, data_parallel=DataParallel.ZERO2)
     assert (alike.head.tp_size, alike.head.data_parallel) == (2, DataParallel.ZERO2)

@@ -147,7 +147,7 @@ def batch_of(model: Model, samples: int, seed: int) -> Batch:
 
 
 def engine_of(
-    plan: Plan, world: World, groups: Groups, attention: str = "sdpa", settings: Hyperparameters = ANY
+    plan: Plan, world: World, groups: Groups, attention: str = "sdpa", settings: Hyperparameters = ANY, updates: int = 0
 ) -> Engine:
     """This rank's part of a plan, with the weights of seed 0."""
     context = RankContext(
@@ -159,4 +159,4 @@ def engine_of(
         device=world.device,
         seed=0,
     )
-    return build_engine(context, settings)
+    return build_engine(context, settings, updates)

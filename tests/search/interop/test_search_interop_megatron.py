@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
         "num-layers", "seq-length", "tensor-model-parallel-size", "pipeline-model-parallel-size", "micro-batch-size",
         "global-batch-size", "recompute-num-layers", "num-layers-per-virtual-pipeline-stage",
         "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
+        "num-distributed-optimizer-instances",
     ):  # fmt: skip
         own.add_argument(f"--{name}", type=int)
     for name in (
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--recompute-granularity", choices=["full", "selective"])
     own.add_argument("--recompute-method", choices=["uniform", "block"])
     own.add_argument("--data-parallel-sharding-strategy", default="no_shard")
+    own.add_argument("--outer-dp-sharding-strategy", choices=["no_shard", "optim"])
     own.add_argument("--pipeline-model-parallel-layout")
     own.add_argument("--ckpt-format", default="torch_dist")
     own.add_argument("--optimizer", choices=["adam", "sgd"])
@@ -182,3 +184,12 @@ def test_megatron_recomputes_every_layer_or_the_first_of_each_stage(planned, cha
 def test_what_megatron_alone_has_not_is_refused(planned, changes, words):
     with pytest.raises(BadInput, match=re.escape(f"Megatron-LM cannot express {words}")):
         megatron(planned(**changes))
+
+
+def test_megatron_is_told_how_many_groups_share_the_states_out(planned):
+    flat = {"pp_size": 1, "tp_size": 2, "num_microbatches": 1, "shard_size": 2}
+    zero2 = megatron(planned(**flat, data_parallel=DataParallel.ZERO2))
+    assert (zero2.num_distributed_optimizer_instances, zero2.use_megatron_fsdp) == (2, False)
+    zero3 = megatron(planned(**flat, data_parallel=DataParallel.ZERO3))
+    assert (zero3.num_distributed_optimizer_instances, zero3.outer_dp_sharding_strategy) == (2, "no_shard")
+    assert megatron(planned(**flat | {"shard_size": None})).num_distributed_optimizer_instances is None

@@ -79,6 +79,9 @@ REFUSED = {
     "layers[1]: sequence_parallel none, where layers[0] has megatron": lambda p: layer_changed(
         p, 1, sequence_parallel=SequenceParallel.NONE
     ),
+    "layers[2]: states shared out in groups of 2": lambda p: layer_changed(
+        p, 2, data_parallel=DataParallel.ZERO3, shard_size=2
+    ),
     "layers[4]: strided groups": lambda p: layer_changed(p, 4, tp_consecutive=False),
     "embedding: strided groups": lambda p: changed(
         p, embedding=msgspec.structs.replace(p.embedding, tp_consecutive=False)
@@ -117,6 +120,14 @@ def test_a_single_microbatch_has_no_order(planned):
     alone = planned(pp_size=1, num_microbatches=1, schedule=Schedule.GPIPE)
     for export in (galvatron_file, megatron_arguments, torchtitan_toml):
         export(alone, PLAN)
+
+
+@pytest.mark.parametrize(("name", "export"), [("Megatron-LM", megatron_arguments), ("torchtitan", torchtitan_toml)])
+def test_shard_groups_of_some_layers_alone_are_refused(planned, name, export):
+    plan = planned(pp_size=1, num_microbatches=1, data_parallel=DataParallel.ZERO3)
+    head = msgspec.structs.replace(plan.head, shard_size=2)
+    with pytest.raises(BadInput, match=f"{name} cannot express head: shard_size 2, where .* has 0"):
+        export(changed(plan, head=head), PLAN)
 
 
 @pytest.mark.parametrize(("name", "export"), [("Megatron-LM", megatron_arguments), ("torchtitan", torchtitan_toml)])

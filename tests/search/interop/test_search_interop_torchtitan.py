@@ -67,6 +67,8 @@ def test_torchtitan_replicates_or_shards(planned):
     zero3 = titan(planned(**flat, data_parallel=DataParallel.ZERO3))["parallelism"]
     assert (zero3["data_parallel_replicate_degree"], zero3["data_parallel_shard_degree"]) == (1, 8)
     assert zero3["fsdp_reshard_after_forward"] == "always"
+    groups = titan(planned(**flat, data_parallel=DataParallel.ZERO3, shard_size=2))["parallelism"]
+    assert (groups["data_parallel_replicate_degree"], groups["data_parallel_shard_degree"]) == (4, 2)
 
 
 @pytest.mark.parametrize(

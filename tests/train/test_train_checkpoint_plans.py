@@ -1,0 +1,52 @@
+"""A checkpoint holds every parameter and moment once, whatever the plan, and any other plan goes on from it."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from forked_ranks import run_worker
+from random_plans import random_plan
+from tiny_models import tiny
+
+from shardwright_formats.io.json import write_document
+from shardwright_formats.types.plan import Plan, Plans
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, SequenceParallel, Strategy
+
+
+def plan_of(name: str, **sharding: object) -> Plan:
+    """One strategy for all layers, embedding and head of a model on four ranks."""
+    plan = random_plan(tiny("llama", vocab_size=64), 0, 4, stages=1)
+    outer = Strategy(**sharding)  # type: ignore[arg-type]
+    layers = tuple(LayerStrategy(type="block", **sharding) for _ in plan.layers)  # type: ignore[arg-type]
+    return msgspec.structs.replace(plan, name=name, embedding=outer, head=outer, layers=layers)
+
+
+PLANS = (
+    plan_of("groups", tp_size=1, dp_size=4, data_parallel=DataParallel.ZERO3, shard_size=2),
+    plan_of("all ranks", tp_size=1, dp_size=4, data_parallel=DataParallel.ZERO3),
+    plan_of("replicas", tp_size=2, dp_size=2, sequence_parallel=SequenceParallel.MEGATRON),
+    plan_of(
+        "other groups",
+        tp_size=2,
+        dp_size=2,
+        data_parallel=DataParallel.ZERO2,
+        shard_size=2,
+        sequence_parallel=SequenceParallel.ULYSSES,
+    ),
+)
+
+NAMES = [plan.name for plan in PLANS]
+
+
+@pytest.mark.timeout(300)
+def test_replicas_of_shards_are_saved_once_and_other_plans_go_on_from_them(tmp_path: Path) -> None:
+    write_document(tmp_path / "plans.json", Plans(plans=PLANS))
+    arguments = [tmp_path / "plans.json", tmp_path / "kept", tmp_path / "told.json"]
+    run_worker("checkpoint_worker", [str(path) for path in arguments], 4)
+    told = json.loads((tmp_path / "told.json").read_bytes())
+    for plan in PLANS[1:]:
+        assert told[plan.name] == pytest.approx(told["groups"], rel=1e-12), plan.name
+    # Halves, each once, take no more than quarters do.
+    groups, alone = (sum(f.stat().st_size for f in (tmp_path / "kept" / n).rglob("*.distcp")) for n in NAMES[:2])
+    assert groups < alone
