@@ -34,6 +34,7 @@ from shardwright_formats.types.plan import ITEMSIZE, GradientReduction, Plan
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
 
 __all__ = [
+    "LOSS_ELEMENTS",
     "Cause",
     "Message",
     "loss_messages",
@@ -45,6 +46,8 @@ __all__ = [
     "step_messages",
 ]
 
+LOSS_ELEMENTS = 1 << 24
+"""Logits that the cross entropy has in float32 at a time."""
 _REDUCTIONS = 2
 """What the cross entropy sums over the ranks for a position: the exponentials and the label's own logit."""
 _NORM_BYTES = 3 * 8
@@ -160,11 +163,11 @@ def region_messages(
     """What tensor and sequence parallelism move for one layer in one step, `samples` being those of a microbatch.
 
     Without sequence parallelism a region sums its output forward and the gradient of its inputs backward (Shoeybi et
-    al. 2019); Megatron's gathers and scatters the sequence in place of both (Korthikanti et al. 2022); Ulysses
-    exchanges queries, keys, values and the result, and their gradients (Jacobs et al. 2023), key and value heads
-    repeated until the degree divides their number. Recomputation repeats in the backward pass what the forward pass
-    did, but stops when it has all it needs: the last sum of what is recomputed is left out, unless `replays_sum` names
-    the kind.
+    al. 2019); Megatron's gathers and scatters the sequence in place of both, and gathers a region's inputs again in the
+    backward pass in place of keeping them (Korthikanti et al. 2022); Ulysses exchanges queries, keys, values and the
+    result, and their gradients (Jacobs et al. 2023), key and value heads repeated until the degree divides their
+    number. Recomputation repeats in the backward pass what the forward pass did, but stops when it has all it needs:
+    the last sum of what is recomputed is left out, unless `replays_sum` names the kind.
     """
     if strategy.tp_size == 1:
         return
@@ -182,7 +185,9 @@ def region_messages(
             yield from _ulysses_messages(region, ranks, sizes, replays, microbatches)
             continue
         entering, leaving = _CROSSINGS[strategy.sequence_parallel]
-        crossings = [(name, *entering, replays) for name in region.enters]
+        # What Megatron gathers in a replay stays gathered until the backward pass behind it.
+        gathers_again = strategy.sequence_parallel is SequenceParallel.MEGATRON
+        crossings = [(name, *entering, replays or gathers_again) for name in region.enters]
         if region.leaves is not None:
             crossings.append((region.leaves, *leaving, replays and not ends))
         for name, forward, backward, replayed in crossings:

@@ -209,9 +209,9 @@ class Family:
     def _loss(self, pieces: Pieces, states: States, batch: Batch) -> Tensor:
         """The sum of cross entropy over the group's samples; of this rank's own positions under Ulysses."""
         matrix: Any = pieces.get_submodule(self.head[-1])
-        inputs = pieces.tensor_parallel.enter(self.normed(pieces, states))
-        # A class is told from the first position.
-        logits = matrix(inputs[:, : batch["labels"].shape[1]])
+        with pieces.tensor_parallel.entered(self.normed(pieces, states)) as (inputs,):
+            # A class is told from the first position.
+            logits = matrix(inputs[:, : batch["labels"].shape[1]])
         return loss_of_logits(logits, batch["labels"], matrix.out_features, pieces.tensor_parallel)
 
 

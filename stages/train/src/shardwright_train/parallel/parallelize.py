@@ -83,7 +83,8 @@ def parallelize(
             apply_ulysses(module, tensor_parallel.sequence_axis.get_group(), style.attention)
         # Activation recomputation of attention or MLP; that of a full block is around its call.
         recompute = getattr(strategy, "recompute", Recompute.NONE)
-        apply_activation_checkpointing(module, style.parts, recompute, tensor_parallel.randomness)
+        randomness, recomputation = tensor_parallel.randomness, tensor_parallel.recomputation
+        apply_activation_checkpointing(module, style.parts, recompute, randomness, recomputation)
     # Data parallelism: FSDP2 shards, or replicas sum their gradients in place.
     data = data_axes(mesh)
     apply_fsdp(module, strategy.data_parallel, data, precision)

@@ -1,7 +1,8 @@
 """Tensor parallelism: stock modules that compute with their shards, and the sums that join their products."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
 from shardwright_formats.types.strategy import SequenceParallel
+from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import copy_to_group, gather_sequence, scatter_sequence, sum_over_group
+from shardwright_train.parallel.gathering import gathered_again
 from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.sharding_rules import Rule, cuts, rule_for
 from shardwright_train.torch_private import own_parameters
@@ -32,6 +35,8 @@ class TensorParallel:
     randomness: Randomness
     fused_loss: bool = False
     """Whether a fused kernel computes the head's cross entropy."""
+    recomputation: Recomputation = field(default_factory=Recomputation)
+    """What runs those parts of the layer that are recomputed."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -58,10 +63,17 @@ class TensorParallel:
         """Whether each rank has its own part of the sequence in the matrix products too (Ulysses)."""
         return self.sequence_parallel is SequenceParallel.ULYSSES
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Before a column-parallel product: all positions, on every rank."""
+    @contextmanager
+    def entered(self, *inputs: Tensor) -> Iterator[Sequence[Tensor]]:
+        """Around column-parallel products: all positions of their inputs, on every rank."""
         self.randomness.inside()
-        return gather_sequence(x, self.group) if self.splits_sequence else copy_to_group(x, self.group)
+        if not self.splits_sequence:
+            yield [copy_to_group(x, self.group) for x in inputs]
+        elif self.recomputation.active or self.size == 1:
+            yield [gather_sequence(x, self.group) for x in inputs]
+        else:
+            with gathered_again(inputs, self.group) as gathered:
+                yield gathered
 
     def leave(self, x: Tensor) -> Tensor:
         """After a row-parallel product: the sum over the ranks, scattered again where the sequence is split."""
@@ -120,10 +132,10 @@ def enter_before(module: nn.Module, tensor_parallel: TensorParallel) -> None:
     stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (tensor_parallel.enter(args[0]), *args[1:])
-        named = {name: tensor_parallel.enter(kwargs[name]) for name in _ENTERING if kwargs.get(name) is not None}
-        return stock(*args, **kwargs | named)
+        named = {name: kwargs[name] for name in _ENTERING if kwargs.get(name) is not None}
+        with tensor_parallel.entered(*args[:1], *named.values()) as entered:
+            first, others = entered[: len(args[:1])], entered[len(args[:1]) :]
+            return stock(*first, *args[1:], **kwargs | dict(zip(named, others, strict=True)))
 
     module.forward = forward
 

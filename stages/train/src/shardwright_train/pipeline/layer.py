@@ -15,7 +15,6 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
 from shardwright_train.data.objectives import Batch
 from shardwright_train.models.base import Family, States
-from shardwright_train.parallel.checkpointing import recomputed
 from shardwright_train.parallel.data import local_tensor, torch_dtype
 from shardwright_train.parallel.fused import fuse
 from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, parallelize
@@ -98,7 +97,7 @@ class Layer:
             states[0].register_hook(lambda _gradient: reduction.start())
         run = partial(self._run, batch=batch, rng_key=rng_key)
         if getattr(self.strategy, "recompute", None) is Recompute.FULL:
-            output: States = recomputed(run, *states)
+            output: States = self.parallel.tensor_parallel.recomputation(run, *states)
             return output
         return run(*states)
 
