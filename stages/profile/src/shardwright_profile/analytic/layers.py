@@ -55,7 +55,7 @@ class _Share(NamedTuple):
 
     def kept_bytes(self, part: Part) -> float:
         scores = part.scores * self.itemsize + part.scores // 2 if self.scores_kept else 0
-        inside = part.inside * self.itemsize + part.inside_bytes + scores
+        inside = part.inside * self.itemsize + scores
         outside = part.outside * self.itemsize + part.outside_bytes
         return self.samples * (inside * self.inside + outside * self.outside)
 
@@ -130,7 +130,7 @@ def _share(strategy: Strategy, samples: int, precision: Precision, attention: At
 
 def _part_time_s(part: Part, share: _Share, machine: Machine) -> float:
     """Forward, without messages."""
-    kept = share.kept_bytes(part)
+    kept = share.kept_bytes(part) + share.samples * part.passing_bytes * share.inside
     product_bytes = part.weights * share.itemsize * share.weights + kept if part.weights else 0.0
     operations = part.flops * share.samples * share.inside
     product_s = max(operations / machine.flops_per_s, product_bytes / machine.memory_bytes_per_s)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.semantics.communication import LOSS_ELEMENTS
 from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, Region
 
 __all__ = ["Part", "layer_parts"]
@@ -37,8 +38,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of a table whose gradient is written whole, however few rows were looked up."""
     inside: int = 0
     """Elements kept in the compute format."""
-    inside_bytes: int = 0
-    """Further bytes kept, such as those of the attention scores."""
+    passing_bytes: int = 0
+    """Bytes that are written and read beside them, and not kept."""
     scores: int = 0
     """Further elements kept of attention scores, where the kernel keeps them."""
     outside: int
@@ -158,7 +159,10 @@ def _lookup(model: Model, kind: LayerType) -> Iterator[Part]:
 
 
 def _logits(model: Model, kind: LayerType) -> Part:
-    """What the norm hands on, the logits, and their softmax in float32; their own input was counted before."""
+    """What the norm hands on and the logits, of which some are in float32 for a moment; their input was counted before.
+
+    Their gradient takes their place.
+    """
     tensor = model.boundary[-1]
     names = {name for region in kind.regions for name in region.enters}
     tensor = next((t for t in model.boundary if t.name in names), tensor)
@@ -170,10 +174,10 @@ def _logits(model: Model, kind: LayerType) -> Part:
         flops=float(kind.forward_flops_per_sample),
         weights=weights,
         inside=logits,
-        inside_bytes=_FLOAT32_BYTES * logits,
+        passing_bytes=_FLOAT32_BYTES * logits,
         outside=positions * tensor.features,
-        widest=logits,
-        widest_bytes=_FLOAT32_BYTES * logits,
+        result=positions * tensor.features,
+        widest_bytes=_FLOAT32_BYTES * min(logits, LOSS_ELEMENTS),
         kernels=_KERNELS["logits"],
     )
 

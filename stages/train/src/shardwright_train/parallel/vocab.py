@@ -1,5 +1,6 @@
 """Embedding and cross entropy over a vocabulary that a tensor-parallel group shares (Shoeybi et al. 2019)."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright_formats.semantics.communication import LOSS_ELEMENTS
 from shardwright_train.parallel.fused import fused_cross_entropy
 from shardwright_train.parallel.tensor import TensorParallel
 
@@ -47,39 +49,60 @@ def loss_of_logits(logits: Tensor, labels: Tensor, classes: int, tensor_parallel
 def sum_of_cross_entropy(logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
     """Sum over [b, s] of the cross entropy of logits [b, s, v/n] that lie over a group; the same on each rank.
 
-    Computed in float32 at least. This rank has the classes from `first` on; labels that are IGNORED do not count.
+    Computed in float32 at least. This rank has the classes from `first` on; labels that are IGNORED do not count. The
+    backward pass overwrites the logits.
     """
     total: Tensor = _CrossEntropy.apply(logits, labels, first, group)  # type: ignore[no-untyped-call]
     return total
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """Keeps the logits as they came, whose place their gradient takes; wide numbers are of some positions at a time."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dtype = logits.dtype
-        wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        rows, index, mine = logits.flatten(0, -2), *_own(labels.flatten(), first, logits.shape[-1])
         # A rank whose share of a padded vocabulary is empty takes part in the sums with nothing.
-        empty = wide.shape[-1] == 0
-        highest = wide.new_full(wide.shape[:-1], -torch.inf) if empty else wide.amax(-1)
+        highest = _wide(rows.new_full(index.shape, -torch.inf) if rows.shape[-1] == 0 else rows.amax(-1))
         if group.size() > 1:
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-        exponentials = (wide - highest[..., None]).exp_()
-        index = labels - first
-        mine = (index >= 0) & (index < wide.shape[-1])
-        index = index.where(mine, torch.zeros_like(index))
-        nothing = torch.zeros_like(highest)
-        chosen = nothing if empty else wide.gather(-1, index[..., None])[..., 0] - highest
-        sums = torch.stack([exponentials.sum(-1), chosen.where(mine, nothing)])
+        sums = highest.new_zeros(2, *index.shape)
+        for part in _parts(rows):
+            sums[0, part] = (_wide(rows[part]) - highest[part, None]).exp_().sum(-1)
+        if rows.shape[-1]:
+            chosen = _wide(rows.gather(-1, index[:, None])[:, 0]) - highest
+            sums[1] = chosen.where(mine, sums[1])
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
-        counts = (labels != IGNORED).to(wide.dtype)
-        ctx.save_for_backward(exponentials.div_(sums[0][..., None]), index, mine, counts)
-        return ((sums[0].log() - sums[1]) * counts).sum()
+        ctx.first = first
+        ctx.save_for_backward(logits, labels, highest, sums[0].clone())
+        return ((sums[0].log() - sums[1]) * (labels.flatten() != IGNORED)).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, index, mine, counts = ctx.saved_tensors
-        # In place: nothing needs the probabilities again, and they are as large as the logits.
-        if probabilities.shape[-1]:
-            probabilities.scatter_add_(-1, index[..., None], -mine[..., None].to(probabilities.dtype))
-        return probabilities.mul_(counts[..., None] * grad).to(ctx.dtype), None, None, None
+        logits, labels, highest, total = ctx.saved_tensors
+        rows, index, mine = logits.detach().flatten(0, -2), *_own(labels.flatten(), ctx.first, logits.shape[-1])
+        scale = grad * (labels.flatten() != IGNORED)
+        for part in _parts(rows):
+            gradient = (_wide(rows[part]) - highest[part, None]).exp_().div_(total[part, None])
+            gradient.scatter_add_(-1, index[part, None], -mine[part, None].to(gradient.dtype))
+            rows[part] = gradient.mul_(scale[part, None])
+        return rows.view_as(logits), None, None, None
+
+
+def _own(labels: Tensor, first: int, classes: int) -> tuple[Tensor, Tensor]:
+    """Of each label its place among a rank's classes, or 0, and whether it is one of them."""
+    index = labels - first
+    mine = (index >= 0) & (index < classes)
+    return index.where(mine, torch.zeros_like(index)), mine
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _parts(rows: Tensor) -> Iterator[slice]:
+    """Positions whose logits [n, v] are widened together; none where a rank has no classes."""
+    count, classes = rows.shape
+    size = max(1, LOSS_ELEMENTS // max(1, classes))
+    return (slice(i, i + size) for i in range(0, count if classes else 0, size))

@@ -1,0 +1,88 @@
+"""What the forward pass keeps for the backward pass, counted on one rank of a fake world."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from random_plans import cluster_of, precision_of
+from tiny_models import LAYERS, SEQUENCE_LENGTH, tiny
+from torch import Tensor
+
+from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
+from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
+from shardwright_train.dry_run.simulated_step import simulate_step
+from shardwright_train.models.registry import family_named
+from shardwright_train.parallel import tensor, vocab
+from shardwright_train.parallel.collectives import gather_sequence
+from shardwright_train.parallel.vocab import IGNORED, sum_of_cross_entropy
+from shardwright_train.parallel.world import World
+
+RANKS, SAMPLES, HIDDEN, ITEMSIZE = 4, 2, 32, 2
+WHOLE = SAMPLES * SEQUENCE_LENGTH * HIDDEN * ITEMSIZE
+"""Bytes of a tensor of all positions."""
+
+
+def plan_of(family: str, classes: int = 64, **layer: Any) -> Plan:
+    """One strategy for all layers of one stage, in bfloat16."""
+    model, sharding = tiny(family, vocab_size=classes), {"tp_size": RANKS, "dp_size": 1, **layer}
+    outer = {name: value for name, value in sharding.items() if name != "recompute"}
+    return Plan(
+        name=family,
+        model=model,
+        cluster=cluster_of(RANKS),
+        global_batch_size=2 * SAMPLES,
+        num_microbatches=2,
+        schedule=Schedule.GPIPE,
+        precision=precision_of("bfloat16"),
+        stages=(PipelineStage(ranks=tuple(range(RANKS)), layers=((0, len(model.layers)),)),),
+        embedding=Strategy(**outer),
+        head=Strategy(**outer),
+        layers=tuple(LayerStrategy(type=kind, **sharding) for kind in model.layers),
+    )
+
+
+def kept_bytes(plan: Plan, segment: str = "layers") -> int:
+    """What a microbatch's way through a segment leaves behind."""
+    found = simulate_step(plan, 0, family_named(plan.model.family, "test"), "sdpa").resident_bytes
+    ends = [size for (name, at), size in found.items() if name.endswith(".forward") and at[0] == 1]
+    names = [name for (name, at) in found if name.endswith(".forward") and at[0] == 1]
+    index = names.index(f"{segment}.forward")
+    return ends[index] - ends[index - 1]
+
+
+@contextmanager
+def gathered_for_good(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[list[Tensor]]:
+    yield [gather_sequence(x, group) for x in inputs]
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt2"])
+def test_megatron_keeps_its_own_positions_of_what_it_gathers(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    plan = plan_of(family, sequence_parallel=SequenceParallel.MEGATRON)
+    kept = kept_bytes(plan)
+    monkeypatch.setattr(tensor, "gathered_again", gathered_for_good)
+    # For good, a gathered tensor is kept in place of this rank's share of it: in attention and in the feed-forward part.
+    assert kept_bytes(plan) - kept == 2 * LAYERS * (WHOLE - WHOLE // RANKS)
+
+
+def test_the_head_keeps_of_each_logit_one_number_in_the_compute_format() -> None:
+    few, many = (kept_bytes(plan_of("llama", classes), "head") for classes in (64, 128))
+    assert many - few == SAMPLES * SEQUENCE_LENGTH * 64 // RANKS * ITEMSIZE
+
+
+@pytest.mark.parametrize("elements", [1 << 24, 5 * 61, 7])
+def test_cross_entropy_in_parts_is_that_of_the_whole(
+    one_rank: World, monkeypatch: pytest.MonkeyPatch, elements: int
+) -> None:
+    monkeypatch.setattr(vocab, "LOSS_ELEMENTS", elements)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(2, SEQUENCE_LENGTH, 61, dtype=torch.float64, generator=generator).requires_grad_()
+    labels = torch.randint(0, 61, (2, SEQUENCE_LENGTH), generator=generator)
+    labels[0, 3:5] = IGNORED
+    wanted = torch.nn.functional.cross_entropy(inputs.flatten(0, 1), labels.flatten(), reduction="sum")
+    (gradient,) = torch.autograd.grad(3 * wanted, inputs)
+    found = sum_of_cross_entropy(inputs * 1, labels, 0, dist.group.WORLD)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(torch.autograd.grad(3 * found, inputs)[0], gradient)
