@@ -66,8 +66,8 @@ REFROZEN = (
     ),
     (
         "*",
-        "Megatron's sequence parallelism gathers again in the backward pass, and the head keeps its logits in the compute "
-        "format alone: a third more messages of the one, a third of the memory of the other",
+        "Megatron's sequence parallelism gathers again in the backward pass, and the head keeps its logits in the "
+        "compute format alone: a third more messages of the one, a third of the memory of the other",
     ),
     ("simulated/*.svg", "one drawing module with another style sheet; the times it draws are in the trace beside it"),
 )

@@ -125,7 +125,8 @@ def test_messages_of_tensor_parallelism_are_shared_out_between_the_passes():
     # Two sums forward (each region's output), two backward (each region's input); 2(n-1)/n of the message each.
     one_sum = START_S + 2 * 2e-6 + message / 1e10
     assert traffic() == pytest.approx((2 * one_sum, 2 * one_sum), rel=1e-6)
-    # Megatron: a gather and a scatter a region, each way, and its input gathered again backward. Ulysses: four exchanges, of half a rank's features.
+    # Megatron: a gather and a scatter a region, each way, and its input gathered again backward.
+    # Ulysses: four exchanges, of half a rank's features.
     one_way = START_S + 2e-6 + message / 2 / 1e10
     megatron = traffic(sequence_parallel=SequenceParallel.MEGATRON)
     assert megatron == pytest.approx((4 * one_way, 6 * one_way), rel=1e-6)

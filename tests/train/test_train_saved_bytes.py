@@ -63,7 +63,7 @@ def test_megatron_keeps_its_own_positions_of_what_it_gathers(monkeypatch: pytest
     plan = plan_of(family, sequence_parallel=SequenceParallel.MEGATRON)
     kept = kept_bytes(plan)
     monkeypatch.setattr(tensor, "gathered_again", gathered_for_good)
-    # For good, a gathered tensor is kept in place of this rank's share of it: in attention and in the feed-forward part.
+    # For good, a gathered tensor is kept in place of this rank's share of it: in attention and feed-forward.
     assert kept_bytes(plan) - kept == 2 * LAYERS * (WHOLE - WHOLE // RANKS)
 
 
