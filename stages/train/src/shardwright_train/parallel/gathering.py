@@ -1,4 +1,4 @@
-"""Gathered inputs of matrix products, of which the backward pass gets no copy that was kept (Korthikanti et al. 2022)."""
+"""Gathered inputs of matrix products, gathered again for the backward pass in place of kept (Korthikanti et al. 2022)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
