@@ -1,4 +1,4 @@
-"""Gathered inputs of matrix products, gathered again for the backward pass in place of kept (Korthikanti et al. 2022)."""
+"""Inputs of matrix products, gathered again for the backward pass in place of kept (Korthikanti et al. 2022)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
