@@ -63,7 +63,7 @@ class _View(NamedTuple):
     share: _Share
     size: Any
     stride: Any
-    offset: int
+    offset: Any
 
     def tensor(self) -> Tensor:
         return self.share.again().as_strided(self.size, self.stride, self.offset)
