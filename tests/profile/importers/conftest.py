@@ -12,6 +12,7 @@ from shardwright_profile.importers.galvatron.keys import read_computation, read_
 from shardwright_profile.importers.galvatron.model_profile import GalvatronRequest
 from shardwright_profile.importers.hardware_points import hardware_profile, link_points
 from shardwright_profile.importers.traffic import Hardware
+from shardwright_profile.options import GalvatronOptions
 
 MIB = 1024**2
 BATCHES = (1, 2, 4)
@@ -71,22 +72,13 @@ def request_for(tmp_path):
         for name, content in files.items():
             (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
         sizes = {kind.name: 8.0 * MIB for kind in types} | {"embedding": 8.0 * MIB, "head": 8.0 * MIB}
-        fields = {
-            "models": (flat_model("toy", "galvatron", types, sizes, {}),),
-            "device": "A100",
-            "backward_ratio": 2.5,
-            "tp_sizes": (1,),
-            "hardware": None,
-            "sequence_parallel": None,
-            "micro_batch_sizes": (),
-            "precision": "float32/bfloat16/float32",
-            "attention": "auto",
-            "repair": False,
-        }
+        models = replaced.pop("models", (flat_model("toy", "galvatron", types, sizes, {}),))
+        hardware = replaced.pop("hardware", None)
+        named = {"computation": tmp_path / "times.json", "memory": tmp_path / "memory.json", "out": tmp_path / "x.h5"}
+        spelled = {key: ",".join(map(str, v)) if isinstance(v, tuple) else v for key, v in replaced.items()}
+        options = GalvatronOptions(device="A100", backward_ratio=2.5, **named, **spelled)
         return GalvatronRequest(
-            computation=read_computation(tmp_path / "times.json"),
-            memory=read_memory(tmp_path / "memory.json"),
-            **(fields | replaced),
+            options, read_computation(options.computation), read_memory(options.memory), models, hardware
         )
 
     return made

@@ -8,6 +8,7 @@ from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
 from shardwright_formats.types.model_profile import read_model_profile
 from shardwright_profile.importers.fasop import FasopRequest, import_fasop, read_fasop_times
 from shardwright_profile.importers.fasop_constants import fasop_hardware, read_fasop_constants
+from shardwright_profile.options import FasopOptions
 
 REFERENCE = Path(__file__).parents[3] / "config" / "reference"
 TIMES = REFERENCE / "fasop-layer-times.csv"
@@ -17,21 +18,13 @@ HEADER = "model,gpu,tp_size,kind,layers,forward_s\n"
 
 @pytest.fixture
 def profile_of(make_model):
-    def made(fasop_model="gpt2XL", gpu="A100", times=TIMES, layers=("block",), length=1024, sizes=()):
+    def made(fasop_model="gpt2XL", gpu="A100", times=TIMES, layers=("block",), length=1024, sizes=None):
         model = make_model(layers, sequence_length=length)
-        constants = read_fasop_constants(CONSTANTS)
-        request = (
-            read_fasop_times(times),
-            constants,
-            fasop_model,
-            gpu,
-            model,
-            gpu,
-            2.0,
-            sizes,
-            "float32/float16/float32",
+        named = {"times": times, "constants": CONSTANTS, "model": Path("model.json"), "out": Path("x.h5")}
+        options = FasopOptions(
+            model_name=fasop_model, gpu=gpu, device=gpu, backward_ratio=2.0, micro_batch_sizes=sizes, **named
         )
-        return import_fasop(FasopRequest(*request))
+        return import_fasop(FasopRequest(options, read_fasop_times(times), read_fasop_constants(CONSTANTS), model))
 
     return made
 
@@ -76,7 +69,7 @@ def test_what_t5s_last_layers_have_more_than_others_is_the_heads(profile_of):
 
 
 def test_what_is_not_published_is_absent_and_larger_micro_batches_are_assumed(profile_of):
-    profile = profile_of(sizes=(4,))
+    profile = profile_of(sizes="4")
     for name in ("activation_source", "workspace_source"):
         assert set(profile.layers[name]) == {b"absent"}
     assert set(profile.states["bytes_source"]) == set(profile.process["process_source"]) == {b"absent"}

@@ -10,8 +10,14 @@ import pytest
 
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
 from shardwright_profile.importers.galvatron.hardware import GalvatronTables, import_galvatron_hardware
-from shardwright_profile.importers.galvatron.keys import Forward, read_computation, read_memory
-from shardwright_profile.importers.galvatron.memory import layer_memory_from_rows, model_memory, tables_of
+from shardwright_profile.importers.galvatron.keys import (
+    ACTIVATION,
+    PARAMETER_SIZE,
+    Forward,
+    read_computation,
+    read_memory,
+)
+from shardwright_profile.importers.galvatron.memory import figures_of_rows, model_memory, tables_of
 from shardwright_profile.importers.galvatron.times import layer_times
 
 MIB = 1024**2
@@ -112,13 +118,11 @@ def test_galvatrons_memory_tables_agree_with_their_raw_rows(path):
     for (index, sequence, length), table in memory.layers.items():
         every = {where.forward.lengths for rows in memory.ranks.values() for where in rows}
         for lengths in (found for found in every if found[index : index + 1] == length):
-            raw = layer_memory_from_rows(memory, lengths, index, sequence)
-            assert raw is not None
-            assert table.parameters == pytest.approx(raw.parameters, rel=1e-9)
-            assert table.recomputed == pytest.approx(raw.recomputed, rel=1e-9)
-            for tp_size, mib in raw.activations.items():
-                assert table.activations[tp_size] == pytest.approx(mib, rel=1e-9)
-                compared += 1
+            raw = figures_of_rows(memory, lengths, index, sequence)
+            assert (PARAMETER_SIZE, 1) in raw
+            for what, mib in raw.items():
+                assert table[what] == pytest.approx(mib, rel=1e-9)
+                compared += what[0] == ACTIVATION
     assert compared > 0 or not memory.layers
 
 
@@ -127,8 +131,8 @@ def test_llamas_two_tables_differ_at_tp_size_1_and_are_not_mixed():
     memory = read_memory(path)
     assert tables_of(memory, None) is True
     for sequence, held in ((False, (301.28, 182.16)), (True, (430.27, 223.13))):
-        taken = model_memory(memory, (), 1, sequence)
-        found = [taken.activation(0, tp_size, recompute=False).bytes_a_sample / MIB for tp_size in (1, 2)]
+        taken = model_memory(memory, (), ["block"], sequence)
+        found = [taken.activation("block", tp_size, recompute=False).value / MIB for tp_size in (1, 2)]
         assert found == pytest.approx(held, abs=0.005)
 
 

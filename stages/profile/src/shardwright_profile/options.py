@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from shardwright_formats.command import POSITIONAL, Options
+from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.limits import Count, Name, NonNegativeNumber, PositiveSeconds, Seconds, Tokens
+from shardwright_formats.types.plan import ITEMSIZE
+from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_launch.options import NodeOptions
 
 __all__ = [
@@ -26,6 +29,13 @@ __all__ = [
 _MessageBytes = Annotated[int, Meta(ge=4, le=2**50)]
 _Rate = Annotated[float, Meta(ge=0.001, le=1e9)]
 _Efficiency = Annotated[float, Meta(ge=0.001, le=1)]
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...]:
+    parts = [part for part in (text or "").split(",") if part]
+    if not all(len(part) < 10 and part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise BadInput(option, f"{text!r:.40} is no list of whole numbers", "write them as 1,2,4")
+    return tuple(sorted({int(part) for part in parts}))
 
 
 class HardwareOptions(NodeOptions, frozen=True, kw_only=True):
@@ -131,6 +141,18 @@ class ImportModelOptions(ImportOptions, frozen=True, kw_only=True):
     """Backward time over forward time, without recomputation: it is in none of these files."""
     micro_batch_sizes: str | None = None
     """Micro-batches to have rows for even where none was measured, in samples, as 1,2,4."""
+    precision: str = "float32/bfloat16/float32"
+    """Number formats that were measured: parameters/compute/reduce."""
+
+    def __post_init__(self) -> None:
+        parts = self.precision.split("/")
+        if len(parts) != 3 or any(part not in ITEMSIZE for part in parts):
+            raise BadInput("--precision", f"{self.precision!r} is unknown", "write it as float32/bfloat16/float32")
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """`micro_batch_sizes` as numbers."""
+        return _numbers("--micro-batch-sizes", self.micro_batch_sizes)
 
 
 class GalvatronOptions(ImportModelOptions, frozen=True, kw_only=True):
@@ -157,12 +179,20 @@ class GalvatronOptions(ImportModelOptions, frozen=True, kw_only=True):
     """Hardware profile, HDF5, that prices the traffic of tensor parallelism."""
     sequence_parallel: Literal["none", "megatron"] | None = None
     """Of a memory file with both kinds of tables, which to take; by default megatron's."""
-    precision: str = "float32/bfloat16/float32"
-    """Number formats that were measured: parameters/compute/reduce."""
     attention: str = "auto"
     """Attention kernel that was measured."""
     repair: bool = False
     """Leave out or level times that cannot be, and say so; else they are refused."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """`tp_sizes` as numbers."""
+        return _numbers("--tp-sizes", self.tp_sizes) or (1,)
+
+    @property
+    def tables(self) -> SequenceParallel | None:
+        """Which of a memory file's tables to take; None: megatron's where it has them."""
+        return None if self.sequence_parallel is None else SequenceParallel(self.sequence_parallel)
 
 
 class GalvatronHardwareOptions(ImportOptions, frozen=True, kw_only=True):

@@ -5,11 +5,9 @@ from pathlib import Path
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.hardware_profile import read_hardware_profile, write_hardware_profile
+from shardwright_formats.types.hardware_profile import write_hardware_profile
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.model_profile import write_model_profile
-from shardwright_formats.types.plan import ITEMSIZE
-from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_profile.importers.fasop import FasopRequest, import_fasop, read_fasop_times
 from shardwright_profile.importers.fasop_constants import fasop_hardware as made_of
 from shardwright_profile.importers.fasop_constants import read_fasop_constants
@@ -34,11 +32,9 @@ __all__ = ["fasop", "fasop_hardware", "galvatron", "galvatron_hardware"]
 
 def galvatron(options: GalvatronOptions) -> None:
     """Write the profile of a model that Galvatron measured and, of one named by its types, its description."""
-    _check_precision(options.precision)
     times = read_computation(options.computation)
     sizes = None if options.memory is None else read_memory(options.memory)
-    tables = None if options.sequence_parallel is None else SequenceParallel(options.sequence_parallel)
-    if tables and sizes is None:
+    if options.sequence_parallel and sizes is None:
         raise BadInput("--sequence-parallel", "chooses among memory tables, and there are none", "pass --memory")
     models = [read_document(path, Model) for path in options.model]
     if bool(options.model) == bool(options.type) or bool(options.type) != bool(options.model_out):
@@ -47,24 +43,9 @@ def galvatron(options: GalvatronOptions) -> None:
         if sizes is None:
             raise BadInput("--type", "sizes of the layers are needed", "pass --memory")
         types = [parse_type(text) for text in options.type]
-        models = [flat_galvatron_model(options.name, times, sizes, types, tables)]
-    hardware = options.hardware
-    profile = import_galvatron(
-        GalvatronRequest(
-            computation=times,
-            memory=sizes,
-            models=tuple(models),
-            device=options.device,
-            backward_ratio=options.backward_ratio,
-            tp_sizes=_numbers("--tp-sizes", options.tp_sizes) or (1,),
-            hardware=None if hardware is None else Hardware(hardware, read_hardware_profile(hardware)),
-            sequence_parallel=tables,
-            micro_batch_sizes=_numbers("--micro-batch-sizes", options.micro_batch_sizes),
-            precision=options.precision,
-            attention=options.attention,
-            repair=options.repair,
-        )
-    )
+        models = [flat_galvatron_model(options.name, times, sizes, types, options.tables)]
+    hardware = None if options.hardware is None else Hardware.read(options.hardware)
+    profile = import_galvatron(GalvatronRequest(options, times, sizes, tuple(models), hardware))
     write_model_profile(options.out, profile)
     if options.model_out:
         write_document(options.model_out, models[0])
@@ -81,20 +62,8 @@ def galvatron_hardware(options: GalvatronHardwareOptions) -> None:
 
 def fasop(options: FasopOptions) -> None:
     """Write the profile that FASOP's layer times give."""
-    _check_precision(options.precision)
-    profile = import_fasop(
-        FasopRequest(
-            times=read_fasop_times(options.times),
-            constants=read_fasop_constants(options.constants),
-            fasop_model=options.model_name,
-            gpu=options.gpu,
-            model=read_document(options.model, Model),
-            device=options.device,
-            backward_ratio=options.backward_ratio,
-            micro_batch_sizes=_numbers("--micro-batch-sizes", options.micro_batch_sizes),
-            precision=options.precision,
-        )
-    )
+    times, constants = read_fasop_times(options.times), read_fasop_constants(options.constants)
+    profile = import_fasop(FasopRequest(options, times, constants, read_document(options.model, Model)))
     write_model_profile(options.out, profile)
     _report(options.out, profile.provenance.notes)
 
@@ -105,19 +74,6 @@ def fasop_hardware(options: FasopHardwareOptions) -> None:
     profile = made_of(constants, options.setting, options.gpu, options.nodes, options.cluster, options.device)
     write_hardware_profile(options.out, profile)
     _report(options.out, profile.provenance.notes)
-
-
-def _numbers(option: str, text: str | None) -> tuple[int, ...]:
-    parts = [part for part in (text or "").split(",") if part]
-    if not all(len(part) < 10 and part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise BadInput(option, f"{text!r:.40} is no list of whole numbers", "write them as 1,2,4")
-    return tuple(sorted({int(part) for part in parts}))
-
-
-def _check_precision(precision: str) -> None:
-    parts = precision.split("/")
-    if len(parts) != 3 or any(part not in ITEMSIZE for part in parts):
-        raise BadInput("--precision", f"{precision!r} is unknown", "write it as float32/bfloat16/float32")
 
 
 def _report(out: Path, notes: str) -> None:

@@ -16,6 +16,7 @@ from shardwright_formats.types.model_profile import LayerRow, ModelProfile, Prof
 from shardwright_formats.types.strategy import Recompute
 from shardwright_profile.importers.fasop_constants import FasopConstants
 from shardwright_profile.importers.rows import ABSENT, LayerKey, Sourced, layer_row, noted, profile_of, state_row
+from shardwright_profile.options import FasopOptions
 
 __all__ = ["FasopRequest", "FasopTimes", "import_fasop", "read_fasop_times"]
 
@@ -35,17 +36,12 @@ class FasopTimes(NamedTuple):
 
 
 class FasopRequest(NamedTuple):
-    """What to import, and what the table does not say."""
+    """What to import, read from the files that the options name."""
 
+    options: FasopOptions
     times: FasopTimes
     constants: FasopConstants
-    fasop_model: str
-    gpu: str
     model: Model
-    device: str
-    backward_ratio: float
-    micro_batch_sizes: tuple[int, ...]
-    precision: str
 
 
 def read_fasop_times(file: Path) -> FasopTimes:
@@ -73,14 +69,15 @@ def import_fasop(request: FasopRequest) -> ModelProfile:
     Raises BadInput where the table has no such model or GPU, or lacks a kind of layer, and where the description is of
     another length.
     """
-    table = request.times.tables.get((request.fasop_model, request.gpu))
+    options = request.options
+    table = request.times.tables.get((options.model_name, options.gpu))
     if table is None:
         known = ", ".join(sorted(f"{model} on {gpu}" for model, gpu in request.times.tables))
-        what = f"no times of {request.fasop_model} on {request.gpu}, only of {known}"
+        what = f"no times of {options.model_name} on {options.gpu}, only of {known}"
         raise BadInput(request.times.file, what, "ask for one of these")
-    length = request.constants.sequence_lengths.get(request.fasop_model)
+    length = request.constants.sequence_lengths.get(options.model_name)
     if length != request.model.sequence_length:
-        what = f"{request.fasop_model} was timed at sequence_length {length}, not {request.model.sequence_length}"
+        what = f"{options.model_name} was timed at sequence_length {length}, not {request.model.sequence_length}"
         raise BadInput(request.constants.file, what, "describe the model at that length")
     tp_sizes = sorted({tp_size for tp_size, _ in table})
     by_type = {tp_size: _times_by_type(request, table, tp_size) for tp_size in tp_sizes}
@@ -89,9 +86,9 @@ def import_fasop(request: FasopRequest) -> ModelProfile:
     origin = ProfileOrigin(
         model=request.model.name,
         architecture_sha256=request.model.architecture_sha256,
-        device=request.device,
+        device=options.device,
         backend="nccl",
-        precision=request.precision,
+        precision=options.precision,
         attention="auto",
     )
     provenance = Provenance(date="unknown", versions="not published", notes=noted(_notes(request, by_type)))
@@ -111,10 +108,11 @@ def _cells(file: Path, line: int, cells: Sequence[str]) -> tuple[str, str, int, 
 
 def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[str, Sourced]:
     """Time of each of the model's types; what a kind adds to a plain layer belongs to the head."""
+    options = request.options
 
     def of(kind: str) -> float:
         if (tp_size, kind) not in table:
-            what = f"no {kind} of {request.fasop_model} on {request.gpu} at tp_size {tp_size}"
+            what = f"no {kind} of {options.model_name} on {options.gpu} at tp_size {tp_size}"
             raise BadInput(request.times.file, what, "add that row")
         return table[(tp_size, kind)]
 
@@ -126,7 +124,7 @@ def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[st
         kinds, embedding = ["encoder", "decoder"], Sourced(of("embedding") + of("decoder_embedding"), Source.DERIVED)
         head = Sourced(sum(of(f"{kind}_plus_post") - of(kind) for kind in kinds), Source.DERIVED)
     if len(types) != len(kinds):
-        what = f"{request.fasop_model} has {len(kinds)} types of layers, model {request.model.name!r} {len(types)}"
+        what = f"{options.model_name} has {len(kinds)} types of layers, model {request.model.name!r} {len(types)}"
         raise BadInput(request.times.file, what, "pass the description of that model")
     if head.value <= 0:
         raise BadInput(request.times.file, f"the head takes {head.value:g} s at tp_size {tp_size}", "measure it again")
@@ -135,10 +133,11 @@ def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[st
 
 
 def _rows(request: FasopRequest, tp_size: int, times: Mapping[str, Sourced]) -> Iterator[LayerRow]:
+    options = request.options
     for name, forward in times.items():
         for recompute in (Recompute.NONE, Recompute.FULL) if name not in (EMBEDDING, HEAD) else (Recompute.NONE,):
-            passes = request.backward_ratio + (recompute is Recompute.FULL)
-            for size in sorted({1, *request.micro_batch_sizes}):
+            passes = options.backward_ratio + (recompute is Recompute.FULL)
+            for size in sorted({1, *options.micro_batches}):
                 yield layer_row(
                     LayerKey(name, tp_size, recompute=recompute),
                     size,
@@ -149,15 +148,16 @@ def _rows(request: FasopRequest, tp_size: int, times: Mapping[str, Sourced]) -> 
 
 
 def _notes(request: FasopRequest, by_type: Mapping[int, Mapping[str, Sourced]]) -> Iterator[str]:
+    options = request.options
     for file in (request.times.file, request.constants.file):
         yield f"Made from {file.name}, SHA-256 {sha256_of_file(file)}."
     yield f"Figures of {request.constants.citation}."
     yield "One forward time a kind of layer at micro-batch 1, tensor-parallel traffic inside; no spread is published."
     yield (
-        f"Backward is assumed to take {request.backward_ratio:g} times forward, and with full recomputation"
+        f"Backward is assumed to take {options.backward_ratio:g} times forward, and with full recomputation"
         " one forward more."
     )
-    if request.micro_batch_sizes:
+    if options.micro_batches:
         yield "Times at larger micro-batches are assumed to grow in proportion."
     yield "Memory, optimizer, reduction, process and step overhead are not published: absent."
     tp_sizes = sorted(by_type)

@@ -8,7 +8,7 @@ import numpy as np
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
 from shardwright_formats.semantics.schedule import Pass
-from shardwright_formats.types.hardware_profile import CollectiveKey, HardwareProfile
+from shardwright_formats.types.hardware_profile import CollectiveKey, HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model import HEAD, Model
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel
 
@@ -20,6 +20,11 @@ class Hardware(NamedTuple):
 
     file: Path
     profile: HardwareProfile
+
+    @classmethod
+    def read(cls, file: Path) -> "Hardware":
+        """The profile of a file."""
+        return cls(file, read_hardware_profile(file))
 
 
 class LayerTraffic(NamedTuple):

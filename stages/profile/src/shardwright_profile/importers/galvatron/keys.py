@@ -1,7 +1,7 @@
 """The keys of Galvatron's profile files (hetu-galvatron 2.4.0): numbers hidden in names, taken out strictly."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,14 +9,17 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_object
 
 __all__ = [
+    "ACTIVATION",
+    "CHECKPOINT",
+    "MODEL_STATES",
+    "PARAMETER_SIZE",
     "Computation",
-    "EndsMemory",
+    "Figures",
     "Forward",
-    "LayerMemory",
+    "Lengths",
     "Memory",
     "RankMemory",
     "Sharding",
-    "number",
     "read_computation",
     "read_memory",
     "read_numbers",
@@ -87,24 +90,20 @@ class RankMemory(NamedTuple):
     """ms: allocated after backward; act: grown in forward; act_peak: peak beyond ms."""
 
 
-class LayerMemory(NamedTuple):
-    """One whole layer, in MiB."""
+Figures = Mapping[tuple[str, int], float]
+"""MiB of one layer, or of all that is no layer, by what they are of and the tp_size of the layer or the vocabulary."""
 
-    parameters: float
-    """In float32."""
-    activations: Mapping[int, float]
-    """On one GPU a sample of its tensor-parallel group, by tp_size."""
-    recomputed: float | None
-    """The same with recomputation, at tp_size 1."""
+PARAMETER_SIZE = "parameter_size"
+"""Of a whole layer, in float32; at tp_size 1."""
+ACTIVATION = "activation"
+"""On one GPU a sample of its tensor-parallel group; of what is no layer, at the peak."""
+CHECKPOINT = "checkpoint"
+"""The same of a layer with recomputation, at tp_size 1."""
+MODEL_STATES = "model_states"
+"""Of what is no layer, on one GPU before ZeRO: 16 bytes a parameter."""
 
-
-class EndsMemory(NamedTuple):
-    """All that is not a layer, in MiB, by the tp_size of the vocabulary."""
-
-    states: Mapping[int, float]
-    """On one GPU before ZeRO: 16 bytes a parameter."""
-    activations: Mapping[int, float]
-    """On one GPU a sample of the vocabulary's group, at the peak."""
+_NAMES = {"tp_activation_per_bsz_dict": ACTIVATION}
+_OF_LAYER, _OF_ENDS = {PARAMETER_SIZE, *_NAMES}, {MODEL_STATES, ACTIVATION}
 
 
 class Memory(NamedTuple):
@@ -112,16 +111,16 @@ class Memory(NamedTuple):
 
     file: Path
     ranks: Mapping[Sharding, Mapping[RankMemory, float]]
-    layers: Mapping[tuple[int, bool, Lengths], LayerMemory]
+    layers: Mapping[tuple[int, bool, Lengths], Figures]
     """By type, sequence parallelism and length of that type."""
-    ends: Mapping[tuple[bool, Lengths], EndsMemory]
+    ends: Mapping[tuple[bool, Lengths], Figures]
     """Without pipeline, by sequence parallelism and lengths."""
     unknown: tuple[str, ...]
 
 
 def read_numbers(file: Path) -> dict[str, float]:
     """Read an object of numbers; BadInput for anything else."""
-    return {key: number(file, key, value) for key, value in read_object(file, _MAX_BYTES).items()}
+    return {key: _number(file, key, value) for key, value in read_object(file, _MAX_BYTES).items()}
 
 
 def read_computation(file: Path) -> Computation:
@@ -147,20 +146,19 @@ def read_computation(file: Path) -> Computation:
 def read_memory(file: Path) -> Memory:
     """Read a file `memory_profiling_*.json`; BadInput names a key with an impossible number."""
     ranks: dict[Sharding, Mapping[RankMemory, float]] = {}
-    layers: dict[tuple[int, bool, Lengths], LayerMemory] = {}
-    ends: dict[tuple[bool, Lengths], EndsMemory] = {}
+    layers: dict[tuple[int, bool, Lengths], Figures] = {}
+    ends: dict[tuple[bool, Lengths], Figures] = {}
     unknown = []
     for key, value in read_object(file, _MAX_BYTES).items():
         if found := _SHARDING.fullmatch(key):
             ranks[_sharding(file, found)] = _rank_memories(file, key, value)
         elif found := _LAYER_TABLE.fullmatch(key):
-            for lengths, entry in _levels(file, key, value, "parameter_size"):
-                layers[(_count(file, found["type"]), bool(found["sequence"]), lengths)] = _layer(file, key, entry)
+            for lengths, figures in _tables(file, key, value, _OF_LAYER):
+                layers[(_count(file, found["type"]), bool(found["sequence"]), lengths)] = figures
         elif found := _ENDS_TABLE.fullmatch(key):
-            for lengths, entry in _levels(file, key, value, "model_states"):
-                ends_memory = _ends(file, key, entry)
-                if found["part"] == "pp_off":
-                    ends[(bool(found["sequence"]), lengths)] = ends_memory
+            tables = _tables(file, key, value, _OF_ENDS)
+            if found["part"] == "pp_off":
+                ends |= {(bool(found["sequence"]), lengths): figures for lengths, figures in tables}
         else:
             unknown.append(key)
     if not ranks and not layers:
@@ -168,7 +166,7 @@ def read_memory(file: Path) -> Memory:
     return Memory(file, ranks, layers, ends, tuple(unknown))
 
 
-def number(file: Path, key: str, value: object) -> float:
+def _number(file: Path, key: str, value: object) -> float:
     """A JSON number as float; BadInput where it is none, or beyond anything that was ever measured."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadInput(file, f"{key!r} is {_shown(value)}, not a number", "measure that point again")
@@ -177,10 +175,10 @@ def number(file: Path, key: str, value: object) -> float:
     return float(value)
 
 
-def _positive(file: Path, key: str, value: float) -> float:
-    if value <= 0:
-        raise BadInput(file, f"{key!r} is {value:g}, not positive", "measure that point again")
-    return value
+def _positive(file: Path, key: str, value: object) -> float:
+    if (found := _number(file, key, value)) <= 0:
+        raise BadInput(file, f"{key!r} is {found:g}, not positive", "measure that point again")
+    return found
 
 
 def _count(file: Path, text: str) -> int:
@@ -229,44 +227,39 @@ def _rank_memories(file: Path, key: str, value: object) -> dict[RankMemory, floa
     return made
 
 
-def _levels(file: Path, key: str, value: object, marker: str) -> list[tuple[Lengths, Mapping[str, Any]]]:
-    """The entries of a table by length, or its one entry where the file has no lengths."""
+def _tables(file: Path, key: str, value: object, names: Set[str]) -> list[tuple[Lengths, Figures]]:
+    """The tables of figures by length, or the one where the file has no lengths."""
     table = _object(file, key, value)
-    if marker in table:
-        return [((), table)]
-    return [(_counts(file, name.strip("[]")), _object(file, key, entry)) for name, entry in table.items()]
+    if names & table.keys():
+        return [((), _figures(file, key, table, names))]
+    return [
+        (_counts(file, name.strip("[]")), _figures(file, key, _object(file, key, entry), names))
+        for name, entry in table.items()
+    ]
 
 
-def _layer(file: Path, key: str, entry: Mapping[str, Any]) -> LayerMemory:
-    name = "tp_activation_per_bsz_dict"
-    if set(entry) != {"parameter_size", name}:
+def _figures(file: Path, key: str, entry: Mapping[str, Any], names: Set[str]) -> Figures:
+    if set(entry) != names:
         raise BadInput(file, f"{key!r} has keys {sorted(entry)}", "pass a file as Galvatron writes it")
-    activations = dict(_object(file, key, entry[name]))
-    recomputed = activations.pop("checkpoint", None)
-    return LayerMemory(
-        _positive(file, key, number(file, key, entry["parameter_size"])),
-        _by_tp_size(file, key, activations),
-        None if recomputed is None else _not_negative(file, key, recomputed),
-    )
-
-
-def _ends(file: Path, key: str, entry: Mapping[str, Any]) -> EndsMemory:
-    if set(entry) != {"model_states", "activation"}:
-        raise BadInput(file, f"{key!r} has keys {sorted(entry)}", "pass a file as Galvatron writes it")
-    # Older files give one number, without parallel vocabulary.
-    tables = ((value if isinstance(value, dict) else {"1": value}) for value in entry.values())
-    by_name = dict(zip(entry, (_by_tp_size(file, key, table) for table in tables), strict=True))
-    return EndsMemory(by_name["model_states"], by_name["activation"])
-
-
-def _by_tp_size(file: Path, key: str, table: Mapping[str, Any]) -> dict[int, float]:
-    if odd := [name for name in table if not re.fullmatch(r"[1-9]\d{0,5}", name)]:
-        raise BadInput(file, f"{key!r} has {odd[0]!r} where a tp_size is due", "pass a file as Galvatron writes it")
-    return {int(name): _not_negative(file, key, value) for name, value in table.items()}
+    made: dict[tuple[str, int], float] = {}
+    for name, value in entry.items():
+        # Older files give one number for embedding and head, without parallel vocabulary.
+        sizes = value if isinstance(value, dict) and name != PARAMETER_SIZE else {"1": value}
+        for size, mib in sizes.items():
+            if size == CHECKPOINT:
+                made[CHECKPOINT, 1] = _not_negative(file, key, mib)
+            elif re.fullmatch(r"[1-9]\d{0,5}", size):
+                read = _positive if name == PARAMETER_SIZE else _not_negative
+                made[_NAMES.get(name, name), int(size)] = read(file, key, mib)
+            else:
+                raise BadInput(
+                    file, f"{key!r} has {size!r} where a tp_size is due", "pass a file as Galvatron writes it"
+                )
+    return made
 
 
 def _not_negative(file: Path, key: str, value: object) -> float:
-    if (found := number(file, key, value)) < 0:
+    if (found := _number(file, key, value)) < 0:
         raise BadInput(file, f"{key!r} is {found:g}, below 0", "measure that point again")
     return found
 

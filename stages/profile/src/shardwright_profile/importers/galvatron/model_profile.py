@@ -1,6 +1,6 @@
 """Model profiles from the computation and memory files of hetu-galvatron."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
@@ -13,7 +13,7 @@ from shardwright_formats.types.plan import ITEMSIZE
 from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.importers.flat_model import FlatType, flat_model
 from shardwright_profile.importers.galvatron.keys import Computation, Memory
-from shardwright_profile.importers.galvatron.memory import Activation, ModelMemory, model_memory, tables_of
+from shardwright_profile.importers.galvatron.memory import ModelMemory, model_memory, tables_of
 from shardwright_profile.importers.galvatron.times import LayerTimes, layer_times, lengths_of
 from shardwright_profile.importers.points import Point, completed
 from shardwright_profile.importers.rows import (
@@ -27,6 +27,7 @@ from shardwright_profile.importers.rows import (
     weaker,
 )
 from shardwright_profile.importers.traffic import Hardware, LayerTraffic, layer_traffic
+from shardwright_profile.options import GalvatronOptions
 
 __all__ = ["FLAT_FAMILY", "GalvatronRequest", "flat_galvatron_model", "import_galvatron"]
 
@@ -37,25 +38,15 @@ _NO_TRAFFIC = LayerTraffic(0.0, 0.0)
 
 
 class GalvatronRequest(NamedTuple):
-    """What to import, and what the files do not say."""
+    """What to import, read from the files that the options name."""
 
+    options: GalvatronOptions
     computation: Computation
     memory: Memory | None
     models: tuple[Model, ...]
     """Of one architecture, one for each length to import."""
-    device: str
-    backward_ratio: float
-    """Time of backward without recomputation over that of forward."""
-    tp_sizes: tuple[int, ...]
     hardware: Hardware | None
     """Prices the traffic of tensor parallelism."""
-    sequence_parallel: SequenceParallel | None
-    """none or megatron: the memory tables to take; None: megatron's where the file has them."""
-    micro_batch_sizes: tuple[int, ...]
-    """To be had even where they were not measured."""
-    precision: str
-    attention: str
-    repair: bool
 
 
 _Missing = dict[tuple[str, SequenceParallel, Recompute], list[int]]
@@ -82,8 +73,8 @@ def import_galvatron(request: GalvatronRequest) -> ModelProfile:
         raise BadInput("--model", "descriptions of different architectures", "import one model at a time")
     if len({model.sequence_length for model in request.models}) < len(request.models):
         raise BadInput("--model", "two descriptions of one sequence_length", "give one for each length")
-    if max(request.tp_sizes) > 1 and request.hardware is None:
-        what = f"tp_size {max(request.tp_sizes)} has traffic inside its layers, which needs a hardware profile"
+    if max(request.options.sizes) > 1 and request.hardware is None:
+        what = f"tp_size {max(request.options.sizes)} has traffic inside its layers, which needs a hardware profile"
         raise BadInput("--tp-sizes", what, "pass --hardware, or --tp-sizes 1")
     lengths = [_length(request, model) for model in request.models]
     notes = list(_heading(request))
@@ -100,10 +91,10 @@ def import_galvatron(request: GalvatronRequest) -> ModelProfile:
     origin = ProfileOrigin(
         model=first.name,
         architecture_sha256=first.architecture_sha256,
-        device=request.device,
+        device=request.options.device,
         backend="nccl",
-        precision=request.precision,
-        attention=request.attention,
+        precision=request.options.precision,
+        attention=request.options.attention,
     )
     provenance = Provenance(
         date="unknown", versions="hetu-galvatron 2.4.0 or like it; torch, driver unknown", notes=noted(notes)
@@ -120,30 +111,29 @@ def flat_galvatron_model(
 ) -> Model:
     """A minimal model of what the files say: flat parameters, and an identity made of the files."""
     lengths = lengths_of(computation, types[0].positions)
-    found = model_memory(memory, lengths, len(types), tables_of(memory, sequence_parallel))
-    sizes = [found.parameters_bytes(index) for index in range(len(types))]
-    ends = found.ends_at(1).parameters_bytes
-    if ends is None or None in sizes:
+    names = (*(kind.name for kind in types), EMBEDDING, HEAD)
+    found = model_memory(memory, lengths, names[:-2], tables_of(memory, sequence_parallel))
+    sizes = {name: found.parameters(name, 1) for name in names}
+    if ABSENT in sizes.values():
         raise BadInput(memory.file, "lacks the sizes of some types", "pass --model in place of --type")
-    by_name = {kind.name: size for kind, size in zip(types, sizes, strict=True) if size is not None}
     config = {"computation_sha256": sha256_of_file(computation.file), "memory_sha256": sha256_of_file(memory.file)}
-    return flat_model(name, FLAT_FAMILY, types, by_name | {EMBEDDING: ends / 2, HEAD: ends / 2}, config)
+    return flat_model(name, FLAT_FAMILY, types, {name: size.value for name, size in sizes.items()}, config)
 
 
 def _length(request: GalvatronRequest, model: Model) -> _Length:
     lengths = lengths_of(request.computation, model.sequence_length)
-    times = layer_times(request.computation, lengths, request.repair)
+    times = layer_times(request.computation, lengths, request.options.repair)
     types = _block_types(model)
     if len(times.layers) != len(types):
         what = f"times of {len(times.layers)} types of layers, where model {model.name!r} has {len(types)}"
         raise BadInput(request.computation.file, what, "pass the description of that file's model")
     if request.memory is None:
-        memory = ModelMemory(False, {}, None, frozenset(), ("No memory file: memory is absent.",))
+        memory = ModelMemory(False, {}, {}, frozenset(), ("No memory file: memory is absent.",))
     else:
         known = {forward for *_, forward in request.memory.layers} | {e for _, e in request.memory.ends}
         of_memory = lengths if lengths or () in known else (model.sequence_length,)
-        sequence = tables_of(request.memory, request.sequence_parallel)
-        memory = model_memory(request.memory, of_memory, len(types), sequence)
+        sequence = tables_of(request.memory, request.options.tables)
+        memory = model_memory(request.memory, of_memory, types, sequence)
     return _Length(request, model, times, memory)
 
 
@@ -157,7 +147,7 @@ def _heading(request: GalvatronRequest) -> Iterator[str]:
         yield f"Made from {file.name}, SHA-256 {sha256_of_file(file)}."
     yield "Forward times are differences of times of whole models, a layer and microbatch; their errors are not known."
     yield (
-        f"Backward is assumed to take {request.backward_ratio:g} times forward, and with full recomputation"
+        f"Backward is assumed to take {request.options.backward_ratio:g} times forward, and with full recomputation"
         " one forward more."
     )
     yield "Embedding and head were measured together, by subtraction: each is given half (derived)."
@@ -165,12 +155,12 @@ def _heading(request: GalvatronRequest) -> Iterator[str]:
     yield "A recomputed layer holds for a moment what it holds without recomputation (workspace, derived)."
     if request.models[0].family == FLAT_FAMILY:
         yield "The model's parameters are flat: as many as the memory file says, of shapes that are not known."
-    if max(request.tp_sizes) > 1:
+    if max(request.options.sizes) > 1:
         yield (
             "Beyond tp_size 1 nothing was timed: computation is assumed to divide evenly, and the traffic is of"
             f" {request.hardware.file.name if request.hardware else ''}."
         )
-    if request.micro_batch_sizes:
+    if request.options.micro_batches:
         yield "Micro-batches that were asked for but not measured are off a line through those measured (derived)."
     if all(not forward.lengths for forward in request.computation.forwards):
         yield "The file of times does not say its sequence_length: the model's is taken on trust."
@@ -184,70 +174,45 @@ def _heading(request: GalvatronRequest) -> Iterator[str]:
 
 
 def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
-    model, times, asked = length.model, length.times, length.request.micro_batch_sizes
-    blocks = [completed(points, asked) for points in times.layers]
-    missing: _Missing = {}
-    for index, (name, points) in enumerate(zip(_block_types(model), blocks, strict=True)):
-        for tp_size, sequence_parallel in _shardings(length, name, notes):
-            for recompute in (Recompute.NONE, Recompute.FULL):
-                resident = length.memory.activation(index, tp_size, recompute is Recompute.FULL)
-                if resident is None and tp_size > 1:
-                    missing.setdefault((name, sequence_parallel, recompute), []).append(tp_size)
-                    continue
-                for point in points:
-                    workspace = ABSENT
-                    if recompute is Recompute.FULL:
-                        whole = length.memory.activation(index, tp_size, recompute=False)
-                        workspace = _bytes(whole, point.micro_batch_size)
-                    key = LayerKey(name, tp_size, sequence_parallel, recompute)
-                    yield _row(length, key, point, _bytes(resident, point.micro_batch_size), workspace)
-    sizes = sorted({point.micro_batch_size for points in blocks for point in points})
+    times, asked = length.times, length.request.options.micro_batches
+    layers = [completed(points, asked) for points in times.layers]
+    sizes = sorted({point.micro_batch_size for points in layers for point in points})
     rest = completed(times.rest, sizes) or tuple(Point(size, 0.0, Source.ABSENT) for size in sizes)
-    yield from _end_rows(length, rest, missing, notes)
+    half = [point._replace(time_s=point.time_s / 2) for point in rest]
+    missing: _Missing = {}
+    for name, points in zip((*_block_types(length.model), EMBEDDING, HEAD), (*layers, half, half), strict=True):
+        for key in _keys(length, name, notes):
+            resident = length.memory.activation(name, key.tp_size, recompute=key.recompute is Recompute.FULL)
+            if resident == ABSENT and key.tp_size > 1:
+                missing.setdefault((name, key.sequence_parallel, key.recompute), []).append(key.tp_size)
+                continue
+            workspace = ABSENT
+            if key.recompute is Recompute.FULL:
+                workspace = length.memory.activation(name, key.tp_size, recompute=False)
+            yield from (_row(length, key, point, resident, workspace) for point in points)
     notes += _left_out(missing)
 
 
-def _end_rows(length: _Length, rest: Sequence[Point], missing: _Missing, notes: list[str]) -> Iterator[LayerRow]:
-    for name in (EMBEDDING, HEAD):
-        for tp_size, sequence_parallel in _shardings(length, name, notes):
-            resident = length.memory.ends_at(tp_size).activation
-            if resident is None and tp_size > 1:
-                missing.setdefault((name, sequence_parallel, Recompute.NONE), []).append(tp_size)
-                continue
-            half = None if resident is None else resident._replace(bytes_a_sample=resident.bytes_a_sample / 2)
-            for point in rest:
-                own = point._replace(time_s=point.time_s / 2)
-                key = LayerKey(name, tp_size, sequence_parallel)
-                yield _row(length, key, own, _bytes(half, point.micro_batch_size), ABSENT)
-
-
-def _row(
-    length: _Length,
-    key: LayerKey,
-    point: Point,
-    activation: Sourced,
-    workspace: Sourced,
-) -> LayerRow:
-    """One row: computation divided by tp_size, and the traffic added."""
-    request = length.request
+def _row(length: _Length, key: LayerKey, point: Point, activation: Sourced, workspace: Sourced) -> LayerRow:
+    """One row: computation divided by tp_size, and the traffic added; bytes are given a sample."""
+    request, size = length.request, point.micro_batch_size
     traffic = _NO_TRAFFIC
     if key.tp_size > 1 and request.hardware is not None:
-        itemsize = ITEMSIZE[request.precision.split("/")[1]]
-        traffic = layer_traffic(request.hardware, length.model, *key, point.micro_batch_size, itemsize)
+        itemsize = ITEMSIZE[request.options.precision.split("/")[1]]
+        traffic = layer_traffic(request.hardware, length.model, *key, size, itemsize)
     alone_s = point.time_s / key.tp_size
-    passes = request.backward_ratio + (key.recompute is Recompute.FULL)
-    at_least_assumed = weaker(Source.ASSUMED, point.source)
-    forward_source, backward_source = (
-        (point.source, at_least_assumed) if key.tp_size == 1 else (Source.ASSUMED, Source.ASSUMED)
-    )
+    passes = request.options.backward_ratio + (key.recompute is Recompute.FULL)
+    forward_source, backward_source = point.source, weaker(Source.ASSUMED, point.source)
+    if key.tp_size > 1:
+        forward_source = backward_source = Source.ASSUMED
     return layer_row(
         key,
-        point.micro_batch_size,
+        size,
         length.model.sequence_length,
         forward_s=_time(alone_s + traffic.forward_s, forward_source),
         backward_s=_time(passes * alone_s + traffic.backward_s, backward_source),
-        activation_bytes=activation,
-        workspace_bytes=workspace,
+        activation_bytes=activation._replace(value=activation.value * size),
+        workspace_bytes=workspace._replace(value=workspace.value * size),
     )
 
 
@@ -255,18 +220,16 @@ def _time(time_s: float, source: Source) -> Sourced:
     return Sourced(time_s, source) if source is not Source.ABSENT else ABSENT
 
 
-def _shardings(length: _Length, name: str, notes: list[str]) -> Iterator[tuple[int, SequenceParallel]]:
-    must_divide: Mapping[str, int] = length.model.types[name].tp_must_divide
-    for tp_size in length.request.tp_sizes:
-        if odd := [what for what, size in must_divide.items() if size % tp_size]:
+def _keys(length: _Length, name: str, notes: list[str]) -> Iterator[LayerKey]:
+    """The strategies to have rows for; embedding and head are never recomputed."""
+    for tp_size in length.request.options.sizes:
+        if odd := [what for what, size in length.model.types[name].tp_must_divide.items() if size % tp_size]:
             notes.append(f"{name} at tp_size {tp_size} is left out: it does not divide {odd[0]}.")
             continue
         split = tp_size > 1 and length.memory.sequence
-        yield tp_size, SequenceParallel.MEGATRON if split else SequenceParallel.NONE
-
-
-def _bytes(resident: Activation | None, micro_batch_size: int) -> Sourced:
-    return ABSENT if resident is None else Sourced(resident.bytes_a_sample * micro_batch_size, resident.source)
+        sequence_parallel = SequenceParallel.MEGATRON if split else SequenceParallel.NONE
+        for recompute in (Recompute.NONE, Recompute.FULL)[: 1 if name in (EMBEDDING, HEAD) else 2]:
+            yield LayerKey(name, tp_size, sequence_parallel, recompute)
 
 
 def _left_out(missing: _Missing) -> Iterator[str]:
@@ -281,12 +244,7 @@ def _left_out(missing: _Missing) -> Iterator[str]:
 
 
 def _states(length: _Length) -> Iterator[StateRow]:
-    """Float32 bytes of each type's parameters on a rank; tensor parallelism divides what was measured whole."""
-    for tp_size in length.request.tp_sizes:
-        for index, name in enumerate(_block_types(length.model)):
-            whole = length.memory.parameters_bytes(index)
-            yield state_row(name, tp_size, ABSENT if whole is None else Sourced(whole / tp_size, Source.DERIVED))
-        share = length.memory.ends_at(tp_size)
-        ends = ABSENT if share.parameters_bytes is None else Sourced(share.parameters_bytes / 2, share.source)
-        for name in (EMBEDDING, HEAD):
-            yield state_row(name, tp_size, ends)
+    """Float32 bytes of each type's parameters on a rank."""
+    for tp_size in length.request.options.sizes:
+        for name in (*_block_types(length.model), EMBEDDING, HEAD):
+            yield state_row(name, tp_size, length.memory.parameters(name, tp_size))

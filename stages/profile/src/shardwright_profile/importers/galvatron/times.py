@@ -32,6 +32,18 @@ class LayerTimes(NamedTuple):
     notes: tuple[str, ...]
 
 
+class _Defects:
+    """What is wrong with a file: refused, or with `repair` noted beside what is done about it."""
+
+    def __init__(self, file: Path, repair: bool) -> None:
+        self.file, self._repair, self.notes = file, repair, list[str]()
+
+    def found(self, what: str, done: str) -> None:
+        if not self._repair:
+            raise BadInput(self.file, what, "measure it again, or pass --repair to leave out or level what cannot be")
+        self.notes.append(f"{what}: {done}.")
+
+
 class _Difference(NamedTuple):
     layer_ms: float
     """Of one layer and the whole batch."""
@@ -59,66 +71,59 @@ def layer_times(computation: Computation, lengths: Lengths, repair: bool) -> Lay
     What cannot be (times that fall as the batch grows, layers that take no time, rows without another to compare with)
     raises BadInput; with `repair` it is left out or levelled, and a note says so.
     """
-    file, notes = computation.file, list[str]()
+    file, defects = computation.file, _Defects(computation.file, repair)
     rows = {(f.layers, f.batch): ms for f, ms in computation.forwards.items() if f.lengths == lengths}
     if not rows:
         raise BadInput(file, f"no raw times of whole models at lengths {list(lengths)}", "measure these again")
     if len({len(layers) for layers, _ in rows}) > 1:
         raise BadInput(file, "layernum[…] lists numbers of differently many types", "pass one model's file")
-    rows = _without_falls(file, rows, repair, notes)
-    _check_lone_rows(file, rows, repair, notes)
+    rows = _without_falls(rows, defects)
+    _check_lone_rows(rows, defects)
     types = range(len(next(iter(rows))[0]))
     batches = sorted({batch for _, batch in rows})
-    layers = tuple(tuple(_layer_points(file, rows, i, batches, repair, notes)) for i in types)
+    layers = [tuple(_layer_points(rows, i, batches, defects)) for i in types]
     for i, points in enumerate(layers):
         if not points:
             raise BadInput(file, f"no two usable rows differ in the layers of type {i} alone", "measure them")
-    rest = tuple(_rest_points(rows, len(types), batches, notes))
-    notes += _stale(computation, rows, lengths, len(types))
-    return LayerTimes(tuple(_without_dips(file, i, p, repair, notes) for i, p in enumerate(layers)), rest, tuple(notes))
+    rest = tuple(_rest_points(rows, len(types), batches, defects.notes))
+    defects.notes += _stale(computation, rows, lengths, len(types))
+    levelled_layers = tuple(_without_dips(i, points, defects) for i, points in enumerate(layers))
+    return LayerTimes(levelled_layers, rest, tuple(defects.notes))
 
 
-def _without_falls(file: Path, rows: Mapping[Row, float], repair: bool, notes: list[str]) -> dict[Row, float]:
+def _without_falls(rows: Mapping[Row, float], defects: _Defects) -> dict[Row, float]:
     kept: dict[Row, float] = {}
     for layers in sorted({layers for layers, _ in rows}):
         batches = sorted(batch for other, batch in rows if other == layers)
         values = [rows[(layers, batch)] for batch in batches]
         if (fall := first_fall(values)) is not None:
-            what = (
-                f"{_name(layers)} takes {values[fall - 1]:.4g} ms at batch {batches[fall - 1]} and"
-                f" {values[fall]:.4g} ms at {batches[fall]}"
-            )
-            _refuse_unless(repair, file, what)
             run = longest_rise(values)
-            notes.append(f"{what}: only its batches {batches[run.start]} to {batches[run.stop - 1]} are used.")
+            defects.found(
+                f"{_name(layers)} takes {values[fall - 1]:.4g} ms at batch {batches[fall - 1]} and"
+                f" {values[fall]:.4g} ms at {batches[fall]}",
+                f"only its batches {batches[run.start]} to {batches[run.stop - 1]} are used",
+            )
             batches = [batches[i] for i in run]
         kept |= {(layers, batch): rows[(layers, batch)] for batch in batches}
     return kept
 
 
-def _check_lone_rows(file: Path, rows: Mapping[Row, float], repair: bool, notes: list[str]) -> None:
+def _check_lone_rows(rows: Mapping[Row, float], defects: _Defects) -> None:
     for layers, batch in sorted(rows):
         others = (other for other, same in rows if same == batch and other != layers)
         if not any(_differing_type(layers, other) is not None for other in others):
             what = f"{_name(layers)} at batch {batch} has no row of another number of layers beside it"
-            _refuse_unless(repair, file, what)
-            notes.append(f"{what}: it is left out.")
+            defects.found(what, "it is left out")
 
 
-def _layer_points(
-    file: Path, rows: Mapping[Row, float], index: int, batches: Sequence[int], repair: bool, notes: list[str]
-) -> Iterator[Point]:
+def _layer_points(rows: Mapping[Row, float], index: int, batches: Sequence[int], defects: _Defects) -> Iterator[Point]:
     for batch in batches:
-        found = list(_differences(rows, index, batch))
-        if not found:
-            continue
-        best = max(found, key=_by_layers)
-        if best.layer_ms > 0:
+        best = max(_differences(rows, index, batch), key=_by_layers, default=None)
+        if best is not None and best.layer_ms > 0:
             yield Point(batch, best.layer_ms / 1000, Source.MEASURED)
-            continue
-        what = f"a layer of type {index} takes {best.layer_ms:.4g} ms at batch {batch}, by the difference of its rows"
-        _refuse_unless(repair, file, what)
-        notes.append(f"{what}: that point is left out.")
+        elif best is not None:
+            takes = f"a layer of type {index} takes {best.layer_ms:.4g} ms at batch {batch}"
+            defects.found(f"{takes}, by the difference of its rows", "that point is left out")
 
 
 def _rest_points(rows: Mapping[Row, float], types: int, batches: Sequence[int], notes: list[str]) -> Iterator[Point]:
@@ -140,19 +145,15 @@ def _rest_points(rows: Mapping[Row, float], types: int, batches: Sequence[int], 
             notes.append(f"Embedding and head at batch {batch} have {rest_ms:.4g} ms left: their time is absent.")
 
 
-def _without_dips(
-    file: Path, index: int, points: tuple[Point, ...], repair: bool, notes: list[str]
-) -> tuple[Point, ...]:
-    times_s = [point.time_s for point in points]
-    if (fall := first_fall(times_s)) is None:
+def _without_dips(index: int, points: tuple[Point, ...], defects: _Defects) -> tuple[Point, ...]:
+    if (fall := first_fall([point.time_s for point in points])) is None:
         return points
     before, after = points[fall - 1], points[fall]
-    what = (
+    defects.found(
         f"a layer of type {index} takes {before.time_s * 1000:.4g} ms at batch {before.micro_batch_size} and"
-        f" {after.time_s * 1000:.4g} ms at {after.micro_batch_size}"
+        f" {after.time_s * 1000:.4g} ms at {after.micro_batch_size}",
+        "times that fall are levelled",
     )
-    _refuse_unless(repair, file, what)
-    notes.append(f"{what}: times that fall are levelled.")
     return levelled(points)
 
 
@@ -191,11 +192,6 @@ def _by_layers(difference: _Difference) -> tuple[tuple[int, ...], ...]:
 def _differing_type(first: tuple[int, ...], second: tuple[int, ...]) -> int | None:
     differing = [i for i, (one, other) in enumerate(zip(first, second, strict=True)) if one != other]
     return differing[0] if len(differing) == 1 else None
-
-
-def _refuse_unless(repair: bool, file: Path, what: str) -> None:
-    if not repair:
-        raise BadInput(file, what, "measure it again, or pass --repair to leave out or level what cannot be")
 
 
 def _name(layers: tuple[int, ...]) -> str:
