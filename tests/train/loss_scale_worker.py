@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from shardwright_formats.io.errors import ShardwrightError
-from shardwright_train.engine import optimizer
+from shardwright_train.engine.optimizer import ShardedAdamW
 from shardwright_train.options import RunOptions, decode_job
 from shardwright_train.parallel.world import joined_world
 from shardwright_train.training import loss_scale
@@ -23,7 +23,9 @@ def main(start: str, *job_files: str) -> None:
     """
     with joined_world("cpu") as world, patch.object(loss_scale, "_START", float(start)):
         for file in map(Path, job_files):
-            infinite = patch.object(optimizer, "_squared_norm", lambda *_: torch.tensor(math.inf, dtype=torch.float64))
+            infinite = patch.object(
+                ShardedAdamW, "_squared_norm", lambda _: torch.tensor(math.inf, dtype=torch.float64)
+            )
             try:
                 with infinite if file.stem == "endless" else nullcontext():
                     job = decode_job(file.read_bytes())

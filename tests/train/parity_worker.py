@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwright_formats.io.json import read_document
 from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.types.plan import Plan, Plans
-from shardwright_train.data.objectives import Batch
+from shardwright_train.data.share import Batch
 from shardwright_train.engine import optimizer
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.models.registry import family_named
@@ -120,7 +120,7 @@ def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> d
     stage, parameters = engine.stage, engine.optimizer.parameters
     gradient_error = loss_error = norm_error = 0.0
     for step, batch in enumerate(batches(plan), start=1):
-        loss = engine.forward_backward(Step(batch, number=step))
+        loss = engine.forward_backward(Step.of(batch, stage.context.share, number=step))
         if step == 1:
             mine = [local_tensor(p.grad) for p in parameters.values() if p.grad is not None]
             gradient_error = worst(list(zip(mine, reference.part(reference.first_gradients, stage), strict=True)))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_train.data.objectives import Batch
+from shardwright_train.data.share import Batch
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.rng import Randomness
@@ -77,7 +77,7 @@ class Runner:
             if layer.kind == "block":
                 layer.module.register_forward_hook(lambda _module, _args, out: seen.outputs.append(out.detach()))
         with _drops_recorded(seen):
-            loss = engine.forward_backward(Step(batch, seed=0, number=number))
+            loss = engine.forward_backward(Step.of(batch, engine.stage.context.share, number=number))
         seen.gradients = [loss, *(local_tensor(p.grad) for p in engine.optimizer.parameters.values())]  # type: ignore[arg-type]
         return seen
 

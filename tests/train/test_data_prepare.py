@@ -112,7 +112,7 @@ def test_preparing_again_in_another_process_gives_the_same_bytes(text: Path, tmp
 
 def test_what_is_prepared_can_be_sampled(text: Path, tmp_path: Path) -> None:
     prepare(str(text), "*.txt", 300, 1.0, tmp_path / "out")
-    assert open_samples(tmp_path / "out", 8, seed=0).global_batch(0, 4).shape == (4, 9)
+    assert open_samples(tmp_path / "out", 8, seed=0).read(np.arange(4)).shape == (4, 9)
 
 
 def test_the_file_beyond_the_limit_is_cut_at_the_end_of_a_line(text: Path, tmp_path: Path) -> None:

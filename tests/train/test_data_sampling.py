@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import write_document
 from shardwright_train.data.description import DataFolder, PreparedData
-from shardwright_train.data.sampling import open_samples
+from shardwright_train.data.sampling import Samples, open_samples
 from shardwright_train.data.tokens import write_tokens
 
 LENGTH = 5
@@ -35,10 +35,18 @@ def _written(folder: Path, tokens: np.ndarray = TOKENS, vocab_size: int = 2000) 
     return folder
 
 
+def one(samples: Samples, index: int) -> np.ndarray:
+    return samples.read(np.array([index]))[0]
+
+
+def batch_of(samples: Samples, step: int, size: int) -> np.ndarray:
+    return samples.read(np.arange(step * size, (step + 1) * size))
+
+
 def test_a_sample_is_neighbouring_tokens_with_one_more_for_the_last_label(tmp_path: Path) -> None:
     samples = open_samples(_written(tmp_path), LENGTH, seed=0)
     for index in range(30):
-        sample = samples.sample(index)
+        sample = one(samples, index)
         assert sample.dtype == np.int64
         assert sample.shape == (LENGTH + 1,)
         assert (np.diff(sample) == 1).all()
@@ -48,7 +56,7 @@ def test_a_sample_is_neighbouring_tokens_with_one_more_for_the_last_label(tmp_pa
 def test_each_epoch_takes_every_sample_once_in_another_order(tmp_path: Path) -> None:
     samples = open_samples(_written(tmp_path), LENGTH, seed=0)
     assert samples.per_epoch == 8
-    epochs = [[int(samples.sample(8 * epoch + i)[0]) for i in range(8)] for epoch in range(3)]
+    epochs = [[int(one(samples, 8 * epoch + i)[0]) for i in range(8)] for epoch in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(1000, 1040, LENGTH))
     assert epochs[0] != epochs[1] != epochs[2]
@@ -56,7 +64,7 @@ def test_each_epoch_takes_every_sample_once_in_another_order(tmp_path: Path) -> 
 
 def test_every_token_but_the_first_is_a_label_once_where_the_length_divides(tmp_path: Path) -> None:
     samples = open_samples(_written(tmp_path, TOKENS[:41]), LENGTH, seed=3)
-    labels = [token for i in range(samples.per_epoch) for token in samples.sample(i)[1:].tolist()]
+    labels = [token for i in range(samples.per_epoch) for token in one(samples, i)[1:].tolist()]
     assert sorted(labels) == TOKENS[1:41].tolist()
 
 
@@ -64,19 +72,19 @@ def test_every_token_but_the_first_is_a_label_once_where_the_length_divides(tmp_
 def test_the_last_sample_has_its_last_label(tokens: int, samples: int, tmp_path: Path) -> None:
     opened = open_samples(_written(tmp_path, TOKENS[:tokens]), LENGTH, seed=0)
     assert opened.per_epoch == samples
-    assert {opened.sample(index).shape for index in range(samples)} == {(LENGTH + 1,)}
+    assert {one(opened, index).shape for index in range(samples)} == {(LENGTH + 1,)}
 
 
 def test_another_seed_gives_another_order_and_the_same_seed_the_same(tmp_path: Path) -> None:
     _written(tmp_path)
-    orders = [open_samples(tmp_path, LENGTH, seed).global_batch(0, 8) for seed in (0, 1, 0)]
+    orders = [batch_of(open_samples(tmp_path, LENGTH, seed), 0, 8) for seed in (0, 1, 0)]
     assert not np.array_equal(orders[0], orders[1])
     assert np.array_equal(orders[0], orders[2])
 
 
 def test_the_order_does_not_change_between_versions(tmp_path: Path) -> None:
     samples = open_samples(_written(tmp_path), LENGTH, seed=7)
-    assert samples.global_batch(0, 8)[:, 0].tolist() == [1000, 1030, 1035, 1010, 1020, 1025, 1005, 1015]
+    assert batch_of(samples, 0, 8)[:, 0].tolist() == [1005, 1025, 1010, 1000, 1030, 1015, 1020, 1035]
 
 
 @settings(max_examples=30, deadline=None)
@@ -85,9 +93,9 @@ def test_any_way_to_share_out_a_batch_sees_the_same_samples(
     tmp_path_factory: pytest.TempPathFactory, step: int, batch: int, parts: int
 ) -> None:
     samples = open_samples(_written(tmp_path_factory.mktemp("data")), LENGTH, seed=1)
-    whole = samples.global_batch(step, batch)
+    whole = batch_of(samples, step, batch)
     assert whole.shape == (batch, LENGTH + 1)
-    rows = [samples.sample(step * batch + row) for part in range(parts) for row in range(part, batch, parts)]
+    rows = [one(samples, step * batch + row) for part in range(parts) for row in range(part, batch, parts)]
     order = [row for part in range(parts) for row in range(part, batch, parts)]
     assert np.array_equal(np.stack(rows), whole[order])
 
@@ -95,15 +103,15 @@ def test_any_way_to_share_out_a_batch_sees_the_same_samples(
 def test_a_resumed_run_sees_what_an_unbroken_one_sees(tmp_path: Path) -> None:
     _written(tmp_path)
     unbroken = open_samples(tmp_path, LENGTH, seed=0)
-    first = [unbroken.global_batch(step, 3) for step in range(10)]
+    first = [batch_of(unbroken, step, 3) for step in range(10)]
     resumed = open_samples(tmp_path, LENGTH, seed=0)
-    assert np.array_equal(resumed.global_batch(7, 3), first[7])
+    assert np.array_equal(batch_of(resumed, 7, 3), first[7])
 
 
 def test_a_batch_may_reach_into_the_next_epoch(tmp_path: Path) -> None:
     samples = open_samples(_written(tmp_path), LENGTH, seed=0)
-    batch = samples.global_batch(0, 20)
-    assert np.array_equal(batch[8:16], np.stack([samples.sample(i) for i in range(8, 16)]))
+    batch = batch_of(samples, 0, 20)
+    assert np.array_equal(batch[8:16], np.stack([one(samples, i) for i in range(8, 16)]))
 
 
 def test_the_tokens_stay_in_their_file(tmp_path: Path) -> None:
@@ -120,7 +128,7 @@ def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
 def test_a_token_outside_the_vocabulary_is_refused_when_it_is_met(tmp_path: Path) -> None:
     samples = open_samples(_written(tmp_path, np.array([1] * 10 + [1999]), vocab_size=1999), LENGTH, seed=0)
     with pytest.raises(BadInput, match=r"tokens\.bin: a token after number 5 is not in the vocabulary of 1999"):
-        samples.global_batch(0, 2)
+        batch_of(samples, 0, 2)
 
 
 def test_data_shorter_than_a_sample_is_refused(tmp_path: Path) -> None:

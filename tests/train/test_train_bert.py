@@ -1,8 +1,10 @@
 """BERT's inputs and labels, what it refuses, and what each attention kernel is told of padding."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from command_calls import call
@@ -11,7 +13,9 @@ from torch import Tensor
 
 from shardwright_formats.io.errors import BadInput, RunFailed
 from shardwright_train.cli import APP
-from shardwright_train.data.objectives import Batch, Masked
+from shardwright_train.data.objectives import Masked, TextBatches
+from shardwright_train.data.sampling import Samples
+from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.masks import padding_mask
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.vocab import IGNORED
@@ -22,6 +26,14 @@ VOCABULARY = Masked(vocab_size=1000, sequence_length=LENGTH, mask=999, padding=0
 
 def drawn(text: Tensor, seed: int = 0, vocabulary: Masked = VOCABULARY) -> Batch:
     return vocabulary.hide(text, torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[[np.ndarray], TextBatches]:
+    """The tiny BERT's batches of a text."""
+    objective = family_named("bert", "test").learns(tiny("bert"))
+    assert isinstance(objective, Masked)
+    return lambda text: TextBatches(Samples(tmp_path, text, 61, SEQUENCE_LENGTH, seed=0, sha256=""), objective)
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +91,28 @@ def test_without_a_padding_token_every_position_counts() -> None:
     assert ((batch["labels"] != IGNORED).sum(1) == 2).all()
 
 
-def test_a_batch_of_nothing_but_padding_ends_the_run_in_words() -> None:
-    text = torch.zeros(2, 10, dtype=torch.int64)
+def test_a_batch_of_nothing_but_padding_ends_the_run_in_words(opened: Callable[[np.ndarray], TextBatches]) -> None:
+    text = np.zeros(4 * SEQUENCE_LENGTH + 1, np.int64) + 59
     with pytest.raises(RunFailed, match="nothing but padding"):
-        drawn(text)
-    text[1, 3] = 5
-    assert ((drawn(text)["labels"] != IGNORED).sum(1) == torch.tensor([0, 1])).all()
+        opened(text).counted(1, 2)
+    text[3] = 5
+    batches = opened(text)
+    assert batches.counted(1, 4) == 1
+    assert sorted((batches.read(1, Share(1, 4))["labels"] != IGNORED).sum(1).tolist()) == [0, 0, 0, 1]
+
+
+def test_the_ranks_shares_are_rows_of_one_batch_whose_labels_are_counted_for_all(
+    opened: Callable[[np.ndarray], TextBatches],
+) -> None:
+    text = np.random.default_rng(0).choice([*range(1, 59), 59, 59, 59], 40 * SEQUENCE_LENGTH + 1)
+    batches = opened(text)
+    whole = batches.read(3, Share(4, 4))
+    assert batches.counted(3, 16) == (whole["labels"] != IGNORED).sum()
+    mine = batches.read(3, Share(2, 8, first=2, samples=3, left_out=frozenset({"labels"})))
+    assert mine.keys() == whole.keys() - {"labels"}
+    assert all(torch.equal(x, whole[name][[2, 3, 4, 10, 11, 12]]) for name, x in mine.items())
+    again = batches.read(3, Share(16, 1))
+    assert all(torch.equal(x, again[name]) for name, x in whole.items())
 
 
 def test_a_sample_of_a_stream_gives_as_many_inputs_as_the_model_is_long() -> None:

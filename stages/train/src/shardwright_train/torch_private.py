@@ -7,6 +7,8 @@ No other file may use one (`tests/architecture` holds this): what a new version 
 | --- | --- | --- |
 | `torch._foreach_mul_`, `torch._foreach_norm` | one kernel for many gradients | `torch.nn.utils.get_total_norm` and \
 `clip_grads_with_norm_`, once they take gradients on several meshes, and weights for replicas |
+| `AdamW.found_inf` (no underscore, not documented) | an update that the device alone decides on | \
+`torch.amp.GradScaler`, once it takes a norm that was summed over ranks |
 | `torch.distributed._composable.replicate_with_fsdp.replicate` | DDP with FSDP2's mixed precision | `fully_shard` \
 over a mesh (replicate, shard of size 1), at the cost of gathering from a group of one |
 | `_get_fsdp_state`, `_fsdp_param_group`, `FSDPParam`, `_unsharded_param` | gradients summed where they lie | a \

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import sha256_of_file, sha256_of_value
-from shardwright_train.data.sampling import sample_at
+from shardwright_train.data.order import samples_at
+from shardwright_train.data.share import Batch, Share
 
 __all__ = ["ImageForm", "Images", "open_images"]
 
@@ -43,15 +44,19 @@ class Images:
     sha256: str
     """Identity of the contents of both files."""
 
-    def batch(self, step: int, samples: int) -> dict[str, torch.Tensor]:
+    def read(self, step: int, share: Share) -> Batch:
         """`pixel_values` [samples, channels, height, width] in [-1, 1] and `labels` [samples, 1] of a step from 1."""
-        first = (step - 1) * samples
-        chosen = [sample_at(index, len(self.labels), self.seed) for index in range(first, first + samples)]
-        pixels = torch.from_numpy(self.pixels[chosen])
-        return {
-            "pixel_values": pixels.to(torch.float32) / (_BRIGHTEST / 2) - 1,
-            "labels": torch.from_numpy(self.labels[chosen])[:, None],
-        }
+        indices = (step - 1) * share.global_samples + share.rows
+        chosen = samples_at(indices, len(self.labels), self.seed)
+        batch = {} if "labels" in share.left_out else {"labels": torch.from_numpy(self.labels[chosen])[:, None]}
+        if "pixel_values" not in share.left_out:
+            pixels = torch.from_numpy(self.pixels[chosen]).to(torch.float32)
+            batch["pixel_values"] = pixels.div_(_BRIGHTEST / 2).sub_(1)
+        return batch
+
+    def counted(self, step: int, samples: int) -> int:
+        """Number of labels of a step that count."""
+        return samples
 
 
 def open_images(folder: Path, form: ImageForm, seed: int) -> Images:

@@ -1,23 +1,23 @@
 """What a model learns to predict: how a text, or images, become the inputs and labels of each step."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_train.data.images import ImageForm, Images, open_images
 from shardwright_train.data.sampling import Samples, open_samples
+from shardwright_train.data.share import Batch, Share
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.vocab import IGNORED
 
 __all__ = ["Batch", "Batches", "Causal", "Classification", "Masked", "Prefix", "Text", "TextBatches"]
-
-Batch = dict[str, Tensor]
-"""Inputs and `labels` of some samples, which are the first dim of each; labels that are IGNORED do not count."""
 
 # Devlin et al. 2019, section 3.1: the share of positions that are labels, and of these the shares that show the mask
 # token and a random one; the rest show themselves.
@@ -30,6 +30,10 @@ class Text:
 
     no_inputs: ClassVar[int] = 0
     """Positions of a sample that stand for nothing in it."""
+    read_by: ClassVar[Mapping[str, str]] = {"labels": HEAD}
+    """The tensors of a batch that one type of layer alone reads."""
+    draws: ClassVar[bool] = False
+    """Whether a batch has anything random in it."""
     vocab_size: int
     sequence_length: int
 
@@ -42,6 +46,10 @@ class Text:
     def labels(self) -> int:
         """Positions of a sample that the head computes a loss for."""
         return self.sequence_length
+
+    def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
+        """Number of labels that count in so many samples; `text` reads them where that depends on it."""
+        return samples * self.labels
 
     @property
     def stream_tokens(self) -> int:
@@ -79,10 +87,28 @@ class TextBatches:
         """Identity of the token stream."""
         return self.samples.sha256
 
-    def batch(self, step: int, samples: int) -> Batch:
-        """The batch of a step, counted from 1; the same on every rank."""
-        text = torch.from_numpy(self.samples.global_batch(step - 1, samples))
-        generator = torch.Generator().manual_seed(seed_of(self.samples.seed, "batch", step))
+    def read(self, step: int, share: Share) -> Batch:
+        """A rank's share of the batch of a step, counted from 1; of a sample every rank makes the same."""
+        indices = (step - 1) * share.global_samples + share.rows
+        text = torch.from_numpy(self.samples.read(indices))
+        if self.objective.draws:
+            made = [self._drawn(*pair) for pair in zip(text.split(1), indices.tolist(), strict=True)]
+            batch = {name: torch.cat([one[name] for one in made]) for name in made[0]}
+        else:
+            batch = self.objective.batch(text, torch.Generator())
+        return {name: x for name, x in batch.items() if name not in share.left_out}
+
+    def counted(self, step: int, samples: int) -> int:
+        """Number of labels of a step that count, on all ranks together; RunFailed where there are none."""
+        first = (step - 1) * samples
+        indices = np.arange(first, first + samples)
+        found = self.objective.counted(samples, lambda: torch.from_numpy(self.samples.read(indices)))
+        if not found:
+            raise RunFailed("a batch is nothing but padding: shuffle the text or see what pad_token_id stands for")
+        return found
+
+    def _drawn(self, text: Tensor, index: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed_of(self.samples.seed, "sample", index))
         return self.objective.batch(text, generator)
 
 
@@ -126,6 +152,7 @@ class Prefix(Text):
 class Masked(Text):
     """Some tokens are hidden, and are the labels (Devlin et al. 2019)."""
 
+    draws: ClassVar[bool] = True
     mask: int | None
     """The token that hides others; None where the configuration does not say: no text can be trained on then."""
     padding: int | None
@@ -162,18 +189,28 @@ class Masked(Text):
             text = text.masked_fill(torch.arange(length) >= kept, self.padding)
         return self.hide(text, generator)
 
-    def hide(self, text: Tensor, generator: torch.Generator) -> Batch:
-        """Of each sample's positions that are not padding 15 %, and one at least, are labels.
+    def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
+        """As many as are chosen; where nothing is padding they are known."""
+        if self.padding is None:
+            return samples * int(_chosen_of(torch.tensor(self.sequence_length)).item())
+        return int(_chosen_of(self.real(text()[:, :-1]).sum(1)).sum().item())
 
-        Raises RunFailed where all is padding.
-        """
-        real = torch.ones_like(text, dtype=torch.bool) if self.padding is None else text != self.padding
-        if not real.any():
-            raise RunFailed("a batch is nothing but padding: shuffle the text or see what pad_token_id stands for")
+    def real(self, text: Tensor) -> Tensor:
+        """Where a text is no padding."""
+        return torch.ones_like(text, dtype=torch.bool) if self.padding is None else text != self.padding
+
+    def hide(self, text: Tensor, generator: torch.Generator) -> Batch:
+        """Of each sample's positions that are not padding 15 %, and one at least, are labels."""
+        real = self.real(text)
         # Random numbers, ranked: the lowest few of each sample are chosen.
-        rank = torch.rand(text.shape, generator=generator).masked_fill(~real, 2.0).argsort(1).argsort(1)
-        chosen = real & (rank < (_CHOSEN * real.sum(1, keepdim=True)).round().clamp(min=1))
-        draw = torch.rand(text.shape, generator=generator)
+        rank = (
+            torch.rand(text.shape, dtype=torch.float32, generator=generator)
+            .masked_fill(~real, 2.0)
+            .argsort(1)
+            .argsort(1)
+        )
+        chosen = real & (rank < _chosen_of(real.sum(1, keepdim=True)))
+        draw = torch.rand(text.shape, dtype=torch.float32, generator=generator)
         shown = text.where(draw >= _MASKED + _RANDOM, self.random_text(text.shape, generator))
         if self.mask is not None:  # Else the text is random, and a token as good as another.
             shown = shown.where(draw >= _MASKED, torch.tensor(self.mask))
@@ -194,6 +231,7 @@ class Classification:
 
     no_inputs: ClassVar[int] = 1
     """The position that the class is told from."""
+    read_by: ClassVar[Mapping[str, str]] = {"pixel_values": EMBEDDING, "labels": HEAD}
     form: ImageForm
 
     @classmethod
@@ -224,6 +262,11 @@ class Classification:
     def open(self, folder: Path, seed: int) -> Images:
         """Open a folder of images."""
         return open_images(folder, self.form, seed)
+
+
+def _chosen_of(real: Tensor) -> Tensor:
+    """How many labels there are in samples of so many positions that are not padding."""
+    return (_CHOSEN * real.float()).round().clamp(min=1).minimum(real)
 
 
 def _pair(size: int | Iterable[int]) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """Which tokens each step trains on: a function of data, seed and step alone, whatever the plan."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,10 @@ from numpy.typing import NDArray
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_train.data.description import DataFolder
+from shardwright_train.data.order import samples_at
 from shardwright_train.data.tokens import read_tokens
 
-__all__ = ["Samples", "open_samples", "sample_at"]
+__all__ = ["Samples", "open_samples"]
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,21 @@ class Samples:
         """Number of samples of one epoch; what is left of the stream is not used."""
         return (len(self.tokens) - 1) // self.sequence_length
 
-    def sample(self, index: int) -> NDArray[np.int64]:
-        """Tokens [S + 1] of the sample with this number, counted over all epochs: inputs [:-1] and labels [1:].
+    def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens [n, S + 1] of the samples with these numbers, counted over all epochs: inputs [:-1], labels [1:].
 
         Raises BadInput when the stream holds a token that is not in the vocabulary.
         """
-        first = sample_at(index, self.per_epoch, self.seed) * self.sequence_length
-        found = self.tokens[first : first + self.sequence_length + 1].astype(np.int64)
-        if not 0 <= found.min() <= found.max() < self.vocab_size:
+        firsts = samples_at(indices, self.per_epoch, self.seed) * self.sequence_length
+        found = np.stack([self.tokens[first : first + self.sequence_length + 1] for first in firsts]).astype(np.int64)
+        strange = (found < 0) | (found >= self.vocab_size)
+        if strange.any():
             raise BadInput(
                 DataFolder(self.folder).tokens,
-                f"a token after number {first} is not in the vocabulary of {self.vocab_size}",
+                f"a token after number {firsts[strange.any(1)][0]} is not in the vocabulary of {self.vocab_size}",
                 "prepare the data again",
             )
         return found
-
-    def global_batch(self, step: int, batch_size: int) -> NDArray[np.int64]:
-        """Tokens [batch_size, S + 1] of a step, counted from 0; raises BadInput as `sample` does."""
-        return np.stack([self.sample(step * batch_size + row) for row in range(batch_size)])
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise BadInput unless every token is below a model's vocabulary size."""
@@ -84,18 +81,3 @@ def open_samples(folder: Path, sequence_length: int, seed: int) -> Samples:
             "prepare more text or shorten the sequence",
         )
     return Samples(folder, tokens, described.vocab_size, sequence_length, seed, described.sha256)
-
-
-def sample_at(index: int, per_epoch: int, seed: int) -> int:
-    """The sample that has a number when they are counted over all epochs, each of which has an order of its own."""
-    epoch, place = divmod(index, per_epoch)
-    return int(_order(per_epoch, seed, epoch)[place])
-
-
-@lru_cache(maxsize=2)
-def _order(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The samples in the order of an epoch."""
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
-    order = generator.permutation(samples)
-    order.setflags(write=False)
-    return order

@@ -60,8 +60,8 @@ def simulate_step(plan: Plan, rank: int, family: Family, attention: str) -> Simu
             plan=plan, family=family, rank=rank, groups=Groups("cpu"), attention=attention, device=device, seed=None
         )
         engine = build_engine(context)
-        step = Step(family.learns(plan.model).random_batch(plan.global_batch_size, torch.Generator().manual_seed(0)))
-        assert step.counted
+        generator = torch.Generator().manual_seed(0)
+        step = Step.of(family.learns(plan.model).random_batch(plan.global_batch_size, generator), context.share)
         resident, sent = _ResidentBytes(), _SentBytes()
         events: dict[tuple[str, MicrobatchChunk], int] = {}
 

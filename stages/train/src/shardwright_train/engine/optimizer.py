@@ -1,7 +1,6 @@
 """AdamW and gradient clipping over parameters that lie on different meshes."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +31,8 @@ class ShardedAdamW:
         replicas: frozenset[str] = frozenset(),
         updates: int = 0,
     ) -> None:
-        self.parameters, self.settings, self._replica_names = parameters, settings, replicas
+        self.parameters, self.settings = parameters, settings
+        self._counted = [parameter for name, parameter in parameters.items() if name not in replicas]
         self._local = {name: nn.Parameter(local_tensor(p.detach())) for name, p in parameters.items()}
         decayed = [self._local[n] for n, p in parameters.items() if _decays(n, p)]
         spared = [self._local[n] for n, p in parameters.items() if not _decays(n, p)]
@@ -47,6 +47,9 @@ class ShardedAdamW:
             eps=settings.eps,
             fused=True,
         )
+        device = next(iter(self._local.values())).device
+        replicas_of = [_replicas(parameter) for parameter in self._counted]
+        self._replicas = torch.tensor(replicas_of, dtype=torch.float64, device=device)
         for local in self._local.values():
             self._adamw.state[local] = {
                 "step": torch.tensor(float(updates), dtype=torch.float32, device=local.device),
@@ -60,19 +63,18 @@ class ShardedAdamW:
         The gradients are those of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
         the loss and whether any rank wants to stop. When loss or norm is not finite nothing is updated.
         """
-        squares = _squared_norm(
-            [p for name, p in self.parameters.items() if name not in self._replica_names], self._device
-        )
-        shared = torch.stack([loss.to(squares.device), squares, squares.new_tensor(float(stop))])
+        squares = self._squared_norm()
+        # `full` hands its number over with the kernel; a tensor made of it on the host would be waited for.
+        shared = torch.stack([loss, squares, torch.full_like(squares, float(stop))])
         dist.all_reduce(shared)
-        mean_loss, squared, stops = shared.tolist()
-        norm = math.sqrt(squared) / loss_scale if squared >= 0 else math.nan
-        outcome = StepOutcome(mean_loss, norm, self.settings.learning_rate_at(step), stops > 0)
-        if outcome.finite:
-            self._update(outcome, loss_scale)
+        learning_rate = self.settings.learning_rate_at(step)
+        self._update(shared, learning_rate, loss_scale)
         for parameter in self.parameters.values():
             parameter.grad = None
-        return outcome
+        # The one time in a step that the host waits for the device.
+        mean_loss, squared, stops = shared.tolist()
+        norm = math.sqrt(squared) / loss_scale if squared >= 0 else math.nan
+        return StepOutcome(mean_loss, norm, learning_rate, stops > 0)
 
     def state(self) -> dict[str, Tensor]:
         """Moments as DTensors that lie as their parameters do, under `optim.<parameter>.<moment>`."""
@@ -87,20 +89,30 @@ class ShardedAdamW:
         """Bytes of the moments on this rank."""
         return sum(2 * p.numel() * p.element_size() for p in self._local.values())
 
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._local.values())).device
+    def _squared_norm(self) -> Tensor:
+        """This rank's part of the squared norm of all gradients: over all ranks the parts sum up to it."""
+        gradients = [local_tensor(p.grad) for p in self._counted if p.grad is not None]
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=self._replicas.device)
+        # Each norm in the format it is stored in, which is 32 bits at least; their squares are added in 64.
+        norms = torch.stack(foreach_norm(gradients)).double()
+        return (norms.square() / self._replicas).sum()
 
-    def _update(self, outcome: "StepOutcome", loss_scale: float) -> None:
-        limit = self.settings.clip_norm
-        scale = (min(1.0, limit / (outcome.grad_norm + 1e-6)) if limit > 0 else 1.0) / loss_scale
+    def _update(self, shared: Tensor, learning_rate: float, loss_scale: float) -> None:
+        """Update unless loss or squared norm, the first two of `shared`, are not finite; the device alone decides."""
+        limit, gradients = self.settings.clip_norm, []
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None
-            self._local[name].grad = local_tensor(parameter.grad)
-        if scale != 1.0:
-            foreach_mul_([p.grad for p in self._local.values() if p.grad is not None], scale)
+            gradients.append(local_tensor(parameter.grad))
+            self._local[name].grad = gradients[-1]
+        if limit > 0 or loss_scale != 1.0:
+            norm = shared[1].sqrt() / loss_scale
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else torch.ones_like(norm)
+            foreach_mul_(gradients, (scale / loss_scale).to(gradients[0].dtype))
         for group in self._adamw.param_groups:
-            group["lr"] = outcome.learning_rate
+            group["lr"] = learning_rate
+        # What torch.amp.GradScaler sets, too: the fused kernel leaves everything as it is where this is 1.
+        self._adamw.found_inf = 1.0 - shared[:2].isfinite().all().float()  # type: ignore[attr-defined]
         self._adamw.step()
         for local in self._local.values():
             local.grad = None
@@ -135,14 +147,3 @@ def _replicas(parameter: Tensor) -> int:
     return math.prod(
         mesh.size(axis) for axis, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)
     )
-
-
-def _squared_norm(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-    """This rank's part of the squared norm of all gradients: over all ranks the parts sum up to it."""
-    gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    if gradients:
-        # Each norm in the format it is stored in, which is 32 bits at least; their squares are added in 64.
-        norms = torch.stack(foreach_norm(gradients)).double()
-        total = (norms.square() / norms.new_tensor([_replicas(p) for p in parameters])).sum()
-    return total

@@ -16,6 +16,7 @@ from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement, RankMemory, Segment
 from shardwright_formats.types.plan import Attention, Plan, Plans
+from shardwright_train.data.share import on_host
 from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.measurement.journal import open_journal
 from shardwright_train.measurement.memory import record_memory, segments_of_memory
@@ -96,10 +97,11 @@ class _Runner:
         world.heartbeat.begin(f"before the first step of {plan.name}")
         family = family_named(plan.model.family, plan.name)
         generator = torch.Generator().manual_seed(0)
-        work = Step(family.learns(plan.model).random_batch(plan.global_batch_size, generator))
         context = RankContext(
             plan=plan, family=family, rank=world.rank, groups=groups, attention=kernel, device=world.device, seed=0
         )
+        batch = family.learns(plan.model).random_batch(plan.global_batch_size, generator)
+        work = Step.of(on_host(batch, world.device), context.share)
         with record_memory(world.device) as record:
             record.hook("start")
             engine = build_engine(context)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import Attention
-from shardwright_train.data.objectives import Batch, Causal, Classification, Text
+from shardwright_train.data.objectives import Causal, Classification, Text
+from shardwright_train.data.share import Batch
 from shardwright_train.models.configuration import Only, parse
 from shardwright_train.models.masks import Mask, mask_for
 from shardwright_train.models.stock import Pieces, skeleton

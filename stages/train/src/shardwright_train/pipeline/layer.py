@@ -3,17 +3,18 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwright_formats.semantics.chunks import chunk_layers
 from shardwright_formats.semantics.layout import layout_of, parameter_box
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
-from shardwright_train.data.objectives import Batch
+from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.base import Family, States
 from shardwright_train.parallel.data import local_tensor, torch_dtype
 from shardwright_train.parallel.fused import fuse
@@ -55,6 +56,23 @@ class RankContext:
         """This rank's number inside its pipeline stage."""
         return self.stage_ranks.index(self.rank)
 
+    @cached_property
+    def share(self) -> Share:
+        """What this rank reads of a global batch: the samples that some layer of its works on."""
+        plan, chunks = self.plan, range(len(self.plan.stages[self.stage_index].layers))
+        layers = [layer for chunk in chunks for layer in chunk_layers(plan, self.stage_index, chunk)]
+        shards = [layout_of(strategy).activation_shard(self.me, plan.microbatch_samples, 1) for *_, strategy in layers]
+        first, kinds = min((s.batch_start for s in shards), default=0), {kind for _, kind, _ in layers}
+        return Share(
+            microbatches=plan.num_microbatches,
+            microbatch_samples=plan.microbatch_samples,
+            first=first,
+            samples=max((s.batch_end for s in shards), default=0) - first,
+            left_out=frozenset(
+                name for name, kind in self.family.learns(plan.model).read_by.items() if kind not in kinds
+            ),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
@@ -67,7 +85,7 @@ class Layer:
     redistributions: tuple[Redistribution | None, ...]
     constants: dict[str, Any]
     samples: slice
-    """Which samples of a microbatch this rank works on."""
+    """Which it works on of the samples that this rank reads of a microbatch."""
     randomness: Randomness | None
     """None where nothing is dropped."""
 
@@ -154,7 +172,7 @@ def build_layer(
         parallel=parallel,
         redistributions=redistributions,
         constants=_constants(context, tensor_parallel) if kind in family.parts else {},
-        samples=slice(shard.batch_start, shard.batch_end),
+        samples=slice(shard.batch_start - context.share.first, shard.batch_end - context.share.first),
         randomness=randomness if family.dropout(config) > 0 else None,
     )
 

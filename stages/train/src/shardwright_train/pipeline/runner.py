@@ -1,7 +1,6 @@
 """One training step of a rank: forward and backward passes in the order of its action list."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from shardwright_formats.semantics.schedule import Action, Pass
 from shardwright_formats.types.plan import GradientReduction
 from shardwright_formats.types.strategy import SequenceParallel
-from shardwright_train.data.objectives import Batch
+from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.base import States
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.vocab import IGNORED
@@ -44,16 +43,18 @@ class Step:
     """What one step works on: its batch, what its random numbers are for, and by how much its loss is scaled."""
 
     batch: Batch
-    """The full global batch."""
+    """This rank's share of the global batch, in host memory."""
+    counted: int
+    """Number of labels that count in the whole of it."""
     seed: int = 0
     number: int = 1
     """From 1."""
     loss_scale: float = 1.0
 
-    @cached_property
-    def counted(self) -> int:
-        """Number of labels that count."""
-        return int((self.batch["labels"] != IGNORED).sum().item())
+    @classmethod
+    def of(cls, batch: Batch, share: Share, seed: int = 0, number: int = 1) -> "Step":
+        """A step on a global batch that every rank has."""
+        return cls(share.of(batch), int((batch["labels"] != IGNORED).sum().item()), seed, number)
 
 
 def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_hook) -> Tensor:
@@ -92,15 +93,22 @@ class _Passes:
     inputs: dict[MicrobatchChunk, States] = field(default_factory=dict)
     outputs: dict[MicrobatchChunk, States] = field(default_factory=dict)
     messages: InTransit = field(default_factory=InTransit)
-    loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    batch: Batch = field(init=False)
+    """On the device."""
+    loss: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        device = self.pipeline.context.device
+        # The host waits for none of these copies: its side is pinned.
+        self.batch = {name: x.to(device, non_blocking=True) for name, x in self.step.batch.items()}
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
 
     def forward(self, microbatch: int, chunk: int) -> None:
         at, following = (microbatch, chunk), self.pipeline.next[chunk]
         self.hook("forward.begin", at)
         states = self.inputs[at] = self._received(microbatch, chunk)
-        samples, device = self.pipeline.context.plan.microbatch_samples, self.pipeline.context.device
-        rows = slice(microbatch * samples, (microbatch + 1) * samples)
-        batch = {name: x[rows].to(device) for name, x in self.step.batch.items()}
+        samples = self.pipeline.context.share.of_each
+        batch = {name: x[microbatch * samples :][:samples] for name, x in self.batch.items()}
         self.hook("forward.wait", at)
         rng_key = (self.step.seed, self.step.number, microbatch)
         output = self.stage.chunks[chunk](states, batch, rng_key, lambda name: self.hook(name, at))
@@ -112,7 +120,7 @@ class _Passes:
             self.outputs[at] = output
         else:
             mean = output / self.step.counted
-            self.loss += mean.detach().to("cpu", torch.float64)
+            self.loss += mean.detach()
             self.outputs[at] = (mean * self.step.loss_scale,)
 
     def backward(self, microbatch: int, chunk: int) -> None:

@@ -13,7 +13,7 @@ from shardwright_formats.semantics.chunks import chunk_layers, incoming_layout
 from shardwright_formats.semantics.layout import layout_of
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.strategy import DataParallel
-from shardwright_train.data.objectives import Batch
+from shardwright_train.data.share import Batch
 from shardwright_train.models.base import States
 from shardwright_train.parallel.collectives import all_reduce_together
 from shardwright_train.parallel.data import local_tensor, placed_as

@@ -14,6 +14,8 @@ from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.run import RunResult
 from shardwright_train.data.objectives import Batches
+from shardwright_train.data.read_ahead import read_ahead
+from shardwright_train.data.share import on_host
 from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
@@ -49,6 +51,12 @@ class _Run:
         """The lines that its steps write."""
         return Metrics(self.folder / METRICS, self.plan, self.world, self.job.steps)
 
+    def read(self, step: int) -> Step:
+        """What a step works on; called ahead of it."""
+        share = self.engine.stage.context.share
+        batch = on_host(self.batches.read(step, share), self.world.device)
+        return Step(batch, self.batches.counted(step, share.global_samples), self.job.seed, step)
+
 
 def train(job: RunOptions, world: World) -> None:
     """Train to the job's last step on all ranks, from the latest checkpoint of this plan if there is one.
@@ -69,8 +77,9 @@ def train(job: RunOptions, world: World) -> None:
         load(resumed, engine.tensors())
     if world.rank == 0:
         run.metrics.keep_until(progress.step)
-    with _asked_to_stop() as stop_asked:
-        progress, saved = _steps(run, progress, resumed, stop_asked)
+    to_do = range(progress.step + 1, job.steps + 1)
+    with _asked_to_stop() as stop_asked, read_ahead(run.read, to_do) as ready:
+        progress, saved = _steps(run, progress, resumed, ready, stop_asked)
     if world.rank == 0:
         assert saved is not None
         _finish(run, progress, saved)
@@ -144,7 +153,9 @@ def _engine(job: RunOptions, plan: Plan, world: World, attention: str, updates: 
     return build_engine(context, settings, updates)
 
 
-def _steps(run: _Run, progress: Progress, saved: Path | None, stop_asked: list[int]) -> tuple[Progress, Path | None]:
+def _steps(
+    run: _Run, progress: Progress, saved: Path | None, ready: Iterator[Step], stop_asked: list[int]
+) -> tuple[Progress, Path | None]:
     """The training loop, from what was saved; returns the last progress and where that is saved."""
     job, began = run.job, time.monotonic() - progress.wall_s
     fixed = LossScale.for_compute(run.plan.precision.compute).fixed
@@ -152,7 +163,7 @@ def _steps(run: _Run, progress: Progress, saved: Path | None, stop_asked: list[i
     for step in range(progress.step + 1, job.steps + 1):
         run.world.heartbeat.begin(f"in step {step}")
         started = time.perf_counter()
-        work = Step(run.batches.batch(step, run.plan.global_batch_size), job.seed, step, scale.value)
+        work = replace(next(ready), loss_scale=scale.value)
         outcome = run.engine.train_step(work, stop=bool(stop_asked))
         step_time_s = time.perf_counter() - started
         overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite

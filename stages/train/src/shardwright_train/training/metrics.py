@@ -47,9 +47,9 @@ class Metrics:
     def write(self, step: int, outcome: StepOutcome, step_time_s: float) -> None:
         """Write a step down, and print one in twenty; collective, for each rank's peak memory is in it."""
         plan, world = self.plan, self.world
-        peak = torch.tensor([_peak_memory_bytes(world.device)], dtype=torch.int64, device=world.device)
-        peaks = [torch.zeros_like(peak) for _ in range(world.size)]
-        dist.all_gather(peaks, peak)
+        peak = torch.full((1,), _peak_memory_bytes(world.device), dtype=torch.int64, device=world.device)
+        peaks = peak.new_empty(world.size)
+        dist.all_gather_into_tensor(peaks, peak)
         if world.rank != 0:
             return
         tokens_per_s = plan.global_batch_size * plan.model.sequence_length / step_time_s
@@ -61,7 +61,7 @@ class Metrics:
             mfu=model_flops_utilization(plan, step_time_s, world.device_name),
             grad_norm=outcome.grad_norm if outcome.finite else None,
             learning_rate=outcome.learning_rate,
-            peak_memory_bytes=tuple(int(p.item()) for p in peaks),
+            peak_memory_bytes=tuple(peaks.tolist()),
             time_utc=datetime.now(UTC).isoformat(timespec="milliseconds"),
         )
         with self.file.open("ab") as file:

@@ -1,0 +1,156 @@
+"""No pass of a step makes the host wait for the device: seen without one, by tensors of no data in its place."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from random_plans import random_plan
+from test_train_traffic import kinds_of_strategy
+from tiny_models import batch_of, tiny
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.optim import adam
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwright_formats.types.plan import Plan
+from shardwright_train.engine.engine import build_engine
+from shardwright_train.models.registry import family_named
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.pipeline.layer import RankContext
+from shardwright_train.pipeline.runner import Step
+from shardwright_train.pipeline.stage import Stage
+
+DEVICE = torch.device("meta")
+"""It takes the place of a GPU: what is computed on it is not computed, and the host's tensors are the CPU's."""
+SIZED_BY_VALUES = ("nonzero", "masked_select", "unique", "unique_dim", "_unique2", "unique_consecutive", "equal")
+
+
+class _Copies(TorchDispatchMode):
+    """Names what the host waits for: values, and sizes that depend on them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        sources = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        on_device = any(x.device == DEVICE for x in sources)
+        if name in SIZED_BY_VALUES and on_device:
+            raise AssertionError(f"{name} has a size that the device alone knows")
+        if name.startswith("index") and any(
+            x.dtype == torch.bool for x in tree_leaves(args[1:]) if isinstance(x, Tensor)
+        ):
+            raise AssertionError(f"{name} by a mask has a size that the device alone knows")
+        if name == "_local_scalar_dense" and on_device:
+            self.waits.append(name)
+            return 1.0
+        if name == "_to_copy":
+            there = kwargs.get("device") or sources[0].device
+            if sources[0].device == DEVICE != there:
+                self.waits.append("a copy to the host")
+                return torch.ones(sources[0].shape, dtype=kwargs.get("dtype") or sources[0].dtype)
+            if sources[0].device != DEVICE == there and not kwargs.get("non_blocking"):
+                self.waits.append("a copy from the host")
+        if name == "copy_" and args[0].device != args[1].device and not (len(args) > 2 and args[2]):
+            self.waits.append("a copy between host and device")
+        return func(*args, **kwargs)
+
+
+class _Made(TorchFunctionMode):
+    """Names tensors that are made on the device of numbers on the host, which are copied there."""
+
+    def __init__(self, waits: list[str]) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor) and made.device == DEVICE:
+            self._waits.append("numbers of the host")
+        return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_device_without_data() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        # What FSDP2 and the optimizer ask of a kind of device.
+        patch.setattr(torch, "meta", SimpleNamespace(**vars(torch.cpu) | {"current_device": lambda: 0}), raising=False)
+        patch.setattr(FSDPParamGroup, "_validate_no_meta_params", lambda _self: None)
+        patch.setattr(adam, "_device_dtype_check_for_fused", lambda *_args, **_more: None)
+        yield
+
+
+def waits_of_a_step(plan: Plan, rank: int) -> list[str]:
+    """What the host waits for in a rank's step."""
+    with ExitStack() as stack:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
+        stack.callback(dist.destroy_process_group)
+        family = family_named(plan.model.family, "test")
+        context = RankContext(
+            plan=plan,
+            family=family,
+            rank=rank,
+            groups=Groups(DEVICE.type),
+            attention="sdpa",
+            device=DEVICE,
+            seed=None,
+        )
+        engine = build_engine(context)
+        assert engine.optimizer
+        step = Step.of(batch_of(plan.model, plan.global_batch_size, 0), context.share)
+        copies = stack.enter_context(_Copies())
+        stack.enter_context(_Made(copies.waits))
+        engine.train_step(step)
+        return list(copies.waits)
+
+
+def longer(plan: Plan, times: int) -> Plan:
+    """The same with so many times as many micro-batches."""
+    return msgspec.structs.replace(
+        plan,
+        num_microbatches=plan.num_microbatches * times,
+        global_batch_size=plan.global_batch_size * times,
+    )
+
+
+ONCE = ["a copy to the host"]
+"""Loss, norm and who wants to stop, at the step's end."""
+
+
+def test_the_host_waits_once_a_step_whatever_the_number_of_microbatches() -> None:
+    plan = next(iter(kinds_of_strategy()))
+    assert [waits_of_a_step(longer(plan, times), 0) for times in (1, 2, 5)] == [ONCE] * 3
+
+
+def test_the_host_waits_once_a_step_whatever_the_strategy() -> None:
+    found = {plan.name: waits_of_a_step(plan, 0) for plan in kinds_of_strategy()}
+    assert found == dict.fromkeys(found, ONCE)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "bert", "t5", "vit"])
+def test_the_host_waits_once_a_step_on_every_stage_of_each_family(family: str) -> None:
+    plan = longer(random_plan(tiny(family), 3, 4, "bfloat16", stages=2), 2)
+    ends = plan.stages[0].ranks[0], plan.stages[-1].ranks[-1]
+    assert [waits_of_a_step(plan, rank) for rank in ends] == [ONCE] * 2
+
+
+def test_a_value_that_a_step_looks_at_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = next(iter(kinds_of_strategy()))
+    stock = Stage.finish_gradients
+
+    def impatient(stage: Stage) -> None:
+        stock(stage)
+        next(stage.parameters())[-1].grad.sum().item()  # type: ignore[union-attr]
+
+    monkeypatch.setattr(Stage, "finish_gradients", impatient)
+    assert waits_of_a_step(plan, 0) == ["_local_scalar_dense", "a copy to the host"]
