@@ -65,6 +65,7 @@ __all__ = [
     "gathered_parameter",
     "own_parameters",
     "replicate",
+    "step_unless",
     "tree_leaves",
     "with_spec_of",
 ]
@@ -108,3 +109,9 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
         yield
     finally:
         vars(distributed_c10d).update(before)
+
+
+def step_unless(adamw: torch.optim.AdamW, forbidden: Tensor) -> None:
+    """A fused step that changes nothing where `forbidden`, a float32 number on the device, is 1."""
+    adamw.found_inf = forbidden  # type: ignore[attr-defined]
+    adamw.step()

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.parallel.data import local_tensor, placed_as
-from shardwright_train.torch_private import foreach_mul_, foreach_norm
+from shardwright_train.torch_private import foreach_mul_, foreach_norm, step_unless
 
 __all__ = ["ShardedAdamW", "StepOutcome"]
 
@@ -111,9 +111,7 @@ class ShardedAdamW:
             foreach_mul_(gradients, (scale / loss_scale).to(gradients[0].dtype))
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
-        # What torch.amp.GradScaler sets, too: the fused kernel leaves everything as it is where this is 1.
-        self._adamw.found_inf = 1.0 - shared[:2].isfinite().all().float()  # type: ignore[attr-defined]
-        self._adamw.step()
+        step_unless(self._adamw, 1.0 - shared[:2].isfinite().all().float())
         for local in self._local.values():
             local.grad = None
 
