@@ -7,14 +7,15 @@ tensor parallelism shares the sequence is an option of the run, not of the file.
 
 import json
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Schedule
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
 from shardwright_search.interop.galvatron_file import (
     DataParallelType,
     GalvatronLayer,
@@ -29,6 +30,7 @@ from shardwright_search.interop.target import (
     kernel_notes,
     strategies,
 )
+from shardwright_search.interop.uniform import layer_of, stages_of
 from shardwright_search.options import GalvatronRun
 
 __all__ = ["galvatron_file", "galvatron_strategy", "plan_of_galvatron"]
@@ -55,7 +57,9 @@ def plan_of_galvatron(
         raise BadInput(file, what, "pass the model it was made for")
     width = cluster.num_devices // pp_size
     vocabulary = _strategy("vtp", given.vocabulary, given, width, run, file)
-    cuts = [sum(given.pp_division[:i]) for i in range(pp_size + 1)]
+    shardings = [
+        _strategy(f"tp_sizes_enc of layer {i}", layer, given, width, run, file) for i, layer in enumerate(given.layers)
+    ]
     try:
         return Plan(
             name=name,
@@ -68,15 +72,12 @@ def plan_of_galvatron(
             gradient_reduction=run.gradient_reduction,
             precision=run.precision,
             attention=run.attention,
-            stages=tuple(
-                PipelineStage(ranks=tuple(range(i * width, (i + 1) * width)), layers=((cuts[i], cuts[i + 1]),))
-                for i in range(pp_size)
-            ),
+            stages=stages_of([0, *accumulate(given.pp_division)], pp_size, width),
             embedding=vocabulary,
             head=vocabulary,
             layers=tuple(
-                _layer(_strategy(f"tp_sizes_enc of layer {i}", layer, given, width, run, file), layer, kind)
-                for i, (layer, kind) in enumerate(zip(given.layers, model.layers, strict=True))
+                layer_of(own, kind, Recompute.FULL if layer.checkpoint else Recompute.NONE)
+                for own, layer, kind in zip(shardings, given.layers, model.layers, strict=True)
             ),
         )
     except ValueError as error:
@@ -154,11 +155,6 @@ def _strategy(
             sequence_parallel=sequence_parallel,
         )
     )
-
-
-def _layer(strategy: Strategy, layer: GalvatronLayer, kind: str) -> LayerStrategy:
-    fields = {name: getattr(strategy, name) for name in Strategy.__struct_fields__}
-    return LayerStrategy(**fields, type=kind, recompute=Recompute.FULL if layer.checkpoint else Recompute.NONE)
 
 
 def _galvatron_layer(strategy: Strategy, recompute: Recompute) -> GalvatronLayer:

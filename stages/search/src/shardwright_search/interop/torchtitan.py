@@ -7,7 +7,8 @@ versions are configured in Python, with fields of the same names.
 Ranks are numbered pipeline stage first, then data-parallel rank, then tensor-parallel rank, as in a plan.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 
 from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
@@ -36,7 +37,7 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
         "activation_checkpoint": _recompute(plan, degrees, target),
     }
     return Exported(
-        "\n".join("".join(_section(name, keys)) for name, keys in sections.items()),
+        "\n".join(_section(name, keys) for name, keys in sections.items()),
         (f"run it on {plan.world_size} ranks", *kernel_notes(plan)),
     )
 
@@ -135,16 +136,6 @@ def _recompute(plan: Plan, degrees: Degrees, target: Target) -> dict[str, Toml]:
     return {"mode": "selective", "selective_ac_option": str(every)}
 
 
-def _section(name: str, keys: Mapping[str, Toml]) -> Iterator[str]:
-    yield f"[{name}]\n"
-    for key, value in keys.items():
-        yield f"{key} = {_toml(value)}\n"
-
-
-def _toml(value: Toml) -> str:
-    """A value in TOML; its strings are names, which need no escapes."""
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, int):
-        return str(value)
-    return "[" + ", ".join("[" + ", ".join(_toml(name) for name in part) + "]" for part in value) + "]"
+def _section(name: str, keys: Mapping[str, Toml]) -> str:
+    """JSON spells these values as TOML does: names, numbers, and lists of lists of names."""
+    return "".join((f"[{name}]\n", *(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())))

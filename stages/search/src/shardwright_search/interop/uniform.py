@@ -1,16 +1,19 @@
 """A plan that spreads every layer alike: Galvatron's GLOBAL mode, made without profiles."""
 
-from msgspec.structs import replace
+from collections.abc import Sequence
+from itertools import pairwise
+
+from msgspec.structs import asdict, replace
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import PipelineStage, Plan
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Strategy
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_search.options import UniformRequest
 
-__all__ = ["even_cuts", "uniform_plan"]
+__all__ = ["even_cuts", "layer_of", "stages_of", "uniform_plan"]
 
 
 def uniform_plan(name: str, request: UniformRequest, model: Model, cluster: Cluster) -> Plan:
@@ -19,10 +22,10 @@ def uniform_plan(name: str, request: UniformRequest, model: Model, cluster: Clus
     Raises BadInput when the numbers do not divide one another.
     """
     width = _stage_width(request, model, cluster)
+    cuts = even_cuts(len(model.layers), request.pp_size * request.layer_ranges)
     try:
         layer = _strategy(request, width)
         vocabulary = _vocabulary(request, width)
-        fields = {field: getattr(layer, field) for field in Strategy.__struct_fields__}
         return Plan(
             name=name,
             model=model,
@@ -33,10 +36,10 @@ def uniform_plan(name: str, request: UniformRequest, model: Model, cluster: Clus
             gradient_reduction=request.gradient_reduction,
             precision=request.precision,
             attention=request.attention,
-            stages=_stages(request, len(model.layers), width),
+            stages=stages_of(cuts, request.pp_size, width),
             embedding=vocabulary,
             head=vocabulary,
-            layers=tuple(LayerStrategy(**fields, type=kind, recompute=request.recompute) for kind in model.layers),
+            layers=tuple(layer_of(layer, kind, request.recompute) for kind in model.layers),
         )
     except ValueError as error:
         raise BadInput(f"uniform plan {name}", str(error), "choose sizes that divide one another") from None
@@ -52,6 +55,19 @@ def even_cuts(layers: int, pp_size: int) -> tuple[int, ...]:
     order = [*range(pp_size - 2, 0, -1), pp_size - 1]
     sizes = [share + (i in order[:left]) for i in range(pp_size)]
     return tuple(sum(sizes[:i]) for i in range(pp_size + 1))
+
+
+def stages_of(cuts: Sequence[int], pp_size: int, width: int) -> tuple[PipelineStage, ...]:
+    """Pipeline stages that are equal blocks of ranks, and hold the ranges between cuts by turns."""
+    ranges = tuple(pairwise(cuts))
+    return tuple(
+        PipelineStage(ranks=tuple(range(i * width, (i + 1) * width)), layers=ranges[i::pp_size]) for i in range(pp_size)
+    )
+
+
+def layer_of(strategy: Strategy, kind: str, recompute: Recompute) -> LayerStrategy:
+    """The strategy of a layer of a type."""
+    return LayerStrategy(**asdict(strategy), type=kind, recompute=recompute)
 
 
 def _stage_width(request: UniformRequest, model: Model, cluster: Cluster) -> int:
@@ -93,15 +109,3 @@ def _vocabulary(request: UniformRequest, width: int) -> Strategy:
         sequence_parallel=request.vocab_sequence_parallel or request.sequence_parallel,
     )
     return _strategy(own, width)
-
-
-def _stages(request: UniformRequest, layers: int, width: int) -> tuple[PipelineStage, ...]:
-    cuts = even_cuts(layers, request.pp_size * request.layer_ranges)
-    chunks = range(0, len(cuts) - 1, request.pp_size)
-    return tuple(
-        PipelineStage(
-            ranks=tuple(range(i * width, (i + 1) * width)),
-            layers=tuple((cuts[first + i], cuts[first + i + 1]) for first in chunks),
-        )
-        for i in range(request.pp_size)
-    )
