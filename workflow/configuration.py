@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configuration_checks import Section, check_model_keys, check_references, converted, read_preset, read_yaml, typed
+from configuration_checks import Section, check_model_keys, check_references, converted, read_preset, typed
 from configuration_types import Configuration, ModelChoice, Profile, Select, Source
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import Document
 from shardwright_formats.types.cluster import Cluster
 from shardwright_profile.model.settings import ProfileSettings
 from shardwright_search.space.request import SearchRequest
-
-__all__ = ["Workflow", "check_model_keys", "load_workflow", "read_yaml"]
 
 _GIB = 1024**3
 _NO_NAME = "(?!)"

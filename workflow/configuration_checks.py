@@ -16,8 +16,6 @@ from configuration_types import DECIDED, Configuration, ModelChoice, Name, Searc
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_bytes
 
-__all__ = ["Section", "check_model_keys", "check_references", "converted", "read_preset", "read_yaml", "typed"]
-
 Section = Mapping[str, Any]
 _Type = TypeVar("_Type")
 _MAX_YAML_BYTES = 2**20

@@ -28,8 +28,6 @@ from shardwright_profile.model.settings import ProfileSettings
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.options import PrepareOptions, RunOptions
 
-__all__ = ["DECIDED", "Configuration", "ModelChoice", "Profile", "Search", "Select", "Source", "components"]
-
 Name = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 Word = Annotated[str, Meta(pattern=r"""^[^\s;'"`$\\]+$""", max_length=200)]

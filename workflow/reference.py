@@ -9,8 +9,6 @@ from typing import Any
 
 from configuration_checks import read_yaml
 
-__all__ = ["Reference", "outputs"]
-
 _FOLDER = "results/reference"
 _SDIST = f"{_FOLDER}/hetu-galvatron"
 _TABLES = {"allreduce": "allreduce_bandwidth", "p2p": "p2p_bandwidth", "sp_time": "sp_time"}

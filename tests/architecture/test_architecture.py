@@ -67,6 +67,19 @@ def test_no_two_test_files_share_a_name():
     assert sorted(names) == sorted(set(names))
 
 
+def _private_names_of_others(path):
+    """What a file imports from modules of the product by a name with an underscore, which are their own."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
+    ours = (node for node in nodes if (node.module or "").startswith("shardwright_"))
+    return {alias.name for node in ours for alias in node.names if alias.name.startswith("_")}
+
+
+def test_no_module_of_the_product_imports_another_ones_private_names():
+    files = [*_tracked("formats/src/**/*.py", "launch/src/**/*.py", "stages/*/src/**/*.py", "workflow/**/*.py")]
+    assert len(files) > 200
+    assert {str(path.relative_to(ROOT)): odd for path in files if (odd := _private_names_of_others(path))} == {}
+
+
 def test_formats_imports_the_standard_library_msgspec_numpy_and_h5py_alone():
     allowed = set(sys.stdlib_module_names) | {"msgspec", "numpy", "h5py", "shardwright_formats"}
     found = {path.name: odd for path in _sources("shardwright-formats") if (odd := _imported(path) - allowed)}

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import yaml
 
-from configuration import check_model_keys, load_workflow, read_yaml
+from configuration import load_workflow
+from configuration_checks import check_model_keys, read_yaml
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import Document
 from shardwright_formats.types.cluster import Cluster

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from results import SearchOutcome, layers_text
 
-__all__ = ["table"]
-
 _COLUMNS = (
     "search", "model", "cluster", "ranks", "global_batch_size", "memory_budget_bytes", "pp_size", "num_microbatches",
     "schedule", "layers", "predicted_step_time_s", "samples_per_s", "usd_per_step", "predicted_memory_bytes", "gap",

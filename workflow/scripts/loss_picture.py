@@ -4,8 +4,6 @@ from results import RunOutcome
 from shardwright_formats.display.chart import Panel, linear_axis
 from shardwright_formats.display.svg import WIDTH, marker, picture, text, ticks
 
-__all__ = ["draw_loss"]
-
 _HEIGHT, _LEFT, _RIGHT, _BOTTOM = 260.0, 48.0, 64.0, 222.0
 
 

@@ -5,8 +5,6 @@ from shardwright_formats.display.svg import PALETTE, WIDTH, bar, element, legend
 from shardwright_formats.display.units import bytes_text
 from shardwright_formats.types.prediction import Estimate
 
-__all__ = ["draw_memory"]
-
 _LEFT, _RIGHT, _TOP, _ROW, _GAP = 76.0, 84.0, 22.0, 28.0, 10.0
 
 

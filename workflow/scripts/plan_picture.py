@@ -8,8 +8,6 @@ from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
 
-__all__ = ["StrategyColours", "draw_plan"]
-
 _LEFT, _ROW, _GAP = 150.0, 46.0, 8.0
 # Recomputed layers are hatched, so that the colour is left for how they are sharded.
 _HATCH = (

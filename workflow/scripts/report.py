@@ -20,8 +20,6 @@ from shardwright_formats.display.timeline import draw_timeline
 from shardwright_formats.display.units import bytes_text, seconds_text
 from tables import correction_table, fits_table, html_list, plans_table, ranks_table
 
-__all__ = ["page"]
-
 
 def page(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome], profiles: Sequence[ProfileOutcome] = ()) -> str:
     """The whole page."""

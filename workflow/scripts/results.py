@@ -18,20 +18,6 @@ from shardwright_formats.types.prediction import Estimate, Prediction
 from shardwright_formats.types.run import RunResult, StepMetrics
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
-__all__ = [
-    "Comparison",
-    "ProfileOutcome",
-    "RunOutcome",
-    "SearchOutcome",
-    "layers_text",
-    "plan_text",
-    "ratio_text",
-    "read_profile",
-    "read_run",
-    "read_search",
-    "strategy_text",
-]
-
 _DATA_PARALLEL = {DataParallel.DDP: "DDP", DataParallel.ZERO2: "ZeRO-2", DataParallel.ZERO3: "ZeRO-3"}
 _SEQUENCE_PARALLEL = {SequenceParallel.MEGATRON: "Megatron SP", SequenceParallel.ULYSSES: "Ulysses"}
 

@@ -17,8 +17,6 @@ from shardwright_formats.io.json import read_document, write_bytes
 from shardwright_formats.types.plan import Plan
 from summary import summary
 
-__all__ = ["APP"]
-
 
 class ResultsOptions(Options, frozen=True, kw_only=True):
     """Print plans with predicted and measured step times, and the losses of runs."""

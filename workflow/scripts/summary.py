@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from results import Comparison, RunOutcome, SearchOutcome, plan_text, ratio_text
 from shardwright_formats.display.units import bytes_text, seconds_text
 
-__all__ = ["summary"]
-
 
 def summary(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> str:
     """Plans with predicted and measured step times, and the losses, as lines."""

@@ -10,8 +10,6 @@ from shardwright_formats.display.units import bytes_text, seconds_text
 from shardwright_formats.types.correction import Correction
 from shardwright_formats.types.model_profile import ModelProfile
 
-__all__ = ["correction_table", "fits_table", "html_list", "plans_table", "ranks_table"]
-
 _COMPARED = ("step, predicted", "measured", "ratio", "memory, predicted", "measured", "ratio")
 _MODES = {
     "batch": "line in the micro-batch size",

@@ -6,8 +6,6 @@ from pathlib import Path
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
 
-__all__ = ["CPU", "DRIVERS", "check_accelerator", "device_type_of"]
-
 CPU = "cpu"
 """The device name of nodes that compute on their processors."""
 DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvgpu", "/dev/dxg", "/dev/kfd")

@@ -18,8 +18,6 @@ from shardwright_launch.failure_report import NodeReport, shifted
 from shardwright_launch.heartbeat import START_UP_S
 from shardwright_launch.nodes import Address, Nodes
 
-__all__ = ["Exchange", "exchange"]
-
 _MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 _RETRY_S = 0.5
 _SEND_S = 5.0

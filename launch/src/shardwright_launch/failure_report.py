@@ -9,8 +9,6 @@ import msgspec
 from shardwright_formats.io.errors import RunFailed, Stopped
 from shardwright_launch.heartbeat import RankError, Step
 
-__all__ = ["FailureReport", "NodeReport", "RankState", "failure_report", "shifted"]
-
 _SIGTERM_STATUS = -signal.SIGTERM
 # NCCL ends a rank by SIGABRT when another one is gone, so that alone is no sign of having been the first.
 _SIGABRT_STATUS = -signal.SIGABRT

@@ -24,18 +24,6 @@ from shardwright_formats.io.errors import RunFailed, ShardwrightError, system_fa
 from shardwright_formats.io.json import write_bytes
 from shardwright_launch.signals import outlive_terminal
 
-__all__ = [
-    "HANG_TIMEOUT_S",
-    "STACKS_SIGNAL",
-    "START_UP_S",
-    "Heartbeat",
-    "RankError",
-    "RankFiles",
-    "Step",
-    "end_quietly",
-    "start_rank",
-]
-
 HANG_TIMEOUT_S = 600.0
 """How long a step may take where nothing else is said: an assumption."""
 START_UP_S = 600.0

@@ -11,8 +11,6 @@ import msgspec
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import Value, canonical_json
 
-__all__ = ["Journal", "JournalKind", "Kept", "journal_path"]
-
 _VERSION = 1
 
 Identity = TypeVar("Identity", bound=Value)

@@ -10,8 +10,6 @@ from pathlib import Path
 from shardwright_formats.io.errors import BadInput
 from shardwright_launch.nodes import Nodes
 
-__all__ = ["only_run"]
-
 
 @contextmanager
 def only_run(file: Path, nodes: Nodes) -> Iterator[None]:

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
 
-__all__ = ["Address", "Nodes", "nodes_of"]
-
 _MAX_PORT = 65534
 """One below the largest: the launchers themselves meet at the port above that of the ranks."""
 _FIRST_PORT, _PORT_PAIRS = 20000, 5000

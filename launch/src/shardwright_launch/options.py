@@ -9,8 +9,6 @@ from shardwright_formats.command import Options
 from shardwright_formats.types.limits import Count
 from shardwright_launch.nodes import Nodes, nodes_of
 
-__all__ = ["NodeOptions"]
-
 _Text = Annotated[str, Meta(max_length=300)]
 
 

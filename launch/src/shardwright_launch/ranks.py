@@ -22,8 +22,6 @@ from shardwright_launch.heartbeat import STACKS_SIGNAL, START_UP_S, RankFiles
 from shardwright_launch.nodes import Address, Nodes
 from shardwright_launch.signals import relayed_signals
 
-__all__ = ["launch"]
-
 _POLL_S = 0.05
 _ORDERLY_END_S = 20.0
 """What the other ranks have to end by themselves when one reported an error that they may all have agreed on."""

@@ -7,8 +7,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TextIO, cast
 
-__all__ = ["SECOND_SIGNAL", "outlive_terminal", "relayed_signals"]
-
 SECOND_SIGNAL = 130
 """Exit code when a second signal cuts the orderly end short."""
 _RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

@@ -15,8 +15,6 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_bytes
 from shardwright_formats.schema.field_docs import class_doc, field_docs
 
-__all__ = ["Command", "CommandLine"]
-
 _HELP = ("-h", "--help")
 
 

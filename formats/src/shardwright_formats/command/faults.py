@@ -6,8 +6,6 @@ from io import TextIOWrapper
 
 from shardwright_formats.io.errors import BadInput, system_fault
 
-__all__ = ["check_streams", "discard_output", "flush", "show"]
-
 _STANDARD_OUTPUT = "standard output"
 
 

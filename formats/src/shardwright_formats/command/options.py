@@ -10,8 +10,6 @@ import msgspec
 
 from shardwright_formats.io.errors import BadInput
 
-__all__ = ["POSITIONAL", "Off", "Option", "Options", "options_of"]
-
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What a command is asked; its docstring is the command's help."""

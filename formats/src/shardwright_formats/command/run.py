@@ -9,8 +9,6 @@ from shardwright_formats.command.command_line import CommandLine
 from shardwright_formats.command.faults import check_streams, discard_output, flush
 from shardwright_formats.io.errors import BadInput, ShardwrightError, system_fault
 
-__all__ = ["run"]
-
 
 def run(app: CommandLine, arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and end the process: 0, or one line `error: …` on standard error and the error's exit code.

@@ -7,8 +7,6 @@ from typing import NamedTuple
 from shardwright_formats.display.svg import PALETTE, element, line, marker, text, ticks
 from shardwright_formats.display.units import bytes_text
 
-__all__ = ["Axis", "Panel", "bytes_axis", "linear_axis", "logarithmic_axis"]
-
 
 class Axis(NamedTuple):
     """Values from `low` to `high`, drawn from `start` to `end` (px), with round values named."""

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from shardwright_formats.types.prediction import TimelineEvent
 
-__all__ = ["BACK", "FORTH", "GRADIENTS", "PASSES", "Lane", "by_lane", "idle_s", "lane_name"]
-
 PASSES, GRADIENTS, FORTH, BACK = "passes", "gradients", "send_forward", "send_backward"
 
 

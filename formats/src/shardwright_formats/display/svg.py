@@ -5,23 +5,6 @@ from collections.abc import Sequence
 from html import escape
 from math import ceil, floor, log10
 
-__all__ = [
-    "COLOURS",
-    "PALETTE",
-    "STYLE",
-    "WIDTH",
-    "bar",
-    "document",
-    "element",
-    "legend",
-    "line",
-    "marker",
-    "picture",
-    "text",
-    "ticks",
-    "without_variables",
-]
-
 WIDTH = 1020.0
 """Width of a picture, in px: that of the report's page."""
 

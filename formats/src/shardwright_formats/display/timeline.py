@@ -7,8 +7,6 @@ from shardwright_formats.display.svg import COLOURS, WIDTH, bar, element, legend
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate, TimelineEvent
 
-__all__ = ["draw_timeline"]
-
 _LEFT, _RIGHT, _TOP, _GAP = 92.0, 84.0, 56.0, 2.0
 _HEIGHTS = {PASSES: 26.0, GRADIENTS: 10.0, FORTH: 10.0, BACK: 10.0}
 _PER_MS = 1e3

@@ -1,7 +1,5 @@
 """Numbers with their units, for people."""
 
-__all__ = ["bytes_text", "rate_text", "seconds_text"]
-
 
 def seconds_text(time_s: float) -> str:
     """A time with three figures, in the unit that leaves one to three digits before the point."""

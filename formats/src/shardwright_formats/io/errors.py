@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-__all__ = ["BadInput", "NothingFits", "RunFailed", "ShardwrightError", "Stopped", "one_line_errors", "system_fault"]
-
 _MAX_CHARACTERS = 1000
 
 

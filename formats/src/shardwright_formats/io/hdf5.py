@@ -16,8 +16,6 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import Value, check_regular, write_bytes
 from shardwright_formats.io.table import Column, Row, Table, columns_of
 
-__all__ = ["Profile", "Provenance", "format_of", "read_profile", "tables_of", "texts_of", "write_profile"]
-
 _MAX_BYTES = 2**30
 _MAX_ROWS = 10_000_000
 _MAX_ATTRIBUTE_BYTES = 64 * 1024

@@ -15,23 +15,6 @@ import msgspec
 
 from shardwright_formats.io.errors import BadInput, system_fault
 
-__all__ = [
-    "Document",
-    "Value",
-    "atomic_path",
-    "canonical_json",
-    "check_regular",
-    "check_writable",
-    "read_any_document",
-    "read_bytes",
-    "read_document",
-    "read_object",
-    "sha256_of_file",
-    "sha256_of_value",
-    "write_bytes",
-    "write_document",
-]
-
 _MAX_JSON_BYTES = 256 * 1024 * 1024
 
 

@@ -13,8 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from shardwright_formats.io.json import Value
 
-__all__ = ["Column", "Row", "Source", "Table", "columns_of", "median", "sourced"]
-
 
 class Source(StrEnum):
     """Where a number of a profile comes from."""

@@ -5,8 +5,6 @@ import subprocess
 from collections.abc import Sequence
 from importlib.metadata import version
 
-__all__ = ["versions_text"]
-
 
 def versions_text(packages: Sequence[str], *, on_gpu: bool) -> str:
     """Versions of installed packages, as `torch 2.13.0, driver 550.54`; of NVIDIA's driver too on a GPU."""

@@ -6,8 +6,6 @@ import textwrap
 from collections.abc import Mapping
 from functools import lru_cache
 
-__all__ = ["class_doc", "field_docs"]
-
 
 def class_doc(kind: type) -> str:
     """The docstring of a class, with each paragraph on one line."""

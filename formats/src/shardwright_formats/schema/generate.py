@@ -22,8 +22,6 @@ from shardwright_formats.types.plan import Plan, Plans
 from shardwright_formats.types.prediction import Prediction
 from shardwright_formats.types.run import RunResult
 
-__all__ = ["DOCUMENTS", "generated", "json_schema", "main"]
-
 DOCUMENTS: tuple[type[Document], ...] = (Model, Cluster, Plan, Plans, Prediction, Measurement, Correction, RunResult)
 """Every kind of JSON file, in the order of the documentation."""
 

@@ -14,8 +14,6 @@ from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_formats.types.model_profile import ModelProfile
 from shardwright_formats.types.run import StepMetrics
 
-__all__ = ["described_components", "markdown"]
-
 _INTRODUCTION = """\
 # File formats
 

@@ -8,8 +8,6 @@ import torch.distributed as dist
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_profile.hardware.sweep_plan import CollectiveKind, Groups
 
-__all__ = ["collective_call", "p2p_call"]
-
 
 def collective_call(
     kind: CollectiveKind,

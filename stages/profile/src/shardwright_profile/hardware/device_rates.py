@@ -9,8 +9,6 @@ from shardwright_profile.hardware.profile import RateEntry
 from shardwright_profile.hardware.session import Session
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS, Stopwatch
 
-__all__ = ["rate_entries"]
-
 _REPEATS = 9
 
 

@@ -10,8 +10,6 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_profile.hardware.statistics import SETTLED
 
-__all__ = ["bad_links", "findings", "slow_ranks", "unsettled_points"]
-
 _SLOW_RATE = 0.8
 _BAD_TIME = 1.5
 _MIN_PAIRS = 3

@@ -8,8 +8,6 @@ from shardwright_formats.io.json import Document, Value
 from shardwright_formats.types.cluster import Cluster
 from shardwright_profile.hardware.sweep_plan import SizeRange
 
-__all__ = ["Progress", "Remark", "SweepIdentity", "SweepJob"]
-
 
 class SweepIdentity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What must be the same for a killed sweep to be continued."""

@@ -13,8 +13,6 @@ from shardwright_profile.hardware.session import Session
 from shardwright_profile.hardware.sweep_plan import SIZE_STEP, CollectiveKind, PairRound
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS
 
-__all__ = ["pair_entries", "point_entries"]
-
 
 def point_entries(
     session: Session, kinds: Sequence[CollectiveKind], time_s: float

@@ -17,8 +17,6 @@ from shardwright_profile.hardware.session import Session
 from shardwright_profile.hardware.sweep_plan import COMPUTE_RATIOS, CollectiveKind
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS
 
-__all__ = ["CASE_MESSAGES", "overlap_clock", "overlap_entries"]
-
 CASE_MESSAGES = sum(ratio + 1 + max(1.0, ratio) for ratio in COMPUTE_RATIOS)
 """How many times a collective's time one repeat of all ratios takes that does not slow down: each alone, and both."""
 

@@ -28,18 +28,6 @@ from shardwright_profile.hardware.findings import findings
 from shardwright_profile.hardware.job import SweepIdentity
 from shardwright_profile.hardware.statistics import median_interval, outliers
 
-__all__ = [
-    "JOURNAL",
-    "Entry",
-    "Key",
-    "OverlapEntry",
-    "PairEntry",
-    "PointEntry",
-    "RateEntry",
-    "StartEntry",
-    "profile_of",
-]
-
 _Positive = Annotated[float, Meta(gt=0)]
 _Count = Annotated[int, Meta(ge=1)]
 

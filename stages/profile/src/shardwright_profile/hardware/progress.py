@@ -12,8 +12,6 @@ from rich.progress import Progress as Bar
 
 from shardwright_profile.hardware.job import Progress, Remark
 
-__all__ = ["Line", "Workload", "line_through", "shown_progress"]
-
 
 class Line(NamedTuple):
     """A collective's time as a constant and a time per byte."""

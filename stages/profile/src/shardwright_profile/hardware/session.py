@@ -14,8 +14,6 @@ from shardwright_profile.hardware.statistics import MIN_REPEATS
 from shardwright_profile.hardware.sweep_plan import Groups
 from shardwright_profile.hardware.timing import Stopwatch
 
-__all__ = ["ProcessGroups", "Session"]
-
 
 class ProcessGroups:
     """This rank's process groups, each made when it is first asked for."""

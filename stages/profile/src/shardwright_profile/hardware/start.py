@@ -21,8 +21,6 @@ from shardwright_profile.hardware.profile import JOURNAL
 from shardwright_profile.hardware.progress import shown_progress
 from shardwright_profile.options import HardwareOptions
 
-__all__ = ["start_sweep"]
-
 _WORKER = "shardwright_profile.hardware.worker"
 _HANG_S = 300.0
 """A repeat that takes longer has lost a rank."""

@@ -5,8 +5,6 @@ from math import comb
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["MIN_REPEATS", "SETTLED", "median_interval", "more_repeats", "outliers", "settled"]
-
 MIN_REPEATS = 6
 """The fewest repeats whose extremes hold the median with a confidence of 95 %: 1 - 2 / 2**6 is 97 %."""
 SETTLED = 0.03

@@ -17,8 +17,6 @@ from shardwright_profile.hardware.session import Session
 from shardwright_profile.hardware.sweep_plan import CollectiveKind, SweepPlan
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS
 
-__all__ = ["sweep"]
-
 _POINTS_SHARE = 0.7
 """Of the time that is left after the rates; the larger messages take most of it."""
 _PAIRS_SHARE = 1 / 3

@@ -7,19 +7,6 @@ from shardwright_formats.semantics.layout import tp_groups
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
 
-__all__ = [
-    "COMPUTE_RATIOS",
-    "SIZE_STEP",
-    "CollectiveKind",
-    "Groups",
-    "PairRound",
-    "SizeRange",
-    "SweepPlan",
-    "collective_kinds",
-    "overlap_kinds",
-    "pair_rounds",
-]
-
 _ALWAYS_BYTES = 1024 * 1024
 """Sizes up to this one are timed however short the time budget is."""
 SIZE_STEP = 4

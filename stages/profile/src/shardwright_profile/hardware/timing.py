@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from shardwright_launch.heartbeat import Heartbeat
 from shardwright_profile.hardware.statistics import MIN_REPEATS, more_repeats, settled
 
-__all__ = ["WARM_UP_REPEATS", "Budget", "Stopwatch"]
-
 WARM_UP_REPEATS = 3
 
 

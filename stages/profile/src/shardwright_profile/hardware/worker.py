@@ -22,8 +22,6 @@ from shardwright_profile.hardware.session import ProcessGroups, Session
 from shardwright_profile.hardware.sweep import sweep
 from shardwright_profile.hardware.timing import Stopwatch
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Take part in the sweep of the job named on the command line; rank 0 writes its profile."""

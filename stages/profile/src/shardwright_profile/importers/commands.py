@@ -27,8 +27,6 @@ from shardwright_profile.options import (
     GalvatronOptions,
 )
 
-__all__ = ["fasop", "fasop_hardware", "galvatron", "galvatron_hardware"]
-
 
 def galvatron(options: GalvatronOptions) -> None:
     """Write the profile of a model that Galvatron measured and, of one named by its types, its description."""

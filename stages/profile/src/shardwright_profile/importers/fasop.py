@@ -18,8 +18,6 @@ from shardwright_profile.importers.fasop_constants import FasopConstants
 from shardwright_profile.importers.rows import ABSENT, LayerKey, Sourced, layer_row, noted, profile_of, state_row
 from shardwright_profile.options import FasopOptions
 
-__all__ = ["FasopRequest", "FasopTimes", "import_fasop", "read_fasop_times"]
-
 _COLUMNS = ["model", "gpu", "tp_size", "kind", "layers", "forward_s"]
 _MAX_BYTES = 1024**2
 _MAX_S = 1000.0

@@ -13,8 +13,6 @@ from shardwright_formats.io.table import Source
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright_profile.importers.hardware_points import HardwarePoint, hardware_profile, link_points
 
-__all__ = ["FasopConstants", "FasopLinks", "fasop_hardware", "read_fasop_constants"]
-
 _MAX_BYTES = 1024**2
 _MAX_RANKS = 1024
 _BITS = 8

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.model import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 
-__all__ = ["FlatType", "flat_model", "parse_type"]
-
 _STATES = "hidden_states"
 _ELEMENT_BYTES = 4
 

@@ -15,8 +15,6 @@ from shardwright_formats.types.hardware_profile import (
 )
 from shardwright_profile.importers.rows import noted
 
-__all__ = ["MIB", "HardwarePoint", "halves", "hardware_profile", "link_points"]
-
 MIB = 1024**2
 
 _SIZES = (1024, MIB, 1024 * MIB)

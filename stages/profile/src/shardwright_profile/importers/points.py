@@ -9,8 +9,6 @@ from shardwright_formats.io.table import Source
 from shardwright_formats.types.model_profile import FitMode
 from shardwright_profile.model.curves import design_of, fit_curve
 
-__all__ = ["Point", "completed", "first_fall", "levelled", "longest_rise"]
-
 
 class Point(NamedTuple):
     """Forward time of one layer at one micro-batch."""

@@ -9,8 +9,6 @@ from shardwright_formats.types.model_profile import LayerRow, ModelProfile, Proc
 from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.model.curves import fits_table
 
-__all__ = ["ABSENT", "LayerKey", "Sourced", "layer_row", "noted", "profile_of", "state_row", "weaker"]
-
 
 class Sourced(NamedTuple):
     """A number and where it comes from."""

@@ -12,8 +12,6 @@ from shardwright_formats.types.hardware_profile import CollectiveKey, HardwarePr
 from shardwright_formats.types.model import HEAD, Model
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel
 
-__all__ = ["Hardware", "LayerTraffic", "layer_traffic"]
-
 
 class Hardware(NamedTuple):
     """A hardware profile and the file it is from."""

@@ -14,8 +14,6 @@ from shardwright_formats.types.hardware_profile import CollectiveKey, HardwarePr
 from shardwright_formats.types.model_profile import FitMode, ModelProfile
 from shardwright_profile.model.curves import design_of
 
-__all__ = ["hardware_picture", "model_picture"]
-
 _COLUMN, _LEFT, _RIGHT, _TOP = 340.0, 64.0, 16.0, 64.0
 """Width of a column of panels and its margins, and where the first panel starts, in px."""
 _HEIGHT, _RESIDUALS, _ROW = 170.0, 56.0, 326.0

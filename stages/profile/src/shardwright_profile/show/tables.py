@@ -19,8 +19,6 @@ from shardwright_formats.types.hardware_profile import HardwareProfile, read_har
 from shardwright_formats.types.model_profile import ModelProfile, read_model_profile
 from shardwright_profile.show.pictures import hardware_picture, model_picture
 
-__all__ = ["draw_profile", "show_profile"]
-
 _PIPED_WIDTH = 140
 """Columns of the output where no terminal says how many it has."""
 

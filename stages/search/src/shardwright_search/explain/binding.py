@@ -17,8 +17,6 @@ from shardwright_search.explain.tables import STEP_TERMS
 from shardwright_search.explain.wording import MIB, range_words, strategy_words
 from shardwright_search.solver.objective import step_time
 
-__all__ = ["Change", "Choices", "StepParts", "binding_lines", "faster_changes", "step_parts"]
-
 _PER_SECOND = 1e12
 
 

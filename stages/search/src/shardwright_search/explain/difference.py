@@ -15,8 +15,6 @@ from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_search.explain.tables import STEP_TERMS, table
 from shardwright_search.explain.wording import MIB, range_words, sample_s, strategy_words
 
-__all__ = ["Pair", "TermChange", "difference", "memory_changes", "plan_differences", "time_changes"]
-
 _FIELDS = (
     "cluster", "global_batch_size", "num_microbatches", "schedule", "gradient_reduction", "precision", "attention",
     "fused",

@@ -15,8 +15,6 @@ from shardwright_search.space.budget import Infeasible, min_need
 from shardwright_search.space.configurations import divisors
 from shardwright_search.space.request import SearchRequest, batch_sizes
 
-__all__ = ["Remedies", "further_remedies", "remedies"]
-
 
 class Remedies(NamedTuple):
     """Changes of an infeasible request, each of which alone makes it feasible; None where none was found."""

@@ -17,8 +17,6 @@ from shardwright_search.explain.wording import MIB, headline, runs_words, sample
 from shardwright_search.search import Found
 from shardwright_search.space.budget import Infeasible
 
-__all__ = ["STEP_TERMS", "answers_shown", "explanation", "show_rich", "table"]
-
 STEP_TERMS = ("gradient_sync", "optimizer")
 """Terms of time that come once a step, not with every microbatch."""
 _WIDE = 1000

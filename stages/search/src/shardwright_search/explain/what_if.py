@@ -19,8 +19,6 @@ from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import OuterSpace, SearchRequest, Space
 
-__all__ = ["Answer", "Question", "answer", "faster_links", "more_memory", "more_nodes", "neighbours", "outlook"]
-
 _MORE_MEMORY = 1.1
 _FASTER_LINKS = 2.0
 

@@ -6,18 +6,6 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate, Prediction
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 
-__all__ = [
-    "MIB",
-    "headline",
-    "layer_runs",
-    "plan_summary",
-    "range_words",
-    "runs_words",
-    "sample_s",
-    "stage_lines",
-    "strategy_words",
-]
-
 MIB = 2**20
 
 

@@ -33,8 +33,6 @@ from shardwright_search.interop.target import (
 from shardwright_search.interop.uniform import layer_of, stages_of
 from shardwright_search.options import GalvatronRun
 
-__all__ = ["galvatron_file", "galvatron_strategy", "plan_of_galvatron"]
-
 _TARGET = "Galvatron"
 _DEFAULTS: dict[DataParallel, DataParallelType] = {DataParallel.DDP: "ddp", DataParallel.ZERO2: "zero2"}
 _UNUSED_DEFAULT: DataParallelType = "zero2"

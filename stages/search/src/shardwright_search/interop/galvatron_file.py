@@ -15,8 +15,6 @@ from msgspec import Meta
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_object
 
-__all__ = ["GalvatronLayer", "GalvatronStrategy", "galvatron_keys", "read_galvatron"]
-
 Degree = Annotated[int, Meta(ge=1)]
 Flag = Literal[0, 1]
 PipelineType = Literal["gpipe", "pipedream_flush"]

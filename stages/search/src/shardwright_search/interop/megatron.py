@@ -17,8 +17,6 @@ from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.interop.target import Degrees, Exported, Target, kernel_notes
 
-__all__ = ["megatron_arguments"]
-
 _TARGET = "Megatron-LM"
 _FSDP = "--use-megatron-fsdp"
 

@@ -9,8 +9,6 @@ from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Attention, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
 
-__all__ = ["Degrees", "Exported", "Target", "check_recompute", "check_stages", "kernel_notes", "strategies"]
-
 
 class Exported(NamedTuple):
     """What another system is told of a plan."""

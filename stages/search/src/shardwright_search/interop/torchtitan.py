@@ -14,8 +14,6 @@ from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.interop.target import Degrees, Exported, Target, kernel_notes
 
-__all__ = ["torchtitan_toml"]
-
 Toml = str | int | Sequence[Sequence[str]]
 
 _TARGET = "torchtitan"

@@ -13,8 +13,6 @@ from shardwright_formats.types.plan import PipelineStage, Plan
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_search.options import UniformRequest
 
-__all__ = ["even_cuts", "layer_of", "stages_of", "uniform_plan"]
-
 
 def uniform_plan(name: str, request: UniformRequest, model: Model, cluster: Cluster) -> Plan:
     """The plan with evenly cut layers.

@@ -6,8 +6,6 @@ from shardwright_formats.display.lanes import BACK, FORTH, GRADIENTS, PASSES, La
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate, TimelineEvent
 
-__all__ = ["chrome_trace"]
-
 _THREADS = (PASSES, GRADIENTS, FORTH, BACK)
 
 

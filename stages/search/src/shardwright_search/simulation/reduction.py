@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from math import ceil, floor
 from typing import NamedTuple
 
-__all__ = ["BackwardPass", "Overlap", "Reduction", "backward_pass"]
-
 
 class Reduction(NamedTuple):
     """A layer's share of a backward pass, and the reduction of the gradients that it makes, each alone."""

@@ -8,8 +8,6 @@ from shardwright_formats.semantics.schedule import Pass, actions
 from shardwright_formats.types.plan import Schedule
 from shardwright_search.simulation.reduction import BackwardPass, Overlap, Reduction, backward_pass
 
-__all__ = ["Event", "Simulation", "StageTimes", "lower_bound_ps", "simulate", "step_time_ps"]
-
 
 class StageTimes(NamedTuple):
     """What one layer range of a pipeline stage does, in picoseconds: the whole stage unless it is interleaved."""

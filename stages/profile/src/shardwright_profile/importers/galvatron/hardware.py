@@ -25,7 +25,6 @@ from shardwright_profile.importers.hardware_points import (
 
 _Found = TypeVar("_Found")
 
-__all__ = ["GalvatronTables", "import_galvatron_hardware"]
 
 _CLUSTER = re.compile(r".*_(?P<nodes>[1-9]\d{0,4})nodes_(?P<gpus>[1-9]\d{0,2})gpus_per_node\.json")
 _BANDWIDTH = re.compile(r"allreduce_size_(?P<ranks>[1-9]\d{0,5})_consec_(?P<consecutive>[01])")

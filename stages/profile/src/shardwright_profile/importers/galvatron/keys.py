@@ -8,23 +8,6 @@ from typing import Any, NamedTuple
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_object
 
-__all__ = [
-    "ACTIVATION",
-    "CHECKPOINT",
-    "MODEL_STATES",
-    "PARAMETER_SIZE",
-    "Computation",
-    "Figures",
-    "Forward",
-    "Lengths",
-    "Memory",
-    "RankMemory",
-    "Sharding",
-    "read_computation",
-    "read_memory",
-    "read_numbers",
-]
-
 Lengths = tuple[int, ...]
 
 _MAX_BYTES = 16 * 1024**2

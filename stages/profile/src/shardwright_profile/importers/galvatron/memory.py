@@ -20,8 +20,6 @@ from shardwright_profile.importers.galvatron.keys import (
 )
 from shardwright_profile.importers.rows import ABSENT, Sourced
 
-__all__ = ["ModelMemory", "figures_of_rows", "model_memory", "tables_of"]
-
 _MIB = 1024**2
 _STALE = 0.01
 

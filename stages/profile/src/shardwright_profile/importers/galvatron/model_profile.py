@@ -29,8 +29,6 @@ from shardwright_profile.importers.rows import (
 from shardwright_profile.importers.traffic import Hardware, LayerTraffic, layer_traffic
 from shardwright_profile.options import GalvatronOptions
 
-__all__ = ["FLAT_FAMILY", "GalvatronRequest", "flat_galvatron_model", "import_galvatron"]
-
 FLAT_FAMILY = "galvatron"
 """The family of a model that these files alone describe."""
 

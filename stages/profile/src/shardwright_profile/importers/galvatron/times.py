@@ -13,8 +13,6 @@ from shardwright_formats.io.table import Source
 from shardwright_profile.importers.galvatron.keys import Computation, Lengths
 from shardwright_profile.importers.points import Point, first_fall, levelled, longest_rise
 
-__all__ = ["LayerTimes", "layer_times", "lengths_of"]
-
 _STALE = 1e-3
 """Relative difference from which a figure of the file is another one than its own raw rows give."""
 
