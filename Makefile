@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test parity brute-force frozen check bench clean
+.PHONY: help setup demo test parity brute-force frozen versions check bench clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready
@@ -13,6 +13,8 @@ WORKFLOW := Snakefile $(wildcard workflow/rules/*.smk)
 # Extra arguments, such as CORES=2 or PYTEST="-k search -x".
 CORES ?= all
 PYTEST ?=
+# The versions of torch that the packages declare.
+TORCH_VERSIONS ?= 2.11.0 2.12.0 2.13.0
 # Where pip finds torch, if not where pip looks anyway, such as https://download.pytorch.org/whl/cpu (a smaller download).
 TORCH_INDEX ?=
 
@@ -40,6 +42,9 @@ brute-force: $(STAMP) ## the planner against every plan of 20,000 tiny problems 
 frozen: $(STAMP) ## what searches and other commands give, to the byte what was frozen (2 minutes)
 	@python tests/frozen check
 
+versions: ## a short suite under each declared version of torch, in environments of their own (4 GB and 5 minutes each)
+	@.ci/versions "$(TORCH_INDEX)" $(TORCH_VERSIONS)
+
 check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@ruff check -q .
 	@ruff format -q --check . || { ruff format --check .; exit 1; }
@@ -56,7 +61,7 @@ bench: $(STAMP) ## the side-by-side runs of benchmarks/ (long; on a quiet machin
 	@for run in benchmarks/*.py; do echo "$$run"; python "$$run"; done
 
 clean: ## remove .venv, results and caches
-	@rm -rf $(VENV) results .snakemake .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) .venvs results .snakemake .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): constraints.txt requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES))
