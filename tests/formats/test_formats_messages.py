@@ -79,6 +79,17 @@ def test_recomputation_repeats_what_is_sent_forward_in_the_backward_pass(
 
 
 @pytest.mark.parametrize(
+    ("split", "further"), [("none", {}), ("megatron", {}), ("ulysses", {Collective.ALL_TO_ALL: 20})]
+)
+def test_selective_recomputation_repeats_exchanges_alone(
+    model: Model, split: str, further: dict[Collective, int]
+) -> None:
+    kept, selective = (messages_of(model, split, recompute) for recompute in ("none", "selective"))
+    assert counted(selective, Pass.FORWARD) == counted(kept, Pass.FORWARD)
+    assert counted(selective, Pass.BACKWARD) == counted(kept, Pass.BACKWARD) + Counter(further)
+
+
+@pytest.mark.parametrize(
     ("split", "entering", "leaving"),
     [
         ("none", [(REDUCE, Pass.BACKWARD)], [(REDUCE, Pass.FORWARD)]),

@@ -90,6 +90,19 @@ def test_full_recomputation_keeps_the_stream_alone_and_partial_what_the_other_pa
     assert estimate(model, recompute=Recompute.MLP).activation_bytes == (13 + 2) * TOKENS
 
 
+def test_selective_recomputation_keeps_products_attention_and_sums_and_repeats_what_lies_between():
+    model = decoder()
+    found, plain = estimate(model, recompute=Recompute.SELECTIVE), estimate(model)
+    # What enters, query, key, value and attended values, two sums (a dropout follows them) and the wide product.
+    assert found.activation_bytes == (2 + 8 + 2 * 2 + 8) * TOKENS
+    assert estimate(decoder(dropout=False), recompute=Recompute.SELECTIVE).activation_bytes == (2 + 8 + 2 + 8) * TOKENS
+    assert found.workspace_bytes - plain.workspace_bytes == (34 - 16) * TOKENS
+    kernels = sum(part.kernels for part in layer_parts(model, "block"))
+    assert found.forward_s == plain.forward_s
+    between = 2 * 34 * TOKENS / 1e11 + kernels * KERNEL_START_S
+    assert found.backward_s - plain.backward_s == pytest.approx(between, rel=1e-9)
+
+
 def test_a_forward_pass_is_its_products_what_is_kept_twice_and_its_kernels():
     model, slow_products = decoder(), MACHINE._replace(flops_per_s=1e9)
     found = estimate(model, machine=slow_products)

@@ -137,21 +137,24 @@ def make_profile(
     What reducing gradients adds was measured over two ranks, or not at all.
     """
     rows = []
+    replays = {"none": 0, "full": 1, "mlp": 0.4, "selective": 0.2}
     for name in ("embedding", *dict.fromkeys(model.layers), "head"):
         for tp_size in tp_sizes:
             for sequence_parallel in ("none", "megatron", "ulysses") if tp_size > 1 else ("none",):
-                for recompute in ("none", "full", "mlp") if name not in ("embedding", "head") else ("none",):
+                for recompute in tuple(replays) if name not in ("embedding", "head") else ("none",):
                     for samples in micro_batch_sizes:
                         work = {"embedding": 0.1, "head": 0.7, "other": 1.6}.get(name, 1.0) * slow
                         latency = {"none": 4e-5, "megatron": 4e-5, "ulysses": 3e-5}[sequence_parallel]
                         forward = 1e-4 * work * (0.2 + samples / tp_size) + latency * (tp_size > 1)
-                        backward = 2 * forward + {"none": 0, "full": forward, "mlp": 0.4 * forward}[recompute]
+                        backward = (2 + replays[recompute]) * forward
                         tokens = samples * LENGTH * HIDDEN
                         kept = {"embedding": 4, "head": 24}.get(name, 120) * tokens
                         split = 1 + (tp_size - 1) / 2 if sequence_parallel == "none" else tp_size
                         resident, workspace = kept / split, 0.2 * kept / split
                         if recompute == "mlp":
                             resident, workspace = 0.6 * kept / split, 0.5 * kept / split
+                        if recompute == "selective":
+                            resident, workspace = 0.5 * kept / split, 0.6 * kept / split
                         if recompute == "full":
                             resident, workspace = 4 * tokens, 1.1 * kept / split
                         sharding = (name, tp_size, sequence_parallel, recompute, samples, LENGTH)

@@ -124,7 +124,7 @@ def _random_world(rng: np.random.Generator, devices: tuple[int, ...], most_layer
         schedules=["1f1b", *some("gpipe", "interleaved_1f1b")],
         data_parallel=some("ddp", "zero2", "zero3"),
         sequence_parallel=some("none", "megatron", "ulysses"),
-        recompute=some("none", "full", "mlp"),
+        recompute=some("none", "full", "mlp", "selective"),
         tp_consecutive=[bool(kept == "true") for kept in some("true", "false")],
         gradient_reduction=str(rng.choice(["deferred", "every_microbatch"])),
         fine_grained=bool(rng.random() < 0.8),

@@ -175,6 +175,18 @@ def test_recompute_trades_memory_for_time(make):
     assert tight.chosen.evaluation.estimate.memory_bytes < budget
 
 
+def test_selective_recomputation_is_searched_where_a_request_names_it(make):
+    model, cluster = make.model(4), make.cluster()
+    profiles = make.profiles(model, cluster)
+    request = make.request(num_microbatches=[2], pp_sizes=[1], tp_sizes=[1])
+    ample = search(request, model, cluster, profiles).chosen.evaluation.estimate
+    tight = replace(request, memory_gib=0.8 * ample.memory_bytes / GIB)
+    wider = replace(tight, recompute=(*request.recompute, Recompute.SELECTIVE))
+    without, named = (search(each, model, cluster, profiles) for each in (tight, wider))
+    assert Recompute.SELECTIVE in {layer.recompute for layer in named.chosen.plan.layers}
+    assert named.optimum_s < without.optimum_s
+
+
 def test_a_wider_space_is_never_slower(make):
     model, cluster = make.model(3), make.cluster(4)
     profiles = make.profiles(model, cluster)

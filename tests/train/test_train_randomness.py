@@ -20,12 +20,12 @@ def test_a_step_run_twice_gives_the_same_gradients_to_the_bit(found: dict[str, A
     assert found["repeated"]
 
 
-@pytest.mark.parametrize("recompute", ["full", "attention", "mlp"])
+@pytest.mark.parametrize("recompute", ["full", "attention", "mlp", "selective"])
 def test_recomputing_gives_the_same_loss_and_gradients_to_the_bit(found: dict[str, Any], recompute: str) -> None:
     assert found["recomputed"][recompute]
 
 
-@pytest.mark.parametrize("recompute", ["full", "attention", "mlp"])
+@pytest.mark.parametrize("recompute", ["full", "attention", "mlp", "selective"])
 def test_a_replay_from_another_seed_is_seen(found: dict[str, Any], recompute: str) -> None:
     assert not found["stale"][recompute]
 

@@ -12,7 +12,7 @@ from tiny_models import LAYERS, SEQUENCE_LENGTH, tiny
 from torch import Tensor
 
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
-from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_train.dry_run.simulated_step import simulate_step
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel import tensor, vocab
@@ -86,3 +86,14 @@ def test_cross_entropy_in_parts_is_that_of_the_whole(
     found = sum_of_cross_entropy(inputs * 1, labels, 0, dist.group.WORLD)
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(torch.autograd.grad(3 * found, inputs)[0], gradient)
+
+
+@pytest.mark.parametrize(("split", "parts"), [(SequenceParallel.NONE, 1), (SequenceParallel.MEGATRON, RANKS)])
+def test_selective_recomputation_keeps_products_attention_and_one_sum(split: SequenceParallel, parts: int) -> None:
+    kept = kept_bytes(plan_of("llama", sequence_parallel=split, recompute=Recompute.SELECTIVE))
+    tokens = SAMPLES * SEQUENCE_LENGTH
+    # Query and attended values, half as many heads of keys and values, gate and up; attention also keeps a sum of
+    # exponentials for each of 8 heads, in float32.
+    inside = tokens * (2 * HIDDEN + 2 * HIDDEN // 2 + 2 * 48) * ITEMSIZE // RANKS + tokens * 8 // RANKS * 4
+    # What enters the layer, and the sum behind attention.
+    assert kept == LAYERS * (inside + 2 * WHOLE // parts)

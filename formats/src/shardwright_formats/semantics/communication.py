@@ -167,7 +167,8 @@ def region_messages(
     backward pass in place of keeping them (Korthikanti et al. 2022); Ulysses exchanges queries, keys, values and the
     result, and their gradients (Jacobs et al. 2023), key and value heads repeated until the degree divides their
     number. Recomputation repeats in the backward pass what the forward pass did, but stops when it has all it needs:
-    the last sum of what is recomputed is left out, unless `replays_sum` names the kind.
+    the last sum of what is recomputed is left out, unless `replays_sum` names the kind. Selective recomputation keeps
+    the sums and repeats none.
     """
     if strategy.tp_size == 1:
         return
@@ -178,7 +179,7 @@ def region_messages(
     tensors = {tensor.name: tensor for tensor in kind.outputs or model.boundary}
     for index, region in enumerate(kind.regions):
         alone = recompute.value == region.name
-        replays = recompute is Recompute.FULL or alone
+        replays = recompute in (Recompute.FULL, Recompute.SELECTIVE) or alone
         ends = (alone or index == len(kind.regions) - 1) and recompute.value not in region.replays_sum
         if strategy.sequence_parallel is SequenceParallel.ULYSSES:
             sizes = {name: positions * tensor.sequence_length for name, tensor in tensors.items()}
@@ -189,7 +190,7 @@ def region_messages(
         gathers_again = strategy.sequence_parallel is SequenceParallel.MEGATRON
         crossings = [(name, *entering, replays or gathers_again) for name in region.enters]
         if region.leaves is not None:
-            crossings.append((region.leaves, *leaving, replays and not ends))
+            crossings.append((region.leaves, *leaving, replays and not ends and recompute is not Recompute.SELECTIVE))
         for name, forward, backward, replayed in crossings:
             size = positions * tensors[name].sequence_length * tensors[name].features
             collectives = [(Pass.FORWARD, forward), (Pass.BACKWARD, backward)]

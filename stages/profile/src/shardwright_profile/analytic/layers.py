@@ -59,6 +59,13 @@ class _Share(NamedTuple):
         outside = part.outside * self.itemsize + part.outside_bytes
         return self.samples * (inside * self.inside + outside * self.outside)
 
+    def product_bytes(self, part: Part) -> float:
+        return self.samples * part.products * self.itemsize * self.inside
+
+    def selected_bytes(self, part: Part, ends: bool) -> float:
+        """What selective recomputation keeps: also the sum over ranks, unless nothing needs it that ends the layer."""
+        return self.product_bytes(part) + (0 if ends and not part.outside_bytes else self.result_bytes(part))
+
     def result_bytes(self, part: Part) -> float:
         return self.samples * part.result * self.itemsize * self.outside
 
@@ -81,19 +88,23 @@ def estimate_layer(
     share = _share(strategy, micro_batch_size, precision, attention)
     parts = layer_parts(model, type_name)
     recompute = getattr(strategy, "recompute", Recompute.NONE)
-    replayed = [part for part in parts if recompute in (Recompute.FULL, part.name)]
+    replayed = [part for part in parts if recompute in (Recompute.FULL, Recompute.SELECTIVE, part.name)]
     there, back = (_messages(model, type_name, strategy, micro_batch_size, share.itemsize, way) for way in Pass)
     forward_s = sum(_part_time_s(part, share, machine) for part in parts)
     table_bytes = sum(part.dense_gradient for part in parts) * share.itemsize * share.weights
+    replay_time_s = _between_products_s if recompute is Recompute.SELECTIVE else _part_time_s
     backward_s = (
         2 * forward_s
-        + sum(_part_time_s(part, share, machine) for part in replayed)
+        + sum(replay_time_s(part, share, machine) for part in replayed)
         + table_bytes / machine.memory_bytes_per_s
     )
     kept = sum(share.kept_bytes(part) for part in parts if part not in replayed)
     again = sum(share.kept_bytes(part) for part in replayed)
     if recompute is Recompute.FULL:
         held = share.result_bytes(parts[-1])
+    elif recompute is Recompute.SELECTIVE:
+        held = share.result_bytes(parts[-1]) + sum(share.selected_bytes(part, part is parts[-1]) for part in parts)
+        again -= sum(share.product_bytes(part) for part in parts)
     else:
         held = kept + sum(share.result_bytes(part) for part in replayed)
     return LayerEstimate(
@@ -134,7 +145,13 @@ def _part_time_s(part: Part, share: _Share, machine: Machine) -> float:
     product_bytes = part.weights * share.itemsize * share.weights + kept if part.weights else 0.0
     operations = part.flops * share.samples * share.inside
     product_s = max(operations / machine.flops_per_s, product_bytes / machine.memory_bytes_per_s)
-    return product_s + 2 * kept / machine.memory_bytes_per_s + part.kernels * KERNEL_START_S
+    return product_s + _between_products_s(part, share, machine)
+
+
+def _between_products_s(part: Part, share: _Share, machine: Machine) -> float:
+    """What of that lies between the products."""
+    moved = share.kept_bytes(part) + share.samples * part.passing_bytes * share.inside
+    return 2 * moved / machine.memory_bytes_per_s + part.kernels * KERNEL_START_S
 
 
 def _messages(

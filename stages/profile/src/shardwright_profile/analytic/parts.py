@@ -38,6 +38,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of a table whose gradient is written whole, however few rows were looked up."""
     inside: int = 0
     """Elements kept in the compute format."""
+    products: int = 0
+    """Those of them that matrix products and attention give: what selective recomputation keeps."""
     passing_bytes: int = 0
     """Bytes that are written and read beside them, and not kept."""
     scores: int = 0
@@ -110,6 +112,7 @@ def _attention_part(model: Model, region: Region, hidden: int) -> Part:
         flops=2.0 * hidden * width + 4.0 * a.queries * a.keys * a.query_width,
         weights=2 * hidden * (a.query_width + a.key_width),
         inside=width,
+        products=width,
         scores=(2 if drops else 1) * a.scores,
         outside=2 * stream,
         outside_bytes=stream if drops else 0,
@@ -133,6 +136,7 @@ def _mlp_part(model: Model, region: Region, hidden: int, matrices: Sequence[Para
         flops=2.0 * weights * length,
         weights=weights,
         inside=(weights // hidden + (widest if gated else 0)) * length,
+        products=(weights // hidden - widest) * length,
         outside=2 * stream,
         outside_bytes=stream if drops else 0,
         result=stream,

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +34,10 @@ class TensorParallel:
     sequence_axis: DeviceMesh
     sequence_parallel: SequenceParallel
     randomness: Randomness
+    recomputation: Recomputation
+    """What runs those parts of the layer that are recomputed."""
     fused_loss: bool = False
     """Whether a fused kernel computes the head's cross entropy."""
-    recomputation: Recomputation = field(default_factory=Recomputation)
-    """What runs those parts of the layer that are recomputed."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -77,7 +78,8 @@ class TensorParallel:
 
     def leave(self, x: Tensor) -> Tensor:
         """After a row-parallel product: the sum over the ranks, scattered again where the sequence is split."""
-        x = scatter_sequence(x, self.group) if self.splits_sequence else sum_over_group(x, self.group)
+        total = partial(scatter_sequence if self.splits_sequence else sum_over_group, group=self.group)
+        x = self.recomputation.sum(total, x)
         self.randomness.outside()
         return x
 
@@ -169,8 +171,8 @@ def _make_row_parallel(module: nn.Module, tensor_parallel: TensorParallel) -> No
     keep = float(tensor_parallel.rank == 0)
     if tensor_parallel.size > 1:
         _change_parameters(module, lambda name, local: local * keep if name == "bias" else local)
-    product = module.forward
-    module.forward = lambda *args, **kwargs: tensor_parallel.leave(product(*args, **kwargs))
+    compute = partial(tensor_parallel.recomputation.product, module.forward)
+    module.forward = lambda *args, **kwargs: tensor_parallel.leave(compute(*args, **kwargs))
 
 
 def _without_padding(local: Tensor, length: int, tensor_parallel: TensorParallel) -> Tensor:

@@ -16,6 +16,7 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
 from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.base import Family, States
+from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.data import local_tensor, torch_dtype
 from shardwright_train.parallel.fused import fuse
 from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, parallelize
@@ -114,10 +115,16 @@ class Layer:
             states = (states[0].view_as(states[0]), *states[1:])
             states[0].register_hook(lambda _gradient: reduction.start())
         run = partial(self._run, batch=batch, rng_key=rng_key)
-        if getattr(self.strategy, "recompute", None) is Recompute.FULL:
-            output: States = self.parallel.tensor_parallel.recomputation(run, *states)
-            return output
-        return run(*states)
+        recomputation = self.parallel.tensor_parallel.recomputation
+        output: States | Tensor
+        match getattr(self.strategy, "recompute", Recompute.NONE):
+            case Recompute.FULL:
+                output = recomputation.full(run, *states)
+            case Recompute.SELECTIVE:
+                output = recomputation.selective(run, *states)
+            case _:
+                output = run(*states)
+        return output
 
     def _run(self, *states: Tensor, batch: Batch, rng_key: RNGKey) -> States | Tensor:
         with nullcontext() if self.randomness is None else self.randomness.seeded(*rng_key):
@@ -151,6 +158,7 @@ def build_layer(
         sequence_axis=context.groups.sequence_axis(plan, strategy),
         sequence_parallel=strategy.sequence_parallel,
         randomness=randomness,
+        recomputation=Recomputation(keeps_last="full" in family.replays_sum(config)),
         fused_loss="cross_entropy" in plan.fused,
     )
     style = ModuleStyle(
