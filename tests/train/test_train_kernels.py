@@ -1,6 +1,6 @@
 """Which attention kernel runs, and what is said where one cannot: no kernel of flash-attn runs here, without a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from shardwright_train.cli import APP
 from shardwright_train.commands import start_measure
 from shardwright_train.models import attention_kernels as kernels
 from shardwright_train.models import support
-from shardwright_train.models.attention_kernels import check_kernels, settle_attention
+from shardwright_train.models.attention_kernels import check_kernels, settle_attention, use_kernels
 from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import check_installed, check_supported, without_devices
 from shardwright_train.options import MeasureOptions
@@ -71,6 +71,7 @@ def odd_vocabulary() -> Plan:
         ),
         (odd_vocabulary, "the head's tp_size 2 does not divide 61 classes"),
         (lambda: planned(precision=Precision(compute="float16", reduce="float16")), "float32/float16/float16"),
+        (lambda: planned(precision=Precision(tf32=True), device="cpu"), "tf32 needs CUDA, the plan is for cpu"),
         (lambda: planned(precision=Precision(parameters="float16", compute="float16")), "float16/float16/float32"),
     ],
 )
@@ -129,9 +130,10 @@ def test_flash_attn_is_found_by_the_name_of_its_package(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("plan", "device", "words"),
     [
-        (planned("t5", attention=FLASH), CUDA, "is not for t5 models: use one of: auto, sdpa, eager"),
+        (planned("t5", attention=FLASH), CUDA, "is not for t5 models: use one of: auto, sdpa, sdpa_math, eager"),
         (planned(attention=FLASH), CUDA, "needs compute capability 8.0, Tesla V100 has 7.0"),
         (planned(attention=FLASH), torch.device("cpu"), "needs CUDA, this is cpu"),
+        (planned("gpt2", attention=SDPA), CUDA, "no fused kernel here (none): use sdpa_math or eager"),
         (planned("gpt2", fused=("norm", "rotary")), CUDA, "fused rotary: gpt2 models have none"),
     ],
 )
@@ -140,6 +142,7 @@ def test_a_rank_refuses_what_it_or_the_family_cannot_do(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Tesla V100")
+    monkeypatch.setattr(kernels, "_refusal", lambda *_of: "has no fused kernel here (none)")
     with pytest.raises(BadInput, match=r"^plan\.json: ") as refused:
         check_kernels(plan, family_named(plan.model.family, "test"), device, "plan.json")
     assert words in str(refused.value)
@@ -147,6 +150,7 @@ def test_a_rank_refuses_what_it_or_the_family_cannot_do(
 
 def test_a_rank_takes_what_it_and_the_family_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    monkeypatch.setattr(kernels, "_refusal", lambda *_of: None)
     for plan in (planned(attention=FLASH, fused=EVERYTHING), planned("bert", fused=("norm",)), planned("t5")):
         check_kernels(plan, family_named(plan.model.family, "test"), CUDA, "plan.json")
 
@@ -189,6 +193,51 @@ def test_auto_takes_what_every_rank_can(one_rank: World, monkeypatch: pytest.Mon
     assert settle_attention([planned()], one_rank) == ("sdpa",)
 
 
+def test_auto_leaves_sdpa_where_a_gpu_has_no_fused_kernel(one_rank: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_fused_lack", lambda *_of: "has none")
+    assert settle_attention([planned()], one_rank) == ("eager",)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "refused"),
+    [
+        ("llama", {}, False),
+        ("bert", {}, False),
+        ("gpt2", {"attn_pdrop": 0.1}, True),
+        ("t5", {"dropout_rate": 0.1}, True),
+    ],
+)
+def test_fused_attention_is_tried_before_a_plan_runs(family: str, change: dict[str, Any], refused: bool) -> None:
+    plan = random_plan(tiny(family, **change), 0, 1, "float32", stages=1)
+    # On CPU there is a fused kernel of attention without dropout.
+    found = kernels._refusal(plan, family_named(family, "test"), torch.device("cpu"))
+    assert (found is not None) == refused, found
+
+
+@pytest.fixture
+def cpu_kernels() -> Iterator[None]:
+    yield
+    use_kernels(Precision(), SDPA.value, torch.device("cpu"))
+
+
+def test_plain_arithmetic_takes_the_place_of_no_fused_kernel_unasked(cpu_kernels: None) -> None:
+    x = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(0))
+    wanted = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    use_kernels(Precision(), SDPA.value, CUDA)
+    with pytest.raises(RuntimeError, match="No available kernel"):
+        F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+    use_kernels(Precision(), Attention.SDPA_MATH.value, CUDA)
+    F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+    torch.testing.assert_close(F.scaled_dot_product_attention(x, x, x, is_causal=True), wanted)
+
+
+def test_factors_are_rounded_to_tf32_where_the_plan_says_so_alone(cpu_kernels: None) -> None:
+    for tf32 in (True, False):
+        use_kernels(Precision(tf32=tf32), SDPA.value, CUDA)
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+        assert torch.backends.cudnn.allow_tf32 is tf32, "convolutions too"
+
+
 def test_a_measurement_names_what_auto_took(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cpu = {"device": "cpu", "precision": Precision(), "num_microbatches": 1, "global_batch_size": 1}
     plans = (planned(attention=EAGER, **cpu), planned(**cpu))
@@ -201,7 +250,8 @@ def test_a_measurement_names_what_auto_took(tmp_path: Path, capfd: pytest.Captur
 
 
 def test_what_is_checked_without_a_device_is_the_plan_without_flash_attn() -> None:
-    assert without_devices(planned(attention=EAGER)) == (planned(attention=EAGER), "eager")
+    for kernel in (EAGER, Attention.SDPA_MATH):
+        assert without_devices(planned(attention=kernel)) == (planned(attention=kernel), kernel.value)
     assert without_devices(planned(attention=FLASH, fused=EVERYTHING)) == (planned(attention=FLASH), "sdpa")
 
 

@@ -53,7 +53,9 @@ class Attention(StrEnum):
     AUTO = "auto"
     """The fastest that the device and the installation have."""
     SDPA = "sdpa"
-    """PyTorch's scaled_dot_product_attention."""
+    """PyTorch's scaled_dot_product_attention; on a GPU by a fused kernel."""
+    SDPA_MATH = "sdpa_math"
+    """The same by matrix products that keep all scores, which is slow on a GPU."""
     FLASH_ATTENTION_2 = "flash_attention_2"
     """The flash-attn package (Dao 2023)."""
     EAGER = "eager"
@@ -71,6 +73,15 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of accumulated gradients and their reduction."""
     tf32: bool = False
     """Whether a GPU's tensor cores may round the factors of float32 matrix products to TF32 (10 bits of mantissa)."""
+
+    def __post_init__(self) -> None:
+        if self.tf32 and self.compute != "float32":
+            raise ValueError(f"tf32 is of products in float32, compute is {self.compute}: leave it out")
+
+    @property
+    def text(self) -> str:
+        """`parameters/compute/reduce`, and whether factors are rounded: what profiles are known by."""
+        return f"{self.parameters}/{self.compute}/{self.reduce}" + (" tf32" if self.tf32 else "")
 
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

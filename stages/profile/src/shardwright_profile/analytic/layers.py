@@ -135,7 +135,7 @@ def _share(strategy: Strategy, samples: int, precision: Precision, attention: At
         outside=1.0 if kind is SequenceParallel.NONE else 1 / ranks,
         entering=1 / ranks if kind is SequenceParallel.ULYSSES else 1.0,
         weights=1.0 if kind is SequenceParallel.ULYSSES else 1 / ranks,
-        scores_kept=attention is Attention.EAGER,
+        scores_kept=attention in (Attention.EAGER, Attention.SDPA_MATH),
     )
 
 

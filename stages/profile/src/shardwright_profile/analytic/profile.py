@@ -49,7 +49,8 @@ def model_profile(
     Raises BadInput where these are of different models or of one length, and where no strategy fits.
     """
     model = _same_model(models)
-    machine = machine_of(rates, settings.precision.compute, efficiencies)
+    precision = settings.precision
+    machine = machine_of(rates, "tf32" if precision.tf32 else precision.compute, efficiencies)
     asked = list(_strategies([one for _, one in models], settings))
     strategies = [(one, strategy) for one, strategy, problem in asked if problem is None]
     left_out = tuple(dict.fromkeys(problem for _, _, problem in asked if problem is not None))
@@ -57,14 +58,12 @@ def model_profile(
         raise BadInput("--settings", f"no strategy fits ({'; '.join(left_out)})", "choose other tp_sizes")
     rows = [row for one, strategy in strategies for row in _layer_rows(one, strategy, settings, machine)]
     layers = sorted(rows, key=lambda row: row.place)
-    precision = settings.precision
-    formats = f"{precision.parameters}/{precision.compute}/{precision.reduce}"
     origin = ProfileOrigin(
         model=model.name,
         architecture_sha256=model.architecture_sha256,
         device=rates.name,
         backend="analytic",
-        precision=formats,
+        precision=precision.text,
         attention=str(settings.attention),
     )
     tp_sizes = sorted({1, *(strategy.tp_size for _, strategy in strategies)})

@@ -104,13 +104,12 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Proven
 
 def _origin(measurement: Measurement, found: PlanMeasurement) -> ProfileOrigin:
     plan = found.plan
-    precision = plan.precision
     return ProfileOrigin(
         model=plan.model.name,
         architecture_sha256=plan.model.architecture_sha256,
         device=measurement.device,
         backend=measurement.backend,
-        precision=f"{precision.parameters}/{precision.compute}/{precision.reduce}",
+        precision=plan.precision.text,
         attention=measurement.attention if plan.attention is Attention.AUTO else plan.attention.value,
     )
 

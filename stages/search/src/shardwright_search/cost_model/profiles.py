@@ -135,9 +135,9 @@ def check_profiles(
             f"profiled layers of {origin.model!r} that are not those of model {model.name!r}",
             "profile this model",
         )
-    wanted = f"{precision.parameters}/{precision.compute}/{precision.reduce}"
-    if origin.precision != wanted:
-        raise BadInput(profiles.model_file, f"profiled in {origin.precision}, not {wanted}", "profile that precision")
+    if origin.precision != precision.text:
+        what = f"profiled in {origin.precision}, not {precision.text}"
+        raise BadInput(profiles.model_file, what, "profile that precision")
     if attention is not Attention.AUTO and origin.attention not in (attention, Attention.AUTO):
         raise BadInput(
             profiles.model_file, f"profiled with attention {origin.attention}, not {attention}", "profile that kernel"

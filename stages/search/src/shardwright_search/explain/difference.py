@@ -138,7 +138,7 @@ def _value(plan: Plan, field: str) -> object:
     if field == "cluster":
         return f"{plan.cluster.name} of {plan.cluster.num_devices} devices"
     if field == "precision":
-        return f"{plan.precision.parameters}/{plan.precision.compute}/{plan.precision.reduce}"
+        return plan.precision.text
     return getattr(plan, field)
 
 

@@ -32,8 +32,7 @@ class Target(NamedTuple):
 
     def demand_precision(self, plan: Plan, holds: bool, remedy: str, where: str = "") -> None:
         """The same of a plan's precision."""
-        of = plan.precision
-        self.demand(holds, f"precision {of.parameters}/{of.compute}/{of.reduce}{where}", remedy)
+        self.demand(holds, f"precision {plan.precision.text}{where}", remedy)
 
 
 class Degrees(NamedTuple):
@@ -133,6 +132,10 @@ def kernel_notes(plan: Plan) -> Iterator[str]:
         yield f"the attention kernel {plan.attention} is not in the file"
     if plan.fused:
         yield f"kernels that compute {', '.join(plan.fused)} are not in the file"
+    if plan.precision.tf32:
+        yield "that factors may be rounded to TF32 is not in the file"
+    if plan.compile:
+        yield "that layers are compiled is not in the file"
 
 
 def _check_alike(plan: Plan, target: Target) -> Strategy:

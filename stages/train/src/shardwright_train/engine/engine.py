@@ -7,6 +7,7 @@ from torch import Tensor
 
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.engine.optimizer import ShardedAdamW, StepOutcome
+from shardwright_train.models.attention_kernels import use_kernels
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.p2p import Pipeline
 from shardwright_train.pipeline.runner import Step, StepHook, no_hook, run_step
@@ -51,5 +52,6 @@ class Engine:
 
 def build_engine(context: RankContext, settings: Hyperparameters = ANY, updates: int = 0) -> Engine:
     """Make the plan's process groups and build this rank's part of it; collective over the world."""
+    use_kernels(context.plan.precision, context.attention, context.device)
     context.groups.prepare(context.plan)
     return Engine(build_stage(context), Pipeline.of(context), settings, updates)

@@ -5,19 +5,24 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.plan import Attention, Plan
+from shardwright_formats.types.plan import Attention, Plan, Precision
 from shardwright_train.models.base import Family
+from shardwright_train.models.masks import Mask
 from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import flash_attn_is_installed, flash_obstacle
 from shardwright_train.parallel.fused import fusible
 from shardwright_train.parallel.world import World
 
-__all__ = ["check_kernels", "settle_attention"]
+__all__ = ["check_kernels", "settle_attention", "use_kernels"]
 
-_FLASH = Attention.FLASH_ATTENTION_2
+_FLASH, _MATH = Attention.FLASH_ATTENTION_2, Attention.SDPA_MATH
+_FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 _FASTEST_LAST = (Attention.EAGER, Attention.SDPA, _FLASH)
 _CAPABILITY = (8, 0)
 """The least compute capability of flash-attn 2: Ampere."""
@@ -31,6 +36,8 @@ def check_kernels(plan: Plan, family: Family, device: torch.device, file: object
         raise BadInput(file, f"attention {asked} is not for {model.family} models", f"use one of: {others}")
     if asked is _FLASH and (lack := _lack(device)) is not None:
         raise BadInput(file, f"attention {asked} {lack}", "use auto, sdpa or eager")
+    if asked is Attention.SDPA and (lack := _fused_lack(plan, family, device)) is not None:
+        raise BadInput(file, f"attention {asked} {lack}", "use sdpa_math or eager, which keep all scores")
     for name in _nowhere(plan, family):
         raise BadInput(file, f"fused {name}: {model.family} models have none that flash-attn computes", "leave it out")
 
@@ -52,9 +59,32 @@ def settle_attention(plans: Sequence[Plan], world: World) -> tuple[str, ...]:
     return tuple(kernel.value for kernel in settled)
 
 
+def use_kernels(precision: Precision, attention: str, device: torch.device) -> None:
+    """Let this process compute matrix products, convolutions and attention as a plan says, until the next plan.
+
+    A GPU's scaled_dot_product_attention falls back to plain arithmetic in silence otherwise.
+    """
+    torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = precision.tf32
+    math = attention == _MATH.value
+    torch.backends.cuda.enable_math_sdp(math or device.type != "cuda")
+    for enable in (
+        torch.backends.cuda.enable_flash_sdp,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+        torch.backends.cuda.enable_cudnn_sdp,
+    ):
+        enable(not math)
+
+
+ALL_ATTENTION_FUNCTIONS.register(_MATH.value, ALL_ATTENTION_FUNCTIONS[Attention.SDPA.value])
+
+
 def _can(plan: Plan, kernel: Attention, device: torch.device) -> bool:
-    if kernel not in family_named(plan.model.family, plan.name).kernels:
+    family = family_named(plan.model.family, plan.name)
+    if kernel not in family.kernels:
         return False
+    if kernel is Attention.SDPA:
+        return _fused_lack(plan, family, device) is None
     return kernel is not _FLASH or (flash_attn_is_installed() and flash_obstacle(plan) is None and not _lack(device))
 
 
@@ -65,6 +95,29 @@ def _lack(device: torch.device) -> str | None:
     if (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
         found, least = (".".join(map(str, version)) for version in (capability, _CAPABILITY))
         return f"needs compute capability {least}, {torch.cuda.get_device_name(device)} has {found}"
+    return None
+
+
+def _fused_lack(plan: Plan, family: Family, device: torch.device) -> str | None:
+    """What a GPU's fused kernels of scaled_dot_product_attention lack for a plan."""
+    return _refusal(plan, family, device) if device.type == "cuda" else None
+
+
+def _refusal(plan: Plan, family: Family, device: torch.device) -> str | None:
+    """Why no fused kernel takes one head of each attention of a plan, or None."""
+    dtype, config = getattr(torch, plan.precision.compute), family.configuration(plan.model)
+    attentions = (region.attention for kind in plan.model.types.values() for region in kind.regions)
+    for heads in {heads for heads in attentions if heads is not None}:
+        length = plan.model.sequence_length
+        x = torch.zeros(1, 1, length, heads.head_features, dtype=dtype, device=device, requires_grad=True)
+        masked, learned = family.mask in (Mask.PADDING, Mask.BIAS), family.mask is Mask.BIAS
+        mask = torch.zeros(length, length, dtype=dtype, device=device, requires_grad=learned) if masked else None
+        causal = family.mask is Mask.CAUSAL
+        try:
+            with sdpa_kernel(list(_FUSED)):
+                scaled_dot_product_attention(x, x, x, mask, family.dropout(config), causal)
+        except RuntimeError as error:
+            return f"has no fused kernel here ({' '.join(str(error).split())})"
     return None
 
 

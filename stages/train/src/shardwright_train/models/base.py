@@ -63,11 +63,13 @@ class Family:
     """The kinds of recomputation whose end is such a dropout of hidden states, which keeps its mask."""
     mask: Mask = Mask.CAUSAL
     """What its attention leaves out."""
+    normed_behind: tuple[str, ...] = ()
+    """Types of block behind the last of which comes a norm of the stack."""
     rotary: str | None = None
     """The module that makes rotary cosines and sines."""
     objective: type[Text | Classification] = Causal
     """What it learns."""
-    kernels: tuple[Attention, ...] = (Attention.SDPA, Attention.FLASH_ATTENTION_2, Attention.EAGER)
+    kernels: tuple[Attention, ...] = tuple(kernel for kernel in Attention if kernel is not Attention.AUTO)
     """The attention kernels that its blocks can use; flash_attention_2 adds nothing to the scores."""
     states: Mapping[str, str] = {"hidden_states": "tokens"}
     """What crosses from each layer to the next, for each type of block in order, and the tokens that it begins with."""
@@ -112,6 +114,10 @@ class Family:
     def replays_sum(self, config: Any) -> tuple[str, ...]:
         """The kinds of recomputation whose end is not a region's sum: a dropout or norm behind it keeps something."""
         return self.ends_in_dropout if self.dropouts and getattr(config, self.dropouts[-1]) > 0 else ()
+
+    def keeps_last_sum(self, kind: str, config: Any) -> bool:
+        """Whether something behind the last sum of a block of a type is kept for the backward pass."""
+        return kind in self.normed_behind or "full" in self.replays_sum(config)
 
     def configured(self, config: Mapping[str, Any]) -> Any:
         """The transformers configuration of a config.json."""

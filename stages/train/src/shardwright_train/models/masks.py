@@ -16,6 +16,8 @@ class Mask(StrEnum):
     NONE = "none"
     CAUSAL = "causal"
     PADDING = "padding"
+    BIAS = "bias"
+    """What the block itself adds to its scores."""
 
 
 def mask_for(mask: Mask, states: Tensor, batch: dict[str, Tensor], kernel: str) -> Tensor | None:

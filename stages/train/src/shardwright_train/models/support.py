@@ -55,12 +55,14 @@ def flash_obstacle(plan: Plan) -> str | None:
 
 def without_devices(plan: Plan) -> tuple[Plan, str]:
     """What a world of tensors without data runs instead of a plan: the same, but for flash-attn; and its attention."""
-    eager = plan.attention is Attention.EAGER
-    return msgspec.structs.replace(plan, fused=()), (Attention.EAGER if eager else Attention.SDPA).value
+    here = plan.attention in (Attention.EAGER, Attention.SDPA_MATH)
+    return msgspec.structs.replace(plan, fused=()), (plan.attention if here else Attention.SDPA).value
 
 
 def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
     precision = plan.precision
+    if precision.tf32 and _on_cpu(plan):
+        yield "precision tf32 needs CUDA, the plan is for cpu", "leave it out"
     formats = (precision.parameters, precision.compute, precision.reduce)
     if len({len(stage.ranks) for stage in plan.stages}) > 1:
         yield "a pipeline of stages of different width is not run by this version", "use equal ones"

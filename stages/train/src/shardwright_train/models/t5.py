@@ -9,7 +9,7 @@ from shardwright_formats.types.plan import Attention
 from shardwright_train.data.objectives import Prefix
 from shardwright_train.data.share import Batch
 from shardwright_train.models.base import Family, States
-from shardwright_train.models.masks import causal_mask
+from shardwright_train.models.masks import Mask, causal_mask
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts
 from shardwright_train.parallel.tensor import TensorParallel
@@ -43,7 +43,8 @@ class T5(Family):
     dropouts = ("dropout_rate",)
     ends_in_dropout = ("full",)
     own_keys = ("decoder_start_token_id", "n_positions")
-    kernels = (Attention.SDPA, Attention.EAGER)
+    mask, normed_behind = Mask.BIAS, ("encoder",)
+    kernels = (Attention.SDPA, Attention.SDPA_MATH, Attention.EAGER)
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
         """A stock block with replicas of what the stock model has once in a stack.

@@ -158,7 +158,7 @@ def build_layer(
         sequence_axis=context.groups.sequence_axis(plan, strategy),
         sequence_parallel=strategy.sequence_parallel,
         randomness=randomness,
-        recomputation=Recomputation(keeps_last="full" in family.replays_sum(config)),
+        recomputation=Recomputation(keeps_last=family.keeps_last_sum(kind, config)),
         fused_loss="cross_entropy" in plan.fused,
     )
     style = ModuleStyle(
