@@ -7,6 +7,7 @@ to FSDP2's shards.
 
 import msgspec
 
+from shardwright_formats.semantics.buckets import copied_bucket_bytes
 from shardwright_formats.semantics.layout import parameter_layout
 from shardwright_formats.types.model import LayerType, Parameter
 from shardwright_formats.types.plan import ITEMSIZE, Precision
@@ -45,7 +46,8 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     unreduced_gradients: int
     """rP that a sharded layer makes and has reduced when its backward pass is over, unless that is deferred.
 
-    They grow while what the pass itself holds for a moment goes: the larger of both counts.
+    They grow while what the pass itself holds for a moment goes: the larger of both counts. Of a replicated layer, the
+    largest bucket that its gradients are copied to.
     """
 
 
@@ -88,8 +90,12 @@ def parameter_memory(
         gradients=gradients,
         optimizer=2 * own,
         buffers=fsdp * (2 * computed * zero3 + (own if deferred else whole)),
-        unreduced_gradients=whole if fsdp and not deferred else 0,
+        unreduced_gradients=_bucket_bytes(kind, tp_size, precision) if replicated else whole * (fsdp and not deferred),
     )
+
+
+def _bucket_bytes(kind: LayerType, tp_size: int, precision: Precision) -> int:
+    return copied_bucket_bytes([itemsize(precision.reduce) * p.numel(tp_size) for p in kind.parameters])
 
 
 def _shard_numel(kind: LayerType, tp_size: int, shards: int) -> int:

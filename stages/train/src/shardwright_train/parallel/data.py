@@ -1,9 +1,8 @@
 """Data parallelism of one layer: sharded by PyTorch's FSDP2, or replicated with gradients reduced where they lie."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -13,14 +12,11 @@ from shardwright_formats.types.plan import Precision
 from shardwright_formats.types.strategy import DataParallel
 from shardwright_train.torch_private import (
     StridedShard,
-    fsdp_parameters,
-    gathered_parameter,
     replicate,
     with_spec_of,
 )
 
 __all__ = [
-    "GradientAllReduce",
     "apply_fsdp",
     "apply_fsdp_to_stage",
     "data_axes",
@@ -89,71 +85,6 @@ def _sum_gradients(module: nn.Module) -> None:
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
-
-
-class GradientAllReduce:
-    """The gradients of one replicated (DDP) layer, reduced once a step or every microbatch.
-
-    FSDP2's own reduction copies them three times and, on CPU, waits for each layer's message before the next layer's
-    backward pass. Here they are summed in place, and waited for before the next backward pass, or at the end of the
-    step.
-    """
-
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        self.armed = False
-        """Whether the next backward pass through the layer reduces."""
-        self._module, self._group = module, group
-        self._works: list[tuple[nn.Parameter, Tensor, dist.Work]] | None = None
-        self._sums: dict[nn.Parameter, Tensor] = {}
-
-    def start(self) -> None:
-        """Begin to sum over the replicas, once the layer's backward pass is over."""
-        if self.armed and self._works is None:
-            self._works = []
-            for parameter, gradient in _take_gradients(self._module):
-                work = dist.all_reduce(gradient, group=self._group, async_op=True)
-                assert work is not None
-                self._works.append((parameter, gradient, work))
-
-    def collect(self) -> None:
-        """Wait for what the last backward pass reduced, and add it to what those before it did.
-
-        Raises RuntimeError where a gradient came after its layer's backward pass was taken to be over.
-        """
-        if self._works is None:
-            return
-        if any(True for _ in _take_gradients(self._module)):
-            raise RuntimeError("a gradient came too late to be summed over the replicas")
-        for parameter, gradient, work in self._works:
-            work.wait()
-            before = self._sums.get(parameter)
-            self._sums[parameter] = gradient.to(parameter.dtype) if before is None else before.add_(gradient)
-        self.armed, self._works = False, None
-
-    def finish(self) -> None:
-        """Make the sums the parameters' gradients."""
-        self.collect()
-        for parameter, gradient in self._sums.items():
-            parameter.grad = placed_as(parameter, gradient)
-        self._sums = {}
-
-
-def _take_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Take away the gradients that wait for their reduction: each of a module's parameters, and its local gradient."""
-    if not isinstance(module, FSDPModule):
-        for own in module.parameters():
-            if own.grad is not None:
-                yield own, own.grad
-                own.grad = None
-        return
-    for parameter in fsdp_parameters(module):
-        gathered, sharded = gathered_parameter(parameter), parameter.sharded_param
-        if parameter.unsharded_accumulated_grad is not None:
-            yield sharded, parameter.unsharded_accumulated_grad_data
-            parameter.unsharded_accumulated_grad = None
-        elif gathered is not None and gathered.grad is not None:
-            yield sharded, parameter.unsharded_grad_data
-            gathered.grad = None
 
 
 def sharded_parameters(

@@ -11,13 +11,13 @@ from shardwright_formats.types.plan import Precision
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
 from shardwright_train.parallel.checkpointing import apply_activation_checkpointing
 from shardwright_train.parallel.data import (
-    GradientAllReduce,
     apply_fsdp,
     apply_fsdp_to_stage,
     data_axes,
     prefetch_in_backward,
     sharded_parameters,
 )
+from shardwright_train.parallel.gradient_sums import GradientAllReduce
 from shardwright_train.parallel.sequence import apply_ulysses
 from shardwright_train.parallel.sharding_rules import Parts, Rule
 from shardwright_train.parallel.tensor import Sharding, TensorParallel, apply_tensor_parallel, enter_before

@@ -1,0 +1,29 @@
+"""Which gradients of a replicated layer are summed in one message."""
+
+from collections.abc import Iterator, Sequence
+
+__all__ = ["GRADIENT_BUCKET_BYTES", "copied_bucket_bytes", "gradient_buckets"]
+
+GRADIENT_BUCKET_BYTES = 25 * 2**20
+"""The most that gradients are brought together to, as much as PyTorch's DistributedDataParallel does (Li et al. 2020).
+
+Enough for a message to be as fast a byte as any; and no more, for what is brought together is copied.
+"""
+
+
+def gradient_buckets(sizes: Sequence[int]) -> Iterator[range]:
+    """The numbers of the gradients that go together, in order, given their bytes; one that is as large goes alone."""
+    start = held = 0
+    for number, size in enumerate(sizes):
+        if number > start and held + size > GRADIENT_BUCKET_BYTES:
+            yield range(start, number)
+            start, held = number, 0
+        held += size
+    if start < len(sizes):
+        yield range(start, len(sizes))
+
+
+def copied_bucket_bytes(sizes: Sequence[int]) -> int:
+    """The largest copy that bringing gradients together takes; one that goes alone is summed where it lies."""
+    copied = (sum(sizes[i] for i in bucket) for bucket in gradient_buckets(sizes) if len(bucket) > 1)
+    return max(copied, default=0)
