@@ -12,6 +12,7 @@ from random_plans import cluster_of, precision_of, random_plan
 from tiny_models import tiny
 
 from shardwright_formats.io.json import write_document
+from shardwright_formats.semantics.chunks import gathers_spared
 from shardwright_formats.semantics.communication import Cause, step_messages
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Schedule
@@ -20,6 +21,7 @@ from shardwright_train.cli import APP
 from shardwright_train.dry_run.check import check_roles, roles_of
 from shardwright_train.dry_run.simulated_step import simulate_step
 from shardwright_train.models.registry import family_named
+from shardwright_train.parallel.gathers import Gathers
 
 WORLD = 8
 RANDOM = (("llama", 3), ("llama", 7), ("gpt2", 1), ("bert", 0))
@@ -83,6 +85,30 @@ def test_every_kind_of_strategy_moves_the_bytes_of_its_formula(plan: Plan) -> No
     assert counted(plan, 5) == by_formula(plan, 5)
 
 
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_layers_that_stay_gathered_from_pass_to_pass_are_not_gathered_again(schedule: Schedule) -> None:
+    """On both stages of a pipeline whose layers, embedding and head are all of ZeRO-3, some recomputed."""
+    model, chunks = tiny("llama"), 2 if schedule is Schedule.INTERLEAVED_1F1B else 1
+    sharding = {"tp_size": 1, "dp_size": 4, "data_parallel": DataParallel.ZERO3}
+    plan = uniform(model, schedule.value, False, Recompute.FULL, **sharding | {"dp_size": WORLD})
+    layers = tuple(msgspec.structs.replace(layer, dp_size=4) for layer in plan.layers)
+    step = 4 // (2 * chunks)
+    ranges = [tuple((low, low + step) for low in range(first * step, 4, 2 * step)) for first in range(2)]
+    plan = msgspec.structs.replace(
+        plan,
+        schedule=schedule,
+        num_microbatches=4,
+        stages=tuple(PipelineStage(ranks=tuple(range(4 * i, 4 * i + 4)), layers=own) for i, own in enumerate(ranges)),
+        embedding=Strategy(**sharding),  # type: ignore[arg-type]
+        head=Strategy(**sharding),  # type: ignore[arg-type]
+        layers=(layers[0], *(msgspec.structs.replace(layer, recompute=Recompute.NONE) for layer in layers[1:])),
+    )
+    spared = sum(sum(gathers_spared(plan, stage, chunk).values()) for stage in range(2) for chunk in range(chunks))
+    assert spared > 0
+    for rank in (1, 6):
+        assert counted(plan, rank) == by_formula(plan, rank)
+
+
 @pytest.mark.parametrize(("family", "number"), RANDOM)
 def test_mixed_plans_with_pipelines_and_ties_move_the_bytes_of_the_formulas(family: str, number: int) -> None:
     plan = random_plan(tiny(family), number, WORLD, "bfloat16")
@@ -92,7 +118,7 @@ def test_mixed_plans_with_pipelines_and_ties_move_the_bytes_of_the_formulas(fami
 
 def test_a_gather_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = next(plan for plan in kinds_of_strategy() if plan.name == "zero3 every=False")
-    monkeypatch.setattr("shardwright_train.parallel.parallelize.prefetch_in_backward", lambda _modules: None)
+    monkeypatch.setattr("shardwright_train.parallel.parallelize.Gathers", lambda _layers: Gathers([]))
     assert counted(plan, 0) != by_formula(plan, 0)
 
 

@@ -1,13 +1,16 @@
 """Model chunks: which layers each has, which one a microbatch goes to next, and how its input lies over the ranks."""
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 from shardwright_formats.semantics.layout import Layout, layout_of
+from shardwright_formats.semantics.schedule import Pass, actions
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import Strategy
+from shardwright_formats.types.strategy import DataParallel, Strategy
 
-__all__ = ["chunk_layers", "incoming_layout", "next_chunk", "sent_layout"]
+__all__ = ["chunk_layers", "gathers_spared", "incoming_layout", "next_chunk", "sent_layout"]
 
 
 def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:
@@ -47,3 +50,18 @@ def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
     if sent is None or sent.stage_size == len(plan.stages[stage].ranks):
         return sent
     return layout_of(next(strategy for _, _, strategy in chunk_layers(plan, stage, chunk)))
+
+
+def gathers_spared(plan: Plan, stage: int, chunk: int) -> Counter[tuple[str, Pass | bool | None]]:
+    """How often ZeRO-3 need not gather a layer for a pass of a step, by the layer's name and the pass.
+
+    Where a pass begins with the layer that the rank's pass before has ended with, that layer stays gathered.
+    """
+    layers, chunks = list(chunk_layers(plan, stage, chunk)), len(plan.stages[stage].layers)
+    own = actions(plan.schedule, len(plan.stages), plan.num_microbatches, stage, chunks)
+    pairs = [(a.kind, b.kind) for a, b in pairwise(own) if a.chunk == b.chunk == chunk]
+    found: Counter[tuple[str, Pass | bool | None]] = Counter()
+    for during, (name, _, strategy) in zip(Pass, (layers[0], layers[-1]) if layers else (), strict=False):
+        if strategy.data_parallel is DataParallel.ZERO3:
+            found[name, during] = sum(here is not during is there for here, there in pairs)
+    return found

@@ -11,7 +11,7 @@ from enum import StrEnum
 from math import lcm, prod
 from typing import NamedTuple
 
-from shardwright_formats.semantics.chunks import chunk_layers, incoming_layout, next_chunk, sent_layout
+from shardwright_formats.semantics.chunks import chunk_layers, gathers_spared, incoming_layout, next_chunk, sent_layout
 from shardwright_formats.semantics.layout import (
     Layout,
     closed_groups,
@@ -118,7 +118,8 @@ def parameter_messages(
     """What data parallelism moves for one layer in one step (Rajbhandari et al. 2020).
 
     ZeRO cuts the first dim of every parameter's tensor-parallel share into equal parts, the last ones padded; ZeRO-2
-    gathers once a step, ZeRO-3 for every forward and every backward pass (recomputation happens inside the latter).
+    gathers once a step, ZeRO-3 for every forward and every backward pass (recomputation happens inside the latter; what
+    a layer at a chunk's end is spared, `gathers_spared` says).
     Where groups of ranks hold replicas of each other's parts (HSDP), each part's gradients are then summed over these.
     """
     ranks, replicas = strategy.state_shards, strategy.state_replicas
@@ -292,12 +293,16 @@ def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[M
     current = incoming_layout(plan, stage, chunk)
     if current is not None and (before := sent_layout(plan, stage, chunk)) is not None:
         yield from send_messages(model.boundary, current, before, *size, Pass.BACKWARD)
+    spared = gathers_spared(plan, stage, chunk)
     for name, type_name, strategy in chunk_layers(plan, stage, chunk):
         kind, wanted = model.types[type_name], layout_of(strategy)
         if current is not None:
             yield from redistribution_messages(model.boundary, current, wanted, *size)
         current = wanted
-        yield from parameter_messages(kind, strategy, compute, reduce, microbatches, every)
+        for message in parameter_messages(kind, strategy, compute, reduce, microbatches, every):
+            times = message.times - spared[name, message.cause is Cause.PARAMETERS and message.during]
+            if times:
+                yield message._replace(times=times)
         yield from region_messages(model, type_name, strategy, samples, compute, microbatches)
         if name == HEAD:
             yield from loss_messages(kind, strategy, samples, compute, microbatches)

@@ -13,6 +13,10 @@ No other file may use one (`tests/architecture` holds this): what a new version 
 over a mesh (replicate, shard of size 1), at the cost of gathering from a group of one |
 | `_get_fsdp_state`, `_fsdp_param_group`, `FSDPParam`, `_unsharded_param` | gradients summed where they lie | a \
 public reduction hook of FSDP2; there is `set_all_reduce_hook`, which runs after its own reduction only |
+| `_all_gather_result`, `all_gather_outputs`, `is_unsharded` | telling activations from gathered parameters in the dry \
+run | counting the storages that the gathers' own operations make |
+| `_set_unshard_async_op` | gathers beside the computation on CPU too, not held longer than needed | its public name, \
+once it has one; `FSDPModule.unshard` gathers so one by one |
 | `_StridedShard` | ZeRO over the dim that tensor parallelism shards | `distribute_tensor` on a mesh in the other \
 order, if checkpoints may then lie otherwise |
 | `DTensor._spec`, `DTensor.__new__` with a spec | gradients as DTensors | `DTensor.from_local`, which takes 0.1 ms \
@@ -62,6 +66,8 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "fsdp_parameters",
+    "gather_asynchronously",
+    "gathered_bytes",
     "gathered_parameter",
     "own_parameters",
     "replicate",
@@ -87,6 +93,21 @@ def gathered_parameter(parameter: FSDPParam) -> nn.Parameter | None:
     """What the layer computes with, where it was gathered before."""
     gathered: nn.Parameter | None = getattr(parameter, "_unsharded_param", None)
     return gathered
+
+
+def gathered_bytes(module: nn.Module) -> int:
+    """What FSDP2 holds of a module's parameters gathered, or is gathering."""
+    if not isinstance(module, FSDPModule) or (group := module._get_fsdp_state()._fsdp_param_group) is None:
+        return 0
+    if (gathering := group._all_gather_result) is not None:
+        return gathering.all_gather_output.nbytes
+    gathered = (x for p in group.fsdp_params for x in p.all_gather_outputs) if group.is_unsharded else ()
+    return sum(x.nbytes for x in gathered)
+
+
+def gather_asynchronously(module: FSDPModule) -> None:
+    """Let FSDP2 wait for a gather only when the layer is called, for all layers of a module; they share its memory."""
+    module._set_unshard_async_op(True)
 
 
 def with_spec_of(parameter: DTensor, local: Tensor) -> DTensor:

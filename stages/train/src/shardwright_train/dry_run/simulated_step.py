@@ -41,7 +41,7 @@ class SimulatedStep(NamedTuple):
     peak_bytes: int
     """The most tensor memory resident at once, parameters, gradients and optimizer state included."""
     resident_bytes: Mapping[tuple[str, MicrobatchChunk], int]
-    """What was resident at each event of a pass; see `StepHook`."""
+    """What was resident at each event of a pass, gathered parameters of ZeRO-3 apart; see `StepHook`."""
 
     @property
     def activation_bytes(self) -> int:
@@ -67,7 +67,7 @@ def simulate_step(plan: Plan, rank: int, family: Family, attention: str) -> Simu
 
         def hook(name: str, at: MicrobatchChunk | None = None) -> None:
             if at is not None:
-                events[name, at] = resident.now
+                events[name, at] = resident.now - engine.stage.gathered_bytes
 
         with FakeTensorMode(allow_non_fake_inputs=True):
             for chunk in engine.stage.chunks:

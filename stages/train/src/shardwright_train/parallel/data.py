@@ -12,6 +12,7 @@ from shardwright_formats.types.plan import Precision
 from shardwright_formats.types.strategy import DataParallel
 from shardwright_train.torch_private import (
     StridedShard,
+    gather_asynchronously,
     replicate,
     with_spec_of,
 )
@@ -22,7 +23,6 @@ __all__ = [
     "data_axes",
     "local_tensor",
     "placed_as",
-    "prefetch_in_backward",
     "sharded_parameters",
     "torch_dtype",
 ]
@@ -65,19 +65,8 @@ def apply_fsdp_to_stage(module: nn.Module, layers: Sequence[nn.Module], axes: De
     plain = {p for layer in layers if not isinstance(layer, FSDPModule) for p in layer.parameters()}
     fully_shard(module, mesh=axes, reshard_after_forward=False, ignored_params=plain)
     _sum_gradients(module)
-
-
-def prefetch_in_backward(modules: Sequence[tuple[nn.Module, DataParallel]]) -> None:
-    """Let the backward pass of each layer gather the parameters of the ZeRO-3 layer before it ahead of time.
-
-    By itself FSDP2 follows the order of all forward passes since the last step, and over several microbatches gathers
-    layers that are not needed.
-    """
-    wrapped = [(module, kind) for module, kind in modules if isinstance(module, FSDPModule)]
-    for (module, _), (before, kind) in zip(wrapped, [*wrapped[:1], *wrapped], strict=False):
-        # A layer that prefetches itself, which is there already, prefetches nothing.
-        target = before if kind is DataParallel.ZERO3 else module
-        module.set_modules_to_backward_prefetch([target])
+    assert isinstance(module, FSDPModule)
+    gather_asynchronously(module)
 
 
 def _sum_gradients(module: nn.Module) -> None:

@@ -14,9 +14,9 @@ from shardwright_train.parallel.data import (
     apply_fsdp,
     apply_fsdp_to_stage,
     data_axes,
-    prefetch_in_backward,
     sharded_parameters,
 )
+from shardwright_train.parallel.gathers import Gathers
 from shardwright_train.parallel.gradient_sums import GradientAllReduce
 from shardwright_train.parallel.sequence import apply_ulysses
 from shardwright_train.parallel.sharding_rules import Parts, Rule
@@ -99,8 +99,8 @@ def parallelize(
     )
 
 
-def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> None:
+def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> Gathers:
     """Join the layers of a pipeline stage's range of layers, the children of `stage`, under one FSDP2 root."""
     if layers:
         apply_fsdp_to_stage(stage, [layer.module for layer in layers], data_axes(layers[0].mesh))
-        prefetch_in_backward([(layer.module, layer.strategy.data_parallel) for layer in layers])
+    return Gathers([(layer.module, layer.strategy.data_parallel) for layer in layers])

@@ -67,12 +67,15 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_h
     plan, todo = pipeline.context.plan, pipeline.actions()
     passes = _Passes(stage, pipeline, step, hook)
     every = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-    for number, (kind, microbatch, chunk) in enumerate(todo):
+    for number, (action, following) in enumerate(zip(todo, [*todo[1:], None], strict=True)):
+        kind, microbatch, chunk = action
         if kind is Pass.FORWARD:
+            stage.prepare_gathers(action, following)
             passes.forward(microbatch, chunk)
         else:
             last = not any(kind is Pass.BACKWARD and later == chunk for kind, _, later in todo[number + 1 :])
             stage.chunks[chunk].prepare_backward(last or every, last)
+            stage.prepare_gathers(action, following)
             passes.backward(microbatch, chunk)
             stage.chunks[chunk].start_reductions()
     passes.messages.wait()
@@ -106,6 +109,7 @@ class _Passes:
     def forward(self, microbatch: int, chunk: int) -> None:
         at, following = (microbatch, chunk), self.pipeline.next[chunk]
         self.hook("forward.begin", at)
+        self.stage.chunks[chunk].gathers.start(Pass.FORWARD)
         states = self.inputs[at] = self._received(microbatch, chunk)
         samples = self.pipeline.context.share.of_each
         batch = {name: x[microbatch * samples :][:samples] for name, x in self.batch.items()}
@@ -127,6 +131,7 @@ class _Passes:
         at = microbatch, chunk
         previous, following = self.pipeline.previous[chunk], self.pipeline.next[chunk]
         self.hook("backward.begin", at)
+        self.stage.chunks[chunk].gathers.start(Pass.BACKWARD)
         states, outputs = self.inputs.pop(at), self.outputs.pop(at)
         gradients: list[Tensor | None] = [None] * len(outputs)
         if following is not None:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwright_formats.semantics.chunks import chunk_layers, incoming_layout
 from shardwright_formats.semantics.layout import layout_of
+from shardwright_formats.semantics.schedule import Action
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.strategy import DataParallel
 from shardwright_train.data.share import Batch
@@ -22,6 +23,7 @@ from shardwright_train.parallel.redistribute import Redistribution, Redistributi
 from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.tied_weights import TiedParameters
 from shardwright_train.pipeline.layer import Layer, RankContext, build_layer
+from shardwright_train.torch_private import gathered_bytes
 
 __all__ = ["Chunk", "Hook", "Stage", "build_stage"]
 
@@ -39,7 +41,7 @@ class Chunk(nn.Module):
         super().__init__()
         self.layers = layers
         self.children_by_name = nn.ModuleDict({str(i): layer.module for i, layer in enumerate(layers)})
-        parallelize_stage(self, [layer.parallel for layer in layers])
+        self.gathers = parallelize_stage(self, [layer.parallel for layer in layers])
         self._reductions = [r for layer in layers if (r := layer.parallel.gradient_all_reduce) is not None]
 
     def forward(self, states: States, batch: Batch, rng_key: RNGKey, hook: Hook) -> States | Tensor:
@@ -117,6 +119,21 @@ class Stage:
         """Names of the parameters that are replicas of what another layer owns."""
         full = zip(self.parameters(), self.parameters_by_name(), strict=True)
         return frozenset(name for (e, described, _), name in full if (e.name, described) in self.tied.replicas)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What ZeRO-3 holds gathered or is gathering: between passes, what the next begins with."""
+        return sum(gathered_bytes(o.module) for o in self.layers if o.strategy.data_parallel is DataParallel.ZERO3)
+
+    def prepare_gathers(self, action: Action, following: Action | None) -> None:
+        """Say of an action what the next one begins with: the layer that this one ends with, or one to gather."""
+        own = self.chunks[action.chunk].gathers
+        if following is None:
+            own.prepare(action.kind, False, None)
+        elif following.chunk == action.chunk and following.kind is not action.kind:
+            own.prepare(action.kind, True, None)
+        else:
+            own.prepare(action.kind, False, self.chunks[following.chunk].gathers.first(following.kind))
 
     def finish_gradients(self) -> None:
         """Make every gradient exist, and sum those that several ranks or layers have a part of."""

@@ -1,0 +1,57 @@
+"""When ZeRO-3's parameters are gathered: a layer ahead, from one pass to the next too."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.types.strategy import DataParallel
+
+__all__ = ["Gathers"]
+
+
+class Gathers:
+    """Tells FSDP2 what each layer of a model chunk gathers beside its own work: the ZeRO-3 layer that comes next.
+
+    By itself FSDP2 follows in the backward pass the order of all forward passes since the last step, and over several
+    microbatches gathers layers that are not needed. In the forward pass it gathers a layer when it gets there.
+    """
+
+    def __init__(self, layers: Sequence[tuple[nn.Module, DataParallel]]) -> None:
+        self._ends = [_zero3(*layers[i]) for i in (0, -1)] if layers else [None, None]
+        self._wrapped = [(module, _zero3(module, kind)) for module, kind in layers if isinstance(module, FSDPModule)]
+        self._started = False
+        # A layer that prefetches itself, which is there already, prefetches nothing; an empty list FSDP2 fills itself.
+        for (module, _), (_, before) in zip(self._wrapped, [(None, None), *self._wrapped], strict=False):
+            module.set_modules_to_backward_prefetch([before or module])
+
+    def first(self, during: Pass) -> FSDPModule | None:
+        """The layer that a pass begins with, where ZeRO-3 gathers it, and once the chunk has been called."""
+        return self._ends[0 if during is Pass.FORWARD else 1] if self._started else None
+
+    def start(self, during: Pass) -> None:
+        """Gather the first layer of a pass beside the wait for its input, unless the pass before has."""
+        if (first := self.first(during)) is not None:
+            first.unshard(async_op=True)
+
+    def prepare(self, during: Pass, stays: bool, following: FSDPModule | None) -> None:
+        """For a pass to come: its last layer stays gathered for the next pass, or that begins by gathering another."""
+        forward, last = during is Pass.FORWARD, self._ends[1 if during is Pass.FORWARD else 0]
+        self._started = True
+        for (module, _), (_, then) in pairwise(self._wrapped):
+            # In the backward pass only a layer that is recomputed goes forward, and the one behind it has had its turn.
+            module.set_modules_to_forward_prefetch([then] if forward and then is not None else [])
+        if last is None:
+            return
+        if forward:
+            last.set_modules_to_forward_prefetch([] if following is None else [following])
+            last.set_reshard_after_forward(not stays, recurse=False)
+        else:
+            last.set_modules_to_backward_prefetch([following or last])
+            last.set_reshard_after_backward(not stays, recurse=False)
+
+
+def _zero3(module: nn.Module, kind: DataParallel) -> FSDPModule | None:
+    return module if isinstance(module, FSDPModule) and kind is DataParallel.ZERO3 else None
