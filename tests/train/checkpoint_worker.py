@@ -17,14 +17,26 @@ from shardwright_train.pipeline.runner import Step
 from shardwright_train.training.checkpoint import Progress, load, save
 
 SETTINGS = Hyperparameters(learning_rate=1e-2, warmup_steps=1, steps=4, weight_decay=0.1, clip_norm=0.5)
-PROGRESS = Progress(1, "", "", 0, 0.0, 0.0, updates=1, loss_scale=1.0, steps_without_overflow=0)
+PROGRESS = Progress(
+    step=1,
+    plan_sha256="",
+    data_sha256="",
+    seed=0,
+    first_loss=0.0,
+    last_loss=0.0,
+    wall_s=0.0,
+    updates=1,
+    loss_scale=1.0,
+    steps_without_overflow=0,
+)
 
 
 def outcomes(engine: Engine, plan: Plan, steps: range) -> list[float]:
     """Loss and gradient norm of some steps, which tell of parameters and moments."""
-    told = [
-        engine.train_step(Step(batch_of(plan.model, plan.global_batch_size, number), number=number)) for number in steps
-    ]
+    told, share = [], engine.stage.context.share
+    for number in steps:
+        batch = batch_of(plan.model, plan.global_batch_size, number)
+        told.append(engine.train_step(Step.of(batch, share, number=number)))
     return [number for one in told for number in (one.loss, one.grad_norm)]
 
 
