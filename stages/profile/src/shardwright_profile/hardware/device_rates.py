@@ -1,18 +1,19 @@
 """How fast the devices compute and copy, all at once (only the ranks of a sweep import this)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 
 from shardwright_profile.hardware.profile import RateEntry
-from shardwright_profile.hardware.session import Session
+from shardwright_profile.hardware.session import Session, Task
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS, Stopwatch
 
 _REPEATS = 9
 
 
-def rate_entries(session: Session) -> Iterator[RateEntry]:
+def rate_tasks(session: Session) -> list[Task]:
     """Rates of every rank's device while every rank works, of the median repeat, by name with the SI unit in it.
 
     `matrix_flops_per_s`: product of two square float32 matrices (a multiply-add counts 2); on CUDA also
@@ -26,10 +27,12 @@ def rate_entries(session: Session) -> Iterator[RateEntry]:
     }
     if on_gpu:
         measured["matrix_bfloat16_flops_per_s"] = lambda stopwatch: _matrix_flops_per_s(side, torch.bfloat16, stopwatch)
-    for name, measure in sorted(measured.items()):
+
+    def entry(name: str, _: float) -> list[RateEntry]:
         session.stopwatch.doing = f"measuring {name}"
-        kept = session.find("rate", name)
-        yield kept if isinstance(kept, RateEntry) else RateEntry(name=name, values=measure(session.stopwatch))
+        return [RateEntry(name=name, values=measured[name](session.stopwatch))]
+
+    return [Task("devices", [("rate", name)], partial(entry, name)) for name in sorted(measured)]
 
 
 def _matrix_flops_per_s(side: int, dtype: torch.dtype, stopwatch: Stopwatch) -> tuple[float, ...]:

@@ -1,6 +1,8 @@
 """Collectives at growing sizes, and every link of a pipeline (only the ranks of a sweep import this)."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -8,27 +10,19 @@ from numpy.typing import NDArray
 
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_profile.hardware.collectives import collective_call, p2p_call
-from shardwright_profile.hardware.profile import PairEntry, PointEntry
-from shardwright_profile.hardware.session import Session
+from shardwright_profile.hardware.profile import Key, PairEntry, PointEntry
+from shardwright_profile.hardware.session import Session, Task
 from shardwright_profile.hardware.sweep_plan import SIZE_STEP, CollectiveKind, PairRound
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS
 
 
-def point_entries(
-    session: Session, kinds: Sequence[CollectiveKind], time_s: float
-) -> Iterator[tuple[CollectiveKind, PointEntry]]:
-    """Time every kind of collective for about `time_s` seconds; all ranks of the world call this and get the same.
+def point_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Iterator[Task]]:
+    """Every kind of collective at growing sizes, always to 1 MiB, until the next size would not fit its time.
 
-    The kinds share the time evenly, and what one leaves over goes to those after it. Each kind grows its messages from
-    the smallest, and always to 1 MiB, until the next size would not fit its share. A kind that a killed sweep was done
-    with grows no further.
+    A kind that a killed sweep was done with grows no further.
     """
-    budget = session.stopwatch.budget(time_s)
     done = _done_before(session, kinds)
-    for number, kind in enumerate(kinds):
-        left_s = max(0.0, budget.left_s())
-        for entry in _of_kind(session, kind, 0.0 if number < done else left_s / (len(kinds) - number)):
-            yield kind, entry
+    return [_points(session, kind, number >= done) for number, kind in enumerate(kinds)]
 
 
 def _done_before(session: Session, kinds: Sequence[CollectiveKind]) -> int:
@@ -45,22 +39,19 @@ def _done_before(session: Session, kinds: Sequence[CollectiveKind]) -> int:
     return max(begun, default=0)
 
 
-def _of_kind(session: Session, kind: CollectiveKind, share_s: float) -> Iterator[PointEntry]:
-    budget = session.stopwatch.budget(share_s)
+def _points(session: Session, kind: CollectiveKind, grows: bool) -> Iterator[Task]:
     sizes, always = (of(kind.key.group_size) for of in (session.identity.sizes.all, session.identity.sizes.always))
-    expected_s = 0.0
-    for number, message_bytes in enumerate(sizes):
-        entry = session.find("point", *kind.key, message_bytes)
-        if not isinstance(entry, PointEntry):
-            left_s = budget.left_s()
-            if expected_s > left_s and message_bytes not in always:
-                return
-            entry = _timed_point(session, kind, message_bytes, left_s / (len(sizes) - number))
-        yield entry
-        expected_s = SIZE_STEP * float(np.median(entry.times_s)) * (WARM_UP_REPEATS + session.min_repeats)
+    needs_s = 0.0
+    for number, size in enumerate(sizes):
+        key = ("point", *kind.key, size)
+        limit_s = None if size in always else needs_s if grows else inf
+        yield Task(kind, [key], partial(_timed_point, session, kind, size), 1 / (len(sizes) - number), limit_s)
+        entry = session.find(*key)
+        assert isinstance(entry, PointEntry)
+        needs_s = SIZE_STEP * float(np.median(entry.times_s)) * (WARM_UP_REPEATS + session.min_repeats)
 
 
-def _timed_point(session: Session, kind: CollectiveKind, message_bytes: int, share_s: float) -> PointEntry:
+def _timed_point(session: Session, kind: CollectiveKind, message_bytes: int, share_s: float) -> list[PointEntry]:
     stopwatch = session.stopwatch
     stopwatch.doing = f"timing {message_bytes} bytes, {kind}"
     p2p = kind.key.collective is Collective.P2P
@@ -68,20 +59,17 @@ def _timed_point(session: Session, kind: CollectiveKind, message_bytes: int, sha
     call = collective_call(kind, message_bytes, process_group, session.device)
     stopwatch.slowest_s(call, WARM_UP_REPEATS)
     times_s = stopwatch.repeated(lambda n: stopwatch.slowest_s(call, n)[None], share_s, session.max_repeats)
-    return PointEntry(**kind.key._asdict(), message_bytes=message_bytes, times_s=tuple(times_s[0].tolist()))
+    return [PointEntry(**kind.key._asdict(), message_bytes=message_bytes, times_s=tuple(times_s[0].tolist()))]
 
 
-def pair_entries(
-    session: Session, rounds: Sequence[PairRound], time_s: float
-) -> Iterator[tuple[PairRound, list[PairEntry]]]:
-    """Time every link for about `time_s` seconds, the pairs of a round at once; all ranks get the same."""
-    budget = session.stopwatch.budget(time_s)
-    for number, timed in enumerate(rounds):
-        kept = [session.find("pair", *pair, timed.message_bytes) for pair in timed.pairs]
-        known = [entry for entry in kept if isinstance(entry, PairEntry)]
-        if len(known) < len(kept):
-            known = _timed_pairs(session, timed, budget.left_s() / (len(rounds) - number))
-        yield timed, known
+def pair_tasks(session: Session, rounds: Sequence[PairRound]) -> list[list[Task]]:
+    """Every link, the pairs of a round at once."""
+
+    def task(timed: PairRound) -> Task:
+        keys: list[Key] = [("pair", source, target, timed.message_bytes) for source, target in timed.pairs]
+        return Task(timed, keys, partial(_timed_pairs, session, timed))
+
+    return [[task(timed)] for timed in rounds]
 
 
 def _timed_pairs(session: Session, timed: PairRound, share_s: float) -> list[PairEntry]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardwright_profile.hardware.collectives import collective_call
 from shardwright_profile.hardware.profile import OverlapEntry, PointEntry
-from shardwright_profile.hardware.session import Session
+from shardwright_profile.hardware.session import Session, Task
 from shardwright_profile.hardware.sweep_plan import COMPUTE_RATIOS, CollectiveKind
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS
 
@@ -51,30 +51,27 @@ _Turn = tuple[Start | None, _Computation, int]
 """What is timed by turns: a collective or None, a computation, and how many products of it."""
 
 
-def overlap_entries(
-    session: Session, kinds: Sequence[CollectiveKind], time_s: float
-) -> Iterator[tuple[CollectiveKind, list[OverlapEntry]]]:
-    """Time each kind of collective overlapped with computations of several lengths, for about `time_s` seconds.
+def overlap_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Iterator[Task]]:
+    """Each kind of collective overlapped with computations of several lengths.
 
     Each size up to 1 MiB is timed, and larger ones while a kind's share of the time lasts; none that the kind was not
-    timed at alone. All ranks call this and get the same.
+    timed at alone.
     """
-    budget, timer = session.stopwatch.budget(time_s), _Timer(session)
-    for number, kind in enumerate(kinds):
-        always = session.identity.sizes.always(kind.key.group_size)
-        for message_bytes in session.identity.sizes.overlapped(kind.key.group_size):
-            point = session.find("point", *kind.key, message_bytes)
-            if not isinstance(point, PointEntry):
-                break
-            keys = [("overlap", *kind.key[:2], message_bytes, ratio) for ratio in COMPUTE_RATIOS]
-            kept = [entry for key in keys if isinstance(entry := session.find(*key), OverlapEntry)]
-            if len(kept) < len(keys):
-                left_s = budget.left_s() / (len(kinds) - number)
-                repeats = WARM_UP_REPEATS + session.min_repeats
-                if message_bytes not in always and left_s < CASE_MESSAGES * repeats * float(np.median(point.times_s)):
-                    break
-                kept = timer.entries(kind, point, left_s / 2)
-            yield kind, kept
+    timer = _Timer(session)
+    return [_overlaps(session, timer, kind) for kind in kinds]
+
+
+def _overlaps(session: Session, timer: "_Timer", kind: CollectiveKind) -> Iterator[Task]:
+    always = session.identity.sizes.always(kind.key.group_size)
+    for size in session.identity.sizes.overlapped(kind.key.group_size):
+        point = session.find("point", *kind.key, size)
+        if not isinstance(point, PointEntry):
+            return
+        what = f"overlapped with a computation, {kind}"
+        keys = [("overlap", *kind.key[:2], size, ratio) for ratio in COMPUTE_RATIOS]
+        needs_s = CASE_MESSAGES * (WARM_UP_REPEATS + session.min_repeats) * float(np.median(point.times_s))
+        # Half: the sizes that follow take more.
+        yield Task(what, keys, partial(timer.entries, kind, point), 1 / 2, None if size in always else needs_s)
 
 
 class _Timer:

@@ -1,6 +1,6 @@
 """One rank's side of a sweep (only the ranks of a sweep import this)."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardwright_launch.journal import Journal
 from shardwright_profile.hardware.job import SweepIdentity
-from shardwright_profile.hardware.profile import Entry
+from shardwright_profile.hardware.profile import Entry, Key
 from shardwright_profile.hardware.statistics import MIN_REPEATS
 from shardwright_profile.hardware.sweep_plan import Groups
 from shardwright_profile.hardware.timing import Stopwatch
@@ -53,3 +53,38 @@ class Session(NamedTuple):
     def find(self, *key: Hashable) -> Entry | None:
         """What is known of an entry."""
         return self.journal.find(*key)
+
+
+class Task(NamedTuple):
+    """Something to time: a message of one size, or what else is timed at once."""
+
+    what: object
+    """What the user is told of it, as text."""
+    keys: Sequence[Key]
+    """Of the entries that it gives."""
+    measure: Callable[[float], Sequence[Entry]]
+    """Given so many seconds."""
+    share: float = 1.0
+    """Of the time that its series has left."""
+    needs_s: float | None = None
+    """Where its series has less time left than this, it and what follows in the series is left out; None: never."""
+
+
+def timed(session: Session, series: Sequence[Iterable[Task]], time_s: float) -> Iterator[tuple[int, Task, list[Entry]]]:
+    """Do series of tasks in about `time_s` seconds; all ranks of the world call this and get the same entries.
+
+    The series share the time evenly, and what one leaves over goes to those after it. What is known already is not
+    timed again. Yields the number of the series, the task and its entries, which are in the journal when the next task
+    is asked for.
+    """
+    budget = session.stopwatch.budget(time_s)
+    for number, tasks in enumerate(series):
+        own = session.stopwatch.budget(budget.left_s() / (len(series) - number))
+        for task in tasks:
+            entries = [entry for key in task.keys if (entry := session.find(*key)) is not None]
+            if len(entries) < len(task.keys):
+                left_s = own.left_s()
+                if task.needs_s is not None and task.needs_s > left_s:
+                    break
+                entries = list(task.measure(task.share * left_s))
+            yield number, task, entries

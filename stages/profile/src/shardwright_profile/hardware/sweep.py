@@ -1,21 +1,20 @@
 """The sweep: rates, collectives, links and overlap within a time budget (only the ranks of a sweep import this)."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_profile.hardware.collectives import collective_call
-from shardwright_profile.hardware.device_rates import rate_entries
+from shardwright_profile.hardware.device_rates import rate_tasks
 from shardwright_profile.hardware.job import Progress, Remark
-from shardwright_profile.hardware.messages import pair_entries, point_entries
-from shardwright_profile.hardware.overlap import CASE_MESSAGES, overlap_entries
+from shardwright_profile.hardware.messages import pair_tasks, point_tasks
+from shardwright_profile.hardware.overlap import CASE_MESSAGES, overlap_tasks
 from shardwright_profile.hardware.profile import Entry, OverlapEntry, PairEntry
 from shardwright_profile.hardware.progress import Line, Workload, line_through
-from shardwright_profile.hardware.session import Session
+from shardwright_profile.hardware.session import Session, Task, timed
 from shardwright_profile.hardware.sweep_plan import CollectiveKind, SweepPlan
-from shardwright_profile.hardware.timing import WARM_UP_REPEATS
+from shardwright_profile.hardware.timing import WARM_UP_REPEATS, Budget
 
 _POINTS_SHARE = 0.7
 """Of the time that is left after the rates; the larger messages take most of it."""
@@ -25,12 +24,6 @@ _PAIRS_SHARE = 1 / 3
 Say = Callable[[Progress | Remark], None]
 
 
-class _Timed(NamedTuple):
-    step: int
-    what: object
-    entries: Sequence[Entry]
-
-
 def sweep(session: Session, time_budget_s: float, say: Say) -> list[Entry]:
     """Measure everything; all ranks of the world call this and get the same entries, in the same order.
 
@@ -38,30 +31,29 @@ def sweep(session: Session, time_budget_s: float, say: Say) -> list[Entry]:
     """
     plan = SweepPlan.of(session.identity.cluster, session.identity.sizes, session.device.type)
     found: list[Entry] = []
-    for timed in _timed(session, plan, time_budget_s, say):
-        if session.journal.add(timed.entries):
-            text = f"{timed.what}: {max(timed.entries, key=_slowness)}"
-            say(Progress(step=timed.step, steps=plan.steps, text=text))
-        found.extend(timed.entries)
+    step, budget = 0, session.stopwatch.budget(time_budget_s)
+    for series, share in _parts(session, plan, budget, say):
+        for number, task, entries in timed(session, series, share * budget.left_s()):
+            if session.journal.add(entries):
+                text = f"{task.what}: {max(entries, key=_slowness)}"
+                say(Progress(step=step + number, steps=plan.steps, text=text))
+            found.extend(entries)
+        step += len(series)
     return found
 
 
-def _timed(session: Session, plan: SweepPlan, time_budget_s: float, say: Say) -> Iterator[_Timed]:
-    budget = session.stopwatch.budget(time_budget_s)
-    for rate in rate_entries(session):
-        yield _Timed(0, "devices", [rate])
+def _parts(
+    session: Session, plan: SweepPlan, budget: Budget, say: Say
+) -> Iterator[tuple[Sequence[Iterable[Task]], float]]:
+    """Rates, collectives, links and overlap: each with its share of the time that is left then."""
+    yield [rate_tasks(session)], 1.0
     work = _workload(session, plan)
     line = _calibrated(session, plan) if plan.kinds else Line(0.0, 0.0)
-    needed_s = time_budget_s - budget.left_s() + work.min_s(line)
-    say(Remark(text=work.estimate(session.journal.kept_count, needed_s, time_budget_s)))
-    for kind, point in point_entries(session, plan.kinds, _POINTS_SHARE * budget.left_s()):
-        yield _Timed(1 + plan.kinds.index(kind), kind, [point])
-    step = 1 + len(plan.kinds)
-    for timed, pairs in pair_entries(session, plan.rounds, _PAIRS_SHARE * budget.left_s()):
-        yield _Timed(step + plan.rounds.index(timed), timed, pairs)
-    step += len(plan.rounds)
-    for kind, overlaps in overlap_entries(session, plan.overlapped, budget.left_s()):
-        yield _Timed(step + plan.overlapped.index(kind), f"overlapped with a computation, {kind}", overlaps)
+    needed_s = budget.time_s - budget.left_s() + work.min_s(line)
+    say(Remark(text=work.estimate(session.journal.kept_count, needed_s, budget.time_s)))
+    yield point_tasks(session, plan.kinds), _POINTS_SHARE
+    yield pair_tasks(session, plan.rounds), _PAIRS_SHARE
+    yield overlap_tasks(session, plan.overlapped), 1.0
 
 
 def _workload(session: Session, plan: SweepPlan) -> Workload:
