@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import Value, check_regular, write_bytes
+from shardwright_formats.io.json import Value, check_regular, checked_header, write_bytes
 from shardwright_formats.io.table import Column, Row, Table, columns_of
 
 _MAX_BYTES = 2**30
@@ -159,18 +159,9 @@ def _h5py_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def _check_header(path: Path, file: h5py.File, kind: type[Profile]) -> None:
-    found = _attribute(path, file, "format")
-    if not isinstance(found, str) or found != kind.FORMAT:
-        raise BadInput(path, f"format is {found!r}, not {kind.FORMAT}", "pass a file of that format")
-    number = _attribute(path, file, "version")
-    if isinstance(number, np.integer):
-        number = int(number)
-    if type(number) is not int or number != kind.VERSION:
-        raise BadInput(
-            path,
-            f"version {number!r} of {kind.FORMAT} is unknown here, only {kind.VERSION} is read",
-            "write the file again with this version of shardwright",
-        )
+    version = _attribute(path, file, "version")
+    number = int(version) if isinstance(version, np.integer) else version
+    checked_header(path, _attribute(path, file, "format"), number, {kind.FORMAT: kind})
 
 
 def _attribute(path: Path, holder: h5py.File | h5py.Dataset, name: str) -> object:

@@ -6,7 +6,7 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -30,6 +30,7 @@ class Document(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 DocumentType = TypeVar("DocumentType", bound=Document)
+Headed = TypeVar("Headed")
 
 
 @contextmanager
@@ -117,23 +118,25 @@ def read_document(path: Path, kind: type[DocumentType]) -> DocumentType:
 def read_any_document(path: Path, *kinds: type[DocumentType]) -> DocumentType:
     """Read a document that may be of several kinds, told apart by its `format` key."""
     raw = read_object(path)
-    by_format = {kind.FORMAT: kind for kind in kinds}
-    expected = " or ".join(by_format)
-    found = raw.pop("format", None)
-    if not isinstance(found, str) or found not in by_format:
-        raise BadInput(path, f"format is {found!r}, not {expected}", "pass a file of that format")
-    kind = by_format[found]
-    version = raw.pop("version", None)
-    if type(version) is not int or version != kind.VERSION:
-        raise BadInput(
-            path,
-            f"version {version!r} of {found} is unknown here, only {kind.VERSION} is read",
-            "write the file again with this version of shardwright",
-        )
+    kind = checked_header(path, raw.pop("format", None), raw.pop("version", None), {k.FORMAT: k for k in kinds})
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise BadInput(path, str(error), "correct the file or write it again") from None
+
+
+def checked_header(path: Path, found: object, version: object, kinds: Mapping[str, type[Headed]]) -> type[Headed]:
+    """The kind of file that its format names; BadInput unless it is one of these, in the version that is read here."""
+    if not isinstance(found, str) or found not in kinds:
+        raise BadInput(path, f"format is {found!r}, not {' or '.join(kinds)}", "pass a file of that format")
+    known: int = kinds[found].VERSION  # type: ignore[attr-defined]
+    if type(version) is not int or version != known:
+        raise BadInput(
+            path,
+            f"version {version!r} of {found} is unknown here, only {known} is read",
+            "write the file again with this version of shardwright",
+        )
+    return kinds[found]
 
 
 def check_regular(path: Path, max_bytes: int) -> None:
