@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.io.json import Value, write_bytes
+from shardwright_formats.io.json import Value
+from shardwright_formats.schema.writing import write_or_check
 from shardwright_formats.types.cluster import NodeGroup
 from shardwright_formats.types.limits import (
     MAX_DEVICES,
@@ -36,7 +37,7 @@ Word = Annotated[str, Meta(pattern=r"""^[^\s;'"`$\\]+$""", max_length=200)]
 _UNSAID: Path = msgspec.field(default_factory=Path)
 """What the workflow decides by itself: see DECIDED."""
 
-SCHEMA = Path("workflow/schemas/config.schema.json")
+SCHEMA = "workflow/schemas/config.schema.json"
 
 
 class Source(StrEnum):
@@ -221,12 +222,7 @@ def generated() -> str:
 
 def main() -> int:
     """Write or check the schema; returns the exit code."""
-    if "--check" not in sys.argv:
-        write_bytes(SCHEMA, generated().encode())
-    elif not SCHEMA.is_file() or SCHEMA.read_text() != generated():
-        print(f"error: {SCHEMA}: not what the types say: run `python {sys.argv[0]}`", file=sys.stderr)
-        return 1
-    return 0
+    return write_or_check(f"python {sys.argv[0]}", {SCHEMA: generated()})
 
 
 if __name__ == "__main__":

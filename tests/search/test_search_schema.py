@@ -55,8 +55,8 @@ def test_the_schema_is_up_to_date(capsys):
 
 
 def test_check_names_a_stale_schema_and_writing_mends_it(tmp_path, capsys):
-    (tmp_path / "stages" / "search").mkdir(parents=True)
-    shutil.copy(ROOT / "stages" / "search" / "pyproject.toml", tmp_path / "stages" / "search")
+    (tmp_path / "formats").mkdir()
+    shutil.copy(ROOT / "formats" / "pyproject.toml", tmp_path / "formats")
     assert schema.main(["--root", str(tmp_path)]) == 0
     written = tmp_path / schema.SCHEMA
     written.write_text(written.read_text().replace("shardwright.search", "shardwright.seek"))
