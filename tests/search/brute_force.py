@@ -1,5 +1,6 @@
 """The solver beside every plan of a problem: what it gets wrong, if anything."""
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -47,8 +48,8 @@ def mistake(problem: Problem, answer: Optimum[int]) -> str | None:
     return None
 
 
-def mistakes(seeds: range) -> dict[int, str]:
+def mistakes(seeds: range, made: Callable[[int], Problem] = random_problem) -> dict[int, str]:
     """What the solver gets wrong, by the seed of the problem."""
-    problems = ((seed, random_problem(seed)) for seed in seeds)
+    problems = ((seed, made(seed)) for seed in seeds)
     found = ((seed, mistake(problem, solved(problem))) for seed, problem in problems)
     return {seed: what for seed, what in found if what is not None}

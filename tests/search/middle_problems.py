@@ -2,7 +2,7 @@
 
 import numpy as np
 from brute_force import pipeline_of
-from random_problems import with_budgets
+from random_problems import counted, handed_as_given, with_budgets
 
 from shardwright_search.solver.branch_and_bound import Target, optimize
 from shardwright_search.solver.min_memory import min_memory
@@ -34,12 +34,12 @@ def middle_problem(seed: int) -> Problem:
 
     moves = np.round(rng.uniform(0, 2e10, (_TYPES, _LAYOUTS, _LAYOUTS)))
     moves[:, np.arange(_LAYOUTS), np.arange(_LAYOUTS)] = 0
+    placements = counted([(0,)] * pp_size, [pp_size])
     problem = Problem(
         layers=(0, *(1 if i < split else 2 for i in range(layers)), _TYPES - 1),
         device_groups=(DeviceGroup(tuple(options(kind) for kind in range(_TYPES)), moves, _LARGE),),
-        available=(pp_size,),
-        allowed=((0,),) * pp_size,
-        sends_ps=np.round(rng.uniform(0, 1e10, (pp_size - 1, 1, 1, _TYPES, _LAYOUTS))),
+        placements=placements,
+        sends_ps=handed_as_given(placements, np.round(rng.uniform(0, 1e10, (pp_size - 1, 1, 1, _TYPES, _LAYOUTS)))),
         in_flight=tuple(min(count, pp_size - i) for i in range(pp_size)),
         num_microbatches=count,
         tie_ps=np.round(rng.uniform(0, 3e10, (_CLASSES, _CLASSES))),

@@ -1,14 +1,14 @@
 """Tiny random problems of the solver, and every plan of them priced with formulas written a second time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
-from shardwright_search.solver.problem import DeviceGroup, Options, Problem, Solution
+from shardwright_search.solver.problem import Cut, DeviceGroup, Moves, Options, Position, Problem, Solution
 
 
 class Enumerated(NamedTuple):
@@ -25,62 +25,151 @@ class Enumerated(NamedTuple):
         return Solution(self.ends, tuple(int(i) for i in np.unravel_index(plan, self.shape)), self.device_groups)
 
 
+class _Scale(NamedTuple):
+    """How many layouts and classes there are, and how large costs are."""
+
+    layouts: int
+    classes: int
+    costs: int
+
+
+def _options(rng: np.random.Generator, kind: int, scale: _Scale, layouts: np.ndarray) -> Options:
+    n = int(rng.integers(1, 4))
+    times, ends, states, activations, transients = rng.integers(0, scale.costs, (5, n)).astype(float)
+    late = rng.integers(0, scale.costs, n).astype(float)
+    input_layout, output_layout = (layouts[rng.integers(0, len(layouts), n)] for _ in range(2))
+    output_layout = input_layout if kind in (1, 2) else output_layout
+    if kind == 0:
+        input_layout = rng.integers(0, scale.classes, n)
+    if kind == 3:
+        output_layout = rng.integers(0, scale.classes, n)
+    return Options(times + 1, ends, states, late, activations, transients, input_layout, output_layout)
+
+
+def _group(rng: np.random.Generator, scale: _Scale, layouts: np.ndarray, width: int = 1) -> DeviceGroup:
+    most = 1 + scale.costs // int(rng.choice([1, 4]))
+    moves = rng.integers(0, most, (4, scale.layouts, scale.layouts)).astype(float)
+    moves[:, np.arange(scale.layouts), np.arange(scale.layouts)] = 0
+    if rng.random() < 0.5:  # no detour is cheaper: what lets labels of several layouts be compared
+        for between in range(scale.layouts):
+            moves = np.minimum(moves, moves[:, :, between, None] + moves[:, None, between, :])
+    return DeviceGroup(tuple(_options(rng, kind, scale, layouts) for kind in range(4)), moves, 1 << 40, width)
+
+
+def _chain(rng: np.random.Generator, pp_size: int) -> tuple[int, ...]:
+    layers = int(rng.integers(max(2, pp_size), 5 if pp_size < 3 else 4))
+    return (0, *(int(kind) for kind in rng.integers(1, 2 + int(rng.integers(0, 2)), layers)), 3)
+
+
+def _in_flight(rng: np.random.Generator, count: int, pp_size: int) -> tuple[int, ...]:
+    return tuple(count if rng.random() < 0.3 else min(count, pp_size - i) for i in range(pp_size))
+
+
+def _with_tight_budgets(rng: np.random.Generator, problem: Problem) -> Problem:
+    needs = np.sort(np.concatenate([found.memory.max(0) for found in every_plan(problem)]))
+    share = float(rng.choice([0, 0.02, 0.2, 0.6, 0.999]))
+    budgets = [
+        int(needs[int(len(needs) * share)] * (1 if i == 0 else rng.choice([0.8, 1.2])))
+        for i in range(len(problem.device_groups))
+    ]
+    return with_budgets(problem, budgets)
+
+
 @lru_cache(maxsize=2_000)
 def random_problem(seed: int) -> Problem:
     """2 to 4 layers of 1 or 2 types, up to 3 stages on 1 or 2 places, and costs of all kinds that matter."""
     rng = np.random.default_rng(seed)
     pp_size = int(rng.integers(1, 4))
-    layers = int(rng.integers(max(2, pp_size), 5 if pp_size < 3 else 4))
-    blocks = rng.integers(1, 2 + int(rng.integers(0, 2)), layers)
-    layouts, classes = int(rng.integers(1, 4)), int(rng.integers(1, 3))
-    sharding = int(rng.choice([4, 40, 1000]))
+    layers = _chain(rng, pp_size)
+    scale = _Scale(int(rng.integers(1, 4)), int(rng.integers(1, 3)), int(rng.choice([4, 40, 1000])))
     count = int(rng.choice([1, 2, 3, 8]))
     device_groups = int(rng.integers(1, 3)) if pp_size > 1 else 1
-
-    def options(kind: int) -> Options:
-        n = int(rng.integers(1, 4))
-        times, ends, states, activations, transients = rng.integers(0, sharding, (5, n)).astype(float)
-        late = rng.integers(0, sharding, n).astype(float)
-        input_layout, output_layout = rng.integers(0, layouts, n), rng.integers(0, layouts, n)
-        output_layout = input_layout if kind in (1, 2) else output_layout
-        if kind == 0:
-            input_layout = rng.integers(0, classes, n)
-        if kind == 3:
-            output_layout = rng.integers(0, classes, n)
-        return Options(times + 1, ends, states, late, activations, transients, input_layout, output_layout)
-
-    def group(budget: int) -> DeviceGroup:
-        moves = rng.integers(0, 1 + sharding // int(rng.choice([1, 4])), (4, layouts, layouts)).astype(float)
-        moves[:, np.arange(layouts), np.arange(layouts)] = 0
-        if rng.random() < 0.5:  # no detour is cheaper: what lets labels of several layouts be compared
-            for between in range(layouts):
-                moves = np.minimum(moves, moves[:, :, between, None] + moves[:, None, between, :])
-        return DeviceGroup(tuple(options(kind) for kind in range(4)), moves, budget)
-
     positions = rng.random() < 0.3
     available = [int(n) for n in rng.integers(1, pp_size + 1, device_groups)]
     available[0] = max(available[0], pp_size - sum(available[1:]))
+    groups = tuple(_group(rng, scale, np.arange(scale.layouts)) for _ in range(device_groups))
+    allowed = [[int(rng.integers(device_groups))] if positions else range(device_groups) for _ in range(pp_size)]
+    moves = counted(allowed, [pp_size] * device_groups if positions else available)
+    shape = (pp_size - 1, device_groups, device_groups, 4, scale.layouts)
+    sends = rng.integers(0, 1 + scale.costs // 4, shape).astype(float)
     problem = Problem(
-        layers=(0, *(int(b) for b in blocks), 3),
-        device_groups=tuple(group(1 << 40) for _ in range(device_groups)),
-        available=(pp_size,) * device_groups if positions else tuple(available),
-        allowed=tuple(
-            (int(rng.integers(device_groups)),) if positions else tuple(range(device_groups)) for _ in range(pp_size)
-        ),
-        sends_ps=rng.integers(0, 1 + sharding // 4, (pp_size - 1, device_groups, device_groups, 4, layouts)).astype(
-            float
-        ),
-        in_flight=tuple(count if rng.random() < 0.3 else min(count, pp_size - i) for i in range(pp_size)),
+        layers=layers,
+        device_groups=groups,
+        placements=moves,
+        sends_ps=handed_as_given(moves, sends),
+        in_flight=_in_flight(rng, count, pp_size),
         num_microbatches=count,
-        boundary_bytes=rng.integers(0, 1 + sharding // 3, (4, layouts)).astype(float),
-        tie_ps=rng.integers(0, 1 + sharding // 2, (classes, classes)).astype(float),
+        boundary_bytes=rng.integers(0, 1 + scale.costs // 3, (4, scale.layouts)).astype(float),
+        tie_ps=rng.integers(0, 1 + scale.costs // 2, (scale.classes, scale.classes)).astype(float),
     )
-    needs = np.sort(np.concatenate([found.memory.max(0) for found in every_plan(problem)]))
-    share = float(rng.choice([0, 0.02, 0.2, 0.6, 0.999]))
-    budgets = [
-        int(needs[int(len(needs) * share)] * (1 if i == 0 else rng.choice([0.8, 1.2]))) for i in range(device_groups)
-    ]
-    return with_budgets(problem, budgets)
+    return _with_tight_budgets(rng, problem)
+
+
+@lru_cache(maxsize=2_000)
+def random_unequal(seed: int) -> Problem:
+    """2 or 3 stages that share out 3 to 5 ranks in any way, of widths with layouts of their own."""
+    rng = np.random.default_rng(seed)
+    pp_size = int(rng.integers(2, 4))
+    layers = _chain(rng, pp_size)
+    devices, per_width = int(rng.integers(pp_size + 1, 6)), int(rng.integers(1, 3))
+    widths = range(1, devices - pp_size + 2)
+    scale = _Scale(per_width * len(widths), int(rng.integers(1, 3)), int(rng.choice([4, 40, 1000])))
+    layouts = {width: np.arange(i * per_width, (i + 1) * per_width) for i, width in enumerate(widths)}
+    count, lies = int(rng.choice([1, 2, 3, 8])), int(rng.integers(1, 3))
+    groups = tuple(_group(rng, scale, layouts[width], width) for width in widths for _ in range(lies))
+    ways = [(own, list(accumulate(own, initial=0))) for own in product(widths, repeat=pp_size) if sum(own) == devices]
+    found: list[dict[Position, dict[tuple[int, Position], None]]] = [{} for _ in range(pp_size)]
+    for own, ranks in ways:
+        for stage, (width, start, end) in enumerate(zip(own, ranks, ranks[1:], strict=False)):
+            group = (width - 1) * lies + start % lies
+            found[stage].setdefault((start,), {})[group, (end,)] = None
+    moves = tuple({position: tuple(each) for position, each in stage.items()} for stage in found)
+    sends = {}
+    for _, cut in cuts_of(moves):
+        before, behind = groups[cut.before].width, groups[cut.behind].width
+        times = rng.integers(0, 1 + scale.costs // 4, (4, scale.layouts, scale.layouts)).astype(float)
+        meet = np.zeros((scale.layouts, scale.layouts), bool)
+        meet[np.ix_(layouts[before], layouts[behind])] = before != behind or np.eye(per_width, dtype=bool)
+        sends[cut] = np.where(meet, times, np.inf)
+    problem = Problem(
+        layers=layers,
+        device_groups=groups,
+        placements=moves,
+        sends_ps=sends,
+        in_flight=_in_flight(rng, count, pp_size),
+        num_microbatches=count,
+        boundary_bytes=rng.integers(0, 1 + scale.costs // 3, (4, scale.layouts)).astype(float),
+        tie_ps=rng.integers(0, 1 + scale.costs // 2, (scale.classes, scale.classes)).astype(float),
+    )
+    return _with_tight_budgets(rng, problem)
+
+
+def counted(allowed: Sequence[Sequence[int]], available: Sequence[int]) -> tuple[Moves, ...]:
+    """Placements where a position is how many stages are on each group, of which there are so many."""
+    ways = [groups for groups in product(*allowed) if all(groups.count(i) <= most for i, most in enumerate(available))]
+    found: list[dict[Position, dict[tuple[int, Position], None]]] = [{} for _ in allowed]
+    for groups in ways:
+        positions = [tuple(groups[:i].count(group) for group in range(len(available))) for i in range(len(groups) + 1)]
+        for stage, moves in enumerate(found):
+            moves.setdefault(positions[stage], {})[groups[stage], positions[stage + 1]] = None
+    return tuple({position: tuple(own) for position, own in moves.items()} for moves in found)
+
+
+def cuts_of(moves: Sequence[Moves]) -> Iterator[tuple[int, Cut]]:
+    """Everything that can be between two stages, with the number of the first."""
+    for stage, (own, following) in enumerate(pairwise(moves)):
+        for before, position in {move for each in own.values() for move in each}:
+            for behind, _ in following[position]:
+                yield stage, Cut(position, before, behind)
+
+
+def handed_as_given(moves: Sequence[Moves], sends: np.ndarray) -> dict[Cut, np.ndarray]:
+    """Sends [cuts, groups, groups, types, layouts] that change no layout."""
+    return {cut: _diagonal(sends[stage, cut.before, cut.behind]) for stage, cut in cuts_of(moves)}
+
+
+def _diagonal(sends: np.ndarray) -> np.ndarray:
+    return np.where(np.eye(sends.shape[-1], dtype=bool), sends[..., None], np.inf)
 
 
 def with_budgets(problem: Problem, budgets: list[int]) -> Problem:
@@ -92,9 +181,10 @@ def with_budgets(problem: Problem, budgets: list[int]) -> Problem:
 
 def placements(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Every way to put the stages on places."""
-    for device_groups in product(*problem.allowed):
-        if all(device_groups.count(group) <= most for group, most in enumerate(problem.available)):
-            yield device_groups
+    ways: list[tuple[tuple[int, ...], Position]] = [((), problem.start_position)]
+    for moves in problem.placements:
+        ways = [((*groups, group), after) for groups, at in ways for group, after in moves[at]]
+    yield from (groups for groups, _ in ways)
 
 
 def every_plan(problem: Problem) -> Iterator[Enumerated]:
@@ -129,18 +219,24 @@ def _priced(problem: Problem, ends: tuple[int, ...], device_groups: tuple[int, .
     chosen = [index.ravel() for index in np.indices(shape)]
     size = len(chosen[0])
     times, ends_ps = np.zeros((problem.pp_size, size)), np.zeros((problem.pp_size, size))
+    received = [np.zeros(size)]
+    at = problem.start_position
     for e, (stage, o, rows) in enumerate(zip(stage_of, own, chosen, strict=True)):
         times[stage] += o.time_ps[rows]
         ends_ps[stage] += o.exposed_ps[rows]
         if e:
             kind, gave = problem.layers[e - 1], own[e - 1].output_layout[chosen[e - 1]]
-            times[stage] += problem.device_groups[device_groups[stage]].redistribution_ps[
-                kind, gave, o.input_layout[rows]
-            ]
+            here, got = problem.device_groups[device_groups[stage]], gave
             if stage_of[e - 1] != stage:
-                send = problem.sends_ps[stage - 1, device_groups[stage - 1], device_groups[stage], kind, gave]
+                before = device_groups[stage - 1]
+                at = dict(problem.placements[stage - 1][at])[before]
+                if problem.device_groups[before].width != here.width:  # straight to where it is wanted
+                    got = o.input_layout[rows]
+                send = problem.sends_ps[Cut(at, before, device_groups[stage])][kind, gave, got]
                 times[stage] += send
                 times[stage - 1] += send
+                received.append(problem.boundary_bytes[kind, got])
+            times[stage] += here.redistribution_ps[kind, got, o.input_layout[rows]]
     memory = np.zeros((problem.pp_size, size))
     for stage, k in enumerate(problem.in_flight):
         inside = [e for e, s in enumerate(stage_of) if s == stage]
@@ -152,11 +248,7 @@ def _priced(problem: Problem, ends: tuple[int, ...], device_groups: tuple[int, .
                     o, rows = own[e], chosen[e]
                     need = need + o.state_bytes[rows] + (flight - 1 + (e <= j)) * o.activation_bytes[rows]
                     need = need + (e >= j or not late) * o.late_bytes[rows]
-                if stage:  # received of every microbatch in flight, and one gradient of it
-                    e = inside[0] - 1
-                    need = (
-                        need + (flight + 1) * problem.boundary_bytes[problem.layers[e], own[e].output_layout[chosen[e]]]
-                    )
+                need = need + (flight + 1) * received[stage]  # of every microbatch in flight, and one gradient of it
                 if stage < problem.pp_size - 1:  # one gradient of what is given out
                     e = inside[-1]
                     need = need + problem.boundary_bytes[problem.layers[e], own[e].output_layout[chosen[e]]]

@@ -1,6 +1,5 @@
 """Random models, clusters, profiles and requests, with everything that a plan can have."""
 
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +16,10 @@ from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.search import instance_of, targets_of
 from shardwright_search.solver.branch_and_bound import Target
 from shardwright_search.solver.problem import Problem, Solution
-from shardwright_search.space.configurations import Configuration, divisors
+from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.stage_widths import divisors
 
 __all__ = ["FILE", "World", "random_model", "random_solution", "random_world"]
 
@@ -144,7 +144,7 @@ def random_solution(rng: np.random.Generator, problem: Problem) -> Solution:
     """Any cut and any options."""
     total, p = len(problem.layers), problem.pp_size
     cuts = sorted(rng.choice(np.arange(2, total - 1), p - 1, replace=False).tolist())
-    (device_groups,) = _places(problem)
+    device_groups = _places(rng, problem)
     stage_of = np.searchsorted(cuts, np.arange(total), side="right")
     options = tuple(
         int(rng.integers(len(problem.device_groups[device_groups[stage]].options[kind].input_layout)))
@@ -153,6 +153,10 @@ def random_solution(rng: np.random.Generator, problem: Problem) -> Solution:
     return Solution((*cuts, total), options, device_groups)
 
 
-def _places(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Where a cluster's stages are: each on one kind of place."""
-    yield tuple(allowed[0] for allowed in problem.allowed)
+def _places(rng: np.random.Generator, problem: Problem) -> tuple[int, ...]:
+    """Where stages can be: each on one kind of place."""
+    groups, at = list[int](), problem.start_position
+    for moves in problem.placements:
+        group, at = moves[at][int(rng.integers(len(moves[at])))]
+        groups.append(group)
+    return tuple(groups)

@@ -5,9 +5,11 @@ python tests/search/run_brute_force.py [PROBLEMS]
 
 import sys
 import time
+from functools import partial
 
 from brute_force import mistakes
 from interleaved_problems import mistakes as interleaved_mistakes
+from random_problems import random_unequal
 
 __all__ = ["main"]
 
@@ -18,7 +20,12 @@ _BLOCK = 1000
 def main(count: int) -> int:
     """Compare, say what was seen, and return the number of problems that the solver gets wrong."""
     wrong = 0
-    for name, wrong_of in (("gpipe and 1f1b", mistakes), ("interleaved_1f1b", interleaved_mistakes)):
+    kinds = {
+        "gpipe and 1f1b": mistakes,
+        "stages of unequal width": partial(mistakes, made=random_unequal),
+        "interleaved_1f1b": interleaved_mistakes,
+    }
+    for name, wrong_of in kinds.items():
         started, here = time.process_time(), dict[int, str]()
         for start in range(0, count, _BLOCK):
             here |= wrong_of(range(start, min(start + _BLOCK, count)))

@@ -12,7 +12,7 @@ from random_problems import random_problem
 
 from shardwright_search.solver import interleaved, partition, stage_labels
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
-from shardwright_search.solver.problem import Options, Problem
+from shardwright_search.solver.problem import Options, Problem, Start
 from shardwright_search.solver.stage_labels import _Stage
 
 SEEDS = range(200, 1500)
@@ -38,6 +38,11 @@ def without(term: str) -> Callable[[Problem], Problem]:
     return seen
 
 
+def without_sends(problem: Problem) -> Problem:
+    free = {cut: np.where(np.isfinite(sends), 0, sends) for cut, sends in problem.sends_ps.items()}
+    return changed(problem, sends_ps=free)
+
+
 def without_redistribution(problem: Problem) -> Problem:
     device_groups = (replace(p, redistribution_ps=np.zeros_like(p.redistribution_ps)) for p in problem.device_groups)
     return changed(problem, device_groups=tuple(device_groups))
@@ -48,7 +53,12 @@ def without_redistribution(problem: Problem) -> Problem:
     [
         *(pytest.param(without(term), id=term) for term in Options._fields[: Options._fields.index("input_layout")]),
         pytest.param(without_redistribution, id="redistribution_ps"),
-        pytest.param(lambda p: changed(p, sends_ps=np.zeros_like(p.sends_ps)), id="sends_ps"),
+        pytest.param(
+            lambda p: changed(
+                p, sends_ps={cut: np.where(np.isfinite(sends), 0, sends) for cut, sends in p.sends_ps.items()}
+            ),
+            id="sends_ps",
+        ),
         pytest.param(lambda p: changed(p, tie_ps=np.zeros_like(p.tie_ps)), id="tie_ps"),
         pytest.param(lambda p: changed(p, in_flight=(1,) * p.pp_size), id="in_flight"),
         pytest.param(lambda p: changed(p, num_microbatches=1), id="num_microbatches"),
@@ -83,7 +93,7 @@ def test_a_middle_stage_that_has_no_window_is_caught(monkeypatch):
         if found is None or self.problem.pp_size < 3:
             return found
         known = {self.problem.phases(0), self.problem.phases(self.problem.pp_size - 1)}
-        return {kind: own for kind, own in found.items() if kind.is_first or kind.phases in known}
+        return {kind: own for kind, own in found.items() if kind.start is Start.FIRST or kind.phases in known}
 
     monkeypatch.setattr(ConfigurationBounds, "targets", ignoring)
     assert caught()

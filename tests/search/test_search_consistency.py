@@ -16,6 +16,7 @@ from shardwright_search.search import NEAR
 from shardwright_search.solver.branch_and_bound import Target, optimize
 from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.problem import Solution, price
+from shardwright_search.space.choices import Choices
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 
@@ -70,7 +71,9 @@ def test_plans_of_interleaved_schedules_cost_the_same_to_the_solver_and_to_evalu
                 embedding, *chunk, head = counted.options
                 layers = chunk * (problem.pp_size * problem.num_chunks)
                 found = evaluate(
-                    instance.plan(configuration, Solution((), (embedding, *layers, head), ())),
+                    instance.plan(
+                        configuration, Solution((len(layers) + 2,), (embedding, *layers, head), (0,) * problem.pp_size)
+                    ),
                     world.profiles,
                     instance.costs,
                 )
@@ -159,7 +162,7 @@ def test_a_batch_that_is_floored_is_caught(monkeypatch):
     )
     with pytest.raises(BadInput, match="no strategy divides the batch"):
         world._replace(request=request).targets(world._replace(request=request).instance)
-    monkeypatch.setattr(Instance, "_possible", lambda *_: True)
+    monkeypatch.setattr(Choices, "_possible", lambda *_: True)
     instance = world._replace(request=request).instance
     (target, *_) = world.targets(instance)
     answer = optimize([target], instance.solvable)

@@ -10,8 +10,8 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_search.explain.remedies import further_remedies, remedies
 from shardwright_search.search import Found, find_best
 from shardwright_search.space.budget import GIB, Infeasible, budgets_of
-from shardwright_search.space.configurations import divisors
 from shardwright_search.space.request import BatchRange, batch_sizes
+from shardwright_search.space.stage_widths import divisors
 
 
 def answer(world: World):

@@ -24,6 +24,7 @@ FULL = {
     "fine_grained": False,
     "pp_sizes": [1, 2],
     "max_pp_size": 2,
+    "stage_widths": [[4, 4], [6, 2]],
     "tp_sizes": None,
     "max_tp_size": 4,
     "max_dp_size": None,

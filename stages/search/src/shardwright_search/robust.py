@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective, HardwareProfile
 from shardwright_formats.types.prediction import ScenarioRegret
-from shardwright_search.cost_model.plan import evaluate, offset_ps
+from shardwright_search.cost_model.layer import picoseconds
+from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.scaling import Scaling, scaled
 from shardwright_search.solver.branch_and_bound import Best
@@ -119,8 +120,7 @@ def _repriced(instance: Instance, profiles: Profiles) -> Instance:
 
 def _retold(instance: Instance, best: Best[Configuration], score: float) -> Best[Configuration]:
     """A plan of any scenario as its score with the profile as it is."""
-    always_ps = offset_ps(instance.costs, instance.stage_ranks(best.target.configuration.pp_size))
-    target = best.target._replace(offset_ps=float(always_ps))
+    target = best.target._replace(offset_ps=float(picoseconds(instance.costs.profiles.step_overhead_s)))
     return Best(target, best.found._replace(objective_ps=target.time_ps(score)), score)
 
 

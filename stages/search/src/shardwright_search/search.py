@@ -1,7 +1,6 @@
 """The best plan of the asked space: every configuration bounded, the promising ones solved and compared."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from time import monotonic
@@ -17,8 +16,8 @@ from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.prediction import ScenarioRegret
 from shardwright_formats.types.strategy import LayerStrategy
-from shardwright_search.cost_model.layer import CostModel
-from shardwright_search.cost_model.plan import Evaluation, evaluate, offset_ps
+from shardwright_search.cost_model.layer import CostModel, picoseconds
+from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.stage_costs import range_costs
 from shardwright_search.simulation.simulator import step_time_ps
@@ -158,11 +157,10 @@ def targets_of(instance: Instance, file: Path) -> tuple[Target[Configuration], .
     Raises BadInput where none has a plan, whatever the memory.
     """
     request, costs = instance.request, instance.costs
-    offset_of = cache(lambda pp_size: float(offset_ps(costs, instance.stage_ranks(pp_size))))
     found = tuple(
         Target(
             configuration=configuration,
-            offset_ps=offset_of(configuration.pp_size),
+            offset_ps=float(picoseconds(costs.profiles.step_overhead_s)),
             scale=1.0 if request.objective is Objective.STEP_TIME else 1.0 / configuration.global_batch_size,
         )
         for configuration in _expanded(instance, configurations(request, costs.model, costs.cluster, file))
@@ -175,18 +173,18 @@ def targets_of(instance: Instance, file: Path) -> tuple[Target[Configuration], .
 def _expanded(instance: Instance, every: Iterable[Configuration]) -> Iterator[Configuration]:
     """Those in which something has a plan, split where all layers share a strategy or a buffer is counted."""
     for configuration in every:
-        if not instance.has_plans(configuration):
+        if not instance.choices.has_plans(configuration):
             continue
         shared: Sequence[LayerStrategy | None] = [None]
         if not instance.request.fine_grained:
-            shared = instance.layer_strategies(configuration)
+            shared = instance.choices.layer_strategies(configuration)
         for layers in shared:
             split = configuration._replace(layers=layers)
             if not instance.request.megatron_gather_buffer:
                 yield split
                 continue
-            for tokens in instance.buffer_tokens(split):
-                if instance.has_plans(here := split._replace(buffer_tokens=tokens)):
+            for tokens in instance.choices.buffer_tokens(split):
+                if instance.choices.has_plans(here := split._replace(buffer_tokens=tokens)):
                     yield here
 
 

@@ -12,7 +12,7 @@ from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.prediction import Prediction, Proof, RunnerUp
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.search import NEAR, Found
-from shardwright_search.space.request import Objective, SearchRequest
+from shardwright_search.space.request import Objective, SearchRequest, StageWidths
 
 __all__ = ["prediction_of_evaluated", "prediction_of_searched", "prediction_path", "read_prediction", "written"]
 
@@ -84,6 +84,17 @@ def prediction_of_searched(
     )
 
 
+def _widths(request: SearchRequest) -> str:
+    """How wide pipeline stages may be."""
+    match request.stage_widths:
+        case StageWidths.EQUAL:
+            return "of equal width"
+        case StageWidths.ANY:
+            return "of any widths, equal where the schedule is interleaved or all layers share a strategy,"
+        case listed:
+            return f"of {', '.join(' + '.join(map(str, each)) for each in listed)} ranks"
+
+
 def _scope(request: SearchRequest, found: Found) -> str:
     def names(field: str) -> str:
         return ", ".join(str(value) for value in getattr(request, field) or ("every divisor",))
@@ -105,7 +116,7 @@ def _scope(request: SearchRequest, found: Found) -> str:
     aim = "the optimum" if request.robust is None else "the least largest regret over all scenarios"
     return (
         f"space {request.space}: no plan of it has a smaller closed form than objective_bound_s: any cut of the layers "
-        f"into pipeline stages of equal width with a layer or more each, {layers}, the embedding and the head, "
+        f"into pipeline stages {_widths(request)} with a layer or more each, {layers}, the embedding and the head, "
         f"{listed}{interleaved}; of {found.near} plans found within {NEAR:.0%} of {aim} {found.simulated} were "
         "simulated, and the one with the least simulated time was taken"
     )

@@ -1,5 +1,6 @@
 """Time of collectives, read off the hardware profile, and how they and computation that overlap slow each other."""
 
+from bisect import bisect
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -106,9 +107,12 @@ def _time(duration: Duration) -> float:
 def _on_curve(profiles: Profiles, key: CollectiveKey, num_bytes: float) -> Duration:
     """Piecewise linear between measured sizes, constant below the smallest, the last segment's bandwidth above.
 
-    Where noise makes the last segment fall, the largest size's own bandwidth stands in.
+    Where noise makes the last segment fall, the largest size's own bandwidth stands in. A number of ranks that no sweep
+    of the cluster measures, as stages of unequal width have, lies between the next smaller and the next larger one.
     """
     if (curve := profiles.hardware.curves.get(key)) is None:
+        if (between := _between_sizes(profiles, key, num_bytes)) is not None:
+            return between
         how = "neighbouring" if key.consecutive else "strided"
         where = "across nodes" if key.across_nodes else "inside a node"
         raise BadInput(
@@ -128,3 +132,20 @@ def _on_curve(profiles: Profiles, key: CollectiveKey, num_bytes: float) -> Durat
         f"extrapolated: {key.collective} among {key.group_size} ranks of {num_bytes:.0f} bytes, "
         f"measured up to {sizes[-1]}",
     )
+
+
+def _between_sizes(profiles: Profiles, key: CollectiveKey, num_bytes: float) -> Duration | None:
+    """Linear in the number of ranks; None where not both a smaller and a larger number were measured.
+
+    And none where a multiple was measured of any collective: a sweep of the cluster would have such groups, too.
+    """
+    if any(other.group_size % key.group_size == 0 for other in profiles.hardware.curves):
+        return None
+    alike = (other for other in profiles.hardware.curves if other._replace(group_size=key.group_size) == key)
+    known = sorted(other.group_size for other in alike)
+    if not known or not known[0] < key.group_size < known[-1]:
+        return None
+    low, high = known[bisect(known, key.group_size) - 1 :][:2]
+    times = [_on_curve(profiles, key._replace(group_size=size), num_bytes).time_s for size in (low, high)]
+    warning = f"interpolated: {key.collective} among {key.group_size} ranks, measured among {low} and {high}"
+    return Duration(float(np.interp(key.group_size, (low, high), times)), warning)

@@ -1,18 +1,22 @@
 """Time of what moves between layers: redistribution between layouts, sends between pipeline stages, ties, the norm."""
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from math import ceil, lcm
 from typing import NamedTuple
 
-from shardwright_formats.semantics.layout import Layout, closed_groups, sent_numel
+from shardwright_formats.semantics.layout import Layout, closed_groups, redistribution_plan, sent_numel
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import BoundaryTensor
 from shardwright_search.cost_model.collectives import Duration, collective_time, send_kind_time
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import GroupKind, StageTopology, kinds_of
 
-__all__ = ["redistribution_time", "send_time"]
+__all__ = ["Nodes", "handover_time", "redistribution_time", "send_time"]
+
+Nodes = tuple[int, ...]
+"""The node of each rank of a pipeline stage."""
 
 
 class _Exchange(NamedTuple):
@@ -68,6 +72,54 @@ def send_time(
         total += taken.time_s
         warning = warning or taken.warning
     return Duration(total, warning)
+
+
+def handover_time(
+    profiles: Profiles,
+    nodes: tuple[Nodes, ...],
+    source: Layout,
+    target: Layout,
+    samples: int,
+    outputs: Sequence[BoundaryTensor],
+    itemsize: int,
+) -> Duration:
+    """Time to hand a microbatch to a pipeline stage of another width, one way: forward or backward, the longer.
+
+    Each rank sends pieces to several others at once. The busiest one counts: all that it sends, or gets, as one
+    message, which goes across nodes if a part of it does. `nodes` are those of both stages.
+    """
+    total, warning = 0.0, None
+    times = samples // lcm(source.dp_size, target.dp_size)
+    for tensor in outputs:
+        slowest = Duration(0.0)
+        for across, tokens in _busiest(nodes, source, target, tensor.sequence_length):
+            taken = send_kind_time(profiles, False, across, times * tokens * tensor.features * itemsize)
+            slowest = max(slowest, taken, key=lambda d: d.time_s)
+        total += slowest.time_s
+        warning = warning or slowest.warning
+    return Duration(total, warning)
+
+
+@lru_cache(maxsize=8192)
+def _busiest(
+    nodes: tuple[Nodes, ...], source: Layout, target: Layout, sequence_length: int
+) -> tuple[tuple[bool, int], ...]:
+    """The most positions that a rank sends or gets, forward or backward, inside a node and across nodes.
+
+    Of as many samples as both layouts can share out; shares are exact, so all scales with the samples.
+    """
+    samples = lcm(source.dp_size, target.dp_size)
+    most: dict[bool, int] = {}
+    for senders, receivers, ends in ((source, target, nodes), (target, source, nodes[::-1])):
+        moved, far = Counter[tuple[bool, int]](), set[tuple[bool, int]]()
+        for transfer in redistribution_plan(senders, receivers, samples, sequence_length):
+            for port in ((False, transfer.source), (True, transfer.target)):
+                moved[port] += transfer.piece.tokens
+                if ends[0][transfer.source] != ends[1][transfer.target]:
+                    far.add(port)
+        for port, tokens in moved.items():
+            most[port in far] = max(most.get(port in far, 0), tokens)
+    return tuple(sorted(most.items()))
 
 
 @lru_cache(maxsize=8192)

@@ -6,6 +6,7 @@ recognised as equal.
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import product
 from math import ceil
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, Precision
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_search.cost_model.collectives import Duration, collective_time
-from shardwright_search.cost_model.communication import redistribution_time, send_time
+from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost
 from shardwright_search.cost_model.memory import ParameterMemory, itemsize
 from shardwright_search.cost_model.parameters import ParameterCosts, parameter_costs
@@ -127,15 +128,32 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return [kind for kind in found if kind[1] > 1]
 
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> tuple[bool, bool]:
-        """Where two pipeline stages are to each other: neighbouring ranks or not, across nodes where any pair is."""
-        nodes = self.nodes
-        across = any(nodes[a] != nodes[b] for a, b in zip(senders, receivers, strict=True))
-        return receivers[0] == senders[0] + 1, across
+        """Where two pipeline stages are to each other: neighbouring ranks or not, across nodes where any pair is.
+
+        Ranks of stages of equal width are pairs in their order, of others each with each.
+        """
+        nodes, equal = self.nodes, len(senders) == len(receivers)
+        pairs = zip(senders, receivers, strict=True) if equal else product(senders, receivers)
+        return receivers[0] == senders[0] + 1, any(nodes[a] != nodes[b] for a, b in pairs)
+
+    def nodes_of(self, *stages: Sequence[int]) -> tuple[Nodes, ...]:
+        """The nodes of several pipeline stages' ranks, counted from the first rank's."""
+        first = self.nodes[stages[0][0]]
+        return tuple(tuple(self.nodes[rank] - first for rank in ranks) for ranks in stages)
 
     def send(self, type_name: str, layout: Layout, link: tuple[bool, bool], samples: int) -> Cost:
         """Handing the outputs of a layer of that type to the next pipeline stage, one way."""
         outputs = self.model.types[type_name].outputs
         taken = send_time(self.profiles, *link, layout, samples, outputs, self.compute_bytes)
+        return Cost(picoseconds(taken.time_s), taken.warning)
+
+    def handover(self, type_name: str, source: Layout, target: Layout, nodes: tuple[Nodes, ...], samples: int) -> Cost:
+        """Handing the outputs of a layer of that type to a pipeline stage of another width, one way.
+
+        `nodes` are those of both stages' ranks, as `nodes_of` counts them.
+        """
+        outputs = self.model.types[type_name].outputs
+        taken = handover_time(self.profiles, nodes, source, target, samples, outputs, self.compute_bytes)
         return Cost(picoseconds(taken.time_s), taken.warning)
 
     def boundary_bytes(self, type_name: str, layout: Layout, samples: int) -> int:

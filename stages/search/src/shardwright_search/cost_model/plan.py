@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate, StagePrediction, TimelineEvent
 from shardwright_search.cost_model.layer import CostModel, picoseconds
@@ -42,12 +41,8 @@ def offset_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
 def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, timeline: bool = True) -> Evaluation:
     """Price a plan; `costs` is its cost model, if it is known already. Without `timeline` no events are told.
 
-    Raises BadInput when a profile is of another model, device or precision, lacks a point, or the plan holds
-    something that is not priced yet.
+    Raises BadInput when a profile is of another model, device or precision, or lacks a point.
     """
-    if len({len(stage.ranks) for stage in plan.stages}) > 1:
-        what = "pipeline stages of unequal width are not priced yet"
-        raise BadInput(f"plan {plan.name}", what, "give each as many ranks")
     check_profiles(profiles, plan.model, plan.cluster, plan.precision, plan.attention)
     costs = cost_model_of(plan, profiles) if costs is None else costs
     ranges = range_costs(plan, costs)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache, reduce
 from itertools import pairwise
 from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -25,6 +26,8 @@ __all__ = ["RangeCosts", "StageCosts", "range_costs", "stage_costs"]
 
 _NOTHING = Cost(0, None)
 Layer = tuple[str, Strategy]
+_Range = tuple[Sequence[Layer], Sequence[int]]
+"""Some layers and their pipeline stage's ranks."""
 
 
 class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,26 +102,19 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
 def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
     """Every layer range, in the order a microbatch goes through them."""
     ranks = [stage.ranks for _ in plan.stages[0].layers for stage in plan.stages]
-    topologies = [stage_topology(plan.cluster, own) for own in ranks]
     ranges, samples = _layers(plan), plan.microbatch_samples
-    lasts = [next(own[-1] for own in reversed(ranges[: i + 1]) if own) for i in range(len(ranges))]
-    sends, boundary = [_NOTHING], [0]
-    for (kind, strategy), (here, there) in zip(lasts, pairwise(ranks), strict=False):
-        layout = layout_of(strategy)
-        boundary.append(costs.boundary_bytes(kind, layout, samples))
-        # One stage hands its chunks' outputs to itself.
-        sends.append(_NOTHING if here == there else costs.send(kind, layout, costs.link(here, there), samples))
-    sends.append(_NOTHING)
-    boundary.append(0)
+    cuts = [_NO_CUT, *(_cut(costs, *pair, samples) for pair in pairwise(zip(ranges, ranks, strict=True))), _NO_CUT]
     found = []
-    for index, (own, topology) in enumerate(zip(ranges, topologies, strict=True)):
+    for index, (own, own_ranks) in enumerate(zip(ranges, ranks, strict=True)):
+        topology = stage_topology(plan.cluster, own_ranks)
         priced = tuple(costs.layer(name, s, topology, samples, plan.num_microbatches) for name, s in own)
-        forward, backward = _moves(costs, [*lasts[max(0, index - 1) : index], *own], topology, samples)
-        before, after = sends[index : index + 2]
+        before = ranges[index - 1][-1:] if cuts[index].redistributed else []
+        forward, backward = _moves(costs, [*before, *own], topology, samples)
+        sent, sends = cuts[index].send, cuts[index + 1].send
         traffic = (
             *(cost for there_and_back in zip(forward, backward, strict=True) for cost in there_and_back),
-            before,
-            after,
+            sent,
+            sends,
         )
         warnings = [warning for layer in priced for warning in layer.warnings]
         found.append(
@@ -126,15 +122,42 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
                 layers=priced,
                 redistribution_forward_ps=sum(cost.time_ps for cost in forward),
                 redistribution_backward_ps=sum(cost.time_ps for cost in backward),
-                send_before_ps=before.time_ps,
-                send_after_ps=after.time_ps,
-                before_bytes=boundary[index],
-                after_bytes=boundary[index + 1],
+                send_before_ps=sent.time_ps,
+                send_after_ps=sends.time_ps,
+                before_bytes=cuts[index].received_bytes,
+                after_bytes=cuts[index + 1].given_bytes,
                 overlap=_overlap(costs, own),
                 warnings=(*warnings, *(cost.warning for cost in traffic if cost.warning is not None)),
             )
         )
     return found
+
+
+class _Cut(NamedTuple):
+    """What passes from one layer range to the next."""
+
+    send: Cost
+    given_bytes: int
+    """What a rank holds of one microbatch as it is given out."""
+    received_bytes: int
+    redistributed: bool
+    """Whether it is received as it was given out, and then changed to the first layer's layout."""
+
+
+_NO_CUT = _Cut(_NOTHING, 0, 0, False)
+
+
+def _cut(costs: CostModel, here: _Range, there: _Range, samples: int) -> _Cut:
+    """Between two ranges, each with its stage's ranks."""
+    (kind, last), (_, first), senders, receivers = here[0][-1], there[0][0], here[1], there[1]
+    layout, wanted = layout_of(last), layout_of(first)
+    given = costs.boundary_bytes(kind, layout, samples)
+    if senders == receivers:  # one stage hands its chunks' outputs to itself
+        return _Cut(_NOTHING, given, given, True)
+    if len(senders) == len(receivers):
+        return _Cut(costs.send(kind, layout, costs.link(senders, receivers), samples), given, given, True)
+    send = costs.handover(kind, layout, wanted, costs.nodes_of(senders, receivers), samples)
+    return _Cut(send, given, costs.boundary_bytes(kind, wanted, samples), False)
 
 
 def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCosts:

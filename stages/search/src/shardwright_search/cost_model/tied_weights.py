@@ -5,14 +5,14 @@ from math import prod
 
 from shardwright_formats.semantics.layout import parameter_box, parameter_layout
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.collectives import collective_time, send_kind_time
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.memory import itemsize
 from shardwright_search.cost_model.topology import GroupKind, stage_topology
 
-__all__ = ["shared_cost_ps", "tie_class", "tie_cost_ps"]
+__all__ = ["has_shared", "shared_cost_ps", "tie_class", "tie_cost_ps"]
 
 
 def tie_cost_ps(
@@ -27,8 +27,13 @@ def tie_cost_ps(
         return 0
     total = 0
     for one, other in costs.model.tied:
-        total += _sent_ps(costs, first, last, _part_bytes(costs, EMBEDDING, one, embedding) * len(first) / len(last))
-        total += _sent_ps(costs, first, last, _part_bytes(costs, HEAD, other, head) * len(last) / len(first))
+        for layer, name, strategy, mine, others in (
+            (EMBEDDING, one, embedding, first, last),
+            (HEAD, other, head, last, first),
+        ):
+            # Of the fewer ranks each has more to send than the others get, or to get than they send.
+            share = max(1.0, len(mine) / len(others))
+            total += _sent_ps(costs, first, last, _part_bytes(costs, layer, name, strategy) * share)
     return total
 
 
@@ -41,6 +46,11 @@ def shared_cost_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
         if sent := replicas * shared * itemsize(costs.precision.parameters):
             total += 2 * _sent_ps(costs, stages[0], stages[-1], sent)
     return total
+
+
+def has_shared(model: Model) -> bool:
+    """Whether several layers hold replicas of a parameter."""
+    return any(p.shared for name in model.layers for p in model.types[name].parameters)
 
 
 def tie_class(strategy: Strategy) -> tuple[object, ...]:

@@ -69,6 +69,9 @@ def plan_differences(plan: Plan, other: Plan) -> tuple[str, ...]:
     ]
     if len(plan.stages) != len(other.stages):
         lines.append(f"pipeline stages: {len(plan.stages)} → {len(other.stages)}")
+    ranks, others = ([len(stage.ranks) for stage in each.stages] for each in (plan, other))
+    if ranks != others and len(set(ranks)) + len(set(others)) > 2:
+        lines.append(f"ranks of the pipeline stages: {' + '.join(map(str, ranks))} → {' + '.join(map(str, others))}")
     for name, here, there in (("embedding", plan.embedding, other.embedding), ("head", plan.head, other.head)):
         if _done(here) != _done(there):
             lines.append(f"{name}: {strategy_words(here)} → {strategy_words(there)}")

@@ -12,8 +12,8 @@ from shardwright_formats.types.model import Model
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.search import find_best, instance_of, targets_of
 from shardwright_search.space.budget import Infeasible, min_need
-from shardwright_search.space.configurations import divisors
 from shardwright_search.space.request import SearchRequest, batch_sizes
+from shardwright_search.space.stage_widths import divisors
 
 
 class Remedies(NamedTuple):

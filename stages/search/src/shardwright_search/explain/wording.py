@@ -38,8 +38,10 @@ def layer_runs(plan: Plan, low: int, high: int) -> tuple[str, ...]:
 
 
 def shape_words(plan: Plan) -> str:
-    """Pipeline degree, microbatches and schedule, such as `pp2, 4 microbatches, 1f1b`."""
-    return f"pp{len(plan.stages)}, {plan.num_microbatches} microbatch(es), {plan.schedule}"
+    """Pipeline degree, microbatches and schedule, such as `pp2, 4 microbatches, 1f1b`, and ranks where these differ."""
+    widths = [len(stage.ranks) for stage in plan.stages]
+    ranks = f" of {' + '.join(map(str, widths))} ranks" if len(set(widths)) > 1 else ""
+    return f"pp{len(plan.stages)}{ranks}, {plan.num_microbatches} microbatch(es), {plan.schedule}"
 
 
 def headline(plan: Plan) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from shardwright_search.solver.layer_ranges import runs_of
 from shardwright_search.solver.memory import Phase, phases
 from shardwright_search.solver.pareto import Numbers
-from shardwright_search.solver.problem import DeviceGroup, Problem, Usage
+from shardwright_search.solver.problem import DeviceGroup, Position, Problem, Start
 from shardwright_search.solver.stage_options import GroupCosts, weightings
 
 __all__ = ["ConfigurationBounds", "CostsOf", "Rest", "StageKind", "Target"]
@@ -27,7 +27,7 @@ class StageKind(NamedTuple):
 
     group: int
     phases: tuple[Phase, ...]
-    is_first: bool
+    start: Start
 
 
 class Rest(NamedTuple):
@@ -69,7 +69,7 @@ class ConfigurationBounds:
         self._before = self._pass(range(problem.pp_size), forward=True)
         self.after = self._pass(range(problem.pp_size - 1, -1, -1), forward=False)[::-1]
         self._min_tie = float(problem.tie_ps.min())
-        whole = self.after[0].get(problem.nothing_used)
+        whole = self.after[0].get(problem.start_position)
         self.lower_ps = np.inf
         if whole is not None:
             self.lower_ps = float(max(whole.total[0] + whole.slowest[0], whole.mean[0])) + self._min_tie
@@ -80,10 +80,11 @@ class ConfigurationBounds:
         caps: dict[StageKind, Numbers] = {}
         for stage in range(problem.pp_size):
             some = False
-            for used, group, after in self._moves(stage):
-                kind = StageKind(group, problem.phases(stage), stage == 0)
-                known = caps.setdefault(kind, np.full((len(self.runs.runs), 3), -np.inf))
-                some |= self._raise_caps(known, stage, group, self._before[stage][used], after, limit)
+            for position, group, after in self._moves(stage):
+                for start in {problem.start(before, group) for before in problem.positions[stage][position]}:
+                    kind = StageKind(group, problem.phases(stage), start)
+                    known = caps.setdefault(kind, np.full((len(self.runs.runs), 3), -np.inf))
+                    some |= self._raise_caps(known, stage, group, self._before[stage][position], after, limit)
             if not some:
                 return None
         return {
@@ -91,7 +92,7 @@ class ConfigurationBounds:
             for kind, own in caps.items()
         }
 
-    def _raise_caps(self, caps: Numbers, stage: int, group: int, before: Rest, after: Usage, limit: float) -> bool:
+    def _raise_caps(self, caps: Numbers, stage: int, group: int, before: Rest, after: Position, limit: float) -> bool:
         """Raise the caps [runs, weightings] to those of one stage on one group; whether it can be there."""
         costs, behind = self._stages[stage][group], self.after[stage + 1][after]
         with np.errstate(invalid="ignore"):
@@ -101,15 +102,15 @@ class ConfigurationBounds:
             fits = total + costs.total + np.maximum(costs.slowest, slowest) < limit
             alive = fits & (mean + costs.mean < limit)
             sums = np.stack([limit - total - slowest, limit - total, limit - mean], -1)[alive]
-        sends = self._min_sends(stage, group) * np.array([time for time, _ in weightings(self.problem)])
+        sends = self._min_sends(stage, group) * np.array([time for time, _ in weightings(self.problem, group)])
         np.maximum.at(caps, self.runs.number[alive], sums - sends)
         return bool(alive.any())
 
-    def _moves(self, stage: int) -> Iterator[tuple[Usage, int, Usage]]:
-        """Every usage before a stage, group that it can be on, and usage then."""
-        for used, moves in self.problem.placements[stage].items():
+    def _moves(self, stage: int) -> Iterator[tuple[Position, int, Position]]:
+        """Every position before a stage, group that it can be on, and position then."""
+        for position, moves in self.problem.placements[stage].items():
             for group, after in moves:
-                yield used, group, after
+                yield position, group, after
 
     def _bounds_of_stage(self, stage: int, parts: tuple[Phase, ...]) -> dict[int, Rest]:
         """By device group: a, z and g [start, end]; infinity where the stage cannot hold that run."""
@@ -119,29 +120,28 @@ class ConfigurationBounds:
             ends = problem.ends(stage, start)
             able[start, ends.start : ends.stop] = True
         found = {}
-        for group in {group for _, group, _ in self._moves(stage)}:
+        for group in problem.groups_of(stage):
             costs, send = self.costs_of(problem.device_groups[group], parts), self._min_sends(stage, group)
-            a, both, g = (costs.least(problem.layers, w) + w[0] * send for w in weightings(problem))
+            a, both, g = (costs.least(problem.layers, w) + w[0] * send for w in weightings(problem, group))
             z = both - np.where(np.isfinite(a), a, 0)
             found[group] = Rest(*(np.where(able, values[self.runs.number], np.inf) for values in (a, z, g)))
         return found
 
     def _min_sends(self, stage: int, group: int) -> float:
         """The least that a stage's sends take, whatever its neighbours."""
-        sends = self.problem.sends_ps
-        into = float(sends[stage - 1, :, group].min()) if stage else 0.0
-        return into + (float(sends[stage, group].min()) if stage < self.problem.pp_size - 1 else 0.0)
+        least = (({}, *self.problem.least_sends_ps, {}))[stage : stage + 2]
+        into = min((time for (_, behind), time in least[0].items() if behind == group), default=0.0)
+        return into + min((time for (before, _), time in least[1].items() if before == group), default=0.0)
 
-    def _pass(self, stages: range, forward: bool) -> list[dict[Usage, Rest]]:
-        """The bounds on the stages passed, before the first and after each, by what is used there."""
+    def _pass(self, stages: range, forward: bool) -> list[dict[Position, Rest]]:
+        """The bounds on the stages passed, before the first and after each, by the position there."""
         problem = self.problem
         nothing = np.where(np.arange(len(problem.layers) + 1) == (0 if forward else len(problem.layers)), 0.0, np.inf)
-        ends = {problem.nothing_used} if forward else {after for _, _, after in self._moves(problem.pp_size - 1)}
-        levels = [{used: Rest(nothing, nothing, nothing) for used in ends}]
+        levels = [{at: Rest(nothing, nothing, nothing) for at in problem.positions[0 if forward else -1]}]
         for stage in stages:
-            level: dict[Usage, Rest] = {}
-            for used, group, after in self._moves(stage):
-                here, there = (used, after) if forward else (after, used)
+            level: dict[Position, Rest] = {}
+            for position, group, after in self._moves(stage):
+                here, there = (position, after) if forward else (after, position)
                 costs = self._stages[stage][group]
                 costs = costs if forward else Rest(*(values.T for values in costs))
                 level[there] = levels[-1][here].with_stage(costs).or_(level.get(there))

@@ -1,9 +1,9 @@
 """One configuration as a mixed-integer linear programme, solved by HiGHS: a second opinion on its best plan.
 
 It shares the problem's numbers with the solver and nothing else: no option is left out, no bound is used. A layer's
-choice x[layer, stage, device group, option] is binary. A unit of flow runs through the layouts of neighbouring layers,
-within a stage or into the next one, and carries what redistribution and sends cost; the ends of it are the choices, so
-that whole choices make whole flows. Huangfu and Hall 2018 describe HiGHS.
+choice x[layer, stage, position, device group, option] is binary. A unit of flow runs through the layouts of
+neighbouring layers, within a stage or into the next one, and carries what redistribution and sends cost; the ends of it
+are the choices, so that whole choices make whole flows. Huangfu and Hall 2018 describe HiGHS.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_search.solver.memory import phases
-from shardwright_search.solver.problem import Options, Problem, Solution
+from shardwright_search.solver.problem import Cut, Options, Position, Problem, Solution, Start
 
 if TYPE_CHECKING:
     import highspy
@@ -81,9 +81,10 @@ def solve(problem: Problem, time_limit_s: float, below_ps: float = np.inf) -> An
 
 
 class _Where(NamedTuple):
-    """A pipeline stage on a device group."""
+    """A pipeline stage at a position on a device group."""
 
     stage: int
+    position: Position
     group: int
 
 
@@ -108,7 +109,6 @@ class _Programme:
         self._choices = [self._choices_of(number) for number in range(len(problem.layers))]
         for number in range(len(problem.layers) - 1):
             self._join(number)
-        self._limit_groups()
         self._limit_memory()
         self._add_maxima()
         self._tie()
@@ -157,14 +157,14 @@ class _Programme:
         """A binary column for each stage, device group and option, of which one is taken; it costs its time."""
         problem, found = self._problem, {}
         for stage in _stages_of(problem, number):
-            for group in problem.allowed[stage]:
-                own = self._options(_Where(stage, group), problem.layers[number])
+            for where in _places_of(problem, stage):
+                own = self._options(where, problem.layers[number])
                 for option, time_ps in enumerate(own.time_ps):
                     column = self._column(time_ps, whole=True)
-                    found[_Where(stage, group), option] = column
+                    found[where, option] = column
                     self._times[stage].append((column, time_ps))
                     if number == 0:
-                        self._enters.setdefault(_Where(stage, group), []).append((column, 1.0))
+                        self._enters.setdefault(where, []).append((column, 1.0))
         self._row([(column, 1.0) for column in found.values()], 1.0, 1.0)
         return found
 
@@ -187,12 +187,14 @@ class _Programme:
         inward: dict[tuple[_Where, int], Terms] = {key: [] for key in input_layout}
         for here, layout in output_layout:
             for there, wanted in input_layout:
-                if there != here and there.stage != here.stage + 1:
+                if there != here and not self._follows(here, there):
                     continue
-                move = float(problem.device_groups[there.group].redistribution_ps[kind, layout, wanted])
-                send = 0.0
+                send, received = 0.0, layout
                 if there != here:
-                    send = float(problem.sends_ps[here.stage, here.group, there.group, kind, layout])
+                    in_place = problem.start(here.group, there.group) is Start.IN_PLACE
+                    received = wanted if in_place else layout
+                    send = float(problem.sends_ps[Cut(there.position, here.group, there.group)][kind, layout, received])
+                move = float(problem.device_groups[there.group].redistribution_ps[kind, received, wanted])
                 column = self._column(move + 2 * send)
                 outward[here, layout].append((column, -1.0))
                 inward[there, wanted].append((column, -1.0))
@@ -200,18 +202,19 @@ class _Programme:
                 if there != here:
                     self._times[here.stage].append((column, send))
                     self._enters.setdefault(there, []).append((column, 1.0))
-                    over = column, float(problem.boundary_bytes[kind, layout]) / self._byte_unit
-                    self._given[here.stage].append(over)
-                    self._received[there.stage].append(over)
+                    given, taken = (float(problem.boundary_bytes[kind, of]) for of in (layout, received))
+                    self._given[here.stage].append((column, given / self._byte_unit))
+                    self._received[there.stage].append((column, taken / self._byte_unit))
         for ends, flows in ((output_layout, outward), (input_layout, inward)):
             for key, choices in ends.items():
                 self._row(choices + flows[key], 0.0, 0.0)
 
-    def _limit_groups(self) -> None:
-        """No device group holds more stages than there are of it."""
-        for group, most in enumerate(self._problem.available):
-            terms = [term for where, entered in self._enters.items() if where.group == group for term in entered]
-            self._row(terms, high=float(most))
+    def _follows(self, here: _Where, there: _Where) -> bool:
+        """Whether the one can be the stage behind the other."""
+        return (
+            there.stage == here.stage + 1
+            and (here.group, there.position) in self._problem.placements[here.stage][here.position]
+        )
 
     def _limit_memory(self) -> None:
         """What a stage holds in each phase while a microbatch is at a layer, for every stage and number.
@@ -282,7 +285,8 @@ class _Programme:
     def _tie(self) -> None:
         """What tied parameters cost: a flow from the embedding's class to the head's."""
         first, last = self._by_class(0, "input_layout"), self._by_class(-1, "output_layout")
-        pairs = {(a, b): self._column(float(self._problem.tie_ps[a, b])) for a in first for b in last}
+        ties = self._problem.tie_ps
+        pairs = {(a, b): self._column(float(ties[a, b])) for a in first for b in last if np.isfinite(ties[a, b])}
         for side, ends in enumerate((first, last)):
             for number, choices in ends.items():
                 flows = [(column, -1.0) for pair, column in pairs.items() if pair[side] == number]
@@ -302,3 +306,9 @@ def _stages_of(problem: Problem, number: int) -> range:
     if number == 0:
         return range(1)
     return range(last, last + 1) if number == total - 1 else range(low, high + 1)
+
+
+def _places_of(problem: Problem, stage: int) -> list[_Where]:
+    """Every position and device group that a pipeline stage can be on."""
+    moves = problem.placements[stage].items()
+    return [_Where(stage, position, group) for position, own in moves for group, _ in own]

@@ -8,7 +8,7 @@ import numpy as np
 from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.memory import StageMemory, no_layers
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
-from shardwright_search.solver.problem import Problem, Usage
+from shardwright_search.solver.problem import Position, Problem, Start
 from shardwright_search.solver.stage_options import GroupCosts
 
 __all__ = ["MinMemory", "min_memory"]
@@ -19,15 +19,18 @@ class MinMemory(NamedTuple):
 
     memory_bytes: int
     stage: int
+    group: int
+    """The stage's device group."""
     missing_bytes: int
     """How much that is above the stage's budget; negative where it fits."""
 
 
 class _At(NamedTuple):
-    """The end of the layers so far, how many stages are on each group, and the layout that is given out."""
+    """The end of the layers so far, the stages' position, the last one's width, and the layout that is given out."""
 
     end: int
-    used: Usage
+    position: Position
+    width: int
     output_layout: int
 
 
@@ -37,20 +40,24 @@ def min_memory(problem: Problem) -> MinMemory:
     A run of layers needs the least peak over all options, for each layout that it receives and each that it gives out;
     cuts and groups that have the smallest largest lack are then found by a dynamic programme.
     """
-    runs_on = cache(lambda group, parts: _Runs(problem, GroupCosts(problem.device_groups[group], parts)))
-    best = {_At(0, problem.nothing_used, 0): MinMemory(0, 0, -(1 << 62))}
+    costs_of = cache(lambda group, parts: GroupCosts(problem.device_groups[group], parts))
+    runs_on = cache(lambda group, parts, start: _Runs(problem, costs_of(group, parts), start))
+    best = {_At(0, problem.start_position, 0, 0): MinMemory(0, 0, 0, -(1 << 62))}
     for stage in range(problem.pp_size):
         following: dict[_At, MinMemory] = {}
         for at, before in sorted(best.items()):
             previous = problem.layers[at.end - 1] if at.end else -1
-            for group, after in problem.placements[stage][at.used]:
-                budget, runs = problem.device_groups[group].budget_bytes, runs_on(group, problem.phases(stage))
+            for group, after in problem.placements[stage][at.position]:
+                own = problem.device_groups[group]
+                start = Start.FIRST if stage == 0 else Start.of_widths(at.width, own.width)
+                runs = runs_on(group, problem.phases(stage), start)
                 for end in problem.ends(stage, at.end):
-                    peaks = runs.peaks(previous, problem.layers[at.end : end])[at.output_layout]
-                    for layout in np.flatnonzero(np.isfinite(peaks)).tolist():
-                        need = int(peaks[layout])
-                        here = max(before, MinMemory(need, stage, need - budget), key=_missing)
-                        where = _At(end, after, layout)
+                    peaks = runs.peaks(previous, problem.layers[at.end : end])
+                    least = peaks.min(0) if start is Start.IN_PLACE else peaks[at.output_layout]
+                    for layout in np.flatnonzero(np.isfinite(least)).tolist():
+                        need = int(least[layout])
+                        here = max(before, MinMemory(need, stage, group, need - own.budget_bytes), key=_missing)
+                        where = _At(end, after, own.width, layout)
                         following[where] = min(following.get(where, here), here, key=_missing)
         best = following
     return min(best.values(), key=_missing)
@@ -67,8 +74,8 @@ class _Labels(NamedTuple):
 class _Runs:
     """The runs of a problem's layers on one device group in the phases of a stage."""
 
-    def __init__(self, problem: Problem, costs: GroupCosts) -> None:
-        self._problem, self._costs = problem, costs
+    def __init__(self, problem: Problem, costs: GroupCosts, start: Start) -> None:
+        self._problem, self._costs, self._start = problem, costs, start
 
     @cached_method
     def peaks(self, before: int, layers: tuple[int, ...]) -> Numbers:
@@ -86,12 +93,16 @@ class _Runs:
         """Redistribution costs time, not memory: whatever a run gives out, any layer may follow."""
         costs = self._costs
         if not layers:
-            received = np.zeros(1) if before < 0 else self._problem.boundary_bytes[before]
-            layouts = np.arange(len(received))
+            width = costs.group.width
+            layouts = np.zeros(1, np.int64) if before < 0 else self._problem.layouts_of_width[width]
+            received = np.zeros(1) if before < 0 else self._problem.boundary_bytes[before][layouts]
             return _Labels(no_layers(costs.phases, received), layouts, layouts)
         shorter, kind = self._labels(before, layers[:-1]), layers[-1]
         kept = _leanest(shorter.memory, shorter.received_layout)
         parent, option = pairs(kept, len(costs.options[kind].time_ps))
+        if len(layers) == 1 and self._start is Start.IN_PLACE:
+            fits = shorter.received_layout[parent] == costs.options[kind].input_layout[option]
+            parent, option = parent[fits], option[fits]
         memory = shorter.memory.take(parent).then(costs.memory[kind].take(option))
         received = shorter.received_layout[parent]
         output = np.zeros_like(option) if self._is_last(layers) else costs.options[kind].output_layout[option]

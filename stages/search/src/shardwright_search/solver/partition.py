@@ -1,10 +1,11 @@
 """Cutting the chain of layers into pipeline stages, given the labels of every run of layers.
 
 A label is one way to treat the layers before a cut: S, the sum of the stages' A', the largest A' and the largest U (X
-and V), the layout it gives out, the class of its embedding that ties tell apart. Whatever follows adds the same to S
-and takes the same maxima, so a label with another's layout and class never loses to it if S' - S is at least
-(m - 1)(X - X')+ + (V - V')+: that is, if S plus each selection of (m - 1) X and V is no larger. Labels are also dropped
-when the bounds of what is still to come show that no plan through them stays below the cut-off.
+and V), the layouts that it gives out and that the next stage receives, the class of its embedding that ties tell apart.
+Whatever follows adds the same to S and takes the same maxima, so a label with another's layouts and class never loses
+to it if S' - S is at least (m - 1)(X - X')+ + (V - V')+: that is, if S plus each selection of (m - 1) X and V is no
+larger. Labels are also dropped when the bounds of what is still to come show that no plan through them stays below the
+cut-off.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import numpy as np
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds, CostsOf, StageKind
 from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
-from shardwright_search.solver.problem import Problem, Solution, Usage
+from shardwright_search.solver.problem import Cut, Position, Problem, Solution
 from shardwright_search.solver.relaxed_bound import DualOf, relaxed_bound_ps
 from shardwright_search.solver.stage_labels import Labels, stage_labels
 
@@ -56,10 +57,10 @@ class Pipeline:
 
 
 class _At(NamedTuple):
-    """Where a label is: where its layers end, the stages on each device group, the last one's and the next one's."""
+    """Where a label is: where its layers end, the stages' position, the last one's device group and the next one's."""
 
     end: int
-    used: Usage
+    position: Position
     group: int
     following: int
 
@@ -71,6 +72,8 @@ class _Prefix(NamedTuple):
     slowest_ps: Numbers
     exposed_ps: Numbers
     output_layout: Ints
+    received_layout: Ints
+    """What the next stage receives it in."""
     tie_class: Ints
     source: Ints
     """Number of the level's source: where the label came from."""
@@ -105,8 +108,8 @@ def solve_below(
         costs = bounds.costs_of(problem.device_groups[kind.group], kind.phases)
         labels_of[kind] = stage_labels(problem, kind, costs, found, tick)
     nothing, zero = np.zeros(1), np.zeros(1, np.int64)
-    start = _Prefix(nothing, nothing, nothing, zero, zero, zero, zero, zero)
-    levels = [_Level({at: start for at in _followed(problem, 0, 0, problem.nothing_used, -1)}, [])]
+    start = _Prefix(nothing, nothing, nothing, zero, zero, zero, zero, zero, zero)
+    levels = [_Level({at: start for at in _followed(problem, 0, 0, problem.start_position, -1)}, [])]
     for stage in range(problem.pp_size):
         tick(0)
         levels.append(_next_level(bounds, stage, levels[-1], labels_of, below_ps))
@@ -121,14 +124,15 @@ def _next_level(
     found: dict[_At, list[_Prefix]] = {}
     sources: list[tuple[_At, Labels]] = []
     for at, labels in before.labels.items():
-        used = dict(problem.placements[stage][at.used])[at.following]
-        known = labels_of.get(StageKind(at.following, problem.phases(stage), stage == 0), {})
-        rest = bounds.after[stage + 1][used]
+        position = dict(problem.placements[stage][at.position])[at.following]
+        start = problem.start(at.group, at.following)
+        known = labels_of.get(StageKind(at.following, problem.phases(stage), start), {})
+        rest = bounds.after[stage + 1][position]
         for end in problem.ends(stage, at.end):
             own = known.get(int(bounds.runs.number[at.end, end]))
             if own is None or not len(own.time_ps) or not np.isfinite(rest.total[end]):
                 continue
-            for after in _followed(problem, stage + 1, end, used, at.following):
+            for after in _followed(problem, stage + 1, end, position, at.following):
                 appended = _appended(problem, stage, at, labels, after, own, len(sources))
                 total = appended.total_ps + rest.total[end]
                 least = step_time(total, appended.slowest_ps, appended.exposed_ps, m)
@@ -145,38 +149,43 @@ def _next_level(
 
 
 def _undominated(problem: Problem, labels: _Prefix) -> Ints:
-    """Labels that no other of their layout and class replaces: S with any choice of what else it raises is larger."""
+    """Labels that no other of their layouts and class replaces: S with any choice of what else it raises is larger."""
     none, m = np.zeros_like(labels.total_ps), problem.num_microbatches
     ways = [(slowest, exposed) for slowest in (none, labels.slowest_ps) for exposed in (none, labels.exposed_ps)]
     columns = [step_time(labels.total_ps, slowest, exposed, m) for slowest, exposed in ways]
-    return non_dominated(np.stack(columns, 1), labels.output_layout * len(problem.tie_ps) + labels.tie_class)
+    layouts = labels.output_layout * problem.num_layouts + labels.received_layout
+    return non_dominated(np.stack(columns, 1), layouts * len(problem.tie_ps) + labels.tie_class)
 
 
-def _followed(problem: Problem, stage: int, end: int, used: Usage, group: int) -> list[_At]:
+def _followed(problem: Problem, stage: int, end: int, position: Position, group: int) -> list[_At]:
     """A position with each device group that the next stage, number `stage`, can be on; -1 behind the last."""
     if stage == problem.pp_size:
-        return [_At(end, used, group, -1)]
-    return [_At(end, used, group, following) for following, _ in problem.placements[stage].get(used, ())]
+        return [_At(end, position, group, -1)]
+    return [_At(end, position, group, following) for following, _ in problem.placements[stage].get(position, ())]
 
 
 def _appended(problem: Problem, stage: int, at: _At, labels: _Prefix, after: _At, own: Labels, source: int) -> _Prefix:
-    """Every label before a cut with every label of the stage that receives the layout it gives out."""
+    """Every label before a cut with every label of the stage that receives its layout, for each that comes next."""
     if stage == 0:
         parent, chosen = np.zeros(len(own.time_ps), np.int64), np.arange(len(own.time_ps))
     else:
-        parent, chosen = np.nonzero(labels.output_layout[:, None] == own.received_layout)
+        parent, chosen = np.nonzero(labels.received_layout[:, None] == own.received_layout)
     time = own.time_ps[chosen]
     if stage > 0:
-        into = problem.sends_ps[stage - 1, at.group, after.group, problem.layers[at.end - 1]]
-        time = time + into[own.received_layout[chosen]]
+        into = problem.sends_ps[Cut(at.position, at.group, after.group)][problem.layers[at.end - 1]]
+        time = time + into[labels.output_layout[parent], labels.received_layout[parent]]
+    received = np.zeros(len(parent), np.int64)
     if stage < problem.pp_size - 1:
-        out = problem.sends_ps[stage, after.group, after.following, problem.layers[after.end - 1]]
-        time = time + out[own.output_layout[chosen]]
+        out = problem.sends_ps[Cut(after.position, after.group, after.following)][problem.layers[after.end - 1]]
+        out = out[own.output_layout[chosen]]
+        rows, received = np.nonzero(np.isfinite(out))
+        parent, chosen, time = parent[rows], chosen[rows], time[rows] + out[rows, received]
     return _Prefix(
         labels.total_ps[parent] + time,
         np.maximum(labels.slowest_ps[parent], time),
         np.maximum(labels.exposed_ps[parent], own.exposed_ps[chosen]),
         own.output_layout[chosen],
+        received,
         own.received_layout[chosen] if stage == 0 else labels.tie_class[parent],
         np.full(len(parent), source),
         parent,

@@ -4,7 +4,8 @@ All numbers are whole (picoseconds and bytes, in float64): sums are exact whatev
 are recognised as equal.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,10 +17,40 @@ from shardwright_search.solver.memory import LayerMemory, Phase, layer_memory, n
 from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.pareto import Ints, Numbers
 
-__all__ = ["DeviceGroup", "Options", "Price", "Problem", "Solution", "Usage", "price"]
+__all__ = ["Cut", "DeviceGroup", "Moves", "Options", "Position", "Price", "Problem", "Solution", "Start", "price"]
 
-Usage = tuple[int, ...]
-"""How many stages are on each device group."""
+_NEVER_FITS = 2.0**52
+"""Bytes: more than any device has."""
+Position = tuple[int, ...]
+"""What the stages so far take up, such as the number of ranks; all else that stages can be on follows from it."""
+Moves = Mapping[Position, tuple[tuple[int, Position], ...]]
+"""Before a stage: the device groups it can be on, and the position behind it."""
+
+
+class Start(Enum):
+    """How a pipeline stage receives what its first layer works on."""
+
+    FIRST = "first"
+    """It is the first stage: nothing is received."""
+    REDISTRIBUTED = "redistributed"
+    """In the layout that the stage before, which is as wide, gives out; it is then changed to the first layer's."""
+    IN_PLACE = "in_place"
+    """In its first layer's own layout, from a stage of another width."""
+
+    @classmethod
+    def of_widths(cls, before: int, here: int) -> "Start":
+        """Of a stage so wide behind another."""
+        return cls.REDISTRIBUTED if before == here else cls.IN_PLACE
+
+
+class Cut(NamedTuple):
+    """Between two neighbouring pipeline stages."""
+
+    position: Position
+    """Behind the first of them."""
+    before: int
+    """Device group of the first of them."""
+    behind: int
 
 
 class Options(NamedTuple):
@@ -41,6 +72,12 @@ class Options(NamedTuple):
     """Number of the layout the layer works in; of the embedding the class that ties tell apart."""
     output_layout: Ints
     """Number of the layout of what it gives out; of the head the class that ties tell apart."""
+
+    @classmethod
+    def none(cls, layout: int) -> "Options":
+        """For a type that is in no stage of a device group: one option, which never fits."""
+        zero, number = np.zeros(1), np.array([layout])
+        return cls(zero, zero, np.array([_NEVER_FITS]), zero, zero, zero, number, number)
 
     def take(self, rows: Ints | int) -> "Options":
         """Some of the options."""
@@ -64,6 +101,8 @@ class DeviceGroup(msgspec.Struct, frozen=True, eq=False):
     """[types, layouts, layouts]: outputs of that type from a layout to another, forward and backward together."""
     budget_bytes: int
     """Of one rank, without the process's own memory."""
+    width: int = 1
+    """Ranks of a stage. Those of equal width share layouts, and no others do."""
 
 
 class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
@@ -77,12 +116,10 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     layers: tuple[int, ...]
     """Type number of each; the first is in the first stage and the last in the last, each with one more at least."""
     device_groups: tuple[DeviceGroup, ...]
-    available: tuple[int, ...]
-    """How many stages can be on each device group."""
-    allowed: tuple[tuple[int, ...], ...]
-    """By pipeline stage: the device groups it can be on."""
-    sends_ps: Numbers
-    """[stages - 1, groups, groups, types, layouts]: outputs of that type and layout over the cut after the stage."""
+    placements: tuple[Moves, ...]
+    """By pipeline stage; only what leaves room for all later stages."""
+    sends_ps: Mapping[Cut, Numbers]
+    """[types, layouts given, layouts received]: handing over outputs of that type, one way; infinity: it cannot be."""
     in_flight: tuple[int, ...]
     """By pipeline stage."""
     num_microbatches: int
@@ -117,29 +154,65 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return [time_ps, time_ps + exposed_ps]
 
     @cached_property
-    def placements(self) -> tuple[dict[Usage, tuple[tuple[int, Usage], ...]], ...]:
-        """By stage and what the stages before it use: the groups it can be on, and what is used then.
-
-        Only those after which all other stages can be placed, too.
-        """
-        levels: list[set[Usage]] = [{(0,) * len(self.device_groups)}]
-        for allowed in self.allowed:
-            levels.append({after for used in levels[-1] for _, after in self._next(used, allowed)})
-        found: list[dict[Usage, tuple[tuple[int, Usage], ...]]] = []
-        alive = levels[-1]
-        for stage in range(self.pp_size - 1, -1, -1):
-            here = {
-                used: tuple(move for move in self._next(used, self.allowed[stage]) if move[1] in alive)
-                for used in sorted(levels[stage])
-            }
-            found.insert(0, {used: moves for used, moves in here.items() if moves})
-            alive = set(found[0])
-        return tuple(found)
+    def positions(self) -> tuple[dict[Position, tuple[int, ...]], ...]:
+        """Before each stage and behind the last: the positions, and the device groups that the stage before is on."""
+        levels: list[dict[Position, tuple[int, ...]]] = [dict.fromkeys(self.placements[0], (-1,))]
+        for moves in self.placements:
+            found: dict[Position, dict[int, None]] = {}
+            for own in moves.values():
+                for group, after in own:
+                    found.setdefault(after, {})[group] = None
+            levels.append({position: tuple(groups) for position, groups in found.items()})
+        return tuple(levels)
 
     @property
-    def nothing_used(self) -> Usage:
-        """Before the first stage is placed."""
-        return (0,) * len(self.device_groups)
+    def start_position(self) -> Position:
+        """Before the first stage."""
+        return next(iter(self.placements[0]))
+
+    @cached_property
+    def relative_widths(self) -> tuple[float, ...]:
+        """By device group: a stage's ranks over the mean of all stages, so that these are 1 on average in any plan."""
+        position, total = self.start_position, 0
+        for moves in self.placements:
+            group, position = moves[position][0]
+            total += self.device_groups[group].width
+        return tuple(group.width / (total / self.pp_size) for group in self.device_groups)
+
+    @cached_property
+    def layouts_of_width(self) -> dict[int, Ints]:
+        """The layouts that outputs are given out or worked on in, by the width of the stages."""
+        head, found = self.layers[-1], dict[int, list[Ints]]()
+        for group in self.device_groups:
+            given = [own.output_layout for kind, own in enumerate(group.options) if kind != head]
+            taken = [own.input_layout for kind, own in enumerate(group.options) if kind != self.layers[0]]
+            found.setdefault(group.width, []).extend((*given, *taken))
+        return {width: np.unique(np.concatenate(layouts)) for width, layouts in found.items()}
+
+    @cached_property
+    def least_sends_ps(self) -> tuple[dict[tuple[int, int], float], ...]:
+        """By cut: the least that handing over takes from a device group to another."""
+        least = {cut: float(times.min()) for cut, times in self.sends_ps.items()}
+        found: list[dict[tuple[int, int], float]] = []
+        for stage in range(1, self.pp_size):
+            own: dict[tuple[int, int], float] = {}
+            for position, moves in self.placements[stage].items():
+                for before in self.positions[stage][position]:
+                    for behind, _ in moves:
+                        known = own.get((before, behind), np.inf)
+                        own[before, behind] = min(known, least[Cut(position, before, behind)])
+            found.append(own)
+        return tuple(found)
+
+    def groups_of(self, stage: int) -> tuple[int, ...]:
+        """The device groups that a pipeline stage can be on."""
+        return tuple(sorted({group for moves in self.placements[stage].values() for group, _ in moves}))
+
+    def start(self, before: int, group: int) -> Start:
+        """How a stage on a device group receives its input behind one on another; -1: it is the first."""
+        if before < 0:
+            return Start.FIRST
+        return Start.of_widths(self.device_groups[before].width, self.device_groups[group].width)
 
     def ends(self, stage: int, start: int) -> range:
         """Where a pipeline stage that starts at layer `start` can end, so that each stage gets a layer."""
@@ -147,13 +220,6 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         if later == 0:
             return range(total, total + 1) if start <= total - 2 else range(0)
         return range(2 if stage == 0 else start + 1, total - 1 - later + 1)
-
-    def _next(self, used: Usage, allowed: Sequence[int]) -> list[tuple[int, Usage]]:
-        return [
-            (group, tuple(n + (i == group) for i, n in enumerate(used)))
-            for group in allowed
-            if used[group] < self.available[group]
-        ]
 
 
 class Solution(NamedTuple):
@@ -177,11 +243,20 @@ class Price(NamedTuple):
 
 def price(problem: Problem, solution: Solution) -> Price:
     """T and memory of one plan, added up layer by layer."""
-    numbers = solution.device_groups
-    time, exposed, memory = np.zeros(problem.pp_size), np.zeros(problem.pp_size), []
-    before, layout, received = 0, 0, 0.0
+    numbers, position = solution.device_groups, problem.start_position
+    time, exposed, memory = np.zeros(problem.pp_size), np.zeros(problem.pp_size), list[int]()
+    before, layout = 0, 0
     for stage, (first, end) in enumerate(pairwise((0, *solution.ends))):
         group, parts = problem.device_groups[numbers[stage]], problem.phases(stage)
+        sent = received = 0.0
+        if stage:
+            cut = Cut(position, *numbers[stage - 1 : stage + 1])
+            given, kind = layout, problem.layers[first]
+            if problem.start(*cut[1:]) is Start.IN_PLACE:
+                layout = int(group.options[kind].input_layout[solution.options[first]])
+            sent, received = float(problem.boundary_bytes[before, given]), float(problem.boundary_bytes[before, layout])
+            time[stage - 1 : stage + 1] += problem.sends_ps[cut][before, given, layout]
+            memory[-1] += int(sent)
         held = no_layers(parts, received)
         for number in range(first, end):
             kind = problem.layers[number]
@@ -192,11 +267,8 @@ def price(problem: Problem, solution: Solution) -> Price:
             if number:
                 time[stage] += group.redistribution_ps[before, layout, own.input_layout]
             before, layout = kind, int(own.output_layout)
-        received = 0.0
-        if stage < problem.pp_size - 1:
-            received = float(problem.boundary_bytes[before, layout])
-            time[stage : stage + 2] += problem.sends_ps[stage, numbers[stage], numbers[stage + 1], before, layout]
-        memory.append(int(held.peak.max() + received))
+        position = dict(problem.placements[stage][position])[numbers[stage]]
+        memory.append(int(held.peak.max()))
     embedding = problem.device_groups[numbers[0]].options[problem.layers[0]]
     tie = problem.tie_ps[embedding.input_layout[solution.options[0]], layout]
     objective = step_time(float(time.sum()), float(time.max()), float(exposed.max()), problem.num_microbatches)

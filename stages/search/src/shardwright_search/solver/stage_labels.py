@@ -1,7 +1,7 @@
 """All ways worth keeping to give options to the layers of one pipeline stage.
 
-A label is one way to treat a run of layers: its time A, exposed time U, memory, the layout it receives (that of what
-the stage before gives out) and the one it gives out. A label is dropped only if it exceeds the budget, if bounds show
+A label is one way to treat a run of layers: its time A, exposed time U, memory, the layout it receives and the one it
+gives out. A label is dropped only if it exceeds the budget, if bounds show
 that no plan through it stays below the target's caps, or if another label of the same run and the same two layouts is
 no worse in A, U and memory: whatever follows adds the same to both, or takes the same maxima. Memory that can no longer
 bind is set to the largest amount that cannot. While a stage goes on, a label may also be replaced by one with another
@@ -19,7 +19,7 @@ from shardwright_search.solver.configuration_bounds import StageKind, Target
 from shardwright_search.solver.layer_ranges import Run, runs_of
 from shardwright_search.solver.memory import StageMemory, no_layers
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
-from shardwright_search.solver.problem import Problem
+from shardwright_search.solver.problem import Problem, Start
 from shardwright_search.solver.stage_options import GroupCosts, weightings
 
 __all__ = ["Labels", "stage_labels"]
@@ -68,7 +68,7 @@ def stage_labels(
 
     `tick` is called between steps and may raise to stop.
     """
-    stage = _Stage(problem, kind.is_first, costs, tick)
+    stage = _Stage(problem, kind, costs, tick)
     runs = runs_of(problem.layers).runs
     reachable = sorted(((runs[target.run], target) for target in targets), key=lambda pair: pair[0])
     for before, group in groupby(reachable, key=lambda pair: pair[0].before):
@@ -82,9 +82,10 @@ Reachable = list[tuple[Run, Target]]
 class _Stage:
     """What is the same for all labels of a stage kind, and the labels of whole runs found so far."""
 
-    def __init__(self, problem: Problem, is_first: bool, costs: GroupCosts, tick: Callable[[int], None]) -> None:
-        self.problem, self.costs, self._is_first, self._tick = problem, costs, is_first, tick
-        self.weights = weightings(problem)
+    def __init__(self, problem: Problem, kind: StageKind, costs: GroupCosts, tick: Callable[[int], None]) -> None:
+        self.problem, self.costs, self._start, self._tick = problem, costs, kind.start, tick
+        self.weights = weightings(problem, kind.group)
+        self._layouts = problem.layouts_of_width[costs.group.width]
         self.num_layouts = max(int(max(o.output_layout.max(), o.input_layout.max())) for o in costs.options) + 1
         # The most that a layer of each type adds to resident or peak bytes of any phase, and any one's own pass.
         self._max_added = [float((o.static + np.maximum(o.activation, o.late)).max()) for o in costs.memory]
@@ -93,9 +94,10 @@ class _Stage:
         self.found: dict[int, Labels] = {}
 
     def start(self, before: int) -> Labels:
-        """One label for each layout that the stage before, which ends in a layer of type `before`, can give out."""
-        layouts = np.arange(1 if self._is_first else self.problem.num_layouts)
-        received = np.zeros(1) if self._is_first else self.problem.boundary_bytes[before]
+        """One label for each layout that the outputs of the layer before, of type `before`, can be received in."""
+        is_first = self._start is Start.FIRST
+        layouts = np.zeros(1, np.int64) if is_first else self._layouts
+        received = np.zeros(1) if is_first else self.problem.boundary_bytes[before][layouts]
         none = np.zeros(len(layouts))
         return Labels(none, none, *no_layers(self.costs.phases, received), layouts, layouts, layouts, layouts, None)
 
@@ -133,6 +135,9 @@ class _Stage:
         """Every label with every option of the next layer, as far as some target can still be reached."""
         own = self.costs.options[kind]
         parent, option = pairs(rows, len(own.time_ps))
+        if depth == 0 and self._start is Start.IN_PLACE:
+            fits = labels.output_layout[parent] == own.input_layout[option]
+            parent, option = parent[fits], option[fits]
         time = labels.time_ps[parent] + own.time_ps[option]
         if before >= 0:
             moves = self.costs.group.redistribution_ps[before]
@@ -160,9 +165,9 @@ class _Stage:
         """The labels that none of another layout replaces after paying for the redistribution to theirs."""
         moves = self.costs.group.redistribution_ps[before]
         rows = np.arange(len(labels.time_ps))
-        if len(rows) <= _FEW or not _triangular(moves):
+        if len(rows) <= _FEW or not _triangular(moves[np.ix_(self._layouts, self._layouts)]):
             return rows
-        for layout in range(self.num_layouts):
+        for layout in self._layouts:
             same = labels.output_layout[rows] == layout
             mine, others = rows[same], rows[~same]
             if not len(others) or not len(mine):

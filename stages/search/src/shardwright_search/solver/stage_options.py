@@ -21,10 +21,13 @@ Weights = tuple[float, float]
 """Of A and U in a cost."""
 
 
-def weightings(problem: Problem) -> tuple[Weights, Weights, Weights]:
-    """The costs that are bounded: time; what the slowest stage adds to T; T if all stages took the mean."""
-    p, m = problem.pp_size, problem.num_microbatches
-    return (1.0, 0.0), (float(m), 1.0), (1 + (m - 1) / p, 1 / p)
+def weightings(problem: Problem, group: int) -> tuple[Weights, Weights, Weights]:
+    """The costs that are bounded: time; what the slowest stage adds to T; T if all stages took the mean.
+
+    The mean is by ranks: as a wide stage does its layers in less time, ranks times time says more than time alone.
+    """
+    p, m, width = problem.pp_size, problem.num_microbatches, problem.relative_widths[group]
+    return (1.0, 0.0), (float(m), 1.0), (1 + (m - 1) * width / p, width / p)
 
 
 class Measure(NamedTuple):

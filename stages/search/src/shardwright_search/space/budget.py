@@ -35,6 +35,8 @@ class Need(NamedTuple):
 
     configuration: Configuration
     stage: int
+    node_type: str
+    """Of that stage."""
     missing_bytes: int
     """More than that stage's budget by so much; negative where it fits."""
 
@@ -76,7 +78,7 @@ def min_need(instance: Instance, every: Sequence[Configuration]) -> Need:
         if best is not None and bound >= best.missing_bytes:
             break
         need = min_memory(instance.problem(single[number]))
-        found = Need(single[number], need.stage, need.missing_bytes)
+        found = Need(single[number], need.stage, instance.node_type(single[number], need.group), need.missing_bytes)
         if best is None or found.missing_bytes < best.missing_bytes:
             best = found
     if best is None:
@@ -88,16 +90,15 @@ def infeasible(instance: Instance, every: Sequence[Configuration], file: Path) -
     """What the configuration with the smallest need lacks."""
     need = min_need(instance, every)
     cluster, request = instance.costs.cluster, instance.request
-    node_type = cluster.node_type_of_rank[instance.stage_ranks(need.configuration.pp_size)[need.stage][0]]
     # Measured memory may be more than the tables say by a factor.
     missing_bytes = ceil(need.missing_bytes * instance.costs.profiles.memory_factor)
-    min_bytes = budgets_of(request, cluster, file)[node_type] + missing_bytes
+    min_bytes = budgets_of(request, cluster, file)[need.node_type] + missing_bytes
     # Rounded up to a number that is read back as enough.
     min_gib = ceil((min_bytes / GIB + request.reserve_gib) * 1e6) / 1e6
     exact = need.configuration in every
     amount = f"{'at least' if exact else 'more than'} {min_gib:.6f}"
     remedy = f"raise memory_gib to {amount}"
-    if min_gib * GIB > cluster.node_types[node_type].memory_bytes:
+    if min_gib * GIB > cluster.node_types[need.node_type].memory_bytes:
         remedy = f"take devices of {amount} GiB"
     return Infeasible(
         f"no plan fits: even the leanest ({need.configuration}) lacks {'' if exact else 'more than '}{missing_bytes} "
@@ -109,9 +110,9 @@ def infeasible(instance: Instance, every: Sequence[Configuration], file: Path) -
 
 
 def _least_share(instance: Instance, configuration: Configuration) -> float:
-    """A lower bound on what a configuration lacks: the least of every layer, evenly over the stages."""
+    """A lower bound on what a configuration lacks: the least of every layer on all ranks, evenly over all ranks."""
     problem = instance.problem(configuration)
-    group = problem.device_groups[0]
-    least = np.array([(o.state_bytes + o.activation_bytes).min() for o in group.options])
+    own = [[(o.state_bytes + o.activation_bytes).min() for o in group.options] for group in problem.device_groups]
+    least = (np.array(own) * np.array(problem.relative_widths)[:, None]).min(0)
     total = sum(least[kind] for kind in problem.layers)
     return float(total / problem.pp_size - max(p.budget_bytes for p in problem.device_groups))

@@ -11,9 +11,10 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import Schedule, misfit
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_search.space.request import Dimension, OuterSpace, SearchRequest, Space, batch_sizes
+from shardwright_search.space.request import Dimension, OuterSpace, SearchRequest, Space, StageWidths, batch_sizes
+from shardwright_search.space.stage_widths import Widths, check_degrees, divisors, pp_sizes, widths
 
-__all__ = ["Configuration", "configurations", "divisors", "narrowed", "shardings"]
+__all__ = ["Configuration", "configurations", "narrowed", "shardings"]
 
 _PLAIN: dict[str, object] = {"data_parallel": (DataParallel.DDP,), "recompute": (Recompute.NONE,)}
 
@@ -31,6 +32,8 @@ class Configuration(NamedTuple):
     """The one strategy of all layers, up to their types; None: each has its own."""
     buffer_tokens: int | None = None
     """Tokens that Megatron's gather buffer holds, which no layer may exceed; None: it is not counted."""
+    widths: Widths = StageWidths.EQUAL
+    """Ranks of the pipeline stages; a tuple where they are unequal."""
 
     @property
     def microbatch_samples(self) -> int:
@@ -39,15 +42,13 @@ class Configuration(NamedTuple):
 
     def __str__(self) -> str:
         chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        ranks = f" of {' + '.join(map(str, self.widths))} ranks" if isinstance(self.widths, tuple) else ""
+        if self.widths is StageWidths.ANY:
+            ranks = " of any widths"
         return (
-            f"batch {self.global_batch_size}, {self.num_microbatches} microbatches, pp_size {self.pp_size}{chunks}, "
-            f"{self.schedule}"
+            f"batch {self.global_batch_size}, {self.num_microbatches} microbatches, "
+            f"pp_size {self.pp_size}{ranks}{chunks}, {self.schedule}"
         )
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """Every divisor of a positive number, ascending."""
-    return tuple(d for d in range(1, number + 1) if number % d == 0)
 
 
 def narrowed(request: SearchRequest, devices: int) -> SearchRequest:
@@ -78,6 +79,8 @@ def narrowed(request: SearchRequest, devices: int) -> SearchRequest:
     for name, limit in limits.items():
         for field, allowed in limit.items():
             request = _limited(request, field, allowed, name)
+    if request.tp_sizes is None and request.stage_widths is not StageWidths.EQUAL:
+        request = replace(request, tp_sizes=divisors(devices))
     return replace(request, space=Space.FULL, disable=())
 
 
@@ -99,29 +102,21 @@ def configurations(request: SearchRequest, model: Model, cluster: Cluster, file:
 
     Raises BadInput, naming the search file, for a listed number that divides nothing: it would be left out in silence.
     """
-    devices, layers = cluster.num_devices, len(model.layers)
-    batches = batch_sizes(request)
-    for field, listed, wholes, meaning in (
-        ("num_microbatches", request.num_microbatches, batches, "any global_batch_size"),
-        ("pp_sizes", request.pp_sizes, (devices,), f"the number of devices, {devices}"),
-        ("tp_sizes", request.tp_sizes, (devices,), f"the number of devices, {devices}"),
-        ("shard_sizes", request.shard_sizes, (devices,), f"the number of devices, {devices}"),
-    ):
-        for number in listed or ():
-            if all(whole % number for whole in wholes):
-                raise BadInput(file, f"{field}: {number} does not divide {meaning}", "list divisors only")
-    for pp_size in request.pp_sizes or ():
-        if pp_size > layers:
-            raise BadInput(file, f"pp_sizes: {pp_size} pipeline stages for {layers} layers", "list at most that many")
+    devices, layers, batches = cluster.num_devices, len(model.layers), batch_sizes(request)
+    for number in request.num_microbatches or ():
+        if all(batch % number for batch in batches):
+            what = f"num_microbatches: {number} does not divide any global_batch_size"
+            raise BadInput(file, what, "list divisors only")
+    check_degrees(request, devices, layers, file)
     return tuple(
-        Configuration(batch, count, pp_size, schedule, chunks)
+        Configuration(batch, count, pp_size, schedule, chunks, widths=own)
         for batch in batches
         for count in sorted(set(request.num_microbatches or divisors(batch)))
         if batch % count == 0
-        for pp_size in sorted(set(request.pp_sizes or (d for d in divisors(devices) if d <= layers)))
-        if request.max_pp_size is None or pp_size <= request.max_pp_size
+        for pp_size in pp_sizes(request, devices, layers)
         for schedule in sorted(set(request.schedules))
         for chunks in _chunks(request, layers, pp_size, schedule)
+        for own in widths(request, devices, pp_size, schedule)
     )
 
 

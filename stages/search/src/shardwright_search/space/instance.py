@@ -1,31 +1,34 @@
 """From a configuration of the search to the solver's numbers, and from the solver's answer to a plan."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, lru_cache
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import pairwise, product
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 
-from shardwright_formats.semantics.layout import Layout, layout_of
+from shardwright_formats.semantics.layout import layout_of
 from shardwright_formats.semantics.schedule import in_flight
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import PipelineStage, Plan
-from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_search.cost_model.communication import Nodes
 from shardwright_search.cost_model.layer import CostModel
-from shardwright_search.cost_model.tied_weights import tie_class, tie_cost_ps
-from shardwright_search.cost_model.topology import StageTopology, stage_topology
+from shardwright_search.cost_model.tied_weights import has_shared, shared_cost_ps, tie_class, tie_cost_ps
+from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.solver.branch_and_bound import Solvable
 from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.pareto import Numbers
 from shardwright_search.solver.partition import Pipeline
-from shardwright_search.solver.problem import DeviceGroup, Options, Problem, Solution
+from shardwright_search.solver.problem import Cut, DeviceGroup, Options, Problem, Solution
 from shardwright_search.solver.relaxed_bound import DualOf, dual_of
 from shardwright_search.solver.stage_options import GroupCosts
-from shardwright_search.space.configurations import Configuration, shardings
+from shardwright_search.space.choices import Choice, Choices
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.placements import Placements
 from shardwright_search.space.request import SearchRequest
 
 if TYPE_CHECKING:
@@ -46,23 +49,6 @@ class Nothing:
         return ()
 
 
-class _Choice(NamedTuple):
-    """What the strategies to choose from depend on."""
-
-    stage_size: int
-    samples: int
-    """Of a microbatch."""
-    layers: LayerStrategy | None
-    buffer_tokens: int | None
-
-
-class _Shardings(NamedTuple):
-    """The strategies of each type, and the layouts they use."""
-
-    strategies: tuple[tuple[Strategy, ...], ...]
-    layouts: tuple[Layout, ...]
-
-
 class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
     """A request with the cost model that prices it, and all that was priced so far."""
 
@@ -71,6 +57,11 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
     costs: CostModel
     budgets: dict[str, int]
     """Bytes of a rank by node type, without the process's own memory."""
+
+    @cached_property
+    def choices(self) -> Choices:
+        """What there is to choose."""
+        return Choices(self.request, self.costs)
 
     @cached_property
     def types(self) -> tuple[str, ...]:
@@ -82,14 +73,13 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         """The type of every layer."""
         return EMBEDDING, *self.costs.model.layers, HEAD
 
-    def has_plans(self, configuration: Configuration) -> bool:
-        """Whether every layer of a configuration can be sharded in some way."""
-        return all(self._shardings(self._choice(configuration)).strategies)
+    def stage_ranks(self, configuration: Configuration, solution: Solution) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each pipeline stage of a solution."""
+        return self.choices.placed(configuration).stage_ranks(solution.device_groups)
 
-    def stage_ranks(self, pp_size: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each pipeline stage."""
-        width = self.costs.cluster.num_devices // pp_size
-        return tuple(tuple(range(i * width, (i + 1) * width)) for i in range(pp_size))
+    def node_type(self, configuration: Configuration, group: int) -> str:
+        """Of a device group of the configuration's problem."""
+        return self.choices.placed(configuration).topologies[group].node_type
 
     @cached_property
     def solvable(self) -> Callable[[Configuration], Solvable]:
@@ -97,7 +87,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return lru_cache(_MAX_RECENT)(self._solvable)
 
     def _solvable(self, configuration: Configuration) -> Solvable:
-        if not self.has_plans(configuration):
+        if not self.choices.has_plans(configuration):
             return Nothing()
         if configuration.num_chunks > 1:
             from shardwright_search.solver.interleaved import Interleaved
@@ -113,17 +103,13 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def problem(self, configuration: Configuration) -> Problem:
         """The numbers of a configuration of GPipe or 1F1B."""
-        choice, p, m = self._choice(configuration), configuration.pp_size, configuration.num_microbatches
-        ranks, of_stages = self.stage_ranks(p), self._topologies(p)
-        topologies = tuple(dict.fromkeys(of_stages))
-        sends = np.array([self._sends(choice, self.costs.link(*pair)) for pair in pairwise(ranks)])
-        shape = p - 1, len(topologies), len(topologies), len(self.types), len(self._shardings(choice).layouts)
+        choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
+        topologies, moves = placed = self.choices.placed(configuration)
         return Problem(
             layers=tuple(self.types.index(name) for name in self._names),
             device_groups=tuple(self._device_group(choice, topology, m == 1) for topology in topologies),
-            available=tuple(of_stages.count(topology) for topology in topologies),
-            allowed=tuple((topologies.index(topology),) for topology in of_stages),
-            sends_ps=np.broadcast_to(sends.reshape(shape[0], 1, 1, *shape[3:]), shape),
+            placements=moves,
+            sends_ps={cut: self._handover(choice, placed, cut) for cut in placed.cuts},
             in_flight=tuple(in_flight(configuration.schedule, p, m, stage) for stage in range(p)),
             num_microbatches=m,
             boundary_bytes=self._boundary(choice),
@@ -135,20 +121,21 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         from shardwright_search.solver.interleaved import InterleavedProblem
         from shardwright_search.space.in_flight import moments_in_flight
 
-        choice, p = self._choice(configuration), configuration.pp_size
-        layers, ranks, topologies = self.costs.model.layers, self.stage_ranks(p), self._topologies(p)
+        choice, p = self.choices.choice(configuration), configuration.pp_size
+        layers, placed = self.costs.model.layers, self.choices.placed(configuration)
         share = len(layers) // (p * configuration.num_chunks)
-        if len(set(topologies)) > 1 or any(
+        if len(placed.topologies) > 1 or any(
             layers[i : i + share] != layers[:share] for i in range(0, len(layers), share)
         ):
             return None
         first, second, last = (moments_in_flight(configuration, stage) for stage in (0, min(1, p - 1), p - 1))
+        ranks = placed.stage_ranks((0,) * p)
         around = (*pairwise(ranks), (ranks[-1], ranks[0]))
         return InterleavedProblem(
             embedding=self.types.index(EMBEDDING),
             positions=tuple(self.types.index(name) for name in layers[:share]),
             head=self.types.index(HEAD),
-            group=self._device_group(choice, topologies[0], configuration.num_microbatches == 1),
+            group=self._device_group(choice, placed.topologies[0], configuration.num_microbatches == 1),
             pp_size=p,
             num_chunks=configuration.num_chunks,
             num_microbatches=configuration.num_microbatches,
@@ -161,9 +148,13 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
     def plan(self, configuration: Configuration, solution: Solution) -> Plan:
         """The plan that a solution of a configuration stands for."""
         model, request = self.costs.model, self.request
-        strategies = dict(zip(self.types, self._shardings(self._choice(configuration)).strategies, strict=True))
-        chosen = zip(self._names, solution.options, strict=True)
-        embedding, *layers, head = (strategies[name][option] for name, option in chosen)
+        strategies, ranks = (
+            self.choices.shardings(self.choices.choice(configuration)),
+            self.stage_ranks(configuration, solution),
+        )
+        widths = [len(ranks[bisect_right(solution.ends, number)]) for number in range(len(self._names))]
+        chosen = zip(self._names, widths, solution.options, strict=True)
+        embedding, *layers, head = (strategies.of(name, width)[option] for name, width, option in chosen)
         return Plan(
             name=request.name,
             model=model,
@@ -174,132 +165,122 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             gradient_reduction=request.gradient_reduction,
             precision=request.precision,
             attention=request.attention,
-            stages=_stages(configuration, solution, self.stage_ranks(configuration.pp_size), len(model.layers)),
+            stages=_stages(configuration, solution, ranks, len(model.layers)),
             embedding=embedding,
             head=head,
             layers=tuple(layer for layer in layers if isinstance(layer, LayerStrategy)),
         )
 
-    def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
-        """What all layers can share: strategies that every type of layer has, told by the first type's."""
-        of = dict(zip(self.types, self._shardings(self._choice(configuration)).strategies, strict=True))
-        first, *others = dict.fromkeys(self.costs.model.layers)
-        return tuple(
-            s
-            for s in of[first]
-            if isinstance(s, LayerStrategy) and all(replace(s, type=other) in of[other] for other in others)
-        )
-
-    def buffer_tokens(self, configuration: Configuration) -> tuple[int, ...]:
-        """The sizes that Megatron's gather buffer can have, in tokens; 0 without sequence parallelism."""
-        choice = self._choice(configuration)
-        every = (strategy for own in self._shardings(choice).strategies for strategy in own)
-        return tuple(sorted({0, *(self._gathered_tokens(strategy, choice.samples) for strategy in every)}))
-
-    def _choice(self, configuration: Configuration) -> _Choice:
-        stage_size, samples = self.costs.cluster.num_devices // configuration.pp_size, configuration.microbatch_samples
-        return _Choice(stage_size, samples, configuration.layers, configuration.buffer_tokens)
-
     @cached_method
-    def _topologies(self, pp_size: int) -> tuple[StageTopology, ...]:
-        """By pipeline stage."""
-        return tuple(stage_topology(self.costs.cluster, ranks) for ranks in self.stage_ranks(pp_size))
-
-    @cached_method
-    def _shardings(self, choice: _Choice) -> _Shardings:
-        found = tuple(
-            tuple(s for s in self._all_shardings(name, choice.stage_size) if self._possible(s, choice, name))
-            for name in self.types
-        )
-        return _Shardings(found, tuple(sorted({layout_of(strategy) for own in found for strategy in own})))
-
-    @cached_method
-    def _all_shardings(self, type_name: str, stage_size: int) -> tuple[Strategy, ...]:
-        return shardings(self.request, self.costs.model, type_name, stage_size)
-
-    def _possible(self, strategy: Strategy, choice: _Choice, type_name: str) -> bool:
-        """Whether it shares a microbatch's samples out evenly, and is what the configuration fixes."""
-        if choice.samples % strategy.dp_size:
-            return False
-        tokens = self._gathered_tokens(strategy, choice.samples)
-        if choice.buffer_tokens is not None and tokens > choice.buffer_tokens:
-            return False
-        if choice.layers is None or not isinstance(strategy, LayerStrategy):
-            return True
-        return strategy == replace(choice.layers, type=type_name)
-
-    def _gathered_tokens(self, strategy: Strategy, samples: int) -> int:
-        """Tokens that Megatron's sequence parallelism gathers whole."""
-        if strategy.sequence_parallel is not SequenceParallel.MEGATRON:
-            return 0
-        return samples // strategy.dp_size * self.costs.model.sequence_length
-
-    @cached_method
-    def _device_group(self, choice: _Choice, topology: StageTopology, single_microbatch: bool) -> DeviceGroup:
-        strategies, layouts = self._shardings(choice)
+    def _device_group(self, choice: Choice, topology: StageTopology, single_microbatch: bool) -> DeviceGroup:
         features = max(tensor.features for tensor in self.costs.model.boundary)
         buffer_bytes = (choice.buffer_tokens or 0) * features * self.costs.compute_bytes
-        count, own = 1 if single_microbatch else 2, zip(self.types, strategies, strict=True)
+        count = 1 if single_microbatch else 2
         return DeviceGroup(
-            options=tuple(self._options(name, found, layouts, topology, choice.samples, count) for name, found in own),
-            redistribution_ps=np.array([self._moves(name, layouts, topology, choice.samples) for name in self.types]),
+            options=tuple(self._options(name, choice, topology, count) for name in self.types),
+            redistribution_ps=np.array([self._moves(name, choice, topology) for name in self.types]),
             budget_bytes=self.budgets[topology.node_type] - buffer_bytes,
+            width=topology.size,
         )
 
-    def _options(
-        self,
-        name: str,
-        found: Sequence[Strategy],
-        layouts: Sequence[Layout],
-        topology: StageTopology,
-        samples: int,
-        num_microbatches: int,
-    ) -> Options:
-        priced = (self.costs.layer(name, strategy, topology, samples, num_microbatches) for strategy in found)
+    def _options(self, name: str, choice: Choice, topology: StageTopology, num_microbatches: int) -> Options:
+        shardings = self.choices.shardings(choice)
+        if not (found := shardings.of(name, topology.size)):
+            return Options.none(next(i for i, own in enumerate(shardings.layouts) if own.stage_size == topology.size))
+        priced = (self.costs.layer(name, s, topology, choice.samples, num_microbatches) for s in found)
         rows = [
             (o.microbatch_ps, o.exposed_ps, o.state_bytes, o.memory.gradients, o.activation_bytes, o.workspace_bytes)
             for o in priced
         ]
-        numbers = np.array([layouts.index(layout_of(strategy)) for strategy in found])
-        known = list(self._tie_classes(found))
-        classes = np.array([known.index(tie_class(strategy)) for strategy in found] if known else [0] * len(found))
+        numbers = np.array([shardings.layouts.index(layout_of(strategy)) for strategy in found])
+        classes = numbers
+        if name in (EMBEDDING, HEAD):
+            known = list(self._tie_classes(choice, name))
+            classes = np.array([known.index(self._tie_class(strategy)) for strategy in found])
         layouts_of = classes if name == EMBEDDING else numbers, classes if name == HEAD else numbers
         return Options._make((*np.array(rows, float).T.copy(), *layouts_of))
 
-    def _moves(self, name: str, layouts: Sequence[Layout], topology: StageTopology, samples: int) -> Numbers:
-        """[layouts, layouts]: there in forward and back in backward."""
-        pairs = [[self.costs.redistribution(name, a, b, topology, samples).time_ps for b in layouts] for a in layouts]
-        one_way = np.array(pairs, float)
-        return np.asarray(one_way + one_way.T)
+    def _moves(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:
+        """[layouts, layouts]: there in forward and back in backward, between layouts of the stage's width."""
+        layouts = self.choices.shardings(choice).layouts
+        own = [i for i, layout in enumerate(layouts) if layout.stage_size == topology.size]
+        one_way = np.zeros((len(layouts), len(layouts)))
+        for a, b in product(own, own):
+            taken = self.costs.redistribution(name, layouts[a], layouts[b], topology, choice.samples)
+            one_way[a, b] = taken.time_ps
+        return one_way + one_way.T
+
+    def _handover(self, choice: Choice, placed: Placements, cut: Cut) -> Numbers:
+        """[types, layouts given, layouts received]."""
+        (rank,), before, behind = cut.position, placed.topologies[cut.before].size, placed.topologies[cut.behind].size
+        stages = range(rank - before, rank), range(rank, rank + behind)
+        if before == behind:
+            return self._rank_to_rank(choice, before, self.costs.link(*stages))
+        return self._to_other_width(choice, self.costs.nodes_of(*stages))
 
     @cached_method
-    def _sends(self, choice: _Choice, link: tuple[bool, bool]) -> Numbers:
+    def _rank_to_rank(self, choice: Choice, width: int, link: tuple[bool, bool]) -> Numbers:
+        """What is received is what was given."""
+        layouts, sends = self.choices.shardings(choice).layouts, self._sends(choice, link)
+        found = np.full((*sends.shape, len(layouts)), np.inf)
+        for i, layout in enumerate(layouts):
+            if layout.stage_size == width:
+                found[:, i, i] = sends[:, i]
+        return found
+
+    @cached_method
+    def _to_other_width(self, choice: Choice, nodes: tuple[Nodes, ...]) -> Numbers:
+        """From any layout to any."""
+        layouts = self.choices.shardings(choice).layouts
+        found = np.full((len(self.types), len(layouts), len(layouts)), np.inf)
+        given, taken = ([i for i, own in enumerate(layouts) if own.stage_size == len(ranks)] for ranks in nodes)
+        for (number, name), (a, b) in product(enumerate(self.types), product(given, taken)):
+            found[number, a, b] = self.costs.handover(name, layouts[a], layouts[b], nodes, choice.samples).time_ps
+        return found
+
+    @cached_method
+    def _sends(self, choice: Choice, link: tuple[bool, bool]) -> Numbers:
         """[types, layouts]."""
-        layouts = self._shardings(choice).layouts
+        layouts = self.choices.shardings(choice).layouts
         sent = [[self.costs.send(n, layout, link, choice.samples).time_ps for layout in layouts] for n in self.types]
         return np.array(sent, float)
 
     @cached_method
-    def _boundary(self, choice: _Choice) -> Numbers:
+    def _boundary(self, choice: Choice) -> Numbers:
         """[types, layouts]."""
-        layouts = self._shardings(choice).layouts
+        layouts = self.choices.shardings(choice).layouts
         held = [[self.costs.boundary_bytes(n, layout, choice.samples) for layout in layouts] for n in self.types]
         return np.array(held, float)
 
     @cached_method
-    def _ties(self, choice: _Choice, pp_size: int) -> Numbers:
-        """[classes of the embedding, of the head]."""
-        if not self.costs.model.tied:
+    def _ties(self, choice: Choice, pp_size: int) -> Numbers:
+        """[classes of the embedding, of the head]: tied parameters, and those that layers share; infinity: no plan."""
+        if not self.costs.model.tied and not has_shared(self.costs.model):
             return np.zeros((1, 1))
-        own = dict(zip(self.types, self._shardings(choice).strategies, strict=True))
-        first, last = self._tie_classes(own[EMBEDDING]), self._tie_classes(own[HEAD])
-        ends = self.stage_ranks(pp_size)[0], self.stage_ranks(pp_size)[-1]
-        ties = [[tie_cost_ps(self.costs, a, b, *ends) for b in last.values()] for a in first.values()]
-        return np.array(ties, float)
+        devices = self.costs.cluster.num_devices
+        first, last = (self._tie_classes(choice, name) for name in (EMBEDDING, HEAD))
+        found = np.full((len(first), len(last)), np.inf)
+        for (i, a), (j, b) in product(enumerate(first.values()), enumerate(last.values())):
+            before, behind = a.tp_size * a.dp_size, b.tp_size * b.dp_size
+            if pp_size == 1 or before + behind <= devices:
+                ends = range(before), range(devices - behind, devices)
+                found[i, j] = tie_cost_ps(self.costs, a, b, *ends) + self._shared_ps(*ends)
+        return found
 
-    def _tie_classes(self, found: Sequence[Strategy]) -> dict[object, Strategy]:
-        """A strategy of each class that ties tell apart; none where nothing is tied."""
-        return {tie_class(strategy): strategy for strategy in found} if self.costs.model.tied else {}
+    @cached_method
+    def _shared_ps(self, first: range, last: range) -> int:
+        return shared_cost_ps(self.costs, (first, last))
+
+    def _tie_classes(self, choice: Choice, name: str) -> dict[object, Strategy]:
+        """A strategy of each class of the embedding, or of the head, that ties tell apart."""
+        own = self.choices.shardings(choice).strategies.values()
+        return {self._tie_class(strategy): strategy for of_type in own for strategy in of_type[name]}
+
+    def _tie_class(self, strategy: Strategy) -> object:
+        """Parameters that layers share are sent from the first to the last stage: that depends on their widths."""
+        if self.costs.model.tied:
+            return tie_class(strategy)
+        return strategy.tp_size * strategy.dp_size if has_shared(self.costs.model) else None
 
 
 def _stages(

@@ -20,6 +20,7 @@ __all__ = [
     "Robust",
     "SearchRequest",
     "Space",
+    "StageWidths",
     "batch_sizes",
 ]
 
@@ -82,6 +83,15 @@ class BatchRange(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """From one to the next."""
 
 
+class StageWidths(StrEnum):
+    """How many ranks pipeline stages may have."""
+
+    EQUAL = "equal"
+    """All have as many."""
+    ANY = "any"
+    """Any number each, as long as they have all devices together."""
+
+
 class OuterSpace(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the embedding or the head may be; null: as the layers may."""
 
@@ -126,11 +136,18 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     fine_grained: bool = True
     """Whether each layer has a strategy of its own; else all share one."""
     pp_sizes: Counts | None = None
-    """Null: every divisor of the number of devices that leaves each pipeline stage a layer."""
+    """Null: every divisor of the number of devices that leaves each pipeline stage a layer; with any `stage_widths`
+    every number that does, and with listed ones theirs."""
     max_pp_size: Count | None = None
     """The largest pipeline degree."""
+    stage_widths: StageWidths | Annotated[tuple[Counts, ...], Meta(min_length=1)] = StageWidths.EQUAL
+    """Ranks of the pipeline stages, first to last: all alike, any numbers, or a list such as [[6, 2], [4, 4]].
+
+    Interleaved schedules, and plans with one strategy for all layers, have stages of equal width.
+    """
     tp_sizes: Counts | None = None
-    """Null: every divisor of a pipeline stage's number of ranks."""
+    """Null: every divisor of a pipeline stage's number of ranks; where `stage_widths` may be unequal those alone that
+    divide the number of devices."""
     max_tp_size: Count | None = None
     """The largest tensor-parallel degree."""
     max_dp_size: Count | None = None

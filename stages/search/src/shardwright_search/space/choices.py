@@ -1,0 +1,134 @@
+"""What there is to choose in a configuration: the strategies of the layers, and where the pipeline stages can be."""
+
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from shardwright_formats.semantics.layout import Layout, layout_of
+from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
+from shardwright_search.cost_model.layer import CostModel
+from shardwright_search.solver.cached import cached_method
+from shardwright_search.space.configurations import Configuration, shardings
+from shardwright_search.space.placements import Placements, placements
+from shardwright_search.space.request import SearchRequest, StageWidths
+from shardwright_search.space.stage_widths import Widths
+
+__all__ = ["Choice", "Choices", "Shardings"]
+
+
+class Choice(NamedTuple):
+    """What the strategies to choose from depend on."""
+
+    widths: tuple[int, ...]
+    """Ranks that stages may have, ascending."""
+    samples: int
+    """Of a microbatch."""
+    layers: LayerStrategy | None
+    buffer_tokens: int | None
+
+
+class Shardings(NamedTuple):
+    """The strategies of each type on stages of each width, and the layouts they use."""
+
+    strategies: dict[int, dict[str, tuple[Strategy, ...]]]
+    """By width and type."""
+    layouts: tuple[Layout, ...]
+    """Of all widths."""
+
+    def of(self, type_name: str, width: int) -> tuple[Strategy, ...]:
+        """Of one type on stages of one width."""
+        return self.strategies[width][type_name]
+
+
+class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
+    """Of a narrowed request, with all that was listed so far."""
+
+    request: SearchRequest
+    costs: CostModel
+
+    def has_plans(self, configuration: Configuration) -> bool:
+        """Whether every layer of a configuration can be sharded in some way."""
+        choice = self.choice(configuration)
+        return self._placements(choice, configuration.pp_size, configuration.widths) is not None
+
+    def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
+        """What all layers can share: strategies that every type of layer has, told by the first type's."""
+        choice = self.choice(configuration)
+        of = self.shardings(choice).strategies[choice.widths[0]]
+        first, *others = dict.fromkeys(self.costs.model.layers)
+        layers = (s for s in of[first] if isinstance(s, LayerStrategy))
+        return tuple(s for s in layers if all(replace(s, type=other) in of[other] for other in others))
+
+    def buffer_tokens(self, configuration: Configuration) -> tuple[int, ...]:
+        """The sizes that Megatron's gather buffer can have, in tokens; 0 without sequence parallelism."""
+        choice = self.choice(configuration)
+        every = (s for own in self.shardings(choice).strategies.values() for of_type in own.values() for s in of_type)
+        return tuple(sorted({0, *(self._gathered_tokens(strategy, choice.samples) for strategy in every)}))
+
+    def choice(self, configuration: Configuration) -> Choice:
+        """What strategies depend on."""
+        devices, widths = self.costs.cluster.num_devices, configuration.widths
+        match widths:
+            case StageWidths.EQUAL:
+                sizes: tuple[int, ...] = (devices // configuration.pp_size,)
+            case StageWidths.ANY:
+                sizes = tuple(range(1, devices + 1))
+            case listed:
+                sizes = tuple(sorted(set(listed)))
+        return Choice(sizes, configuration.microbatch_samples, configuration.layers, configuration.buffer_tokens)
+
+    def placed(self, configuration: Configuration) -> Placements:
+        """Where the stages can be; has_plans says whether they can at all."""
+        found = self._placements(self.choice(configuration), configuration.pp_size, configuration.widths)
+        if found is None:
+            raise ValueError(f"no plan: {configuration}")
+        return found
+
+    @cached_method
+    def _placements(self, choice: Choice, pp_size: int, widths: Widths) -> Placements | None:
+        """Stages only as wide as all types of layers can be sharded, the first's and last's with embedding and head."""
+        known = self.shardings(choice).strategies
+        asked = [(width,) for width in widths] if isinstance(widths, tuple) else [choice.widths] * pp_size
+        ends = [(EMBEDDING,), *[()] * (pp_size - 2), (HEAD,)] if pp_size > 1 else [(EMBEDDING, HEAD)]
+        able = [
+            [width for width in own if width in known and all(known[width][name] for name in outer)]
+            for own, outer in zip(asked, ends, strict=True)
+        ]
+        return placements(self.costs.cluster, able)
+
+    @cached_method
+    def shardings(self, choice: Choice) -> Shardings:
+        """Of the widths over which every type of layer can be sharded, embedding and head aside."""
+        found = {}
+        for width in choice.widths:
+            own = {
+                name: tuple(s for s in self._all_shardings(name, width) if self._possible(s, choice, name))
+                for name in dict.fromkeys((EMBEDDING, *self.costs.model.layers, HEAD))
+            }
+            if all(own[name] for name in self.costs.model.layers):
+                found[width] = own
+        used = {layout_of(s) for own in found.values() for of_type in own.values() for s in of_type}
+        return Shardings(found, tuple(sorted(used)))
+
+    @cached_method
+    def _all_shardings(self, type_name: str, stage_size: int) -> tuple[Strategy, ...]:
+        return shardings(self.request, self.costs.model, type_name, stage_size)
+
+    def _possible(self, strategy: Strategy, choice: Choice, type_name: str) -> bool:
+        """Whether it shares a microbatch's samples out evenly, and is what the configuration fixes."""
+        if choice.samples % strategy.dp_size:
+            return False
+        tokens = self._gathered_tokens(strategy, choice.samples)
+        if choice.buffer_tokens is not None and tokens > choice.buffer_tokens:
+            return False
+        if choice.layers is None or not isinstance(strategy, LayerStrategy):
+            return True
+        return strategy == replace(choice.layers, type=type_name)
+
+    def _gathered_tokens(self, strategy: Strategy, samples: int) -> int:
+        """Tokens that Megatron's sequence parallelism gathers whole."""
+        if strategy.sequence_parallel is not SequenceParallel.MEGATRON:
+            return 0
+        return samples // strategy.dp_size * self.costs.model.sequence_length

@@ -1,0 +1,141 @@
+"""Pipeline stages of unequal width: priced as they are solved, searched against every plan, certified, told."""
+
+from collections.abc import Iterator
+from itertools import pairwise, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from brute_force import mistakes
+from msgspec.structs import replace
+from random_problems import best_of, random_unequal
+from random_requests import World, random_solution, random_world
+
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.plan import PipelineStage, Plan
+from shardwright_formats.types.strategy import LayerStrategy
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.search import Found, Infeasible, find_best
+from shardwright_search.solver.milp import solve
+from shardwright_search.solver.problem import price
+from shardwright_search.space.budget import GIB
+from shardwright_search.space.configurations import configurations, narrowed, shardings
+from shardwright_search.space.request import SearchRequest, StageWidths
+
+FILE = Path("s.json")
+ANY = StageWidths.ANY
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_the_solver_equals_brute_force_over_stages_of_unequal_width(block):
+    assert mistakes(range(100 * block, 100 * (block + 1)), random_unequal) == {}
+
+
+def test_highs_finds_the_best_plan_over_stages_of_unequal_width():
+    pytest.importorskip("highspy")
+    for seed in range(60):
+        problem = random_unequal(seed)
+        answer, best = solve(problem, 60.0), best_of(problem)
+        assert answer.done and answer.objective_ps == pytest.approx(best, rel=1e-6), seed
+        if answer.solution is not None:
+            assert price(problem, answer.solution).objective_ps == best, seed
+
+
+def any_widths(world: World) -> World:
+    return world._replace(request=replace(world.request, stage_widths=ANY))
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_plans_of_any_widths_cost_the_same_to_the_solver_and_to_evaluate(block):
+    """On one node and on several, tied or with shared parameters, wherever the stages are cut."""
+    unequal = 0
+    for seed in range(3000 + 15 * block, 3000 + 15 * (block + 1)):
+        world, rng = any_widths(random_world(seed)), np.random.default_rng(seed)
+        instance = world.instance
+        for target in world.targets(instance):
+            configuration = target.configuration
+            if configuration.widths is not ANY:
+                continue
+            problem = instance.problem(configuration)
+            solution = random_solution(rng, problem)
+            plan, priced = instance.plan(configuration, solution), price(problem, solution)
+            found = evaluate(plan, world.profiles, instance.costs)
+            assert found.objective_ps == priced.objective_ps + target.offset_ps, seed
+            process_bytes = world.profiles.process_bytes
+            held = tuple(stage.memory_bytes - process_bytes for stage in found.estimate.stages)
+            assert held == priced.memory_bytes, seed
+            assert found.estimate.simulated_lower_bound_s <= found.estimate.simulated_step_time_s, seed
+            unequal += len({len(stage.ranks) for stage in plan.stages}) > 1
+    assert unequal > 100
+
+
+def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterator[Plan]:
+    """All plans of any widths, put together without the solver."""
+    request = narrowed(request, cluster.num_devices)
+    layers = len(model.layers)
+    for configuration in configurations(request, model, cluster, FILE):
+        samples, p = configuration.microbatch_samples, configuration.pp_size
+        for widths in product(range(1, cluster.num_devices + 1), repeat=p):
+            if sum(widths) != cluster.num_devices:
+                continue
+            ranks = [tuple(range(sum(widths[:i]), sum(widths[: i + 1]))) for i in range(p)]
+            for cuts in product(range(1, layers), repeat=p - 1):
+                bounds = list(pairwise((0, *cuts, layers)))
+                if any(low >= high for low, high in bounds):
+                    continue
+                stage_of = [i for i, (low, high) in enumerate(bounds) for _ in range(low, high)]
+                spaces = [
+                    [s for s in shardings(request, model, name, widths[stage]) if samples % s.dp_size == 0]
+                    for name, stage in zip((EMBEDDING, *model.layers, HEAD), (0, *stage_of, p - 1), strict=True)
+                ]
+                for embedding, *blocks, head in product(*spaces):
+                    yield Plan(
+                        name=request.name,
+                        model=model,
+                        cluster=cluster,
+                        global_batch_size=request.global_batch_size,
+                        num_microbatches=configuration.num_microbatches,
+                        schedule=configuration.schedule,
+                        stages=tuple(PipelineStage(ranks=r, layers=(b,)) for r, b in zip(ranks, bounds, strict=True)),
+                        embedding=embedding,
+                        head=head,
+                        layers=tuple(block for block in blocks if isinstance(block, LayerStrategy)),
+                    )
+
+
+def searched(request: SearchRequest, model: Model, cluster: Cluster, profiles) -> Found | Infeasible:
+    return find_best(request, model, cluster, profiles, FILE, lambda line: None)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_searched_plan_is_the_best_of_all_plans_of_any_widths(make, seed):
+    rng = np.random.default_rng(seed)
+    devices, nodes = (3, 1) if seed % 2 else (4, 2)
+    model, cluster = make.model(2 + (devices == 3), tied=bool(seed // 2 % 2)), make.cluster(devices, nodes=nodes)
+    request = make.request(
+        global_batch_size=6,
+        num_microbatches=[int(rng.choice([1, 2]))],
+        schedules=[str(rng.choice(["1f1b", "gpipe"]))],
+        data_parallel=[str(rng.choice(["ddp", "zero2", "zero3"]))],
+        recompute=["none", "full"] if devices == 3 else ["none"],
+        sequence_parallel=[str(rng.choice(["none", "megatron"]))],
+        stage_widths="any",
+        tp_sizes=[1, 2],
+    )
+    profiles = make.profiles(model, cluster, tp_sizes=(1, 2, 3, 4), slow=float(rng.choice([0.01, 1.0])))
+    plans = list(every_plan(request, model, cluster))
+    prices = [
+        (found.objective_ps, found.estimate.memory_bytes)
+        for found in (evaluate(plan, profiles, timeline=False) for plan in plans)
+    ]
+    assert any(len({len(stage.ranks) for stage in plan.stages}) > 1 for plan in plans)
+    needs = sorted(need for _, need in prices)
+    budget = needs[int(len(needs) * rng.choice([0, 0.1, 0.5, 0.99]))]
+    found = searched(replace(request, memory_gib=budget / GIB), model, cluster, profiles)
+    assert isinstance(found, Found)
+    best = min(time for time, need in prices if need <= budget)
+    assert found.optimum_s * 1e12 == pytest.approx(best, rel=1e-12)
+    assert found.bound_s == found.optimum_s and not found.stopped
+    too_little = searched(replace(request, memory_gib=(needs[0] - 1) / GIB), model, cluster, profiles)
+    assert isinstance(too_little, Infeasible) and too_little.missing_bytes == 1
