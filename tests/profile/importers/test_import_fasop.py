@@ -8,7 +8,7 @@ from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
 from shardwright_formats.types.model_profile import read_model_profile
 from shardwright_profile.importers.fasop import FasopRequest, import_fasop, read_fasop_times
 from shardwright_profile.importers.fasop_constants import fasop_hardware, read_fasop_constants
-from shardwright_profile.options import FasopOptions
+from shardwright_profile.options import FasopHardwareOptions, FasopOptions
 
 REFERENCE = Path(__file__).parents[3] / "config" / "reference"
 TIMES = REFERENCE / "fasop-layer-times.csv"
@@ -37,7 +37,7 @@ def rows_of(profile):
 
 
 def test_the_table_has_the_72_figures_of_18_arrays():
-    tables = read_fasop_times(TIMES).tables
+    tables = read_fasop_times(TIMES)
     assert len(tables) == 6
     assert sum(len(kinds) for kinds in tables.values()) == 72
     lines = [line.split(",") for line in TIMES.read_text().splitlines() if not line.startswith("#")][1:]
@@ -119,7 +119,8 @@ def test_another_model_is_refused(profile_of, replaced, problem):
 
 
 def test_a_bandwidth_is_in_bits_and_divided_as_fasop_divides_it():
-    profile = fasop_hardware(read_fasop_constants(CONSTANTS), "default", "A100", 2, "toys", "A100")
+    of = {"constants": CONSTANTS, "setting": "default", "gpu": "A100", "device": "A100", "out": Path("hardware.h5")}
+    profile = fasop_hardware(read_fasop_constants(CONSTANTS), FasopHardwareOptions(**of, nodes=2, cluster="toys"))
     mib = 1024**2
 
     def at(collective, ranks, across):

@@ -2,10 +2,12 @@ import json
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
-from shardwright_profile.importers.galvatron.hardware import GalvatronTables, import_galvatron_hardware
+from shardwright_profile.importers.galvatron.hardware import import_galvatron_hardware
+from shardwright_profile.options import GalvatronHardwareOptions
 
 MIB = 1024**2
 NAMES = {
@@ -29,13 +31,14 @@ def tables_for(tmp_path):
             paths[option] = tuple(found)
         if overlap is not None:
             (tmp_path / "overlap_coefficient.json").write_text(json.dumps(overlap))
-        return GalvatronTables(**paths, overlap=None if overlap is None else tmp_path / "overlap_coefficient.json")
+        paths["overlap"] = None if overlap is None else tmp_path / "overlap_coefficient.json"
+        return GalvatronHardwareOptions(**paths, cluster="toys", device="A100", out=tmp_path / "hardware.h5")
 
     return made
 
 
-def imported(tables):
-    return import_galvatron_hardware(tables, "toys", "A100")
+def imported(options):
+    return import_galvatron_hardware(options)
 
 
 def time_s(profile, collective, group_size, message_bytes, consecutive=True, across=False):
@@ -103,7 +106,7 @@ def test_of_sends_over_several_distances_the_slowest_is_taken_and_named(tables_f
 def test_the_file_that_is_named_first_counts(tables_for):
     large = tables_for("2nodes_8gpus", allreduce={"allreduce_size_8_consec_1": 100.0})
     small = tables_for(allreduce={"allreduce_size_8_consec_1": 200.0, "allreduce_size_4_consec_0": 50.0})
-    profile = imported(large._replace(allreduce=large.allreduce + small.allreduce))
+    profile = imported(replace(large, allreduce=large.allreduce + small.allreduce))
     assert time_s(profile, Collective.ALL_REDUCE, 8, MIB) == pytest.approx(2 * 7 / 8 * MIB / 100e9)
     assert time_s(profile, Collective.ALL_REDUCE, 4, MIB, consecutive=False) == pytest.approx(1.5 * MIB / 50e9)
 

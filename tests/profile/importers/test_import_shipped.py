@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
-from shardwright_profile.importers.galvatron.hardware import GalvatronTables, import_galvatron_hardware
+from shardwright_profile.importers.galvatron.hardware import import_galvatron_hardware
 from shardwright_profile.importers.galvatron.keys import (
     ACTIVATION,
     PARAMETER_SIZE,
@@ -19,6 +19,7 @@ from shardwright_profile.importers.galvatron.keys import (
 )
 from shardwright_profile.importers.galvatron.memory import figures_of_rows, model_memory, tables_of
 from shardwright_profile.importers.galvatron.times import layer_times
+from shardwright_profile.options import GalvatronHardwareOptions
 
 MIB = 1024**2
 ROOT = Path(__file__).parents[3]
@@ -143,14 +144,15 @@ def test_llamas_layer_and_the_two_tables_of_collectives_are_as_documented():
     tables = FOLDER / "profile_hardware" / "hardware_configs"
     one = "1nodes_8gpus_per_node.json"
     profile = import_galvatron_hardware(
-        GalvatronTables(
-            (tables / f"allreduce_bandwidth_{one}",),
-            (tables / f"p2p_bandwidth_{one}",),
-            (tables / f"sp_time_{one}",),
-            tables / "overlap_coefficient.json",
-        ),
-        "a100-1x8",
-        "A100",
+        GalvatronHardwareOptions(
+            allreduce=(tables / f"allreduce_bandwidth_{one}",),
+            p2p=(tables / f"p2p_bandwidth_{one}",),
+            sp_time=(tables / f"sp_time_{one}",),
+            overlap=tables / "overlap_coefficient.json",
+            cluster="a100-1x8",
+            device="A100",
+            out=Path("hardware.h5"),
+        )
     )
     sizes, times_s = profile.curves[CollectiveKey(Collective.ALL_REDUCE, 8, True, False)]
     assert (sizes[-1], times_s[-1]) == (1024**3, pytest.approx(8.1409e-3))

@@ -12,7 +12,7 @@ from shardwright_profile.importers.fasop import FasopRequest, import_fasop, read
 from shardwright_profile.importers.fasop_constants import fasop_hardware as made_of
 from shardwright_profile.importers.fasop_constants import read_fasop_constants
 from shardwright_profile.importers.flat_model import parse_type
-from shardwright_profile.importers.galvatron.hardware import GalvatronTables, import_galvatron_hardware
+from shardwright_profile.importers.galvatron.hardware import import_galvatron_hardware
 from shardwright_profile.importers.galvatron.keys import read_computation, read_memory
 from shardwright_profile.importers.galvatron.model_profile import (
     GalvatronRequest,
@@ -52,8 +52,7 @@ def galvatron(options: GalvatronOptions) -> None:
 
 def galvatron_hardware(options: GalvatronHardwareOptions) -> None:
     """Write the profile of a cluster that Galvatron measured."""
-    tables = GalvatronTables(options.allreduce, options.p2p, options.sp_time, options.overlap)
-    profile = import_galvatron_hardware(tables, options.cluster, options.device)
+    profile = import_galvatron_hardware(options)
     write_hardware_profile(options.out, profile)
     _report(options.out, profile.provenance.notes)
 
@@ -68,8 +67,7 @@ def fasop(options: FasopOptions) -> None:
 
 def fasop_hardware(options: FasopHardwareOptions) -> None:
     """Write the profile that FASOP's bandwidths give."""
-    constants = read_fasop_constants(options.constants)
-    profile = made_of(constants, options.setting, options.gpu, options.nodes, options.cluster, options.device)
+    profile = made_of(read_fasop_constants(options.constants), options)
     write_hardware_profile(options.out, profile)
     _report(options.out, profile.provenance.notes)
 

@@ -26,11 +26,8 @@ Kinds = Mapping[tuple[int, str], float]
 """Seconds by tp_size and kind of layer."""
 
 
-class FasopTimes(NamedTuple):
-    """The table of layer times, by model and GPU."""
-
-    file: Path
-    tables: Mapping[tuple[str, str], Kinds]
+FasopTimes = Mapping[tuple[str, str], Kinds]
+"""Layer times by model and GPU."""
 
 
 class FasopRequest(NamedTuple):
@@ -58,7 +55,7 @@ def read_fasop_times(file: Path) -> FasopTimes:
         if (tp_size, kind) in kinds:
             raise BadInput(file, f"line {i} repeats {kind} at tp_size {tp_size}", "leave one of them")
         kinds[(tp_size, kind)] = time_s
-    return FasopTimes(file, tables)
+    return tables
 
 
 def import_fasop(request: FasopRequest) -> ModelProfile:
@@ -68,15 +65,15 @@ def import_fasop(request: FasopRequest) -> ModelProfile:
     another length.
     """
     options = request.options
-    table = request.times.tables.get((options.model_name, options.gpu))
+    table = request.times.get((options.model_name, options.gpu))
     if table is None:
-        known = ", ".join(sorted(f"{model} on {gpu}" for model, gpu in request.times.tables))
+        known = ", ".join(sorted(f"{model} on {gpu}" for model, gpu in request.times))
         what = f"no times of {options.model_name} on {options.gpu}, only of {known}"
-        raise BadInput(request.times.file, what, "ask for one of these")
+        raise BadInput(options.times, what, "ask for one of these")
     length = request.constants.sequence_lengths.get(options.model_name)
     if length != request.model.sequence_length:
         what = f"{options.model_name} was timed at sequence_length {length}, not {request.model.sequence_length}"
-        raise BadInput(request.constants.file, what, "describe the model at that length")
+        raise BadInput(options.constants, what, "describe the model at that length")
     tp_sizes = sorted({tp_size for tp_size, _ in table})
     by_type = {tp_size: _times_by_type(request, table, tp_size) for tp_size in tp_sizes}
     rows = [row for tp_size in tp_sizes for row in _rows(request, tp_size, by_type[tp_size])]
@@ -111,7 +108,7 @@ def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[st
     def of(kind: str) -> float:
         if (tp_size, kind) not in table:
             what = f"no {kind} of {options.model_name} on {options.gpu} at tp_size {tp_size}"
-            raise BadInput(request.times.file, what, "add that row")
+            raise BadInput(options.times, what, "add that row")
         return table[(tp_size, kind)]
 
     types = tuple(dict.fromkeys(request.model.layers))
@@ -123,9 +120,9 @@ def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[st
         head = Sourced(sum(of(f"{kind}_plus_post") - of(kind) for kind in kinds), Source.DERIVED)
     if len(types) != len(kinds):
         what = f"{options.model_name} has {len(kinds)} types of layers, model {request.model.name!r} {len(types)}"
-        raise BadInput(request.times.file, what, "pass the description of that model")
+        raise BadInput(options.times, what, "pass the description of that model")
     if head.value <= 0:
-        raise BadInput(request.times.file, f"the head takes {head.value:g} s at tp_size {tp_size}", "measure it again")
+        raise BadInput(options.times, f"the head takes {head.value:g} s at tp_size {tp_size}", "measure it again")
     blocks = {name: Sourced(of(kind), Source.MEASURED) for name, kind in zip(types, kinds, strict=True)}
     return {EMBEDDING: embedding, **blocks, HEAD: head}
 
@@ -147,7 +144,7 @@ def _rows(request: FasopRequest, tp_size: int, times: Mapping[str, Sourced]) -> 
 
 def _notes(request: FasopRequest, by_type: Mapping[int, Mapping[str, Sourced]]) -> Iterator[str]:
     options = request.options
-    for file in (request.times.file, request.constants.file):
+    for file in (options.times, options.constants):
         yield f"Made from {file.name}, SHA-256 {sha256_of_file(file)}."
     yield f"Figures of {request.constants.citation}."
     yield "One forward time a kind of layer at micro-batch 1, tensor-parallel traffic inside; no spread is published."

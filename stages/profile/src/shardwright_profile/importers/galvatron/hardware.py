@@ -22,6 +22,7 @@ from shardwright_profile.importers.hardware_points import (
     hardware_profile,
     link_points,
 )
+from shardwright_profile.options import GalvatronHardwareOptions
 
 _Found = TypeVar("_Found")
 
@@ -32,15 +33,6 @@ _SEND = re.compile(r"pp_size_(?P<ranks>[1-9]\d{0,5})")
 _TIME = re.compile(r"(?P<kind>allreduce|all2all)_size_(?P<ranks>[1-9]\d{0,5})_(?P<mib>[1-9]\d{0,5})MB_time")
 _OVERLAP = "overlap_coe"
 _GIGA = 1e9
-
-
-class GalvatronTables(NamedTuple):
-    """The files to read; where two say the same thing, the first counts."""
-
-    allreduce: tuple[Path, ...]
-    p2p: tuple[Path, ...]
-    sp_time: tuple[Path, ...]
-    overlap: Path | None
 
 
 class _Cluster(NamedTuple):
@@ -55,20 +47,20 @@ class _Cluster(NamedTuple):
         return CollectiveKey(collective, group_size, consecutive, across)
 
 
-def import_galvatron_hardware(tables: GalvatronTables, cluster: str, device: str) -> HardwareProfile:
-    """The profile that the tables determine.
+def import_galvatron_hardware(options: GalvatronHardwareOptions) -> HardwareProfile:
+    """The profile that the tables determine; where two files say the same thing, the first counts.
 
     Times of whole collectives, as measured, are taken before bandwidths, and their disagreement is noted. A gather and
     a scatter are half of an all-reduce (ring, derived). Where no all-to-all was timed, the bus bandwidth of the
     all-reduce is assumed for it. Raises BadInput where a table says something impossible, or nothing.
     """
-    files = [*tables.allreduce, *tables.p2p, *tables.sp_time, *([tables.overlap] if tables.overlap else [])]
-    if not (tables.allreduce or tables.sp_time):
+    files = [*options.allreduce, *options.p2p, *options.sp_time, *([options.overlap] if options.overlap else [])]
+    if not (options.allreduce or options.sp_time):
         raise BadInput("--allreduce", "no table of collectives", "pass --allreduce or --sp-time")
     notes = [f"Made from {file.name}, SHA-256 {sha256_of_file(file)}." for file in files]
     notes.append("Times by bandwidth are without latency; errors are not known.")
-    timed = _first(item for file in tables.sp_time for item in _timed(file, notes))
-    bandwidths = _first(item for file in tables.allreduce for item in _bandwidths(file, notes))
+    timed = _first(item for file in options.sp_time for item in _timed(file, notes))
+    bandwidths = _first(item for file in options.allreduce for item in _bandwidths(file, notes))
     notes += _disagreements(timed, bandwidths)
     reduces = {key: list(link_points(key, rate, Source.DERIVED)) for key, rate in bandwidths.items()}
     reduces |= {key: found for key, found in timed.items() if key.collective is Collective.ALL_REDUCE}
@@ -80,10 +72,10 @@ def import_galvatron_hardware(tables: GalvatronTables, cluster: str, device: str
     points = [point for found in (*reduces.values(), *assumed.values()) for point in found]
     points += [point for key, found in timed.items() if key not in reduces for point in found]
     points += [half for found in reduces.values() for point in found for half in halves(point)]
-    for key, rate in _sends(tables.p2p, notes).items():
+    for key, rate in _sends(options.p2p, notes).items():
         points += link_points(key, rate, Source.DERIVED)
-    overlap = None if tables.overlap is None else (_world(tables), _overlap(tables.overlap, notes))
-    return hardware_profile(cluster, device, notes, points, overlap)
+    overlap = None if options.overlap is None else (_world(options), _overlap(options.overlap, notes))
+    return hardware_profile(options.cluster, options.device, notes, points, overlap)
 
 
 def _first(items: Iterable[tuple[CollectiveKey, _Found]]) -> dict[CollectiveKey, _Found]:
@@ -182,6 +174,6 @@ def _cluster(file: Path) -> _Cluster:
     return _Cluster(int(found["nodes"]), int(found["gpus"]))
 
 
-def _world(tables: GalvatronTables) -> int:
-    cluster = _cluster((*tables.allreduce, *tables.sp_time)[0])
+def _world(options: GalvatronHardwareOptions) -> int:
+    cluster = _cluster((*options.allreduce, *options.sp_time)[0])
     return cluster.nodes * cluster.gpus_per_node
