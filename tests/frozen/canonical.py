@@ -69,6 +69,11 @@ REFROZEN = (
         "Megatron's sequence parallelism gathers again in the backward pass, and the head keeps its logits in the "
         "compute format alone: a third more messages of the one, a third of the memory of the other",
     ),
+    (
+        "[pu]*",
+        "memory of layers that DDP replicates counts the copy that their gradients are brought together in, up to "
+        "25 MiB, where that is more than the layer's own workspace: nine outputs",
+    ),
     ("simulated/*.svg", "one drawing module with another style sheet; the times it draws are in the trace beside it"),
 )
 """Outputs that were frozen again since the first time (`freeze PATTERN`), and why that is no change of a result."""

@@ -21,10 +21,12 @@ class Gathers:
 
     def __init__(self, layers: Sequence[tuple[nn.Module, DataParallel]]) -> None:
         self._ends = [_zero3(*layers[i]) for i in (0, -1)] if layers else [None, None]
-        self._wrapped = [(module, _zero3(module, kind)) for module, kind in layers if isinstance(module, FSDPModule)]
         self._started = False
+        wrapped = [(module, _zero3(module, kind)) for module, kind in layers if isinstance(module, FSDPModule)]
+        for (module, _), (_, behind) in pairwise(wrapped):
+            module.set_modules_to_forward_prefetch([] if behind is None else [behind])
         # A layer that prefetches itself, which is there already, prefetches nothing; an empty list FSDP2 fills itself.
-        for (module, _), (_, before) in zip(self._wrapped, [(None, None), *self._wrapped], strict=False):
+        for (module, _), (_, before) in zip(wrapped, [(None, None), *wrapped], strict=False):
             module.set_modules_to_backward_prefetch([before or module])
 
     def first(self, during: Pass) -> FSDPModule | None:
@@ -40,9 +42,6 @@ class Gathers:
         """For a pass to come: its last layer stays gathered for the next pass, or that begins by gathering another."""
         forward, last = during is Pass.FORWARD, self._ends[1 if during is Pass.FORWARD else 0]
         self._started = True
-        for (module, _), (_, then) in pairwise(self._wrapped):
-            # In the backward pass only a layer that is recomputed goes forward, and the one behind it has had its turn.
-            module.set_modules_to_forward_prefetch([then] if forward and then is not None else [])
         if last is None:
             return
         if forward:
