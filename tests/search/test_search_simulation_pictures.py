@@ -10,9 +10,8 @@ import msgspec
 import pytest
 from command_calls import call as call_app
 
-from shardwright_formats.display.lanes import idle_s
 from shardwright_formats.display.svg import document
-from shardwright_formats.display.timeline import draw_timeline
+from shardwright_formats.display.timeline import draw_timeline, idle_s
 from shardwright_formats.io.json import write_document
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.prediction import TimelineEvent

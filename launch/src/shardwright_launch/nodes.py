@@ -4,9 +4,13 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from msgspec import Meta
+
+from shardwright_formats.command import Options
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.limits import Count
 
 _MAX_PORT = 65534
 """One below the largest: the launchers themselves meet at the port above that of the ranks."""
@@ -96,3 +100,18 @@ def _number(environment: Mapping[str, str], *names: str, default: int | None = N
         value = "is not set" if found is None else f"is {environment[found]!r}, no number"
         raise BadInput(found or names[0], value, "pass --nnodes, --node-rank and --rendezvous")
     return int(environment[found])
+
+
+class NodeOptions(Options, frozen=True, kw_only=True):
+    """Options of a command that is started once on each node."""
+
+    nnodes: Count | None = None
+    """Number of nodes this command is started on; without it as srun says, else 1."""
+    node_rank: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    """This node's number in the cluster's order, from 0; without it as srun says, else 0."""
+    rendezvous: Annotated[str, Meta(max_length=300)] | None = None
+    """HOST:PORT of node 0 where several nodes meet; the port above it is used too. Not needed under srun."""
+
+    def nodes(self, environment: Mapping[str, str]) -> Nodes:
+        """The nodes that are meant."""
+        return nodes_of(self.nnodes, self.node_rank, self.rendezvous, environment)

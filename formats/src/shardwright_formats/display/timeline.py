@@ -1,12 +1,15 @@
 """The simulated step as a picture: what each pipeline stage does when, what it reduces, what its links carry."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import NamedTuple
 
-from shardwright_formats.display.lanes import BACK, FORTH, GRADIENTS, PASSES, Lane, by_lane, idle_s, lane_name
 from shardwright_formats.display.svg import COLOURS, WIDTH, bar, element, legend, line, picture, text, ticks
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate, TimelineEvent
 
+PASSES, GRADIENTS, FORTH, BACK = "passes", "gradients", "send_forward", "send_backward"
+"""Kinds of lanes."""
 _LEFT, _RIGHT, _TOP, _GAP = 92.0, 84.0, 56.0, 2.0
 _HEIGHTS = {PASSES: 26.0, GRADIENTS: 10.0, FORTH: 10.0, BACK: 10.0}
 _PER_MS = 1e3
@@ -18,6 +21,13 @@ _COLOURS = {
     "send_forward": "#7fb2de",
     "send_backward": "#74bfa5",
 }
+
+
+class Lane(NamedTuple):
+    """A pipeline stage's passes, its reductions, or its link to the next (`FORTH`) or the previous (`BACK`) stage."""
+
+    stage: int
+    kind: str
 
 
 def draw_timeline(plan: Plan, estimate: Estimate) -> str:
@@ -110,3 +120,36 @@ def _colour(kind: str, chunk: int, chunks: int) -> str:
 
 def _words(kind: str) -> str:
     return kind.replace("_", " ")
+
+
+def lane_name(lane: Lane, num_stages: int) -> str:
+    """What a lane is called, such as `stage 0` or `0 → 1`."""
+    match lane.kind:
+        case "send_forward":
+            return f"{lane.stage} → {(lane.stage + 1) % num_stages}"
+        case "send_backward":
+            return f"{lane.stage} → {(lane.stage - 1) % num_stages}"
+        case "gradients":
+            return "gradient sync"
+        case _:
+            return f"stage {lane.stage}"
+
+
+def by_lane(events: Iterable[TimelineEvent]) -> dict[Lane, list[TimelineEvent]]:
+    """The events of each lane that has any, by start."""
+    kinds = {"gradient_sync": GRADIENTS, FORTH: FORTH, BACK: BACK}
+
+    def lane(event: TimelineEvent) -> Lane:
+        return Lane(event.stage, kinds.get(event.kind, PASSES))
+
+    return {key: list(own) for key, own in groupby(sorted(events, key=lambda e: (lane(e), e.start_s)), key=lane)}
+
+
+def idle_s(events: Iterable[TimelineEvent], stage: int, over_s: float) -> float:
+    """How long a stage neither computes nor reduces until `over_s`; what its links carry does not count."""
+    own = [event for event in events if event.stage == stage and event.kind not in (FORTH, BACK)]
+    idle = reached = 0.0
+    for event in sorted(own, key=lambda event: event.start_s):
+        idle += max(event.start_s - reached, 0.0)
+        reached = max(event.end_s, reached)
+    return idle + over_s - reached

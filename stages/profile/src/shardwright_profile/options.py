@@ -10,7 +10,7 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.limits import Count, Name, NonNegativeNumber, PositiveSeconds, Seconds, Tokens
 from shardwright_formats.types.plan import ITEMSIZE
 from shardwright_formats.types.strategy import SequenceParallel
-from shardwright_launch.options import NodeOptions
+from shardwright_launch.nodes import NodeOptions
 
 __all__ = [
     "AnalyticOptions",

@@ -9,7 +9,7 @@ from msgspec import Meta
 from shardwright_formats.command import POSITIONAL, Options
 from shardwright_formats.types.limits import Count, NonNegativeCount, Seconds, Share
 from shardwright_launch.heartbeat import HANG_TIMEOUT_S
-from shardwright_launch.options import NodeOptions
+from shardwright_launch.nodes import NodeOptions
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 
 __all__ = [

@@ -6,9 +6,8 @@ from contextlib import ExitStack
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from shardwright_formats.display.lanes import idle_s
 from shardwright_formats.display.svg import document
-from shardwright_formats.display.timeline import draw_timeline
+from shardwright_formats.display.timeline import draw_timeline, idle_s
 from shardwright_formats.io.json import atomic_path, read_document
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate

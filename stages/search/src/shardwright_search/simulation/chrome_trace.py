@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardwright_formats.display.lanes import BACK, FORTH, GRADIENTS, PASSES, Lane, by_lane, lane_name
+from shardwright_formats.display.timeline import BACK, FORTH, GRADIENTS, PASSES, Lane, by_lane, lane_name
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate, TimelineEvent
 
