@@ -15,11 +15,11 @@ APP = CommandLine(
     commands={
         "plan": Command(options.PlanOptions, f"{_COMMANDS}.plan:plan"),
         "evaluate": Command(options.EvaluateOptions, f"{_COMMANDS}.evaluate:evaluate_plan"),
-        "correct": Command(options.CorrectOptions, f"{_COMMANDS}.correct:correct"),
+        "correct": Command(options.CorrectOptions, f"{_COMMANDS}.measured:correct"),
         "explain": Command(options.ExplainOptions, f"{_COMMANDS}.explain:explain"),
         "export": Command(options.ExportOptions, f"{_COMMANDS}.interop:export_plan"),
         "import galvatron": Command(options.ImportGalvatronOptions, f"{_COMMANDS}.interop:import_galvatron"),
-        "select": Command(options.SelectOptions, f"{_COMMANDS}.select:select"),
+        "select": Command(options.SelectOptions, f"{_COMMANDS}.measured:select"),
         "simulate": Command(options.SimulateOptions, f"{_COMMANDS}.simulate:simulate_plan"),
         "uniform": Command(options.UniformOptions, f"{_COMMANDS}.evaluate:uniform"),
     },

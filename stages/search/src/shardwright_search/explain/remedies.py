@@ -1,6 +1,6 @@
 """What else than more memory makes a request feasible: a smaller batch, or more nodes."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.explain.what_if import more_nodes
 from shardwright_search.search import find_best, instance_of, targets_of
 from shardwright_search.space.budget import Infeasible, min_need
 from shardwright_search.space.request import SearchRequest, batch_sizes
@@ -27,11 +28,15 @@ class Remedies(NamedTuple):
 
 def remedies(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> Remedies:
     """Try smaller batches, the largest first, and more nodes, the fewest first."""
+    batches = reversed(divisors(min(batch_sizes(request)))[:-1])
+    smaller = ((size, replace(request, global_batch_size=size), cluster) for size in batches)
+    counts = _more_nodes(cluster, profiles)
+    wider = ((count, request, more_nodes(cluster, 0, count - cluster.nodes[0].count)) for count in counts)
 
-    def fits(asked: SearchRequest, machines: Cluster) -> bool:
-        return _fits(asked, model, machines, profiles, file)
+    def first_that_fits(tried: Iterable[tuple[int, SearchRequest, Cluster]]) -> int | None:
+        return next((number for number, own, machines in tried if _fits(own, model, machines, profiles, file)), None)
 
-    return Remedies(_batch(request, cluster, fits), _nodes(request, cluster, profiles, fits))
+    return Remedies(first_that_fits(smaller), first_that_fits(wider))
 
 
 def further_remedies(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> str:
@@ -45,25 +50,12 @@ def further_remedies(request: SearchRequest, model: Model, cluster: Cluster, pro
     return "".join(words)
 
 
-def _batch(request: SearchRequest, cluster: Cluster, fits: Callable[[SearchRequest, Cluster], bool]) -> int | None:
-    smallest = min(batch_sizes(request))
-    every = reversed(divisors(smallest)[:-1])
-    return next((size for size in every if fits(replace(request, global_batch_size=size), cluster)), None)
-
-
-def _nodes(
-    request: SearchRequest, cluster: Cluster, profiles: Profiles, fits: Callable[[SearchRequest, Cluster], bool]
-) -> int | None:
-    """Up to as many devices as the largest group that was measured."""
+def _more_nodes(cluster: Cluster, profiles: Profiles) -> range:
+    """Numbers of nodes of a cluster of equal ones, up to as many devices as the largest group that was measured."""
     group, *others = cluster.nodes
-    if others:
-        return None
     largest = max((key.group_size for key in profiles.hardware.curves), default=0)
     most = largest // cluster.node_types[group.node_type].devices_per_node
-    for count in range(group.count + 1, most + 1):
-        if fits(request, replace(cluster, nodes=(replace(group, count=count),))):
-            return count
-    return None
+    return range(0) if others else range(group.count + 1, most + 1)
 
 
 def _fits(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> bool:

@@ -1,4 +1,4 @@
-"""`shardwright-search select`: the measured winner among a searched plan and its runners-up."""
+"""`shardwright-search select` and `correct`: which of the measured plans wins, and what they teach."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,14 +6,15 @@ from statistics import median
 
 from shardwright_formats.command import show
 from shardwright_formats.io.errors import BadInput, NothingFits
-from shardwright_formats.io.json import atomic_path, read_document, write_document
+from shardwright_formats.io.json import atomic_path, read_document, sha256_of_file, write_document
+from shardwright_formats.types.correction import Correction
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
 from shardwright_search.commands.prediction import prediction_path, read_prediction
-from shardwright_search.options import SelectOptions
-
-__all__ = ["fastest_that_fits", "select", "verdict"]
+from shardwright_search.cost_model.calibration import Evidence, evidence_of, learned
+from shardwright_search.cost_model.profiles import Profiles, read_profiles
+from shardwright_search.options import CorrectOptions, SelectOptions
 
 
 def select(options: SelectOptions) -> None:
@@ -85,3 +86,33 @@ def _check_alike(file: Path, measured: Sequence[PlanMeasurement], plan: Plan) ->
     for each in measured:
         if (each.plan.model, each.plan.cluster) != (plan.model, plan.cluster):
             raise BadInput(file, f"holds a plan of {each.plan.model.name} on {each.plan.cluster.name}", "measure apart")
+
+
+def correct(options: CorrectOptions) -> None:
+    """Write what the measured plans teach."""
+    profiles = read_profiles(options.hardware, options.profile)
+    evidence = [each for path in options.measurements for each in _evidence_in(path, profiles)]
+    factors, warnings = learned(evidence)
+    correction = Correction(
+        factors=factors,
+        plans_sha256=tuple(dict.fromkeys(each.plan_sha256 for each in evidence)),
+        measurements_sha256=tuple(map(sha256_of_file, options.measurements)),
+        hardware_sha256=sha256_of_file(options.hardware),
+        profiles_sha256=(sha256_of_file(options.profile),),
+        warnings=warnings,
+    )
+    lines = [
+        f"{term}: {of.factor:.3f} x predicted ({of.lowest:.3f} to {of.highest:.3f}; {of.num_plans} plans)"
+        for term, of in factors.items()
+    ]
+    with atomic_path(options.out) as path:
+        write_document(path, correction)
+        show("\n".join([*lines, *(f"warning: {warning}" for warning in warnings)]))
+
+
+def _evidence_in(path: Path, profiles: Profiles) -> list[Evidence]:
+    measurement = read_document(path, Measurement)
+    if measurement.device != profiles.origin.device:
+        what = f"was measured on {measurement.device!r}, the profile on {profiles.origin.device!r}"
+        raise BadInput(path, what, "take the profiles of that device")
+    return [one for measured in measurement.plans for one in evidence_of(measured, profiles)]
