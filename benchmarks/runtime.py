@@ -32,9 +32,9 @@ from shardwright_launch.ranks import launch
 from shardwright_train.engine.engine import build_engine
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.models.description import describe
+from shardwright_train.models.initial_weights import fill
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.process_groups import Groups
-from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.world import World, joined_world
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import Step
@@ -135,10 +135,11 @@ def _with_the_same_weights(plan: Plan) -> LlamaForCausalLM:
     stock = LlamaForCausalLM(config)
     state = {}
     for element in ("embedding", *(f"layers[{i}]" for i in range(len(plan.layers))), "head"):
-        torch.manual_seed(seed_of(0, element))
-        module = family.build(plan.model, element, "sdpa")
-        family.initialize(plan.model, module)
-        state |= {family.full_name(plan.model, element, name): p for name, p in module.named_parameters()}
+        for local, fillings in family.fillings(plan.model, element).items():
+            name = family.full_name(plan.model, element, local)
+            state[name] = torch.empty(stock.get_parameter(name).shape)
+            whole = [(0, length) for length in state[name].shape]
+            fill(state[name], fillings, state[name].shape, whole, 0, name)
     stock.load_state_dict(state, strict=True)
     return stock
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from tiny_models import batch_of, engine_of, stock_logits, stock_model
+from tiny_models import batch_of, engine_of, initial_layer, stock_logits, stock_model
 from torch import Tensor, nn
 
 from shardwright_formats.io.json import read_document
@@ -26,7 +26,6 @@ from shardwright_train.parallel import collectives, redistribute
 from shardwright_train.parallel import data as data_parallel
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
-from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.parallel.tied_weights import TiedParameters
 from shardwright_train.parallel.world import World, joined_world
@@ -50,11 +49,8 @@ class Reference:
         stock = stock_model(model)
         state: dict[str, Tensor] = {}
         for name in ("embedding", *(f"layers[{i}]" for i in range(len(plan.layers))), "head"):
-            torch.manual_seed(seed_of(0, name))
-            layer = family.build(model, name, "sdpa")
-            family.initialize(model, layer)
-            for local, parameter in layer.named_parameters():
-                state.setdefault(family.hugging_face_name(model, name, local), parameter.detach())
+            for local, values in initial_layer(model, name).items():
+                state.setdefault(family.hugging_face_name(model, name, local), values)
         named = dict(stock.named_parameters())
         assert set(named) <= set(state), set(named) - set(state)
         with torch.no_grad():

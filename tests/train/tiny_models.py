@@ -20,6 +20,7 @@ from shardwright_train.data.share import Batch
 from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.models.description import describe
+from shardwright_train.models.initial_weights import fill
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
@@ -123,6 +124,19 @@ def stock_model(model: Model, attention: str = "sdpa") -> nn.Module:
     if type(config) in classes:
         return classes[type(config)](config)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def initial_layer(model: Model, layer: str, seed: int = 0) -> dict[str, Tensor]:
+    """The initial weights of a layer, whole, by their names in it."""
+    family = family_named(model.family, "test")
+    with torch.device("meta"):
+        module = family.build(model, layer, "sdpa")
+    found = {name: torch.empty(x.shape) for name, x in module.named_parameters()}
+    for name, fillings in family.fillings(model, layer).items():
+        shape = found[name].shape
+        box = [(0, length) for length in shape]
+        fill(found[name], fillings, shape, box, seed, family.full_name(model, layer, name))
+    return found
 
 
 def stock_logits(stock: nn.Module, batch: Batch) -> Tensor:

@@ -14,8 +14,10 @@ from shardwright_formats.types.plan import Attention
 from shardwright_train.data.objectives import Causal, Classification, Text
 from shardwright_train.data.share import Batch
 from shardwright_train.models.configuration import Only, parse
+from shardwright_train.models.initial_weights import Filling
 from shardwright_train.models.masks import Mask, mask_for
 from shardwright_train.models.stock import Pieces, skeleton
+from shardwright_train.models.stock_weights import stock_fillings
 from shardwright_train.parallel.sharding_rules import WORDS, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.parallel.vocab import loss_of_logits, token_embedding
@@ -162,6 +164,12 @@ class Family:
         """Give a whole layer the initial weights that transformers gives it."""
         with torch.no_grad():
             module.apply(self._skeleton(model, Attention.SDPA.value)._init_weights)
+
+    def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
+        """What transformers fills the parameters of a layer with, by their names in its module."""
+        with torch.device("meta"):
+            module = self.build(model, layer, Attention.SDPA.value)
+        return stock_fillings(module, lambda: self.initialize(model, module))
 
     @cached_property
     def rules(self) -> dict[str, Rule]:

@@ -17,12 +17,13 @@ from shardwright_formats.types.strategy import Recompute, SequenceParallel, Stra
 from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.base import Family, States
 from shardwright_train.parallel.checkpointing import Recomputation
+from shardwright_train.models.initial_weights import fill
 from shardwright_train.parallel.data import local_tensor, torch_dtype
 from shardwright_train.parallel.fused import fuse
 from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, parallelize
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.redistribute import Redistribution
-from shardwright_train.parallel.rng import Randomness, RNGKey, seed_of
+from shardwright_train.parallel.rng import Randomness, RNGKey
 from shardwright_train.parallel.sequence import ULYSSES_ATTENTION
 from shardwright_train.parallel.tensor import TensorParallel
 
@@ -41,6 +42,8 @@ class RankContext:
     device: torch.device
     seed: int | None
     """Of the initial weights; None leaves the parameters on the meta device."""
+    resumes: bool = False
+    """Whether the weights will be read from a checkpoint, so that none are drawn."""
 
     @property
     def stage_index(self) -> int:
@@ -142,8 +145,8 @@ def build_layer(
 ) -> Layer:
     """Build one layer of a rank's pipeline stage.
 
-    Its initial weights depend on the seed and the layer alone, not on the plan; on this rank no more than one full
-    layer ever exists, in host memory, while its shards are filled.
+    Its initial weights depend on the seed and the layer alone, not on the plan; no more than this rank's shards of them
+    ever exists.
     """
     plan, family = context.plan, context.family
     config = family.configuration(plan.model)
@@ -171,7 +174,10 @@ def build_layer(
     parallel = parallelize(module, strategy, style, tensor_parallel, mesh, plan.precision)
     if context.seed is not None:
         module.to_empty(device=context.device)
-        _fill(context, module, name, kind, strategy)
+        for parameter in module.parameters():
+            local_tensor(parameter.detach()).zero_()  # what pads it stays so
+        if not context.resumes:
+            _fill(context, module, name, kind, strategy)
     shard = layout.activation_shard(context.me, plan.microbatch_samples, plan.model.sequence_length)
     return Layer(
         name=name,
@@ -202,23 +208,15 @@ def _constants(context: RankContext, tensor_parallel: TensorParallel) -> dict[st
 
 
 def _fill(context: RankContext, module: nn.Module, name: str, kind: str, strategy: Strategy) -> None:
-    """Give the shards their part of the layer's initial weights, and the buffers their values."""
+    """Give the shards their part of the layer's initial weights."""
     model, family = context.plan.model, context.family
-    with torch.random.fork_rng(devices=[]), _default_dtype(torch_dtype(context.plan.precision.parameters)):
-        torch.manual_seed(seed_of(context.seed, name))
-        full = family.build(model, name, context.attention)
-        family.initialize(model, full)
-    described = {p.name: p for p in model.types[kind].parameters}
-    with torch.no_grad():
-        for local_name, parameter in module.named_parameters():
-            description = described[family.described_name(kind, local_name)]
-            box = parameter_box(description, strategy, context.me)
-            source = full.get_parameter(local_name).view(description.shape)
-            target = local_tensor(parameter).zero_()
-            window = tuple(slice(0, high - low) for low, high in box)
-            target[window].copy_(source[tuple(slice(low, high) for low, high in box)])
-        for local_name, buffer in module.named_buffers():
-            buffer.copy_(full.get_buffer(local_name))
+    described, fillings = {p.name: p for p in model.types[kind].parameters}, family.fillings(model, name)
+    for local_name, parameter in module.named_parameters():
+        description = described[family.described_name(kind, local_name)]
+        box = parameter_box(description, strategy, context.me)
+        window = local_tensor(parameter.detach())[tuple(slice(0, high - low) for low, high in box)]
+        key = context.seed, family.full_name(model, name, local_name)
+        fill(window, fillings[local_name], description.shape, box, *key)
 
 
 @contextmanager

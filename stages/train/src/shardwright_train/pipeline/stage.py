@@ -158,7 +158,7 @@ def build_stage(context: RankContext) -> Stage:
     chunks = range(len(context.plan.stages[context.stage_index].layers))
     tied = TiedParameters(context.plan, context.rank, context.groups)
     stage = Stage(context, tuple(_build_chunk(context, chunk) for chunk in chunks), tied)
-    if context.seed is not None:
+    if context.seed is not None and not context.resumes:
         with torch.no_grad():
             tied.broadcast_owners({(layer.name, name): local_tensor(p) for layer, name, p in stage.parameters()})
     return stage

@@ -71,7 +71,7 @@ def train(job: RunOptions, world: World) -> None:
     progress = Progress(0, plan.sha256, batches.sha256, job.seed, 0.0, 0.0, 0.0, 0, scale.value, 0)
     if resumed is not None:
         progress = read_progress(resumed)
-    engine = _engine(job, plan, world, attention, progress.updates)
+    engine = _engine(job, plan, world, attention, progress.updates, resumed is not None)
     run = _Run(job, plan, world, attention, batches, engine, folder_of_plan(job.checkpoints, plan.sha256))
     if resumed is not None:
         load(resumed, engine.tensors())
@@ -130,7 +130,7 @@ def _checkpoint_to_resume(job: RunOptions, plan: Plan, batches: Batches) -> Path
     return chosen
 
 
-def _engine(job: RunOptions, plan: Plan, world: World, attention: str, updates: int) -> Engine:
+def _engine(job: RunOptions, plan: Plan, world: World, attention: str, updates: int, resumes: bool) -> Engine:
     context = RankContext(
         plan=plan,
         family=family_named(plan.model.family, job.plan),
@@ -139,6 +139,7 @@ def _engine(job: RunOptions, plan: Plan, world: World, attention: str, updates: 
         attention=attention,
         device=world.device,
         seed=job.seed,
+        resumes=resumes,
     )
     settings = Hyperparameters(
         learning_rate=job.learning_rate,

@@ -1,0 +1,177 @@
+"""Initial weights, each a function of seed, parameter and place alone: a rank computes those that it holds."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate, product
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["Constant", "Distribution", "Filling", "Normal", "TruncatedNormal", "Uniform", "fill"]
+
+_BLOCK = 1 << 16
+"""Numbers that are drawn at once; with what drawing them takes, 4 MiB a thread."""
+_WORDS = 4
+"""Of 64 bits, that the generator gives for one count."""
+_PER_COUNT = 2 * _WORDS
+"""Numbers: one for each half of a word."""
+_HALF_WORD = np.uint64(32)
+_LOW = np.uint64((1 << 32) - 1)
+
+_Run = tuple[int, int]
+"""The first of some neighbouring elements, and how many they are."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Normal:
+    """By Box & Muller (1958): two numbers of two."""
+
+    mean: float
+    std: float
+
+    def of(self, uniform: Tensor) -> Tensor:
+        """Numbers of uniform ones [2, n] in (0, 1)."""
+        radius, angle = uniform[0].log_().mul_(-2.0).sqrt_().mul_(self.std), uniform[1].mul_(2.0 * math.pi)
+        return torch.stack((radius * angle.cos(), radius * angle.sin())).add_(self.mean)
+
+
+@dataclass(frozen=True)
+class TruncatedNormal:
+    """The normal distribution between two bounds, by the inverse of its cumulated one."""
+
+    mean: float
+    std: float
+    low: float
+    high: float
+
+    def of(self, uniform: Tensor) -> Tensor:
+        """Numbers of uniform ones [2, n] in (0, 1)."""
+        below, above = (math.erfc((self.mean - x) / self.std / math.sqrt(2)) / 2 for x in (self.low, self.high))
+        share = uniform.mul_(above - below).add_(below)
+        found: Tensor = torch.special.ndtri(share)
+        return found.mul_(self.std).add_(self.mean).clamp_(self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Anything between two bounds."""
+
+    low: float
+    high: float
+
+    def of(self, uniform: Tensor) -> Tensor:
+        """Numbers of uniform ones [2, n] in (0, 1)."""
+        return uniform.mul_(self.high - self.low).add_(self.low)
+
+
+Distribution = Constant | Normal | TruncatedNormal | Uniform
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What some rows of a parameter, or all of it, are filled with."""
+
+    distribution: Distribution
+    rows: tuple[int, int] | None = None
+    """From and to, of the first dim; None: all."""
+
+
+Box = Sequence[tuple[int, int]]
+
+
+def fill(target: Tensor, fillings: Sequence[Filling], shape: Sequence[int], box: Box, *key: object) -> None:
+    """Fill a tensor, on any device, with its part `box` of a parameter of a `shape`, drawn under a key.
+
+    An element's number in the parameter is what Philox (Salmon et al. 2011) counts with, under the key's SHA-256,
+    whatever the box: what the box does not hold is not drawn.
+    """
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    target, words = target.detach(), np.frombuffer(digest[:16], np.uint64)
+    for filling in fillings:
+        low, high = filling.rows or (0, shape[0])
+        inside = max(low, box[0][0]), max(low, box[0][0], min(high, box[0][1]))
+        part = target[inside[0] - box[0][0] : inside[1] - box[0][0]]
+        _fill(part, filling.distribution, shape, (inside, *box[1:]), words)
+
+
+def _fill(target: Tensor, distribution: Distribution, shape: Sequence[int], box: Box, key: NDArray[np.uint64]) -> None:
+    if isinstance(distribution, Constant):
+        target.fill_(distribution.value)
+        return
+    flat = target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
+
+    def draw(block: tuple[int, list[_Run]]) -> None:
+        first, runs = block
+        drawn = _drawn(distribution, runs, key)
+        flat[first : first + len(drawn)].copy_(drawn)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list(threads.map(draw, _blocks(_runs(shape, box))))
+    if not target.is_contiguous():
+        target.copy_(flat.view(target.shape))
+
+
+def _drawn(distribution: Normal | TruncatedNormal | Uniform, runs: Sequence[_Run], key: NDArray[np.uint64]) -> Tensor:
+    """The numbers of some runs; those that share a count with their ends are drawn with them."""
+    counts = [range(start // _PER_COUNT, -(-(start + length) // _PER_COUNT)) for start, length in runs]
+    drawn = distribution.of(_uniform(counts, key)).T.reshape(-1)
+    if len(drawn) == sum(length for _, length in runs):
+        return drawn
+    begins = accumulate((_PER_COUNT * len(count) for count in counts), initial=0)
+    offsets = [begin + start % _PER_COUNT for begin, (start, _) in zip(begins, runs, strict=False)]
+    return torch.cat([drawn[at : at + length] for at, (_, length) in zip(offsets, runs, strict=True)])
+
+
+def _uniform(counts: Sequence[range], key: NDArray[np.uint64]) -> Tensor:
+    """The numbers [2, n] in (0, 1) of some rising counts: of each word the high half, and the low one."""
+    generator, at, words = np.random.Philox(counter=counts[0].start, key=key), counts[0].start, []
+    for count in counts:
+        generator.advance(count.start - at)
+        words.append(generator.random_raw(_WORDS * len(count)))
+        at = count.stop
+    together = np.concatenate(words)
+    return (
+        torch.from_numpy(np.stack((together >> _HALF_WORD, together & _LOW)).astype(np.float64))
+        .add_(0.5)
+        .mul_(2.0**-32)
+    )
+
+
+def _runs(shape: Sequence[int], box: Box) -> Iterator[_Run]:
+    """The runs that a box is of, none longer than a block."""
+    whole = len(shape)
+    while whole > 1 and box[whole - 1] == (0, shape[whole - 1]):
+        whole -= 1
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(whole)]
+    low, high = box[whole - 1]
+    for place in product(*(range(*bounds) for bounds in box[: whole - 1])):
+        first = sum(x * stride for x, stride in zip((*place, low), strides, strict=True))
+        last = first + (high - low) * strides[-1]
+        for start in range(first, last, _BLOCK):
+            yield start, min(_BLOCK, last - start)
+
+
+def _blocks(runs: Iterator[_Run]) -> Iterator[tuple[int, list[_Run]]]:
+    """Runs that are drawn together, and how many numbers come before them."""
+    first, size = 0, 0
+    block: list[_Run] = []
+    for run in runs:
+        if size + run[1] > _BLOCK:
+            yield first, block
+            first, size, block = first + size, 0, []
+        size += run[1]
+        block.append(run)
+    if size:
+        yield first, block
