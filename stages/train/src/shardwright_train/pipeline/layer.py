@@ -16,8 +16,8 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
 from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.base import Family, States
-from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.models.initial_weights import fill
+from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.data import local_tensor, torch_dtype
 from shardwright_train.parallel.fused import fuse
 from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, parallelize
