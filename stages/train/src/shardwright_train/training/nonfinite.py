@@ -54,7 +54,8 @@ def first_nonfinite(engine: Engine, step: Step) -> str:
 
 
 def _finite(values: object) -> bool:
-    return all(bool(torch.isfinite(x).all()) for x in tree_leaves(values) if isinstance(x, Tensor))
+    # Detached, so that nothing is kept of it: a replay would otherwise go on to what selective recomputation left out.
+    return all(bool(torch.isfinite(x.detach()).all()) for x in tree_leaves(values) if isinstance(x, Tensor))
 
 
 def _position(layer: str) -> int:
