@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-__all__ = ["GRADIENT_BUCKET_BYTES", "copied_bucket_bytes", "gradient_buckets"]
-
 GRADIENT_BUCKET_BYTES = 25 * 2**20
 """The most that gradients are brought together to, as much as PyTorch's DistributedDataParallel does (Li et al. 2020).
 

@@ -2,8 +2,6 @@
 
 from shardwright_formats.types.strategy import DataParallel, SequenceParallel, Strategy
 
-__all__ = ["effective"]
-
 
 def effective(strategy: Strategy) -> Strategy:
     """The one spelling of what a layer's strategy does; a layer's type and recomputation are left out.

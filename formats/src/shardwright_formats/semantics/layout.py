@@ -8,22 +8,6 @@ from typing import NamedTuple
 from shardwright_formats.types.model import Parameter
 from shardwright_formats.types.strategy import SequenceParallel, Strategy
 
-__all__ = [
-    "ActivationShard",
-    "Box",
-    "Layout",
-    "Transfer",
-    "closed_groups",
-    "dp_groups",
-    "layout_of",
-    "overlap",
-    "parameter_box",
-    "parameter_layout",
-    "redistribution_plan",
-    "sent_numel",
-    "tp_groups",
-]
-
 
 class ActivationShard(NamedTuple):
     """A part of a microbatch: samples [batch_start, batch_end) x positions [sequence_start, sequence_end)."""

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from shardwright_formats.types.plan import Schedule
 
-__all__ = ["Action", "Pass", "actions", "in_flight"]
-
 
 class Pass(StrEnum):
     """One way through some layers of a pipeline stage."""

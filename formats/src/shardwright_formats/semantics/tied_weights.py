@@ -11,8 +11,6 @@ from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Strategy
 
-__all__ = ["Piece", "Replica", "pieces_from_owners", "pieces_to_owners", "ranks_of_replicas", "tied_parameters"]
-
 
 @dataclass(frozen=True)
 class Replica:

@@ -7,8 +7,6 @@ from msgspec import Meta
 from shardwright_formats.io.json import Document, Value
 from shardwright_formats.types.limits import MAX_DEVICES, Name, NonNegativeNumber, PositiveBytes, Ranks
 
-__all__ = ["Cluster", "NodeGroup", "NodeType"]
-
 
 class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kind of node: its devices, their memory and its price."""

@@ -8,8 +8,6 @@ from msgspec import Meta
 from shardwright_formats.io.json import Document, Value
 from shardwright_formats.types.limits import Count, Number, PositiveNumber, Sha256
 
-__all__ = ["Correction", "CorrectionFactor", "Term"]
-
 
 class Term(StrEnum):
     """A part of a prediction that a measurement tells apart from the others."""

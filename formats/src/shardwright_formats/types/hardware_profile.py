@@ -25,20 +25,6 @@ from shardwright_formats.types.limits import (
     Seconds,
 )
 
-__all__ = [
-    "Collective",
-    "CollectiveKey",
-    "HardwareProfile",
-    "OverlapRow",
-    "PairRow",
-    "PointRow",
-    "RankRow",
-    "RateRow",
-    "RepeatRow",
-    "read_hardware_profile",
-    "write_hardware_profile",
-]
-
 
 class Collective(StrEnum):
     """What was timed.

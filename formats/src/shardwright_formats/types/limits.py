@@ -8,35 +8,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-__all__ = [
-    "MAX_BATCH",
-    "MAX_DEVICES",
-    "MAX_DIMS",
-    "MAX_LAYERS",
-    "Bytes",
-    "Count",
-    "Flops",
-    "Gib",
-    "Length",
-    "Name",
-    "NonNegativeCount",
-    "NonNegativeNumber",
-    "Number",
-    "PositiveBytes",
-    "PositiveNumber",
-    "PositiveSeconds",
-    "Rank",
-    "Ranks",
-    "Rate",
-    "Samples",
-    "Seconds",
-    "Sha256",
-    "Share",
-    "SignedSeconds",
-    "SomeRanks",
-    "Tokens",
-]
-
 MAX_DEVICES = 2**20
 """Of a cluster, and so ranks of a plan."""
 MAX_LAYERS = 100_000

@@ -9,16 +9,6 @@ from shardwright_formats.io.json import Document, Value
 from shardwright_formats.types.limits import Bytes, NonNegativeCount, Rank, Seconds, SignedSeconds
 from shardwright_formats.types.plan import Plan
 
-__all__ = [
-    "Measurement",
-    "PassTime",
-    "PlanMeasurement",
-    "RankMeasurement",
-    "RankMemory",
-    "Segment",
-    "SegmentMemory",
-]
-
 
 class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One microbatch's way through the embedding, the layers or the head of a rank, one entry per repeat.

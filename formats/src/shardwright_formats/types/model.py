@@ -8,8 +8,6 @@ from msgspec import Meta, field
 from shardwright_formats.io.json import Document, Value, sha256_of_value
 from shardwright_formats.types.limits import MAX_DIMS, MAX_LAYERS, Flops, Length, Name, NonNegativeCount, Tokens
 
-__all__ = ["EMBEDDING", "HEAD", "BoundaryTensor", "Heads", "LayerType", "Model", "Parameter", "Region"]
-
 EMBEDDING = "embedding"
 HEAD = "head"
 

@@ -8,8 +8,6 @@ from shardwright_formats.io.json import Document, Value
 from shardwright_formats.types.limits import Bytes, NonNegativeCount, NonNegativeNumber, Rank, Seconds, Sha256
 from shardwright_formats.types.plan import Plan
 
-__all__ = ["Estimate", "Prediction", "Proof", "RunnerUp", "ScenarioRegret", "StagePrediction", "TimelineEvent"]
-
 
 class StagePrediction(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pipeline stage: time of a microbatch and of a step's end, peak memory of a rank, each by term."""

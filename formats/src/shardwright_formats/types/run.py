@@ -3,8 +3,6 @@
 from shardwright_formats.io.json import Document, Value
 from shardwright_formats.types.limits import Bytes, Count, NonNegativeNumber, Seconds, Sha256
 
-__all__ = ["RunResult", "StepMetrics"]
-
 
 class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line of metrics.jsonl."""

@@ -5,8 +5,6 @@ from enum import StrEnum
 from shardwright_formats.io.json import Value
 from shardwright_formats.types.limits import Ranks, SomeRanks
 
-__all__ = ["DataParallel", "LayerStrategy", "Recompute", "SequenceParallel", "Strategy"]
-
 
 class DataParallel(StrEnum):
     """What the data-parallel ranks of a layer share out among themselves."""

@@ -5,8 +5,6 @@ from typing import NoReturn
 from shardwright_formats.command import Command, CommandLine, run
 from shardwright_profile import options
 
-__all__ = ["APP", "main"]
-
 _ROOM = "shardwright_profile"
 _IMPORTS = f"{_ROOM}.importers.commands"
 

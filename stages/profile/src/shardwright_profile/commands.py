@@ -10,8 +10,6 @@ from shardwright_formats.types.model_profile import write_model_profile
 from shardwright_formats.types.plan import Plans
 from shardwright_profile.options import DevicesOptions, FitOptions, ProbesOptions, ShowOptions
 
-__all__ = ["fit", "list_devices", "show", "write_probes"]
-
 # Each imports what only it needs when it runs: several may run in one process.
 
 

@@ -12,20 +12,6 @@ from shardwright_formats.types.plan import ITEMSIZE
 from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_launch.nodes import NodeOptions
 
-__all__ = [
-    "AnalyticOptions",
-    "DevicesOptions",
-    "FasopHardwareOptions",
-    "FasopOptions",
-    "FitOptions",
-    "GalvatronHardwareOptions",
-    "GalvatronOptions",
-    "HardwareOptions",
-    "ModelOptions",
-    "ProbesOptions",
-    "ShowOptions",
-]
-
 _MessageBytes = Annotated[int, Meta(ge=4, le=2**50)]
 _Rate = Annotated[float, Meta(ge=0.001, le=1e9)]
 _Efficiency = Annotated[float, Meta(ge=0.001, le=1)]

@@ -19,8 +19,6 @@ from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
 
-__all__ = ["TOLERANCE", "certificate", "prove"]
-
 TOLERANCE = 1e-6
 """Objectives that differ by a smaller share are equal."""
 

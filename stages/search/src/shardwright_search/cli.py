@@ -5,8 +5,6 @@ from typing import NoReturn
 from shardwright_formats.command import Command, CommandLine, run
 from shardwright_search import options
 
-__all__ = ["APP", "main"]
-
 _COMMANDS = "shardwright_search.commands"
 
 APP = CommandLine(

@@ -25,8 +25,6 @@ from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Robust
 
-__all__ = ["NOMINAL", "Regrets", "Scenario", "regrets_of", "scenarios"]
-
 NOMINAL = "the profile as it is"
 _NORMAL_95 = 1.96
 """Standard deviations of a normal distribution in half of its central 95 %."""

@@ -5,8 +5,6 @@ from typing import NoReturn
 from shardwright_formats.command import Command, CommandLine, run
 from shardwright_train import options
 
-__all__ = ["APP", "main"]
-
 _COMMANDS = "shardwright_train.commands"
 
 APP = CommandLine(

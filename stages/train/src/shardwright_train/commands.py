@@ -32,9 +32,6 @@ from shardwright_train.options import (
 )
 from shardwright_train.training.checkpoint_names import folder_of_plan
 
-__all__ = ["check", "describe", "prepare_text", "start_measure", "start_run"]
-
-
 # Each imports what only it needs when it runs: several may run in one process.
 
 

@@ -12,18 +12,6 @@ from shardwright_launch.heartbeat import HANG_TIMEOUT_S
 from shardwright_launch.nodes import NodeOptions
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 
-__all__ = [
-    "CheckOptions",
-    "DescribeOptions",
-    "MeasureJob",
-    "MeasureOptions",
-    "PrepareOptions",
-    "RankOptions",
-    "RunOptions",
-    "decode_job",
-    "encode_job",
-]
-
 _Rate = Annotated[float, Meta(ge=0, le=1e6)]
 
 

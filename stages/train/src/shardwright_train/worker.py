@@ -13,8 +13,6 @@ from shardwright_train.options import MeasureJob, RunOptions, decode_job
 if TYPE_CHECKING:
     from shardwright_train.parallel.world import World
 
-__all__ = ["main"]
-
 
 def main(job_file: str, device_type: str) -> None:
     """Do the job; the launcher prints an error that was raised in order, this sets its exit code."""

@@ -13,8 +13,6 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import Value, read_bytes
 from shardwright_formats.types.limits import NonNegativeNumber, PositiveBytes, Rate
 
-__all__ = ["Device", "DeviceTable", "device_lines", "device_named", "read_devices"]
-
 _MAX_BYTES = 2**20
 _Text = Annotated[str, Meta(min_length=1)]
 _SOURCED = ("memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "pcie_bytes_per_s", "usd_per_hour")

@@ -12,8 +12,6 @@ from shardwright_formats.types.hardware_profile import Collective, HardwareProfi
 from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, steps
 from shardwright_profile.hardware.sweep_plan import CollectiveKind, SizeRange, collective_kinds
 
-__all__ = ["Network", "analytic_hardware", "kind_time_s"]
-
 _MIN_BYTES = 1024
 _MAX_BYTES = 1024**3
 

@@ -17,8 +17,6 @@ from shardwright_formats.types.strategy import Recompute, SequenceParallel, Stra
 from shardwright_profile.analytic.messages import Link, messages_time_s
 from shardwright_profile.analytic.parts import Part, layer_parts
 
-__all__ = ["KERNEL_START_S", "LayerEstimate", "Machine", "estimate_layer", "optimizer_time_s"]
-
 KERNEL_START_S = 5e-6
 """What every kernel adds: its launch, and the device filling and draining."""
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from shardwright_formats.semantics.communication import Message
 from shardwright_formats.types.hardware_profile import Collective
 
-__all__ = ["NETWORK_STEP_S", "START_S", "STEP_S", "Link", "message_time_s", "messages_time_s", "moved_bytes", "steps"]
-
 START_S = 10e-6
 """What any message takes before its first byte."""
 STEP_S = {"nvlink": 3e-6, "xgmi": 3e-6, "pcie": 6e-6}

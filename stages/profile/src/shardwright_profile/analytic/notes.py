@@ -6,8 +6,6 @@ from shardwright_profile.analytic.layers import KERNEL_START_S
 from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S, STEP_S
 from shardwright_profile.analytic.rates import Efficiencies, Rates
 
-__all__ = ["PROCESS_BYTES", "SEEN_ERROR", "SEEN_LINK_ERROR", "hardware_notes", "model_notes"]
-
 SEEN_ERROR = (
     "seen against 272 measured layer times of FASOP (A100, A10) and Sailor (V100, A100, GH200): "
     "median error 19 %, worst 82 %"

@@ -15,8 +15,6 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.semantics.communication import LOSS_ELEMENTS
 from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, Region
 
-__all__ = ["Part", "layer_parts"]
-
 _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15}
 """Kernels of one forward pass of a part, about as many as an unfused Hugging Face model starts."""
 _ID_BYTES = 8

@@ -7,8 +7,6 @@ from shardwright_profile.analytic.devices import Device, DeviceTable, device_nam
 from shardwright_profile.analytic.layers import Machine
 from shardwright_profile.analytic.messages import STEP_S, Link
 
-__all__ = ["Efficiencies", "Rates", "link_of", "machine_of", "rates_of"]
-
 
 class Efficiencies(NamedTuple):
     """Reached over published rates: round numbers with a reason, not fitted to any measurement."""

@@ -15,8 +15,6 @@ from shardwright_profile.analytic.rates import Efficiencies, Rates, rates_of
 from shardwright_profile.model.settings import ProfileSettings
 from shardwright_profile.options import AnalyticOptions
 
-__all__ = ["write_analytic"]
-
 _TERA, _GIGA = 1e12, 1e9
 
 

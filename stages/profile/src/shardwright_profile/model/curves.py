@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from shardwright_formats.io.table import Table
 from shardwright_formats.types.model_profile import FitMode, FitRow, LayerRow, Quantity
 
-__all__ = ["Fit", "design_of", "fit_curve", "fits_table"]
-
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """Coefficients of one curve, and what it leaves unexplained (all errors relative to the points)."""

@@ -7,8 +7,6 @@ from typing import NamedTuple
 from shardwright_formats.io.errors import BadInput
 from shardwright_profile.model.probe_results import Duration, ProbeKey, ProbeResult
 
-__all__ = ["LayerPair", "bytes_per_layer", "layer_pairs", "seconds_per_layer"]
-
 
 class LayerPair(NamedTuple):
     """Two probes of one key that differ in the number of layers of one block type alone."""

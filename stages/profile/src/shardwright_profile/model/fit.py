@@ -18,8 +18,6 @@ from shardwright_profile.model.fit_states import OptimizerLine, fit_optimizer_li
 from shardwright_profile.model.monotonicity import falling_times
 from shardwright_profile.model.probe_results import LAYERS, Duration, ProbeKey, ProbeResult, read_probes
 
-__all__ = ["fit_profile"]
-
 
 def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfile:
     """The profile that the probes determine; every point is kept as it was measured.

@@ -11,8 +11,6 @@ from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_profile.model.differences import LayerPair, bytes_per_layer
 from shardwright_profile.model.probe_results import ProbeResult
 
-__all__ = ["OptimizerLine", "fit_optimizer_line", "fit_states"]
-
 
 class OptimizerLine(NamedTuple):
     """Time of the optimizer's step: `constant_s + s_per_parameter * parameters of a rank`."""

@@ -6,8 +6,6 @@ from math import hypot
 
 from shardwright_formats.types.model_profile import LayerRow
 
-__all__ = ["falling_times"]
-
 _LIKELY = 3.0
 """A difference of so many standard errors is hardly chance."""
 

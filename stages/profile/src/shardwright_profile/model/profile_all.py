@@ -17,8 +17,6 @@ from shardwright_profile.model.probes import make_probes
 from shardwright_profile.model.settings import ProfileSettings
 from shardwright_profile.options import ModelOptions
 
-__all__ = ["profile_model"]
-
 _TRAIN = "shardwright-train"
 
 

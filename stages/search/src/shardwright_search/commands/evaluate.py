@@ -13,8 +13,6 @@ from shardwright_search.explain.wording import plan_summary
 from shardwright_search.interop.uniform import uniform_plan
 from shardwright_search.options import EvaluateOptions, ProfileOptions, UniformOptions
 
-__all__ = ["evaluate_plan", "uniform"]
-
 
 def evaluate_plan(options: EvaluateOptions) -> None:
     """Write the prediction of a plan."""

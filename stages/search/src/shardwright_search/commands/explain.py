@@ -26,8 +26,6 @@ from shardwright_search.space.budget import budgets_of
 from shardwright_search.space.configurations import narrowed
 from shardwright_search.space.request import SearchRequest, batch_sizes
 
-__all__ = ["explain"]
-
 _STAYS = (
     "Messages inside a layer, of tensor and sequence parallelism, are part of its profiled time and stay as they are."
 )

@@ -8,8 +8,6 @@ from shardwright_formats.types.correction import Correction
 from shardwright_search.cost_model.profiles import Profiles, read_profiles
 from shardwright_search.options import ProfileOptions
 
-__all__ = ["Inputs", "read_inputs"]
-
 
 class Inputs(NamedTuple):
     """Profiles, the files they come from by role, and what a prediction must say of them."""

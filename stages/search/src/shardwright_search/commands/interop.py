@@ -11,8 +11,6 @@ from shardwright_search.interop.megatron import megatron_arguments
 from shardwright_search.interop.torchtitan import torchtitan_toml
 from shardwright_search.options import ExportOptions, ImportGalvatronOptions, System
 
-__all__ = ["export_plan", "import_galvatron"]
-
 _EXPORTERS = {
     System.GALVATRON: galvatron_file,
     System.MEGATRON: megatron_arguments,

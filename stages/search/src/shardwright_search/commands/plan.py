@@ -14,8 +14,6 @@ from shardwright_search.search import find_best
 from shardwright_search.space.budget import Infeasible, budgets_of
 from shardwright_search.space.request import SearchRequest
 
-__all__ = ["plan"]
-
 
 def plan(options: PlanOptions) -> None:
     """Find the best plan, and write it and its prediction."""

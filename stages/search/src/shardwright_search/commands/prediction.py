@@ -14,8 +14,6 @@ from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.search import NEAR, Found
 from shardwright_search.space.request import Objective, SearchRequest, StageWidths
 
-__all__ = ["prediction_of_evaluated", "prediction_of_searched", "prediction_path", "read_prediction", "written"]
-
 
 def prediction_path(plan_path: Path) -> Path:
     """Where the prediction of a plan file lies."""

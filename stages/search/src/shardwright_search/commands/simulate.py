@@ -17,8 +17,6 @@ from shardwright_search.explain.tables import show_rich, table
 from shardwright_search.options import SimulateOptions
 from shardwright_search.simulation.chrome_trace import chrome_trace
 
-__all__ = ["simulate_plan"]
-
 _KINDS = ("forward", "backward", "gradient_sync", "optimizer")
 
 

@@ -16,8 +16,6 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.scaling import Scaling, scaled
 
-__all__ = ["Evidence", "check_learned_from", "corrected", "evidence_of", "factor_of", "learned"]
-
 _FEWEST_PLANS = 3
 """The median of fewer is an extreme or a mean."""
 _REDUCTIONS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)

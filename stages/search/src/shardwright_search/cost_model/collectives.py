@@ -12,16 +12,6 @@ from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import GroupKind
 
-__all__ = [
-    "Duration",
-    "Slowdowns",
-    "collective_time",
-    "largest_slowdowns",
-    "overlapped_time",
-    "send_kind_time",
-    "slowdowns_of",
-]
-
 
 class Duration(NamedTuple):
     """A time and what is doubtful about it."""

@@ -13,8 +13,6 @@ from shardwright_search.cost_model.collectives import Duration, collective_time,
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import GroupKind, StageTopology, kinds_of
 
-__all__ = ["Nodes", "handover_time", "redistribution_time", "send_time"]
-
 Nodes = tuple[int, ...]
 """The node of each rank of a pipeline stage."""
 

@@ -9,8 +9,6 @@ from shardwright_formats.types.model_profile import FitMode, StateRow
 from shardwright_search.cost_model.profiles import LayerKey, LayerPoints, Profiles
 from shardwright_search.cost_model.time_model import TimeModel
 
-__all__ = ["ComputeCost", "layer_cost", "states_of"]
-
 
 class ComputeCost(NamedTuple):
     """One microbatch through one layer on one rank."""

@@ -30,8 +30,6 @@ from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import GroupKind, StageTopology, tp_group_kinds
 from shardwright_search.solver.cached import cached_method
 
-__all__ = ["Cost", "CostModel", "LayerCost", "picoseconds"]
-
 
 class Cost(NamedTuple):
     """A time in picoseconds, one way, and a warning where it leans on numbers that nobody measured."""

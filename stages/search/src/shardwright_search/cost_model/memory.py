@@ -13,8 +13,6 @@ from shardwright_formats.types.model import LayerType, Parameter
 from shardwright_formats.types.plan import ITEMSIZE, Precision
 from shardwright_formats.types.strategy import DataParallel, Strategy
 
-__all__ = ["ParameterMemory", "itemsize", "parameter_memory"]
-
 
 class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one layer's parameters on one rank."""

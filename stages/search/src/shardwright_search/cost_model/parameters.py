@@ -31,8 +31,6 @@ from shardwright_search.cost_model.topology import (
     tp_group_kinds,
 )
 
-__all__ = ["Overlapped", "ParameterCosts", "parameter_costs"]
-
 
 class Overlapped(NamedTuple):
     """A collective of data parallelism that overlaps with a pass."""

@@ -9,8 +9,6 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
 from shardwright_search.cost_model.profiles import LayerKey, Profiles, Sources, sources_of
 
-__all__ = ["provenance_warnings"]
-
 _TOLD = ("analytic", "assumed")
 
 

@@ -10,8 +10,6 @@ from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_formats.types.model_profile import FitRow
 from shardwright_search.cost_model.profiles import CurveKey, LayerPoints, Profiles
 
-__all__ = ["Scaling", "scaled"]
-
 
 class Scaling(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What each kind of number is multiplied by."""

@@ -22,8 +22,6 @@ from shardwright_search.simulation.reduction import Overlap, Reduction
 from shardwright_search.simulation.simulator import StageTimes
 from shardwright_search.solver.memory import LayerMemory, Phase, StageMemory, layer_memory, no_layers, phases
 
-__all__ = ["RangeCosts", "StageCosts", "range_costs", "stage_costs"]
-
 _NOTHING = Cost(0, None)
 Layer = tuple[str, Strategy]
 _Range = tuple[Sequence[Layer], Sequence[int]]

@@ -12,8 +12,6 @@ from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.memory import itemsize
 from shardwright_search.cost_model.topology import GroupKind, stage_topology
 
-__all__ = ["has_shared", "shared_cost_ps", "tie_class", "tie_cost_ps"]
-
 
 def tie_cost_ps(
     costs: CostModel, embedding: Strategy, head: Strategy, first: Sequence[int], last: Sequence[int]

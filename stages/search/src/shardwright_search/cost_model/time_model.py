@@ -2,8 +2,6 @@
 
 from enum import StrEnum
 
-__all__ = ["TimeModel"]
-
 
 class TimeModel(StrEnum):
     """How times and activations are read off a profile."""

@@ -10,16 +10,6 @@ import numpy as np
 from shardwright_formats.semantics.layout import Layout
 from shardwright_formats.types.cluster import Cluster
 
-__all__ = [
-    "DataGroupKinds",
-    "GroupKind",
-    "StageTopology",
-    "data_group_kinds",
-    "kinds_of",
-    "stage_topology",
-    "tp_group_kinds",
-]
-
 
 class StageTopology(NamedTuple):
     """How many neighbouring ranks of a stage share each node: stages that lie alike cost alike."""

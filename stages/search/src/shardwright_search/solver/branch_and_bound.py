@@ -14,8 +14,6 @@ import numpy as np
 
 from shardwright_search.solver.partition import Found
 
-__all__ = ["Best", "Optimum", "Solvable", "Stopped", "Target", "optimize"]
-
 _RELAXED = -1
 _LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0, np.inf)
 

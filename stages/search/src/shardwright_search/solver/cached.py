@@ -4,8 +4,6 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-__all__ = ["cached_method"]
-
 S = TypeVar("S")
 P = ParamSpec("P")
 R = TypeVar("R")

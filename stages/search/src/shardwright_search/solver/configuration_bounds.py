@@ -16,8 +16,6 @@ from shardwright_search.solver.pareto import Numbers
 from shardwright_search.solver.problem import DeviceGroup, Position, Problem, Start
 from shardwright_search.solver.stage_options import GroupCosts, weightings
 
-__all__ = ["ConfigurationBounds", "CostsOf", "Rest", "StageKind", "Target"]
-
 CostsOf = Callable[[DeviceGroup, tuple[Phase, ...]], GroupCosts]
 """`GroupCosts`, or what remembers those that it made."""
 

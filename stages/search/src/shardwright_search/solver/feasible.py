@@ -6,8 +6,6 @@ from itertools import pairwise
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import Options, Problem, Solution, price
 
-__all__ = ["plain_plan"]
-
 
 def plain_plan(problem: Problem) -> Found | None:
     """The best of the plans that cut the layers evenly and treat all of a type alike, in one layout of each width.

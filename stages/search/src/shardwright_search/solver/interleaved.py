@@ -21,8 +21,6 @@ from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import DeviceGroup, Options, Solution
 from shardwright_search.solver.stage_bounds import Dual
 
-__all__ = ["InFlight", "Interleaved", "InterleavedProblem"]
-
 _MAX_AT_ONCE = 100_000
 
 

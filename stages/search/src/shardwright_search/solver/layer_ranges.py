@@ -8,8 +8,6 @@ import numpy as np
 
 from shardwright_search.solver.pareto import Ints, Numbers
 
-__all__ = ["PivotGroup", "Run", "Runs", "pivot_of", "runs_of"]
-
 
 class Run(NamedTuple):
     """The types of a run's layers, and of the layer before it (-1 at the start)."""

@@ -14,8 +14,6 @@ from numpy.typing import ArrayLike
 
 from shardwright_search.solver.pareto import Ints, Numbers
 
-__all__ = ["LayerMemory", "Phase", "StageMemory", "layer_memory", "no_layers", "phases"]
-
 
 class Phase(NamedTuple):
     """A part of a step in which a pipeline stage may hold the most."""

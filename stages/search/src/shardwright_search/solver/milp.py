@@ -18,7 +18,6 @@ from shardwright_search.solver.problem import Cut, Options, Position, Problem, S
 if TYPE_CHECKING:
     import highspy
 
-__all__ = ["Answer", "highs_version", "solve"]
 
 Terms = list[tuple[int, float]]
 

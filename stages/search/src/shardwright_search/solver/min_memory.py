@@ -11,8 +11,6 @@ from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
 from shardwright_search.solver.problem import Position, Problem, Start
 from shardwright_search.solver.stage_options import GroupCosts
 
-__all__ = ["MinMemory", "min_memory"]
-
 
 class MinMemory(NamedTuple):
     """What the plan that lacks the least needs in its scarcest stage."""

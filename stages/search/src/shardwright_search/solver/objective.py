@@ -5,8 +5,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["step_time"]
-
 Times = TypeVar("Times", int, float, NDArray[np.float64])
 
 

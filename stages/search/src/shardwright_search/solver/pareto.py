@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ints", "Numbers", "non_dominated", "pairs"]
-
 Ints = NDArray[np.int64]
 Numbers = NDArray[np.float64]
 """Whole numbers of picoseconds or bytes: sums below 2^53 are exact in float64, and infinity is one of them."""

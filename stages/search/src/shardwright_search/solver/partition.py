@@ -21,8 +21,6 @@ from shardwright_search.solver.problem import Cut, Position, Problem, Solution
 from shardwright_search.solver.relaxed_bound import DualOf, relaxed_bound_ps
 from shardwright_search.solver.stage_labels import Labels, stage_labels
 
-__all__ = ["Found", "Pipeline", "solve_below"]
-
 
 class Found(NamedTuple):
     """A plan of a configuration and its T."""

@@ -17,8 +17,6 @@ from shardwright_search.solver.memory import LayerMemory, Phase, layer_memory, n
 from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.pareto import Ints, Numbers
 
-__all__ = ["Cut", "DeviceGroup", "Moves", "Options", "Position", "Price", "Problem", "Solution", "Start", "price"]
-
 _NEVER_FITS = 2.0**52
 """Bytes: more than any device has."""
 Position = tuple[int, ...]

@@ -8,8 +8,6 @@ from shardwright_search.solver.problem import DeviceGroup, Problem
 from shardwright_search.solver.stage_bounds import Dual
 from shardwright_search.solver.stage_options import Weights, weightings
 
-__all__ = ["DualOf", "dual_of", "relaxed_bound_ps"]
-
 DualOf = Callable[[tuple[DeviceGroup, ...], tuple[float, ...], int, tuple[Weights, ...]], Dual]
 
 

@@ -13,8 +13,6 @@ import numpy as np
 
 from shardwright_search.solver.pareto import Numbers
 
-__all__ = ["Dual", "Polyline", "rounded_down"]
-
 _ROUNDING = 1e-9
 
 

@@ -22,8 +22,6 @@ from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
 from shardwright_search.solver.problem import Problem, Start
 from shardwright_search.solver.stage_options import GroupCosts, weightings
 
-__all__ = ["Labels", "stage_labels"]
-
 _FEW = 8
 
 

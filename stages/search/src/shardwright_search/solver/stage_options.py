@@ -12,8 +12,6 @@ from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem
 from shardwright_search.solver.stage_bounds import Dual, Polyline, rounded_down
 
-__all__ = ["GroupCosts", "Measure", "Weights", "weightings"]
-
 _FEW_LAYERS = 2
 _FEW_PLANS = 5_000
 

@@ -13,8 +13,6 @@ from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
 
-__all__ = ["GIB", "Infeasible", "Need", "budgets_of", "infeasible", "min_need"]
-
 GIB = 2**30
 
 

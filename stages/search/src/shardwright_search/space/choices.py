@@ -15,8 +15,6 @@ from shardwright_search.space.placements import Placements, placements
 from shardwright_search.space.request import SearchRequest, StageWidths
 from shardwright_search.space.stage_widths import Widths
 
-__all__ = ["Choice", "Choices", "Shardings"]
-
 
 class Choice(NamedTuple):
     """What the strategies to choose from depend on."""

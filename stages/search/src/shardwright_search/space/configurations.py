@@ -14,8 +14,6 @@ from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Reco
 from shardwright_search.space.request import Dimension, OuterSpace, SearchRequest, Space, StageWidths, batch_sizes
 from shardwright_search.space.stage_widths import Widths, check_degrees, divisors, pp_sizes, widths
 
-__all__ = ["Configuration", "configurations", "narrowed", "shardings"]
-
 _PLAIN: dict[str, object] = {"data_parallel": (DataParallel.DDP,), "recompute": (Recompute.NONE,)}
 
 

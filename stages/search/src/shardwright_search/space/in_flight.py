@@ -4,8 +4,6 @@ from shardwright_formats.semantics.schedule import Pass, actions
 from shardwright_search.solver.interleaved import InFlight
 from shardwright_search.space.configurations import Configuration
 
-__all__ = ["moments_in_flight"]
-
 
 def moments_in_flight(configuration: Configuration, stage: int) -> tuple[InFlight, ...]:
     """The moments of a stage's action list that no other exceeds in all counts."""

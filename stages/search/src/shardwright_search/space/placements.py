@@ -8,8 +8,6 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.solver.problem import Cut, Moves
 
-__all__ = ["Placements", "placements"]
-
 
 class Placements(NamedTuple):
     """The kinds of pipeline stage, and in which order they can follow one another."""

@@ -6,8 +6,6 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.plan import Schedule
 from shardwright_search.space.request import SearchRequest, StageWidths
 
-__all__ = ["Widths", "check_degrees", "divisors", "pp_sizes", "widths"]
-
 Widths = StageWidths | tuple[int, ...]
 """Equal ones, any, or those of each pipeline stage."""
 

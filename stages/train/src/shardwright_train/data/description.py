@@ -7,8 +7,6 @@ from msgspec import Meta
 
 from shardwright_formats.io.json import Document, read_document, sha256_of_value
 
-__all__ = ["END_OF_TEXT", "DataFolder", "PreparedData"]
-
 END_OF_TEXT = "<|endoftext|>"
 """The token that ends every document; its number is 0."""
 

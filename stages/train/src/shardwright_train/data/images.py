@@ -18,8 +18,6 @@ from shardwright_formats.io.json import sha256_of_file, sha256_of_value
 from shardwright_train.data.order import samples_at
 from shardwright_train.data.share import Batch, Share
 
-__all__ = ["ImageForm", "Images", "open_images"]
-
 _BRIGHTEST = 255
 
 

@@ -17,8 +17,6 @@ from shardwright_train.data.share import Batch, Share
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.vocab import IGNORED
 
-__all__ = ["Batch", "Batches", "Causal", "Classification", "Masked", "Prefix", "Text", "TextBatches"]
-
 # Devlin et al. 2019, section 3.1: the share of positions that are labels, and of these the shares that show the mask
 # token and a random one; the rest show themselves.
 _CHOSEN, _MASKED, _RANDOM = 0.15, 0.8, 0.1

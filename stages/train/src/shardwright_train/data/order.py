@@ -5,8 +5,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["samples_at"]
-
 _ROUNDS = 8
 """Twice what makes a permutation hard to tell from a random one (Luby & Rackoff 1988), for the rounds are cheap."""
 _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)

@@ -16,8 +16,6 @@ from shardwright_formats.io.json import sha256_of_file, write_bytes, write_docum
 from shardwright_train.data.description import END_OF_TEXT, DataFolder, PreparedData
 from shardwright_train.data.tokens import write_tokens
 
-__all__ = ["prepare"]
-
 _PYTHON_STDLIB = "python-stdlib"
 _NOT_STDLIB = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests"})
 _LEAST_VOCABULARY = 257  # every byte and the end of text

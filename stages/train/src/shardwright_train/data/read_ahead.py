@@ -6,8 +6,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-__all__ = ["read_ahead"]
-
 T = TypeVar("T")
 
 _AHEAD = 2

@@ -12,8 +12,6 @@ from shardwright_train.data.description import DataFolder
 from shardwright_train.data.order import samples_at
 from shardwright_train.data.tokens import read_tokens
 
-__all__ = ["Samples", "open_samples"]
-
 
 @dataclass(frozen=True)
 class Samples:

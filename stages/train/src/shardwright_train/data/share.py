@@ -7,8 +7,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Batch", "Share", "on_host"]
-
 Batch = dict[str, Tensor]
 """Inputs and `labels` of some samples, which are the first dim of each; labels that are IGNORED do not count."""
 

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import atomic_path, write_bytes
 
-__all__ = ["TokenFile", "read_tokens", "token_dtype", "write_tokens"]
-
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")

@@ -15,8 +15,6 @@ from shardwright_formats.types.plan import Plan
 from shardwright_train.dry_run.simulated_step import SimulatedStep, Traffic, simulate_step
 from shardwright_train.models.base import Family
 
-__all__ = ["Role", "RoleCheck", "check_roles", "raise_if_too_large", "roles_of"]
-
 _SIMULATED = 2
 """Microbatches that are simulated: the second one's activations are those of every further one."""
 

@@ -8,8 +8,6 @@ from rich.table import Table
 from shardwright_formats.types.plan import Plan
 from shardwright_train.dry_run.check import RoleCheck
 
-__all__ = ["print_checks"]
-
 _MIB = 1 << 20
 
 

@@ -13,8 +13,6 @@ from shardwright_train.pipeline.p2p import Pipeline
 from shardwright_train.pipeline.runner import Step, StepHook, no_hook, run_step
 from shardwright_train.pipeline.stage import Stage, build_stage
 
-__all__ = ["Engine", "build_engine"]
-
 
 @dataclass(frozen=True)
 class Engine:

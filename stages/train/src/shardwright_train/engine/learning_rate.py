@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["ANY", "Hyperparameters", "LearningRateSchedule"]
-
 
 class LearningRateSchedule(StrEnum):
     """What follows the warm-up."""

@@ -12,8 +12,6 @@ from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.parallel.data import local_tensor, placed_as
 from shardwright_train.torch_private import foreach_mul_, foreach_norm, step_unless
 
-__all__ = ["ShardedAdamW", "StepOutcome"]
-
 
 class ShardedAdamW:
     """AdamW (Loshchilov & Hutter 2019) on each rank's shards.

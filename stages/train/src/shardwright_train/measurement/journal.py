@@ -6,8 +6,6 @@ from shardwright_launch.journal import Journal, JournalKind
 from shardwright_train.options import MeasureJob
 from shardwright_train.parallel.world import World
 
-__all__ = ["MeasureIdentity", "open_journal"]
-
 
 class MeasureIdentity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What must be the same for a plan not to be measured again."""

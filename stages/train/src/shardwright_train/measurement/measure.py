@@ -31,8 +31,6 @@ from shardwright_train.parallel.world import World, peak_resident_bytes
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import MicrobatchChunk, Step, StepHook, no_hook
 
-__all__ = ["measure_plans"]
-
 _SCATTER = 0.1
 _MOST_ROUNDS = 3
 

@@ -15,16 +15,6 @@ from shardwright_formats.types.measurement import SegmentMemory
 from shardwright_train.pipeline.runner import MicrobatchChunk
 from shardwright_train.torch_private import AllocationFields, EventType, ProfilerEvent, TorchDispatchMode
 
-__all__ = [
-    "Allocation",
-    "Event",
-    "MemoryInterval",
-    "MemoryRecord",
-    "intervals_of",
-    "record_memory",
-    "segments_of_memory",
-]
-
 _FORWARD, _BACKWARD = ".forward", ".backward"
 
 

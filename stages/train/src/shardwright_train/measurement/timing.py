@@ -12,8 +12,6 @@ import torch
 from shardwright_formats.types.measurement import PassTime
 from shardwright_train.pipeline.runner import MicrobatchChunk
 
-__all__ = ["Clock", "Interval", "StepTiming", "clock_for", "timing_of_step"]
-
 _FORWARD, _BACKWARD = ".forward", ".backward"
 
 

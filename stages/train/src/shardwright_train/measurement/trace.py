@@ -17,8 +17,6 @@ from shardwright_formats.io.json import write_bytes
 from shardwright_formats.types.plan import Plan
 from shardwright_train.pipeline.runner import MicrobatchChunk, StepHook
 
-__all__ = ["trace_file", "traced"]
-
 _RANKS, _FLOWS = 1 << 20, 1 << 32
 """Room for the numbers of ranks and of one rank's flows, so that no two ranks' numbers of anything meet."""
 _NAMES_OF_PROCESSES = ("process_name", "process_labels", "process_sort_index")

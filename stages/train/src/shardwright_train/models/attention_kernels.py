@@ -19,8 +19,6 @@ from shardwright_train.models.support import flash_attn_is_installed, flash_obst
 from shardwright_train.parallel.fused import fusible
 from shardwright_train.parallel.world import World
 
-__all__ = ["check_kernels", "settle_attention", "use_kernels"]
-
 _FLASH, _MATH = Attention.FLASH_ATTENTION_2, Attention.SDPA_MATH
 _FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 _FASTEST_LAST = (Attention.EAGER, Attention.SDPA, _FLASH)

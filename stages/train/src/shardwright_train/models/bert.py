@@ -12,8 +12,6 @@ from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts
 from shardwright_train.parallel.vocab import positions_of, token_embedding
 
-__all__ = ["Bert"]
-
 _EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm", "dropout")
 
 

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from shardwright_train.models.stock import refusals
 
-__all__ = ["Only", "check_only", "check_sizes", "described_keys", "parse"]
-
 _NO_MEANING = frozenset(
     (
         *("model_type", "architectures", "_name_or_path", "transformers_version", "_commit_hash", "finetuning_task"),

@@ -8,8 +8,6 @@ from shardwright_formats.io.json import read_object
 from shardwright_formats.types.model import Model
 from shardwright_train.imports import without_collection
 
-__all__ = ["describe_folder"]
-
 
 def describe_folder(folder: Path, name: str, sequence_length: int) -> Model:
     """Describe the model of a folder's config.json for samples of a length in tokens, positions of images included.

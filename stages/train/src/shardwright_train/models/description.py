@@ -12,8 +12,6 @@ from shardwright_train.models.configuration import check_only, check_sizes, desc
 from shardwright_train.models.stock import skeleton
 from shardwright_train.parallel.sharding_rules import cuts
 
-__all__ = ["describe"]
-
 
 def describe(family: Family, config: dict[str, Any], name: str, sequence_length: int) -> Model:
     """Describe the model of a config.json.

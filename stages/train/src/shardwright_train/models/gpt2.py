@@ -9,8 +9,6 @@ from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts, Rule
 from shardwright_train.parallel.vocab import positions_of, token_embedding
 
-__all__ = ["GPT2"]
-
 
 class GPT2(Family):
     """Column-parallel query, key and value (side by side in one matrix) and c_fc; row-parallel c_proj."""

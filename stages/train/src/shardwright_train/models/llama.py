@@ -3,8 +3,6 @@
 from shardwright_train.models.base import BLOCK, Family
 from shardwright_train.parallel.sharding_rules import Parts
 
-__all__ = ["Llama"]
-
 
 class Llama(Family):
     """Tensor parallelism as transformers plans it; the vocabulary is cut, too."""

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from shardwright_formats.types.plan import Attention
 
-__all__ = ["Mask", "causal_mask", "mask_for", "padding_mask"]
-
 
 class Mask(StrEnum):
     """Which positions a block's attention leaves out."""

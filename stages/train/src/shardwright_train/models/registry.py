@@ -8,8 +8,6 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_train.models.base import Family
 from shardwright_train.models.stock import stock_class
 
-__all__ = ["Family", "family_named"]
-
 
 class _Row(NamedTuple):
     """Where a family is, and the stock model whose modules it takes."""

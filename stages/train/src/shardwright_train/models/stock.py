@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from shardwright_train.parallel.tensor import TensorParallel
 
-__all__ = ["Pieces", "refusals", "skeleton", "stock_class"]
-
 _REFUSALS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
     StrictDataclassError,

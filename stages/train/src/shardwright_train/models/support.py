@@ -10,8 +10,6 @@ from shardwright_formats.types.model import HEAD
 from shardwright_formats.types.plan import Attention, Plan
 from shardwright_formats.types.strategy import SequenceParallel
 
-__all__ = ["check_installed", "check_supported", "flash_attn_is_installed", "flash_obstacle", "without_devices"]
-
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _MIXED_FLOAT16 = ("float32", "float16", "float32")
 _WIDEST_HEAD = 256

@@ -14,8 +14,6 @@ from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts
 from shardwright_train.parallel.tensor import TensorParallel
 
-__all__ = ["T5"]
-
 _ATTENTION = "layer.0.SelfAttention"
 _BOTH = (_ATTENTION, "layer.1.EncDecAttention")
 _BIAS = f"{_ATTENTION}.relative_attention_bias.weight"

@@ -9,8 +9,6 @@ from shardwright_train.models.masks import Mask
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts
 
-__all__ = ["ViT"]
-
 
 class ViT(Family):
     """Column-parallel q, k, v and fc1, row-parallel o and fc2; patch matrix, positions and norms whole."""

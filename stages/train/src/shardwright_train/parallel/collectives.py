@@ -8,16 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = [
-    "all_reduce_together",
-    "copy_to_group",
-    "exchange_dims",
-    "gather_sequence",
-    "scatter_sequence",
-    "sum_over_group",
-    "with_transpose",
-]
-
 Move = Callable[[Tensor], Tensor]
 
 _SEQUENCE_DIM = 1

@@ -17,16 +17,6 @@ from shardwright_train.torch_private import (
     with_spec_of,
 )
 
-__all__ = [
-    "apply_fsdp",
-    "apply_fsdp_to_stage",
-    "data_axes",
-    "local_tensor",
-    "placed_as",
-    "sharded_parameters",
-    "torch_dtype",
-]
-
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["fuse", "fused_cross_entropy", "fusible"]
-
 _ROTARY = "apply_rotary_pos_emb"
 """What transformers' models call the function that turns queries and keys."""
 

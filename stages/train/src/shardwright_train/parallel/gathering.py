@@ -11,8 +11,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwright_train.parallel.collectives import gather_sequence, with_transpose
 
-__all__ = ["gathered_again"]
-
 
 @contextmanager
 def gathered_again(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[list[Tensor]]:

@@ -9,8 +9,6 @@ from torch.distributed.fsdp import FSDPModule
 from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.strategy import DataParallel
 
-__all__ = ["Gathers"]
-
 
 class Gathers:
     """Tells FSDP2 what each layer of a model chunk gathers beside its own work: the ZeRO-3 layer that comes next.

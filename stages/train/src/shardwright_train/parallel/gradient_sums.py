@@ -12,8 +12,6 @@ from shardwright_formats.semantics.buckets import gradient_buckets
 from shardwright_train.parallel.data import placed_as
 from shardwright_train.torch_private import fsdp_parameters, gathered_parameter
 
-__all__ = ["GradientAllReduce"]
-
 
 class _Bucket(NamedTuple):
     """Gradients on their way in one message, of which they are views."""

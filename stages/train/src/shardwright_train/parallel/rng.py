@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["RNGKey", "Randomness", "seed_of"]
-
 RNGKey = tuple[int, int, int]
 """What a pass draws for: the run's seed, the step and the microbatch."""
 

@@ -7,19 +7,6 @@ from typing import NamedTuple
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-__all__ = [
-    "COLUMN",
-    "INSIDE",
-    "ROW",
-    "VOCABULARY",
-    "WORDS",
-    "Cut",
-    "Parts",
-    "Rule",
-    "cuts",
-    "rule_for",
-]
-
 
 @dataclass(frozen=True)
 class Rule:

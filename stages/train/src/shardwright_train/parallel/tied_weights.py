@@ -18,8 +18,6 @@ from shardwright_formats.semantics.tied_weights import (
 from shardwright_formats.types.plan import Plan
 from shardwright_train.parallel.process_groups import Groups
 
-__all__ = ["TiedParameters"]
-
 
 class TiedParameters:
     """The replicas on one rank and the two exchanges between them.

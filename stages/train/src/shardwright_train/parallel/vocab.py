@@ -12,8 +12,6 @@ from shardwright_formats.semantics.communication import LOSS_ELEMENTS
 from shardwright_train.parallel.fused import fused_cross_entropy
 from shardwright_train.parallel.tensor import TensorParallel
 
-__all__ = ["IGNORED", "loss_of_logits", "positions_of", "sum_of_cross_entropy", "token_embedding"]
-
 IGNORED = -100
 """The label of a position that does not count, as in transformers."""
 

@@ -16,8 +16,6 @@ from shardwright_launch.accelerator import CPU
 from shardwright_launch.heartbeat import START_UP_S, Heartbeat
 from shardwright_train.torch_private import default_timeout
 
-__all__ = ["World", "joined_world", "peak_resident_bytes"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import write_bytes
 from shardwright_train.training.checkpoint_names import PROGRESS
 
-__all__ = ["Progress", "load", "read_progress", "save"]
-
 _STEP = "step-{:08d}"
 
 

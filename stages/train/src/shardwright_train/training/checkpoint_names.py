@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["folder_of_plan", "latest_checkpoint"]
-
 PROGRESS = "progress.json"
 
 

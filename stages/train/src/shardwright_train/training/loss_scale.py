@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["LossScale"]
-
 _START = 2.0**16
 _GROWTH_STEPS = 2000
 _FACTOR = 2.0

@@ -16,8 +16,6 @@ from shardwright_formats.types.run import StepMetrics
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World, peak_resident_bytes
 
-__all__ = ["METRICS", "Metrics", "model_flops_utilization", "peak_flops_per_s"]
-
 METRICS = "metrics.jsonl"
 
 # Dense matrix rates without sparsity, from NVIDIA's data sheets of A100 (2021), H100 (2023) and H200 (2024).
