@@ -83,12 +83,12 @@ class Workflow:
         return _document(ProfileSettings, settings)
 
     def search_json(self, name: str) -> str:
-        """The document of a search; number formats and attention kernel are those that its model was profiled in."""
+        """The document of a search; number formats and kernels are those that its model was profiled in."""
         search = self.sections["searches"][name]
         profile = self.sections["profiles"][self.of.models[search["model"]].profile]
         known = SearchRequest.__struct_fields__
         asked = {key: value for key, value in search.items() if key in known}
-        inherited = {key: profile[key] for key in ("precision", "attention") if key in profile}
+        inherited = {key: profile[key] for key in ("precision", "attention", "compile") if key in profile}
         return _document(SearchRequest, {"name": name} | inherited | asked)
 
     def describe_options(self, described: str) -> list[str]:

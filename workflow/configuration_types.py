@@ -194,6 +194,7 @@ DECIDED: dict[str, dict[str, str]] = {
         "name": "it is the key that the search stands under",
         "precision": "it is that of the model's profile",
         "attention": "it is that of the model's profile",
+        "compile": "it is that of the model's profile",
     },
     "data": {"out": "the workflow names its files"},
     "runs": dict.fromkeys(("plan", "out", "checkpoints", "resume_from"), "the workflow names its files")

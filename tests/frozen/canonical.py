@@ -74,6 +74,11 @@ REFROZEN = (
         "memory of layers that DDP replicates counts the copy that their gradients are brought together in, up to "
         "25 MiB, where that is more than the layer's own workspace: nine outputs",
     ),
+    (
+        "*/*strided-refused*",
+        "among 3 ranks, a number that no sweep measures, times lie between those of 2 and 4, with a warning where a "
+        "plan needs them: the search was refused before",
+    ),
     ("simulated/*.svg", "one drawing module with another style sheet; the times it draws are in the trace beside it"),
 )
 """Outputs that were frozen again since the first time (`freeze PATTERN`), and why that is no change of a result."""

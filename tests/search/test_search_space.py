@@ -11,6 +11,7 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.search import Found, Infeasible, find_best
 from shardwright_search.space.budget import GIB, budgets_of
 from shardwright_search.space.configurations import configurations, narrowed, shardings
@@ -259,6 +260,13 @@ def test_a_reserve_is_left_free(searched):
         ({"num_microbatches": [3]}, "num_microbatches: 3 does not divide any global_batch_size"),
         ({"pp_sizes": [3]}, "pp_sizes: 3 does not divide the number of devices, 4"),
         ({"tp_sizes": [8]}, "tp_sizes: 8 does not divide the number of devices, 4"),
+        ({"stage_widths": [[2, 1]]}, "stage_widths: [2, 1] are 3 ranks, the cluster has 4 devices: list widths"),
+        ({"stage_widths": [[3, 1]], "fine_grained": False}, "stage_widths: [3, 1], but one strategy for all layers"),
+        ({"stage_widths": [[3, 1]], "schedules": ["interleaved_1f1b"]}, "stage_widths: [3, 1], but interleaved stages"),
+        ({"stage_widths": [[3, 1]], "tp_sizes": [2]}, "tp_sizes: 2 does not divide any of stage_widths"),
+        ({"stage_widths": [[3, 1]], "pp_sizes": [1]}, "pp_sizes: no stage_widths are of 1 stages"),
+        ({"stage_widths": "any", "pp_sizes": [5]}, "pp_sizes: 5 is more than the number of devices, 4"),
+        ({"stage_widths": "any", "tp_sizes": [5]}, "tp_sizes: 5 does not divide the number of devices, 4"),
         ({"global_batch_size": 1, "tp_sizes": [1], "pp_sizes": [1]}, "no strategy divides"),
         ({"schedules": ["interleaved_1f1b"], "pp_sizes": [1]}, "no strategy divides"),
     ],
@@ -289,3 +297,18 @@ def test_a_request_that_cannot_be_met_is_refused_in_one_line(searched, changes, 
 def test_a_request_that_says_what_it_cannot_is_no_request(changes, message):
     with pytest.raises(msgspec.ValidationError, match=message):
         make_request(**changes)
+
+
+def test_compiled_layers_are_planned_on_a_profile_of_compiled_layers_alone(make):
+    model, cluster = make.model(), make.cluster()
+    compiled = make.profiles(model, cluster, precision="float32/float32/float32 compiled")
+    for profiles, wanted, other in (
+        (compiled, True, False),
+        (make.profiles(model, cluster), False, True),
+    ):
+        found = find_best(make.request(compile=wanted), model, cluster, profiles, FILE, lambda line: None)
+        assert found.chosen.plan.compile is wanted
+        with pytest.raises(BadInput, match=r"m\.h5: profiled in .*, not float32/float32/float32"):
+            find_best(make.request(compile=other), model, cluster, profiles, FILE, lambda line: None)
+        with pytest.raises(BadInput, match="profile that precision"):
+            evaluate(replace(found.chosen.plan, compile=other), profiles)

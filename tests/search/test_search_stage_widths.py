@@ -6,19 +6,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from brute_force import mistakes
+from brute_force import mistake, mistakes, solved
+from command_calls import call
 from msgspec.structs import replace
 from random_problems import best_of, random_unequal
 from random_requests import World, random_solution, random_world
 
+from shardwright_formats.io.json import read_document
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import PipelineStage, Plan
+from shardwright_formats.types.prediction import Prediction
 from shardwright_formats.types.strategy import LayerStrategy
+from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.explain.difference import plan_differences
 from shardwright_search.search import Found, Infeasible, find_best
+from shardwright_search.solver import partition
+from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.milp import solve
-from shardwright_search.solver.problem import price
+from shardwright_search.solver.problem import Problem, Start, price
 from shardwright_search.space.budget import GIB
 from shardwright_search.space.configurations import configurations, narrowed, shardings
 from shardwright_search.space.request import SearchRequest, StageWidths
@@ -139,3 +146,89 @@ def test_the_searched_plan_is_the_best_of_all_plans_of_any_widths(make, seed):
     assert found.bound_s == found.optimum_s and not found.stopped
     too_little = searched(replace(request, memory_gib=(needs[0] - 1) / GIB), model, cluster, profiles)
     assert isinstance(too_little, Infeasible) and too_little.missing_bytes == 1
+
+
+def caught() -> bool:
+    return any(mistake(problem, solved(problem)) for problem in map(random_unequal, range(80)))
+
+
+def test_a_solver_that_never_starts_a_stage_in_place_is_caught(monkeypatch):
+    targets = ConfigurationBounds.targets
+
+    def ignoring(self, below_ps):
+        found = targets(self, below_ps)
+        return found and {kind: own for kind, own in found.items() if kind.start is not Start.IN_PLACE}
+
+    monkeypatch.setattr(ConfigurationBounds, "targets", ignoring)
+    assert caught()
+
+
+@pytest.mark.parametrize("ignored", ["output_layout", "received_layout"])
+def test_labels_before_a_cut_that_are_compared_by_one_of_its_layouts_are_caught(monkeypatch, ignored):
+    undominated = partition._undominated
+
+    def blind(problem, labels):
+        return undominated(problem, labels._replace(**{ignored: np.zeros_like(labels.parent)}))
+
+    monkeypatch.setattr(partition, "_undominated", blind)
+    assert caught()
+
+
+def test_a_mean_over_more_than_all_ranks_is_caught(monkeypatch):
+    widths = Problem.relative_widths.func
+    monkeypatch.setattr(Problem, "relative_widths", property(lambda self: tuple(2 * width for width in widths(self))))
+    assert caught()
+
+
+@pytest.fixture
+def paths(make, files):
+    """A search for stages of 3 ranks and of 1."""
+    model, cluster = make.model(4), make.cluster(4)
+    request = make.request(global_batch_size=12, stage_widths=[[3, 1]], num_microbatches=[4], robust={})
+    return files(model, cluster, request, make.profile(model, micro_batch_sizes=(1, 2, 3)))
+
+
+def test_a_plan_of_unequal_stages_goes_through_every_command(paths, tmp_path):
+    def told(*arguments: object, code: int = 0) -> str:
+        result = call(APP, *arguments)
+        assert result.exit_code == code, result.output
+        return result.output
+
+    profiles = [part for role in ("hardware", "profile") for part in (f"--{role}", paths[role])]
+    inputs = [part for role in ("cluster", "model", "search") for part in (f"--{role}", paths[role])]
+    out = tmp_path / "plan.json"
+    assert "ranks 0-2" in told("plan", *inputs, *profiles, "--prove", "--out", out)
+    plan, prediction = read_document(out, Plan), read_document(tmp_path / "plan.prediction.json", Prediction)
+    assert [stage.ranks for stage in plan.stages] == [(0, 1, 2), (3,)]
+    assert "into pipeline stages of 3 + 1 ranks" in prediction.proof.scope and "equal" in prediction.proof.certificate
+    told("evaluate", out, *profiles, "--out", tmp_path / "again.json")
+    assert read_document(tmp_path / "again.json", Prediction).estimate == prediction.estimate
+    told("simulate", out, *profiles, "--svg", tmp_path / "step.svg", "--trace", tmp_path / "trace.json")
+    assert "stage 1 (rank 3)" in told("explain", out, *profiles, "--search", paths["search"])
+    for target in ("galvatron", "megatron", "torchtitan"):
+        (line,) = told("export", out, "--to", target, "--out", tmp_path / target, code=2).splitlines()
+        assert line.startswith(f"error: {out}: ") and "plan stages of equal width" in line
+        assert not (tmp_path / target).exists()
+
+
+def test_the_difference_of_two_plans_names_the_ranks_of_their_stages(make):
+    model, cluster = make.model(2), make.cluster(4)
+    profiles = make.profiles(model, cluster, tp_sizes=(1, 2, 3, 4))
+    plans = []
+    for widths in ([3, 1], [2, 2]):
+        found = searched(make.request(global_batch_size=6, stage_widths=[widths]), model, cluster, profiles)
+        assert isinstance(found, Found)
+        plans.append(found.chosen.plan)
+    assert "ranks of the pipeline stages: 3 + 1 → 2 + 2" in plan_differences(*plans)
+
+
+def test_any_widths_are_never_worse_than_equal_or_listed_ones(make):
+    model, cluster = make.model(4, tied=True), make.cluster(4)
+    profiles = make.profiles(model, cluster, tp_sizes=(1, 2, 4))
+
+    def best(widths: object) -> float:
+        found = searched(make.request(global_batch_size=12, stage_widths=widths), model, cluster, profiles)
+        assert isinstance(found, Found)
+        return found.optimum_s / found.chosen.plan.global_batch_size
+
+    assert best("any") <= min(best("equal"), best([[3, 1], [2, 1, 1]]), best([[1, 3], [1, 2, 1]]))

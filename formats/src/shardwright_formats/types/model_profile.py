@@ -202,7 +202,8 @@ class ProfileOrigin(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     backend: str
     """What carried the collectives."""
     precision: str
-    """`parameters/compute/reduce`, such as `float32/bfloat16/float32`; then ` tf32` where factors are rounded."""
+    """`parameters/compute/reduce`, such as `float32/bfloat16/float32`; then ` tf32` where factors are rounded, and
+    ` compiled` where torch.compile compiled the layers."""
     attention: str
     """The attention kernel."""
 

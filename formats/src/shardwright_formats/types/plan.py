@@ -22,6 +22,7 @@ __all__ = [
     "Precision",
     "Schedule",
     "misfit",
+    "profiled_as",
 ]
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
@@ -82,6 +83,11 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def text(self) -> str:
         """`parameters/compute/reduce`, and whether factors are rounded: what profiles are known by."""
         return f"{self.parameters}/{self.compute}/{self.reduce}" + (" tf32" if self.tf32 else "")
+
+
+def profiled_as(precision: Precision, compile: bool) -> str:
+    """What a profile of a plan's layers is known by: the number formats, and whether the layers are compiled."""
+    return precision.text + (" compiled" if compile else "")
 
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

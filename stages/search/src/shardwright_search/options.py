@@ -173,6 +173,8 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     """Type of gradient reduction."""
     attention: Attention = Attention.AUTO
     """Attention kernel."""
+    compile: bool = False
+    """Compile each layer with torch.compile."""
 
     @property
     def precision(self) -> Precision:

@@ -83,7 +83,7 @@ def instance_of(request: SearchRequest, model: Model, cluster: Cluster, profiles
 
     Raises BadInput for profiles that do not fit the request, or a budget that no device has.
     """
-    check_profiles(profiles, model, cluster, request.precision, request.attention)
+    check_profiles(profiles, model, cluster, request.precision, request.attention, request.compile)
     costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
     factor = profiles.memory_factor
     rounding = 0 if factor == 1 else _ROUNDING_BYTES

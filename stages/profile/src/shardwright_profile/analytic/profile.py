@@ -49,6 +49,8 @@ def model_profile(
     Raises BadInput where these are of different models or of one length, and where no strategy fits.
     """
     model = _same_model(models)
+    if settings.compile:
+        raise BadInput("--settings", "compile: what torch.compile saves is not estimated", "measure, or leave it out")
     precision = settings.precision
     machine = machine_of(rates, "tf32" if precision.tf32 else precision.compute, efficiencies)
     asked = list(_strategies([one for _, one in models], settings))

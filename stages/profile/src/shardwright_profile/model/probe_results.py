@@ -11,7 +11,7 @@ from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import ProfileOrigin
-from shardwright_formats.types.plan import Attention, GradientReduction, Plan
+from shardwright_formats.types.plan import Attention, GradientReduction, Plan, profiled_as
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
 from shardwright_profile.model.probes import layer_counts
 
@@ -109,7 +109,7 @@ def _origin(measurement: Measurement, found: PlanMeasurement) -> ProfileOrigin:
         architecture_sha256=plan.model.architecture_sha256,
         device=measurement.device,
         backend=measurement.backend,
-        precision=plan.precision.text,
+        precision=profiled_as(plan.precision, plan.compile),
         attention=measurement.attention if plan.attention is Attention.AUTO else plan.attention.value,
     )
 

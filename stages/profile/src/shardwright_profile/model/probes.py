@@ -166,6 +166,7 @@ def _probe(
         schedule=Schedule.ONE_F_ONE_B,
         precision=settings.precision,
         attention=settings.attention,
+        compile=settings.compile,
         stages=(PipelineStage(ranks=tuple(range(node.num_devices)), layers=((0, len(layers)),)),),
         embedding=strategy,
         head=strategy,

@@ -71,6 +71,8 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
     """Number of layers of a block type in its shorter and in its longer probe."""
     precision: Precision = Precision()
     attention: Attention = Attention.AUTO
+    compile: bool = False
+    """Whether torch.compile compiles each layer."""
 
     def __post_init__(self) -> None:
         for name in ("tp_sizes", "sequence_parallel", "recompute", "micro_batch_sizes", "sequence_lengths"):

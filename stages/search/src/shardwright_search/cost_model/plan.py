@@ -43,7 +43,7 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
 
     Raises BadInput when a profile is of another model, device or precision, or lacks a point.
     """
-    check_profiles(profiles, plan.model, plan.cluster, plan.precision, plan.attention)
+    check_profiles(profiles, plan.model, plan.cluster, plan.precision, plan.attention, plan.compile)
     costs = cost_model_of(plan, profiles) if costs is None else costs
     ranges = range_costs(plan, costs)
     stages = [stage_costs(plan, index, ranges) for index in range(len(plan.stages))]

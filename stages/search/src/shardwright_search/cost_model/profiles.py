@@ -20,7 +20,7 @@ from shardwright_formats.types.model_profile import (
     StateRow,
     read_model_profile,
 )
-from shardwright_formats.types.plan import Attention, Precision
+from shardwright_formats.types.plan import Attention, Precision, profiled_as
 
 __all__ = [
     "CurveKey",
@@ -125,9 +125,9 @@ def sources_of(row: Row, *names: str) -> Sources:
 
 
 def check_profiles(
-    profiles: Profiles, model: Model, cluster: Cluster, precision: Precision, attention: Attention
+    profiles: Profiles, model: Model, cluster: Cluster, precision: Precision, attention: Attention, compile: bool
 ) -> None:
-    """Raise BadInput where a profile was made for another model, device, precision or attention kernel."""
+    """Raise BadInput where a profile was made for another model, device, precision or kernels."""
     origin = profiles.origin
     if origin.architecture_sha256 != model.architecture_sha256:
         raise BadInput(
@@ -135,9 +135,8 @@ def check_profiles(
             f"profiled layers of {origin.model!r} that are not those of model {model.name!r}",
             "profile this model",
         )
-    if origin.precision != precision.text:
-        what = f"profiled in {origin.precision}, not {precision.text}"
-        raise BadInput(profiles.model_file, what, "profile that precision")
+    if origin.precision != (wanted := profiled_as(precision, compile)):
+        raise BadInput(profiles.model_file, f"profiled in {origin.precision}, not {wanted}", "profile that precision")
     if attention is not Attention.AUTO and origin.attention not in (attention, Attention.AUTO):
         raise BadInput(
             profiles.model_file, f"profiled with attention {origin.attention}, not {attention}", "profile that kernel"

@@ -17,7 +17,7 @@ from shardwright_search.explain.wording import MIB, range_words, sample_s, strat
 
 _FIELDS = (
     "cluster", "global_batch_size", "num_microbatches", "schedule", "gradient_reduction", "precision", "attention",
-    "fused",
+    "fused", "compile",
 )  # fmt: skip
 
 

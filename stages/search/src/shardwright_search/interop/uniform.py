@@ -34,6 +34,7 @@ def uniform_plan(name: str, request: UniformRequest, model: Model, cluster: Clus
             gradient_reduction=request.gradient_reduction,
             precision=request.precision,
             attention=request.attention,
+            compile=request.compile,
             stages=stages_of(cuts, request.pp_size, width),
             embedding=vocabulary,
             head=vocabulary,

@@ -12,7 +12,7 @@ from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import Schedule, misfit
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_search.space.request import Dimension, OuterSpace, SearchRequest, Space, StageWidths, batch_sizes
-from shardwright_search.space.stage_widths import Widths, check_degrees, divisors, pp_sizes, widths
+from shardwright_search.space.stage_widths import Widths, check_degrees, divisors, pp_sizes, usual_tp_sizes, widths
 
 _PLAIN: dict[str, object] = {"data_parallel": (DataParallel.DDP,), "recompute": (Recompute.NONE,)}
 
@@ -78,7 +78,7 @@ def narrowed(request: SearchRequest, devices: int) -> SearchRequest:
         for field, allowed in limit.items():
             request = _limited(request, field, allowed, name)
     if request.tp_sizes is None and request.stage_widths is not StageWidths.EQUAL:
-        request = replace(request, tp_sizes=divisors(devices))
+        request = replace(request, tp_sizes=usual_tp_sizes(request.stage_widths, devices))
     return replace(request, space=Space.FULL, disable=())
 
 

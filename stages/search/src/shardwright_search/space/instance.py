@@ -165,6 +165,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             gradient_reduction=request.gradient_reduction,
             precision=request.precision,
             attention=request.attention,
+            compile=request.compile,
             stages=_stages(configuration, solution, ranks, len(model.layers)),
             embedding=embedding,
             head=head,

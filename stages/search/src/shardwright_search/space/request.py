@@ -177,6 +177,8 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The number formats."""
     attention: Attention = Attention.AUTO
     """The attention kernel."""
+    compile: bool = False
+    """Whether torch.compile compiles each layer; the profile must be of compiled layers, too."""
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     """When gradients are reduced."""
     time_model: TimeModel = TimeModel.INTERPOLATE
