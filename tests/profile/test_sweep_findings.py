@@ -8,13 +8,13 @@ from shardwright_formats.io.hdf5 import tables_of
 from shardwright_formats.io.table import Table, columns_of
 from shardwright_formats.types.hardware_profile import Collective, HardwareProfile, PairRow, write_hardware_profile
 from shardwright_profile.hardware.findings import bad_links, findings, slow_ranks, unsettled_points
-from shardwright_profile.hardware.job import SweepIdentity
 from shardwright_profile.hardware.profile import (
     OverlapEntry,
     PairEntry,
     PointEntry,
     RateEntry,
     StartEntry,
+    SweepIdentity,
     profile_of,
 )
 from shardwright_profile.show.tables import show_profile

@@ -3,7 +3,6 @@ import pytest
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_launch.journal import Journal, Kept, journal_path
-from shardwright_profile.hardware.job import SweepIdentity
 from shardwright_profile.hardware.profile import (
     JOURNAL,
     OverlapEntry,
@@ -11,6 +10,7 @@ from shardwright_profile.hardware.profile import (
     PointEntry,
     RateEntry,
     StartEntry,
+    SweepIdentity,
 )
 
 _NOTHING = Kept()

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright_launch.journal import Journal, Kept
-from shardwright_profile.hardware.job import Progress, SweepIdentity
-from shardwright_profile.hardware.profile import JOURNAL
+from shardwright_profile.hardware.profile import JOURNAL, Progress, SweepIdentity
 from shardwright_profile.hardware.session import ProcessGroups, Session
 from shardwright_profile.hardware.sweep import sweep
 from shardwright_profile.hardware.timing import Stopwatch

@@ -14,8 +14,7 @@ from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import read_hardware_profile
 from shardwright_launch.journal import Journal, Kept, journal_path
-from shardwright_profile.hardware.job import SweepIdentity
-from shardwright_profile.hardware.profile import JOURNAL, StartEntry
+from shardwright_profile.hardware.profile import JOURNAL, StartEntry, SweepIdentity
 
 _POINTS = 5 * 4
 _PAIRS = 2

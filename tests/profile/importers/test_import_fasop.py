@@ -6,8 +6,13 @@ import pytest
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
 from shardwright_formats.types.model_profile import read_model_profile
-from shardwright_profile.importers.fasop import FasopRequest, import_fasop, read_fasop_times
-from shardwright_profile.importers.fasop_constants import fasop_hardware, read_fasop_constants
+from shardwright_profile.importers.fasop import (
+    FasopRequest,
+    fasop_hardware,
+    import_fasop,
+    read_fasop_constants,
+    read_fasop_times,
+)
 from shardwright_profile.options import FasopHardwareOptions, FasopOptions
 
 REFERENCE = Path(__file__).parents[3] / "config" / "reference"

@@ -1,4 +1,4 @@
-"""What a sweep measures, one value each, as its journal has them; and the profile that they make."""
+"""What a sweep is asked, what it measures, one value each as its journal has them, and the profile that they make."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,8 +10,9 @@ from msgspec import Meta
 
 from shardwright_formats.display.units import bytes_text, seconds_text
 from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.io.json import Value
+from shardwright_formats.io.json import Document, Value
 from shardwright_formats.io.table import Source, Table
+from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import (
     Collective,
     CollectiveKey,
@@ -25,14 +26,58 @@ from shardwright_formats.types.hardware_profile import (
 )
 from shardwright_launch.journal import JournalKind
 from shardwright_profile.hardware.findings import findings
-from shardwright_profile.hardware.job import SweepIdentity
 from shardwright_profile.hardware.statistics import median_interval, outliers
+from shardwright_profile.hardware.sweep_plan import SizeRange
 
 _Positive = Annotated[float, Meta(gt=0)]
 _Count = Annotated[int, Meta(ge=1)]
 
 Key = tuple[str | int | float, ...]
 """What tells an entry from all others of a sweep."""
+
+
+class SweepIdentity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What must be the same for a killed sweep to be continued."""
+
+    cluster: Cluster
+    backend: str
+    min_bytes: int
+    max_bytes: int
+    max_repeats: Annotated[int, Meta(ge=1)]
+    versions: str
+    """Of the software and the device's driver that measure."""
+
+    @property
+    def sizes(self) -> SizeRange:
+        """Which sizes messages have."""
+        return SizeRange(self.min_bytes, self.max_bytes)
+
+
+class SweepJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One sweep: all its ranks read the same job."""
+
+    FORMAT = "shardwright.sweep_job"
+
+    identity: SweepIdentity
+    time_budget_s: float
+    started_s: float
+    """When the ranks of this node were started, on its monotonic clock."""
+    out: str
+
+
+class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="progress"):
+    """Something was measured; rank 0 writes it as a line of JSON."""
+
+    step: int
+    """Which step of the sweep, from 0."""
+    steps: int
+    text: str
+
+
+class Remark(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="remark"):
+    """A sentence for the user; rank 0 writes it as a line of JSON."""
+
+    text: str
 
 
 class StartEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="start"):

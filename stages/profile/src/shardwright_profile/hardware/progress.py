@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from shardwright_profile.hardware.job import Progress, Remark
+from shardwright_profile.hardware.profile import Progress, Remark
 
 
 class Line(NamedTuple):

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright_launch.journal import Journal
-from shardwright_profile.hardware.job import SweepIdentity
-from shardwright_profile.hardware.profile import Entry, Key
+from shardwright_profile.hardware.profile import Entry, Key, SweepIdentity
 from shardwright_profile.hardware.statistics import MIN_REPEATS
 from shardwright_profile.hardware.sweep_plan import Groups
 from shardwright_profile.hardware.timing import Stopwatch

@@ -16,8 +16,7 @@ from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
 from shardwright_launch.ranks import launch
-from shardwright_profile.hardware.job import SweepIdentity, SweepJob
-from shardwright_profile.hardware.profile import JOURNAL
+from shardwright_profile.hardware.profile import JOURNAL, SweepIdentity, SweepJob
 from shardwright_profile.hardware.progress import shown_progress
 from shardwright_profile.options import HardwareOptions
 

@@ -7,10 +7,9 @@ import numpy as np
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_profile.hardware.collectives import collective_call
 from shardwright_profile.hardware.device_rates import rate_tasks
-from shardwright_profile.hardware.job import Progress, Remark
 from shardwright_profile.hardware.messages import pair_tasks, point_tasks
 from shardwright_profile.hardware.overlap import CASE_MESSAGES, overlap_tasks
-from shardwright_profile.hardware.profile import Entry, OverlapEntry, PairEntry
+from shardwright_profile.hardware.profile import Entry, OverlapEntry, PairEntry, Progress, Remark
 from shardwright_profile.hardware.progress import Line, Workload, line_through
 from shardwright_profile.hardware.session import Session, Task, timed
 from shardwright_profile.hardware.sweep_plan import CollectiveKind, SweepPlan

@@ -16,8 +16,16 @@ from shardwright_formats.types.hardware_profile import write_hardware_profile
 from shardwright_launch.accelerator import CPU
 from shardwright_launch.heartbeat import START_UP_S, Heartbeat, end_quietly, start_rank
 from shardwright_launch.journal import Journal, Kept, journal_path
-from shardwright_profile.hardware.job import Progress, Remark, SweepIdentity, SweepJob
-from shardwright_profile.hardware.profile import JOURNAL, Entry, StartEntry, profile_of
+from shardwright_profile.hardware.profile import (
+    JOURNAL,
+    Entry,
+    Progress,
+    Remark,
+    StartEntry,
+    SweepIdentity,
+    SweepJob,
+    profile_of,
+)
 from shardwright_profile.hardware.session import ProcessGroups, Session
 from shardwright_profile.hardware.sweep import sweep
 from shardwright_profile.hardware.timing import Stopwatch

@@ -8,9 +8,8 @@ from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.hardware_profile import write_hardware_profile
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.model_profile import write_model_profile
-from shardwright_profile.importers.fasop import FasopRequest, import_fasop, read_fasop_times
-from shardwright_profile.importers.fasop_constants import fasop_hardware as made_of
-from shardwright_profile.importers.fasop_constants import read_fasop_constants
+from shardwright_profile.importers.fasop import FasopRequest, import_fasop, read_fasop_constants, read_fasop_times
+from shardwright_profile.importers.fasop import fasop_hardware as made_of
 from shardwright_profile.importers.flat_model import parse_type
 from shardwright_profile.importers.galvatron.hardware import import_galvatron_hardware
 from shardwright_profile.importers.galvatron.keys import read_computation, read_memory

@@ -14,8 +14,7 @@ from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.importers.flat_model import FlatType, flat_model
 from shardwright_profile.importers.galvatron.keys import Computation, Memory
 from shardwright_profile.importers.galvatron.memory import ModelMemory, model_memory, tables_of
-from shardwright_profile.importers.galvatron.times import LayerTimes, layer_times, lengths_of
-from shardwright_profile.importers.points import Point, completed
+from shardwright_profile.importers.galvatron.times import LayerTimes, Point, completed, layer_times, lengths_of
 from shardwright_profile.importers.rows import (
     ABSENT,
     LayerKey,
