@@ -18,6 +18,39 @@ def cluster_of(devices: int) -> Cluster:
     return Cluster(name="test", nodes=(NodeGroup(node_type="cpu", count=1),), node_types={"cpu": node})
 
 
+UNEVEN = {4: ((3, 1), (1, 3), (1, 2, 1), (2, 1, 1)), 8: ((6, 2), (2, 6), (4, 3, 1), (1, 4, 3))}
+"""Widths of pipeline stages, by the number of ranks."""
+
+
+def uneven_plan(model: Model, number: int, world_size: int) -> Plan:
+    """A plan whose pipeline stages are of unequal width."""
+    widths = UNEVEN[world_size][number % len(UNEVEN[world_size])]
+    draw = random.Random(f"{model.name}/{number}/{widths}")
+    even = random_plan(model, number, world_size, stages=len(widths))
+    first = [sum(widths[:i]) for i in range(len(widths))]
+    numbers = sorted(range(world_size), key=lambda _rank: draw.random() if number % 2 else 0)
+    stages = tuple(
+        msgspec.structs.replace(stage, ranks=tuple(sorted(numbers[start : start + width])))
+        for stage, start, width in zip(even.stages, first, widths, strict=True)
+    )
+
+    def drawn(where: str, kind: str) -> dict[str, object]:
+        return _spread(model, kind, widths[even.stage_of(where)], draw)
+
+    layers = (
+        msgspec.structs.replace(layer, **drawn(f"layers[{i}]", layer.type)) for i, layer in enumerate(even.layers)
+    )
+    return msgspec.structs.replace(
+        even,
+        name=f"{model.family} {number} on {'+'.join(map(str, widths))} float64",
+        global_batch_size=2 * lcm(*widths) * even.num_microbatches,
+        stages=stages,
+        embedding=Strategy(**drawn(EMBEDDING, EMBEDDING)),
+        head=Strategy(**drawn(HEAD, HEAD)),
+        layers=tuple(layers),
+    )
+
+
 def random_plan(model: Model, number: int, world_size: int, dtype: str = "float64", stages: int | None = None) -> Plan:
     """A plan drawn uniformly from what every field may say."""
     draw = random.Random(f"{model.name}/{number}/{world_size}")

@@ -1,16 +1,17 @@
-"""Model chunks: which layers each has, which one a microbatch goes to next, and how its input lies over the ranks."""
+"""Model chunks: which layers each has, and what goes over the cuts between them."""
 
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
-from shardwright_formats.semantics.layout import Layout, layout_of
+from shardwright_formats.semantics.layout import Layout, Transfer, layout_of, redistribution_plan
 from shardwright_formats.semantics.schedule import Pass, actions
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import DataParallel, Strategy
 
-__all__ = ["chunk_layers", "gathers_spared", "incoming_layout", "next_chunk", "sent_layout"]
+__all__ = ["Cut", "chunk_layers", "cuts", "gathers_spared", "incoming_layout"]
 
 
 def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:
@@ -24,32 +25,48 @@ def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str,
         yield HEAD, HEAD, plan.head
 
 
-def next_chunk(plan: Plan, stage: int, chunk: int) -> tuple[int, int] | None:
-    """Stage and number of the model chunk that a microbatch goes to next; None behind the last."""
-    if stage + 1 < len(plan.stages):
-        return stage + 1, chunk
-    return (0, chunk + 1) if chunk + 1 < len(plan.stages[stage].layers) else None
+class Cut(NamedTuple):
+    """Where a microbatch goes from one model chunk to the next, on another pipeline stage.
+
+    Chunks are (stage, number of the stage's layer range). Forward, what goes point to point is
+    `redistribution_plan(before, after)`, backward the reverse.
+    """
+
+    source: tuple[int, int]
+    target: tuple[int, int]
+    before: Layout
+    """In which the source's last layer leaves its output, and gets its gradient."""
+    after: Layout
+    """In which the target receives it: as it was there, and then redistributes it, where the stages are equally wide;
+    else as its first layer wants it."""
+
+    @property
+    def around(self) -> bool:
+        """Whether it leads from the last pipeline stage back to the first."""
+        return self.source[0] > self.target[0]
+
+    def transfers(self, kind: Pass, samples: int, sequence_length: int) -> tuple[Transfer, ...]:
+        """What goes over the cut in a pass: the ranks of a transfer are counted in the stage they are of."""
+        layouts = (self.before, self.after) if kind is Pass.FORWARD else (self.after, self.before)
+        return redistribution_plan(*layouts, samples, sequence_length)
 
 
-def sent_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
-    """The layout in which the layer before a model chunk leaves its output; None before the first chunk."""
-    if stage == chunk == 0:
-        return None
-    first = plan.stages[stage].layers[chunk][0]
-    return layout_of(plan.layers[first - 1] if first > 0 else plan.embedding)
+def cuts(plan: Plan) -> tuple[Cut, ...]:
+    """All cuts, in the order in which a microbatch goes over them."""
+    chunks = range(len(plan.stages[0].layers))
+    way = [(stage, chunk) for chunk in chunks for stage in range(len(plan.stages))]
+    found = []
+    for source, target in pairwise(way):
+        *_, (_, _, last) = chunk_layers(plan, *source)
+        first = next(strategy for _, _, strategy in chunk_layers(plan, *target))
+        before, after = layout_of(last), layout_of(first)
+        found.append(Cut(source, target, before, before if before.stage_size == after.stage_size else after))
+    return tuple(found)
 
 
 def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
-    """The layout in which a model chunk receives its input; None of the first chunk.
-
-    A stage as wide as the one before receives what was there, rank from rank, and redistributes it; ranks of stages of
-    unequal width send the pieces straight to where the chunk's first layer wants them. Either way the messages are
-    `redistribution_plan(sent_layout, incoming_layout)` forward and its reverse backward.
-    """
-    sent = sent_layout(plan, stage, chunk)
-    if sent is None or sent.stage_size == len(plan.stages[stage].ranks):
-        return sent
-    return layout_of(next(strategy for _, _, strategy in chunk_layers(plan, stage, chunk)))
+    """The layout in which a model chunk receives its input; None of the first chunk."""
+    return next((cut.after for cut in cuts(plan) if cut.target == (stage, chunk)), None)
 
 
 def gathers_spared(plan: Plan, stage: int, chunk: int) -> Counter[tuple[str, Pass | bool | None]]:

@@ -11,14 +11,13 @@ from enum import StrEnum
 from math import lcm, prod
 from typing import NamedTuple
 
-from shardwright_formats.semantics.chunks import chunk_layers, gathers_spared, incoming_layout, next_chunk, sent_layout
+from shardwright_formats.semantics.chunks import chunk_layers, cuts, gathers_spared, incoming_layout
 from shardwright_formats.semantics.layout import (
     Layout,
     closed_groups,
     layout_of,
     parameter_box,
     parameter_layout,
-    redistribution_plan,
     sent_numel,
 )
 from shardwright_formats.semantics.schedule import Pass
@@ -42,7 +41,6 @@ __all__ = [
     "partial_gradient_bytes",
     "redistribution_messages",
     "region_messages",
-    "send_messages",
     "step_messages",
 ]
 
@@ -100,6 +98,7 @@ def step_messages(plan: Plan, rank: int) -> tuple[Message, ...]:
     found: list[Message] = []
     for chunk in range(len(plan.stages[stage].layers)):
         found += _chunk_messages(plan, rank, stage, chunk)
+    found += _sends(plan, rank, stage)
     found += _partial_sums(plan, rank, stage)
     found += _tied_parameter_messages(plan, rank)
     if plan.world_size > 1:
@@ -263,41 +262,17 @@ def redistribution_messages(
                 yield Message(Cause.REDISTRIBUTION, Collective.ALL_TO_ALL, len(members), size, during, microbatches)
 
 
-def send_messages(
-    tensors: Sequence[BoundaryTensor],
-    source: Layout,
-    target: Layout,
-    rank: int,
-    samples: int,
-    itemsize: int,
-    microbatches: int,
-    during: Pass,
-) -> Iterator[Message]:
-    """What a rank of a pipeline stage sends to the stage beside it in a step, from its layout to the receivers'.
-
-    To each rank that gets a piece goes one message; between stages of equal width, of one layout, that is its shard.
-    """
-    for tensor in tensors:
-        for transfer in redistribution_plan(source, target, samples, tensor.sequence_length):
-            if transfer.source == rank:
-                size = transfer.piece.tokens * tensor.features * itemsize
-                yield Message(Cause.PIPELINE, Collective.P2P, 2, size, during, microbatches)
-
-
 def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[Message]:
     me = plan.stages[stage].ranks.index(rank)
     model, samples, microbatches = plan.model, plan.microbatch_samples, plan.num_microbatches
     compute, reduce = ITEMSIZE[plan.precision.compute], ITEMSIZE[plan.precision.reduce]
     every = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-    size = me, samples, compute, microbatches
     current = incoming_layout(plan, stage, chunk)
-    if current is not None and (before := sent_layout(plan, stage, chunk)) is not None:
-        yield from send_messages(model.boundary, current, before, *size, Pass.BACKWARD)
     spared = gathers_spared(plan, stage, chunk)
     for name, type_name, strategy in chunk_layers(plan, stage, chunk):
         kind, wanted = model.types[type_name], layout_of(strategy)
         if current is not None:
-            yield from redistribution_messages(model.boundary, current, wanted, *size)
+            yield from redistribution_messages(model.boundary, current, wanted, me, samples, compute, microbatches)
         current = wanted
         for message in parameter_messages(kind, strategy, compute, reduce, microbatches, every):
             times = message.times - spared[name, message.cause is Cause.PARAMETERS and message.during]
@@ -306,10 +281,18 @@ def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[M
         yield from region_messages(model, type_name, strategy, samples, compute, microbatches)
         if name == HEAD:
             yield from loss_messages(kind, strategy, samples, compute, microbatches)
-    if (following := next_chunk(plan, stage, chunk)) is not None:
-        there = incoming_layout(plan, *following)
-        assert current is not None and there is not None
-        yield from send_messages(model.boundary, current, there, *size, Pass.FORWARD)
+
+
+def _sends(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
+    """To each rank of a neighbouring pipeline stage that wants a piece of a tensor goes a message."""
+    me, itemsize = plan.stages[stage].ranks.index(rank), ITEMSIZE[plan.precision.compute]
+    for cut in cuts(plan):
+        for during, (sender, _) in ((Pass.FORWARD, cut.source), (Pass.BACKWARD, cut.target)):
+            for tensor in plan.model.boundary if sender == stage else ():
+                for transfer in cut.transfers(during, plan.microbatch_samples, tensor.sequence_length):
+                    if transfer.source == me:
+                        size = transfer.piece.tokens * tensor.features * itemsize
+                        yield Message(Cause.PIPELINE, Collective.P2P, 2, size, during, plan.num_microbatches)
 
 
 def _partial_sums(plan: Plan, rank: int, stage: int) -> Iterator[Message]:

@@ -4,19 +4,22 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.plan import ITEMSIZE, Plan
 from shardwright_train.engine.engine import build_engine
 from shardwright_train.models.base import Family
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.pipeline.layer import RankContext
+from shardwright_train.pipeline.p2p import Pipeline
 from shardwright_train.pipeline.runner import MicrobatchChunk, Step
 from shardwright_train.torch_private import FakeStore, FakeTensorMode, TorchDispatchMode, tree_leaves
 
@@ -40,16 +43,18 @@ class SimulatedStep(NamedTuple):
     optimizer_bytes: int
     peak_bytes: int
     """The most tensor memory resident at once, parameters, gradients and optimizer state included."""
+    received_bytes: int
+    """Of a microbatch's inputs of all chunks; they are taken while the action before computes."""
     resident_bytes: Mapping[tuple[str, MicrobatchChunk], int]
     """What was resident at each event of a pass, gathered parameters of ZeRO-3 apart; see `StepHook`."""
 
     @property
     def activation_bytes(self) -> int:
-        """What the last microbatch's forward pass through a chunk left behind (the mean over chunks)."""
+        """What the last microbatch's forward pass through a chunk left behind, its input too (the mean over chunks)."""
         last = max(at for _, at in self.resident_bytes)[0]
         ends = {at: size for (name, at), size in self.resident_bytes.items() if (name, at[0]) == ("forward.end", last)}
-        left = [size - self.resident_bytes["forward.begin", at] for at, size in ends.items()]
-        return sum(left) // len(left)
+        left = [size - self.resident_bytes["forward.wait", at] for at, size in ends.items()]
+        return (sum(left) + self.received_bytes) // len(left)
 
 
 def simulate_step(plan: Plan, rank: int, family: Family, attention: str) -> SimulatedStep:
@@ -86,8 +91,14 @@ def simulate_step(plan: Plan, rank: int, family: Family, attention: str) -> Simu
             gradients_bytes=gradients,
             optimizer_bytes=with_optimizer - parameters,
             peak_bytes=resident.peak,
+            received_bytes=_received_numel(engine.pipeline) * ITEMSIZE[plan.precision.compute],
             resident_bytes=events,
         )
+
+
+def _received_numel(pipeline: Pipeline) -> int:
+    ports = (port for (kind, _), port in pipeline.incoming.items() if kind is Pass.FORWARD)
+    return sum(prod(shape) for port in ports for shape in port.shapes)
 
 
 @contextmanager

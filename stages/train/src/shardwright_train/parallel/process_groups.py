@@ -1,12 +1,14 @@
 """Process groups and device meshes, made once each and by every rank in the same order."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright_formats.semantics.chunks import cuts
 from shardwright_formats.semantics.layout import Layout, closed_groups, layout_of, parameter_layout
+from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.semantics.tied_weights import ranks_of_replicas, tied_parameters
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Strategy
@@ -16,8 +18,8 @@ __all__ = ["Groups"]
 MeshKey = tuple[tuple[tuple[int, ...], ...], int, bool, int]
 RankSets = tuple[tuple[int, ...], ...]
 
-_DIRECTIONS = ("forward", "backward")
-_AROUND = tuple(f"{direction} around" for direction in _DIRECTIONS)
+Edge = tuple[Pass, bool, tuple[int, int]]
+"""The pass whose messages go over it, whether they go from the last stage to the first, and their two ranks."""
 
 
 class Groups:
@@ -31,17 +33,14 @@ class Groups:
         self._device_type = device_type
         self._meshes: dict[MeshKey, DeviceMesh] = {}
         self._sets: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._edge_groups: dict[Edge, dist.ProcessGroup] = {}
 
     def prepare(self, plan: Plan) -> None:
         """Make every mesh and group of a plan; collective over the world."""
         for strategy in (plan.embedding, *plan.layers, plan.head):
             self._make_mesh(_key(plan, parameter_layout(strategy), strategy.shard_size))
             self._make_mesh(_key(plan, layout_of(strategy)))
-        columns = tuple(zip(*(stage.ranks for stage in plan.stages), strict=True))
-        if len(plan.stages) > 1:
-            several = len(plan.stages[0].layers) > 1
-            for direction in _DIRECTIONS + (_AROUND if several else ()):
-                self._make_sets(direction, columns)
+        self._make_edges(dict.fromkeys(_edges(plan)))
         for ranks in (stage.ranks for stage in plan.stages):
             self._make_sets("redistribute", _exchange_sets(plan, ranks))
         if tied := ranks_of_replicas(tied_parameters(plan)):
@@ -61,10 +60,16 @@ class Groups:
     def among(self, purpose: str, ranks: Iterable[int]) -> dist.ProcessGroup:
         """The group of some ranks for a purpose.
 
-        `forward` and `backward` (with ` around` for those from the last stage to the first) carry sends, `redistribute`
-        activations, `tied parameters` gradients of parameters that have replicas.
+        `redistribute` is for activations, `tied parameters` for gradients of parameters that have replicas.
         """
         return self._sets[purpose, tuple(ranks)]
+
+    def edge(self, kind: Pass, around: bool, ranks: tuple[int, int]) -> dist.ProcessGroup:
+        """The group of a sender and a receiver of neighbouring pipeline stages, in one direction.
+
+        `around`: from the last pipeline stage to the first (forward; backward the reverse), when it is interleaved.
+        """
+        return self._edge_groups[kind, around, ranks]
 
     def _make_mesh(self, key: MeshKey) -> None:
         if key in self._meshes:
@@ -86,13 +91,41 @@ class Groups:
             if (purpose, ranks) not in self._sets:
                 self._sets[purpose, ranks] = dist.new_group(list(ranks))
 
+    def _make_edges(self, edges: Iterable[Edge]) -> None:
+        """Make the groups of edges that are new, then send a number over each, one after the other.
+
+        NCCL makes a communicator at the first message of two ranks, and both wait there for the other: in the midst of
+        a schedule two ranks could wait for each other at different messages.
+        """
+        new = [edge for edge in edges if edge not in self._edge_groups]
+        self._edge_groups.update({edge: dist.new_group(list(edge[-1])) for edge in new})
+        number = torch.zeros(1, device=self._device_type)
+        for edge in new:
+            source, target = edge[-1]
+            if dist.get_rank() == source:
+                dist.send(number, target, group=self._edge_groups[edge])
+            elif dist.get_rank() == target:
+                dist.recv(number, source, group=self._edge_groups[edge])
+
+
+def _edges(plan: Plan) -> Iterator[Edge]:
+    """What messages between pipeline stages go over, in an order that all ranks know."""
+    for cut in cuts(plan):
+        for kind, (source, target) in ((Pass.FORWARD, cut[:2]), (Pass.BACKWARD, cut[1::-1])):
+            senders, receivers = plan.stages[source[0]].ranks, plan.stages[target[0]].ranks
+            for tensor in plan.model.boundary:
+                for transfer in cut.transfers(kind, plan.microbatch_samples, tensor.sequence_length):
+                    yield kind, cut.around, (senders[transfer.source], receivers[transfer.target])
+
 
 def _key(plan: Plan, layout: Layout, shard_size: int = 0) -> MeshKey:
-    return tuple(stage.ranks for stage in plan.stages), layout.tp_size, layout.consecutive, shard_size
+    """All pipeline stages of one width share a mesh."""
+    stages = tuple(stage.ranks for stage in plan.stages if len(stage.ranks) == layout.stage_size)
+    return stages, layout.tp_size, layout.consecutive, shard_size
 
 
 def _exchange_sets(plan: Plan, ranks: tuple[int, ...]) -> RankSets:
-    layouts = {layout_of(s) for s in (plan.embedding, *plan.layers, plan.head)}
+    layouts = {layout_of(s) for s in (plan.embedding, *plan.layers, plan.head) if s.tp_size * s.dp_size == len(ranks)}
     lengths = {tensor.sequence_length for kind in plan.model.types.values() for tensor in kind.outputs}
     sets = {
         tuple(ranks[i] for i in group)

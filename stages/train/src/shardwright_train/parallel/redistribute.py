@@ -11,7 +11,7 @@ from shardwright_formats.semantics.layout import ActivationShard, Layout, closed
 from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.parallel.process_groups import Groups
 
-__all__ = ["Redistribution", "RedistributionSite"]
+__all__ = ["Redistribution", "RedistributionSite", "Window", "window"]
 
 Window = tuple[slice, slice]
 """Samples and positions of a local tensor."""
@@ -55,13 +55,13 @@ class _Move:
         self.shape = after.batch_end - after.batch_start, after.sequence_end - after.sequence_start
         transfers = redistribution_plan(source, target, *size)
         mine = [t for t in transfers if t.source == t.target == me]
-        self.kept = [(_window(t.piece, before), _window(t.piece, after)) for t in mine]
+        self.kept = [(window(t.piece, before), window(t.piece, after)) for t in mine]
         self.sends = [
-            [_window(t.piece, before) for t in transfers if (t.source, t.target) == (me, peer) and peer != me]
+            [window(t.piece, before) for t in transfers if (t.source, t.target) == (me, peer) and peer != me]
             for peer in self.members
         ]
         self.receives = [
-            [_window(t.piece, after) for t in transfers if (t.source, t.target) == (peer, me) and peer != me]
+            [window(t.piece, after) for t in transfers if (t.source, t.target) == (peer, me) and peer != me]
             for peer in self.members
         ]
 
@@ -71,8 +71,8 @@ class _Move:
             out[after] = x[before]
         if self.group is None:
             return out
-        pieces = [[x[window].reshape(-1) for window in windows] for windows in self.sends]
-        targets = [[out[window] for window in windows] for windows in self.receives]
+        pieces = [[x[place].reshape(-1) for place in places] for places in self.sends]
+        targets = [[out[place] for place in places] for places in self.receives]
         incoming = x.new_empty(sum(_counts(targets)))
         outgoing = torch.cat([x.new_empty(0), *(piece for to_peer in pieces for piece in to_peer)])
         dist.all_to_all_single(incoming, outgoing, _counts(targets), _counts(pieces), group=self.group)
@@ -87,7 +87,8 @@ def _counts(tensors: Sequence[Sequence[Tensor]]) -> list[int]:
     return [sum(x.numel() for x in with_peer) for with_peer in tensors]
 
 
-def _window(piece: ActivationShard, full: ActivationShard) -> Window:
+def window(piece: ActivationShard, full: ActivationShard) -> Window:
+    """Where a piece lies in a tensor that is a larger part of the microbatch."""
     return (
         slice(piece.batch_start - full.batch_start, piece.batch_end - full.batch_start),
         slice(piece.sequence_start - full.sequence_start, piece.sequence_end - full.sequence_start),

@@ -1,130 +1,181 @@
 """A rank's place in the pipeline, and the messages to and from the neighbouring pipeline stages."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.semantics.chunks import incoming_layout
+from shardwright_formats.semantics.chunks import Cut, cuts
 from shardwright_formats.semantics.schedule import Action, Pass, actions
+from shardwright_train.parallel.data import torch_dtype
+from shardwright_train.parallel.redistribute import Window, window
 from shardwright_train.pipeline.layer import RankContext
 
-__all__ = ["InTransit", "Neighbour", "Pipeline"]
+__all__ = ["Messages", "Pipeline", "Port"]
+
+
+class Piece(NamedTuple):
+    """What one other rank sends or gets of a tensor."""
+
+    rank: int
+    group: dist.ProcessGroup
+    """Of the two ranks, for this direction alone."""
+    window: Window
 
 
 @dataclass(frozen=True)
-class Neighbour:
-    """Whom a chunk exchanges messages with on one side, and over which groups."""
+class Port:
+    """Where messages of one pass come into a model chunk of this rank, or leave it."""
 
-    rank: int
-    chunk: int
-    """The neighbour's own."""
+    there: tuple[int, int]
+    """Pipeline stage and number of the chunk at the other side of the cut."""
     order: Mapping[Action, int]
-    """When the neighbour does what."""
-    groups: Mapping[Pass, dist.ProcessGroup]
-    """What carries the messages of forward and of backward passes."""
+    """When the ranks there do what."""
+    shapes: tuple[tuple[int, int, int], ...]
+    """Of this rank's part of each tensor."""
+    pieces: tuple[tuple[Piece, ...], ...]
+    """Of each tensor."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A rank's place in the pipeline: for each of its chunks the neighbours and the shapes of what comes in.
+    """A rank's place in the pipeline: where its chunks' messages, by pass and chunk, come from and go to.
 
-    Sends go forward and backward over a group each, and asynchronously, so that no two ranks ever wait for each
-    other's send (with one NCCL communicator for both directions 1F1B would). Rank j of a stage sends to rank j of the
-    next; interleaved, the last stage sends to the first over groups of their own.
+    Every pair of ranks has a group of its own for each direction, for interleaved stages also for each of the two ways
+    round, so that no message ever waits for one of another kind: with one NCCL communicator for both directions two
+    ranks that send to each other would wait for ever.
     """
 
     context: RankContext
-    previous: tuple[Neighbour | None, ...]
-    next: tuple[Neighbour | None, ...]
-    input_shapes: tuple[tuple[tuple[int, int, int], ...], ...]
+    incoming: Mapping[tuple[Pass, int], Port]
+    outgoing: Mapping[tuple[Pass, int], Port]
 
     @classmethod
     def of(cls, context: RankContext) -> "Pipeline":
         """The place of a rank under a plan."""
-        chunks = range(len(context.plan.stages[context.stage_index].layers))
-        return cls(
-            context,
-            previous=tuple(_neighbour(context, chunk, -1) for chunk in chunks),
-            next=tuple(_neighbour(context, chunk, 1) for chunk in chunks),
-            input_shapes=tuple(_input_shapes(context, chunk) for chunk in chunks),
-        )
+        incoming, outgoing = {}, {}
+        for cut in cuts(context.plan):
+            for kind, (source, target) in ((Pass.FORWARD, cut[:2]), (Pass.BACKWARD, cut[1::-1])):
+                if source[0] == context.stage_index:
+                    outgoing[kind, source[1]] = _port(context, cut, kind, target, sends=True)
+                if target[0] == context.stage_index:
+                    incoming[kind, target[1]] = _port(context, cut, kind, source, sends=False)
+        return cls(context, incoming, outgoing)
 
     def actions(self) -> tuple[Action, ...]:
         """What this rank does in a step, in order."""
-        plan = self.context.plan
-        return actions(
-            plan.schedule, len(plan.stages), plan.num_microbatches, self.context.stage_index, len(self.previous)
-        )
+        return _actions(self.context, self.context.stage_index)
 
 
-def _neighbour(context: RankContext, chunk: int, step: int) -> Neighbour | None:
-    plan, there = context.plan, context.stage_index + step
-    column = tuple(stage.ranks[context.me] for stage in plan.stages)
-    chunks = len(plan.stages[context.stage_index].layers)
-    around = there not in range(len(column))
-    if around and chunk + step not in range(chunks):
-        return None
-    there, suffix = there % len(column), " around" if around else ""
-    todo = actions(plan.schedule, len(column), plan.num_microbatches, there, chunks)
-    return Neighbour(
-        rank=column[there],
-        chunk=chunk + step if around else chunk,
-        order={action: i for i, action in enumerate(todo)},
-        groups={kind: context.groups.among(kind.value + suffix, column) for kind in Pass},
-    )
-
-
-def _input_shapes(context: RankContext, chunk: int) -> tuple[tuple[int, int, int], ...]:
+def _actions(context: RankContext, stage: int) -> tuple[Action, ...]:
     plan = context.plan
-    layout = incoming_layout(plan, context.stage_index, chunk)
-    if layout is None:
-        return ()
-    shards = (
-        (layout.activation_shard(context.me, plan.microbatch_samples, tensor.sequence_length), tensor.features)
-        for tensor in plan.model.boundary
-    )
-    return tuple((s.batch_end - s.batch_start, s.sequence_end - s.sequence_start, features) for s, features in shards)
+    return actions(plan.schedule, len(plan.stages), plan.num_microbatches, stage, len(plan.stages[stage].layers))
+
+
+def _port(context: RankContext, cut: Cut, kind: Pass, there: tuple[int, int], sends: bool) -> Port:
+    plan, me = context.plan, context.me
+    layout = cut.before if sends is (kind is Pass.FORWARD) else cut.after
+    ranks = plan.stages[there[0]].ranks
+    shapes, pieces = [], []
+    for tensor in plan.model.boundary:
+        size = plan.microbatch_samples, tensor.sequence_length
+        shard = layout.activation_shard(me, *size)
+        shapes.append((shard.batch_end - shard.batch_start, shard.sequence_end - shard.sequence_start, tensor.features))
+        found = []
+        for source, target, piece in cut.transfers(kind, *size):
+            mine, other = (source, target) if sends else (target, source)
+            if mine == me:
+                pair = (context.rank, ranks[other]) if sends else (ranks[other], context.rank)
+                group = context.groups.edge(kind, cut.around, pair)
+                found.append(Piece(ranks[other], group, window(piece, shard)))
+        pieces.append(tuple(found))
+    order = {action: i for i, action in enumerate(_actions(context, there[0]))}
+    return Port(there, order, tuple(shapes), tuple(pieces))
 
 
 class _Sent(NamedTuple):
     """A message on its way; its tensor's memory must not be used again before it has gone."""
 
-    rank: int
+    stage: int
     taken_at: int
     """Number of the receiver's action that takes it."""
     work: dist.Work
     tensor: Tensor
 
 
-@dataclass
-class InTransit:
-    """The messages that a rank has sent and that are not yet known to be taken."""
+class _Expected(NamedTuple):
+    """A piece that is being received into a tensor of its own, or into its place where that is contiguous."""
 
+    place: Tensor
+    buffer: Tensor
+    work: dist.Work
+
+
+@dataclass
+class Messages:
+    """The messages of a step: those that are being received, and those sent that are not yet known to be taken."""
+
+    pipeline: Pipeline
+    expected: dict[Action, tuple[list[Tensor], list[_Expected]]] = field(default_factory=dict)
     sends: list[_Sent] = field(default_factory=list)
 
-    def send(self, x: Tensor, to: Neighbour, action: Action) -> None:
-        """Send what a neighbour's action needs."""
-        x = x.contiguous()
-        work = dist.isend(x, to.rank, group=to.groups[action.kind])
-        assert work is not None
-        self.sends.append(_Sent(to.rank, to.order[action], work, x))
+    def expect(self, action: Action) -> None:
+        """Begin to receive what an action begins with: once the action before it begins, so that it comes meanwhile."""
+        port = self.pipeline.incoming.get((action.kind, action.chunk))
+        if port is not None:
+            context = self.pipeline.context
+            dtype = torch_dtype(context.plan.precision.compute)
+            tensors = [torch.empty(shape, dtype=dtype, device=context.device) for shape in port.shapes]
+            self.expected[action] = tensors, list(_receives(tensors, port))
 
-    def receive(self, x: Tensor, source: Neighbour, action: Action) -> None:
-        """Wait for what a neighbour's action made, which also tells that it has taken all messages up to there.
+    def received(self, action: Action) -> list[Tensor]:
+        """Wait for what an action begins with; nothing at the ends of the model.
 
-        Gloo does not say of a message whether it has gone, other than by waiting for it.
+        That it has come also tells that the neighbours have taken all messages up to their action that made it. Gloo
+        does not say of a message whether it has gone, other than by waiting for it.
         """
-        dist.recv(x, source.rank, group=source.groups[action.kind])
-        done = source.order[action]
-        taken = [sent for sent in self.sends if sent.rank == source.rank and sent.taken_at <= done]
-        self.sends = [sent for sent in self.sends if not (sent.rank == source.rank and sent.taken_at <= done)]
+        port = self.pipeline.incoming.get((action.kind, action.chunk))
+        if port is None:
+            return []
+        tensors, coming = self.expected.pop(action)
+        for place, buffer, work in coming:
+            work.wait()
+            if buffer is not place:
+                place.copy_(buffer)
+        stage, chunk = port.there
+        done = port.order[action._replace(chunk=chunk)]
+        taken = [sent for sent in self.sends if sent.stage == stage and sent.taken_at <= done]
+        self.sends = [sent for sent in self.sends if not (sent.stage == stage and sent.taken_at <= done)]
         for sent in taken:
             sent.work.wait()
+        return tensors
+
+    def send(self, tensors: Sequence[Tensor], action: Action) -> None:
+        """Send on what an action has made."""
+        port = self.pipeline.outgoing[action.kind, action.chunk]
+        stage, chunk = port.there
+        taken_at = port.order[action._replace(chunk=chunk)]
+        for x, pieces in zip(tensors, port.pieces, strict=True):
+            for piece in pieces:
+                part = x[piece.window].contiguous()
+                work = dist.isend(part, piece.rank, group=piece.group)
+                assert work is not None
+                self.sends.append(_Sent(stage, taken_at, work, part))
 
     def wait(self) -> None:
         """Wait until all have gone."""
         for sent in self.sends:
             sent.work.wait()
+
+
+def _receives(tensors: Sequence[Tensor], port: Port) -> Iterator[_Expected]:
+    for x, pieces in zip(tensors, port.pieces, strict=True):
+        for piece in pieces:
+            place = x[piece.window]
+            buffer = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
+            work = dist.irecv(buffer, piece.rank, group=piece.group)
+            assert work is not None
+            yield _Expected(place, buffer, work)

@@ -11,9 +11,8 @@ from shardwright_formats.types.plan import GradientReduction
 from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.base import States
-from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.vocab import IGNORED
-from shardwright_train.pipeline.p2p import InTransit, Pipeline
+from shardwright_train.pipeline.p2p import Messages, Pipeline
 from shardwright_train.pipeline.stage import Stage
 
 __all__ = ["MicrobatchChunk", "Step", "StepHook", "no_hook", "run_step"]
@@ -65,18 +64,19 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_h
     the model have 0.
     """
     plan, todo = pipeline.context.plan, pipeline.actions()
-    passes = _Passes(stage, pipeline, step, hook)
+    passes = _Passes(stage, pipeline, step, hook, Messages(pipeline))
     every = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+    passes.messages.expect(todo[0])
     for number, (action, following) in enumerate(zip(todo, [*todo[1:], None], strict=True)):
-        kind, microbatch, chunk = action
+        kind, _, chunk = action
         if kind is Pass.FORWARD:
             stage.prepare_gathers(action, following)
-            passes.forward(microbatch, chunk)
+            passes.forward(action, following)
         else:
             last = not any(kind is Pass.BACKWARD and later == chunk for kind, _, later in todo[number + 1 :])
             stage.chunks[chunk].prepare_backward(last or every, last)
             stage.prepare_gathers(action, following)
-            passes.backward(microbatch, chunk)
+            passes.backward(action, following)
             stage.chunks[chunk].start_reductions()
     passes.messages.wait()
     stage.finish_gradients()
@@ -93,9 +93,9 @@ class _Passes:
     pipeline: Pipeline
     step: Step
     hook: StepHook
+    messages: Messages
     inputs: dict[MicrobatchChunk, States] = field(default_factory=dict)
     outputs: dict[MicrobatchChunk, States] = field(default_factory=dict)
-    messages: InTransit = field(default_factory=InTransit)
     batch: Batch = field(init=False)
     """On the device."""
     loss: Tensor = field(init=False)
@@ -106,57 +106,44 @@ class _Passes:
         self.batch = {name: x.to(device, non_blocking=True) for name, x in self.step.batch.items()}
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
 
-    def forward(self, microbatch: int, chunk: int) -> None:
-        at, following = (microbatch, chunk), self.pipeline.next[chunk]
+    def forward(self, action: Action, following: Action | None) -> None:
+        kind, microbatch, chunk = action
+        at, leaves = (microbatch, chunk), (kind, chunk) in self.pipeline.outgoing
         self.hook("forward.begin", at)
         self.stage.chunks[chunk].gathers.start(Pass.FORWARD)
-        states = self.inputs[at] = self._received(microbatch, chunk)
+        states = self.inputs[at] = tuple(x.requires_grad_() for x in self._received(action, following))
         samples = self.pipeline.context.share.of_each
         batch = {name: x[microbatch * samples :][:samples] for name, x in self.batch.items()}
         self.hook("forward.wait", at)
         rng_key = (self.step.seed, self.step.number, microbatch)
         output = self.stage.chunks[chunk](states, batch, rng_key, lambda name: self.hook(name, at))
-        self.hook(f"{'head' if following is None else 'layers'}.forward", at)
+        self.hook(f"{'layers' if leaves else 'head'}.forward", at)
         self.hook("forward.end", at)
-        if following is not None:
-            for x in output:
-                self.messages.send(x.detach(), following, Action(Pass.FORWARD, microbatch, following.chunk))
+        if leaves:
+            self.messages.send([x.detach() for x in output], action)
             self.outputs[at] = output
         else:
             mean = output / self.step.counted
             self.loss += mean.detach()
             self.outputs[at] = (mean * self.step.loss_scale,)
 
-    def backward(self, microbatch: int, chunk: int) -> None:
-        at = microbatch, chunk
-        previous, following = self.pipeline.previous[chunk], self.pipeline.next[chunk]
+    def backward(self, action: Action, following: Action | None) -> None:
+        kind, microbatch, chunk = action
+        at, leaves = (microbatch, chunk), (kind, chunk) in self.pipeline.outgoing
         self.hook("backward.begin", at)
         self.stage.chunks[chunk].gathers.start(Pass.BACKWARD)
         states, outputs = self.inputs.pop(at), self.outputs.pop(at)
-        gradients: list[Tensor | None] = [None] * len(outputs)
-        if following is not None:
-            for i, x in enumerate(outputs):
-                gradients[i] = gradient = torch.empty_like(x)
-                self.messages.receive(gradient, following, Action(Pass.BACKWARD, microbatch, following.chunk))
+        gradients: list[Tensor | None] = [*self._received(action, following)] or [None] * len(outputs)
         self.hook("backward.wait", at)
         torch.autograd.backward(outputs, gradients)
-        self.hook(f"{'embedding' if previous is None else 'layers'}.backward", at)
+        self.hook(f"{'layers' if leaves else 'embedding'}.backward", at)
         self.hook("backward.end", at)
-        if previous is not None:
-            for x in states:
-                # What nothing here has used has no gradient, but the stage before waits for one.
-                gradient = torch.zeros_like(x) if x.grad is None else x.grad
-                self.messages.send(gradient, previous, Action(Pass.BACKWARD, microbatch, previous.chunk))
+        if leaves:
+            # What nothing here has used has no gradient, but the stage before waits for one.
+            self.messages.send([torch.zeros_like(x) if x.grad is None else x.grad for x in states], action)
 
-    def _received(self, microbatch: int, chunk: int) -> States:
-        """What the previous range of layers hands over; nothing on the first."""
-        context, previous = self.pipeline.context, self.pipeline.previous[chunk]
-        if previous is None:
-            return ()
-        dtype = torch_dtype(context.plan.precision.compute)
-        shapes = self.pipeline.input_shapes[chunk]
-        states = tuple(torch.empty(shape, dtype=dtype, device=context.device) for shape in shapes)
-        for x in states:
-            self.messages.receive(x, previous, Action(Pass.FORWARD, microbatch, previous.chunk))
-            x.requires_grad_()
-        return states
+    def _received(self, action: Action, following: Action | None) -> list[Tensor]:
+        """What an action begins with, once it has come; what the next one begins with comes meanwhile."""
+        if following is not None:
+            self.messages.expect(following)
+        return self.messages.received(action)
