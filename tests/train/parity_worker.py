@@ -216,6 +216,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
         for plan in plans:
             torch.set_default_dtype(getattr(torch, plan.precision.parameters))
             key = f"{plan.model.architecture_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
+            key += f" {plan.global_batch_size}"
             if key not in references:
                 references[key] = world.first_says(lambda plan=plan: Reference(plan))  # type: ignore[misc]
             results[plan.name] = compare(plan, references[key], groups, world)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from itertools import pairwise
+from math import lcm
 
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
@@ -24,62 +25,50 @@ UNEVEN = {4: ((3, 1), (1, 3), (1, 2, 1), (2, 1, 1)), 8: ((6, 2), (2, 6), (4, 3, 
 
 def uneven_plan(model: Model, number: int, world_size: int) -> Plan:
     """A plan whose pipeline stages are of unequal width."""
-    widths = UNEVEN[world_size][number % len(UNEVEN[world_size])]
-    draw = random.Random(f"{model.name}/{number}/{widths}")
-    even = random_plan(model, number, world_size, stages=len(widths))
-    first = [sum(widths[:i]) for i in range(len(widths))]
-    numbers = sorted(range(world_size), key=lambda _rank: draw.random() if number % 2 else 0)
-    stages = tuple(
-        msgspec.structs.replace(stage, ranks=tuple(sorted(numbers[start : start + width])))
-        for stage, start, width in zip(even.stages, first, widths, strict=True)
-    )
-
-    def drawn(where: str, kind: str) -> dict[str, object]:
-        return _spread(model, kind, widths[even.stage_of(where)], draw)
-
-    layers = (
-        msgspec.structs.replace(layer, **drawn(f"layers[{i}]", layer.type)) for i, layer in enumerate(even.layers)
-    )
-    return msgspec.structs.replace(
-        even,
-        name=f"{model.family} {number} on {'+'.join(map(str, widths))} float64",
-        global_batch_size=2 * lcm(*widths) * even.num_microbatches,
-        stages=stages,
-        embedding=Strategy(**drawn(EMBEDDING, EMBEDDING)),
-        head=Strategy(**drawn(HEAD, HEAD)),
-        layers=tuple(layers),
-    )
+    widths = UNEVEN[world_size]
+    return random_plan(model, number, world_size, widths=widths[number % len(widths)])
 
 
-def random_plan(model: Model, number: int, world_size: int, dtype: str = "float64", stages: int | None = None) -> Plan:
-    """A plan drawn uniformly from what every field may say."""
+def random_plan(
+    model: Model,
+    number: int,
+    world_size: int,
+    dtype: str = "float64",
+    stages: int | None = None,
+    widths: Sequence[int] = (),
+) -> Plan:
+    """A plan drawn uniformly from what every field may say; `widths` of its pipeline stages, all equal if left out."""
     draw = random.Random(f"{model.name}/{number}/{world_size}")
-    pp_size = stages or draw.choice([size for size in (1, 2, 4) if size <= world_size])
+    pp_size = len(widths) or stages or draw.choice([size for size in (1, 2, 4) if size <= world_size])
     chunks = draw.choice([1, 1, 2]) if len(model.layers) >= 2 * pp_size > 2 else 1
     interleaved = chunks > 1
-    ranks = world_size // pp_size
+    size = "+".join(map(str, widths)) or world_size
+    widths = widths or [world_size // pp_size] * pp_size
+    whole = lcm(*widths)
+    batch = 16 if len(set(widths)) == 1 else 4 * whole
     numbers = list(range(world_size))
     if draw.random() < 0.2:
         draw.shuffle(numbers)
     cuts = _cuts(len(model.layers), pp_size * chunks, draw)
-    embedding = Strategy(**_spread(model, EMBEDDING, ranks, draw))
-    head = Strategy(**_spread(model, HEAD, ranks, draw))
+    width_of = [widths[i % pp_size] for i, (low, high) in enumerate(cuts) for _ in range(low, high)]
+    embedding = Strategy(**_spread(model, EMBEDDING, widths[0], draw))
+    head = Strategy(**_spread(model, HEAD, widths[-1], draw))
     layers = tuple(
         LayerStrategy(type=kind, recompute=draw.choice(list(Recompute)), **_spread(model, kind, ranks, draw))
-        for kind in model.layers
+        for kind, ranks in zip(model.layers, width_of, strict=True)
     )
     return Plan(
-        name=f"{model.family} {number} on {world_size} {dtype}",
+        name=f"{model.family} {number} on {size} {dtype}",
         model=model,
         cluster=cluster_of(world_size),
-        global_batch_size=16,
-        num_microbatches=draw.choice([m for m in (1, 2, 4) if (16 // m) % ranks == 0]),
+        global_batch_size=batch,
+        num_microbatches=draw.choice([m for m in (1, 2, 4) if (batch // m) % whole == 0]),
         schedule=Schedule.INTERLEAVED_1F1B if interleaved else draw.choice([Schedule.GPIPE, Schedule.ONE_F_ONE_B]),
         gradient_reduction=draw.choice(list(GradientReduction)),
         precision=precision_of(dtype),
         stages=tuple(
             PipelineStage(
-                ranks=tuple(sorted(numbers[i * ranks : (i + 1) * ranks])),
+                ranks=tuple(sorted(numbers[sum(widths[:i]) : sum(widths[: i + 1])])),
                 layers=tuple(cuts[chunk * pp_size + i] for chunk in range(chunks)),
             )
             for i in range(pp_size)
@@ -99,8 +88,8 @@ def precision_of(dtype: str) -> Precision:
 def _spread(model: Model, kind: str, ranks: int, draw: random.Random) -> dict[str, object]:
     choices = [
         Strategy(tp_size=tp_size, dp_size=ranks // tp_size, sequence_parallel=split)
-        for tp_size in (1, 2, 4, 8)
-        if tp_size <= ranks
+        for tp_size in (1, 2, 3, 4, 6, 8)
+        if ranks % tp_size == 0
         for split in SequenceParallel
     ]
     # Every degree is as likely as another.

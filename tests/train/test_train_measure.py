@@ -233,12 +233,13 @@ def test_activations_are_those_of_the_microbatches_in_flight(measured: Measured)
     first, second = (_resident(pipeline.plan, rank) for rank in range(2))
     one = sum(segment.activation_bytes for segment in pipeline.ranks[0].memory.segments)
     assert first["forward.end", (1, 0)] - first["forward.wait", (1, 0)] == one > 0
-    # The first of two stages is one microbatch ahead; beside it lie the step's tokens and labels.
-    inputs = 3 * pipeline.plan.global_batch_size * 16 * 8
-    assert 2 * one <= first["forward.end", (1, 0)] - first["forward.begin", (0, 0)] < 2 * one + inputs
-    # The second has received its input, which is kept as well: 8 samples of 16 tokens of 32 numbers.
-    received = 8 * 16 * 32 * 4
-    assert received <= second["forward.wait", (0, 0)] - second["forward.begin", (0, 0)] < received + inputs
+    # The first of two stages is one microbatch ahead; beside it lie the tokens and labels, and what the next
+    # action begins with is being received, a gradient: of 8 samples of 16 tokens of 32 numbers.
+    inputs, received = 3 * pipeline.plan.global_batch_size * 16 * 8, 8 * 16 * 32 * 4
+    ahead = first["forward.end", (1, 0)] - first["forward.begin", (0, 0)]
+    assert 2 * one + received <= ahead < 2 * one + received + inputs
+    # The second receives its next input while it goes backward.
+    assert received <= second["backward.wait", (0, 0)] - second["backward.begin", (0, 0)] < received + inputs
 
 
 def test_recompute_trades_memory_for_time(measured: Measured) -> None:

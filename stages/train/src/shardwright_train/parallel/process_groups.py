@@ -92,15 +92,18 @@ class Groups:
                 self._sets[purpose, ranks] = dist.new_group(list(ranks))
 
     def _make_edges(self, edges: Iterable[Edge]) -> None:
-        """Make the groups of edges that are new, then send a number over each, one after the other.
-
-        NCCL makes a communicator at the first message of two ranks, and both wait there for the other: in the midst of
-        a schedule two ranks could wait for each other at different messages.
-        """
         new = [edge for edge in edges if edge not in self._edge_groups]
         self._edge_groups.update({edge: dist.new_group(list(edge[-1])) for edge in new})
+        self._warm_up(new)
+
+    def _warm_up(self, edges: Iterable[Edge]) -> None:
+        """Send a number over each edge, one after the other.
+
+        NCCL makes a communicator at the first message of two ranks, and both wait there for the other: in the midst of
+        a schedule two ranks could wait for each other at different messages, for ever.
+        """
         number = torch.zeros(1, device=self._device_type)
-        for edge in new:
+        for edge in edges:
             source, target = edge[-1]
             if dist.get_rank() == source:
                 dist.send(number, target, group=self._edge_groups[edge])

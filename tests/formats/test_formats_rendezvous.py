@@ -1,0 +1,138 @@
+"""Ranks that meet for every message: with the runtime's groups and receives no schedule makes them wait for ever.
+
+A send and its receive meet; on an edge (two ranks and a direction) they do so in order. The runtime (pipeline/p2p.py,
+pipeline/runner.py of the train stage) begins to receive what an action needs before the action before it, never waits
+for a send that nobody has said was taken, and has a two-rank group for each edge that is warmed up before the step.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright_formats.semantics.schedule import Action, Pass, actions, in_flight
+from shardwright_formats.types.plan import Schedule
+
+INTERLEAVED = Schedule.INTERLEAVED_1F1B
+GRID = [
+    (schedule, p, m, v)
+    for schedule, p, m, v in product(Schedule, range(2, 7), range(1, 16), (1, 2, 3, 4))
+    if v == 1 or schedule is INTERLEAVED
+]
+"""Schedule, pipeline stages, microbatches and chunks of a stage."""
+
+Edge = tuple[Pass, int, int, bool]
+"""Of what messages, from which stage to which, and whether from the last stage to the first or back."""
+
+
+class Do(NamedTuple):
+    """Something that a stage does: begin to receive or to send on an edge, or wait for its message of a number."""
+
+    what: str
+    edge: Edge
+    number: int
+
+
+def edges_of(action: Action, stage: int, p: int, v: int) -> tuple[Edge | None, Edge | None]:
+    """Where an action's message comes from and where what it makes goes to; None at the ends of the model."""
+    kind, _, chunk = action
+    step = 1 if kind is Pass.FORWARD else -1
+    here = chunk * p + stage
+    ways = ((here - step, here), (here, here + step))
+    found = [None if {a, b} & {-1, v * p} else (kind, a % p, b % p, a // p != b // p) for a, b in ways]
+    return found[0], found[1]
+
+
+def program(todo: Sequence[Action], stage: int, p: int, v: int, ahead: int) -> Iterator[Do]:
+    """What a rank of the runtime does in a step, as far as others have a part in it."""
+    posted, waited, sent = Counter[Edge](), Counter[Edge](), Counter[Edge]()
+    coming = iter(todo)
+    for number, action in enumerate(todo):
+        for later in islice(coming, 1 + ahead if number == 0 else 1):
+            if (source := edges_of(later, stage, p, v)[0]) is not None:
+                yield Do("receive", source, posted[source])
+                posted[source] += 1
+        source, target = edges_of(action, stage, p, v)
+        if source is not None:
+            yield Do("wait", source, waited[source])
+            waited[source] += 1
+        if target is not None:
+            yield Do("send", target, sent[target])
+            sent[target] += 1
+
+
+def waits_for_ever(schedule: Schedule, p: int, m: int, v: int, *, ahead: int = 1, warmed_up: bool = True) -> bool:
+    """Play a step; edges that are not warmed up make both ranks wait for each other at their first message."""
+    waiting = [list(program(actions(schedule, p, m, stage, v), stage, p, v, ahead))[::-1] for stage in range(p)]
+    begun: Counter[tuple[str, Edge]] = Counter()
+    there: set[tuple[Edge, int]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for stage, own in enumerate(waiting):
+            while own:
+                what, edge, number = own[-1]
+                there.add((edge, stage))
+                met = warmed_up or {(edge, edge[1]), (edge, edge[2])} <= there
+                if (what == "wait" and min(begun["send", edge], begun["receive", edge]) <= number) or not met:
+                    break
+                begun[what, edge] += 1
+                own.pop()
+                moved = True
+    return any(waiting)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_no_schedule_waits_for_ever_where_groups_are_warmed_up(ahead: int) -> None:
+    assert [case for case in GRID if waits_for_ever(*case, ahead=ahead)] == []
+
+
+@settings(deadline=None)
+@given(st.sampled_from(Schedule), st.integers(2, 12), st.integers(1, 40), st.integers(1, 4), st.integers(0, 3))
+def test_neither_do_larger_ones_nor_those_that_receive_further_ahead(
+    schedule: Schedule, p: int, m: int, v: int, ahead: int
+) -> None:
+    assert not waits_for_ever(schedule, p, m, v if schedule is INTERLEAVED else 1, ahead=ahead)
+
+
+def test_groups_that_are_made_at_their_first_message_make_ranks_wait_for_ever() -> None:
+    """With two stages and an odd number of microbatches from 5 interleaved stages do, as long as they receive late."""
+    found = {case for case in GRID if waits_for_ever(*case, ahead=0, warmed_up=False)}
+    assert found == {(INTERLEAVED, 2, m, v) for m in range(5, 16, 2) for v in (2, 3, 4)}
+    # A receive that is begun ahead stands in the way of the very message that its sender waits for.
+    assert waits_for_ever(Schedule.ONE_F_ONE_B, 2, 1, 1, warmed_up=False)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(Schedule), st.integers(2, 8), st.integers(1, 20), st.integers(1, 4))
+def test_no_more_is_on_its_way_than_activations_are_in_flight(schedule: Schedule, p: int, m: int, v: int) -> None:
+    """What a stage has sent and not yet heard to be taken: an action's message tells what its sender has taken.
+
+    What goes forward the stage itself keeps as activations, and of what goes backward the receiver keeps them.
+    """
+    v = v if schedule is INTERLEAVED else 1
+    lists = [actions(schedule, p, m, stage, v) for stage in range(p)]
+    numbers = [{action: number for number, action in enumerate(todo)} for todo in lists]
+    in_flights = [in_flight(schedule, p, m, stage, v) for stage in range(p)]
+    for stage, todo in enumerate(lists):
+        on_their_way: list[tuple[Edge, int]] = []
+        for action in todo:
+            source, target = edges_of(action, stage, p, v)
+            if source is not None:
+                done = numbers[source[1]][_there(action, source, -1)]
+                on_their_way = [sent for sent in on_their_way if sent[0][2] != source[1] or sent[1] > done]
+            if target is not None:
+                on_their_way.append((target, numbers[target[2]][_there(action, target, 1)]))
+            kept = Counter((edge[0], edge[2]) for edge, _ in on_their_way)
+            for (kind, receiver), count in kept.items():
+                assert count <= in_flights[stage if kind is Pass.FORWARD else receiver]
+
+
+def _there(action: Action, edge: Edge, step: int) -> Action:
+    """The action at the other end of an edge, to which (step 1) or from which (-1) it leads."""
+    turn = step if action.kind is Pass.FORWARD else -step
+    return action._replace(chunk=action.chunk + turn * edge[3])
