@@ -33,7 +33,7 @@ demo: $(STAMP) ## measure this machine and a small model, plan, train, report: r
 test: $(STAMP) ## run all tests
 	@python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
-parity: $(STAMP) ## 270 random plans of six families on 2, 4 and 8 ranks against one process, in float64 (long)
+parity: $(STAMP) ## 312 random plans of six families on 2, 4 and 8 ranks against one process, in float64 (long)
 	@python tests/train/run_parity.py
 
 brute-force: $(STAMP) ## the planner against every plan of 20,000 tiny problems (minutes)

@@ -1,5 +1,7 @@
 """`make parity`: many random plans of every family on 2, 4 and 8 ranks against one process, in float64.
 
+On 4 and 8 ranks a quarter as many again have pipeline stages of unequal width.
+
 python tests/train/run_parity.py [PLANS_PER_FAMILY_ON_2 ON_4 ON_8]
 """
 
@@ -10,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from random_plans import random_plan
+from random_plans import UNEVEN, random_plan, uneven_plan
 from tiny_models import CONFIGS, tiny
 
 from shardwright_formats.io.json import write_document
@@ -54,6 +56,8 @@ def main(counts: Sequence[int]) -> int:
         started = time.monotonic()
         # Other numbers than those of the tests.
         plans = [random_plan(model, 1000 + number, size) for number in range(count) for model in models]
+        if size in UNEVEN:
+            plans += [uneven_plan(model, 1000 + number, size) for number in range(-(-count // 4)) for model in models]
         with tempfile.TemporaryDirectory() as folder:
             errors = compare(plans, Path(folder), launched)
         wrong = {name: found for name, found in errors.items() if max(found.values()) > TOLERANCE}

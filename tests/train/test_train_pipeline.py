@@ -47,4 +47,5 @@ def test_every_schedule_comes_to_its_end_where_first_messages_wait_for_both_rank
 
 
 def test_two_ranks_that_meet_in_the_midst_of_a_schedule_are_seen_to_wait_for_ever(folder: Path) -> None:
-    assert {(folder / f"{rank}.said").read_text() for rank in range(2)} == {"Wait timeout"}
+    said = [(folder / f"{rank}.said").read_text() for rank in range(2)]
+    assert "Wait timeout" in said and "over" not in said

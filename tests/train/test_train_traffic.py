@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from command_calls import call
-from random_plans import cluster_of, precision_of, random_plan
+from random_plans import cluster_of, precision_of, random_plan, uneven_plan
 from tiny_models import tiny
 
 from shardwright_formats.io.json import write_document
@@ -116,14 +116,22 @@ def test_mixed_plans_with_pipelines_and_ties_move_the_bytes_of_the_formulas(fami
         assert counted(plan, rank) == by_formula(plan, rank)
 
 
+@pytest.mark.parametrize(("family", "number"), [("llama", 0), ("gpt2", 1), ("qwen3", 2), ("bert", 3)])
+def test_plans_with_stages_of_unequal_width_move_the_bytes_of_the_formulas(family: str, number: int) -> None:
+    plan = uneven_plan(tiny(family), number, WORLD)
+    for stage in plan.stages:
+        assert counted(plan, stage.ranks[-1]) == by_formula(plan, stage.ranks[-1])
+
+
 def test_a_gather_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = next(plan for plan in kinds_of_strategy() if plan.name == "zero3 every=False")
     monkeypatch.setattr("shardwright_train.parallel.parallelize.Gathers", lambda _layers: Gathers([]))
     assert counted(plan, 0) != by_formula(plan, 0)
 
 
-def test_the_check_of_a_plan_shows_every_role(tmp_path: Path) -> None:
-    plan = random_plan(tiny("llama"), 4, WORLD, "bfloat16", stages=2)
+@pytest.mark.parametrize("widths", [(4, 4), (6, 2)])
+def test_the_check_of_a_plan_shows_every_role(tmp_path: Path, widths: tuple[int, int]) -> None:
+    plan = random_plan(tiny("llama"), 4, WORLD, "bfloat16", widths=widths)
     write_document(tmp_path / "plan.json", plan)
     ended = call(APP, "check", str(tmp_path / "plan.json"))
     assert ended.exit_code == 0, ended.stderr
