@@ -62,8 +62,6 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
     if precision.tf32 and _on_cpu(plan):
         yield "precision tf32 needs CUDA, the plan is for cpu", "leave it out"
     formats = (precision.parameters, precision.compute, precision.reduce)
-    if len({len(stage.ranks) for stage in plan.stages}) > 1:
-        yield "a pipeline of stages of different width is not run by this version", "use equal ones"
     if "float16" in formats and formats != _MIXED_FLOAT16:
         yield f"precision {'/'.join(formats)} is not run", "keep float16 to compute, parameters and reduce in float32"
     if plan.attention is Attention.FLASH_ATTENTION_2 and (obstacle := flash_obstacle(plan)) is not None:
