@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test parity brute-force frozen versions check bench clean
+.PHONY: help setup demo test parity brute-force frozen versions check bench gpu gpu-rehearsal clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready
@@ -15,6 +15,8 @@ CORES ?= all
 PYTEST ?=
 # The versions of torch that the packages declare.
 TORCH_VERSIONS ?= 2.11.0 2.12.0 2.13.0
+# Where `make gpu-rehearsal` writes.
+REHEARSAL ?= results/rehearsal
 # Where pip finds torch, if not where pip looks anyway, such as https://download.pytorch.org/whl/cpu (a smaller download).
 TORCH_INDEX ?=
 
@@ -58,7 +60,13 @@ check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@echo "all checks passed"
 
 bench: $(STAMP) ## the side-by-side runs of benchmarks/ (long; on a quiet machine)
-	@for run in benchmarks/*.py; do echo "$$run"; python "$$run"; done
+	@for run in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do echo "$$run"; python "$$run"; done
+
+gpu: $(STAMP) ## what only NVIDIA GPUs can show, under 40 minutes; goes on where it was cut: docs/gpu.md
+	@python benchmarks/gpu.py
+
+gpu-rehearsal: $(STAMP) ## every part of it at a tiny size on the processor (5 minutes); REHEARSAL=FOLDER
+	@taskset -c 0 python benchmarks/gpu.py --rehearse $(REHEARSAL)
 
 clean: ## remove .venv, results and caches
 	@rm -rf $(VENV) .venvs results .snakemake .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,22 +2,42 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["run", "write_json_document"]
+_ORDERLY_END_S = 30.0
 
 
-def run(*command: object) -> None:
-    """Run a command of this environment with one thread a process; what it says goes to standard error."""
+def run(*command: object, threads: int | None = 1, timeout_s: float | None = None) -> None:
+    """Run a command of this environment; what it says goes to standard error. SystemExit where it does not end well.
+
+    `threads` are those of a process, None leaves them to it.
+    """
     words = [str(word) for word in command]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     print("$", *words, file=sys.stderr, flush=True)
-    done = subprocess.run(words, env=environment, stdout=sys.stderr, check=False)
-    if done.returncode:
-        sys.exit(f"{words[0]} {words[1]} ended with {done.returncode}")
+    # In a session of its own, so that all it has started can be ended together.
+    started = subprocess.Popen(words, env=environment, stdout=sys.stderr, start_new_session=True)
+    try:
+        code = started.wait(timeout_s)
+    except BaseException as error:
+        _end(started)
+        if isinstance(error, subprocess.TimeoutExpired):
+            sys.exit(f"{words[0]} {words[1]} took longer than {timeout_s:.0f} s")
+        raise
+    if code:
+        sys.exit(f"{words[0]} {words[1]} ended with {code}")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(_ORDERLY_END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def write_json_document(path: Path, kind: str | None, **content: object) -> Path:

@@ -1,0 +1,117 @@
+"""What is likeliest to hang or to go wrong over NCCL: schedules, sends, ZeRO-3, tensor parallelism, Ulysses.
+
+Every plan trains the same model with the same weights, so in float64 all must give the loss and the gradient norm of
+plain data parallelism, step by step, as on the processor. In bfloat16 they must come to an end with numbers.
+"""
+
+import math
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_parts.parity import configuration
+from gpu_parts.setting import Setting
+from gpu_parts.workbench import MIXED, batch_of, described, engine_of, memory_given_back, plan_of, step_of
+
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import PipelineStage, Plan, Precision, Schedule
+from shardwright_formats.types.strategy import DataParallel, SequenceParallel, Strategy
+from shardwright_train.engine.learning_rate import Hyperparameters
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.world import World
+
+STEPS = 3
+TOLERANCE = 1e-10
+"""As `make parity`."""
+FLOAT64 = Precision(parameters="float64", compute="float64", reduce="float64")
+SETTINGS = Hyperparameters(learning_rate=1e-3, warmup_steps=0, steps=STEPS, weight_decay=0.1, clip_norm=1.0)
+REFERENCE = "data parallel"
+
+
+def plans_of(setting: Setting, model: Model, ranks: int, **fields: object) -> dict[str, Plan]:
+    """What is tried on some ranks; one global batch for all."""
+    half, layers = ranks // 2, len(model.layers)
+    fields |= {"global_batch_size": 5 * ranks}
+
+    def whole(strategy: Strategy, name: str, microbatches: int = 1) -> Plan:
+        return plan_of(setting, model, strategy, name=name, num_microbatches=microbatches, **fields)
+
+    def piped(name: str, schedule: Schedule, chunks: int) -> Plan:
+        cuts = [layers * i // (2 * chunks) for i in range(2 * chunks + 1)]
+        stages = tuple(
+            PipelineStage(
+                ranks=tuple(range(i * half, (i + 1) * half)),
+                layers=tuple((cuts[c], cuts[c + 1]) for c in range(i, 2 * chunks, 2)),
+            )
+            for i in range(2)
+        )
+        strategy = Strategy(tp_size=1, dp_size=half)
+        return plan_of(setting, model, strategy, stages, name=name, num_microbatches=5, schedule=schedule, **fields)
+
+    def sharded(name: str, kind: SequenceParallel) -> Plan:
+        return whole(Strategy(tp_size=2, dp_size=half, sequence_parallel=kind), name)
+
+    found = (
+        whole(Strategy(tp_size=1, dp_size=ranks), REFERENCE),
+        piped("interleaved 1F1B, 2 stages, 5 microbatches", Schedule.INTERLEAVED_1F1B, chunks=2),
+        piped("1F1B, 2 stages, 5 microbatches", Schedule.ONE_F_ONE_B, chunks=1),
+        piped("GPipe, 2 stages, 5 microbatches", Schedule.GPIPE, chunks=1),
+        whole(Strategy(tp_size=1, dp_size=ranks, data_parallel=DataParallel.ZERO3), "ZeRO-3, 5 microbatches", 5),
+        sharded("tensor parallel 2", SequenceParallel.NONE),
+        sharded("tensor parallel 2, Megatron's sequence parallelism", SequenceParallel.MEGATRON),
+        sharded("Ulysses 2", SequenceParallel.ULYSSES),
+    )
+    return {plan.name: plan for plan in found}
+
+
+def of_rank(setting: Setting, world: World) -> dict[str, Any]:
+    """Losses, norms and times of every plan in both formats."""
+    width, layers, vocabulary, length = setting.size((512, 8, 8192, 256), (32, 4, 61, 16))
+    model = described(configuration("llama", width, layers, vocabulary, length), "smoke", length)
+    groups, rows = Groups(setting.device_type), {}
+    # The processors' and GPUs' fast attention kernels know no float64.
+    for name, precision, attention in (("float64", FLOAT64, "eager"), ("bfloat16", MIXED, "sdpa")):
+        plans = plans_of(setting, model, world.size, precision=precision, attention=attention)
+        found = {title: _trained(plan, world, groups, attention) for title, plan in plans.items()}
+        for title, row in found.items():
+            row["error"] = max(abs(a - b) for a, b in zip(row["figures"], found[REFERENCE]["figures"], strict=True))
+            finite = all(map(math.isfinite, row["figures"]))
+            row["well"] = finite and (name == "bfloat16" or row["error"] <= TOLERANCE)
+            rows[f"{title}|{name}"] = row
+    return {"ranks": world.size, "backend": world.backend, "rows": rows}
+
+
+def _trained(plan: Plan, world: World, groups: Groups, attention: str) -> dict[str, Any]:
+    world.heartbeat.begin(f"in {plan.name}")
+    with memory_given_back(world.device):
+        engine = engine_of(plan, world, groups, attention, SETTINGS)
+        figures: list[float] = []
+        times = []
+        for number in range(1, STEPS + 1):
+            step = step_of(engine, batch_of(plan.model, plan.global_batch_size, seed=number), number)
+            dist.barrier()
+            started = time.perf_counter()
+            outcome = engine.train_step(step)
+            figures += [outcome.loss, outcome.grad_norm]
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+    return {"figures": figures, "last_step_s": times[-1]}
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The table of the page."""
+    head = [
+        f"{result['ranks']} ranks over {result['backend']}, {STEPS} steps. In float64 losses and gradient norms must "
+        f"be those of plain data parallelism to {TOLERANCE:.0e}.",
+        "",
+        "| plan | format | largest difference | last step | well |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    rows = [
+        f"| {' | '.join(name.split('|'))} | {row['error']:.1e} | {row['last_step_s'] * 1000:.1f} ms | "
+        f"{'yes' if row['well'] else '**no**'} |"
+        for name, row in result["rows"].items()
+    ]
+    return [*head, *rows]
