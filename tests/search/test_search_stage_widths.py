@@ -1,6 +1,7 @@
 """Pipeline stages of unequal width: priced as they are solved, searched against every plan, certified, told."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -8,17 +9,23 @@ import numpy as np
 import pytest
 from brute_force import mistake, mistakes, solved
 from command_calls import call
+from made_up import make_cluster, make_model, make_profiles
 from msgspec.structs import replace
 from random_problems import best_of, random_unequal
 from random_requests import World, random_solution, random_world
 
 from shardwright_formats.io.json import read_document
+from shardwright_formats.semantics.communication import send_messages
+from shardwright_formats.semantics.layout import layout_of
+from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.model import EMBEDDING, HEAD, BoundaryTensor, Model
 from shardwright_formats.types.plan import PipelineStage, Plan
 from shardwright_formats.types.prediction import Prediction
-from shardwright_formats.types.strategy import LayerStrategy
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, SequenceParallel, Strategy
 from shardwright_search.cli import APP
+from shardwright_search.cost_model.collectives import send_kind_time
+from shardwright_search.cost_model.communication import handover_time
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.difference import plan_differences
 from shardwright_search.search import Found, Infeasible, find_best
@@ -31,6 +38,7 @@ from shardwright_search.space.configurations import configurations, narrowed, sh
 from shardwright_search.space.request import SearchRequest, StageWidths
 
 FILE = Path("s.json")
+PROFILES = make_profiles(make_model(), make_cluster(8))
 ANY = StageWidths.ANY
 
 
@@ -77,6 +85,13 @@ def test_plans_of_any_widths_cost_the_same_to_the_solver_and_to_evaluate(block):
     assert unequal > 100
 
 
+def on_nodes(cluster: Cluster, ranks: Sequence[int]) -> bool:
+    """Whether ranks are in one node, or all that their nodes have."""
+    nodes = cluster.node_of_rank
+    used = {nodes[rank] for rank in ranks}
+    return len(used) == 1 or len(ranks) == sum(node in used for node in nodes)
+
+
 def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterator[Plan]:
     """All plans of any widths, put together without the solver."""
     request = narrowed(request, cluster.num_devices)
@@ -84,9 +99,11 @@ def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterat
     for configuration in configurations(request, model, cluster, FILE):
         samples, p = configuration.microbatch_samples, configuration.pp_size
         for widths in product(range(1, cluster.num_devices + 1), repeat=p):
+            ranks = [tuple(range(sum(widths[:i]), sum(widths[: i + 1]))) for i in range(p)]
             if sum(widths) != cluster.num_devices:
                 continue
-            ranks = [tuple(range(sum(widths[:i]), sum(widths[: i + 1]))) for i in range(p)]
+            if len(set(widths)) > 1 and not all(on_nodes(cluster, own) for own in ranks):
+                continue
             for cuts in product(range(1, layers), repeat=p - 1):
                 bounds = list(pairwise((0, *cuts, layers)))
                 if any(low >= high for low, high in bounds):
@@ -119,7 +136,7 @@ def searched(request: SearchRequest, model: Model, cluster: Cluster, profiles) -
 def test_the_searched_plan_is_the_best_of_all_plans_of_any_widths(make, seed):
     rng = np.random.default_rng(seed)
     devices, nodes = (3, 1) if seed % 2 else (4, 2)
-    model, cluster = make.model(2 + (devices == 3), tied=bool(seed // 2 % 2)), make.cluster(devices, nodes=nodes)
+    model, cluster = make.model(3, tied=bool(seed // 2 % 2)), make.cluster(devices, nodes=nodes)
     request = make.request(
         global_batch_size=6,
         num_microbatches=[int(rng.choice([1, 2]))],
@@ -232,3 +249,51 @@ def test_any_widths_are_never_worse_than_equal_or_listed_ones(make):
         return found.optimum_s / found.chosen.plan.global_batch_size
 
     assert best("any") <= min(best("equal"), best([[3, 1], [2, 1, 1]]), best([[1, 3], [1, 2, 1]]))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_mixture_of_whole_and_parted_nodes_is_searched(make, tied):
+    """Two nodes of two: 2 + 1 + 1, 1 + 1 + 2; never 1 + 2 + 1, nor 3 + 1."""
+    model, cluster = make.model(3, tied=tied), make.cluster(4, nodes=2)
+    request = make.request(global_batch_size=4, num_microbatches=[2], stage_widths="any", tp_sizes=[1, 2])
+    instance = World(request, model, cluster, make.profiles(model, cluster)).instance
+    found = {}
+    for configuration in configurations(instance.request, model, cluster, FILE):
+        if instance.choices.has_plans(configuration):
+            ways: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), (0,))]
+            for moves in instance.problem(configuration).placements:
+                ways = [((*own, after[0] - at[0]), after) for own, at in ways for _, after in moves[at]]
+            found[configuration.pp_size] = {own for own, _ in ways}
+    assert found == {1: {(4,)}, 2: {(2, 2)}, 3: {(2, 1, 1), (1, 1, 2)}}
+
+
+def test_a_cut_between_unequal_stages_waits_for_its_busiest_rank():
+    """What it sends, by the formulas of the runtime's messages, or gets: its share of its own layout."""
+    rng = np.random.default_rng(0)
+    make = partial(Strategy, data_parallel=DataParallel.DDP)
+    tensors = (BoundaryTensor(name="hidden", sequence_length=12, features=5),)
+    for _ in range(200):
+        widths = rng.choice([1, 2, 3, 4, 6], 2, replace=False)
+        layouts = []
+        for width in widths:
+            tp = int(rng.choice([size for size in (1, 2, 3, 4, 6) if width % size == 0]))
+            split = SequenceParallel.MEGATRON if tp > 1 and rng.random() < 0.5 else SequenceParallel.NONE
+            layouts.append(
+                layout_of(
+                    make(
+                        tp_size=tp, dp_size=int(width) // tp, sequence_parallel=split, tp_consecutive=rng.random() < 0.5
+                    )
+                )
+            )
+        samples = 12
+        ways = [(*layouts, Pass.FORWARD), (*layouts[::-1], Pass.BACKWARD)]
+        moved = [
+            sum(message.bytes for message in send_messages(tensors, here, there, rank, samples, 4, 1, during))
+            for here, there, during in ways
+            for rank in range(here.stage_size)
+        ]
+        gets = [layout.activation_shard(0, samples, 12).tokens * 5 * 4 for layout in layouts]
+        taken = handover_time(PROFILES, tuple((0,) * int(w) for w in widths), *layouts, samples, tensors, 4)
+        assert taken.time_s == pytest.approx(send_kind_time(PROFILES, False, False, max(*moved, *gets)).time_s)
+        far = handover_time(PROFILES, ((0,) * int(widths[0]), (1,) * int(widths[1])), *layouts, samples, tensors, 4)
+        assert far.time_s == pytest.approx(send_kind_time(PROFILES, False, True, max(*moved, *gets)).time_s)

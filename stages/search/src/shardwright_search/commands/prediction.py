@@ -88,7 +88,8 @@ def _widths(request: SearchRequest) -> str:
         case StageWidths.EQUAL:
             return "of equal width"
         case StageWidths.ANY:
-            return "of any widths, equal where the schedule is interleaved or all layers share a strategy,"
+            places = "each in one node or of whole nodes"
+            return f"of any widths ({places}; equal if interleaved, or if all layers share a strategy)"
         case listed:
             return f"of {', '.join(' + '.join(map(str, each)) for each in listed)} ranks"
 

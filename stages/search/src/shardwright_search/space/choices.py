@@ -94,7 +94,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
             [width for width in own if width in known and all(known[width][name] for name in outer)]
             for own, outer in zip(asked, ends, strict=True)
         ]
-        return placements(self.costs.cluster, able)
+        return placements(self.costs.cluster, able, by_nodes=widths is StageWidths.ANY)
 
     @cached_method
     def shardings(self, choice: Choice) -> Shardings:

@@ -31,19 +31,34 @@ class Placements(NamedTuple):
         return tuple(tuple(range(low, high)) for low, high in pairwise(ends))
 
 
-def placements(cluster: Cluster, widths: Sequence[Collection[int]]) -> Placements | None:
-    """Every way to share out all ranks among stages, of which each has one of its own widths; None: there is none."""
+def placements(cluster: Cluster, widths: Sequence[Collection[int]], by_nodes: bool = False) -> Placements | None:
+    """Every way to share out all ranks among stages, of which each has one of its own widths; None: there is none.
+
+    `by_nodes`: each stage is in one node, or takes up whole nodes, or is where it is if all are equally wide.
+    """
+    nodes, devices, equal = cluster.node_of_rank, cluster.num_devices, cluster.num_devices / len(widths)
+    borders = {rank for rank in range(devices + 1) if rank in (0, devices) or nodes[rank - 1] != nodes[rank]}
+
+    def ends(stage: int, rank: int) -> list[int]:
+        every = [rank + width for width in sorted(widths[stage]) if rank + width <= devices]
+        alike = (stage + 1) * equal if rank == stage * equal else 0
+        whole = borders if rank in borders else set()
+        return [end for end in every if not by_nodes or nodes[rank] == nodes[end - 1] or end in whole or end == alike]
+
     levels = [{0}]
-    for own in widths:
-        levels.append({rank + width for rank in levels[-1] for width in own})
-    alive = levels[-1] & {cluster.num_devices}
+    for stage in range(len(widths)):
+        levels.append({end for rank in levels[-1] for end in ends(stage, rank)})
+    alive = levels[-1] & {devices}
     ways: list[dict[int, list[int]]] = []
-    for ranks, own in zip(levels[-2::-1], widths[::-1], strict=True):
-        every = {rank: [rank + width for width in sorted(own) if rank + width in alive] for rank in sorted(ranks)}
-        ways.insert(0, {rank: ends for rank, ends in every.items() if ends})
+    for stage in reversed(range(len(widths))):
+        every = {rank: [end for end in ends(stage, rank) if end in alive] for rank in sorted(levels[stage])}
+        ways.insert(0, {rank: own for rank, own in every.items() if own})
         alive = set(ways[0])
-    if not alive:
-        return None
+    return _numbered(cluster, ways) if alive else None
+
+
+def _numbered(cluster: Cluster, ways: Sequence[dict[int, list[int]]]) -> Placements:
+    """Device groups in the order of the stages; `ways`: by stage and first rank, where it can end."""
     numbers: dict[StageTopology, int] = {}
     moves: list[Moves] = []
     for stage in ways:

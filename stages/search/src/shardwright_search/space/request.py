@@ -89,7 +89,7 @@ class StageWidths(StrEnum):
     EQUAL = "equal"
     """All have as many."""
     ANY = "any"
-    """Any number each, as long as they have all devices together."""
+    """Any number each, as long as they have all devices together; each in one node, or of whole nodes."""
 
 
 class OuterSpace(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
