@@ -1,7 +1,6 @@
 """Pipeline stages of unequal width: priced as they are solved, searched against every plan, certified, told."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -15,14 +14,12 @@ from random_problems import best_of, random_unequal
 from random_requests import World, random_solution, random_world
 
 from shardwright_formats.io.json import read_document
-from shardwright_formats.semantics.communication import send_messages
-from shardwright_formats.semantics.layout import layout_of
-from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.semantics.layout import Layout, sent_numel
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import EMBEDDING, HEAD, BoundaryTensor, Model
 from shardwright_formats.types.plan import PipelineStage, Plan
 from shardwright_formats.types.prediction import Prediction
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import LayerStrategy
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.collectives import send_kind_time
 from shardwright_search.cost_model.communication import handover_time
@@ -268,32 +265,26 @@ def test_a_mixture_of_whole_and_parted_nodes_is_searched(make, tied):
 
 
 def test_a_cut_between_unequal_stages_waits_for_its_busiest_rank():
-    """What it sends, by the formulas of the runtime's messages, or gets: its share of its own layout."""
-    rng = np.random.default_rng(0)
-    make = partial(Strategy, data_parallel=DataParallel.DDP)
-    tensors = (BoundaryTensor(name="hidden", sequence_length=12, features=5),)
+    """What it sends forward or back, by the formula of the runtime's messages, or gets: its share of its own layout."""
+    rng, samples, length, features = np.random.default_rng(0), 12, 12, 5
+    tensors = (BoundaryTensor(name="hidden", sequence_length=length, features=features),)
     for _ in range(200):
-        widths = rng.choice([1, 2, 3, 4, 6], 2, replace=False)
-        layouts = []
-        for width in widths:
-            tp = int(rng.choice([size for size in (1, 2, 3, 4, 6) if width % size == 0]))
-            split = SequenceParallel.MEGATRON if tp > 1 and rng.random() < 0.5 else SequenceParallel.NONE
-            layouts.append(
-                layout_of(
-                    make(
-                        tp_size=tp, dp_size=int(width) // tp, sequence_parallel=split, tp_consecutive=rng.random() < 0.5
-                    )
-                )
-            )
-        samples = 12
-        ways = [(*layouts, Pass.FORWARD), (*layouts[::-1], Pass.BACKWARD)]
-        moved = [
-            sum(message.bytes for message in send_messages(tensors, here, there, rank, samples, 4, 1, during))
-            for here, there, during in ways
-            for rank in range(here.stage_size)
+        widths = [int(width) for width in rng.choice([1, 2, 3, 4, 6], 2, replace=False)]
+        here, there = (random_layout(rng, width) for width in widths)
+        sent = [
+            *sent_numel(here, there, samples, length, features),
+            *sent_numel(there, here, samples, length, features),
         ]
-        gets = [layout.activation_shard(0, samples, 12).tokens * 5 * 4 for layout in layouts]
-        taken = handover_time(PROFILES, tuple((0,) * int(w) for w in widths), *layouts, samples, tensors, 4)
-        assert taken.time_s == pytest.approx(send_kind_time(PROFILES, False, False, max(*moved, *gets)).time_s)
-        far = handover_time(PROFILES, ((0,) * int(widths[0]), (1,) * int(widths[1])), *layouts, samples, tensors, 4)
-        assert far.time_s == pytest.approx(send_kind_time(PROFILES, False, True, max(*moved, *gets)).time_s)
+        gets = [layout.activation_shard(0, samples, length).tokens * features for layout in (here, there)]
+        most = 4 * max(*sent, *gets)
+        for far in (False, True):
+            nodes = (0,) * widths[0], (int(far),) * widths[1]
+            taken = handover_time(PROFILES, nodes, here, there, samples, tensors, 4)
+            assert taken.time_s == pytest.approx(send_kind_time(PROFILES, False, far, most).time_s)
+
+
+def random_layout(rng: np.random.Generator, width: int) -> Layout:
+    """Of a stage so wide."""
+    tp_size = int(rng.choice([size for size in (1, 2, 3, 4, 6) if width % size == 0]))
+    alone = tp_size in (1, width)
+    return Layout(width, tp_size, alone or rng.random() < 0.5, tp_size > 1 and rng.random() < 0.5)
