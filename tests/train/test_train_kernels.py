@@ -214,6 +214,20 @@ def test_fused_attention_is_tried_before_a_plan_runs(family: str, change: dict[s
     assert (found is not None) == refused, found
 
 
+@pytest.mark.parametrize(("family", "group"), [("llama", 2), ("gpt2", 1), ("bert", 1)])
+def test_heads_that_share_their_keys_are_tried_as_transformers_hands_them_over(
+    family: str, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(query: Tensor, key: Tensor, *_rest: object, enable_gqa: bool) -> Tensor:
+        assert (query.shape[1], key.shape[1], enable_gqa) == (group, 1, group > 1)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(kernels, "scaled_dot_product_attention", refuse)
+    plan = random_plan(tiny(family), 0, 1, "float32", stages=1)
+    found = kernels._refusal(plan, family_named(family, "test"), torch.device("cpu"))
+    assert found == "has no fused kernel here (seen)"
+
+
 @pytest.fixture
 def cpu_kernels() -> Iterator[None]:
     yield

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -102,18 +103,25 @@ def _fused_lack(plan: Plan, family: Family, device: torch.device) -> str | None:
 
 
 def _refusal(plan: Plan, family: Family, device: torch.device) -> str | None:
-    """Why no fused kernel takes one head of each attention of a plan, or None."""
+    """Why no fused kernel takes one group of heads of each attention of a plan, or None.
+
+    Without a mask transformers hands the heads of a group that share their keys over as they are (`enable_gqa`).
+    """
     dtype, config = getattr(torch, plan.precision.compute), family.configuration(plan.model)
     attentions = (region.attention for kind in plan.model.types.values() for region in kind.regions)
+    masked, learned = family.mask in (Mask.PADDING, Mask.BIAS), family.mask is Mask.BIAS
+    causal, length = family.mask is Mask.CAUSAL, plan.model.sequence_length
+    make = partial(torch.zeros, dtype=dtype, device=device)
     for heads in {heads for heads in attentions if heads is not None}:
-        length = plan.model.sequence_length
-        x = torch.zeros(1, 1, length, heads.head_features, dtype=dtype, device=device, requires_grad=True)
-        masked, learned = family.mask in (Mask.PADDING, Mask.BIAS), family.mask is Mask.BIAS
-        mask = torch.zeros(length, length, dtype=dtype, device=device, requires_grad=learned) if masked else None
-        causal = family.mask is Mask.CAUSAL
+        group = 1 if masked else heads.heads // heads.kv_heads
+        query = make(1, group, length, heads.head_features, requires_grad=True)
+        key = make(1, 1, length, heads.head_features, requires_grad=True)
+        mask = make(length, length, requires_grad=learned) if masked else None
         try:
             with sdpa_kernel(list(_FUSED)):
-                scaled_dot_product_attention(x, x, x, mask, family.dropout(config), causal)
+                scaled_dot_product_attention(
+                    query, key, key, mask, family.dropout(config), causal, enable_gqa=group > 1
+                )
         except RuntimeError as error:
             return f"has no fused kernel here ({' '.join(str(error).split())})"
     return None
