@@ -11,8 +11,6 @@ from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import DataParallel, Strategy
 
-__all__ = ["Cut", "chunk_layers", "cuts", "gathers_spared", "incoming_layout"]
-
 
 def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:
     """Name, type and strategy of each layer of a model chunk, embedding and head included, in order."""

@@ -32,18 +32,6 @@ from shardwright_formats.types.model import HEAD, BoundaryTensor, LayerType, Mod
 from shardwright_formats.types.plan import ITEMSIZE, GradientReduction, Plan
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
 
-__all__ = [
-    "LOSS_ELEMENTS",
-    "Cause",
-    "Message",
-    "loss_messages",
-    "parameter_messages",
-    "partial_gradient_bytes",
-    "redistribution_messages",
-    "region_messages",
-    "step_messages",
-]
-
 LOSS_ELEMENTS = 1 << 24
 """Logits that the cross entropy has in float32 at a time."""
 _REDUCTIONS = 2

@@ -22,19 +22,6 @@ from shardwright_formats.types.limits import (
 )
 from shardwright_formats.types.strategy import Recompute, SequenceParallel
 
-__all__ = [
-    "FitMode",
-    "FitRow",
-    "LayerRow",
-    "ModelProfile",
-    "ProcessRow",
-    "ProfileOrigin",
-    "Quantity",
-    "StateRow",
-    "read_model_profile",
-    "write_model_profile",
-]
-
 _TypeName = Annotated[str, Meta(max_length=32)]
 _Coefficient = Annotated[float, Meta(extra={"unit": "s or bytes per unit of the term"})]
 _Residual = Annotated[float, Meta(ge=0, extra={"unit": "1"})]

@@ -12,22 +12,6 @@ from shardwright_formats.types.plan import Attention, GradientReduction, Precisi
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
 
-__all__ = [
-    "CorrectOptions",
-    "EvaluateOptions",
-    "ExplainOptions",
-    "ExportOptions",
-    "GalvatronRun",
-    "ImportGalvatronOptions",
-    "PlanOptions",
-    "ProfileOptions",
-    "SelectOptions",
-    "SimulateOptions",
-    "System",
-    "UniformOptions",
-    "UniformRequest",
-]
-
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 
 

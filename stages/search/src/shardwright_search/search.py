@@ -27,8 +27,6 @@ from shardwright_search.space.configurations import Configuration, configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest
 
-__all__ = ["NEAR", "Candidate", "Found", "Infeasible", "find_best", "instance_of", "targets_of"]
-
 NEAR = 0.01
 """Among plans whose closed form is within this share of the optimum, the least simulated time decides."""
 _MAX_NEAR = 64

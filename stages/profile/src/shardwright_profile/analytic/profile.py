@@ -27,8 +27,6 @@ from shardwright_profile.model.curves import fits_table
 from shardwright_profile.model.probes import block_types, formatted, misfit_of
 from shardwright_profile.model.settings import ProfileSettings
 
-__all__ = ["AnalyticProfile", "hardware_profile", "model_profile"]
-
 
 class AnalyticProfile(NamedTuple):
     """A profile, and one sentence for each strategy that was left out."""

@@ -13,17 +13,6 @@ from shardwright_formats.types.plan import PipelineStage, Plan, Schedule, misfit
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
 from shardwright_profile.model.settings import ProfileSettings
 
-__all__ = [
-    "NUM_MICROBATCHES",
-    "Probes",
-    "block_types",
-    "formatted",
-    "layer_counts",
-    "make_probes",
-    "misfit_of",
-    "with_layers",
-]
-
 NUM_MICROBATCHES = 2
 """The least that leaves a forward pass that gathers no parameters and a backward pass that reduces no gradients."""
 

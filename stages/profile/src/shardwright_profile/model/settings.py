@@ -11,8 +11,6 @@ from shardwright_formats.types.limits import Count
 from shardwright_formats.types.plan import Attention, Precision
 from shardwright_formats.types.strategy import Recompute, SequenceParallel
 
-__all__ = ["Grid", "ProfileSettings", "Range"]
-
 _Counts = Annotated[tuple[Count, ...], Meta(min_length=1)]
 
 

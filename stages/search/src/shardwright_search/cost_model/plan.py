@@ -15,8 +15,6 @@ from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.simulation.simulator import Simulation, lower_bound_ps, simulate, step_time_ps
 from shardwright_search.solver.objective import step_time
 
-__all__ = ["Evaluation", "cost_model_of", "evaluate", "offset_ps"]
-
 _PER_SECOND = 1e12
 
 

@@ -22,18 +22,6 @@ from shardwright_formats.types.model_profile import (
 )
 from shardwright_formats.types.plan import Attention, Precision, profiled_as
 
-__all__ = [
-    "CurveKey",
-    "LayerKey",
-    "LayerPoints",
-    "Profiles",
-    "Sources",
-    "check_profiles",
-    "index_profiles",
-    "read_profiles",
-    "sources_of",
-]
-
 
 class LayerKey(NamedTuple):
     """What the points of one curve of the model profile have in common."""

@@ -34,7 +34,6 @@ from shardwright_search.space.request import SearchRequest
 if TYPE_CHECKING:
     from shardwright_search.solver.interleaved import InterleavedProblem
 
-__all__ = ["Instance", "Nothing"]
 
 _MAX_RECENT = 6
 

@@ -12,18 +12,6 @@ from shardwright_formats.types.plan import Attention, GradientReduction, Precisi
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
 
-__all__ = [
-    "BatchRange",
-    "Dimension",
-    "Objective",
-    "OuterSpace",
-    "Robust",
-    "SearchRequest",
-    "Space",
-    "StageWidths",
-    "batch_sizes",
-]
-
 _MAX_BATCH_SIZES = 10_000
 """Each is searched."""
 Counts = Annotated[tuple[Count, ...], Meta(min_length=1)]

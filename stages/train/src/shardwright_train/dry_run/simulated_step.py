@@ -23,8 +23,6 @@ from shardwright_train.pipeline.p2p import Pipeline
 from shardwright_train.pipeline.runner import MicrobatchChunk, Step
 from shardwright_train.torch_private import FakeStore, FakeTensorMode, TorchDispatchMode, tree_leaves
 
-__all__ = ["SimulatedStep", "Traffic", "simulate_step"]
-
 
 class Traffic(NamedTuple):
     """A kind of message."""

@@ -22,8 +22,6 @@ from shardwright_train.parallel.sharding_rules import WORDS, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.parallel.vocab import loss_of_logits, token_embedding
 
-__all__ = ["BLOCK", "Batch", "Family", "States"]
-
 BLOCK = "block"
 """The layer type of families that have one."""
 

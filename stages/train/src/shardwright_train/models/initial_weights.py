@@ -12,8 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Constant", "Distribution", "Filling", "Normal", "TruncatedNormal", "Uniform", "fill"]
-
 _BLOCK = 1 << 16
 """Numbers that are drawn at once; with what drawing them takes, 4 MiB a thread."""
 _WORDS = 4

@@ -10,8 +10,6 @@ from transformers.initialization import TORCH_INIT_FUNCTIONS
 from shardwright_train.models.initial_weights import Constant, Distribution, Filling, Normal, TruncatedNormal, Uniform
 from shardwright_train.torch_private import TorchDispatchMode
 
-__all__ = ["stock_fillings"]
-
 _DRAWS: dict[str, Callable[..., Distribution]] = {
     "aten::normal_": lambda mean=0.0, std=1.0: Normal(mean, std),
     "aten::uniform_": lambda low=0.0, high=1.0: Uniform(low, high),

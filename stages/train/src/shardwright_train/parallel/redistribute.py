@@ -11,8 +11,6 @@ from shardwright_formats.semantics.layout import ActivationShard, Layout, closed
 from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.parallel.process_groups import Groups
 
-__all__ = ["Redistribution", "RedistributionSite", "Window", "window"]
-
 Window = tuple[slice, slice]
 """Samples and positions of a local tensor."""
 

@@ -14,8 +14,6 @@ from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.redistribute import Window, window
 from shardwright_train.pipeline.layer import RankContext
 
-__all__ = ["Messages", "Pipeline", "Port"]
-
 
 class Piece(NamedTuple):
     """What one other rank sends or gets of a tensor."""

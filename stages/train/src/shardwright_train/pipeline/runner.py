@@ -15,8 +15,6 @@ from shardwright_train.parallel.vocab import IGNORED
 from shardwright_train.pipeline.p2p import Messages, Pipeline
 from shardwright_train.pipeline.stage import Stage
 
-__all__ = ["MicrobatchChunk", "Step", "StepHook", "no_hook", "run_step"]
-
 MicrobatchChunk = tuple[int, int]
 """A microbatch and a model chunk: a range of layers of the pipeline stage."""
 

@@ -10,8 +10,6 @@ from shardwright_train.parallel.data import local_tensor
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.torch_private import tree_leaves
 
-__all__ = ["first_nonfinite"]
-
 # Forward finds come before those of the backward pass, then earlier microbatches, then lower layers, then ranks.
 _Find = tuple[int, int, int, int, str]
 
