@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright_train.models.base import BLOCK, Batch, Family, States
+from shardwright_train.data.objectives import Batch
+from shardwright_train.models.base import BLOCK, Family, States
 from shardwright_train.models.configuration import Only
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts, Rule
