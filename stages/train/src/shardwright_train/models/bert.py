@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from shardwright_train.data.objectives import Batch, Masked
+from shardwright_train.data.objectives import Masked
+from shardwright_train.data.share import Batch
 from shardwright_train.models.base import BLOCK, Family, States
 from shardwright_train.models.configuration import Only
 from shardwright_train.models.masks import Mask

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright_train.data.objectives import Batch
+from shardwright_train.data.share import Batch
 from shardwright_train.models.base import BLOCK, Family, States
 from shardwright_train.models.configuration import Only
 from shardwright_train.models.stock import Pieces

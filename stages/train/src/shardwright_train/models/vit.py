@@ -3,7 +3,8 @@
 from typing import Any
 
 from shardwright_formats.types.model import HEAD
-from shardwright_train.data.objectives import Batch, Classification
+from shardwright_train.data.objectives import Classification
+from shardwright_train.data.share import Batch
 from shardwright_train.models.base import BLOCK, Family, States
 from shardwright_train.models.masks import Mask
 from shardwright_train.models.stock import Pieces
