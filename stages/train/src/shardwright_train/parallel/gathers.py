@@ -19,7 +19,7 @@ class Gathers:
 
     def __init__(self, layers: Sequence[tuple[nn.Module, DataParallel]]) -> None:
         self._ends = [_zero3(*layers[i]) for i in (0, -1)] if layers else [None, None]
-        self._started = False
+        self._started = False  # FSDP2 gathers nothing ahead for a chunk that was never called
         wrapped = [(module, _zero3(module, kind)) for module, kind in layers if isinstance(module, FSDPModule)]
         for (module, _), (_, behind) in pairwise(wrapped):
             module.set_modules_to_forward_prefetch([] if behind is None else [behind])
@@ -27,19 +27,17 @@ class Gathers:
         for (module, _), (_, before) in zip(wrapped, [(None, None), *wrapped], strict=False):
             module.set_modules_to_backward_prefetch([before or module])
 
-    def first(self, during: Pass) -> FSDPModule | None:
-        """The layer that a pass begins with, where ZeRO-3 gathers it, and once the chunk has been called."""
-        return self._ends[0 if during is Pass.FORWARD else 1] if self._started else None
-
     def start(self, during: Pass) -> None:
         """Gather the first layer of a pass beside the wait for its input, unless the pass before has."""
-        if (first := self.first(during)) is not None:
+        if (first := self._first(during)) is not None:
             first.unshard(async_op=True)
 
-    def prepare(self, during: Pass, stays: bool, following: FSDPModule | None) -> None:
-        """For a pass to come: its last layer stays gathered for the next pass, or that begins by gathering another."""
-        forward, last = during is Pass.FORWARD, self._ends[1 if during is Pass.FORWARD else 0]
+    def prepare(self, during: Pass, then: "tuple[Gathers, Pass] | None") -> None:
+        """For a pass to come, and the one behind it: it begins with the layer that this one ends with, or another."""
         self._started = True
+        forward, last = during is Pass.FORWARD, self._ends[1 if during is Pass.FORWARD else 0]
+        stays = then is not None and then[0] is self and then[1] is not during
+        following = None if then is None or stays or not then[0]._started else then[0]._first(then[1])
         if last is None:
             return
         if forward:
@@ -48,6 +46,10 @@ class Gathers:
         else:
             last.set_modules_to_backward_prefetch([following or last])
             last.set_reshard_after_backward(not stays, recurse=False)
+
+    def _first(self, during: Pass) -> FSDPModule | None:
+        """The layer that a pass begins with, where ZeRO-3 gathers it."""
+        return self._ends[0 if during is Pass.FORWARD else 1]
 
 
 def _zero3(module: nn.Module, kind: DataParallel) -> FSDPModule | None:

@@ -127,13 +127,8 @@ class Stage:
 
     def prepare_gathers(self, action: Action, following: Action | None) -> None:
         """Say of an action what the next one begins with: the layer that this one ends with, or one to gather."""
-        own = self.chunks[action.chunk].gathers
-        if following is None:
-            own.prepare(action.kind, False, None)
-        elif following.chunk == action.chunk and following.kind is not action.kind:
-            own.prepare(action.kind, True, None)
-        else:
-            own.prepare(action.kind, False, self.chunks[following.chunk].gathers.first(following.kind))
+        then = None if following is None else (self.chunks[following.chunk].gathers, following.kind)
+        self.chunks[action.chunk].gathers.prepare(action.kind, then)
 
     def finish_gradients(self) -> None:
         """Make every gradient exist, and sum those that several ranks or layers have a part of."""
