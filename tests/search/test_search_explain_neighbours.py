@@ -39,6 +39,13 @@ def answers(plan, questions):
     return {question.what: answer(question).found for question in questions}
 
 
+def test_where_states_may_be_shared_out_in_groups_one_kind_has_none(world, make):
+    request, *_, profiles = world
+    kinds = neighbours(best(*world).chosen.plan, replace(request, shard_sizes=(2,)), profiles, FILE)
+    (question,) = [own for own in kinds if own.what == "states shared out among all ranks"]
+    assert question.request.shard_sizes is None
+
+
 def test_each_kind_is_the_best_plan_of_the_search_that_asks_for_it(world, make):
     request, model, cluster, profiles = world
     chosen = best(*world)

@@ -1,5 +1,6 @@
 """What a request allows: spaces, options, batches and budgets, and what it must not say."""
 
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -162,6 +163,30 @@ def test_states_are_shared_out_in_groups_only_where_these_are_listed(planned, se
     assert {layer.shard_size for layer in (*plan.layers, plan.embedding, plan.head)} == {0}, "but hold more"
     with pytest.raises(BadInput, match="shard_sizes: 3 does not divide the number of devices, 4"):
         searched(shard_sizes=[3])
+
+
+def test_with_shard_groups_the_answer_is_the_best_of_all_plans(make):
+    """Every plan of two layers on two nodes of two devices, under budgets that keep more and more of them out."""
+    model, cluster = make.model(2), make.cluster(4, nodes=2)
+    profiles = make.profiles(model, cluster)
+    asked = {"pp_sizes": [1], "tp_sizes": [1], "num_microbatches": [2], "recompute": ["none"], "shard_sizes": [2]}
+    request = make.request(**asked)
+    best = find_best(request, model, cluster, profiles, FILE, lambda line: None).chosen.plan
+    choices = [shardings(request, model, name, 4) for name in ("embedding", "block", "block", "head")]
+    assert {len(own) for own in choices} == {5}, "ddp, and zero2 and zero3 among two and among all"
+    every = [
+        evaluate(replace(best, embedding=first, layers=tuple(layers), head=last), profiles, timeline=False)
+        for first, *layers, last in product(*choices)
+    ]
+    held = sorted(one.estimate.memory_bytes for one in every)
+    chosen = []
+    for budget in (held[len(held) * share // 100] for share in (0, 2, 5, 10, 20, 40)):
+        limited = replace(request, memory_gib=budget / GIB)
+        found = find_best(limited, model, cluster, profiles, FILE, lambda line: None)
+        fitting = [one.objective_ps for one in every if one.estimate.memory_bytes <= budget]
+        assert found.optimum_s == pytest.approx(min(fitting) / 1e12, rel=1e-12)
+        chosen += found.chosen.plan.layers
+    assert {layer.shard_size for layer in chosen} == {0, 2}
 
 
 def test_interleaved_schedules_cut_layers_into_equal_chunks(planned):

@@ -184,6 +184,7 @@ def test_the_compared_plans_cover_every_value_of_every_field() -> None:
     layers = [layer for plan in plans for layer in plan.layers]
     assert {layer.tp_size for layer in layers} == {1, 2, 4, 8}
     assert {layer.data_parallel for layer in layers if layer.dp_size > 1} == set(DataParallel)
+    assert {layer.data_parallel for layer in layers if layer.shard_size} == {DataParallel.ZERO2, DataParallel.ZERO3}
     assert {layer.sequence_parallel for layer in layers if layer.tp_size > 1} == set(SequenceParallel)
     assert {layer.recompute for layer in layers} == set(Recompute)
     assert {layout_of(layer).consecutive for layer in layers} == {True, False}

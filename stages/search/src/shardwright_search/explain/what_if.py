@@ -66,6 +66,8 @@ def _kinds(plan: Plan, asked: SearchRequest, file: Path) -> Iterator[tuple[str, 
     """`asked` is narrowed; data parallelism alone is a named space, in which nothing else is asked of the ends."""
     yield "no recomputation", replace(asked, recompute=(Recompute.NONE,))
     yield "one strategy for all layers", replace(asked, fine_grained=False)
+    if asked.shard_sizes is not None:
+        yield "states shared out among all ranks", replace(asked, shard_sizes=None)
     alone = replace(asked, embedding=OuterSpace(), head=OuterSpace(), max_pp_size=None, max_dp_size=None)
     yield "data parallelism only", replace(alone, space=Space.DP)
     yield "ZeRO only", replace(alone, space=Space.ZERO)
