@@ -6,6 +6,7 @@ plain data parallelism, step by step, as on the processor. In bfloat16 they must
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from gpu_parts.parity import configuration
 from gpu_parts.setting import Setting
 from gpu_parts.workbench import MIXED, batch_of, described, engine_of, memory_given_back, plan_of, step_of
+from msgspec.structs import replace
 
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import PipelineStage, Plan, Precision, Schedule
@@ -32,7 +34,7 @@ REFERENCE = "data parallel"
 def plans_of(setting: Setting, model: Model, ranks: int, **fields: object) -> dict[str, Plan]:
     """What is tried on some ranks; one global batch for all."""
     half, layers = ranks // 2, len(model.layers)
-    fields |= {"global_batch_size": 5 * ranks}
+    fields |= {"global_batch_size": 15 * ranks}
 
     def whole(strategy: Strategy, name: str, microbatches: int = 1) -> Plan:
         return plan_of(setting, model, strategy, name=name, num_microbatches=microbatches, **fields)
@@ -62,7 +64,31 @@ def plans_of(setting: Setting, model: Model, ranks: int, **fields: object) -> di
         sharded("tensor parallel 2, Megatron's sequence parallelism", SequenceParallel.MEGATRON),
         sharded("Ulysses 2", SequenceParallel.ULYSSES),
     )
-    return {plan.name: plan for plan in found}
+    more = (_uneven(found[0]), _hsdp(whole)) if ranks >= 4 else ()
+    return {plan.name: plan for plan in (*found, *more)}
+
+
+def _uneven(plan: Plan) -> Plan:
+    """All ranks but one hold the first half of the layers."""
+    ranks, half = plan.world_size, len(plan.layers) // 2
+    wide, narrow = {"dp_size": ranks - 1}, {"dp_size": 1}
+    return replace(
+        plan,
+        name="1F1B, 2 stages of unequal width, 5 microbatches",
+        num_microbatches=5,
+        stages=(
+            PipelineStage(ranks=tuple(range(ranks - 1)), layers=((0, half),)),
+            PipelineStage(ranks=(ranks - 1,), layers=((half, len(plan.layers)),)),
+        ),
+        embedding=replace(plan.embedding, **wide),
+        head=replace(plan.head, **narrow),
+        layers=tuple(replace(layer, **(wide if i < half else narrow)) for i, layer in enumerate(plan.layers)),
+    )
+
+
+def _hsdp(whole: Callable[..., Plan]) -> Plan:
+    strategy = Strategy(tp_size=1, dp_size=4, data_parallel=DataParallel.ZERO3, shard_size=2)
+    return whole(strategy, "ZeRO-3 within pairs, replicated across them (HSDP)")
 
 
 def of_rank(setting: Setting, world: World) -> dict[str, Any]:

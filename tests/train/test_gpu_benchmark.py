@@ -104,7 +104,7 @@ def test_what_is_tried_over_nccl_is_one_step_in_many_ways(gpu, setting, ranks):
     bench = importlib.import_module("gpu_parts.workbench")
     model = bench.described(parity.configuration("llama", 32, 4, 61, 16), "smoke", 16)
     plans = smoke.plans_of(setting, model, ranks)
-    assert {(plan.world_size, plan.global_batch_size) for plan in plans.values()} == {(ranks, 5 * ranks)}
+    assert {(plan.world_size, plan.global_batch_size) for plan in plans.values()} == {(ranks, 15 * ranks)}
     assert {plan.schedule for plan in plans.values()} == set(Schedule)
     assert {plan.layers[0].sequence_parallel for plan in plans.values()} == set(SequenceParallel)
 
