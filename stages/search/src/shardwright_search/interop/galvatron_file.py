@@ -5,9 +5,9 @@ Versions: hetu-galvatron 2.4.0 (`utils/config_utils.py`, `core/runtime/hybrid_pa
 `vocab_sdp` where the search writes `embed_sdp`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -84,7 +84,31 @@ def read_galvatron(path: Path) -> GalvatronStrategy:
 
     Raises BadInput for a key that is unknown, missing or contradicts another, and for what no plan can say.
     """
-    return _parsed(path, read_object(path))
+    try:
+        keys = msgspec.convert(read_object(path), _Keys)
+    except msgspec.ValidationError as error:
+        remedy = "pass a strategy file of Galvatron; what a run's options decide must stand in it"
+        raise BadInput(path, str(error), remedy) from None
+    sizes = _numbers(path, "tp_sizes_enc", keys.tp_sizes_enc)
+    count = len(sizes)
+    for name, meaning in _FOREIGN.items():
+        if set(_listed(path, keys, name, count, 1)) != {1}:
+            raise BadInput(path, f"{name} asks for {meaning}, which no plan can say", "give it degree 1 in every layer")
+    if keys.vcp != 1:
+        raise BadInput(path, f"vcp {keys.vcp} asks for context parallelism, which no plan can say", "give it degree 1")
+    flags = [
+        _flags(path, name, _listed(path, keys, name, count, 0))
+        for name in ("tp_consecutive_flags", "dp_types_enc", "use_sp", "checkpoint")
+    ]
+    return GalvatronStrategy(
+        layers=tuple(GalvatronLayer(size, *of) for size, *of in zip(sizes, *flags, strict=True)),
+        vocabulary=GalvatronLayer(keys.vtp, True, _vocabulary_is_zero3(path, keys), keys.vsp == 1, False),
+        pp_division=_division(path, keys, count),
+        global_bsz=keys.global_bsz,
+        chunks=keys.chunks,
+        pipeline_type=keys.pipeline_type,
+        default_dp_type=keys.default_dp_type,
+    )
 
 
 def galvatron_keys(strategy: GalvatronStrategy) -> dict[str, int | str]:
@@ -109,34 +133,6 @@ def galvatron_keys(strategy: GalvatronStrategy) -> dict[str, int | str]:
         "embed_sdp": int(vocabulary.zero3),
         "vocab_sdp": int(vocabulary.zero3),
     }
-
-
-def _parsed(path: Path, raw: Mapping[str, Any]) -> GalvatronStrategy:
-    try:
-        keys = msgspec.convert(raw, _Keys)
-    except msgspec.ValidationError as error:
-        remedy = "pass a strategy file of Galvatron; what a run's options decide must stand in it"
-        raise BadInput(path, str(error), remedy) from None
-    sizes = _numbers(path, "tp_sizes_enc", keys.tp_sizes_enc)
-    count = len(sizes)
-    for name, meaning in _FOREIGN.items():
-        if set(_listed(path, keys, name, count, 1)) != {1}:
-            raise BadInput(path, f"{name} asks for {meaning}, which no plan can say", "give it degree 1 in every layer")
-    if keys.vcp != 1:
-        raise BadInput(path, f"vcp {keys.vcp} asks for context parallelism, which no plan can say", "give it degree 1")
-    flags = [
-        _flags(path, name, _listed(path, keys, name, count, 0))
-        for name in ("tp_consecutive_flags", "dp_types_enc", "use_sp", "checkpoint")
-    ]
-    return GalvatronStrategy(
-        layers=tuple(GalvatronLayer(size, *of) for size, *of in zip(sizes, *flags, strict=True)),
-        vocabulary=GalvatronLayer(keys.vtp, True, _vocabulary_is_zero3(path, keys), keys.vsp == 1, False),
-        pp_division=_division(path, keys, count),
-        global_bsz=keys.global_bsz,
-        chunks=keys.chunks,
-        pipeline_type=keys.pipeline_type,
-        default_dp_type=keys.default_dp_type,
-    )
 
 
 def _vocabulary_is_zero3(path: Path, keys: _Keys) -> bool:
