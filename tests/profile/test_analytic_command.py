@@ -75,7 +75,7 @@ def test_a_model_profile_has_every_combination_and_marks_all_of_it(written):
     profile = read_model_profile(folder / "m.h5")
     layers = profile.layers
     # tp 1 without, 2 and 8 with each kind of sequence parallelism; tp 3 does not fit.
-    blocks = 7 * 4 * 3
+    blocks = 7 * len(Recompute) * 3
     assert len(layers["type"]) == 2 * (blocks + 2 * 7 * 3)
     assert "left out: tp_size=3 sequence_parallel=none: tp_size 3 does not divide" in said
     assert set(layers["sequence_length"]) == {1024, 2048} and profile.origin.device == DEVICE
@@ -200,6 +200,15 @@ def test_what_cannot_be_estimated_is_refused_in_one_line(inputs, command, one_er
         given += ["--settings", inputs / "settings.json"]
     line = one_error_line(command("analytic", *given), 2, tmp_path, set())
     assert problem in line
+
+
+def test_compiled_layers_are_not_estimated(inputs, command, one_error_line, tmp_path):
+    settings = json.loads((inputs / "settings.json").read_text()) | {"compile": True}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    asked = ["--model", inputs / "1024.json", "--settings", tmp_path / "settings.json", "--device", "L4"]
+    before = set(tmp_path.iterdir())
+    called = command("analytic", *asked, "--out", tmp_path / "m.h5")
+    assert "compile: what torch.compile saves is not estimated" in one_error_line(called, 2, tmp_path, before)
 
 
 def test_the_command_has_the_efficiencies_that_the_error_was_seen_with():

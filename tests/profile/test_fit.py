@@ -234,6 +234,9 @@ def test_measurements_that_cannot_be_compared_are_refused(
     in_bfloat16 = make_probes([make_model()], make_cluster((1, 2)), "cpu-2", halved).plans
     message = _refusal([measured, make_measurement(in_bfloat16, make_constants())])
     assert "precision is 'float32/bfloat16/float32', but 'float32/float32/float32' in 0.json" in message
+    compiled = make_probes([make_model()], make_cluster((1, 2)), "cpu-2", _settings(compile=True)).plans
+    message = _refusal([measured, make_measurement(compiled, make_constants())])
+    assert "precision is 'float32/float32/float32 compiled', but 'float32/float32/float32' in 0.json" in message
 
 
 def test_plans_that_are_no_probes_are_refused(plans, make_measurement, make_constants):

@@ -34,6 +34,7 @@ _SETTINGS = st.builds(
     recompute=_subsets(list(Recompute)).map(lambda kinds: tuple({Recompute.NONE, *kinds})),
     micro_batch_sizes=_subsets([1, 2, 4]),
     layers=st.sampled_from([(1, 2), (1, 3), (2, 5)]),
+    compile=st.booleans(),
 )
 _LAYERS = st.lists(st.sampled_from(["block", "other"]), min_size=1, max_size=6)
 
@@ -79,6 +80,7 @@ def test_every_probe_is_one_node_one_stage_two_microbatches_of_plain_ddp(
         assert plan.world_size == devices
         assert len(plan.stages) == 1
         assert plan.num_microbatches == 2
+        assert plan.compile is settings.compile
         assert plan.model.architecture_sha256 == model.architecture_sha256
         spread = {(s.tp_size, s.dp_size, s.sequence_parallel) for s in (plan.embedding, plan.head, *plan.layers)}
         assert len(spread) == 1
