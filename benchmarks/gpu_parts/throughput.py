@@ -171,7 +171,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     ]
     rows = [
         f"| {row['way']} | {row['step_s'] * 1000:.1f} ms | {row['tokens_per_s']:,.0f} | {_told(row['mfu'], '.1%')} | "
-        f"{_told(row['peak_bytes'] and row['peak_bytes'] / 2**30, '.2f')} GiB | {row['loss']:.4f} | "
+        f"{_told(row['peak_bytes'] and row['peak_bytes'] / 2**30, '.2f GiB')} | {row['loss']:.4f} | "
         f"{row['start_up_s']:.1f} s |"
         for row in result["rows"]
     ]
@@ -179,4 +179,7 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 def _told(value: float | None, form: str) -> str:
-    return "not known" if value is None else format(value, form)
+    if value is None:
+        return "not known"
+    number, _, unit = form.partition(" ")
+    return f"{value:{number}} {unit}".rstrip()
