@@ -18,6 +18,7 @@ from shardwright_formats.types.hardware_profile import HardwareProfile, write_ha
 from shardwright_formats.types.measurement import (
     Measurement,
     PassTime,
+    PlanFailure,
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
@@ -189,7 +190,13 @@ def _measurement(plan: Plan) -> Measurement:
         date="2026-01-31",
         versions="torch 2.13.0",
         attention="sdpa",
+        allocator="",
         plans=(PlanMeasurement(plan=plan, ranks=tuple(_rank(plan, rank) for rank in range(plan.world_size))),),
+        failed=(
+            PlanFailure(
+                plan=_gpipe_plan(plan), category="out_of_memory", rank=1, where="in step 1 of toy", asked_bytes=2 << 30
+            ),
+        ),
     )
 
 
@@ -218,6 +225,8 @@ def _rank(plan: Plan, rank: int) -> RankMeasurement:
             for name in names
         ),
         process_bytes=0,
+        peak_reserved_bytes=0,
+        device_used_bytes=0,
         resident_bytes=1 << 20,
     )
     return RankMeasurement(

@@ -15,6 +15,7 @@ from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.measurement import (
     Measurement,
     PassTime,
+    PlanFailure,
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
@@ -223,6 +224,8 @@ def measurements(draw: st.DrawFn) -> Measurement:
         peak_bytes=draw(byte_counts),
         segments=draw(_lists(segment_memory)),
         process_bytes=draw(byte_counts),
+        peak_reserved_bytes=draw(byte_counts),
+        device_used_bytes=draw(byte_counts),
         resident_bytes=draw(byte_counts),
     )
     ranks = tuple(
@@ -243,13 +246,22 @@ def measurements(draw: st.DrawFn) -> Measurement:
         )
         for rank in range(plan.world_size)
     )
+    failure = PlanFailure(
+        plan=plan,
+        category="out_of_memory",
+        rank=draw(st.integers(0, plan.world_size - 1)),
+        where=draw(names),
+        asked_bytes=draw(st.none() | byte_counts),
+    )
     return Measurement(
         device=draw(names),
         backend=draw(names),
         date=draw(names),
         versions=draw(names),
         attention=draw(names),
+        allocator=draw(names),
         plans=(PlanMeasurement(plan=plan, ranks=ranks),),
+        failed=draw(st.sampled_from([(), (failure,)])),
     )
 
 

@@ -203,7 +203,7 @@ def _off(times: np.ndarray) -> np.ndarray:
 
 def measurement_of(plans: list[dict[str, Any]], paces: list[float]) -> dict[str, Any]:
     """What running plans took, as if measured: times of the layers that each has, times a pace of its own."""
-    head = {"format": "shardwright.measurement", "version": 3, "device": "toy", "backend": "gloo"}
+    head = {"format": "shardwright.measurement", "version": 4, "device": "toy", "backend": "gloo"}
     made = {"date": "2026-01-31", "versions": "torch 0", "attention": "sdpa"}
     measured = [
         {"plan": plan, "ranks": [_rank(plan, rank, pace) for stage in plan["stages"] for rank in stage["ranks"]]}
@@ -261,5 +261,7 @@ def _memory(plan: dict[str, Any], layers: int, samples: int, recomputed: bool) -
             for name, size in sizes.items()
         ],
         "process_bytes": 8 << 20,
+        "peak_reserved_bytes": 0,
+        "device_used_bytes": 0,
         "resident_bytes": 256 << 20,
     }

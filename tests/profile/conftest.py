@@ -129,6 +129,8 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
                     for name, held in held_bytes.items()
                 ),
                 process_bytes=100 + number,
+                peak_reserved_bytes=0,
+                device_used_bytes=0,
                 resident_bytes=1000 + number,
             ),
         )
@@ -143,6 +145,7 @@ def _measurement(plans: Sequence[Plan], constants: Constants, device: str = "cpu
         date="2026-01-31",
         versions="torch 0",
         attention="sdpa",
+        allocator="",
         plans=tuple(_measured_plan(plan, constants) for plan in plans),
     )
 

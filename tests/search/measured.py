@@ -78,7 +78,7 @@ def _rank(plan, rank, estimate: Estimate, overhead_s, factors, repeats) -> RankM
 def _memory(peak_bytes: int) -> RankMemory:
     return RankMemory(
         parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0, peak_bytes=peak_bytes, segments=(), process_bytes=0,
-        resident_bytes=0,
+        peak_reserved_bytes=0, device_used_bytes=0, resident_bytes=0,
     )  # fmt: skip
 
 

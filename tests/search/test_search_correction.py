@@ -153,7 +153,13 @@ def measurement(world, make, tmp_path):
     write_model_profile(tmp_path / "m.h5", make.profile(model, reduction_s_per_parameter=1e-8))
     measured = tuple(measured_as(plan, profiles, FACTORS) for plan in three_plans(world))
     document = Measurement(
-        device="cpu", backend="gloo", date="2026-01-31", versions="torch 0", attention="sdpa", plans=measured
+        device="cpu",
+        backend="gloo",
+        date="2026-01-31",
+        versions="torch 0",
+        attention="sdpa",
+        allocator="",
+        plans=measured,
     )
     write_document(tmp_path / "meas.json", document)
     return document

@@ -80,11 +80,17 @@ class _Made(TorchFunctionMode):
         return made
 
 
+class _Stream(torch.cpu.Stream):
+    def record_event(self, event: Any = None) -> Any:
+        return torch.cpu.Event()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def a_device_without_data() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # What FSDP2 and the optimizer ask of a kind of device.
-        patch.setattr(torch, "meta", SimpleNamespace(**vars(torch.cpu) | {"current_device": lambda: 0}), raising=False)
+        asked = {"current_device": lambda: 0, "Stream": _Stream, "current_stream": lambda *_: _Stream()}
+        patch.setattr(torch, "meta", SimpleNamespace(**vars(torch.cpu) | asked), raising=False)
         patch.setattr(FSDPParamGroup, "_validate_no_meta_params", lambda _self: None)
         patch.setattr(adam, "_device_dtype_check_for_fused", lambda *_args, **_more: None)
         yield

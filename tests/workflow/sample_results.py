@@ -127,7 +127,7 @@ def write_sample_results(results: Path, *, search: str = "roomy", run: str = "de
     write_document(results / "plans" / f"{search}.prediction.json", prediction)
     measured = Measurement(
         device="cpu", backend="gloo", date="2026-01-31", versions="torch 2.13.0", attention="sdpa",
-        plans=(_measured(plan, 0.21), _measured(others[0], 0.25)),
+        allocator="", plans=(_measured(plan, 0.21), _measured(others[0], 0.25)),
     )  # fmt: skip
     write_document(results / "measurements" / "plans" / f"{search}.json", measured)
     write_document(results / "selected" / f"{search}.json", others[0])
@@ -147,7 +147,7 @@ def write_sample_results(results: Path, *, search: str = "roomy", run: str = "de
 def _measured(plan: Plan, step_time_s: float) -> PlanMeasurement:
     memory = RankMemory(
         parameters_bytes=8 * _MIB, gradients_bytes=8 * _MIB, optimizer_bytes=16 * _MIB, peak_bytes=60 * _MIB,
-        segments=(), process_bytes=0, resident_bytes=300 * _MIB,
+        segments=(), process_bytes=0, peak_reserved_bytes=0, device_used_bytes=0, resident_bytes=300 * _MIB,
     )  # fmt: skip
     return PlanMeasurement(
         plan=plan,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shardwright_formats.io.errors import RunFailed, Stopped
+from shardwright_formats.io.errors import OutOfMemory, RunFailed, Stopped
 from shardwright_launch.heartbeat import RankError, Step
 
 _SIGTERM_STATUS = -signal.SIGTERM
@@ -81,6 +81,8 @@ class FailureReport:
     """The rank that is named."""
     agreed: bool = False
     """Whether all ranks reported the same, and node 0's launcher is there to say it."""
+    out_of_memory: OutOfMemory | None = None
+    """Set where a device of that rank lacked the memory."""
 
 
 def shifted(report: NodeReport, now_s: float) -> NodeReport:
@@ -125,6 +127,12 @@ def _hang(hanging: Sequence[NodeReport], ranks: Sequence[RankState]) -> FailureR
 def _failure(first: RankState, reports: Sequence[NodeReport]) -> FailureReport:
     error, status = first.error, first.status
     if error is not None and not _killed(first):
+        if (asked := error.asked) is not None:
+            text = f"rank {first.rank}: out of memory {first.where}: {error.text}"
+            lacking = OutOfMemory(
+                text, subject=asked.subject, asked_bytes=asked.asked_bytes, rank=first.rank, where=first.where
+            )
+            return FailureReport(text, rank=first.rank, out_of_memory=lacking)
         if error.exit_code is not None:
             said = {rank.error.text if rank.error else None for report in reports for rank in report.ranks}
             agreed = said == {error.text} and reports[0].ended

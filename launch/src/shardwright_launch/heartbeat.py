@@ -20,7 +20,7 @@ from typing import TypeGuard
 
 import msgspec
 
-from shardwright_formats.io.errors import RunFailed, ShardwrightError, system_fault
+from shardwright_formats.io.errors import OutOfMemory, RunFailed, ShardwrightError, system_fault
 from shardwright_formats.io.json import write_bytes
 from shardwright_launch.signals import outlive_terminal
 
@@ -47,6 +47,15 @@ class Step(msgspec.Struct, frozen=True):
     where: str
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """What was asked of a device that lacked the memory."""
+
+    subject: str
+    """For what."""
+    asked_bytes: int | None
+    """None where it is not known."""
+
+
 class RankError(msgspec.Struct, frozen=True, kw_only=True):
     """The error that a rank ends with, noted before its peers can see it gone."""
 
@@ -58,6 +67,8 @@ class RankError(msgspec.Struct, frozen=True, kw_only=True):
     lost_connection: bool = False
     """Whether another rank was gone before."""
     trace: str = ""
+    asked: Asked | None = None
+    """Set where a device lacked the memory."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +156,8 @@ def _noted(error: Exception) -> RankError:
     if _is_fault(error):
         return RankError(time_s=now_s, exit_code=RunFailed.exit_code, text=str(system_fault(error)))
     if isinstance(error, ShardwrightError):
-        return RankError(time_s=now_s, exit_code=error.exit_code, text=text)
+        asked = Asked(error.subject, error.asked_bytes) if isinstance(error, OutOfMemory) else None
+        return RankError(time_s=now_s, exit_code=error.exit_code, text=text, asked=asked)
     return RankError(
         time_s=now_s,
         text=f"{type(error).__name__}: {text[:_TEXT_CHARACTERS]}",

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -34,6 +34,10 @@ _GATHER_S = _ORDERLY_END_S + 10.0
 _LINES_S = 5.0
 # PyTorch 2.13 renames two collectives; the old names are the only ones that 2.11 has.
 _RENAMED = "ignore::FutureWarning:torch.distributed.c10d_logger"
+EXPANDABLE = "expandable_segments:True"
+"""What it is told unless the caller's environment says something else."""
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""What PyTorch's allocator of device memory is told by, since 2.9 and before."""
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 OnLine = Callable[[bytes], None]
@@ -76,8 +80,11 @@ def launch(
     *,
     hang_timeout_s: float | None = None,
     on_line: OnLine | None = None,
+    name: str = "",
 ) -> None:
     """Run `command` for each of this node's ranks with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
+
+    `name` tells apart launches of one command and size, so that no node takes another's last report for a new one.
 
     The cores this process may use are shared out evenly among the ranks' threads. Lines that rank 0 prints go to
     `on_line`, if there is one.
@@ -87,16 +94,16 @@ def launch(
     `hang_timeout_s`, ranks that take longer from one `Heartbeat.begin` to the next show their stacks on standard error
     and are killed.
 
-    Raises RunFailed naming the rank that failed first, on whichever node. An error that ranks reported in order is
-    printed in one line and ends by SystemExit with its exit code; so does a signal that came before they could stop in
-    order.
+    Raises RunFailed naming the rank that failed first, on whichever node, and OutOfMemory where its device lacked
+    memory. An error that ranks reported in order is printed in one line and ends by SystemExit with its exit code; so
+    does a signal that came before they could stop in order.
     """
     nodes = nodes or Nodes()
     started: list[_Rank] = []
     with (
         tempfile.TemporaryDirectory(prefix="shardwright-") as folder,
         relayed_signals(lambda: _ask_to_stop(started)) as signals,
-        exchange(nodes, str(world_size)) as others,
+        exchange(nodes, f"{world_size} {name}") as others,
     ):
         try:
             environment = _environment(nodes, len(ranks), world_size)
@@ -115,6 +122,11 @@ def launch(
             _fail(started, report, others, bool(signals))
 
 
+def allocator_setting(environment: Mapping[str, str]) -> str:
+    """What PyTorch's allocator of device memory is told, empty where nothing is."""
+    return next((environment[name] for name in _ALLOCATOR if environment.get(name)), "")
+
+
 def _environment(nodes: Nodes, processes: int, world_size: int) -> dict[str, str]:
     address = nodes.address or Address("127.0.0.1", _free_port())
     # Whatever the caller's own environment says: more threads than cores make the ranks wait for one another.
@@ -127,7 +139,9 @@ def _environment(nodes: Nodes, processes: int, world_size: int) -> dict[str, str
         "MASTER_ADDR": address.host,
         "MASTER_PORT": str(address.port),
     }
-    return local | os.environ | shared | dict.fromkeys(_THREAD_COUNTS, threads)
+    # So that memory that was given back in odd pieces can be taken again (PyTorch's notes on CUDA semantics).
+    allocator = {_ALLOCATOR[0]: allocator_setting(os.environ) or EXPANDABLE}
+    return local | allocator | os.environ | shared | dict.fromkeys(_THREAD_COUNTS, threads)
 
 
 def _free_port() -> int:
@@ -226,6 +240,8 @@ def _fail(ranks: Sequence[_Rank], own: NodeReport, others: Exchange, signalled: 
     states = tuple(rank.state() for rank in ranks)
     last = msgspec.structs.replace(own, ranks=states, signalled=signalled, ended=True)
     found = failure_report(others.gather(last, _GATHER_S))
+    if found.out_of_memory is not None:
+        raise found.out_of_memory
     if found.exit_code != RunFailed.exit_code:
         if own.node == 0 or not found.agreed:  # what all ranks agreed on is said once, by node 0
             print(f"error: {found.text}", file=sys.stderr)

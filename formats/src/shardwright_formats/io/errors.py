@@ -4,6 +4,7 @@ ShardwrightError
 ├── BadInput     2   a file or a value that cannot be used, or a locked run
 ├── NothingFits  3   an answer: no plan in the asked space fits, by how much
 ├── RunFailed    4   a run that failed: NaN loss, a dead rank, a hang
+│   └── OutOfMemory  a device had less memory than was asked of it
 └── Stopped     75   stopped in order; run the same command again to resume
 """
 
@@ -45,6 +46,16 @@ class RunFailed(ShardwrightError):
     """A run ended before its last step for a reason that resuming does not cure by itself."""
 
     exit_code = 4
+
+
+class OutOfMemory(RunFailed):
+    """A device had less memory than was asked of it: on which rank, in what step, and for what."""
+
+    def __init__(
+        self, text: str, *, subject: str = "", asked_bytes: int | None = None, rank: int = 0, where: str = ""
+    ) -> None:
+        super().__init__(text)
+        self.subject, self.asked_bytes, self.rank, self.where = subject, asked_bytes, rank, where
 
 
 class Stopped(ShardwrightError):

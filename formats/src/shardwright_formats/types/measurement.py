@@ -74,6 +74,11 @@ class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The memory of each segment that the rank's pipeline stage has."""
     process_bytes: Bytes
     """Device memory outside the tensors (0 on CPU, where the process is counted in resident_bytes)."""
+    peak_reserved_bytes: Bytes
+    """The most that the allocator held of the device during the steps, what it kept for later included (0 on CPU)."""
+    device_used_bytes: Bytes
+    """Memory of the device in use after the last step, by this and all other processes, as nvidia-smi shows it (0 on
+    CPU)."""
     resident_bytes: Bytes
     """Host memory of the process before the model was made."""
 
@@ -147,11 +152,26 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
 
+class PlanFailure(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan that could not be measured to its end."""
+
+    plan: Plan
+    """What was run."""
+    category: Literal["out_of_memory"]
+    """Why it ended."""
+    rank: Rank
+    """The first rank that it ended on."""
+    where: str
+    """What that rank was about: `before the first step of ...` or `in step 2 of ...`."""
+    asked_bytes: Bytes | None
+    """What it asked of the device in vain, to three digits; None where PyTorch did not say."""
+
+
 class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Plans that were run for some steps, on what and with what result."""
 
     FORMAT = "shardwright.measurement"
-    VERSION = 3
+    VERSION = 4
 
     device: str
     """The device's name as its driver gives it, or `cpu`."""
@@ -163,5 +183,13 @@ class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Of PyTorch, transformers and the device's driver, as `torch 2.13.0, transformers 5.17.0, driver 550.54`."""
     attention: str
     """The kernel that was taken where the plan said `auto`."""
-    plans: Annotated[tuple[PlanMeasurement, ...], Meta(min_length=1)]
-    """One entry per plan, in the order they were asked for."""
+    allocator: str
+    """What PyTorch's allocator of device memory was told, as `expandable_segments:True`; empty on CPU."""
+    plans: tuple[PlanMeasurement, ...]
+    """One entry per plan that was measured, in the order they were asked for."""
+    failed: tuple[PlanFailure, ...] = ()
+    """The others, in that order."""
+
+    def __post_init__(self) -> None:
+        if not self.plans and not self.failed:
+            raise ValueError("no plan was measured, and none failed")

@@ -4,21 +4,24 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.io.errors import BadInput, OutOfMemory, RunFailed
 from shardwright_formats.io.json import Document, read_any_document, read_document, write_document
-from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.io.versions import versions_text
+from shardwright_formats.types.measurement import Measurement, PlanFailure
 from shardwright_formats.types.plan import Attention, Plan, Plans
 from shardwright_formats.types.prediction import Prediction
-from shardwright_launch.accelerator import check_accelerator, device_type_of
+from shardwright_launch.accelerator import CPU, check_accelerator, device_type_of
 from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
-from shardwright_launch.ranks import launch
+from shardwright_launch.ranks import EXPANDABLE, allocator_setting, launch
 from shardwright_train.models.describe import describe_folder
 from shardwright_train.models.support import check_installed, check_supported, without_devices
 from shardwright_train.options import (
@@ -90,42 +93,90 @@ def start_measure(options: MeasureOptions) -> None:
     measured. Each rank writes its traces into the folder `trace`, if there is one.
     """
     nodes, out = options.nodes(os.environ), options.out
-    journal = journal_path(out).absolute()
     plans = [(file, plan) for file in options.plans for plan in _plans_of(file)]
     for file, plan in plans:
         _check(plan, file, nodes)
     if options.trace is not None:
         _check_folder(options.trace)
-    results: dict[str, Measurement] = {}
     with only_run(out.with_name(f"{out.name}.lock"), nodes), tempfile.TemporaryDirectory() as scratch:
         sized = sorted((plan for _, plan in plans), key=lambda plan: plan.world_size)
-        for size, group in groupby(sized, key=lambda plan: plan.world_size):
-            batch = tuple(group)
-            together, result = Path(scratch) / f"plans{size}.json", Path(scratch) / f"result{size}.json"
-            write_document(together, Plans(plans=batch))
-            fields = msgspec.structs.asdict(options) | {"plans": (together,), "out": result}
-            _start(MeasureJob(**fields, journal=journal), batch[0], nodes)
-            if nodes.rank == 0:
-                measurement = read_document(result, Measurement)
-                results |= {m.plan.sha256: measurement for m in measurement.plans}
+        found = _Found({}, {})
+        for _, group in groupby(sized, key=lambda plan: plan.world_size):
+            _measure(tuple(group), options, nodes, Path(scratch), found)
         if nodes.rank == 0:
-            write_document(out, _in_order([plan for _, plan in plans], results))
-            journal.unlink(missing_ok=True)
+            write_document(out, _in_order([plan for _, plan in plans], found))
+            journal_path(out).unlink(missing_ok=True)
 
 
-def _in_order(plans: Sequence[Plan], results: dict[str, Measurement]) -> Measurement:
-    found = [next(m for m in results[plan.sha256].plans if m.plan.sha256 == plan.sha256) for plan in plans]
-    taken = {results[plan.sha256].attention for plan in plans if plan.attention is Attention.AUTO}
+class _Found(NamedTuple):
+    """What became of each plan so far, by its hash; measurements are known on node 0."""
+
+    measured: dict[str, Measurement]
+    failed: dict[str, PlanFailure]
+
+
+def _measure(plans: tuple[Plan, ...], options: MeasureOptions, nodes: Nodes, scratch: Path, found: _Found) -> None:
+    """Measure plans of one world size, in one launch and one more after each plan that a device lacked memory for.
+
+    Ranks that wait for one that ran out cannot be called back: they are started anew, and what is measured is kept.
+    """
+    together, result = scratch / "plans.json", scratch / "result.json"
+    fields = msgspec.structs.asdict(options) | {"plans": (together,), "out": result}
+    while plans:
+        write_document(together, Plans(plans=plans))
+        job = MeasureJob(**fields, journal=journal_path(options.out).absolute())
+        try:
+            _start(job, plans[0], nodes, f"after {len(found.failed)} that lacked memory")
+        except OutOfMemory as error:
+            lacking = [plan for plan in plans if plan.sha256 == error.subject]
+            if not lacking:
+                raise
+            print(f"{lacking[0].name} was not measured: {error}", file=sys.stderr)
+            found.failed[error.subject] = PlanFailure(
+                plan=lacking[0],
+                category="out_of_memory",
+                rank=error.rank,
+                where=error.where,
+                asked_bytes=error.asked_bytes,
+            )
+            plans = tuple(plan for plan in plans if plan.sha256 != error.subject)
+            continue
+        if nodes.rank == 0:
+            measurement = read_document(result, Measurement)
+            found.measured.update({one.plan.sha256: measurement for one in measurement.plans})
+        return
+
+
+def _in_order(plans: Sequence[Plan], found: _Found) -> Measurement:
+    failed = tuple(found.failed[plan.sha256] for plan in plans if plan.sha256 in found.failed)
+    done = [(plan, found.measured[plan.sha256]) for plan in plans if plan.sha256 in found.measured]
+    if not done:
+        return _of_failures(failed)
+    taken = {measured.attention for plan, measured in done if plan.attention is Attention.AUTO}
     if len(taken) > 1:
         raise RunFailed(f"auto took {' and '.join(sorted(taken))}: measure in two commands, or name one in the plans")
-    first = results[plans[0].sha256]
+    return msgspec.structs.replace(
+        done[0][1],
+        date=max(measured.date for _, measured in done),
+        attention=taken.pop() if taken else done[0][1].attention,
+        plans=tuple(next(one for one in measured.plans if one.plan.sha256 == plan.sha256) for plan, measured in done),
+        failed=failed,
+    )
+
+
+def _of_failures(failed: tuple[PlanFailure, ...]) -> Measurement:
+    """A measurement of nothing but failures: what is known without the ranks."""
+    plan = failed[0].plan
+    on_gpu = device_type_of(plan.cluster, plan.name) != CPU
     return Measurement(
-        device=first.device,
-        backend=first.backend,
-        date=max(results[plan.sha256].date for plan in plans),
-        versions=first.versions,
-        attention=taken.pop() if taken else first.attention,
-        plans=tuple(found),
+        device=plan.cluster.node_types[plan.cluster.node_type_of_rank[0]].device,
+        backend="nccl" if on_gpu else "gloo",
+        date=datetime.now(UTC).date().isoformat(),
+        versions=versions_text(("torch", "transformers"), on_gpu=on_gpu),
+        attention=plan.attention.value,
+        allocator=(allocator_setting(os.environ) or EXPANDABLE) if on_gpu else "",
+        plans=(),
+        failed=failed,
     )
 
 
@@ -157,7 +208,7 @@ def _check_folder(folder: Path) -> None:
         raise BadInput(folder, "is no folder", "name another")
 
 
-def _start(job: RunOptions | MeasureJob, plan: Plan, nodes: Nodes) -> None:
+def _start(job: RunOptions | MeasureJob, plan: Plan, nodes: Nodes, name: str = "") -> None:
     on_node = [rank for rank, node in enumerate(plan.cluster.node_of_rank) if node == nodes.rank]
     with tempfile.TemporaryDirectory() as scratch:
         job_file = Path(scratch) / "job.json"
@@ -165,4 +216,4 @@ def _start(job: RunOptions | MeasureJob, plan: Plan, nodes: Nodes) -> None:
         device_type = device_type_of(plan.cluster, job_file)
         command = [sys.executable, "-m", "shardwright_train.worker", str(job_file), device_type]
         ranks = range(on_node[0], on_node[-1] + 1)
-        launch(command, ranks, plan.world_size, nodes, hang_timeout_s=job.hang_timeout_s)
+        launch(command, ranks, plan.world_size, nodes, hang_timeout_s=job.hang_timeout_s, name=name)

@@ -22,12 +22,13 @@ def main(job_file: str, device_type: str) -> None:
     job = decode_job(Path(job_file).read_bytes())
     # Before the ranks meet, for it takes seconds: then the time that their first step is allowed begins for all.
     with without_collection():
-        from shardwright_train.parallel.world import joined_world
+        from shardwright_train.parallel.world import joined_world, out_of_memory_said
 
         work = _work_of(job)
     # A process group that spoke before the launcher's hang timeout would end ranks before they showed their stacks.
     with end_quietly(), joined_world(device_type, timeout_s=2 * max(START_UP_S, job.hang_timeout_s)) as world:
-        work(world)
+        with out_of_memory_said():
+            work(world)
 
 
 def _work_of(job: RunOptions | MeasureJob) -> "Callable[[World], None]":

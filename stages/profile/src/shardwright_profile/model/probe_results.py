@@ -76,9 +76,13 @@ class ProbeResult(NamedTuple):
 def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Provenance, tuple[ProbeResult, ...]]:
     """The origin that all measurements share, when they were made, and their probes by key and layer counts.
 
-    Raises BadInput where they differ in model, device, backend, precision or attention, where a plan is no probe, and
-    where a probe was measured twice.
+    Raises BadInput where they differ in model, device, backend, precision or attention, where a plan is no probe, where
+    a probe was measured twice, and where one ran out of memory.
     """
+    for file, measurement in measurements:
+        for failure in measurement.failed:
+            what = f"probe {failure.plan.name!r} ran out of memory on rank {failure.rank}"
+            raise BadInput(file, what, "measure probes of smaller batches, shorter samples or fewer layers")
     results = [_result(file, found) for file, measurement in measurements for found in measurement.plans]
     origins = [(file, _origin(m, found)) for file, m in measurements for found in m.plans]
     first_file, origin = origins[0]

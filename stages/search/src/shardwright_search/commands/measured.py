@@ -21,8 +21,9 @@ def select(options: SelectOptions) -> None:
     """Write the measured winner."""
     predicted = read_document(options.plan, Plan)
     prediction = read_prediction(options.plan, predicted)
-    measured = read_document(options.measurement, Measurement).plans
-    _check_alike(options.measurement, measured, predicted)
+    measurement = read_document(options.measurement, Measurement)
+    measured = measurement.plans
+    _check_alike(options.measurement, measurement, predicted)
     winner = fastest_that_fits(measured, _budget_bytes(options.plan, prediction), options.measurement)
     with atomic_path(options.out) as path:
         write_document(path, winner.plan)
@@ -34,6 +35,8 @@ def fastest_that_fits(measured: Sequence[PlanMeasurement], budget_bytes: int, fi
 
     Raises NothingFits, naming the file of the measurement.
     """
+    if not measured:
+        raise NothingFits(f"{file}: every plan ran out of memory: search with a smaller memory_gib")
     fitting = [each for each in measured if each.peak_bytes <= budget_bytes]
     if not fitting:
         missing = min(each.peak_bytes for each in measured) - budget_bytes
@@ -55,7 +58,9 @@ def verdict(winner: PlanMeasurement, measured: Sequence[PlanMeasurement], plan: 
         return f"{role} ({len(each.plan.stages)} pipeline stage(s), {each.plan.num_microbatches} microbatch(es))"
 
     line = f"{plan.name}: {named(winner)} is the measured best, {median(winner.step_times_s) * 1e3:.1f} ms a step"
-    predicted = next(each for each in measured if each.plan.sha256 == plan.sha256)
+    predicted = next((each for each in measured if each.plan.sha256 == plan.sha256), None)
+    if predicted is None:
+        return f"{line}; the predicted best ran out of memory"
     if winner is not predicted:
         return f"{line}; {named(predicted)} takes {_more(predicted, winner)} and {predicted.peak_bytes} bytes a rank"
     others = [each for each in measured if each is not winner]
@@ -79,13 +84,14 @@ def _budget_bytes(path: Path, prediction: Prediction) -> int:
     return prediction.memory_budget_bytes
 
 
-def _check_alike(file: Path, measured: Sequence[PlanMeasurement], plan: Plan) -> None:
+def _check_alike(file: Path, measurement: Measurement, plan: Plan) -> None:
     """Raise BadInput unless the plan itself was measured, beside plans for the same model and cluster only."""
-    if plan.sha256 not in {each.plan.sha256 for each in measured}:
+    plans = [*(each.plan for each in measurement.plans), *(each.plan for each in measurement.failed)]
+    if plan.sha256 not in {each.sha256 for each in plans}:
         raise BadInput(file, f"does not hold the plan {plan.name}", "measure the plan and its prediction again")
-    for each in measured:
-        if (each.plan.model, each.plan.cluster) != (plan.model, plan.cluster):
-            raise BadInput(file, f"holds a plan of {each.plan.model.name} on {each.plan.cluster.name}", "measure apart")
+    for each in plans:
+        if (each.model, each.cluster) != (plan.model, plan.cluster):
+            raise BadInput(file, f"holds a plan of {each.model.name} on {each.cluster.name}", "measure apart")
 
 
 def correct(options: CorrectOptions) -> None:
@@ -115,4 +121,6 @@ def _evidence_in(path: Path, profiles: Profiles) -> list[Evidence]:
     if measurement.device != profiles.origin.device:
         what = f"was measured on {measurement.device!r}, the profile on {profiles.origin.device!r}"
         raise BadInput(path, what, "take the profiles of that device")
+    if not measurement.plans:
+        raise BadInput(path, "every plan of it ran out of memory", "measure plans that fit")
     return [one for measured in measurement.plans for one in evidence_of(measured, profiles)]

@@ -1,13 +1,14 @@
 """Running plans for some steps and reporting the time and memory they took."""
 
 import gc
+import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -16,6 +17,7 @@ from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement, RankMemory, Segment
 from shardwright_formats.types.plan import Attention, Plan, Plans
+from shardwright_launch.ranks import allocator_setting
 from shardwright_train.data.share import on_host
 from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.measurement.journal import open_journal
@@ -27,7 +29,7 @@ from shardwright_train.models.registry import family_named
 from shardwright_train.options import MeasureJob
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
-from shardwright_train.parallel.world import World, peak_resident_bytes
+from shardwright_train.parallel.world import World, check_device, out_of_memory_said, peak_resident_bytes
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import MicrobatchChunk, Step, StepHook, no_hook
 
@@ -39,39 +41,53 @@ def measure_plans(job: MeasureJob, world: World) -> None:
     """Measure every plan of the job, on all ranks; rank 0 writes the measurement."""
     plans = read_document(job.plans[0], Plans).plans
     resident = peak_resident_bytes()
-    groups = Groups(world.device.type)
     kernels = _agreed_kernels(plans, world)
     taken = (kernel for plan, kernel in zip(plans, kernels, strict=True) if plan.attention is Attention.AUTO)
-    head = Measurement(
-        device=world.device_name,
-        backend=world.backend,
-        date=datetime.now(UTC).date().isoformat(),
-        versions=versions_text(("torch", "transformers"), on_gpu=world.device.type == "cuda"),
-        attention=next(taken, kernels[0]),
-        plans=(),
-    )
-    journal = open_journal(job, world, head.versions)
+    versions = versions_text(("torch", "transformers"), on_gpu=world.device.type == "cuda")
+    journal = open_journal(job, world, versions)
     measured = [journal.find(plan.sha256) for plan in plans]
     if (known := sum(found is not None for found in measured)) and world.rank == 0:
         print(f"{known} of {len(plans)} plans were measured before", file=sys.stderr)
     for number, (plan, kernel) in enumerate(zip(plans, kernels, strict=True)):
         if measured[number] is not None:
             continue
-        measured[number] = found = _measure(plan, kernel, job, world, groups, resident)
-        gc.collect()
+        with out_of_memory_said(plan.sha256), _alone(world.device) as groups:
+            measured[number] = found = _measure(plan, kernel, job, world, groups, resident)
         journal.add([found])
         if world.rank == 0:
             step_s = statistics.median(found.step_times_s)
             print(f"measured {number + 1}/{len(plans)} {plan.name}: {step_s * 1000:.1f} ms a step", file=sys.stderr)
     if world.rank == 0:
-        every = tuple(found for found in measured if found is not None)
-        write_document(job.out, msgspec.structs.replace(head, plans=every))
+        measurement = Measurement(
+            device=world.device_name,
+            backend=world.backend,
+            date=datetime.now(UTC).date().isoformat(),
+            versions=versions,
+            attention=next(taken, kernels[0]),
+            allocator=allocator_setting(os.environ) if world.device.type == "cuda" else "",
+            plans=tuple(found for found in measured if found is not None),
+        )
+        write_document(job.out, measurement)
+
+
+@contextmanager
+def _alone(device: torch.device) -> Iterator[Groups]:
+    """Groups for one plan; what it leaves behind on the device is given back before the next."""
+    groups = Groups(device.type)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    yield groups
+    gc.collect()
+    groups.close()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _agreed_kernels(plans: Sequence[Plan], world: World) -> tuple[str, ...]:
     problem: ShardwrightError | None = None
     try:
         for plan in plans:
+            check_device(plan, world, plan.name)
             check_kernels(plan, family_named(plan.model.family, plan.name), world.device, plan.name)
     except ShardwrightError as error:
         problem = error
@@ -191,16 +207,19 @@ def _memory(runner: _Runner, resident: int) -> RankMemory:
                 )
 
         runner.step(hook)
-    process = 0
+    used = reserved = peak_reserved = 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        process = total - free - torch.cuda.memory_reserved(device)
+        used, reserved = total - free, torch.cuda.memory_reserved(device)
+        peak_reserved = max(record.peak_reserved_bytes, torch.cuda.max_memory_reserved(device))
     return RankMemory(
         parameters_bytes=sum(local_tensor(p).nbytes for p in optimizer.parameters.values()),
         gradients_bytes=gradients,
         optimizer_bytes=optimizer.state_bytes,
         peak_bytes=max(interval.peak_bytes for interval in record.intervals),
         segments=segments_of_memory(record.intervals),
-        process_bytes=process,
+        process_bytes=used - reserved,
+        peak_reserved_bytes=peak_reserved,
+        device_used_bytes=used,
         resident_bytes=resident,
     )

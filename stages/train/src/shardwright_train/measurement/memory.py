@@ -48,6 +48,8 @@ class MemoryRecord:
 
     device: torch.device
     intervals: list[MemoryInterval] = field(default_factory=list)
+    peak_reserved_bytes: int = 0
+    """The most that CUDA's allocator held; 0 on CPU."""
     _events: list[Event] = field(default_factory=list)
     _counted: list[tuple[int, int]] = field(default_factory=list)
 
@@ -56,6 +58,7 @@ class MemoryRecord:
         if self.device.type == "cuda":
             counted = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
             self._counted.append(counted)
+            self.peak_reserved_bytes = max(self.peak_reserved_bytes, torch.cuda.max_memory_reserved(self.device))
             torch.cuda.reset_peak_memory_stats(self.device)
         with record_function(f"{_EVENT}{len(self._events)}"):
             self._events.append(Event(name, at))

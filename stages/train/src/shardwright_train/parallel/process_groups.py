@@ -23,7 +23,7 @@ Edge = tuple[Pass, bool, tuple[int, int]]
 
 
 class Groups:
-    """The process groups of one launch, kept across its plans so that equal ones are shared.
+    """The process groups of a plan, or of several in one launch, which share those that are equal.
 
     Making a group is collective over the whole world: `prepare` makes all groups a plan needs, in an order that
     follows from the plan alone, and the look-ups after it never make any.
@@ -45,6 +45,14 @@ class Groups:
             self._make_sets("redistribute", _exchange_sets(plan, ranks))
         if tied := ranks_of_replicas(tied_parameters(plan)):
             self._make_sets("tied parameters", (tied,))
+
+    def close(self) -> None:
+        """Destroy all groups, and the buffers that their communicators hold on devices."""
+        meshes = [group for mesh in self._meshes.values() for group in mesh.get_all_groups()]
+        own = {group for group in (*meshes, *self._sets.values()) if isinstance(group, dist.ProcessGroup)}
+        for group in own - {dist.group.WORLD}:  # which a mesh over all ranks takes
+            dist.destroy_process_group(group)
+        self._meshes, self._sets = {}, {}
 
     def mesh(self, plan: Plan, strategy: Strategy) -> DeviceMesh:
         """The mesh (pp, dp, tp) whose tp axis shards a layer's parameters, and whose dp axis replicates or shards them.

@@ -1,6 +1,7 @@
 """This process as a rank among others."""
 
 import os
+import re
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +12,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.io.errors import BadInput, ShardwrightError
+from shardwright_formats.io.errors import BadInput, OutOfMemory, ShardwrightError
+from shardwright_formats.types.plan import Plan
 from shardwright_launch.accelerator import CPU
 from shardwright_launch.heartbeat import START_UP_S, Heartbeat
 from shardwright_train.torch_private import default_timeout
@@ -70,6 +72,30 @@ def joined_world(device_type: str, timeout_s: float = START_UP_S) -> Iterator[Wo
         stack.push(heartbeat.note)  # before the group is destroyed, from which the peers see that this rank is gone
         heartbeat.begin("before the first step")
         yield World(rank, size, device, backend, heartbeat)
+
+
+def check_device(plan: Plan, world: World, file: object) -> None:
+    """Raise BadInput where this rank's device is not the one that its plan is for."""
+    cluster = plan.cluster
+    wanted = cluster.node_types[cluster.node_type_of_rank[world.rank]].device
+    if wanted != world.device_name:
+        what = f"rank {world.rank} is planned for {wanted} and runs on {world.device_name}"
+        raise BadInput(file, what, "start it on the plan's cluster")
+
+
+_ASKED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+_BYTES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+@contextmanager
+def out_of_memory_said(subject: str = "") -> Iterator[None]:
+    """Raise what PyTorch raises where a device lacks memory as OutOfMemory, with what `subject` asked for."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        asked = _ASKED.search(str(error))
+        asked_bytes = None if asked is None else int(float(asked[1]) * _BYTES[asked[2]])
+        raise OutOfMemory(str(error), subject=subject, asked_bytes=asked_bytes) from None
 
 
 def _device(device_type: str, local_rank: int) -> torch.device:

@@ -22,7 +22,7 @@ from shardwright_train.models.attention_kernels import check_kernels, settle_att
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import RunOptions
 from shardwright_train.parallel.process_groups import Groups
-from shardwright_train.parallel.world import World
+from shardwright_train.parallel.world import World, check_device
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.training.checkpoint import Progress, load, read_progress, save
@@ -89,7 +89,7 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, 
     problem: ShardwrightError | None = None
     batches, resumed = None, None
     try:
-        _check_device(plan, world, job.plan)
+        check_device(plan, world, job.plan)
         family = family_named(plan.model.family, job.plan)
         check_kernels(plan, family, world.device, job.plan)
         batches = family.learns(plan.model).open(job.data, job.seed)
@@ -99,17 +99,6 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, 
     world.agree(problem)
     assert batches is not None
     return batches, resumed
-
-
-def _check_device(plan: Plan, world: World, file: Path) -> None:
-    cluster = plan.cluster
-    wanted = cluster.node_types[cluster.node_type_of_rank[world.rank]].device
-    if wanted != world.device_name:
-        raise BadInput(
-            file,
-            f"rank {world.rank} is planned for {wanted} and runs on {world.device_name}",
-            "start it on the plan's cluster",
-        )
 
 
 def _checkpoint_to_resume(job: RunOptions, plan: Plan, batches: Batches) -> Path | None:

@@ -1,0 +1,116 @@
+"""A device that lacks memory for a plan ends that plan's measurement, not the command's."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from lacking_train import LACKING_PLAN, LACKING_RANK, WORDS
+from random_plans import random_plan
+from tiny_models import tiny
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardwright_formats.io.errors import BadInput, OutOfMemory
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.types.plan import Plan, Plans
+from shardwright_launch.failure_report import NodeReport, RankState, failure_report
+from shardwright_launch.heartbeat import Asked, RankError, Step
+from shardwright_launch.nodes import Nodes
+from shardwright_launch.ranks import EXPANDABLE, _environment
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.world import World, check_device, out_of_memory_said
+
+
+def _plan(name: str) -> Plan:
+    plan = msgspec.structs.replace(random_plan(tiny("llama"), 1, 2, "float32", stages=1), name=name)
+    return msgspec.structs.replace(plan, num_microbatches=2)
+
+
+def _measure(folder: Path, *names: str) -> tuple[Measurement, str]:
+    write_document(folder / "plans.json", Plans(plans=tuple(map(_plan, names))))
+    out = folder / "measured.json"
+    command = [sys.executable, str(Path(__file__).with_name("lacking_train.py")), "measure", str(folder / "plans.json")]
+    command += ["--out", str(out), "--steps", "1", "--warmup-steps", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["measured.json", "plans.json"], "no journal is left"
+    return read_document(out, Measurement), ended.stderr
+
+
+def test_the_plans_before_and_after_one_that_lacks_memory_are_measured(tmp_path: Path) -> None:
+    found, said = _measure(tmp_path, "before", LACKING_PLAN, "after")
+    assert [one.plan.name for one in found.plans] == ["before", "after"]
+    (failed,) = found.failed
+    assert (failed.plan.name, failed.category, failed.rank) == (LACKING_PLAN, "out_of_memory", LACKING_RANK)
+    assert (failed.where, failed.asked_bytes) == (f"in step 2 of {LACKING_PLAN}", int(2.5 * 2**30))
+    assert f"{LACKING_PLAN} was not measured: rank 1: out of memory in step 2 of {LACKING_PLAN}: {WORDS}" in said
+    assert "1 of 2 plans were measured before" in said
+
+
+def test_a_measurement_of_a_single_plan_that_lacks_memory_says_so(tmp_path: Path) -> None:
+    found, _ = _measure(tmp_path, LACKING_PLAN)
+    assert (found.plans, found.device, found.backend) == ((), "cpu", "gloo")
+    assert [failed.plan.name for failed in found.failed] == [LACKING_PLAN]
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [(WORDS, 2_684_354_560), ("Tried to allocate 512 bytes.", 512), ("CUDA error: out of memory", None)],
+)
+def test_what_was_asked_for_is_read_from_what_pytorch_says(words: str, asked: int | None) -> None:
+    with pytest.raises(OutOfMemory) as caught, out_of_memory_said("a plan"):
+        raise torch.OutOfMemoryError(words)
+    assert (caught.value.subject, caught.value.asked_bytes) == ("a plan", asked)
+
+
+def test_the_rank_that_lacked_memory_is_named_before_those_that_lost_it() -> None:
+    lacking = RankError(time_s=1.0, text=WORDS, exit_code=4, asked=Asked("plan", 5))
+    lost = RankError(time_s=0.5, text="connection closed", lost_connection=True)
+    ranks = tuple(
+        RankState(rank=rank, status=1, seen_s=2.0, step=Step(0.0, "in step 2"), error=error)
+        for rank, error in enumerate((lost, lacking))
+    )
+    found = failure_report([NodeReport(node=0, ranks=ranks, ended=True)]).out_of_memory
+    assert found is not None
+    assert (found.rank, found.where, found.subject, found.asked_bytes) == (1, "in step 2", "plan", 5)
+
+
+def test_ranks_are_told_of_expandable_segments_unless_the_caller_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert _environment(Nodes(), 1, 1)["PYTORCH_ALLOC_CONF"] == EXPANDABLE
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert _environment(Nodes(), 1, 1)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    assert _environment(Nodes(), 1, 1)["PYTORCH_ALLOC_CONF"] == "backend:native"
+
+
+@pytest.mark.parametrize("number", [1, 3, 6])
+def test_the_groups_of_a_plan_are_gone_when_they_are_closed(number: int) -> None:
+    plan = random_plan(tiny("llama"), number, 8, "float32")
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    try:
+        before = set(dist.distributed_c10d._world.pg_map)
+        groups = Groups("cpu")
+        groups.prepare(plan)
+        assert len(dist.distributed_c10d._world.pg_map) > len(before)
+        groups.close()
+        assert set(dist.distributed_c10d._world.pg_map) == before
+        groups.prepare(plan)  # the same again
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_plan_for_another_device_is_refused(one_rank: World) -> None:
+    plan = random_plan(tiny("llama"), 1, 1, "float32")
+    check_device(plan, one_rank, "plan.json")
+    node = msgspec.structs.replace(plan.cluster.node_types["cpu"], device="NVIDIA H200")
+    cluster = msgspec.structs.replace(plan.cluster, node_types={"cpu": node})
+    with pytest.raises(BadInput, match=r"plan\.json: rank 0 is planned for NVIDIA H200 and runs on cpu"):
+        check_device(msgspec.structs.replace(plan, cluster=cluster), one_rank, "plan.json")
