@@ -209,7 +209,7 @@ MEASUREMENTS: dict[str, tuple[Change, str]] = {
         "not each of the plan's",
     ),
     "a plan that cannot be": (lambda m: m["plans"][0]["plan"].update(num_microbatches=3), "num_microbatches 3"),
-    "no plans": (lambda m: m.update(plans=[]), "`$.plans`"),
+    "no plans": (lambda m: m.update(plans=[], failed=[]), "no plan was measured, and none failed"),
 }
 
 

@@ -34,7 +34,10 @@ names = st.text(min_size=1, max_size=8)
 seconds = st.floats(0, 1e6, allow_nan=False)
 byte_counts = st.integers(0, 2**53)
 digests = st.text("0123456789abcdef", min_size=64, max_size=64)
-precisions = st.from_type(Precision)
+formats = st.sampled_from(["float64", "float32", "bfloat16", "float16"])
+precisions = st.builds(Precision, parameters=formats, compute=formats, reduce=formats, tf32=st.just(False)) | st.builds(
+    Precision, parameters=formats, compute=st.just("float32"), reduce=formats, tf32=st.just(True)
+)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
