@@ -49,10 +49,11 @@ class Groups:
     def close(self) -> None:
         """Destroy all groups, and the buffers that their communicators hold on devices."""
         meshes = [group for mesh in self._meshes.values() for group in mesh.get_all_groups()]
-        own = {group for group in (*meshes, *self._sets.values()) if isinstance(group, dist.ProcessGroup)}
+        every = (*meshes, *self._sets.values(), *self._edge_groups.values())
+        own = {group for group in every if isinstance(group, dist.ProcessGroup)}  # others are for other ranks
         for group in own - {dist.group.WORLD}:  # which a mesh over all ranks takes
             dist.destroy_process_group(group)
-        self._meshes, self._sets = {}, {}
+        self._meshes, self._sets, self._edge_groups = {}, {}, {}
 
     def mesh(self, plan: Plan, strategy: Strategy) -> DeviceMesh:
         """The mesh (pp, dp, tp) whose tp axis shards a layer's parameters, and whose dp axis replicates or shards them.
