@@ -23,40 +23,41 @@ _HEADS, _POSITIONS = 1, 2
 
 class _Ulysses(NamedTuple):
     group: dist.ProcessGroup
-    kernel: str
+    repeat: int
+    """Copies of each key and value head, so that the degree divides their number."""
+    kernel: Callable[..., Any]
+    seen: nn.Module
+    """The module as the kernel would read it without Ulysses, its key and value heads repeated."""
 
 
 def apply_ulysses(block: nn.Module, group: dist.ProcessGroup, kernel: str) -> None:
     """Make the attention of a block built for `ULYSSES_ATTENTION` exchange positions for heads over a group."""
     for module in block.modules():
-        module._ulysses = _Ulysses(group, kernel)  # type: ignore[assignment]
+        # The eager one is no registered function but each model's own.
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        if eager is not None and hasattr(module, "config"):
+            kernel_of_module = ALL_ATTENTION_FUNCTIONS.get_interface(kernel, eager)
+            repeat, seen = _seen(module, kernel, group.size())
+            module._ulysses = _Ulysses(group, repeat, kernel_of_module, seen)  # type: ignore[assignment]
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    group, kernel = module._ulysses  # type: ignore[misc]
-    # Key and value heads are repeated until the degree divides their number.
-    repeat = lcm(key.shape[_HEADS], group.size()) // key.shape[_HEADS]
+    group, repeat, kernel, seen = module._ulysses  # type: ignore[misc]
     key, value = (x.repeat_interleave(repeat, _HEADS) for x in (key, value))
     query, key, value = (exchange_dims(x, _HEADS, _POSITIONS, group) for x in (query, key, value))
-    output, weights = _kernel(module, kernel)(_seen(module, kernel, repeat), query, key, value, *args, **kwargs)
+    output, weights = kernel(seen, query, key, value, *args, **kwargs)
     return exchange_dims(output, _POSITIONS - 1, _HEADS + 1, group), weights
 
 
-def _kernel(module: nn.Module, name: str) -> Callable[..., Any]:
-    # The eager one is no registered function but each model's own.
-    eager: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
-    kernel: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-    return kernel
-
-
-def _seen(module: nn.Module, kernel: str, repeat: int) -> nn.Module:
-    """The module as a kernel would read it without Ulysses, its key and value heads repeated."""
-    seen = copy(module)
+def _seen(module: nn.Module, kernel: str, degree: int) -> tuple[int, nn.Module]:
+    seen: Any = copy(module)
     seen.config = copy(module.config)
-    seen.config._attn_implementation = kernel  # type: ignore[union-attr]
-    if hasattr(module, "num_key_value_groups"):
-        seen.num_key_value_groups = module.num_key_value_groups // repeat  # type: ignore[assignment, operator]
-    return seen
+    seen.config._attn_implementation = kernel
+    groups = getattr(module, "num_key_value_groups", 1)
+    kv_heads = seen.config.num_attention_heads // groups
+    repeat = lcm(kv_heads, degree) // kv_heads
+    seen.num_key_value_groups = groups // repeat
+    return repeat, seen
 
 
 ALL_ATTENTION_FUNCTIONS.register(ULYSSES_ATTENTION, _attention)
