@@ -31,11 +31,16 @@ allocator of CPU memory with counters |
 name |
 | `default_pg_timeout`, `default_pg_nccl_timeout` (no underscore, not documented) | timeouts of a mesh's groups | \
 `DeviceMesh.from_group` over groups that were made with a timeout |
+| `torch._dynamo.config`: `skip_fwd_side_effects_in_bwd_under_checkpoint`, `recompile_limit`, \
+`accumulated_recompile_limit`, `fail_on_recompile_limit_hit` | parameters swapped inside recomputed and compiled \
+parts; no layer that runs uncompiled in silence | `torch.compiler.config`, which has other settings so far |
+| `torch.ops._c10d_functional` | what collectives are in a compiled graph | none |
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +67,8 @@ __all__ = [
     "ProfilerEvent",
     "StridedShard",
     "TorchDispatchMode",
+    "collective_operators",
+    "compiled",
     "default_timeout",
     "foreach_mul_",
     "foreach_norm",
@@ -76,8 +83,12 @@ __all__ = [
     "with_spec_of",
 ]
 
+_MOST_GRAPHS = 4096
+"""Of one piece of code: layers of unlike strategies have graphs of their own."""
+
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+collective_operators = torch.ops._c10d_functional
 
 
 def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:
@@ -118,6 +129,18 @@ def with_spec_of(parameter: DTensor, local: Tensor) -> DTensor:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The dict that a module looks its own (not its children's) parameters up in; a change of it acts at once."""
     return module._parameters
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function compiled when it is first called; it fails where it would be run uncompiled in place of recompiled."""
+    import torch._dynamo  # 1 s of every start otherwise
+
+    config: Any = torch._dynamo.config
+    config.recompile_limit, config.accumulated_recompile_limit = _MOST_GRAPHS, _MOST_GRAPHS
+    config.fail_on_recompile_limit_hit = True
+    # What is swapped in a forward pass is put back in it: a replay has nothing to do over.
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    return torch.compile(function)
 
 
 @contextmanager

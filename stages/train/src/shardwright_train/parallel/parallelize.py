@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright_formats.types.plan import Precision
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
-from shardwright_train.parallel.checkpointing import apply_activation_checkpointing
+from shardwright_train.parallel.checkpointing import apply_activation_checkpointing, part_of
+from shardwright_train.parallel.compiling import compile_block
 from shardwright_train.parallel.data import (
     apply_fsdp,
     apply_fsdp_to_stage,
@@ -37,6 +38,8 @@ class ModuleStyle:
     """Corrects what a stock block remembers of its full size."""
     attention: str
     """The attention kernel."""
+    compile: bool
+    """Whether torch.compile compiles a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,17 +77,20 @@ def parallelize(
     # parallelism these scatter and gather the sequence.
     sharding = apply_tensor_parallel(module, style.rules, tensor_parallel)
     module.tensor_parallel = tensor_parallel  # type: ignore[assignment]
-    if style.parts is not None:
-        for name in style.parts.enter:
-            enter_before(module.get_submodule(name), tensor_parallel)
+    recompute = getattr(strategy, "recompute", Recompute.NONE)
+    if (parts := style.parts) is not None:
+        for name in parts.enter:
+            replayed = recompute in (Recompute.FULL, Recompute.SELECTIVE, part_of(name, parts))
+            enter_before(module.get_submodule(name), tensor_parallel, keeps=replayed or style.compile)
         style.after_split(module, tensor_parallel)
         # Ulysses: the sequence is sharded everywhere; attention exchanges positions for heads.
         if strategy.sequence_parallel is SequenceParallel.ULYSSES and strategy.tp_size > 1:
             apply_ulysses(module, tensor_parallel.sequence_axis.get_group(), style.attention)
         # Activation recomputation of attention or MLP; that of a full block is around its call.
-        recompute = getattr(strategy, "recompute", Recompute.NONE)
-        randomness, recomputation = tensor_parallel.randomness, tensor_parallel.recomputation
-        apply_activation_checkpointing(module, style.parts, recompute, randomness, recomputation)
+        if style.compile:
+            compile_block(module, parts, recompute, tensor_parallel)
+        else:
+            apply_activation_checkpointing(module, parts, recompute, tensor_parallel.randomness)
     # Data parallelism: FSDP2 shards, or replicas sum their gradients in place.
     data = data_axes(mesh)
     apply_fsdp(module, strategy.data_parallel, data, precision)

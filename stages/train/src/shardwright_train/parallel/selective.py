@@ -14,11 +14,19 @@ from torch import Tensor
 from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.torch_private import TorchDispatchMode
 
-__all__ = ["KeptResults"]
+__all__ = ["KeptResults", "is_attention", "is_product"]
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _ATTENTION = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn_")
-"""How the operators are called that compute attention as a whole."""
+
+
+def is_product(operator: Any) -> bool:
+    """Whether an operator is a product with weights."""
+    return operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def is_attention(operator: Any) -> bool:
+    """Whether an operator computes attention as a whole."""
+    return operator.name().startswith(_ATTENTION)
 
 
 class KeptResults(TorchDispatchMode):
@@ -60,11 +68,11 @@ class KeptResults(TorchDispatchMode):
         return x
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        product = func in _PRODUCTS
+        product = is_product(func)
         if self._replays and product and self._is_summed:
             rows, columns = args[-2:]
             return rows.new_empty(rows.shape[0], columns.shape[1])  # nothing reads it
-        if not (func.name().startswith(_ATTENTION) or (product and not self._is_summed)):
+        if not (is_attention(func) or (product and not self._is_summed)):
             return func(*args, **(kwargs or {}))
         if self._replays:
             return self._results.pop(0)

@@ -35,7 +35,7 @@ class TensorParallel:
     sequence_parallel: SequenceParallel
     randomness: Randomness
     recomputation: Recomputation
-    """What runs those parts of the layer that are recomputed."""
+    """What recomputes the layer selectively."""
     fused_loss: bool = False
     """Whether a fused kernel computes the head's cross entropy."""
 
@@ -65,12 +65,15 @@ class TensorParallel:
         return self.sequence_parallel is SequenceParallel.ULYSSES
 
     @contextmanager
-    def entered(self, *inputs: Tensor) -> Iterator[Sequence[Tensor]]:
-        """Around column-parallel products: all positions of their inputs, on every rank."""
+    def entered(self, *inputs: Tensor, keeps: bool = False) -> Iterator[Sequence[Tensor]]:
+        """Around column-parallel products: all positions of their inputs, on every rank.
+
+        They gather them again for the backward pass unless they may keep them, being recomputed themselves.
+        """
         self.randomness.inside()
         if not self.splits_sequence:
             yield [copy_to_group(x, self.group) for x in inputs]
-        elif self.recomputation.active or self.size == 1:
+        elif keeps or self.size == 1:
             yield [gather_sequence(x, self.group) for x in inputs]
         else:
             with gathered_again(inputs, self.group) as gathered:
@@ -129,13 +132,13 @@ def apply_tensor_parallel(module: nn.Module, rules: Mapping[str, Rule], tensor_p
 _ENTERING = ("hidden_states", "key_value_states")
 
 
-def enter_before(module: nn.Module, tensor_parallel: TensorParallel) -> None:
-    """Give a module all positions of its input on every rank of the group."""
+def enter_before(module: nn.Module, tensor_parallel: TensorParallel, keeps: bool) -> None:
+    """Give a module all positions of its input on every rank; `keeps` as `TensorParallel.entered` has it."""
     stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         named = {name: kwargs[name] for name in _ENTERING if kwargs.get(name) is not None}
-        with tensor_parallel.entered(*args[:1], *named.values()) as entered:
+        with tensor_parallel.entered(*args[:1], *named.values(), keeps=keeps) as entered:
             first, others = entered[: len(args[:1])], entered[len(args[:1]) :]
             return stock(*first, *args[1:], **kwargs | dict(zip(named, others, strict=True)))
 

@@ -17,7 +17,7 @@ from shardwright_formats.types.strategy import Recompute, SequenceParallel, Stra
 from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.base import Family, States
 from shardwright_train.models.initial_weights import fill
-from shardwright_train.parallel.checkpointing import Recomputation
+from shardwright_train.parallel.checkpointing import Recomputation, recomputed
 from shardwright_train.parallel.data import local_tensor, torch_dtype
 from shardwright_train.parallel.fused import fuse
 from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, parallelize
@@ -90,6 +90,8 @@ class Layer:
     constants: dict[str, Any]
     samples: slice
     """Which it works on of the samples that this rank reads of a microbatch."""
+    compiled: bool
+    """Whether what is recomputed selectively is so in a compiled graph."""
     randomness: Randomness | None
     """None where nothing is dropped."""
 
@@ -122,8 +124,8 @@ class Layer:
         output: States | Tensor
         match getattr(self.strategy, "recompute", Recompute.NONE):
             case Recompute.FULL:
-                output = recomputation.full(run, *states)
-            case Recompute.SELECTIVE:
+                output = recomputed(run, *states)
+            case Recompute.SELECTIVE if not self.compiled:
                 output = recomputation.selective(run, *states)
             case _:
                 output = run(*states)
@@ -169,6 +171,7 @@ def build_layer(
         parts=family.parts.get(kind),
         after_split=lambda module, tensor_parallel: family.after_split(module, config, tensor_parallel),
         attention=context.attention,
+        compile=plan.compile,
     )
     module = _stock_module(context, name, strategy)
     parallel = parallelize(module, strategy, style, tensor_parallel, mesh, plan.precision)
@@ -187,6 +190,7 @@ def build_layer(
         redistributions=redistributions,
         constants=_constants(context, tensor_parallel) if kind in family.parts else {},
         samples=slice(shard.batch_start - context.share.first, shard.batch_end - context.share.first),
+        compiled=plan.compile,
         randomness=randomness if family.dropout(config) > 0 else None,
     )
 
