@@ -45,6 +45,10 @@ def _uneven_plans() -> list[Plan]:
     return [uneven_plan(tiny(family), number, 4) for number, family in enumerate(2 * FAMILIES)]
 
 
+def _compiled(plan: Plan) -> Plan:
+    return msgspec.structs.replace(plan, name=f"compiled {plan.name}", compile=True)
+
+
 def _mixed_plan() -> Plan:
     """A plan on two ranks of one stage that does everything at once, for the mutations to break."""
     plan = random_plan(tiny("llama", tie_word_embeddings=True), 1, 2, stages=1)
@@ -116,7 +120,8 @@ def _replicas_behind_a_cut() -> Plan:
 @pytest.fixture(scope="module")
 def two_ranks(compare: Compare) -> Errors:
     low_precision = [random_plan(tiny(family), 1, 2, dtype) for family in FAMILIES for dtype, _ in LOW_PRECISION]
-    return compare([*low_precision, *_plans(2), _reduced_in_float32(), _mixed_plan()], MUTATIONS)
+    compiled = [_compiled(plan) for plan in _plans(2)[: len(FAMILIES)]]
+    return compare([*low_precision, *_plans(2), *compiled, _reduced_in_float32(), _mixed_plan()], MUTATIONS)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +133,13 @@ def more_ranks(compare: Compare) -> Errors:
 def test_plans_on_two_ranks_train_exactly_as_one_process(two_ranks: Errors, family: str) -> None:
     exact = {name: errors for name, errors in two_ranks.items() if name.startswith(family) and "float64" in name}
     assert len(exact) == len(NUMBERS[2])
+    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_plans_train_exactly_as_one_process(two_ranks: Errors, family: str) -> None:
+    exact = {name: errors for name, errors in two_ranks.items() if name.startswith(f"compiled {family}")}
+    assert len(exact) == 1
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 

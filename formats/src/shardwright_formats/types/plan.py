@@ -145,7 +145,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fused: tuple[Literal["rotary", "norm", "cross_entropy"], ...] = ()
     """What else kernels of the flash-attn package compute: rotary embeddings, norms, the loss."""
     compile: bool = False
-    """Whether torch.compile compiles each layer."""
+    """Whether torch.compile compiles each block (embedding and head are left as they are)."""
     stages: Annotated[tuple[PipelineStage, ...], Meta(min_length=1)]
     """The pipeline stages, first to last."""
     embedding: Strategy

@@ -34,6 +34,7 @@ name |
 | `torch._dynamo.config`: `skip_fwd_side_effects_in_bwd_under_checkpoint`, `recompile_limit`, \
 `accumulated_recompile_limit`, `fail_on_recompile_limit_hit` | parameters swapped inside recomputed and compiled \
 parts; no layer that runs uncompiled in silence | `torch.compiler.config`, which has other settings so far |
+| `torch._dynamo.utils.counters` | graph breaks, in tests | `torch._dynamo.explain`, as private |
 | `torch.ops._c10d_functional` | what collectives are in a compiled graph | none |
 """
 
@@ -76,6 +77,7 @@ __all__ = [
     "gather_asynchronously",
     "gathered_bytes",
     "gathered_parameter",
+    "graph_breaks",
     "own_parameters",
     "replicate",
     "step_unless",
@@ -131,7 +133,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
     """A function compiled when it is first called; it fails where it would be run uncompiled in place of recompiled."""
     import torch._dynamo  # 1 s of every start otherwise
 
@@ -140,7 +142,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     config.fail_on_recompile_limit_hit = True
     # What is swapped in a forward pass is put back in it: a replay has nothing to do over.
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    return torch.compile(function)
+    return torch.compile(function, backend=backend)
+
+
+def graph_breaks() -> dict[str, int]:
+    """Why compiled functions were left for the interpreter since the compiler was reset, and how often."""
+    from torch._dynamo.utils import counters
+
+    return dict(counters["graph_break"])
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """A plan on one rank, ready to train: what `run`, `measure` and `check` build, each with its own use of a step."""
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
+from shardwright_formats.types.plan import Plan
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.engine.optimizer import ShardedAdamW, StepOutcome
 from shardwright_train.models.attention_kernels import use_kernels
@@ -46,6 +48,11 @@ class Engine:
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds: parameters and the optimizer's moments, by name."""
         return {**self.optimizer.parameters, **self.optimizer.state()}
+
+
+def say_compiled(plan: Plan, first_step_s: float) -> None:
+    """Say how long the first step of a plan took, in which its blocks are compiled."""
+    print(f"{plan.name}: first step, blocks compiled: {first_step_s:.1f} s", file=sys.stderr, flush=True)
 
 
 def build_engine(context: RankContext, settings: Hyperparameters = ANY, updates: int = 0) -> Engine:

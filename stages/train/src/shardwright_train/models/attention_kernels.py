@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Attention, Plan, Precision
+from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_train.models.base import Family
 from shardwright_train.models.masks import Mask
 from shardwright_train.models.registry import family_named
@@ -37,6 +38,9 @@ def check_kernels(plan: Plan, family: Family, device: torch.device, file: object
         raise BadInput(file, f"attention {asked} {lack}", "use auto, sdpa or eager")
     if asked is Attention.SDPA and (lack := _fused_lack(plan, family, device)) is not None:
         raise BadInput(file, f"attention {asked} {lack}", "use sdpa_math or eager, which keep all scores")
+    if plan.compile and (drops := _drops_alike(plan, family)) is not None:
+        what = f"compile: {drops} splits heads over ranks that would drop the same of theirs"
+        raise BadInput(file, what, "use sequence_parallel megatron or ulysses there, no dropout, or do not compile")
     for name in _nowhere(plan, family):
         raise BadInput(file, f"fused {name}: {model.family} models have none that flash-attn computes", "leave it out")
 
@@ -125,6 +129,14 @@ def _refusal(plan: Plan, family: Family, device: torch.device) -> str | None:
         except RuntimeError as error:
             return f"has no fused kernel here ({' '.join(str(error).split())})"
     return None
+
+
+def _drops_alike(plan: Plan, family: Family) -> str | None:
+    """The first layer whose ranks hold replicas and must draw apart inside attention, which a compiled graph cannot."""
+    if family.dropout(family.configuration(plan.model)) == 0:
+        return None
+    alike = (i for i, s in enumerate(plan.layers) if s.tp_size > 1 and s.sequence_parallel is SequenceParallel.NONE)
+    return next((f"layers[{i}]" for i in alike), None)
 
 
 def _nowhere(plan: Plan, family: Family) -> Iterator[str]:

@@ -52,9 +52,9 @@ def flash_obstacle(plan: Plan) -> str | None:
 
 
 def without_devices(plan: Plan) -> tuple[Plan, str]:
-    """What a world of tensors without data runs instead of a plan: the same, but for flash-attn; and its attention."""
+    """What a world of tensors without data runs instead of a plan: uncompiled, no flash-attn; and its attention."""
     here = plan.attention in (Attention.EAGER, Attention.SDPA_MATH)
-    return msgspec.structs.replace(plan, fused=()), (plan.attention if here else Attention.SDPA).value
+    return msgspec.structs.replace(plan, fused=(), compile=False), (plan.attention if here else Attention.SDPA).value
 
 
 def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:

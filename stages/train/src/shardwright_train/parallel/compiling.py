@@ -30,6 +30,8 @@ _GATHER = (
     collective_operators.all_gather_into_tensor.default,
     collective_operators.wait_tensor.default,
     torch.ops.aten.cat.default,
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.new_empty.default,
 )
 _SUMS = (collective_operators.all_reduce.default, collective_operators.reduce_scatter_tensor.default)
 
@@ -73,7 +75,9 @@ def _recomputed(function: Callable[..., Any], policy: _Policy | None) -> Callabl
 
 
 def _all_but_gathers(_: SelectiveCheckpointContext, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_RECOMPUTE if operator in _GATHER else CheckpointPolicy.PREFER_SAVE
+    # A view of what is gathered would be kept in its place.
+    gathers = operator in _GATHER or getattr(operator, "is_view", False)
+    return CheckpointPolicy.MUST_RECOMPUTE if gathers else CheckpointPolicy.PREFER_SAVE
 
 
 def _selective(_: SelectiveCheckpointContext, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -26,7 +26,8 @@ def is_product(operator: Any) -> bool:
 
 def is_attention(operator: Any) -> bool:
     """Whether an operator computes attention as a whole."""
-    return operator.name().startswith(_ATTENTION)
+    name: str = operator.name()
+    return name.startswith(_ATTENTION)
 
 
 class KeptResults(TorchDispatchMode):

@@ -91,7 +91,7 @@ class Layer:
     samples: slice
     """Which it works on of the samples that this rank reads of a microbatch."""
     compiled: bool
-    """Whether what is recomputed selectively is so in a compiled graph."""
+    """Whether it is a block that is compiled, with what of it is recomputed selectively."""
     randomness: Randomness | None
     """None where nothing is dropped."""
 
@@ -157,12 +157,14 @@ def build_layer(
     # Ranks with replicas of the activations draw the same numbers.
     replica = (dp_index, tp_index) if layout.sequence_split else (dp_index,)
     randomness = Randomness(name, replica, tp_index, context.device)
+    compiled = plan.compile and kind in family.parts
     mesh = context.groups.mesh(plan, strategy)
     tensor_parallel = TensorParallel(
         axis=mesh["tp"],
         sequence_axis=context.groups.sequence_axis(plan, strategy),
         sequence_parallel=strategy.sequence_parallel,
-        randomness=randomness,
+        # A compiled graph draws from one state: `check_kernels` refuses what needs several.
+        randomness=Randomness(name, replica, tp_index, context.device) if compiled else randomness,
         recomputation=Recomputation(keeps_last=family.keeps_last_sum(kind, config)),
         fused_loss="cross_entropy" in plan.fused,
     )
@@ -171,7 +173,7 @@ def build_layer(
         parts=family.parts.get(kind),
         after_split=lambda module, tensor_parallel: family.after_split(module, config, tensor_parallel),
         attention=context.attention,
-        compile=plan.compile,
+        compile=compiled,
     )
     module = _stock_module(context, name, strategy)
     parallel = parallelize(module, strategy, style, tensor_parallel, mesh, plan.precision)
@@ -190,7 +192,7 @@ def build_layer(
         redistributions=redistributions,
         constants=_constants(context, tensor_parallel) if kind in family.parts else {},
         samples=slice(shard.batch_start - context.share.first, shard.batch_end - context.share.first),
-        compiled=plan.compile,
+        compiled=compiled,
         randomness=randomness if family.dropout(config) > 0 else None,
     )
 

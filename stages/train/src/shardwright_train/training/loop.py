@@ -16,7 +16,7 @@ from shardwright_formats.types.run import RunResult
 from shardwright_train.data.objectives import Batches
 from shardwright_train.data.read_ahead import read_ahead
 from shardwright_train.data.share import on_host
-from shardwright_train.engine.engine import Engine, build_engine
+from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
@@ -150,12 +150,16 @@ def _steps(
     job, began = run.job, time.monotonic() - progress.wall_s
     fixed = LossScale.for_compute(run.plan.precision.compute).fixed
     scale = LossScale(progress.loss_scale, fixed, progress.steps_without_overflow)
+    begins = True
     for step in range(progress.step + 1, job.steps + 1):
         run.world.heartbeat.begin(f"in step {step}")
         started = time.perf_counter()
         work = replace(next(ready), loss_scale=scale.value)
         outcome = run.engine.train_step(work, stop=bool(stop_asked))
         step_time_s = time.perf_counter() - started
+        if run.plan.compile and run.world.rank == 0 and begins:
+            say_compiled(run.plan, step_time_s)
+        begins = False
         overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite
         if not outcome.finite and not overflowed:
             where = first_nonfinite(run.engine, work)
