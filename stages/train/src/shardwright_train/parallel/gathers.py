@@ -29,15 +29,15 @@ class Gathers:
 
     def start(self, during: Pass) -> None:
         """Gather the first layer of a pass beside the wait for its input, unless the pass before has."""
-        if (first := self._first(during)) is not None:
+        if (first := self._ends[during is Pass.BACKWARD]) is not None:
             first.unshard(async_op=True)
 
     def prepare(self, during: Pass, then: "tuple[Gathers, Pass] | None") -> None:
         """For a pass to come, and the one behind it: it begins with the layer that this one ends with, or another."""
         self._started = True
-        forward, last = during is Pass.FORWARD, self._ends[1 if during is Pass.FORWARD else 0]
+        forward, last = during is Pass.FORWARD, self._ends[during is Pass.FORWARD]
         stays = then is not None and then[0] is self and then[1] is not during
-        following = None if then is None or stays or not then[0]._started else then[0]._first(then[1])
+        following = None if then is None or stays else then[0].ahead(then[1])
         if last is None:
             return
         if forward:
@@ -47,9 +47,9 @@ class Gathers:
             last.set_modules_to_backward_prefetch([following or last])
             last.set_reshard_after_backward(not stays, recurse=False)
 
-    def _first(self, during: Pass) -> FSDPModule | None:
-        """The layer that a pass begins with, where ZeRO-3 gathers it."""
-        return self._ends[0 if during is Pass.FORWARD else 1]
+    def ahead(self, during: Pass) -> FSDPModule | None:
+        """The layer that a pass begins with, where ZeRO-3 gathers it and the pass before can."""
+        return self._ends[during is Pass.BACKWARD] if self._started else None
 
 
 def _zero3(module: nn.Module, kind: DataParallel) -> FSDPModule | None:
