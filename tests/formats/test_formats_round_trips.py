@@ -107,13 +107,17 @@ def _powers_up_to(most: int) -> list[int]:
 @st.composite
 def _spread(draw: st.DrawFn, ranks: int) -> dict[str, Any]:
     tp_size = draw(st.sampled_from(_powers_up_to(ranks)))
-    return {
-        "tp_size": tp_size,
-        "dp_size": ranks // tp_size,
-        "tp_consecutive": draw(st.booleans()),
-        "data_parallel": draw(st.sampled_from(DataParallel)),
-        "sequence_parallel": draw(st.sampled_from(SequenceParallel)),
-    }
+    plain = Strategy(
+        tp_size=tp_size,
+        tp_consecutive=draw(st.booleans()),
+        dp_size=ranks // tp_size,
+        data_parallel=draw(st.sampled_from(DataParallel)),
+        sequence_parallel=draw(st.sampled_from(SequenceParallel)),
+    )
+    sizes = _powers_up_to(plain.state_shards // 2)[1:] if plain.state_shards % 2 == 0 else []
+    shard_size = draw(st.sampled_from([0, *(n for n in sizes if plain.state_shards % n == 0)]))
+    fields = {name: getattr(plain, name) for name in Strategy.__struct_fields__}
+    return fields | {"shard_size": shard_size}
 
 
 @st.composite
