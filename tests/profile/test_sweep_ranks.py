@@ -14,6 +14,8 @@ from shardwright_profile.hardware.session import ProcessGroups, Session
 from shardwright_profile.hardware.sweep import sweep
 from shardwright_profile.hardware.timing import Stopwatch
 
+CPU = torch.device("cpu")
+
 
 def _swept(cluster, rank):
     identity = SweepIdentity(
@@ -23,7 +25,7 @@ def _swept(cluster, rank):
     dist.init_process_group("fake", rank=rank, world_size=cluster.num_devices, store=FakeStore())
     try:
         journal = Journal(None, JOURNAL, identity, Kept())
-        session = Session(identity, Stopwatch(torch.device("cpu")), journal, ProcessGroups())
+        session = Session(identity, Stopwatch(CPU), journal, ProcessGroups(CPU))
         return sweep(session, 0.01, said.append), said
     finally:
         dist.destroy_process_group()

@@ -126,7 +126,9 @@ def two_ranks(compare: Compare) -> Errors:
 
 @pytest.fixture(scope="module")
 def more_ranks(compare: Compare) -> Errors:
-    return compare([*_plans(4), _replicas_behind_a_cut(), *_in_groups(4)]) | compare([*_plans(8), *_in_groups(8)])
+    return compare([*_plans(4), *_uneven_plans(), _replicas_behind_a_cut(), *_in_groups(4)]) | compare(
+        [*_plans(8), *_in_groups(8)]
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,7 +24,7 @@ def collective_call(
     the current stream, when they return; without `wait`, a collective goes on behind the work that is returned.
     """
     if kind.key.collective is Collective.P2P:
-        return p2p_call(kind.groups, message_bytes, device)
+        return p2p_call(kind.groups, message_bytes, process_group, device)
     if process_group is None:
         return _nothing
     whole = torch.zeros(message_bytes // 4, dtype=torch.float32, device=device)
@@ -42,17 +42,22 @@ def collective_call(
             return lambda: dist.all_to_all_single(other, whole, group=process_group, async_op=not wait)
 
 
-def p2p_call(pairs: Groups, message_bytes: int, device: torch.device) -> Callable[[], None]:
-    """A call that makes this rank's part of a message of `message_bytes` from the first to the second of each pair."""
+def p2p_call(
+    pairs: Groups, message_bytes: int, process_group: dist.ProcessGroup | None, device: torch.device
+) -> Callable[[], None]:
+    """A call that makes this rank's part of a message of `message_bytes` from the first to the second of each pair.
+
+    `process_group` is that of this rank's pair; None where it has none.
+    """
+    if process_group is None:
+        return _nothing
     rank = dist.get_rank()
     targets = {source: target for source, target in pairs}
     sources = {target: source for source, target in pairs}
-    if rank not in targets and rank not in sources:
-        return _nothing
     message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=device)
     if rank in targets:
-        return lambda: _done(dist.send(message, targets[rank]))
-    return lambda: _done(dist.recv(message, sources[rank]))
+        return lambda: _done(dist.send(message, targets[rank], process_group))
+    return lambda: _done(dist.recv(message, sources[rank], process_group))
 
 
 def _nothing() -> None:

@@ -54,9 +54,7 @@ def _points(session: Session, kind: CollectiveKind, grows: bool) -> Iterator[Tas
 def _timed_point(session: Session, kind: CollectiveKind, message_bytes: int, share_s: float) -> list[PointEntry]:
     stopwatch = session.stopwatch
     stopwatch.doing = f"timing {message_bytes} bytes, {kind}"
-    p2p = kind.key.collective is Collective.P2P
-    process_group = None if p2p else session.process_groups.mine(kind.groups)
-    call = collective_call(kind, message_bytes, process_group, session.device)
+    call = collective_call(kind, message_bytes, session.process_groups.of(kind), session.device)
     stopwatch.slowest_s(call, WARM_UP_REPEATS)
     times_s = stopwatch.repeated(lambda n: stopwatch.slowest_s(call, n)[None], share_s, session.max_repeats)
     return [PointEntry(**kind.key._asdict(), message_bytes=message_bytes, times_s=tuple(times_s[0].tolist()))]
@@ -75,7 +73,8 @@ def pair_tasks(session: Session, rounds: Sequence[PairRound]) -> list[list[Task]
 def _timed_pairs(session: Session, timed: PairRound, share_s: float) -> list[PairEntry]:
     stopwatch = session.stopwatch
     stopwatch.doing = f"timing {timed.message_bytes} bytes, {timed}"
-    call = p2p_call(timed.pairs, timed.message_bytes, session.device)
+    pair = session.process_groups.pair(timed.pairs)
+    call = p2p_call(timed.pairs, timed.message_bytes, pair, session.device)
 
     def measure(repeats: int) -> NDArray[Any]:
         """A message has arrived when both its ranks are done: [pairs, repeats]."""

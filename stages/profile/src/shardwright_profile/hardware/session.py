@@ -7,23 +7,38 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardwright_formats.types.hardware_profile import Collective
 from shardwright_launch.journal import Journal
 from shardwright_profile.hardware.profile import Entry, Key, SweepIdentity
 from shardwright_profile.hardware.statistics import MIN_REPEATS
-from shardwright_profile.hardware.sweep_plan import Groups
+from shardwright_profile.hardware.sweep_plan import CollectiveKind, Groups
 from shardwright_profile.hardware.timing import Stopwatch
 
 
 class ProcessGroups:
-    """This rank's process groups, each made when it is first asked for."""
+    """This rank's process groups, each made when it is first asked for; all ranks of the world ask in the same order."""
 
-    def __init__(self) -> None:
-        self.mine = cache(self._made)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.mine, self.pair = cache(self._made), cache(self._warmed_up)
+
+    def of(self, kind: CollectiveKind) -> dist.ProcessGroup | None:
+        """The one of a kind's groups that this rank is in, or None."""
+        return (self.pair if kind.key.collective is Collective.P2P else self.mine)(kind.groups)
 
     def _made(self, groups: Groups) -> dist.ProcessGroup | None:
-        """The one of `groups` that this rank is in, or None; all ranks of the world ask in the same order."""
         made = {group: dist.new_group(list(group)) for group in groups}
         return next((process_group for group, process_group in made.items() if dist.get_rank() in group), None)
+
+    def _warmed_up(self, pairs: Groups) -> dist.ProcessGroup | None:
+        """The group of a sender and a receiver, over which a number has gone: so training makes those of its edges."""
+        pair, number = self._made(pairs), torch.zeros(1, device=self._device)
+        for source, target in pairs:
+            if dist.get_rank() == source:
+                dist.send(number, target, pair)
+            elif dist.get_rank() == target:
+                dist.recv(number, source, pair)
+        return pair
 
 
 class Session(NamedTuple):

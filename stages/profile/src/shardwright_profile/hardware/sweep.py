@@ -83,7 +83,7 @@ def _calibrated(session: Session, plan: SweepPlan) -> Line:
     sizes = session.identity.sizes.always(kind.key.group_size)
     found = []
     for size in (sizes[0], sizes[-1]):
-        call = collective_call(kind, size, session.process_groups.mine(kind.groups), session.device)
+        call = collective_call(kind, size, session.process_groups.of(kind), session.device)
         session.stopwatch.slowest_s(call, WARM_UP_REPEATS)
         found.append((size, float(np.median(session.stopwatch.slowest_s(call, WARM_UP_REPEATS)))))
     return line_through(*found)

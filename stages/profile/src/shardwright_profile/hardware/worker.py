@@ -55,7 +55,7 @@ def _measure(job: SweepJob, stopwatch: Stopwatch) -> None:
     journal = _journal(job, rank)
     started = journal.find("start") or StartEntry(time_s=startup_s)
     journal.add([started])
-    session = Session(job.identity, stopwatch, journal, ProcessGroups())
+    session = Session(job.identity, stopwatch, journal, ProcessGroups(stopwatch.device))
     entries = [started, *sweep(session, job.time_budget_s, _say if rank == 0 else _say_nothing)]
     if rank == 0:
         _write(job, entries)
