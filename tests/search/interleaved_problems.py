@@ -150,7 +150,8 @@ def _time_ps(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
 def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
     """The most that any stage holds at any action; gradients that come late count as there from the start.
 
-    A chunk keeps what it received of each microbatch; beside that there is the largest message of each direction.
+    A chunk keeps what it received of each microbatch; beside that there is the largest message of each direction, and
+    one that comes for the next pass.
     """
     p, v, m, options = problem.pp_size, problem.num_chunks, problem.num_microbatches, problem.group.options
     kind, option = problem.positions[-1], chosen[-2]
@@ -162,7 +163,7 @@ def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
         given = [0 if (stage, chunk) == (p - 1, v - 1) else message for chunk in range(v)]
         kept = [received[c] + sum(int(options[k].activation_bytes[o]) for k, o in chains[c]) for c in range(v)]
         static = sum(int(options[k].state_bytes[o] + options[k].late_bytes[o]) for c in chains for k, o in c)
-        static += max(received) + max(given)
+        static += max(received) + max(given) + message
         flying: set[tuple[int, int]] = set()
         for action in actions(Schedule.INTERLEAVED_1F1B, p, m, stage, v):
             own = action.microbatch, action.chunk

@@ -248,7 +248,8 @@ def _priced(problem: Problem, ends: tuple[int, ...], device_groups: tuple[int, .
                     o, rows = own[e], chosen[e]
                     need = need + o.state_bytes[rows] + (flight - 1 + (e <= j)) * o.activation_bytes[rows]
                     need = need + (e >= j or not late) * o.late_bytes[rows]
-                need = need + (flight + 1) * received[stage]  # of every microbatch in flight, and one gradient of it
+                # Of every microbatch in flight, one gradient of it, and what comes for the next pass.
+                need = need + (flight + 2) * received[stage]
                 if stage < problem.pp_size - 1:  # one gradient of what is given out
                     e = inside[-1]
                     need = need + problem.boundary_bytes[problem.layers[e], own[e].output_layout[chosen[e]]]

@@ -181,8 +181,9 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
         if action.kind is Pass.FORWARD:
             held += kept[action.chunk]
         max_held = max(max_held, held)
-    # The gradient that comes in, and the one that goes out.
-    most += max(here.before_bytes for here in own) + max(here.after_bytes for here in own)
+    # The gradient that comes in, the one that goes out, and what comes for the next pass.
+    before, after = max(here.before_bytes for here in own), max(here.after_bytes for here in own)
+    most += before + after + max(before, after)
     return StageCosts(ranges=own, activation_bytes=max_held, working_bytes=gradients + most)
 
 
@@ -195,7 +196,7 @@ def _held(parts: tuple[Phase, ...], gradients: int, activation: int, workspace: 
 def _peak_of_one(own: RangeCosts) -> int:
     """The most that one microbatch holds on its way through a range, gradients apart."""
     memory = own.memory((Phase(1),))
-    return int(memory.peak.max()) - own.sum_of("memory.gradients") - own.before_bytes
+    return int(memory.peak.max()) - own.sum_of("memory.gradients") - 2 * own.before_bytes
 
 
 def _moves(

@@ -212,8 +212,8 @@ class Interleaved:
     def _fits(self, labels: _Labels, embedding: Options, head: Options) -> NDArray[np.bool_]:
         """Whether the first, the last and all other stages stay within the budget, by label.
 
-        Every chunk but the very first holds what it received of each microbatch in flight, and every stage, of one
-        microbatch, the gradients of what it received and of what it gave out.
+        Every chunk but the very first holds what it received of each microbatch in flight, and every stage what it is
+        receiving for the next pass and, of one microbatch, the gradients of what it received and of what it gave out.
         """
         problem = self._problem
         received = problem.boundary_bytes[problem.positions[-1]][labels.output_layout]
@@ -230,7 +230,7 @@ class Interleaved:
             self._memory(labels, middle if problem.pp_size > 2 else ()),
             self._memory(labels, last, states[1], head.activation_bytes, behind.peak[:, 0]),
         )
-        return np.asarray(np.maximum.reduce(needs) + 2 * received <= problem.group.budget_bytes)
+        return np.asarray(np.maximum.reduce(needs) + 3 * received <= problem.group.budget_bytes)
 
     def _decoded(self, levels: Sequence[_Labels], whole: _Whole, row: int) -> Solution:
         problem = self._problem

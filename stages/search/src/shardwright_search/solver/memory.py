@@ -3,7 +3,8 @@
 In a phase with k microbatches in flight a stage holds its state, (k - 1) times its activations, and the most that one
 more microbatch holds on its way: while layer j works, the activations of the layers up to j, j's workspace, and the
 gradients: of all layers, or in the first backward pass of those from j on. Besides it holds what it received of each
-microbatch in flight, and of one microbatch the gradients of what it received and of what it gives out.
+microbatch in flight and what it is receiving for the next pass, taken to be as large, and of one microbatch the
+gradients of what it received and of what it gives out.
 """
 
 from collections.abc import Sequence
@@ -84,6 +85,9 @@ class StageMemory(NamedTuple):
 
 
 def no_layers(parts: Sequence[Phase], received: ArrayLike) -> StageMemory:
-    """Before the first layer: what was received of the microbatches, of one so many bytes."""
-    resident = np.asarray(received, float)[..., None] * np.array([phase.in_flight + 1.0 for phase in parts])
+    """Before the first layer: what was received of the microbatches, of one so many bytes.
+
+    Beside those in flight are the gradient of one, and what comes for the next pass while this one computes.
+    """
+    resident = np.asarray(received, float)[..., None] * np.array([phase.in_flight + 2.0 for phase in parts])
     return StageMemory(resident, resident)

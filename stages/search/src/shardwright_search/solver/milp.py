@@ -233,7 +233,7 @@ class _Programme:
             ]
             for phase in phases(count, problem.num_microbatches):
                 total = self._column(0.0)
-                static = [(column, (phase.in_flight + 1) * resident) for column, resident in self._received[stage]]
+                static = [(column, (phase.in_flight + 2) * resident) for column, resident in self._received[stage]]
                 static += self._given[stage]
                 for number in inside:
                     static += self._bytes("state_bytes", stage, number)
