@@ -79,6 +79,11 @@ REFROZEN = (
         "among 3 ranks, a number that no sweep measures, times lie between those of 2 and 4, with a warning where a "
         "plan needs them: the search was refused before",
     ),
+    (
+        "[cepu]*",
+        "memory of pipeline stages counts what a rank receives for its next pass while it computes: one tensor of a "
+        "cut's size more; no time and no plan differs",
+    ),
     ("simulated/*.svg", "one drawing module with another style sheet; the times it draws are in the trace beside it"),
 )
 """Outputs that were frozen again since the first time (`freeze PATTERN`), and why that is no change of a result."""
