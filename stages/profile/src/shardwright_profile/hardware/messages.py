@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.types.hardware_profile import Collective
 from shardwright_profile.hardware.collectives import collective_call, p2p_call
 from shardwright_profile.hardware.profile import Key, PairEntry, PointEntry
 from shardwright_profile.hardware.session import Session, Task

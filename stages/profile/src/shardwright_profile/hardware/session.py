@@ -16,7 +16,7 @@ from shardwright_profile.hardware.timing import Stopwatch
 
 
 class ProcessGroups:
-    """This rank's process groups, each made when it is first asked for; all ranks of the world ask in the same order."""
+    """This rank's process groups, each made when first asked for; all ranks of the world ask in one order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
