@@ -337,3 +337,17 @@ def test_compiled_layers_are_planned_on_a_profile_of_compiled_layers_alone(make)
             find_best(make.request(compile=other), model, cluster, profiles, FILE, lambda line: None)
         with pytest.raises(BadInput, match="profile that precision"):
             evaluate(replace(found.chosen.plan, compile=other), profiles)
+
+
+def test_a_thousand_layers_are_searched_and_more_are_refused(make):
+    cluster = make.cluster()
+    request = make.request(num_microbatches=[2], pp_sizes=[1], tp_sizes=[1], recompute=["none"], data_parallel=["ddp"])
+    for layers in (1000, 1001):
+        model = make.model(layers)
+        profiles = make.profiles(model, cluster)
+        if layers == 1000:
+            found = find_best(request, model, cluster, profiles, FILE, lambda line: None)
+            assert isinstance(found, Found | Infeasible)
+            continue
+        with pytest.raises(BadInput, match=r"s\.json: a model of 1001 layers: time and memory of a search grow"):
+            find_best(request, model, cluster, profiles, FILE, lambda line: None)

@@ -9,7 +9,7 @@ layout that is no worse after paying for the redistribution; at the end of a sta
 payment into another stage, past the maximum.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -100,7 +100,13 @@ class _Stage:
         return Labels(none, none, *no_layers(self.costs.phases, received), layouts, layouts, layouts, layouts, None)
 
     def extend(self, labels: Labels, depth: int, reachable: Reachable) -> None:
-        """Follow the tree of all target runs from the labels of their common beginning."""
+        """Follow the tree of all target runs from the labels of their common beginning; it may be thousands deep."""
+        waiting = [(labels, depth, reachable)]
+        while waiting:
+            waiting += reversed(list(self._branches(*waiting.pop())))
+
+    def _branches(self, labels: Labels, depth: int, reachable: Reachable) -> Iterator[tuple[Labels, int, Reachable]]:
+        """The labels of runs that are over are found; of the others those with one layer more, by its type."""
         self._tick(len(labels.time_ps))
         onward = []
         for run, target in reachable:
@@ -117,7 +123,7 @@ class _Stage:
             group = list(same)
             following = self.following(labels, rows, before, kind, group, depth)
             if len(following.time_ps):
-                self.extend(following, depth + 1, group)
+                yield following, depth + 1, group
 
     def whole(self, labels: Labels, run: Run, target: Target) -> Labels:
         """The labels of a whole stage that stay below the target's caps, and of which none replaces another."""

@@ -7,6 +7,8 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.plan import Schedule
 from shardwright_search.space.request import SearchRequest, StageWidths
 
+_MAX_LAYERS = 1_000
+"""On two devices 2 CPU seconds and 200 MiB."""
 Widths = StageWidths | tuple[int, ...]
 """Equal ones, any, or those of each pipeline stage."""
 
@@ -55,6 +57,9 @@ def widths(request: SearchRequest, devices: int, pp_size: int, schedule: Schedul
 
 def check_degrees(request: SearchRequest, devices: int, layers: int, file: Path) -> None:
     """Raise BadInput, naming the search file, for a listed degree or width that no plan has."""
+    if layers > _MAX_LAYERS:
+        what = f"a model of {layers} layers: time and memory of a search grow with their square"
+        raise BadInput(file, what, f"search for at most {_MAX_LAYERS} layers")
     listed = request.stage_widths
     ranks = f"the number of devices, {devices}"
     if isinstance(listed, tuple):
