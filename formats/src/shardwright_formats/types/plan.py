@@ -12,19 +12,6 @@ from shardwright_formats.types.limits import Name, NonNegativeCount, Rank, Sampl
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
 
-__all__ = [
-    "ITEMSIZE",
-    "Attention",
-    "GradientReduction",
-    "PipelineStage",
-    "Plan",
-    "Plans",
-    "Precision",
-    "Schedule",
-    "misfit",
-    "profiled_as",
-]
-
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 
 

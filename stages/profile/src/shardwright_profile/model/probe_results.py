@@ -15,8 +15,6 @@ from shardwright_formats.types.plan import Attention, GradientReduction, Plan, p
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
 from shardwright_profile.model.probes import layer_counts
 
-__all__ = ["LAYERS", "Duration", "ProbeKey", "ProbeResult", "SegmentCost", "read_probes"]
-
 LAYERS = "layers"
 _SEGMENTS = (EMBEDDING, LAYERS, HEAD)
 

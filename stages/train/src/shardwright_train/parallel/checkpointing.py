@@ -13,8 +13,6 @@ from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.selective import KeptResults
 from shardwright_train.parallel.sharding_rules import Parts
 
-__all__ = ["Recomputation", "apply_activation_checkpointing", "part_of", "recomputed"]
-
 
 class Recomputation:
     """What recomputes a layer selectively.

@@ -24,8 +24,6 @@ from shardwright_train.parallel.sharding_rules import Parts
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.torch_private import collective_operators, compiled
 
-__all__ = ["compile_block"]
-
 _GATHER = (
     collective_operators.all_gather_into_tensor.default,
     collective_operators.wait_tensor.default,

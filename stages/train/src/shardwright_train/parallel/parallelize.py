@@ -23,8 +23,6 @@ from shardwright_train.parallel.sequence import apply_ulysses
 from shardwright_train.parallel.sharding_rules import Parts, Rule
 from shardwright_train.parallel.tensor import Sharding, TensorParallel, apply_tensor_parallel, enter_before
 
-__all__ = ["ModuleStyle", "ParallelModule", "parallelize", "parallelize_stage"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleStyle:

@@ -13,8 +13,6 @@ from shardwright_formats.semantics.tied_weights import ranks_of_replicas, tied_p
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Strategy
 
-__all__ = ["Groups"]
-
 MeshKey = tuple[tuple[tuple[int, ...], ...], int, bool, int]
 RankSets = tuple[tuple[int, ...], ...]
 

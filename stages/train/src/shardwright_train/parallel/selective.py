@@ -14,8 +14,6 @@ from torch import Tensor
 from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.torch_private import TorchDispatchMode
 
-__all__ = ["KeptResults", "is_attention", "is_product"]
-
 _ATTENTION = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn_")
 
 

@@ -12,8 +12,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shardwright_train.parallel.collectives import exchange_dims
 
-__all__ = ["ULYSSES_ATTENTION", "apply_ulysses"]
-
 ULYSSES_ATTENTION = "shardwright_ulysses"
 """The name under which transformers' modules find the attention below."""
 

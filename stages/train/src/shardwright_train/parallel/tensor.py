@@ -20,8 +20,6 @@ from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.sharding_rules import Rule, cuts, rule_for
 from shardwright_train.torch_private import own_parameters
 
-__all__ = ["Sharding", "TensorParallel", "apply_tensor_parallel", "enter_before"]
-
 
 @dataclass(frozen=True)
 class TensorParallel:

@@ -27,8 +27,6 @@ from shardwright_train.parallel.rng import Randomness, RNGKey
 from shardwright_train.parallel.sequence import ULYSSES_ATTENTION
 from shardwright_train.parallel.tensor import TensorParallel
 
-__all__ = ["Layer", "RankContext", "build_layer"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:

@@ -25,8 +25,6 @@ from shardwright_train.parallel.tied_weights import TiedParameters
 from shardwright_train.pipeline.layer import Layer, RankContext, build_layer
 from shardwright_train.torch_private import gathered_bytes
 
-__all__ = ["Chunk", "Hook", "Stage", "build_stage"]
-
 Hook = Callable[[str], None]
 
 

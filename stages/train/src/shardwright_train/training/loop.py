@@ -31,8 +31,6 @@ from shardwright_train.training.loss_scale import LossScale
 from shardwright_train.training.metrics import METRICS, Metrics
 from shardwright_train.training.nonfinite import first_nonfinite
 
-__all__ = ["train"]
-
 
 @dataclass(frozen=True)
 class _Run:
