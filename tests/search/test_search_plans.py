@@ -111,8 +111,9 @@ def test_closed_form_of_two_stages_by_hand(make):
     assert last.memory_terms_bytes["activations"] == (4 + 144) * 2048
     # in the block's first backward pass: one microbatch, the other with the block's moment and gradients, one message
     assert first.memory_bytes == (1 << 20) + 6 * 65536 + (124 + 124 + 24 + 32 + 4) * 2048
-    # in the head: a microbatch as received and as it was kept, the head's moment, all gradients, one message
-    assert last.memory_bytes == (1 << 20) + 6 * 65536 + (4 + 144 + 2 * 32 + 4) * 2048 + 9830
+    # in the head: a microbatch as received and as it was kept, the head's moment, all gradients, one message;
+    # and the next microbatch, on its way
+    assert last.memory_bytes == (1 << 20) + 6 * 65536 + (4 + 144 + 2 * 32 + 4 + 4) * 2048 + 9830
     for stage in (first, last):
         assert sum(stage.memory_terms_bytes.values()) == stage.memory_bytes
 
