@@ -70,6 +70,11 @@ REFROZEN = (
         "compute format alone: a third more messages of the one, a third of the memory of the other",
     ),
     (
+        "printed/show-profiles-t*",
+        "the order in which an analytic layer's times are added: residuals of curves through them that were 0 are "
+        "2e-16, or the other way round; two outputs",
+    ),
+    (
         "[pu]*",
         "memory of layers that DDP replicates counts the copy that their gradients are brought together in, up to "
         "25 MiB, where that is more than the layer's own workspace: nine outputs",
