@@ -327,10 +327,7 @@ def test_a_request_that_says_what_it_cannot_is_no_request(changes, message):
 def test_compiled_layers_are_planned_on_a_profile_of_compiled_layers_alone(make):
     model, cluster = make.model(), make.cluster()
     compiled = make.profiles(model, cluster, precision="float32/float32/float32 compiled")
-    for profiles, wanted, other in (
-        (compiled, True, False),
-        (make.profiles(model, cluster), False, True),
-    ):
+    for profiles, wanted, other in ((compiled, True, False), (make.profiles(model, cluster), False, True)):
         found = find_best(make.request(compile=wanted), model, cluster, profiles, FILE, lambda line: None)
         assert found.chosen.plan.compile is wanted
         with pytest.raises(BadInput, match=r"m\.h5: profiled in .*, not float32/float32/float32"):
