@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test parity brute-force frozen versions check bench gpu gpu-rehearsal clean
+.PHONY: help setup demo test parity compiled brute-force frozen versions check bench gpu gpu-rehearsal clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready
@@ -22,7 +22,7 @@ TORCH_INDEX ?=
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Several processes share the cores here; without this, each would start a thread for every core.
-demo test parity brute-force frozen bench: export OMP_NUM_THREADS := 1
+demo test parity compiled brute-force frozen bench: export OMP_NUM_THREADS := 1
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -38,7 +38,10 @@ test: $(STAMP) ## run all tests
 parity: $(STAMP) ## 312 random plans of six families on 2, 4 and 8 ranks against one process, in float64 (long)
 	@python tests/train/run_parity.py
 
-brute-force: $(STAMP) ## the planner against every plan of 20,000 tiny problems (minutes)
+compiled: $(STAMP) ## plans of six families under torch.compile against one process, in float32 (minutes)
+	@python tests/train/run_compiled.py
+
+brute-force: $(STAMP) ## the planner against every plan of 30,000 tiny problems (minutes)
 	@python tests/search/run_brute_force.py
 
 frozen: $(STAMP) ## what searches and other commands give, to the byte what was frozen (2 minutes)

@@ -3,9 +3,9 @@
     python benchmarks/runtime.py [--pairs 15] [--out FILE.json]
 
 DDP is held against `DistributedDataParallel`, ZeRO-3 against a hand-written `fully_shard` loop over the stock
-transformers model, each with clipping by the global norm and fused AdamW. Both live in the same processes and take
-turns, step by step, so that what else the machine does meets both; the ratio is the median of the pairs' ratios. The
-losses of every pair are compared: it is the same work.
+transformers model, each with clipping by the global norm and fused AdamW, both as they are and with every layer
+compiled. Both live in the same processes and take turns, step by step, so that what else the machine does meets both;
+the ratio is the median of the pairs' ratios. The losses of every pair are compared: it is the same work.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import tempfile
 import time
 import warnings
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -54,7 +55,7 @@ CONFIG = {
 SETTINGS = Hyperparameters(learning_rate=1e-4, warmup_steps=0, steps=10**6, weight_decay=0.1, clip_norm=1.0)
 
 
-def the_plan(kind: DataParallel) -> Plan:
+def the_plan(kind: DataParallel, compiled: bool) -> Plan:
     """One pipeline stage, data parallel alone."""
     spread = {"tp_size": 1, "dp_size": RANKS, "data_parallel": kind}
     model = describe(family_named("llama", "benchmark"), CONFIG, "benchmark", LENGTH)
@@ -65,6 +66,7 @@ def the_plan(kind: DataParallel) -> Plan:
         cluster=Cluster(name="here", nodes=(NodeGroup(node_type="cpu", count=1),), node_types={"cpu": node}),
         global_batch_size=BATCH,
         num_microbatches=1,
+        compile=compiled,
         schedule=Schedule.ONE_F_ONE_B,
         stages=(PipelineStage(ranks=tuple(range(RANKS)), layers=((0, len(model.layers)),)),),
         embedding=Strategy(**spread),
@@ -100,6 +102,8 @@ class Plain:
     def __init__(self, plan: Plan, world: World, kind: DataParallel) -> None:
         self.rank = world.rank
         stock = _with_the_same_weights(plan)
+        for layer in stock.model.layers if plan.compile else ():
+            layer.compile()
         if kind is DataParallel.DDP:
             self.model: nn.Module = DistributedDataParallel(stock)
         else:
@@ -158,8 +162,8 @@ def worker(result: str, pairs: int) -> None:
     found = {}
     with joined_world("cpu") as world:
         groups = Groups("cpu")
-        for kind in (DataParallel.DDP, DataParallel.ZERO3):
-            plan = the_plan(kind)
+        for kind, compiled in product((DataParallel.DDP, DataParallel.ZERO3), (False, True)):
+            plan, name = the_plan(kind, compiled), f"{kind}{' compiled' * compiled}"
             ours, plain = Ours(plan, world, groups), Plain(plan, world, kind)
             generator = torch.Generator().manual_seed(0)
             times: list[tuple[float, float]] = []
@@ -169,12 +173,12 @@ def worker(result: str, pairs: int) -> None:
                 measured = {runner: _timed(runner, text) for runner in order}
                 difference = abs(measured[ours][1] - measured[plain][1])
                 if difference > 1e-3:
-                    raise SystemExit(f"{kind}: the losses differ by {difference}: it is not the same work")
+                    raise SystemExit(f"{name}: the losses differ by {difference}: it is not the same work")
                 if number >= WARM_UP:
                     times.append((measured[ours][0], measured[plain][0]))
-            found[kind.value] = times
+            found[name] = times
             if world.rank == 0:
-                print(f"{kind.value}: {_summary(times)}", flush=True)
+                print(f"{name}: {_summary(times)}", flush=True)
         if world.rank == 0:
             Path(result).write_text(json.dumps(found))
 
