@@ -7,7 +7,7 @@ No other file may use one (`tests/architecture` holds this): what a new version 
 | --- | --- | --- |
 | `torch._foreach_mul_`, `torch._foreach_norm` | one kernel for many gradients | `torch.nn.utils.get_total_norm` and \
 `clip_grads_with_norm_`, once they take gradients on several meshes, and weights for replicas |
-| `AdamW.found_inf` (no underscore, not documented) | an update that the device alone decides on | \
+| `AdamW.found_inf`, `AdamW.grad_scale` (no underscore, not documented) | an update that the device alone decides on | \
 `torch.amp.GradScaler`, once it takes a norm that was summed over ranks |
 | `torch.distributed._composable.replicate_with_fsdp.replicate` | DDP with FSDP2's mixed precision | `fully_shard` \
 over a mesh (replicate, shard of size 1), at the cost of gathering from a group of one |
@@ -164,7 +164,10 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
         vars(distributed_c10d).update(before)
 
 
-def step_unless(adamw: torch.optim.AdamW, forbidden: Tensor) -> None:
-    """A fused step that changes nothing where `forbidden`, a float32 number on the device, is 1."""
-    adamw.found_inf = forbidden  # type: ignore[attr-defined]
+def step_unless(adamw: torch.optim.AdamW, forbidden: Tensor, divisor: Tensor | None) -> None:
+    """A fused step that divides the gradients by `divisor` and changes nothing where `forbidden` is 1.
+
+    Both are float32 numbers on the device.
+    """
+    adamw.found_inf, adamw.grad_scale = forbidden, divisor  # type: ignore[attr-defined]
     adamw.step()

@@ -103,13 +103,17 @@ class ShardedAdamW:
             assert parameter.grad is not None
             gradients.append(local_tensor(parameter.grad))
             self._local[name].grad = gradients[-1]
+        divisor = None
         if limit > 0 or loss_scale != 1.0:
             norm = shared[1].sqrt() / loss_scale
             scale = (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else torch.ones_like(norm)
-            foreach_mul_(gradients, (scale / loss_scale).to(gradients[0].dtype))
+            if gradients[0].dtype is torch.float64:  # which the update's own divisor is not
+                foreach_mul_(gradients, scale / loss_scale)
+            else:
+                divisor = (loss_scale / scale).float()
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
-        step_unless(self._adamw, 1.0 - shared[:2].isfinite().all().float())
+        step_unless(self._adamw, 1.0 - shared[:2].isfinite().all().float(), divisor)
         for local in self._local.values():
             local.grad = None
 
