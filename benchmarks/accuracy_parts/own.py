@@ -37,7 +37,7 @@ __all__ = ["Inputs", "Round", "compared", "prepare", "rounds", "verdict"]
 BATCH, LENGTH = 16, 128
 KINDS = {
     "sequence_parallel": ["none", "megatron", "ulysses"],
-    "recompute": ["none", "full"],
+    "recompute": ["none", "full", "selective"],
 }
 PROBES = {"tp_sizes": [1, 2], "micro_batch_sizes": [1, 2, 4, 8, 16], "layers": [1, 3]}
 DEVICES = {"device": "cpu", "devices_per_node": 2, "memory_bytes": 2 * 2**30}
