@@ -23,11 +23,11 @@ def run(*command: object, threads: int | None = 1, timeout_s: float | None = Non
     started = subprocess.Popen(words, env=environment, stdout=sys.stderr, start_new_session=True)
     try:
         code = started.wait(timeout_s)
-    except BaseException as error:
-        _end(started)
-        if isinstance(error, subprocess.TimeoutExpired):
-            sys.exit(f"{words[0]} {words[1]} took longer than {timeout_s:.0f} s")
-        raise
+    except subprocess.TimeoutExpired:
+        sys.exit(f"{words[0]} {words[1]} took longer than {timeout_s:.0f} s")
+    finally:
+        if started.poll() is None:
+            _end(started)
     if code:
         sys.exit(f"{words[0]} {words[1]} ended with {code}")
 
