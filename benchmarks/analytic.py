@@ -23,14 +23,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from shardwright_estimate.devices import read_devices
+from shardwright_estimate.layers import LayerEstimate, Machine, estimate_layer
+from shardwright_estimate.messages import message_time_s
+from shardwright_estimate.rates import Efficiencies, machine_of, rates_of
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Attention, Precision, misfit
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
-from shardwright_profile.analytic.devices import read_devices
-from shardwright_profile.analytic.layers import LayerEstimate, Machine, estimate_layer
-from shardwright_profile.analytic.messages import message_time_s
-from shardwright_profile.analytic.rates import Efficiencies, machine_of, rates_of
 from shardwright_train.models.description import describe
 from shardwright_train.models.registry import family_named
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from configuration_checks import Section, check_model_keys, check_references, converted, read_preset, typed
 from configuration_types import Configuration, ModelChoice, Profile, Select, Source
+from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import Document
 from shardwright_formats.types.cluster import Cluster
-from shardwright_profile.model.settings import ProfileSettings
 from shardwright_search.space.request import SearchRequest
 
 _GIB = 1024**3

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io.json import Value
 from shardwright_formats.schema.writing import write_or_check
 from shardwright_formats.types.cluster import NodeGroup
@@ -25,7 +26,6 @@ from shardwright_formats.types.limits import (
     PositiveSeconds,
     Seconds,
 )
-from shardwright_profile.model.settings import ProfileSettings
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.options import PrepareOptions, RunOptions
 

@@ -11,7 +11,15 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("formats/src", "launch/src", "stages/profile/src", "stages/search/src", "stages/train/src", "workflow")
+PACKAGES = (
+    "formats/src",
+    "launch/src",
+    "estimate/src",
+    "stages/profile/src",
+    "stages/search/src",
+    "stages/train/src",
+    "workflow",
+)
 MAX_FILE_LINES = 350
 _LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
 

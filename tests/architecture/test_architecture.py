@@ -16,11 +16,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "shardwright-formats": ROOT / "formats",
     "shardwright-launch": ROOT / "launch",
+    "shardwright-estimate": ROOT / "estimate",
     "shardwright-profile": ROOT / "stages" / "profile",
     "shardwright-search": ROOT / "stages" / "search",
     "shardwright-train": ROOT / "stages" / "train",
 }
-LIBRARIES = ("shardwright-formats", "shardwright-launch")
+LIBRARIES = ("shardwright-formats", "shardwright-launch", "shardwright-estimate")
 # What a name of an import is called where it is installed from, when these differ.
 DISTRIBUTIONS = {"yaml": "pyyaml"}
 LONGEST = 350
@@ -75,7 +76,15 @@ def _private_names_of_others(path):
 
 
 def test_no_module_of_the_product_imports_another_ones_private_names():
-    files = [*_tracked("formats/src/**/*.py", "launch/src/**/*.py", "stages/*/src/**/*.py", "workflow/**/*.py")]
+    files = [
+        *_tracked(
+            "formats/src/**/*.py",
+            "launch/src/**/*.py",
+            "estimate/src/**/*.py",
+            "stages/*/src/**/*.py",
+            "workflow/**/*.py",
+        )
+    ]
     assert len(files) > 200
     assert {str(path.relative_to(ROOT)): odd for path in files if (odd := _private_names_of_others(path))} == {}
 

@@ -5,13 +5,13 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from shardwright_estimate.layers import KERNEL_START_S, Machine, estimate_layer, optimizer_time_s
+from shardwright_estimate.messages import START_S, Link
+from shardwright_estimate.parts import layer_parts
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.model import BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_formats.types.plan import Attention, Precision
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_profile.analytic.layers import KERNEL_START_S, Machine, estimate_layer, optimizer_time_s
-from shardwright_profile.analytic.messages import START_S, Link
-from shardwright_profile.analytic.parts import layer_parts
 
 HIDDEN, LENGTH, HEADS, VOCABULARY = 64, 32, 8, 256
 TOKENS = HIDDEN * LENGTH

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import yaml
 
+from shardwright_estimate.messages import NETWORK_STEP_S, START_S
+from shardwright_estimate.notes import SEEN_ERROR, SEEN_LINK_ERROR
+from shardwright_estimate.rates import Efficiencies
+from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io.json import write_document
+from shardwright_formats.semantics.sweep_plan import collective_kinds
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
 from shardwright_formats.types.model_profile import read_model_profile
 from shardwright_formats.types.plan import Precision
 from shardwright_formats.types.strategy import Recompute, SequenceParallel
-from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S
-from shardwright_profile.analytic.notes import SEEN_ERROR, SEEN_LINK_ERROR
-from shardwright_profile.analytic.rates import Efficiencies
-from shardwright_profile.hardware.sweep_plan import collective_kinds
-from shardwright_profile.model.settings import ProfileSettings
 from shardwright_profile.options import AnalyticOptions
 
 ROOT = Path(__file__).resolve().parents[2]

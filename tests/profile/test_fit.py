@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.table import Row, Table
 from shardwright_formats.types.measurement import Measurement
@@ -19,7 +20,6 @@ from shardwright_formats.types.plan import GradientReduction, Precision
 from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes
-from shardwright_profile.model.settings import ProfileSettings
 
 _SECONDS = st.floats(1e-6, 1.0)
 _BYTES = st.integers(0, 10**9)

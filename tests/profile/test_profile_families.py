@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_models import CONFIGS, tiny
 
+from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.measurement import Measurement
@@ -19,7 +20,6 @@ from shardwright_formats.types.plan import Plans
 from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes
-from shardwright_profile.model.settings import ProfileSettings
 from shardwright_profile.show.tables import draw_profile
 
 FAMILIES = ("llama", "gpt2", "bert", "t5", "vit")

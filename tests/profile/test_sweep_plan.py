@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright_formats.semantics.layout import dp_groups, tp_groups
+from shardwright_formats.semantics.sweep_plan import SizeRange, collective_kinds, overlap_kinds, pair_rounds
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
-from shardwright_profile.hardware.sweep_plan import SizeRange, collective_kinds, overlap_kinds, pair_rounds
 
 _NODES = st.lists(st.tuples(st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 8])), min_size=1, max_size=2)
 

@@ -195,7 +195,7 @@ def test_a_model_is_profiled_on_one_node_whatever_the_cluster_and_its_price():
 
 
 def test_searches_and_profiles_are_documents_that_the_stages_read():
-    from shardwright_profile.model.settings import ProfileSettings
+    from shardwright_estimate.settings import ProfileSettings
     from shardwright_search.space.request import SearchRequest
 
     workflow = _load()

@@ -22,7 +22,7 @@ APP = CommandLine(
         "import fasop": Command(options.FasopOptions, f"{_IMPORTS}:fasop"),
         "import fasop-hardware": Command(options.FasopHardwareOptions, f"{_IMPORTS}:fasop_hardware"),
         "devices": Command(options.DevicesOptions, f"{_ROOM}.commands:list_devices"),
-        "analytic": Command(options.AnalyticOptions, f"{_ROOM}.analytic.request:write_analytic"),
+        "analytic": Command(options.AnalyticOptions, f"{_ROOM}.analytic:write_analytic"),
     },
 )
 

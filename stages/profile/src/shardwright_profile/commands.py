@@ -15,8 +15,8 @@ from shardwright_profile.options import DevicesOptions, FitOptions, ProbesOption
 
 def write_probes(options: ProbesOptions) -> None:
     """Write the probes of a model."""
+    from shardwright_estimate.settings import ProfileSettings
     from shardwright_profile.model.probes import make_probes
-    from shardwright_profile.model.settings import ProfileSettings
 
     made = make_probes(
         [read_document(path, Model) for path in options.model],
@@ -50,7 +50,7 @@ def show(options: ShowOptions) -> None:
 
 def list_devices(options: DevicesOptions) -> None:
     """Print the table of devices."""
+    from shardwright_estimate.devices import device_lines, read_devices
     from shardwright_formats.command import show as print_text
-    from shardwright_profile.analytic.devices import device_lines, read_devices
 
     print_text("\n".join(device_lines(read_devices(options.devices))))

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from shardwright_formats.semantics.sweep_plan import CollectiveKind, Groups
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_profile.hardware.sweep_plan import CollectiveKind, Groups
 
 
 def collective_call(

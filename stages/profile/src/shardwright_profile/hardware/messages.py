@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright_formats.semantics.sweep_plan import SIZE_STEP, CollectiveKind, PairRound
 from shardwright_profile.hardware.collectives import collective_call, p2p_call
 from shardwright_profile.hardware.profile import Key, PairEntry, PointEntry
 from shardwright_profile.hardware.session import Session, Task
-from shardwright_profile.hardware.sweep_plan import SIZE_STEP, CollectiveKind, PairRound
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS
 
 

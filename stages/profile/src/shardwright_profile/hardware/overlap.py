@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from shardwright_formats.semantics.sweep_plan import COMPUTE_RATIOS, CollectiveKind
 from shardwright_profile.hardware.collectives import collective_call
 from shardwright_profile.hardware.profile import OverlapEntry, PointEntry
 from shardwright_profile.hardware.session import Session, Task
-from shardwright_profile.hardware.sweep_plan import COMPUTE_RATIOS, CollectiveKind
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS
 
 CASE_MESSAGES = sum(ratio + 1 + max(1.0, ratio) for ratio in COMPUTE_RATIOS)

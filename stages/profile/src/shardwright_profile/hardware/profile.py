@@ -12,6 +12,7 @@ from shardwright_formats.display.units import bytes_text, seconds_text
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.json import Document, Value
 from shardwright_formats.io.table import Source, Table
+from shardwright_formats.semantics.sweep_plan import SizeRange
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import (
     Collective,
@@ -27,7 +28,6 @@ from shardwright_formats.types.hardware_profile import (
 from shardwright_launch.journal import JournalKind
 from shardwright_profile.hardware.findings import findings
 from shardwright_profile.hardware.statistics import median_interval, outliers
-from shardwright_profile.hardware.sweep_plan import SizeRange
 
 _Positive = Annotated[float, Meta(gt=0)]
 _Count = Annotated[int, Meta(ge=1)]

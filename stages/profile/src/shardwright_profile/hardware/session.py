@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardwright_formats.semantics.sweep_plan import CollectiveKind, Groups
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_launch.journal import Journal
 from shardwright_profile.hardware.profile import Entry, Key, SweepIdentity
 from shardwright_profile.hardware.statistics import MIN_REPEATS
-from shardwright_profile.hardware.sweep_plan import CollectiveKind, Groups
 from shardwright_profile.hardware.timing import Stopwatch
 
 

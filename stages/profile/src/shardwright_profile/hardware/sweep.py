@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from shardwright_formats.semantics.sweep_plan import CollectiveKind, SweepPlan
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_profile.hardware.collectives import collective_call
 from shardwright_profile.hardware.device_rates import rate_tasks
@@ -12,7 +13,6 @@ from shardwright_profile.hardware.overlap import CASE_MESSAGES, overlap_tasks
 from shardwright_profile.hardware.profile import Entry, OverlapEntry, PairEntry, Progress, Remark
 from shardwright_profile.hardware.progress import Line, Workload, line_through
 from shardwright_profile.hardware.session import Session, Task, timed
-from shardwright_profile.hardware.sweep_plan import CollectiveKind, SweepPlan
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS, Budget
 
 _POINTS_SHARE = 0.7

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from shardwright_estimate.curves import fits_table
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Table
 from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProcessRow, ProfileOrigin, StateRow
 from shardwright_formats.types.strategy import Recompute, SequenceParallel
-from shardwright_profile.model.curves import fits_table
 
 
 class Sourced(NamedTuple):

@@ -7,12 +7,12 @@ from statistics import mean, median
 
 import msgspec
 
+from shardwright_estimate.curves import fits_table
 from shardwright_formats.io.table import Source, Table
 from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProcessRow, StateRow
 from shardwright_formats.types.strategy import Recompute
-from shardwright_profile.model.curves import fits_table
 from shardwright_profile.model.differences import LayerPair, bytes_per_layer, layer_pairs, seconds_per_layer
 from shardwright_profile.model.fit_states import OptimizerLine, fit_optimizer_line, fit_states
 from shardwright_profile.model.monotonicity import falling_times

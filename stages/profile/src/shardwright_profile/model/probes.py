@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster, NodeGroup
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.plan import PipelineStage, Plan, Schedule, misfit
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
-from shardwright_profile.model.settings import ProfileSettings
 
 NUM_MICROBATCHES = 2
 """The least that leaves a forward pass that gathers no parameters and a backward pass that reduces no gradients."""
@@ -68,11 +68,6 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
     return Probes(plans, tuple(left_out))
 
 
-def block_types(model: Model) -> tuple[str, ...]:
-    """The types of a model's layers, in the order of their first layer."""
-    return tuple(dict.fromkeys(model.layers))
-
-
 def layer_counts(model: Model) -> dict[str, int]:
     """How many layers a model has of each block type."""
     return {name: model.layers.count(name) for name in block_types(model)}
@@ -108,12 +103,6 @@ def _strategies(model: Model, devices: int, settings: ProfileSettings) -> Iterat
             yield strategy, f"tp_size {tp_size} does not divide the {devices} devices of the node"
         else:
             yield strategy, misfit_of(model, strategy)
-
-
-def misfit_of(model: Model, strategy: Strategy) -> str | None:
-    """Why embedding, head or a block cannot be sharded this way, or None when all can."""
-    problems = (misfit(model, name, strategy) for name in (EMBEDDING, *block_types(model), HEAD))
-    return next((problem for problem in problems if problem is not None), None)
 
 
 def _check_lengths(models: Sequence[Model], settings: ProfileSettings) -> None:
@@ -161,8 +150,3 @@ def _probe(
         head=strategy,
         layers=layers,
     )
-
-
-def formatted(strategy: Strategy) -> str:
-    """A strategy as plans are named by it."""
-    return f"tp_size={strategy.tp_size} sequence_parallel={strategy.sequence_parallel}"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io.errors import BadInput, RunFailed
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.cluster import Cluster
@@ -14,7 +15,6 @@ from shardwright_formats.types.model_profile import write_model_profile
 from shardwright_formats.types.plan import Plans
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes
-from shardwright_profile.model.settings import ProfileSettings
 from shardwright_profile.options import ModelOptions
 
 _TRAIN = "shardwright-train"

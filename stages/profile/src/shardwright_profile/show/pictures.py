@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright_estimate.curves import design_of
 from shardwright_formats.display.chart import Axis, Panel, bytes_axis, linear_axis, logarithmic_axis
 from shardwright_formats.display.svg import legend, line, marker, picture, text
 from shardwright_formats.display.units import bytes_text, seconds_text
 from shardwright_formats.types.hardware_profile import CollectiveKey, HardwareProfile
 from shardwright_formats.types.model_profile import FitMode, ModelProfile
-from shardwright_profile.model.curves import design_of
 
 _COLUMN, _LEFT, _RIGHT, _TOP = 340.0, 64.0, 16.0, 64.0
 """Width of a column of panels and its margins, and where the first panel starts, in px."""

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright_estimate.curves import design_of, fit_curve
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.table import Source
 from shardwright_formats.types.model_profile import FitMode
 from shardwright_profile.importers.galvatron.keys import Computation, Lengths
-from shardwright_profile.model.curves import design_of, fit_curve
 
 _STALE = 1e-3
 """Relative difference from which a figure of the file is another one than its own raw rows give."""

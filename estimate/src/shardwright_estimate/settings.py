@@ -8,8 +8,9 @@ from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value
 from shardwright_formats.types.limits import Count
-from shardwright_formats.types.plan import Attention, Precision
-from shardwright_formats.types.strategy import Recompute, SequenceParallel
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.plan import Attention, Precision, misfit
+from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
 
 _Counts = Annotated[tuple[Count, ...], Meta(min_length=1)]
 
@@ -104,3 +105,19 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
         if isinstance(asked, Range):
             return asked.values(at_most if self.grid is Grid.FEWEST else None)
         return asked
+
+
+def block_types(model: Model) -> tuple[str, ...]:
+    """The types of a model's layers, in the order of their first layer."""
+    return tuple(dict.fromkeys(model.layers))
+
+
+def misfit_of(model: Model, strategy: Strategy) -> str | None:
+    """Why embedding, head or a block cannot be sharded this way, or None when all can."""
+    problems = (misfit(model, name, strategy) for name in (EMBEDDING, *block_types(model), HEAD))
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def formatted(strategy: Strategy) -> str:
+    """A strategy as plans are named by it."""
+    return f"tp_size={strategy.tp_size} sequence_parallel={strategy.sequence_parallel}"

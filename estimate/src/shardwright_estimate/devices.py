@@ -68,7 +68,7 @@ class DeviceTable(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def read_devices(path: Path | None = None) -> DeviceTable:
     """Read a table of devices, by default the one of this package; BadInput says what is wrong with it."""
     if path is None:
-        with as_file(files("shardwright_profile.analytic") / "devices.toml") as own:
+        with as_file(files("shardwright_estimate") / "devices.toml") as own:
             return read_devices(own)
     content = read_bytes(path, _MAX_BYTES)
     try:
@@ -76,7 +76,7 @@ def read_devices(path: Path | None = None) -> DeviceTable:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput(path, f"is no TOML ({error})", "correct the file") from None
     except msgspec.ValidationError as error:
-        raise BadInput(path, f"is no table of devices ({error})", "see devices.toml of shardwright-profile") from None
+        raise BadInput(path, f"is no table of devices ({error})", "see devices.toml of shardwright-estimate") from None
 
 
 def device_named(table: DeviceTable, name: str) -> tuple[str, Device]:

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from shardwright_estimate.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, steps
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Table
+from shardwright_formats.semantics.sweep_plan import CollectiveKind, SizeRange, collective_kinds
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective, HardwareProfile, PointRow, RateRow, RepeatRow
-from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, steps
-from shardwright_profile.hardware.sweep_plan import CollectiveKind, SizeRange, collective_kinds
 
 _MIN_BYTES = 1024
 _MAX_BYTES = 1024**3

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
+from shardwright_estimate.devices import Device, DeviceTable, device_named
+from shardwright_estimate.layers import Machine
+from shardwright_estimate.messages import STEP_S, Link
 from shardwright_formats.io.errors import BadInput
-from shardwright_profile.analytic.devices import Device, DeviceTable, device_named
-from shardwright_profile.analytic.layers import Machine
-from shardwright_profile.analytic.messages import STEP_S, Link
 
 
 class Efficiencies(NamedTuple):

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from shardwright_profile.analytic.layers import KERNEL_START_S
-from shardwright_profile.analytic.messages import NETWORK_STEP_S, START_S, STEP_S
-from shardwright_profile.analytic.rates import Efficiencies, Rates
+from shardwright_estimate.layers import KERNEL_START_S
+from shardwright_estimate.messages import NETWORK_STEP_S, START_S, STEP_S
+from shardwright_estimate.rates import Efficiencies, Rates
 
 SEEN_ERROR = (
     "seen against 272 measured layer times of FASOP (A100, A10) and Sailor (V100, A100, GH200): "

@@ -9,13 +9,13 @@ takes to start. A backward pass does twice the work of its forward pass, and rep
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from shardwright_estimate.messages import Link, messages_time_s
+from shardwright_estimate.parts import Part, layer_parts
 from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
 from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.model import HEAD, LayerType, Model
 from shardwright_formats.types.plan import ITEMSIZE, Attention, Precision
 from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
-from shardwright_profile.analytic.messages import Link, messages_time_s
-from shardwright_profile.analytic.parts import Part, layer_parts
 
 KERNEL_START_S = 5e-6
 """What every kernel adds: its launch, and the device filling and draining."""

@@ -3,16 +3,16 @@
 import sys
 from pathlib import Path
 
+from shardwright_estimate.devices import DeviceTable, read_devices
+from shardwright_estimate.profile import hardware_profile, model_profile
+from shardwright_estimate.rates import Efficiencies, Rates, rates_of
+from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import HardwareProfile, write_hardware_profile
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.model_profile import ModelProfile, write_model_profile
-from shardwright_profile.analytic.devices import DeviceTable, read_devices
-from shardwright_profile.analytic.profile import hardware_profile, model_profile
-from shardwright_profile.analytic.rates import Efficiencies, Rates, rates_of
-from shardwright_profile.model.settings import ProfileSettings
 from shardwright_profile.options import AnalyticOptions
 
 _TERA, _GIGA = 1e12, 1e9

@@ -8,6 +8,13 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from shardwright_estimate.curves import fits_table
+from shardwright_estimate.hardware import Network, analytic_hardware
+from shardwright_estimate.layers import Machine, estimate_layer, optimizer_time_s
+from shardwright_estimate.messages import Link
+from shardwright_estimate.notes import PROCESS_BYTES, hardware_notes, model_notes
+from shardwright_estimate.rates import Efficiencies, Rates, link_of, machine_of
+from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Table
@@ -18,14 +25,6 @@ from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProcessRow, ProfileOrigin, StateRow
 from shardwright_formats.types.plan import ITEMSIZE, Precision
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
-from shardwright_profile.analytic.hardware import Network, analytic_hardware
-from shardwright_profile.analytic.layers import Machine, estimate_layer, optimizer_time_s
-from shardwright_profile.analytic.messages import Link
-from shardwright_profile.analytic.notes import PROCESS_BYTES, hardware_notes, model_notes
-from shardwright_profile.analytic.rates import Efficiencies, Rates, link_of, machine_of
-from shardwright_profile.model.curves import fits_table
-from shardwright_profile.model.probes import block_types, formatted, misfit_of
-from shardwright_profile.model.settings import ProfileSettings
 
 
 class AnalyticProfile(NamedTuple):

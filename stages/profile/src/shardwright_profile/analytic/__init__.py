@@ -1,1 +1,0 @@
-"""Profiles estimated from shapes and a table of devices."""
