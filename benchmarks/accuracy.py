@@ -1,13 +1,13 @@
-"""How far predictions are from measured step times and memory: own plans on this machine, Sailor's, Aceso's.
+"""How far predictions are from measured step times and memory: own plans on this machine, and what others published.
 
-    python benchmarks/accuracy.py                                    # all three
-    python benchmarks/accuracy.py sailor --rows
+    python benchmarks/accuracy.py public --reference FOLDER          # playbook, bloom, torchtitan, llm_foundry
+    python benchmarks/accuracy.py sailor aceso --reference FOLDER --rows
     python benchmarks/accuracy.py own --plans 30 --seed 1 --work /tmp/accuracy       # 80 probes and 31 plans, 3 times
     python benchmarks/accuracy.py own --measurement M.json --hardware H.h5 --profile P.h5
 
 `own` draws plans on two processes from the whole space, predicts them, and measures them with the searched one.
-`sailor` and `aceso` read what others measured, which is no part of this repository; each is left out where its folder
-is absent.
+`public`, `sailor` and `aceso` read what others measured, which is no part of this repository: --reference says where it
+is.
 Errors are |predicted / measured - 1|. No constant is fitted to what was measured.
 """
 
@@ -17,12 +17,13 @@ from pathlib import Path
 
 from accuracy_parts import aceso, own, sailor
 from accuracy_parts.figures import Compared, figures, show, write_json
+from accuracy_parts.public.show import told
 
-from shardwright_formats.io.errors import one_line_errors
+from shardwright_formats.io.errors import BadInput, one_line_errors
 from shardwright_formats.io.versions import versions_text
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("own", "sailor", "aceso")
+PARTS = ("own", "sailor", "aceso", "public")
 
 
 def main() -> None:
@@ -31,11 +32,14 @@ def main() -> None:
     with one_line_errors():
         if "own" in asked.parts:
             _own(asked)
-        if "sailor" in asked.parts and (folder := _reference(asked.reference / "sailor")):
-            variants = ("validation", "planner")
+        if "sailor" in asked.parts:
+            folder, variants = _reference(asked, "sailor"), ("validation", "planner")
             _keep(asked, "sailor", [row for variant in variants for row in sailor.compared(folder, variant)])
-        if "aceso" in asked.parts and (folder := _reference(asked.reference / "aceso")):
-            _keep(asked, "aceso", list(aceso.compared(folder)))
+        if "aceso" in asked.parts:
+            _keep(asked, "aceso", list(aceso.compared(_reference(asked, "aceso"))))
+        if "public" in asked.parts:
+            folder = _reference(asked, "playbook").parent
+            write_json(_made(asked.out) / "accuracy-public.json", told(folder, asked.rows), versions=_versions())
 
 
 def _own(asked: argparse.Namespace) -> None:
@@ -68,26 +72,33 @@ def _own(asked: argparse.Namespace) -> None:
 def _keep(asked: argparse.Namespace, part: str, found: list[Compared], **more: object) -> None:
     sets = figures(found)
     show(found, sets, asked.rows)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    versions = versions_text(("torch", "shardwright-search"), on_gpu=False)
-    write_json(asked.out / f"accuracy-{part}.json", sets, versions=versions, **more)
+    write_json(_made(asked.out) / f"accuracy-{part}.json", sets, versions=_versions(), **more)
 
 
-def _reference(folder: Path) -> Path | None:
-    if folder.is_dir():
-        return folder
-    print(f"left out: {folder} is absent")
-    return None
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _versions() -> str:
+    return versions_text(("torch", "shardwright-search"), on_gpu=False)
+
+
+def _reference(asked: argparse.Namespace, name: str) -> Path:
+    """The folder of a set that others measured."""
+    if asked.reference is None:
+        raise BadInput("--reference", f"{name} is no part of this repository", "give the folder that it lies in")
+    if not (folder := asked.reference / name).is_dir():
+        raise BadInput(folder, "is absent", "give the folder of published measurements with --reference")
+    return folder
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Hold predictions against measured step times and memory.")
-    parser.add_argument("parts", nargs="*", metavar="own|sailor|aceso", help="default: all three")
+    parser.add_argument("parts", nargs="*", metavar="own|sailor|aceso|public", help="default: own")
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the figures")
-    parser.add_argument(
-        "--reference", type=Path, default=ROOT.parent / "shared" / "reference", help="folder of what others measured"
-    )
+    parser.add_argument("--reference", type=Path, help="folder of what others measured")
     parser.add_argument("--plans", type=int, default=30, help="random plans to draw")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--rounds", type=int, default=3, help="profile and plans are measured so many times, in turns")
@@ -100,7 +111,7 @@ def _arguments() -> argparse.Namespace:
         "--measurement", type=Path, help="what `own` measured in one round, the searched plan first; wants --profile"
     )
     asked = parser.parse_args()
-    asked.parts = asked.parts or list(PARTS)
+    asked.parts = asked.parts or ["own"]
     if odd := sorted(set(asked.parts) - set(PARTS)):
         parser.error(f"no part {odd[0]!r}: known are {', '.join(PARTS)}")
     if asked.measurement and not asked.profile:

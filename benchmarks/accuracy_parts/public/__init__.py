@@ -1,0 +1,1 @@
+"""Measured runs that others published, predicted with analytic profiles."""

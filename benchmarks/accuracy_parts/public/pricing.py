@@ -1,0 +1,170 @@
+"""Published runs priced: time and memory by this project's analytic profiles and cost model, in one process."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from accuracy_parts.public.runs import Machine, Run
+from msgspec.structs import replace
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import PipelineStage, Plan, Precision
+from shardwright_formats.types.strategy import Recompute
+from shardwright_profile.analytic.devices import DeviceTable, read_devices
+from shardwright_profile.analytic.profile import hardware_profile, model_profile
+from shardwright_profile.analytic.rates import Efficiencies, rates_of
+from shardwright_profile.model.settings import ProfileSettings
+from shardwright_search.cost_model.plan import cost_model_of, evaluate
+from shardwright_search.cost_model.profiles import Profiles, index_profiles
+from shardwright_search.cost_model.scaling import Scaling, scaled
+from shardwright_search.interop.uniform import uniform_plan
+from shardwright_search.options import UniformRequest
+
+__all__ = ["Factors", "Priced", "Unpriced", "priced"]
+
+_MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
+_DEVICES_PER_NODE = 8
+_NOWHERE = Path("published")
+
+
+class Factors(NamedTuple):
+    """What a measured profile would say in place of an analytic one: forward and backward passes, and memory."""
+
+    time: float = 1.0
+    memory: float = 1.0
+
+
+class Priced(NamedTuple):
+    """A run and what is predicted of it."""
+
+    run: Run
+    time_s: float
+    memory_bytes: int
+    limit_bytes: int
+    """Memory of one device."""
+
+    @property
+    def time_error(self) -> float:
+        """Relative to what was measured, with its sign."""
+        assert self.run.measured_s
+        return self.time_s / self.run.measured_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Relative to what was measured, with its sign."""
+        assert self.run.measured_bytes
+        return self.memory_bytes / self.run.measured_bytes - 1
+
+
+class Unpriced(NamedTuple):
+    """A run that no plan of this project says."""
+
+    run: Run
+    reason: str
+
+
+def priced(runs: Sequence[Run], factors: Factors = Factors()) -> Iterator[Priced | Unpriced]:
+    """Every run, sorted so that those of one model and machine follow one another."""
+    table = read_devices()
+    for _, own in groupby(sorted(runs, key=_setting), key=_setting):
+        yield from _of_one_setting(list(own), table, factors)
+
+
+def _setting(run: Run) -> tuple[str, ...]:
+    return tuple(map(repr, (run.config, run.sequence_length, run.machine, run.runtime)))
+
+
+def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -> Iterator[Priced | Unpriced]:
+    first = runs[0]
+    model, machine = _described(first), first.machine
+    rates = rates_of(table, machine.device, memory_bytes_per_s=_bytes_per_s(machine.memory_gbyte_s))
+    settings = ProfileSettings(
+        tp_sizes=tuple(sorted({run.tp_size for run in runs})),
+        sequence_parallel=tuple(sorted({run.sequence_parallel for run in runs})),
+        recompute=tuple(sorted({Recompute.NONE, *(run.recompute for run in runs)})),
+        micro_batch_sizes=tuple(sorted({run.micro_batch_size for run in runs})),
+        precision=_MIXED,
+    )
+    layers = model_profile([(_NOWHERE, model)], settings, rates, Efficiencies(), table.revised).profile
+    limit = rates.device.memory_bytes or 0
+    for devices, own in groupby(sorted(runs, key=lambda run: run.devices), key=lambda run: run.devices):
+        cluster = _cluster(machine, rates.name, devices, limit)
+        across = _node_bytes_per_s(machine, len(set(cluster.node_of_rank)))
+        hardware = hardware_profile(cluster, [rates], Efficiencies(), across, table.revised)
+        profiles = index_profiles(hardware, _NOWHERE, layers, _NOWHERE)
+        by = Scaling(forward=factors.time, backward=factors.time, memory=factors.memory)
+        yield from _of_one_cluster(list(own), model, cluster, scaled(profiles, by), limit)
+
+
+def _of_one_cluster(
+    runs: Sequence[Run], model: Model, cluster: Cluster, profiles: Profiles, limit: int
+) -> Iterator[Priced | Unpriced]:
+    costs = None
+    for run in runs:
+        try:
+            plan = _plan(run, model, cluster)
+            costs = costs or cost_model_of(plan, profiles)
+            found = evaluate(plan, profiles, costs, timeline=False).estimate
+        except BadInput as problem:
+            yield Unpriced(run, str(problem))
+            continue
+        process = 0 if run.machine.counts_process else profiles.process_bytes
+        yield Priced(run, found.simulated_step_time_s, found.memory_bytes - process, limit)
+
+
+def _plan(run: Run, model: Model, cluster: Cluster) -> Plan:
+    request = UniformRequest(
+        global_batch_size=run.global_batch_size,
+        num_microbatches=run.num_microbatches,
+        tp_size=run.tp_size,
+        pp_size=run.pp_size,
+        data_parallel=run.data_parallel,
+        sequence_parallel=run.sequence_parallel,
+        recompute=run.recompute,
+        precision_parameters=_MIXED.parameters,
+        precision_compute=_MIXED.compute,
+        precision_reduce=_MIXED.reduce,
+    )
+    plan = uniform_plan("published", request, model, cluster)
+    if run.cuts is None or run.pp_size == 1:
+        return plan
+    stages = tuple(
+        PipelineStage(ranks=stage.ranks, layers=(run.cuts[i : i + 2],))  # type: ignore[arg-type]
+        for i, stage in enumerate(plan.stages)
+    )
+    try:
+        return replace(plan, stages=stages)
+    except ValueError as problem:
+        raise BadInput(run.name, str(problem), "leave it out") from None
+
+
+def _described(run: Run) -> Model:
+    from shardwright_train.models.describe import describe_folder
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(dict(run.config)), encoding="utf-8")
+        return describe_folder(Path(folder), "published", run.sequence_length)
+
+
+def _cluster(machine: Machine, device: str, devices: int, memory_bytes: int) -> Cluster:
+    per_node = min(_DEVICES_PER_NODE, devices)
+    node = NodeType(device=device, devices_per_node=per_node, memory_bytes=memory_bytes)
+    group = NodeGroup(node_type=machine.device, count=devices // per_node)
+    return Cluster(name="published", nodes=(group,), node_types={machine.device: node})
+
+
+def _node_bytes_per_s(machine: Machine, nodes: int) -> float | None:
+    if nodes == 1:
+        return None
+    gbit_s = next(rate for most, rate in machine.node_gbit_s if nodes <= most)
+    reached = gbit_s / Efficiencies().link if machine.measured else gbit_s
+    return _bytes_per_s(reached / 8)
+
+
+def _bytes_per_s(gbyte_s: float | None) -> float | None:
+    return None if gbyte_s is None else gbyte_s * 1e9

@@ -1,0 +1,104 @@
+"""How far published runs are from what is predicted of them: errors, ranks, the choice of a plan, and what fits."""
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from accuracy_parts.figures import spearman
+from accuracy_parts.public.pricing import Factors, Priced, Unpriced, priced
+from accuracy_parts.public.runs import Run
+
+__all__ = ["compared", "tables"]
+
+_FEWEST = 5
+"""Runs of a group that a rank correlation and a choice are told of."""
+_NEAR = 0.9
+"""Of a device's memory: predictions from here on are near its limit."""
+_CALIBRATED_ON = 8
+"""Devices of the runs that factors are learned from; these runs are then left out."""
+
+
+class Group(NamedTuple):
+    """Runs that could take one another's place."""
+
+    name: str
+    runs: int
+    rank_correlation: float
+    chosen_over_best: float
+    """Measured time of the plan that is predicted to be the fastest that fits, over the best measured one's."""
+
+
+def compared(runs: Sequence[Run], calibrate: bool) -> tuple[list[Priced], list[Unpriced], Factors]:
+    """The runs priced; with `calibrate` those on more devices than the ones that both factors are learned from.
+
+    The factors are medians of measured over predicted, of step times for forward and backward passes alike.
+    """
+    factors = Factors()
+    if calibrate:
+        known = [one for one in priced([r for r in runs if _teaches(r)]) if isinstance(one, Priced)]
+        if not known:
+            return [], [], factors
+        times = [1 / (1 + one.time_error) for one in known]
+        sizes = [1 / (1 + one.memory_error) for one in known if one.run.measured_bytes]
+        factors = Factors(median(times), median(sizes) if sizes else 1.0)
+        runs = [run for run in runs if run.devices > _CALIBRATED_ON]
+    found = list(priced(runs, factors))
+    return [p for p in found if isinstance(p, Priced)], [p for p in found if isinstance(p, Unpriced)], factors
+
+
+def tables(found: Sequence[Priced]) -> dict[str, Any]:
+    """Everything that is told of one set of priced runs."""
+    ran = [one for one in found if one.run.measured_s]
+    read = [one for one in ran if one.run.measured_bytes]
+    groups = list(_groups(ran))
+    return {
+        "time": _errors([one.time_error for one in ran]),
+        "memory": _errors([one.memory_error for one in read]),
+        "groups": [group._asdict() for group in groups],
+        "fits": _fits(found),
+    }
+
+
+def _teaches(run: Run) -> bool:
+    return run.devices == _CALIBRATED_ON and run.measured_s is not None
+
+
+def _errors(signed: Sequence[float]) -> dict[str, float]:
+    if not signed:
+        return {}
+    sizes = [abs(error) for error in signed]
+    return {
+        "runs": len(signed),
+        "median": median(sizes),
+        "mean": fmean(sizes),
+        "worst": max(sizes),
+        "bias": median(signed),
+    }
+
+
+def _groups(ran: Iterable[Priced]) -> Iterable[Group]:
+    by_name: dict[str, list[Priced]] = {}
+    for one in ran:
+        by_name.setdefault(one.run.group, []).append(one)
+    for name, own in by_name.items():
+        if len(own) < _FEWEST:
+            continue
+        times = [one.run.measured_s or 0.0 for one in own]
+        fitting = [one for one in own if one.memory_bytes <= one.limit_bytes] or own
+        chosen = min(fitting, key=lambda one: one.time_s)
+        correlation = spearman([one.time_s for one in own], times)
+        yield Group(name, len(own), correlation, (chosen.run.measured_s or 0.0) / min(times))
+
+
+def _fits(found: Sequence[Priced]) -> dict[str, int]:
+    """Runs by whether they ran and by what is predicted of their memory."""
+    counts = {"ran, predicted over": 0, "ran, predicted to fit": 0}
+    counts |= {"failed, predicted over": 0, "failed, near the limit": 0, "failed, predicted to fit": 0}
+    for one in found:
+        share = one.memory_bytes / one.limit_bytes
+        if one.run.measured_s:
+            counts["ran, predicted over" if share > 1 else "ran, predicted to fit"] += 1
+        else:
+            where = "predicted over" if share > 1 else "near the limit" if share > _NEAR else "predicted to fit"
+            counts[f"failed, {where}"] += 1
+    return counts

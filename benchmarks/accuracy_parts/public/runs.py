@@ -1,0 +1,79 @@
+"""Published runs as this project's plans: what was run, and what it took."""
+
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+
+__all__ = ["GIB", "Machine", "Run", "rows_of"]
+
+GIB = 2**30
+
+
+class Machine(NamedTuple):
+    """The cluster of a set of runs, as its source states it."""
+
+    device: str
+    """Key of the table of devices."""
+    node_gbit_s: tuple[tuple[int, float], ...] = ()
+    """What a node sends in Gbit/s, by the number of nodes up to which that holds; reached already where `measured`."""
+    measured: bool = False
+    memory_gbyte_s: float | None = None
+    """In place of the table's, where the source has another variant of the device."""
+    counts_process: bool = False
+    """Whether memory was read from the driver, process and all, and not from the allocator."""
+
+
+class Run(NamedTuple):
+    """One measured run of a uniform plan."""
+
+    set: str
+    group: str
+    """Runs that can take one another's place: the same work on the same devices."""
+    name: str
+    config: tuple[tuple[str, Any], ...]
+    """The model's Hugging Face configuration."""
+    sequence_length: int
+    machine: Machine
+    devices: int
+    tp_size: int
+    pp_size: int
+    data_parallel: DataParallel
+    micro_batch_size: int
+    num_microbatches: int
+    recompute: Recompute
+    runtime: str
+    """Key of the table of runtimes."""
+    sequence_parallel: SequenceParallel = SequenceParallel.NONE
+    cuts: tuple[int, ...] | None = None
+    """Where the layers are cut, if not evenly."""
+    measured_s: float | None = None
+    measured_bytes: float | None = None
+    """Of the fullest device."""
+    failed: bool = False
+    """It did not run: out of memory, or for another reason that is not known."""
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.devices // (self.tp_size * self.pp_size)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step."""
+        return self.micro_batch_size * self.dp_size * self.num_microbatches
+
+
+def rows_of(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
+    """The rows of a set's runs.csv; BadInput where it or a column is absent."""
+    path = folder / "runs.csv"
+    if not path.is_file():
+        raise BadInput(path, "is absent", "give the folder of the published runs with --reference")
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        if missing := sorted(set(columns) - set(reader.fieldnames or ())):
+            raise BadInput(path, f"has no column {missing[0]}", "see the README of the set")
+        yield from reader

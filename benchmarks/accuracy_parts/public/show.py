@@ -1,0 +1,84 @@
+"""The table of published runs, as printed and kept."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from accuracy_parts.public import bloom, fsdp, playbook
+from accuracy_parts.public.pricing import Priced, Unpriced
+from accuracy_parts.public.report import compared, tables
+from accuracy_parts.public.runs import Run
+
+__all__ = ["told"]
+
+_SETS: dict[str, Callable[[Path], list[Run]]] = {
+    "playbook": playbook.playbook,
+    "bloom": bloom.bloom,
+    "torchtitan": fsdp.torchtitan,
+    "llm_foundry": fsdp.llm_foundry,
+}
+
+
+def told(reference: Path, every_row: bool) -> list[dict[str, Any]]:
+    """Print and return, for each set, what is predicted with nothing calibrated and with the runs on 8 GPUs known."""
+    kept = []
+    _head()
+    for folder, read in _SETS.items():
+        runs = read(reference / folder)
+        for name in dict.fromkeys(run.set for run in runs):
+            own = [run for run in runs if run.set == name]
+            for calibrate in (False, True):
+                found, unpriced, factors = compared(own, calibrate)
+                if found:
+                    table = tables(found) | {"factors": factors._asdict()}
+                    how = "calibrated" if calibrate else "uncalibrated"
+                    kept.append({"set": name, "how": how, "unpriced": _reasons(unpriced), **table})
+                    _line(name, how, table)
+                    _more(table, unpriced, every_row, found)
+    return kept
+
+
+def _head() -> None:
+    columns = " ".join(f"{what:>7}" for what in ("runs", "median", "mean", "worst", "bias"))
+    print(f"{'':36} {'time':<39} {'memory':<39} {'ranks':>6} {'chosen within 5 %':>18}")
+    print(f"{'':36} {columns} {columns}")
+
+
+def _line(name: str, how: str, table: dict[str, Any]) -> None:
+    groups = table["groups"]
+    ranks = f"{fmean(g['rank_correlation'] for g in groups):6.2f}" if groups else "     -"
+    near = sum(g["chosen_over_best"] <= 1.05 for g in groups)
+    errors = " ".join(_error_text(table[what]) for what in ("time", "memory"))
+    print(f"{name + ', ' + how:36} {errors} {ranks} {near:>12} of {len(groups)}")
+
+
+def _error_text(found: dict[str, float]) -> str:
+    if not found:
+        return " ".join(["      -"] * 5)
+    return f"{found['runs']:7} " + " ".join(f"{found[what]:7.1%}" for what in ("median", "mean", "worst", "bias"))
+
+
+def _more(table: dict[str, Any], unpriced: Sequence[Unpriced], every_row: bool, found: Sequence[Priced]) -> None:
+    if every_row:
+        for one in found:
+            if one.run.measured_s:
+                _row(one)
+    for group in table["groups"]:
+        chosen, ranks = group["chosen_over_best"] - 1, group["rank_correlation"]
+        print(f"    {group['name']:52} {group['runs']:4} runs, ranks {ranks:5.2f}, chosen {chosen:+7.1%}")
+    print("    " + ", ".join(f"{count} {what}" for what, count in table["fits"].items() if count))
+    for reason, count in _reasons(unpriced).items():
+        print(f"    {count} not priced: {reason}")
+
+
+def _row(one: Priced) -> None:
+    memory = f"{one.memory_error:+7.1%}" if one.run.measured_bytes else "      -"
+    size = f"{one.run.measured_bytes / 2**30:6.1f}" if one.run.measured_bytes else "     -"
+    ran = f"{one.run.measured_s:9.3f} s {one.time_error:+7.1%} {size} GiB {memory}"
+    print(f"      {one.run.group:9} {one.run.name:40} x{one.run.num_microbatches:<4} {ran}")
+
+
+def _reasons(unpriced: Sequence[Unpriced]) -> dict[str, int]:
+    return dict(Counter(one.reason.split(": ", 1)[-1] for one in unpriced).most_common(4))
