@@ -85,9 +85,9 @@ def _versions() -> str:
 
 
 def _reference(asked: argparse.Namespace, name: str) -> Path:
-    """The folder of a set that others measured."""
+    """The folder of a set that others measured; BadInput where it is not given or absent."""
     if asked.reference is None:
-        raise BadInput("--reference", f"{name} is no part of this repository", "give the folder that it lies in")
+        raise BadInput("--reference", f"{name} is no part of this repository", f"give the folder that {name} lies in")
     if not (folder := asked.reference / name).is_dir():
         raise BadInput(folder, "is absent", "give the folder of published measurements with --reference")
     return folder

@@ -6,7 +6,7 @@ from accuracy_parts.public.runs import GIB, Machine, Run, rows_of
 
 from shardwright_formats.types.strategy import DataParallel, Recompute
 
-_COLUMNS = ("layers", "hidden", "heads", "vocab", "seq_len", "zero_stage", "dp", "tp", "pp", "micro_batch", "flags")
+_COLUMNS = ("layers", "hidden", "heads", "vocab", "seq_len", "zero_stage", "dp", "tp", "pp", "micro_batch", "optimizer")
 _UNUSED = ("layers_not_given", "tflops_before_recount", "dp*tp*pp!=gpus", "sec_and_tflops_columns")
 _MACHINE = Machine("A100-80", ((10_000, 400.0),), counts_process=True)
 """Jean Zay's nodes of 8: four Omni-Path links of 100 Gbit/s (the source's chronicles)."""
@@ -48,7 +48,7 @@ def _run(row: dict[str, str]) -> Run | None:
         micro_batch_size=micro_batch_size,
         num_microbatches=batch // (micro_batch_size * dp_size),
         recompute=Recompute.FULL,
-        runtime="megatron_deepspeed",
+        runtime="megatron_deepspeed_" + row["optimizer"][:4],
         measured_s=float(row["step_time_s"]),
         measured_bytes=float(memory) * GIB if memory else None,
     )

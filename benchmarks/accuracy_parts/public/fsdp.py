@@ -27,7 +27,7 @@ _RECOMPUTE = {"selective": Recompute.SELECTIVE, "full": Recompute.FULL, "none": 
 
 def torchtitan(folder: Path) -> list[Run]:
     """The runs in bf16 without context parallelism, torch.compile and async TP, which no plan here can say."""
-    columns = ("gpus", "fsdp", "tp", "pp", "cp", "local_batch", "activation_checkpointing", "precision", "torch_compile")
+    columns = ("gpus", "tp", "pp", "cp", "local_batch", "activation_checkpointing", "precision", "torch_compile")
     found = []
     for row in rows_of(folder, columns):
         plain = row["precision"] == "bf16" and row["cp"] == "1" and row["async_tp"] == "0"

@@ -1,5 +1,6 @@
 """Published runs priced: time and memory by this project's analytic profiles and cost model, in one process."""
 
+import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -8,17 +9,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accuracy_parts.public.runs import Machine, Run
+from accuracy_parts.public.runtimes import RUNTIMES
 from msgspec.structs import replace
 
+from shardwright_estimate.devices import DeviceTable, read_devices
+from shardwright_estimate.profile import hardware_profile, model_profile
+from shardwright_estimate.rates import Efficiencies, rates_of
+from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.table import Table
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.model import Model
+from shardwright_formats.types.model import HEAD, Model
+from shardwright_formats.types.model_profile import LayerRow, ModelProfile
 from shardwright_formats.types.plan import PipelineStage, Plan, Precision
-from shardwright_formats.types.strategy import Recompute
-from shardwright_profile.analytic.devices import DeviceTable, read_devices
-from shardwright_profile.analytic.profile import hardware_profile, model_profile
-from shardwright_profile.analytic.rates import Efficiencies, rates_of
-from shardwright_profile.model.settings import ProfileSettings
+from shardwright_formats.types.prediction import StagePrediction
+from shardwright_formats.types.strategy import DataParallel, Recompute
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, index_profiles
 from shardwright_search.cost_model.scaling import Scaling, scaled
@@ -68,7 +73,7 @@ class Unpriced(NamedTuple):
     reason: str
 
 
-def priced(runs: Sequence[Run], factors: Factors = Factors()) -> Iterator[Priced | Unpriced]:
+def priced(runs: Sequence[Run], factors: Factors) -> Iterator[Priced | Unpriced]:
     """Every run, sorted so that those of one model and machine follow one another."""
     table = read_devices()
     for _, own in groupby(sorted(runs, key=_setting), key=_setting):
@@ -90,7 +95,9 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
         micro_batch_sizes=tuple(sorted({run.micro_batch_size for run in runs})),
         precision=_MIXED,
     )
-    layers = model_profile([(_NOWHERE, model)], settings, rates, Efficiencies(), table.revised).profile
+    layers = _with_loss(
+        model_profile([(_NOWHERE, model)], settings, rates, Efficiencies(), table.revised).profile, model, first.runtime
+    )
     limit = rates.device.memory_bytes or 0
     for devices, own in groupby(sorted(runs, key=lambda run: run.devices), key=lambda run: run.devices):
         cluster = _cluster(machine, rates.name, devices, limit)
@@ -113,8 +120,32 @@ def _of_one_cluster(
         except BadInput as problem:
             yield Unpriced(run, str(problem))
             continue
-        process = 0 if run.machine.counts_process else profiles.process_bytes
-        yield Priced(run, found.simulated_step_time_s, found.memory_bytes - process, limit)
+        process = profiles.process_bytes if run.machine.counts_process else 0
+        held = max(_held_bytes(stage, run) for stage in found.stages)
+        yield Priced(run, found.simulated_step_time_s, round((held + process) * profiles.memory_factor), limit)
+
+
+def _with_loss(profile: ModelProfile, model: Model, runtime: str) -> ModelProfile:
+    """The profile with the logits that a runtime holds in place of this project's, which keeps 2 bytes of each."""
+    head = model.types[HEAD]
+    logits = head.forward_flops_per_sample // (2 * model.boundary[-1].features)
+    more = (RUNTIMES[runtime].loss - 2) * logits
+    rows = [
+        replace(row, workspace_bytes=more * row.micro_batch_size // row.tp_size) if row.type == HEAD else row
+        for row in profile.layers.rows
+    ]
+    return dataclasses.replace(profile, layers=Table.of(LayerRow, rows))
+
+
+def _held_bytes(stage: StagePrediction, run: Run) -> float:
+    """The most that a stage's ranks hold under the run's own runtime, outside of what the process takes."""
+    terms, runtime = stage.memory_terms_bytes, RUNTIMES[run.runtime]
+    parameters = terms["gathered_parameters"] // 2
+    passing = sum(terms.values()) - terms["process"]
+    if run.data_parallel is DataParallel.DDP or run.dp_size == 1:
+        return passing + runtime.ddp_pass * parameters * (run.dp_size > 1)
+    states = terms["parameters"] + terms["gathered_parameters"] + terms["optimizer"] + 4 * parameters
+    return max(passing + runtime.zero_pass * parameters, states + runtime.zero_end * parameters)
 
 
 def _plan(run: Run, model: Model, cluster: Cluster) -> Plan:

@@ -35,7 +35,7 @@ def compared(runs: Sequence[Run], calibrate: bool) -> tuple[list[Priced], list[U
     """
     factors = Factors()
     if calibrate:
-        known = [one for one in priced([r for r in runs if _teaches(r)]) if isinstance(one, Priced)]
+        known = [one for one in priced([r for r in runs if _teaches(r)], factors) if isinstance(one, Priced)]
         if not known:
             return [], [], factors
         times = [1 / (1 + one.time_error) for one in known]

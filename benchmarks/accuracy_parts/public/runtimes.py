@@ -1,0 +1,40 @@
+"""What the runtimes of published runs hold beside what this project's own would: counted from their sources.
+
+This project's runtime is what the cost model counts: bf16 logits kept, float32 ones a slice at a time, gradients summed
+in float32, states as FSDP2 holds them. Bytes are of a logit, or of a parameter on one rank.
+"""
+
+from typing import NamedTuple
+
+__all__ = ["RUNTIMES", "Runtime"]
+
+
+class Runtime(NamedTuple):
+    """What one runtime holds, in bytes."""
+
+    loss: int
+    """Of each logit while the loss is computed, with what is kept of it."""
+    ddp_pass: int = 0
+    """Beside the states, in passes, where data parallelism replicates them."""
+    zero_pass: int = 0
+    """The same where it shards them."""
+    zero_end: int = 0
+    """At the end of a step, when no activations are there, where it shards them."""
+
+
+RUNTIMES = {
+    # models/llama.py: bf16 logits, their float32 copy, and the shifted copy that becomes the softmax
+    # (parallel/tensor_parallel/functional.py). DistributedDataParallel's buckets hold bf16 gradients beside the float32
+    # ones of optim/gradient_accumulator.py. all_gather_coalesced of distributed.py flattens all bf16 parameters once
+    # for its output and torch's all_gather of a list once more.
+    "nanotron": Runtime(loss=10, ddp_pass=2, zero_pass=2, zero_end=2 + 4),
+    # megatron/core/tensor_parallel/cross_entropy.py: bf16 logits, float32 and the softmax. Gradients in fp16 alone
+    # (runtime/zero/stage_1_and_2.py), 2 in place of 4; or bf16 and float32 ones (runtime/bf16_optimizer.py).
+    "megatron_deepspeed_fp16": Runtime(loss=10, ddp_pass=-2, zero_pass=-2),
+    "megatron_deepspeed_bf16": Runtime(loss=10, ddp_pass=2, zero_pass=2),
+    # torchtitan/train.py: logits in float32 for F.cross_entropy, whose backward pass has log-probabilities, their
+    # gradient and that of the logits at once.
+    "torchtitan": Runtime(loss=12),
+    # llmfoundry/models/mpt: flash-attn's fused cross entropy, whose gradient takes the place of bf16 logits.
+    "llm_foundry": Runtime(loss=2),
+}
