@@ -41,10 +41,12 @@ def random_interleaved(seed: int) -> InterleavedProblem:
         n = int(rng.integers(1, 4))
         times, ends, states, activations, transients = rng.integers(0, sharding, (5, n)).astype(float)
         late = rng.integers(0, sharding if count == 1 else 1, n).astype(float)
+        (apart,) = rng.spawn(1)
+        sums = apart.integers(0, 2, n) * late
         layout = rng.integers(0, layouts, n)
         classed = rng.integers(0, classes, n)
         input_layout, output_layout = (classed if kind == 0 else layout), (classed if kind == 3 else layout)
-        return Options(times + 1, ends, states, late, activations, transients, input_layout, output_layout)
+        return Options(times + 1, ends, states, late, sums, activations, transients, input_layout, output_layout)
 
     moves = rng.integers(0, 1 + sharding // 2, (4, layouts, layouts)).astype(float)
     moves[:, np.arange(layouts), np.arange(layouts)] = 0
@@ -147,6 +149,10 @@ def _time_ps(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
     return max(full, few) + max(end) + int(tie)
 
 
+def _states(own: Options, option: int) -> int:
+    return int(own.state_bytes[option] + own.late_bytes[option] + own.sum_bytes[option])
+
+
 def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
     """The most that any stage holds at any action; gradients that come late count as there from the start.
 
@@ -162,7 +168,7 @@ def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
         received = [0 if (stage, chunk) == (0, 0) else message for chunk in range(v)]
         given = [0 if (stage, chunk) == (p - 1, v - 1) else message for chunk in range(v)]
         kept = [received[c] + sum(int(options[k].activation_bytes[o]) for k, o in chains[c]) for c in range(v)]
-        static = sum(int(options[k].state_bytes[o] + options[k].late_bytes[o]) for c in chains for k, o in c)
+        static = sum(_states(options[k], o) for c in chains for k, o in c)
         static += max(received) + max(given) + message
         flying: set[tuple[int, int]] = set()
         for action in actions(Schedule.INTERLEAVED_1F1B, p, m, stage, v):

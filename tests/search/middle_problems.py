@@ -29,7 +29,10 @@ def middle_problem(seed: int) -> Problem:
         shares = rng.dirichlet([4, 2, 4, 1], n).T * memory
         layout, other = rng.integers(0, _LAYOUTS, n), rng.integers(0, _CLASSES, n)
         end = rng.uniform(0, 4e10, n)
-        numbers = [np.round(column) for column in (time, end, *shares)]
+        state, late, *rest = shares
+        (apart,) = rng.spawn(1)
+        sums = late * apart.integers(0, 2, n) * bool(seed % 2)
+        numbers = [np.round(column) for column in (time, end, state, late, sums, *rest)]
         return Options(*numbers, other if kind == 0 else layout, other if kind == _TYPES - 1 else layout)
 
     moves = np.round(rng.uniform(0, 2e10, (_TYPES, _LAYOUTS, _LAYOUTS)))

@@ -26,24 +26,32 @@ class Enumerated(NamedTuple):
 
 
 class _Scale(NamedTuple):
-    """How many layouts and classes there are, and how large costs are."""
+    """How many layouts and classes there are, how large costs are, and whether sums of gradients are kept."""
 
     layouts: int
     classes: int
     costs: int
+    sums: bool
+
+
+def _scale(rng: np.random.Generator, layouts: int) -> _Scale:
+    (apart,) = rng.spawn(1)
+    return _Scale(layouts, int(rng.integers(1, 3)), int(rng.choice([4, 40, 1000])), bool(apart.random() < 0.5))
 
 
 def _options(rng: np.random.Generator, kind: int, scale: _Scale, layouts: np.ndarray) -> Options:
     n = int(rng.integers(1, 4))
     times, ends, states, activations, transients = rng.integers(0, scale.costs, (5, n)).astype(float)
     late = rng.integers(0, scale.costs, n).astype(float)
+    (apart,) = rng.spawn(1)
+    sums = scale.sums * apart.integers(0, 2, n) * apart.integers(0, scale.costs, n).astype(float)
     input_layout, output_layout = (layouts[rng.integers(0, len(layouts), n)] for _ in range(2))
     output_layout = input_layout if kind in (1, 2) else output_layout
     if kind == 0:
         input_layout = rng.integers(0, scale.classes, n)
     if kind == 3:
         output_layout = rng.integers(0, scale.classes, n)
-    return Options(times + 1, ends, states, late, activations, transients, input_layout, output_layout)
+    return Options(times + 1, ends, states, late, sums, activations, transients, input_layout, output_layout)
 
 
 def _group(rng: np.random.Generator, scale: _Scale, layouts: np.ndarray, width: int = 1) -> DeviceGroup:
@@ -81,7 +89,7 @@ def random_problem(seed: int) -> Problem:
     rng = np.random.default_rng(seed)
     pp_size = int(rng.integers(1, 4))
     layers = _chain(rng, pp_size)
-    scale = _Scale(int(rng.integers(1, 4)), int(rng.integers(1, 3)), int(rng.choice([4, 40, 1000])))
+    scale = _scale(rng, int(rng.integers(1, 4)))
     count = int(rng.choice([1, 2, 3, 8]))
     device_groups = int(rng.integers(1, 3)) if pp_size > 1 else 1
     positions = rng.random() < 0.3
@@ -113,7 +121,7 @@ def random_unequal(seed: int) -> Problem:
     layers = _chain(rng, pp_size)
     devices, per_width = int(rng.integers(pp_size + 1, 6)), int(rng.integers(1, 3))
     widths = range(1, devices - pp_size + 2)
-    scale = _Scale(per_width * len(widths), int(rng.integers(1, 3)), int(rng.choice([4, 40, 1000])))
+    scale = _scale(rng, per_width * len(widths))
     layouts = {width: np.arange(i * per_width, (i + 1) * per_width) for i, width in enumerate(widths)}
     count, lies = int(rng.choice([1, 2, 3, 8])), int(rng.integers(1, 3))
     groups = tuple(_group(rng, scale, layouts[width], width) for width in widths for _ in range(lies))
@@ -210,6 +218,33 @@ def fitting(problem: Problem, found: Enumerated) -> np.ndarray:
     return (found.memory <= budgets[:, None]).all(0)
 
 
+def _moments(in_flight: int, num_microbatches: int) -> set[tuple[int, bool, int]]:
+    """Every pass of a stage: microbatches in flight, whether it goes backward, and how many went so before (0, 1, 2).
+
+    All but one of those that are ever in flight go forward first, then one goes forward and one backward in turn.
+    """
+    found, forward, done = set(), 0, 0
+    while done < num_microbatches:
+        if forward < num_microbatches and forward - done < in_flight:
+            forward += 1
+            found.add((forward - done, False, min(done, 2)))
+        else:
+            found.add((forward - done, True, min(done, 2)))
+            done += 1
+    return found
+
+
+def _gradients(own: Options, backward: bool, done: int, at_work: bool) -> np.ndarray:
+    """What a layer holds of gradients; `at_work`: a backward pass is at the layer or has been there.
+
+    A backward pass begins by adding up what the one before has made, unless that is done in place.
+    """
+    if not backward:
+        return (done > 0) * own.late_bytes + (done > 1) * own.sum_bytes
+    in_place = (done > 0) & (own.sum_bytes == 0)
+    return (at_work | in_place) * own.late_bytes + (done > 0) * own.sum_bytes
+
+
 def _priced(problem: Problem, ends: tuple[int, ...], device_groups: tuple[int, ...]) -> Enumerated:
     stage_of = [stage for stage, (a, b) in enumerate(pairwise((0, *ends))) for _ in range(a, b)]
     own = [
@@ -240,14 +275,13 @@ def _priced(problem: Problem, ends: tuple[int, ...], device_groups: tuple[int, .
     memory = np.zeros((problem.pp_size, size))
     for stage, k in enumerate(problem.in_flight):
         inside = [e for e, s in enumerate(stage_of) if s == stage]
-        parts = [(k, False)] if k < problem.num_microbatches else [(k, True)] if k == 1 else [(k, True), (k - 1, False)]
-        for flight, late in parts:
+        for flight, backward, done in _moments(k, problem.num_microbatches):
             for j in inside:  # the peak while element j works on the last microbatch in flight
                 need = own[j].workspace_bytes[chosen[j]]
                 for e in inside:
                     o, rows = own[e], chosen[e]
                     need = need + o.state_bytes[rows] + (flight - 1 + (e <= j)) * o.activation_bytes[rows]
-                    need = need + (e >= j or not late) * o.late_bytes[rows]
+                    need = need + _gradients(o.take(rows), backward, done, e >= j)
                 # Of every microbatch in flight, one gradient of it, and what comes for the next pass.
                 need = need + (flight + 2) * received[stage]
                 if stage < problem.pp_size - 1:  # one gradient of what is given out

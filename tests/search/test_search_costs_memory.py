@@ -14,7 +14,7 @@ from shardwright_search.cost_model.memory import ParameterMemory, parameter_memo
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.search import Found, Infeasible, find_best
-from shardwright_search.solver.memory import Phase, StageMemory, layer_memory, no_layers
+from shardwright_search.solver.memory import Phase, StageMemory, layer_memory, no_layers, phases
 from shardwright_search.space.budget import GIB
 
 MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
@@ -83,9 +83,13 @@ def test_replicated_layers_are_computed_as_they_are_stored_where_all_is_in_one_f
 def test_replicas_that_reduce_every_microbatch_keep_the_sum_beside_what_is_being_reduced(make):
     block = make.model().types["block"]
     for precision in (MIXED, Precision()):
-        assert held(block, sharding("ddp"), precision, every=True).gradients == 2 * 65536
-        assert held(block, sharding("zero2"), precision, every=True).gradients == 16384
-        assert held(block, sharding("ddp", dp_size=1), precision, every=True).gradients == 65536
+        for strategy, gradients, sums in (
+            (sharding("ddp"), 65536, 65536),
+            (sharding("zero2"), 16384, 0),
+            (sharding("ddp", dp_size=1), 65536, 0),
+        ):
+            found = held(block, strategy, precision, every=True)
+            assert (found.gradients, found.gradient_sums) == (gradients, sums)
 
 
 def test_the_messages_of_the_first_element_are_kept_until_the_next_ones(make):
@@ -121,8 +125,8 @@ def test_parameters_are_shared_over_the_whole_stage_under_ulysses(make):
 
 def peak_of_one_microbatch(*layers: tuple[int, int, int]) -> float:
     """In its only backward pass, of layers told as activation, workspace and gradients."""
-    parts = (Phase(1, late=True),)
-    kinds = (layer_memory(parts, 0, late, activation, workspace) for activation, workspace, late in layers)
+    parts = (Phase(1, late=True, summed=False),)
+    kinds = (layer_memory(parts, 0, late, 0, activation, workspace) for activation, workspace, late in layers)
     return reduce(StageMemory.then, kinds, no_layers(parts, 0)).peak.item()
 
 
@@ -135,6 +139,29 @@ def test_the_peak_is_where_a_layer_with_its_workspace_meets_what_others_hold():
     assert peak_of_one_microbatch((4, 50, 2), (10, 5, 3)) == 59
     # 4+0+(1+9), 10+6+9
     assert peak_of_one_microbatch((4, 0, 1), (6, 6, 9)) == 25
+
+
+SUMMED = [(4, 1, 2, 6), (10, 5, 3, 0), (2, 20, 1, 7)]
+"""Layers told as activation, workspace, and gradients, and sums of earlier microbatches beside them."""
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "microbatches", "held_bytes"),
+    [
+        # GPipe. The first backward pass: 16 of the other microbatch, 16 + 20 + 1 of this one and of gradients. The
+        # second one: no other microbatch, 6 + 7 of sums, 3 that are made in place, and 16 + 20 + 1.
+        (2, 2, 16 + 37),
+        # The forward pass after the first backward pass: 16 + 20 with 2 + 3 + 1. The second backward pass, as above.
+        (1, 2, 53),
+        # The forward pass after the second backward pass: 16 + 20, 2 + 3 + 1 on their way and 6 + 7 of sums.
+        (1, 3, 55),
+        (2, 5, 16 + 55),
+    ],
+)
+def test_sums_of_earlier_microbatches_stand_beside_gradients_that_come_anew(in_flight, microbatches, held_bytes):
+    parts = phases(in_flight, microbatches, keeps_sums=True)
+    kinds = (layer_memory(parts, 0, made, sums, activation, workspace) for activation, workspace, made, sums in SUMMED)
+    assert reduce(StageMemory.then, kinds, no_layers(parts, 0)).peak.max() == held_bytes
 
 
 def test_gradients_come_with_the_first_backward_pass(make):

@@ -110,7 +110,7 @@ def test_times_that_are_so_many_times_as_long_take_so_many_times_as_long(problem
 def test_memory_in_other_units_changes_nothing(problem, factor):
 
     def scaled(place: DeviceGroup) -> DeviceGroup:
-        columns = ("state_bytes", "late_bytes", "activation_bytes", "workspace_bytes")
+        columns = ("state_bytes", "late_bytes", "sum_bytes", "activation_bytes", "workspace_bytes")
         options = (o._replace(**{name: getattr(o, name) * factor for name in columns}) for o in place.options)
         return replace(place, options=tuple(options), budget_bytes=place.budget_bytes * factor)
 

@@ -25,12 +25,17 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     Under ZeRO-3 that is the gather buffer of the model's first layer, which FSDP2 keeps until the next gather.
     """
     gradients: int
-    """rP under DDP and while several microbatches are summed up; sP/w when sharded.
+    """What a backward pass makes: rP under DDP and while several microbatches are summed up; sP/w when sharded.
 
-    In the last backward pass reduced gradients take the place of unreduced ones layer by layer. Replicas that reduce
-    every microbatch keep the sum of what was reduced, sP, beside what is being reduced; of a sharded first layer the
-    reduction's buffer, rP, is kept until the next microbatch's first reduction. Replicas of shards keep what they have
-    summed, rP/w, until the backward pass is over, which is the gradient itself where both formats are one.
+    In the last backward pass reduced gradients take the place of unreduced ones layer by layer. Of a sharded first
+    layer that reduces every microbatch the reduction's buffer, rP, is kept until the next microbatch's first reduction.
+    Replicas of shards keep what they have summed, rP/w, until the backward pass is over, which is the gradient itself
+    where both formats are one.
+    """
+    gradient_sums: int
+    """sP of replicas that reduce every microbatch: of the microbatches before, beside what a backward pass makes anew.
+
+    What that one makes is on its way until the next backward pass of the stage begins.
     """
     optimizer: int
     """Adam's two moments in the parameters' type."""
@@ -78,14 +83,13 @@ def parameter_memory(
     zero3, fsdp = strategy.data_parallel is DataParallel.ZERO3, not (replicated or as_stored)
     summed = itemsize(precision.reduce) * shard * bool(strategy.shard_size and precision.reduce != precision.parameters)
     gradients = own + summed + whole * (reduce_every_microbatch and is_first_layer)
-    if replicated:
-        gradients = whole + own * reduce_every_microbatch
-    elif deferred or as_stored:
+    if replicated or deferred or as_stored:
         gradients = whole
     return ParameterMemory(
         parameters=own,
         gathered_parameters=0 if as_stored or (zero3 and not is_first_layer) else computed,
         gradients=gradients,
+        gradient_sums=own * (replicated and reduce_every_microbatch),
         optimizer=2 * own,
         buffers=fsdp * (2 * computed * zero3 + (own if deferred else whole)),
         unreduced_gradients=_bucket_bytes(kind, tp_size, precision) if replicated else whole * (fsdp and not deferred),

@@ -88,7 +88,7 @@ def _stage_prediction(stage: StageCosts, profiles: Profiles) -> StagePrediction:
     states = {name: stage.sum_of(f"memory.{name}") for name in ("parameters", "gathered_parameters", "optimizer")}
     # At the peak some gradients may not be there yet, and some activations no longer.
     activations = min(stage.activation_bytes, stage.working_bytes)
-    gradients = min(stage.sum_of("memory.gradients"), stage.working_bytes - activations)
+    gradients = min(sum(own.gradient_bytes for own in stage.ranges), stage.working_bytes - activations)
     workspace = stage.working_bytes - activations - gradients
     memory_terms = states | {
         "gradients": gradients,

@@ -66,9 +66,17 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         """Sum of one number over the layers."""
         return sum(map(attrgetter(field), self.layers))
 
+    @property
+    def gradient_bytes(self) -> int:
+        """All gradients at once, with the sums that are kept beside them."""
+        return self.sum_of("memory.gradients") + self.sum_of("memory.gradient_sums")
+
     def memory(self, parts: tuple[Phase, ...]) -> StageMemory:
         """What a stage holds of this range beside states."""
-        own = (_held(parts, o.memory.gradients, o.activation_bytes, o.workspace_bytes) for o in self.layers)
+        own = (
+            _held(parts, o.memory.gradients, o.memory.gradient_sums, o.activation_bytes, o.workspace_bytes)
+            for o in self.layers
+        )
         return reduce(StageMemory.then, own, no_layers(parts, self.before_bytes))
 
     def _reductions(self) -> tuple[Reduction, ...]:
@@ -168,10 +176,10 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
     shape = plan.schedule, len(plan.stages), plan.num_microbatches, stage
     kept = [here.sum_of("activation_bytes") + here.before_bytes for here in own]
     if len(own) == 1:
-        count = in_flight(*shape)
-        peak = own[0].memory(phases(count, plan.num_microbatches)).peak.max() + own[0].after_bytes
+        count, keeps_sums = in_flight(*shape), own[0].sum_of("memory.gradient_sums") > 0
+        peak = own[0].memory(phases(count, plan.num_microbatches, keeps_sums)).peak.max() + own[0].after_bytes
         return StageCosts(ranges=own, activation_bytes=count * kept[0], working_bytes=int(peak))
-    gradients = sum(here.sum_of("memory.gradients") for here in own)
+    gradients = sum(here.gradient_bytes for here in own)
     peaks = [_peak_of_one(here) for here in own]
     held = max_held = most = 0
     for action in actions(*shape, len(own)):
@@ -188,15 +196,15 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
 
 
 @lru_cache(maxsize=4096)
-def _held(parts: tuple[Phase, ...], gradients: int, activation: int, workspace: int) -> LayerMemory:
+def _held(parts: tuple[Phase, ...], gradients: int, sums: int, activation: int, workspace: int) -> LayerMemory:
     """What a layer holds beside its states."""
-    return layer_memory(parts, 0, gradients, activation, workspace)
+    return layer_memory(parts, 0, gradients, sums, activation, workspace)
 
 
 def _peak_of_one(own: RangeCosts) -> int:
     """The most that one microbatch holds on its way through a range, gradients apart."""
     memory = own.memory((Phase(1),))
-    return int(memory.peak.max()) - own.sum_of("memory.gradients") - 2 * own.before_bytes
+    return int(memory.peak.max()) - own.gradient_bytes - 2 * own.before_bytes
 
 
 def _moves(

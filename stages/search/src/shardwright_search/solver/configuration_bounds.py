@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_search.solver.layer_ranges import runs_of
-from shardwright_search.solver.memory import Phase, phases
+from shardwright_search.solver.memory import Phase, min_phases, phases
 from shardwright_search.solver.pareto import Numbers
 from shardwright_search.solver.problem import DeviceGroup, Position, Problem, Start
 from shardwright_search.solver.stage_options import GroupCosts, weightings
@@ -62,7 +62,8 @@ class ConfigurationBounds:
         self.problem, self.costs_of = problem, costs_of
         counts = [_fewer(count) if rough else count for count in problem.in_flight]
         self.runs = runs_of(problem.layers)
-        parts = [phases(count, problem.num_microbatches) for count in counts]
+        made = min_phases if rough else phases
+        parts = [made(count, problem.num_microbatches, problem.keeps_sums) for count in counts]
         self._stages = [self._bounds_of_stage(stage, own) for stage, own in enumerate(parts)]
         self._before = self._pass(range(problem.pp_size), forward=True)
         self.after = self._pass(range(problem.pp_size - 1, -1, -1), forward=False)[::-1]

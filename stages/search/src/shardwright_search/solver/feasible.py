@@ -52,6 +52,7 @@ def _alike(problem: Problem, groups: Sequence[int]) -> Iterator[dict[int, tuple[
 
 def _simplest(options: Options, is_embedding: bool, layout: int, lean: bool) -> int:
     layouts = options.output_layout if is_embedding else options.input_layout
-    order = options.state_bytes + options.late_bytes + options.activation_bytes if lean else options.time_ps
+    held = options.state_bytes + options.late_bytes + options.sum_bytes + options.activation_bytes
+    order = held if lean else options.time_ps
     rows = [row for row in range(len(layouts)) if layouts[row] == layout] or list(range(len(layouts)))
     return min(rows, key=lambda row: float(order[row]))

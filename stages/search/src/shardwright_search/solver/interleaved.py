@@ -145,7 +145,7 @@ class Interleaved:
         labels = _Labels(
             time,
             before.exposed_ps[parent] + own.exposed_ps[option],
-            before.state_bytes[parent] + (own.state_bytes + own.late_bytes)[option],
+            before.state_bytes[parent] + (own.state_bytes + own.late_bytes + own.sum_bytes)[option],
             memory.resident[:, 0],
             memory.peak[:, 0],
             before.input_layout[parent] if position else own.input_layout[option],
@@ -162,7 +162,7 @@ class Interleaved:
     def _on_its_way(self, options: Options) -> LayerMemory:
         """What one microbatch holds; states and gradients are counted apart."""
         none = np.zeros_like(options.time_ps)
-        return layer_memory((Phase(1),), none, none, options.activation_bytes, options.workspace_bytes)
+        return layer_memory((Phase(1),), none, none, none, options.activation_bytes, options.workspace_bytes)
 
     def _memory(
         self,
@@ -223,7 +223,7 @@ class Interleaved:
         )
         behind = StageMemory(labels.activation_bytes[:, None], labels.peak_bytes[:, None]).then(self._on_its_way(head))
         first, middle, last = problem.moments_in_flight
-        states = [own.state_bytes + own.late_bytes for own in (embedding, head)]
+        states = [own.state_bytes + own.late_bytes + own.sum_bytes for own in (embedding, head)]
         needs = (
             self._memory(labels, first, states[0], embedding.activation_bytes - received, ahead),
             # Of two stages none is between the others.

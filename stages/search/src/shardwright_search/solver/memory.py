@@ -2,9 +2,10 @@
 
 In a phase with k microbatches in flight a stage holds its state, (k - 1) times its activations, and the most that one
 more microbatch holds on its way: while layer j works, the activations of the layers up to j, j's workspace, and the
-gradients: of all layers, or in the first backward pass of those from j on. Besides it holds what it received of each
-microbatch in flight and what it is receiving for the next pass, taken to be as large, and of one microbatch the
-gradients of what it received and of what it gives out.
+gradients: of all layers, or in the first backward pass of those from j on. Where sums of earlier microbatches are kept
+beside what a backward pass makes, they are all there from the second one on, and what it makes comes anew. Besides it
+holds what it received of each microbatch in flight and what it is receiving for the next pass, taken to be as large,
+and of one microbatch the gradients of what it received and of what it gives out.
 """
 
 from collections.abc import Sequence
@@ -21,19 +22,31 @@ class Phase(NamedTuple):
 
     in_flight: int
     late: bool = False
-    """Whether gradients come layer by layer, and are not all there from the start."""
+    """Whether what this backward pass makes comes layer by layer, and is not all there from the start."""
+    summed: bool = True
+    """Whether gradients of earlier backward passes are there: summed up in place, or beside what the last one made."""
 
 
-def phases(in_flight: int, num_microbatches: int) -> tuple[Phase, ...]:
-    """When a stage with that many microbatches in flight may hold the most.
+def phases(in_flight: int, num_microbatches: int, keeps_sums: bool = False) -> tuple[Phase, ...]:
+    """When a stage with that many microbatches in flight may hold the most; `keeps_sums`: some layer keeps sums.
 
     Where all microbatches are in flight before the first backward pass, that pass has them all but makes the gradients
-    only now; the passes after it have one less and all gradients.
+    only now; the passes after it have one less. With one microbatch more, there is one forward pass with the gradients
+    of the first backward pass; with still more, forward passes meet sums and what the last backward pass has made.
     """
-    if in_flight < num_microbatches:
-        return (Phase(in_flight),)
-    first = Phase(in_flight, late=True)
-    return (first,) if in_flight == 1 else (first, Phase(in_flight - 1))
+    if in_flight == num_microbatches:
+        first = Phase(in_flight, late=True, summed=False)
+        return (first,) if in_flight == 1 else (first, Phase(in_flight - 1, late=keeps_sums))
+    if keeps_sums and in_flight == num_microbatches - 1:
+        return Phase(in_flight, summed=False), Phase(in_flight, late=True)
+    return (Phase(in_flight),)
+
+
+def min_phases(in_flight: int, num_microbatches: int, keeps_sums: bool) -> tuple[Phase, ...]:
+    """A phase that every stage goes through, or exceeds, that has so many microbatches in flight or more."""
+    if in_flight == num_microbatches:
+        return phases(in_flight, num_microbatches, keeps_sums)
+    return (Phase(in_flight, late=keeps_sums),)
 
 
 class LayerMemory(NamedTuple):
@@ -42,7 +55,7 @@ class LayerMemory(NamedTuple):
     static: Numbers
     """All phase long."""
     late: Numbers
-    """From the layer's backward pass on."""
+    """From the layer's own work on."""
     activation: Numbers
     """Of the microbatch on its way."""
     workspace: Numbers
@@ -54,14 +67,20 @@ class LayerMemory(NamedTuple):
 
 
 def layer_memory(
-    parts: Sequence[Phase], state: ArrayLike, gradients: ArrayLike, activation: ArrayLike, workspace: ArrayLike
+    parts: Sequence[Phase],
+    state: ArrayLike,
+    gradients: ArrayLike,
+    sums: ArrayLike,
+    activation: ArrayLike,
+    workspace: ArrayLike,
 ) -> LayerMemory:
-    """Of one layer, or of each of its options, from the bytes of each kind."""
-    kinds = (state, gradients, activation, workspace)
-    states, made, kept, moment = (np.asarray(kind, float)[..., None] for kind in kinds)
+    """Of one layer, or of each of its options, from the bytes of each kind; without sums gradients are made once."""
+    kinds = (state, gradients, sums, activation, workspace)
+    states, made, before, kept, moment = (np.asarray(kind, float)[..., None] for kind in kinds)
     others = np.array([phase.in_flight - 1.0 for phase in parts])
-    late = made * np.array([phase.late for phase in parts])
-    return LayerMemory(states + others * kept + made - late, late, kept, moment)
+    comes, summed = (np.array(flags) for flags in zip(*((p.late, p.summed) for p in parts), strict=True))
+    late = made * (comes & (~summed | (before > 0)))
+    return LayerMemory(states + others * kept + before * summed + made - late, late, kept, moment)
 
 
 class StageMemory(NamedTuple):

@@ -224,21 +224,24 @@ class _Programme:
         for stage, count in enumerate(problem.in_flight):
             inside = [e for e in range(len(problem.layers)) if stage in _stages_of(problem, e)]
             resident = self._running_sums("activation_bytes", stage, inside)
-            late = self._running_sums("late_bytes", stage, inside[::-1])
             budget = [
                 (column, -problem.device_groups[where.group].budget_bytes / self._byte_unit)
                 for where, entered in self._enters.items()
                 if where.stage == stage
                 for column, _ in entered
             ]
-            for phase in phases(count, problem.num_microbatches):
+            for phase in phases(count, problem.num_microbatches, problem.keeps_sums):
+                comes = "renewed_bytes" if phase.summed else "late_bytes"
+                late = self._running_sums(comes, stage, inside[::-1]) if phase.late else {}
                 total = self._column(0.0)
                 static = [(column, (phase.in_flight + 2) * resident) for column, resident in self._received[stage]]
                 static += self._given[stage]
                 for number in inside:
                     static += self._bytes("state_bytes", stage, number)
                     static += self._bytes("activation_bytes", stage, number, phase.in_flight - 1)
-                    static += [] if phase.late else self._bytes("late_bytes", stage, number)
+                    static += self._bytes("late_bytes", stage, number)
+                    static += self._bytes(comes, stage, number, -phase.late)
+                    static += self._bytes("sum_bytes", stage, number, phase.summed)
                 self._row([*static, (total, -1.0)], 0.0, 0.0)
                 for at in inside:
                     terms = [(total, 1.0), (resident[at], 1.0), *self._bytes("workspace_bytes", stage, at), *budget]

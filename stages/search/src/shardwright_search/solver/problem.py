@@ -62,6 +62,8 @@ class Options(NamedTuple):
     """Held all step long."""
     late_bytes: Numbers
     """Held from the layer's own first backward pass on: gradients."""
+    sum_bytes: Numbers
+    """Held from the second backward pass on, in which the late bytes come anew: gradients of microbatches before."""
     activation_bytes: Numbers
     """Of one microbatch in flight."""
     workspace_bytes: Numbers
@@ -75,7 +77,7 @@ class Options(NamedTuple):
     def none(cls, layout: int) -> "Options":
         """For a type that is in no stage of a device group: one option, which never fits."""
         zero, number = np.zeros(1), np.array([layout])
-        return cls(zero, zero, np.array([_NEVER_FITS]), zero, zero, zero, number, number)
+        return cls(zero, zero, np.array([_NEVER_FITS]), zero, zero, zero, zero, number, number)
 
     def take(self, rows: Ints | int) -> "Options":
         """Some of the options."""
@@ -83,7 +85,13 @@ class Options(NamedTuple):
 
     def memory(self, parts: Sequence[Phase]) -> LayerMemory:
         """What each holds in each phase."""
-        return layer_memory(parts, self.state_bytes, self.late_bytes, self.activation_bytes, self.workspace_bytes)
+        gradients = self.late_bytes, self.sum_bytes
+        return layer_memory(parts, self.state_bytes, *gradients, self.activation_bytes, self.workspace_bytes)
+
+    @property
+    def renewed_bytes(self) -> Numbers:
+        """Of the late bytes those that come anew in every backward pass."""
+        return np.where(self.sum_bytes > 0, self.late_bytes, 0.0)
 
     def cost(self, weights: tuple[float, float]) -> Numbers:
         """A sum of A and U with these weights."""
@@ -138,7 +146,12 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def phases(self, stage: int) -> tuple[Phase, ...]:
         """When a pipeline stage may hold the most."""
-        return phases(self.in_flight[stage], self.num_microbatches)
+        return phases(self.in_flight[stage], self.num_microbatches, self.keeps_sums)
+
+    @cached_property
+    def keeps_sums(self) -> bool:
+        """Whether some option keeps gradients of earlier microbatches beside those of the last."""
+        return any(bool(o.sum_bytes.any()) for group in self.device_groups for o in group.options)
 
     def objectives(self, time_ps: Numbers, exposed_ps: Numbers) -> list[Numbers]:
         """The numbers in which one way to treat a stage must be no worse to replace another.

@@ -189,7 +189,10 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             return Options.none(next(i for i, own in enumerate(shardings.layouts) if own.stage_size == topology.size))
         priced = (self.costs.layer(name, s, topology, choice.samples, num_microbatches) for s in found)
         rows = [
-            (o.microbatch_ps, o.exposed_ps, o.state_bytes, o.memory.gradients, o.activation_bytes, o.workspace_bytes)
+            (
+                *(o.microbatch_ps, o.exposed_ps, o.state_bytes, o.memory.gradients, o.memory.gradient_sums),
+                *(o.activation_bytes, o.workspace_bytes),
+            )
             for o in priced
         ]
         numbers = np.array([shardings.layouts.index(layout_of(strategy)) for strategy in found])
