@@ -4,31 +4,58 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import torch
+import torch.distributed as dist
 from tiny_models import batch_of, engine_of
 
 from shardwright_formats.io.json import read_document
 from shardwright_formats.types.plan import Plan, Plans
+from shardwright_train.checkpoints.folders import folder_of_step
+from shardwright_train.checkpoints.record import Identity, Settings, start
+from shardwright_train.checkpoints.saver import Saver
+from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.engine.engine import Engine
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import joined_world
 from shardwright_train.pipeline.runner import Step
-from shardwright_train.training.checkpoint import Progress, load, save
 
 SETTINGS = Hyperparameters(learning_rate=1e-2, warmup_steps=1, steps=4, weight_decay=0.1, clip_norm=0.5)
-PROGRESS = Progress(
-    step=1,
-    plan_sha256="",
-    data_sha256="",
+IDENTITY = Identity(
+    plan_sha256="0" * 64,
+    model_sha256="0" * 64,
+    data_sha256="0" * 64,
     seed=0,
-    first_loss=0.0,
-    last_loss=0.0,
-    wall_s=0.0,
-    updates=1,
-    loss_scale=1.0,
-    steps_without_overflow=0,
+    global_batch_size=1,
+    settings=Settings(
+        learning_rate=1e-2,
+        learning_rate_schedule=SETTINGS.learning_rate_schedule,
+        warmup_steps=1,
+        final_fraction=0.1,
+        decay_fraction=0.1,
+        weight_decay=0.1,
+        clip_norm=0.5,
+    ),
 )
+PROGRESS = msgspec.structs.replace(start(1.0), step=1, updates=1)
+
+
+def saved(folder: Path, engine: Engine) -> Path:
+    """Where an engine's tensors are, once they are saved."""
+    folder.mkdir(parents=True, exist_ok=True)
+    saver = Saver(
+        folder=folder,
+        identity=IDENTITY,
+        parent=None,
+        keep_last=1,
+        keep_every=0,
+        asynchronous=False,
+        group=dist.group.WORLD,
+        bytes_in_all=total_bytes(engine.tensors()),
+    )
+    saver.save(engine.tensors(), PROGRESS)
+    return folder_of_step(folder, PROGRESS.step)
 
 
 def outcomes(engine: Engine, plan: Plan, steps: range) -> list[float]:
@@ -49,13 +76,13 @@ def main(plans_file: str, folder: str, result_file: str) -> None:
         groups = Groups("cpu")
         saving = engine_of(first, world, groups, settings=SETTINGS)
         outcomes(saving, first, range(1, 2))
-        saved = save(Path(folder, first.name), saving.tensors(), PROGRESS, keep=1)
+        kept = saved(Path(folder, first.name), saving)
         found[first.name] = outcomes(saving, first, range(2, 4))
         for plan in (second, *others):
             engine = engine_of(plan, world, groups, settings=SETTINGS, updates=1)
-            load(saved, engine.tensors())
+            read_tensors(kept, engine.tensors())
             if plan is second:
-                save(Path(folder, plan.name), engine.tensors(), PROGRESS, keep=1)
+                saved(Path(folder, plan.name), engine)
             found[plan.name] = outcomes(engine, plan, range(2, 4))
         if world.rank == 0:
             Path(result_file).write_text(json.dumps(found))

@@ -48,5 +48,5 @@ def test_replicas_of_shards_are_saved_once_and_other_plans_go_on_from_them(tmp_p
     for plan in PLANS[1:]:
         assert told[plan.name] == pytest.approx(told["groups"], rel=1e-12), plan.name
     # Halves, each once, take no more than quarters do.
-    groups, alone = (sum(f.stat().st_size for f in (tmp_path / "kept" / n).rglob("*.distcp")) for n in NAMES[:2])
+    groups, alone = (sum(f.stat().st_size for f in (tmp_path / "kept" / n).rglob("*.safetensors")) for n in NAMES[:2])
     assert groups < alone

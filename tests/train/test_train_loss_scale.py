@@ -14,10 +14,10 @@ from tiny_models import tiny
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Plan, Precision
 from shardwright_formats.types.run import RunResult
+from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
 from shardwright_train.data.prepare import prepare
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 from shardwright_train.options import RunOptions, encode_job
-from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
 from shardwright_train.training.loss_scale import LossScale
 
 START = 2.0**25
@@ -98,7 +98,7 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def _progress(runs: Path, name: str) -> dict[str, Any]:
-    folder = folder_of_plan(runs / name / "checkpoints", read_document(runs / "plan.json", Plan).sha256)
+    folder = folder_of_run(runs / name / "checkpoints", read_document(runs / "plan.json", Plan).sha256)
     latest = latest_checkpoint(folder)
     assert latest is not None
     found: dict[str, Any] = json.loads((latest / "progress.json").read_bytes())

@@ -13,8 +13,8 @@ from tiny_models import tiny
 from shardwright_formats.io.json import write_document
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
+from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
 from shardwright_train.data.prepare import prepare
-from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
 
 
 def replicated(plan: Plan) -> Plan:
@@ -41,7 +41,7 @@ def test_a_loss_that_is_no_number_stops_all_ranks_before_anything_is_saved(tmp_p
     assert errors == [
         f"error: step {POISONED_STEP}: loss nan, gradient norm nan: {where}: nothing of this step was saved"
     ]
-    folder = folder_of_plan(checkpoints, plan.sha256)
+    folder = folder_of_run(checkpoints, plan.sha256)
     latest = latest_checkpoint(folder)
     assert latest is not None and latest.name == f"step-{POISONED_STEP - 1:08d}"
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -14,8 +14,8 @@ from tiny_models import tiny
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.run import RunResult
+from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
 from shardwright_train.data.prepare import prepare
-from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
 
 STEPS = 6
 
@@ -81,7 +81,7 @@ def test_a_run_that_was_over_says_the_same_again_elsewhere(work: Path, plan_file
 
 def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(work: Path, plan_file: Path, unbroken: Path) -> None:
     stopped = start(work, plan_file, "stopped")
-    folder = folder_of_plan(work / "stopped" / "checkpoints", read_document(plan_file, Plan).sha256)
+    folder = folder_of_run(work / "stopped" / "checkpoints", read_document(plan_file, Plan).sha256)
     deadline = time.monotonic() + 90
     while latest_checkpoint(folder) is None and time.monotonic() < deadline and stopped.poll() is None:
         time.sleep(0.01)
@@ -106,7 +106,7 @@ def test_a_checkpoint_of_other_settings_is_refused(work: Path, plan_file: Path, 
 def test_a_locked_run_is_refused(work: Path, plan_file: Path) -> None:
     import fcntl
 
-    folder = folder_of_plan(work / "locked" / "checkpoints", read_document(plan_file, Plan).sha256)
+    folder = folder_of_run(work / "locked" / "checkpoints", read_document(plan_file, Plan).sha256)
     folder.mkdir(parents=True)
     with (folder / "LOCK").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -14,7 +14,7 @@ from tiny_models import tiny
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import SequenceParallel
-from shardwright_train.training.checkpoint_names import folder_of_plan
+from shardwright_train.checkpoints.folders import folder_of_run
 
 STEPS, MIDDLE = 8, 4
 
@@ -57,7 +57,7 @@ def test_a_run_on_images_learns_and_resumes_bit_for_bit(work: Path) -> None:
     assert len(losses) == STEPS
     assert losses[-1] < 0.9 * losses[0]
     plan = read_document(work / "plan.json", Plan)
-    middle = folder_of_plan(work / "checkpoints", plan.sha256) / f"step-{MIDDLE:08d}"
+    middle = folder_of_run(work / "checkpoints", plan.sha256) / f"step-{MIDDLE:08d}"
     status, err = run(work, "--resume-from", str(middle))
     assert status == 0, err
     resumed = metrics(work)

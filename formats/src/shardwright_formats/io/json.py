@@ -44,9 +44,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         with _faults_of(path):
             yield temporary
-            _sync(temporary)
+            sync_path(temporary)
             os.replace(temporary, path)
-            _sync(path.parent)
+            sync_path(path.parent)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -208,7 +208,8 @@ def _is_encodable(text: str) -> bool:
     return True
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Return when a file, or what a folder lists, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

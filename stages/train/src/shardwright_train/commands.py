@@ -22,6 +22,7 @@ from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
 from shardwright_launch.ranks import EXPANDABLE, allocator_setting, launch
+from shardwright_train.checkpoints.folders import LOCK, folder_of_run
 from shardwright_train.models.describe import describe_folder
 from shardwright_train.models.support import check_installed, check_supported, without_devices
 from shardwright_train.options import (
@@ -33,7 +34,6 @@ from shardwright_train.options import (
     RunOptions,
     encode_job,
 )
-from shardwright_train.training.checkpoint_names import folder_of_plan
 
 # Each imports what only it needs when it runs: several may run in one process.
 
@@ -82,7 +82,8 @@ def start_run(options: RunOptions) -> None:
         )
     _check_folder(options.out)
     _check_folder(options.checkpoints)
-    with only_run(folder_of_plan(options.checkpoints, plan.sha256) / "LOCK", nodes):
+    run = folder_of_run(options.checkpoints, plan.sha256, options.resume_from)
+    with only_run(run / LOCK, nodes):
         _start(options, plan, nodes)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.command import POSITIONAL, Options
+from shardwright_formats.command import POSITIONAL, Off, Options
 from shardwright_formats.types.limits import Count, NonNegativeCount, Seconds, Share
 from shardwright_launch.heartbeat import HANG_TIMEOUT_S
 from shardwright_launch.nodes import NodeOptions
@@ -69,10 +69,21 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Folder for checkpoints; kept by plan inside."""
     checkpoint_every: Count = 500
     """Steps between checkpoints."""
+    checkpoint_minutes: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """Minutes between checkpoints, where steps take longer than that; 0: by steps alone."""
+    checkpoint_async: Annotated[bool, Off("--checkpoint-sync")] = True
+    """Copy what is saved to host memory and write it while the next steps run."""
     keep_checkpoints: Count = 2
     """How many of the latest to keep."""
+    keep_every: NonNegativeCount = 0
+    """Keep those of every so many steps, too; 0: none."""
     resume_from: Path | None = None
-    """Checkpoint folder (step-…) to continue; without it this plan's latest."""
+    """Checkpoint (step-…) to branch from, of any plan for the same model: the branch has a folder of its own, and goes
+    on from there when it is run again. Without it a run goes on from its own newest whole checkpoint."""
+    allow_batch_change: bool = False
+    """Let a branch have another global batch size than the checkpoint was saved with."""
+    max_time_s: Annotated[float, Meta(ge=1, le=1e9)] | None = None
+    """Stop in order (exit 75) with the first step that ends so many s after the first began."""
     learning_rate: _Rate = 3e-4
     """Peak learning rate, per step."""
     learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.COSINE

@@ -42,9 +42,9 @@ class Images:
     sha256: str
     """Identity of the contents of both files."""
 
-    def read(self, step: int, share: Share) -> Batch:
-        """`pixel_values` [samples, channels, height, width] in [-1, 1] and `labels` [samples, 1] of a step from 1."""
-        indices = (step - 1) * share.global_samples + share.rows
+    def read(self, first: int, share: Share) -> Batch:
+        """`pixel_values` [samples, channels, height, width] in [-1, 1] and `labels` [samples, 1], from a number on."""
+        indices = first + share.rows
         chosen = samples_at(indices, len(self.labels), self.seed)
         batch = {} if "labels" in share.left_out else {"labels": torch.from_numpy(self.labels[chosen])[:, None]}
         if "pixel_values" not in share.left_out:
@@ -52,9 +52,12 @@ class Images:
             batch["pixel_values"] = pixels.div_(_BRIGHTEST / 2).sub_(1)
         return batch
 
-    def counted(self, step: int, samples: int) -> int:
-        """Number of labels of a step that count."""
+    def counted(self, first: int, samples: int) -> int:
+        """Number of labels of a batch that count."""
         return samples
+
+    def check_contents(self) -> None:
+        """Their identity was read from the files themselves."""
 
 
 def open_images(folder: Path, form: ImageForm, seed: int) -> Images:

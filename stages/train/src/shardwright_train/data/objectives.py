@@ -85,9 +85,9 @@ class TextBatches:
         """Identity of the token stream."""
         return self.samples.sha256
 
-    def read(self, step: int, share: Share) -> Batch:
-        """A rank's share of the batch of a step, counted from 1; of a sample every rank makes the same."""
-        indices = (step - 1) * share.global_samples + share.rows
+    def read(self, first: int, share: Share) -> Batch:
+        """A rank's share of the batch that begins with a sample's number; of a sample every rank makes the same."""
+        indices = first + share.rows
         text = torch.from_numpy(self.samples.read(indices))
         if self.objective.draws:
             made = [self._drawn(*pair) for pair in zip(text.split(1), indices.tolist(), strict=True)]
@@ -96,14 +96,17 @@ class TextBatches:
             batch = self.objective.batch(text, torch.Generator())
         return {name: x for name, x in batch.items() if name not in share.left_out}
 
-    def counted(self, step: int, samples: int) -> int:
-        """Number of labels of a step that count, on all ranks together; RunFailed where there are none."""
-        first = (step - 1) * samples
+    def counted(self, first: int, samples: int) -> int:
+        """Number of labels of a batch that count, on all ranks together; RunFailed where there are none."""
         indices = np.arange(first, first + samples)
         found = self.objective.counted(samples, lambda: torch.from_numpy(self.samples.read(indices)))
         if not found:
             raise RunFailed("a batch is nothing but padding: shuffle the text or see what pad_token_id stands for")
         return found
+
+    def check_contents(self) -> None:
+        """Read the files once; BadInput unless they hold what data.json says."""
+        self.samples.check_contents()
 
     def _drawn(self, text: Tensor, index: int) -> Batch:
         generator = torch.Generator().manual_seed(seed_of(self.samples.seed, "sample", index))

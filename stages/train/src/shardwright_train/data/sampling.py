@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import sha256_of_file
 from shardwright_train.data.description import DataFolder
 from shardwright_train.data.order import samples_at
 from shardwright_train.data.tokens import read_tokens
@@ -58,6 +59,17 @@ class Samples:
                 f"vocab_size {self.vocab_size} is more than the model's {vocab_size}",
                 f"prepare the data with --vocab-size {vocab_size} or less",
             )
+
+    def check_contents(self) -> None:
+        """Read the files once; BadInput unless they are those that data.json was written for."""
+        files = DataFolder(self.folder)
+        described = files.read_description()
+        for file, said in (
+            (files.tokens, described.tokens_sha256),
+            (files.tokenizer, described.tokenizer_sha256),
+        ):
+            if sha256_of_file(file) != said:
+                raise BadInput(file, f"its SHA-256 is not what {files.description.name} says", "prepare the data again")
 
 
 def open_samples(folder: Path, sequence_length: int, seed: int) -> Samples:

@@ -36,12 +36,14 @@ class Engine:
         """Forward and backward of a global batch; see `run_step`."""
         return run_step(self.stage, self.pipeline, step, hook)
 
-    def train_step(self, step: Step, *, stop: bool = False, hook: StepHook = no_hook) -> StepOutcome:
-        """Forward, backward and the optimizer's update; `stop` tells all ranks that this one was asked to stop."""
+    def train_step(
+        self, step: Step, *, stop: bool = False, save: bool = False, hook: StepHook = no_hook
+    ) -> StepOutcome:
+        """Forward, backward and the optimizer's update; `stop` and `save` tell all ranks what this one wants."""
         hook("start")
         loss = self.forward_backward(step, hook)
         hook("reduced")
-        outcome = self.optimizer.step(step.number, loss, stop, step.loss_scale)
+        outcome = self.optimizer.step(step.number, loss, stop, step.loss_scale, save)
         hook("optimizer")
         return outcome
 

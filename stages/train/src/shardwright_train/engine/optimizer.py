@@ -55,24 +55,24 @@ class ShardedAdamW:
                 "exp_avg_sq": torch.zeros_like(local),
             }
 
-    def step(self, step: int, loss: Tensor, stop: bool, loss_scale: float = 1.0) -> "StepOutcome":
+    def step(self, step: int, loss: Tensor, stop: bool, loss_scale: float = 1.0, save: bool = False) -> "StepOutcome":
         """Clip by the global norm, update, and forget the gradients; `step` counts from 1.
 
         The gradients are those of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
-        the loss and whether any rank wants to stop. When loss or norm is not finite nothing is updated.
+        the loss and whether any rank wants to stop or to save. When loss or norm is not finite nothing is updated.
         """
         squares = self._squared_norm()
         # `full` hands its number over with the kernel; a tensor made of it on the host would be waited for.
-        shared = torch.stack([loss, squares, torch.full_like(squares, float(stop))])
+        shared = torch.stack([loss, squares, *(torch.full_like(squares, float(asked)) for asked in (stop, save))])
         dist.all_reduce(shared)
         learning_rate = self.settings.learning_rate_at(step)
         self._update(shared, learning_rate, loss_scale)
         for parameter in self.parameters.values():
             parameter.grad = None
         # The one time in a step that the host waits for the device.
-        mean_loss, squared, stops = shared.tolist()
+        mean_loss, squared, stops, saves = shared.tolist()
         norm = math.sqrt(squared) / loss_scale if squared >= 0 else math.nan
-        return StepOutcome(mean_loss, norm, learning_rate, stops > 0)
+        return StepOutcome(mean_loss, norm, learning_rate, stops > 0, saves > 0)
 
     def state(self) -> dict[str, Tensor]:
         """Moments as DTensors that lie as their parameters do, under `optim.<parameter>.<moment>`."""
@@ -128,6 +128,8 @@ class StepOutcome:
     learning_rate: float
     stop: bool
     """Whether some rank was asked to stop."""
+    save: bool
+    """Whether some rank finds a checkpoint due."""
 
     @property
     def finite(self) -> bool:

@@ -5,14 +5,29 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch.distributed as dist
+from torch import Tensor
+
 from shardwright_formats.io.errors import BadInput, RunFailed, ShardwrightError, Stopped
-from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.io.json import read_document, sha256_of_value, write_document
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.run import RunResult
+from shardwright_train.checkpoints.choice import (
+    Resumed,
+    check_branch,
+    check_same_run,
+    check_shared,
+    newest_whole,
+    read_whole,
+)
+from shardwright_train.checkpoints.folders import folder_of_run, folder_of_step
+from shardwright_train.checkpoints.record import Identity, Progress, Settings, start
+from shardwright_train.checkpoints.saver import Saver
+from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.data.objectives import Batches
 from shardwright_train.data.read_ahead import read_ahead
 from shardwright_train.data.share import on_host
@@ -25,8 +40,7 @@ from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, check_device
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import Step
-from shardwright_train.training.checkpoint import Progress, load, read_progress, save
-from shardwright_train.training.checkpoint_names import folder_of_plan, latest_checkpoint
+from shardwright_train.training.due import Due
 from shardwright_train.training.loss_scale import LossScale
 from shardwright_train.training.metrics import METRICS, Metrics
 from shardwright_train.training.nonfinite import first_nonfinite
@@ -42,79 +56,104 @@ class _Run:
     attention: str
     batches: Batches
     engine: Engine
-    folder: Path
+    saver: Saver
+    resumed: Progress
+    """Where this process goes on."""
 
     @property
     def metrics(self) -> Metrics:
         """The lines that its steps write."""
-        return Metrics(self.folder / METRICS, self.plan, self.world, self.job.steps)
+        return Metrics(self.saver.folder / METRICS, self.plan, self.world, self.job.steps)
 
     def read(self, step: int) -> Step:
         """What a step works on; called ahead of it."""
         share = self.engine.stage.context.share
-        batch = on_host(self.batches.read(step, share), self.world.device)
-        return Step(batch, self.batches.counted(step, share.global_samples), self.job.seed, step)
+        first = self.resumed.samples + (step - self.resumed.step - 1) * share.global_samples
+        batch = on_host(self.batches.read(first, share), self.world.device)
+        return Step(batch, self.batches.counted(first, share.global_samples), self.job.seed, step)
 
 
 def train(job: RunOptions, world: World) -> None:
-    """Train to the job's last step on all ranks, from the latest checkpoint of this plan if there is one.
+    """Train to the job's last step on all ranks, from the newest whole checkpoint of this run if there is one.
 
     Raises BadInput together on all ranks when plan, data or checkpoint cannot be used, RunFailed when loss or gradient
     norm is no number, Stopped when a rank was asked to stop: then the state is saved first.
     """
     plan = read_document(job.plan, Plan)
-    batches, resumed = _agreed_inputs(job, plan, world)
+    batches = _agreed_inputs(job, plan, world)
+    folder = folder_of_run(job.checkpoints, plan.sha256, job.resume_from)
+    check_shared(folder, world)
+    identity = _identity(job, plan, batches)
+    resumed = _resumed(job, identity, folder, world)
     (attention,) = settle_attention([plan], world)
-    scale = LossScale.for_compute(plan.precision.compute)
-    progress = Progress(0, plan.sha256, batches.sha256, job.seed, 0.0, 0.0, 0.0, 0, scale.value, 0)
+    before = start(LossScale.for_compute(plan.precision.compute).value) if resumed is None else resumed.record.progress
+    engine = _engine(job, plan, world, attention, before.updates, resumed is not None)
     if resumed is not None:
-        progress = read_progress(resumed)
-    engine = _engine(job, plan, world, attention, progress.updates, resumed is not None)
-    run = _Run(job, plan, world, attention, batches, engine, folder_of_plan(job.checkpoints, plan.sha256))
-    if resumed is not None:
-        load(resumed, engine.tensors())
+        read_tensors(resumed.folder, engine.tensors())
+    with closing(_saver(job, folder, identity, engine.tensors())) as saver:
+        run = _Run(job, plan, world, attention, batches, engine, saver, before)
+        if world.rank == 0:
+            run.metrics.keep_until(before.step, None if resumed is None else resumed.folder.parent)
+        to_do = range(before.step + 1, job.steps + 1)
+        with _asked_to_stop() as stop_asked, read_ahead(run.read, to_do) as ready:
+            progress = _steps(run, ready, stop_asked)
     if world.rank == 0:
-        run.metrics.keep_until(progress.step)
-    to_do = range(progress.step + 1, job.steps + 1)
-    with _asked_to_stop() as stop_asked, read_ahead(run.read, to_do) as ready:
-        progress, saved = _steps(run, progress, resumed, ready, stop_asked)
-    if world.rank == 0:
-        assert saved is not None
-        _finish(run, progress, saved)
+        checkpoint = folder_of_step(folder, progress.step)
+        if resumed is not None and resumed.record.progress == progress:
+            checkpoint = resumed.folder
+        _finish(run, progress, checkpoint)
 
 
-def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, Path | None]:
+def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> Batches:
     problem: ShardwrightError | None = None
-    batches, resumed = None, None
+    batches = None
+    world.heartbeat.begin("while the data is read through")
     try:
         check_device(plan, world, job.plan)
         family = family_named(plan.model.family, job.plan)
         check_kernels(plan, family, world.device, job.plan)
         batches = family.learns(plan.model).open(job.data, job.seed)
-        resumed = _checkpoint_to_resume(job, plan, batches)
+        if world.rank == 0:
+            batches.check_contents()
     except ShardwrightError as error:
         problem = error
     world.agree(problem)
+    world.heartbeat.begin("before the first step")
     assert batches is not None
-    return batches, resumed
+    return batches
 
 
-def _checkpoint_to_resume(job: RunOptions, plan: Plan, batches: Batches) -> Path | None:
-    latest = latest_checkpoint(folder_of_plan(job.checkpoints, plan.sha256))
-    chosen = job.resume_from or latest
-    if chosen is None:
-        return None
-    progress = read_progress(chosen)
-    for what, found, wanted in (
-        ("another plan", progress.plan_sha256, plan.sha256),
-        ("other data", progress.data_sha256, batches.sha256),
-        ("another seed", progress.seed, job.seed),
-    ):
-        if found != wanted:
-            raise BadInput(chosen, f"was saved under {what} ({found})", "start anew in another --checkpoints folder")
-    if progress.step > job.steps:
-        raise BadInput(chosen, f"is at step {progress.step}, past --steps {job.steps}", "ask for more steps")
-    return chosen
+def _identity(job: RunOptions, plan: Plan, batches: Batches) -> Identity:
+    return Identity(
+        plan_sha256=plan.sha256,
+        model_sha256=sha256_of_value([plan.model.architecture_sha256, plan.model.sequence_length]),
+        data_sha256=batches.sha256,
+        seed=job.seed,
+        global_batch_size=plan.global_batch_size,
+        settings=Settings(
+            learning_rate=job.learning_rate,
+            learning_rate_schedule=job.learning_rate_schedule,
+            warmup_steps=job.warmup_steps,
+            final_fraction=job.final_fraction,
+            decay_fraction=job.decay_fraction,
+            weight_decay=job.weight_decay,
+            clip_norm=job.clip_norm,
+        ),
+    )
+
+
+def _resumed(job: RunOptions, identity: Identity, folder: Path, world: World) -> Resumed | None:
+    """What the run goes on from: its own newest checkpoint, else the one that it branches from, else nothing."""
+    found = newest_whole(folder, world)
+    if found is not None:
+        check_same_run(found, identity)
+    elif job.resume_from is not None:
+        found = read_whole(job.resume_from, world)
+        check_branch(found, identity, job.allow_batch_change)
+    if found is not None and found.record.progress.step > job.steps:
+        what = f"is at step {found.record.progress.step}, past --steps {job.steps}"
+        raise BadInput(found.folder, what, "ask for more steps")
+    return found
 
 
 def _engine(job: RunOptions, plan: Plan, world: World, attention: str, updates: int, resumes: bool) -> Engine:
@@ -141,23 +180,34 @@ def _engine(job: RunOptions, plan: Plan, world: World, attention: str, updates: 
     return build_engine(context, settings, updates)
 
 
-def _steps(
-    run: _Run, progress: Progress, saved: Path | None, ready: Iterator[Step], stop_asked: list[int]
-) -> tuple[Progress, Path | None]:
-    """The training loop, from what was saved; returns the last progress and where that is saved."""
-    job, began = run.job, time.monotonic() - progress.wall_s
+def _saver(job: RunOptions, folder: Path, identity: Identity, tensors: dict[str, Tensor]) -> Saver:
+    return Saver(
+        folder=folder,
+        identity=identity,
+        parent=None if job.resume_from is None else str(job.resume_from.resolve()),
+        keep_last=job.keep_checkpoints,
+        keep_every=job.keep_every,
+        asynchronous=job.checkpoint_async,
+        group=dist.new_group(backend="gloo"),
+        bytes_in_all=total_bytes(tensors),
+    )
+
+
+def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
+    """The training loop; returns how far it came, which is saved."""
+    job, progress = run.job, run.resumed
+    began, due = time.monotonic(), Due(job.checkpoint_every, job.checkpoint_minutes, job.max_time_s)
     fixed = LossScale.for_compute(run.plan.precision.compute).fixed
     scale = LossScale(progress.loss_scale, fixed, progress.steps_without_overflow)
-    begins = True
-    for step in range(progress.step + 1, job.steps + 1):
+    for step in range(run.resumed.step + 1, job.steps + 1):
         run.world.heartbeat.begin(f"in step {step}")
+        run.saver.check()
         started = time.perf_counter()
         work = replace(next(ready), loss_scale=scale.value)
-        outcome = run.engine.train_step(work, stop=bool(stop_asked))
+        outcome = run.engine.train_step(work, stop=bool(stop_asked) or due.to_stop(), save=due.by_time())
         step_time_s = time.perf_counter() - started
-        if run.plan.compile and run.world.rank == 0 and begins:
+        if run.plan.compile and run.world.rank == 0 and step == run.resumed.step + 1:
             say_compiled(run.plan, step_time_s)
-        begins = False
         overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite
         if not outcome.finite and not overflowed:
             where = first_nonfinite(run.engine, work)
@@ -165,28 +215,29 @@ def _steps(
             raise RunFailed(f"step {step}: {what}: {where}: nothing of this step was saved")
         scale = scale.after(overflowed)
         run.metrics.write(step, outcome, step_time_s)
-        first = outcome.loss if step == 1 else progress.first_loss
-        progress = replace(
-            progress,
+        progress = Progress(
             step=step,
-            first_loss=first,
+            samples=progress.samples + run.plan.global_batch_size,
+            first_loss=outcome.loss if step == 1 else progress.first_loss,
             last_loss=outcome.loss,
-            wall_s=time.monotonic() - began,
+            wall_s=run.resumed.wall_s + time.monotonic() - began,
             updates=progress.updates + outcome.finite,
             loss_scale=scale.value,
             steps_without_overflow=scale.steps_without_overflow,
         )
-        if outcome.stop or step == job.steps or step % job.checkpoint_every == 0:
-            saved = save(run.folder, run.engine.tensors(), progress, job.keep_checkpoints)
+        ends = outcome.stop or step == job.steps
+        if ends or outcome.save or due.by_step(step):
+            run.saver.save(run.engine.tensors(), progress, wait=ends)
+            due = due.saved()
         if outcome.stop and step < job.steps:
             raise Stopped(f"stopped after step {step} of {job.steps}: run the same command to resume")
-    return progress, saved
+    return progress
 
 
 def _finish(run: _Run, progress: Progress, checkpoint: Path) -> None:
     out = run.job.out
     out.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(run.folder / METRICS, out / METRICS)
+    shutil.copyfile(run.saver.folder / METRICS, out / METRICS)
     result = RunResult(
         plan_sha256=run.plan.sha256,
         steps=progress.step,

@@ -1,6 +1,6 @@
 """metrics.jsonl: a line for each step of a run."""
 
-import json
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,10 +36,16 @@ class Metrics:
     world: World
     steps: int
 
-    def keep_until(self, step: int) -> None:
-        """Drop the lines past a checkpoint's step: those steps are run again."""
-        lines = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
-        kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+    def keep_until(self, step: int, parent: Path | None) -> None:
+        """Drop the lines past a checkpoint's step: those steps are run again. Without any, begin with the parent's."""
+        file = self.file
+        if not file.is_file() and parent is not None and (parent / METRICS).is_file():
+            file = parent / METRICS
+        lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
+        steps = [_step_of(line) for line in lines]
+        kept = [line for line, number in zip(lines, steps, strict=True) if number is not None and number <= step]
+        if None in steps[:-1]:
+            print(f"{file}: {steps.count(None)} lines are no metrics of a step: dropped", file=sys.stderr)
         write_bytes(self.file, b"".join(kept))
 
     def write(self, step: int, outcome: StepOutcome, step_time_s: float) -> None:
@@ -67,6 +73,14 @@ class Metrics:
         if step == 1 or step % max(1, self.steps // 20) == 0 or step == self.steps:
             took = f"{step_time_s:.3f} s, {tokens_per_s:.0f} tokens/s"
             print(f"step {step}/{self.steps}: loss {outcome.loss:.4f}, {took}", flush=True)
+
+
+def _step_of(line: bytes) -> int | None:
+    """Which step a line is of; None where it is damaged, as one is that was cut off while it was written."""
+    try:
+        return msgspec.json.decode(line, type=StepMetrics).step if line.endswith(b"\n") else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def model_flops_utilization(plan: Plan, step_time_s: float, device_name: str) -> float | None:

@@ -1,0 +1,1 @@
+"""Saved state: what a checkpoint is, where it lies, which one to go on from, and how it is written and read."""

@@ -1,0 +1,97 @@
+"""checkpoint.json: what a checkpoint holds, of which run, and the SHA-256 of each of its files."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from shardwright_formats.io.json import Document, Value
+from shardwright_formats.types.limits import Bytes, Count, NonNegativeCount, Samples, Seconds, Sha256
+from shardwright_train.engine.learning_rate import LearningRateSchedule
+
+_FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}$")]
+_Loss = Annotated[float, Meta(ge=-1e30, le=1e30)]
+
+
+class Settings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run asks of the optimizer, which its steps so far were taken with."""
+
+    learning_rate: float
+    learning_rate_schedule: LearningRateSchedule
+    warmup_steps: NonNegativeCount
+    final_fraction: float
+    decay_fraction: float
+    weight_decay: float
+    clip_norm: float
+
+
+class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run is a run of."""
+
+    plan_sha256: Sha256
+    """Identity of the plan."""
+    model_sha256: Sha256
+    """Of the model's description, which other plans may share."""
+    data_sha256: Sha256
+    """Of the samples, tokenizer included."""
+    seed: NonNegativeCount
+    """Of initial weights, sample order and dropout: all that is random is a function of it and of a sample's number."""
+    global_batch_size: Samples
+    """Samples of a step."""
+    settings: Settings
+
+
+class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far a run has come."""
+
+    step: NonNegativeCount
+    """Optimizer steps taken."""
+    samples: Annotated[int, Meta(ge=0, le=2**62)]
+    """Samples trained on: the next step's first one has this number."""
+    first_loss: _Loss
+    """Loss of step 1."""
+    last_loss: _Loss
+    """Loss of the last step."""
+    wall_s: Seconds
+    """Time of the processes so far."""
+    updates: NonNegativeCount
+    """Steps in which the optimizer changed the weights: all but those in which float16 overflowed."""
+    loss_scale: Annotated[float, Meta(gt=0, le=2.0**64)]
+    """By which the loss is multiplied before float16's backward pass."""
+    steps_without_overflow: NonNegativeCount
+
+
+class SavedFile(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file of tensors."""
+
+    name: _FileName
+    """In the checkpoint's folder."""
+    bytes: Bytes
+    sha256: Sha256
+
+
+class Checkpoint(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The record of a complete checkpoint, the last of its files to be written."""
+
+    FORMAT = "shardwright.checkpoint"
+
+    identity: Identity
+    progress: Progress
+    world_size: Count
+    """Ranks that saved it; any number may load it."""
+    parent: str | None
+    """Of a branch: the checkpoint that it began from."""
+    files: tuple[SavedFile, ...]
+
+
+def start(loss_scale: float) -> Progress:
+    """A run before its first step."""
+    return Progress(
+        step=0,
+        samples=0,
+        first_loss=0.0,
+        last_loss=0.0,
+        wall_s=0.0,
+        updates=0,
+        loss_scale=loss_scale,
+        steps_without_overflow=0,
+    )

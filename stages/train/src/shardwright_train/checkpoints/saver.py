@@ -1,0 +1,135 @@
+"""Writing checkpoints: complete or not at all, beside the steps that follow where that is asked for."""
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright_formats.io.errors import BadInput, system_fault
+from shardwright_formats.io.json import sha256_of_file, sync_path, write_document
+from shardwright_train.checkpoints.folders import RECORD, folder_of_step, prune
+from shardwright_train.checkpoints.record import Checkpoint, Identity, Progress, SavedFile
+from shardwright_train.checkpoints.tensors import files_of_rank, write_tensors
+from shardwright_train.parallel.data import local_tensor, placed_as
+
+_ROOM = 1.05
+"""What a file system takes for files, over their contents: an assumption."""
+
+
+@dataclass(frozen=True)
+class Saver:
+    """Saves the state of all ranks, one checkpoint at a time."""
+
+    folder: Path
+    """That of the run."""
+    identity: Identity
+    parent: str | None
+    keep_last: int
+    """How many of the latest checkpoints stay."""
+    keep_every: int
+    """And those of every so many steps; 0: no others."""
+    asynchronous: bool
+    """Whether steps go on while what was copied to host memory is written."""
+    group: dist.ProcessGroup
+    """Of the whole world, with gloo, for this alone: another thread uses it."""
+    bytes_in_all: int
+    """Of a checkpoint's tensors."""
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saver"))
+    _writing: "list[Future[Path]]" = field(default_factory=list)
+
+    def save(self, tensors: dict[str, Tensor], progress: Progress, *, wait: bool = False) -> None:
+        """Save from all ranks; what was not yet written of the checkpoint before is waited for.
+
+        Raises BadInput, here or at the next call, where it cannot be written; those before it stay as they are.
+        """
+        self.finish()
+        self._check_room()
+        if self.asynchronous and not wait:
+            copied = {name: placed_as(x, local_tensor(x).detach().to("cpu", copy=True)) for name, x in tensors.items()}
+            self._writing.append(self._thread.submit(self._write, copied, progress))
+        else:
+            self._write(tensors, progress)
+
+    def check(self) -> None:
+        """Raise what has gone wrong with a checkpoint that is written beside the steps, if that is known already."""
+        if self._writing and self._writing[0].done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete."""
+        while self._writing:
+            self._writing.pop().result()
+
+    def close(self) -> None:
+        """Let the thread end, once it has written what it is writing."""
+        self._thread.shutdown()
+
+    def _write(self, tensors: dict[str, Tensor], progress: Progress) -> Path:
+        target = folder_of_step(self.folder, progress.step)
+        unfinished = target.with_suffix(".unfinished")
+        self._first(lambda: _empty_folder(unfinished))
+        write_tensors(unfinished, tensors, self.group)
+        record = Checkpoint(
+            identity=self.identity,
+            progress=progress,
+            world_size=self.group.size(),
+            parent=self.parent,
+            files=self._files(unfinished),
+        )
+        self._first(lambda: _commit(unfinished, target, record))
+        self._first(lambda: prune(self.folder, self.keep_last, self.keep_every))
+        return target
+
+    def _files(self, folder: Path) -> tuple[SavedFile, ...]:
+        """The files of all ranks, each looked at by the rank that wrote it, on the disk they will be read from."""
+        own = []
+        for path in files_of_rank(folder, self.group.rank()):
+            sync_path(path)
+            own.append(SavedFile(name=path.name, bytes=path.stat().st_size, sha256=sha256_of_file(path)))
+        every: list[list[SavedFile]] = [[] for _ in range(self.group.size())]
+        dist.all_gather_object(every, own, group=self.group)
+        return tuple(file for files in every for file in files)
+
+    def _first(self, do: Callable[[], None]) -> None:
+        """Do something on rank 0 while the others wait; what fails there is raised on all."""
+        found: list[BadInput | None] = [None]
+        if self.group.rank() == 0:
+            try:
+                do()
+            except BadInput as error:
+                found = [error]
+            except OSError as error:
+                found = [system_fault(error, self.folder)]
+        dist.broadcast_object_list(found, src=0, group=self.group)
+        if found[0] is not None:
+            raise found[0]
+
+    def _check_room(self) -> None:
+        self._first(lambda: check_room(self.folder, self.bytes_in_all))
+
+
+def check_room(folder: Path, tensor_bytes: int) -> None:
+    """Raise BadInput unless a checkpoint of so many bytes has room beside those that are there."""
+    free, wanted = shutil.disk_usage(folder).free, int(tensor_bytes * _ROOM)
+    if free < wanted:
+        raise BadInput(
+            folder,
+            f"{free / 2**30:.2f} GiB are free, a checkpoint takes {wanted / 2**30:.2f} GiB",
+            "make room, keep fewer, or choose another --checkpoints folder; what was saved before is whole",
+        )
+
+
+def _empty_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _commit(unfinished: Path, target: Path, record: Checkpoint) -> None:
+    """Make a checkpoint complete: its record is the last thing that is written, then it takes its name."""
+    write_document(unfinished / RECORD, record)
+    unfinished.rename(target)
+    sync_path(target.parent)
