@@ -16,7 +16,7 @@ from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Sequ
 
 def plan_of(name: str, **sharding: object) -> Plan:
     """One strategy for all layers, embedding and head of a model on four ranks."""
-    plan = random_plan(tiny("llama", vocab_size=64), 0, 4, stages=1)
+    plan = random_plan(tiny("llama", vocab_size=66), 0, 4, stages=1)
     outer = Strategy(**sharding)  # type: ignore[arg-type]
     layers = tuple(LayerStrategy(type="block", **sharding) for _ in plan.layers)  # type: ignore[arg-type]
     return msgspec.structs.replace(plan, name=name, embedding=outer, head=outer, layers=layers)
@@ -34,7 +34,10 @@ PLANS = (
         shard_size=2,
         sequence_parallel=SequenceParallel.ULYSSES,
     ),
+    plan_of("padded vocabulary", tp_size=4, dp_size=1, sequence_parallel=SequenceParallel.MEGATRON),
+    plan_of("padded and sharded", tp_size=4, dp_size=1, data_parallel=DataParallel.ZERO3),
 )
+"""66 tokens are not the same on four ranks each."""
 
 NAMES = [plan.name for plan in PLANS]
 

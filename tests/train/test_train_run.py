@@ -1,6 +1,7 @@
 """The command trains, saves, stops in order, resumes bit for bit, and refuses what it cannot do in one line."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,6 +102,42 @@ def test_a_checkpoint_of_other_settings_is_refused(work: Path, plan_file: Path, 
     assert (status, err.count("\n")) == (2, 1)
     assert "another seed" in err
     assert (unbroken / "DONE.json").read_bytes() == before
+
+
+def test_a_branch_goes_on_under_another_plan_with_the_same_samples(work: Path, unbroken: Path) -> None:
+    """Later checkpoints of the trunk stay as they are; asked again, the branch goes on where it was."""
+    other = work / "other.json"
+    write_document(other, random_plan(tiny("llama", vocab_size=260), 4, 2, "float32"))
+    status, _, err = finish(start(work, work / "plan.json", "kept", "--keep-every", "2"))
+    assert status == 0, err
+    trunk = folder_of_run(work / "kept" / "checkpoints", read_document(work / "plan.json", Plan).sha256)
+    begin, before = trunk / "step-00000002", sorted(trunk.iterdir())
+    stopped = ("--resume-from", str(begin), "--checkpoints", str(work / "kept" / "checkpoints"))
+    status, _, err = finish(start(work, other, "branch", *stopped, "--max-time-s", "1", "--checkpoint-every", "1"))
+    assert status in (0, 75), err
+    status, _, err = finish(start(work, other, "branch", *stopped))
+    assert status == 0, err
+    assert losses(work / "branch") == pytest.approx(losses(unbroken), rel=1e-4)
+    assert sorted(trunk.iterdir()) == before
+    done = read_document(work / "branch" / "DONE.json", RunResult)
+    record = json.loads((Path(done.checkpoint) / "checkpoint.json").read_bytes())
+    assert record["parent"] == str(begin) and record["progress"]["step"] == STEPS
+
+
+def test_another_learning_rate_is_no_quiet_change(work: Path, plan_file: Path, unbroken: Path) -> None:
+    status, _, err = finish(start(work, plan_file, "unbroken", "--learning-rate", "0.02"))
+    assert (status, err.count("\n")) == (2, 1)
+    assert "was saved with learning_rate 0.01, 0.02 is asked for" in err and "--resume-from" in err
+
+
+def test_tokens_that_are_not_those_that_were_prepared_are_refused(work: Path, plan_file: Path) -> None:
+    shutil.copytree(work / "data", work / "changed")
+    tokens = bytearray((work / "changed" / "tokens.bin").read_bytes())
+    tokens[0] ^= 1
+    (work / "changed" / "tokens.bin").write_bytes(tokens)
+    status, _, err = finish(start(work, plan_file, "unprepared", "--data", str(work / "changed")))
+    assert (status, err.count("\n")) == (2, 1)
+    assert "tokens.bin: its SHA-256 is not what data.json says: prepare the data again" in err
 
 
 def test_a_locked_run_is_refused(work: Path, plan_file: Path) -> None:

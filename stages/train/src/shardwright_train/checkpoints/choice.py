@@ -91,6 +91,9 @@ def read_whole(checkpoint: Path, world: World) -> Resumed:
         what = f"rank {world.rank} finds another record than rank 0 does"
         problem = BadInput(checkpoint / RECORD, what, "name a --checkpoints folder that all nodes share")
     world.agree(problem)
+    strange = sorted({path.name for path in checkpoint.glob("*.safetensors")} - {file.name for file in record.files})
+    if strange:
+        raise BadInput(checkpoint / strange[0], "is not one of the files that were saved", "take another checkpoint")
     world.agree(_damage(checkpoint, record, range(world.rank, len(record.files), world.size)))
     return Resumed(checkpoint, record)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from shardwright_formats.io.errors import BadInput, ShardwrightError, system_fault
+from shardwright_formats.io.errors import BadInput, system_fault
 from shardwright_train.parallel.data import local_tensor
 
 
@@ -68,16 +69,16 @@ class _AnyPadding(DefaultLoadPlanner):
                 continue
             if saved.size[1:] == tensor.size()[1:]:
                 found[name] = dataclasses.replace(saved, size=tensor.size())
-                local_tensor(tensor).zero_()
+                local_tensor(tensor.detach()).zero_()
         super().set_up_planner(state_dict, dataclasses.replace(metadata, state_dict_metadata=found), is_coordinator)
 
 
-def _cause(error: CheckpointException, folder: Path) -> ShardwrightError:
-    """One line for what ranks could not write or read."""
+def _cause(error: CheckpointException, folder: Path) -> BaseException:
+    """One line for what a rank could not write or read; what else went wrong there as it is."""
     causes = [pair[0] for pair in error.failures.values()]
     for cause in causes:
         if isinstance(cause, OSError):
             return system_fault(cause, folder)
-        if isinstance(cause, ShardwrightError):
-            return cause
-    return BadInput(folder, str(causes[0]), "take another checkpoint, or another plan")
+        if isinstance(cause, ValueError | SafetensorError):
+            return BadInput(folder, str(cause), "take another checkpoint, or another plan")
+    return causes[0]

@@ -1,0 +1,312 @@
+"""A checkpoint is complete or none; a damaged one is never loaded, and nothing that is loaded can execute."""
+
+import json
+import math
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_train.checkpoints import saver as saving
+from shardwright_train.checkpoints.choice import (
+    check_branch,
+    check_same_run,
+    check_shared,
+    newest_whole,
+    read_whole,
+)
+from shardwright_train.checkpoints.folders import RECORD, complete_checkpoints, folder_of_run, prune
+from shardwright_train.checkpoints.record import Identity, Settings, start
+from shardwright_train.checkpoints.saver import Saver
+from shardwright_train.checkpoints.tensors import read_tensors
+from shardwright_train.engine.learning_rate import LearningRateSchedule
+from shardwright_train.parallel.world import World
+
+IDENTITY = Identity(
+    plan_sha256="1" * 64,
+    model_sha256="2" * 64,
+    data_sha256="3" * 64,
+    seed=7,
+    global_batch_size=8,
+    settings=Settings(
+        learning_rate=1e-3,
+        learning_rate_schedule=LearningRateSchedule.COSINE,
+        warmup_steps=1,
+        final_fraction=0.1,
+        decay_fraction=0.1,
+        weight_decay=0.1,
+        clip_norm=1.0,
+    ),
+)
+
+
+def tensors_of(step: int) -> dict[str, Tensor]:
+    return {name: torch.full((5, 3), step + i / 8) for i, name in enumerate(("weight", "optim.weight.exp_avg"))}
+
+
+def saver_of(folder: Path, **changes: object) -> Saver:
+    fields = {
+        "folder": folder,
+        "identity": IDENTITY,
+        "parent": None,
+        "keep_last": 3,
+        "keep_every": 0,
+        "asynchronous": False,
+        "group": dist.group.WORLD,
+        "bytes_in_all": 120,
+    }
+    return Saver(**fields | changes)  # type: ignore[arg-type]
+
+
+def progress_of(step: int) -> object:
+    return msgspec.structs.replace(start(1.0), step=step, samples=8 * step)
+
+
+@pytest.fixture
+def run(tmp_path: Path, one_rank: World) -> Path:
+    """Checkpoints of steps 2, 4 and 6."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for step in (2, 4, 6):
+        saver_of(folder).save(tensors_of(step), progress_of(step))  # type: ignore[arg-type]
+    return folder
+
+
+def shard_of(checkpoint: Path) -> Path:
+    (shard,) = checkpoint.glob("*.safetensors")
+    return shard
+
+
+def _flipped(place: float) -> Callable[[Path], None]:
+    def flip(checkpoint: Path) -> None:
+        content = bytearray(shard_of(checkpoint).read_bytes())
+        content[min(len(content) - 1, int(place * len(content)))] ^= 1
+        shard_of(checkpoint).write_bytes(content)
+
+    return flip
+
+
+def _cut(share: float) -> Callable[[Path], None]:
+    return lambda checkpoint: os.truncate(shard_of(checkpoint), int(share * shard_of(checkpoint).stat().st_size))
+
+
+def _record_cut(share: float) -> Callable[[Path], None]:
+    return lambda checkpoint: os.truncate(checkpoint / RECORD, int(share * (checkpoint / RECORD).stat().st_size))
+
+
+def _record(change: Callable[[dict], object]) -> Callable[[Path], None]:  # type: ignore[type-arg]
+    def write(checkpoint: Path) -> None:
+        record = json.loads((checkpoint / RECORD).read_bytes())
+        change(record)
+        (checkpoint / RECORD).write_text(json.dumps(record))
+
+    return write
+
+
+def _in(*path: str | int, value: object) -> Callable[[Path], None]:
+    def change(record: object) -> None:
+        *outer, last = path
+        for key in outer:
+            record = record[key]  # type: ignore[index]
+        record[last] = value  # type: ignore[index]
+
+    return _record(change)
+
+
+DAMAGES = {
+    **{f"bit flipped at {place}": _flipped(place) for place in (0.0, 0.001, 0.01, *(i / 10 for i in range(1, 11)))},
+    **{f"shard cut to {share}": _cut(share) for share in (0.0, 0.01, 0.1, 0.5, 0.9, 0.999)},
+    **{f"record cut to {share}": _record_cut(share) for share in (0.0, 0.01, 0.3, 0.5, 0.9, 0.99)},
+    "shard missing": lambda checkpoint: shard_of(checkpoint).unlink(),
+    "shard of another step": lambda checkpoint: shutil.copy(
+        shard_of(checkpoint.with_name("step-00000004")), shard_of(checkpoint)
+    ),
+    "shard is a folder": lambda checkpoint: (
+        shard_of(checkpoint).rename(checkpoint / "aside") and (checkpoint / "shard-00001-x.safetensors").mkdir()
+    ),
+    "surplus shard": lambda checkpoint: shutil.copy(shard_of(checkpoint), checkpoint / "shard-00002-x.safetensors"),
+    "record is binary": lambda checkpoint: (checkpoint / RECORD).write_bytes(bytes(range(256))),
+    "record is a pickle": lambda checkpoint: (checkpoint / RECORD).write_bytes(pickle.dumps({"step": 6})),
+    "record is a list": lambda checkpoint: (checkpoint / RECORD).write_text("[]"),
+    "record of a later version": _in("version", value=2),
+    "record of another format": _in("format", value="shardwright.plan"),
+    "step is a text": _in("progress", "step", value="6"),
+    "step is negative": _in("progress", "step", value=-6),
+    "step is infinite": _in("progress", "step", value=math.inf),
+    "loss is nan": _in("progress", "last_loss", value=math.nan),
+    "loss is infinite": _in("progress", "first_loss", value=-math.inf),
+    "loss scale is 0": _in("progress", "loss_scale", value=0.0),
+    "loss scale is huge": _in("progress", "loss_scale", value=1e300),
+    "samples are negative": _in("progress", "samples", value=-1),
+    "wall time is negative": _in("progress", "wall_s", value=-1.0),
+    "seed is a list": _in("identity", "seed", value=[]),
+    "plan is no hash": _in("identity", "plan_sha256", value="x"),
+    "hash of another file": _in("files", 0, "sha256", value="0" * 64),
+    "size of another file": _in("files", 0, "bytes", value=1),
+    "file outside": _in("files", 0, "name", value="../../secret"),
+    "file by its whole path": _in("files", 0, "name", value="/etc/passwd"),
+    "key missing": _record(lambda record: record.pop("files")),
+    "key unknown": _in("surprise", value=1),
+}
+
+
+def test_there_are_fifty_damages() -> None:
+    assert len(DAMAGES) >= 50
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
+    run: Path, one_rank: World, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    newest = run / "step-00000006"
+    DAMAGES[damage](newest)
+    resumed = newest_whole(run, one_rank)
+    assert resumed is not None and resumed.folder.name == "step-00000004"
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and str(newest) in told and "step-00000006.damaged" in told
+    assert (run / "step-00000006.damaged").is_dir() and not newest.exists()
+    found = {name: torch.zeros_like(x) for name, x in tensors_of(4).items()}
+    read_tensors(resumed.folder, found)
+    assert all(torch.equal(found[name], x) for name, x in tensors_of(4).items())
+
+
+@pytest.mark.parametrize("damage", ["shard missing", "record cut to 0.5"])
+def test_a_damaged_checkpoint_that_was_asked_for_is_one_line(run: Path, one_rank: World, damage: str) -> None:
+    DAMAGES[damage](run / "step-00000006")
+    with pytest.raises(BadInput, match="step-00000006"):
+        read_whole(run / "step-00000006", one_rank)
+    assert (run / "step-00000006").is_dir()
+
+
+def test_a_run_is_not_begun_anew_where_all_its_checkpoints_are_damaged(run: Path, one_rank: World) -> None:
+    for checkpoint in complete_checkpoints(run):
+        _cut(0.5)(checkpoint)
+    with pytest.raises(BadInput, match="none of its 3 checkpoints is whole"):
+        newest_whole(run, one_rank)
+    assert len(list(run.glob("*.damaged"))) == 3
+
+
+class _Malice:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.marker,))
+
+
+def test_a_foreign_pickle_in_a_checkpoint_is_not_executed(run: Path, one_rank: World, tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    for name in (".metadata", "__0_0.distcp", "model.pt"):
+        (run / "step-00000006" / name).write_bytes(pickle.dumps(_Malice(marker)))
+    resumed = newest_whole(run, one_rank)
+    assert resumed is not None and resumed.folder.name == "step-00000006"
+    found = {name: torch.zeros_like(x) for name, x in tensors_of(6).items()}
+    read_tensors(resumed.folder, found)
+    assert torch.equal(found["weight"], tensors_of(6)["weight"]) and not marker.exists()
+
+
+def test_saves_and_removals_that_were_cut_off_leave_no_half_checkpoint(run: Path, one_rank: World) -> None:
+    half_saved = run / "step-00000008.unfinished"
+    shutil.copytree(run / "step-00000006", half_saved)
+    (run / "step-00000002" / RECORD).unlink()
+    resumed = newest_whole(run, one_rank)
+    assert resumed is not None and resumed.record.progress.step == 6
+    assert sorted(path.name for path in run.iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_the_latest_stay_and_those_of_every_so_many_steps(run: Path) -> None:
+    prune(run, keep_last=1, keep_every=4)
+    assert [path.name for path in complete_checkpoints(run)] == ["step-00000006", "step-00000004"]
+    prune(run, keep_last=1, keep_every=0)
+    assert [path.name for path in complete_checkpoints(run)] == ["step-00000006"]
+
+
+def test_what_is_saved_beside_the_steps_is_what_it_was_when_it_was_saved(tmp_path: Path, one_rank: World) -> None:
+    tensors = tensors_of(1)
+    saver = saver_of(tmp_path, asynchronous=True)
+    saver.save(tensors, progress_of(1))  # type: ignore[arg-type]
+    for x in tensors.values():
+        x.fill_(-1.0)
+    saver.finish()
+    saver.close()
+    found = {name: torch.zeros_like(x) for name, x in tensors.items()}
+    read_tensors(complete_checkpoints(tmp_path)[0], found)
+    assert all(torch.equal(found[name], x) for name, x in tensors_of(1).items())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("only root can mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_is_one_line_and_loses_nothing(small_disk: Path, one_rank: World, asynchronous: bool) -> None:
+    """The check of its room says so before anything is written; without it, what was half written is no checkpoint."""
+    run = small_disk / "run"
+    run.mkdir()
+    saver_of(run).save(tensors_of(2), progress_of(2))  # type: ignore[arg-type]
+    large = {"weight": torch.zeros(2**19)}
+    with pytest.raises(BadInput, match=r"0\.00 GiB are free.*what was saved before is whole"):
+        saver_of(run, bytes_in_all=2**21).save(large, progress_of(4))  # type: ignore[arg-type]
+    saver = saver_of(run, asynchronous=asynchronous)
+    with pytest.raises(BadInput, match="make room"):
+        saver.save(large, progress_of(4))  # type: ignore[arg-type]
+        saver.finish()
+    resumed = newest_whole(run, one_rank)
+    assert resumed is not None and resumed.record.progress.step == 2
+    assert [path.name for path in run.iterdir()] == ["step-00000002"]
+
+
+def test_a_run_goes_on_with_its_own_settings_alone_and_a_branch_with_any(run: Path, one_rank: World) -> None:
+    resumed = read_whole(run / "step-00000006", one_rank)
+    check_same_run(resumed, IDENTITY)
+    faster = msgspec.structs.replace(IDENTITY.settings, learning_rate=1e-2)
+    with pytest.raises(BadInput, match=r"was saved with learning_rate 0\.001, 0\.01 is asked for.*--resume-from"):
+        check_same_run(resumed, msgspec.structs.replace(IDENTITY, settings=faster))
+    other = msgspec.structs.replace(IDENTITY, settings=faster, plan_sha256="4" * 64)
+    check_branch(resumed, other, batch_may_change=False)
+    larger = msgspec.structs.replace(other, global_batch_size=16)
+    with pytest.raises(BadInput, match=r"another global batch size.*--allow-batch-change"):
+        check_branch(resumed, larger, batch_may_change=False)
+    check_branch(resumed, larger, batch_may_change=True)
+    for name, value in (("model_sha256", "5" * 64), ("data_sha256", "5" * 64), ("seed", 8)):
+        with pytest.raises(BadInput, match="was saved under"):
+            check_branch(resumed, msgspec.structs.replace(IDENTITY, **{name: value}), batch_may_change=True)
+
+
+def test_a_branch_has_a_folder_of_its_own(run: Path) -> None:
+    trunk = folder_of_run(run, "1" * 64)
+    branches = {folder_of_run(run, "1" * 64, run / f"step-0000000{step}") for step in (2, 4)}
+    assert len({trunk, *branches}) == 3 and all(path.name.startswith("1" * 16) for path in branches)
+
+
+def test_a_folder_that_ranks_do_not_share_is_refused(
+    tmp_path: Path, one_rank: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_shared(tmp_path, one_rank)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("shardwright_train.checkpoints.choice._appears", lambda _file: False)
+    with pytest.raises(BadInput, match="does not see what rank 0 writes there"):
+        check_shared(tmp_path, one_rank)
+
+
+def test_room_is_that_of_the_file_system(tmp_path: Path) -> None:
+    saving.check_room(tmp_path, 1)
+    with pytest.raises(BadInput, match="are free, a checkpoint takes"):
+        saving.check_room(tmp_path, 2**60)
