@@ -197,7 +197,7 @@ DECIDED: dict[str, dict[str, str]] = {
         "compile": "it is that of the model's profile",
     },
     "data": {"out": "the workflow names its files"},
-    "runs": dict.fromkeys(("plan", "out", "checkpoints", "resume_from"), "the workflow names its files")
+    "runs": dict.fromkeys(("plan", "out", "checkpoints"), "the workflow names its files")
     | dict.fromkeys(("nnodes", "node_rank", "rendezvous"), "the cluster says it"),
 }
 """Keys of the stages' types that a configuration does not say, by section, and why."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from random_plans import random_plan
+from safetensors.torch import load
 from tiny_models import tiny
 
 from shardwright_formats.io.json import read_document, sha256_of_file, write_document
@@ -95,8 +96,10 @@ class Run:
     def outcome(self) -> tuple[object, list[float]]:
         """The bits of the last checkpoint and the loss of every step."""
         lines = (self.out / "metrics.jsonl").read_text().splitlines()
-        files = read_record(complete_checkpoints(self.checkpoints)[0]).files
-        return files, [json.loads(line)["loss"] for line in lines]
+        last = complete_checkpoints(self.checkpoints)[0]
+        tensors = [load((last / saved.name).read_bytes()) for saved in read_record(last).files]
+        bits = [{name: x.numpy().tobytes() for name, x in of_rank.items()} for of_rank in tensors]
+        return bits, [json.loads(line)["loss"] for line in lines]
 
 
 def prepared(work: Path) -> Path:
