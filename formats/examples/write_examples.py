@@ -180,6 +180,7 @@ def _prediction(plan: Plan) -> Prediction:
         warnings=("an example: nothing here was predicted",),
         inputs_sha256={"hardware": "0" * 64, "profile": "0" * 64, "search": "0" * 64},
         robust=(ScenarioRegret(scenario="the profile as it is", regret=0.0625, nominal_regret=0.0),),
+        reference_s=0.015625,
     )
 
 
@@ -233,6 +234,7 @@ def _rank(plan: Plan, rank: int) -> RankMeasurement:
         rank=rank,
         stage=stage,
         step_s=(1.0, 1.125),
+        reference_s=(0.015625, 0.015625),
         segments=tuple(Segment(name=name, forward_s=(0.125, 0.125), backward_s=(0.25, 0.25)) for name in names),
         gradient_reduction_s=(0.0625, 0.0625),
         optimizer_s=(0.03125, 0.03125),
@@ -295,7 +297,7 @@ def _model_profile(model: Model) -> ModelProfile:
             for number, name in enumerate(types, start=1)
         ),
         "states": ((name, 1, 2048, 2048, 4096, "measured", 0.0001, "derived", 0.0002, 2, "derived") for name in types),
-        "process": [(0, "measured", 1 << 20, "measured", 0.001, "derived")],
+        "process": [(0, "measured", 1 << 20, "measured", 0.001, "derived", 0.015625, "measured")],
         "fits": [("block", 1, "none", "none", "forward_s", "batch", 0, 16, -1e-4, 1e-3, 0.0, 3, 0.01, 0.02, 3, 0.03)],
     }
     return ModelProfile(origin=origin, provenance=_PROVENANCE, **_tables(ModelProfile, rows))

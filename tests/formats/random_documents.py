@@ -201,6 +201,7 @@ predictions = st.builds(
     warnings=_lists(names),
     inputs_sha256=st.dictionaries(names, digests, max_size=2),
     robust=_lists(st.builds(prediction.ScenarioRegret, scenario=names, regret=seconds, nominal_regret=seconds)),
+    reference_s=seconds,
 )
 
 
@@ -232,6 +233,7 @@ def measurements(draw: st.DrawFn) -> Measurement:
             rank=rank,
             stage=(stage := next(i for i, stage in enumerate(plan.stages) if rank in stage.ranks)),
             step_s=draw(times),
+            reference_s=draw(st.lists(st.floats(1e-6, 10.0), min_size=repeats, max_size=repeats).map(tuple)),
             segments=(Segment(name=draw(names), forward_s=draw(times), backward_s=draw(times)),),
             gradient_reduction_s=draw(times),
             optimizer_s=draw(times),

@@ -179,6 +179,7 @@ _OWN = {
     "reduction_s": 2**-12,
     "reduction_ranks": 2,
     "step_overhead_s": 2**-14,
+    "reference_s": 2**-4,
 }
 
 
@@ -203,7 +204,7 @@ def _off(times: np.ndarray) -> np.ndarray:
 
 def measurement_of(plans: list[dict[str, Any]], paces: list[float]) -> dict[str, Any]:
     """What running plans took, as if measured: times of the layers that each has, times a pace of its own."""
-    head = {"format": "shardwright.measurement", "version": 4, "device": "toy", "backend": "gloo"}
+    head = {"format": "shardwright.measurement", "version": 5, "device": "toy", "backend": "gloo"}
     made = {"date": "2026-01-31", "versions": "torch 0", "attention": "sdpa", "allocator": ""}
     measured = [
         {"plan": plan, "ranks": [_rank(plan, rank, pace) for stage in plan["stages"] for rank in stage["ranks"]]}
@@ -231,6 +232,7 @@ def _rank(plan: dict[str, Any], rank: int, pace: float) -> dict[str, Any]:
         "rank": rank,
         "stage": stage,
         "step_s": [step_s * more for more in repeated],
+        "reference_s": [0.0625 for _ in repeated],
         "segments": [
             {"name": n, "forward_s": [t * m for m in repeated], "backward_s": [back[n] * m for m in repeated]}
             for n, t in times.items()

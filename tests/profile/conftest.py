@@ -33,6 +33,7 @@ class Constants(NamedTuple):
     optimizer_constant_s: float
     optimizer_s_per_parameter: float
     overhead_s: float
+    reference_s: float = 0.015
 
 
 def _model(layers: Sequence[str] = ("block",) * 4, sequence_length: int = 32, tied: bool = False) -> Model:
@@ -90,7 +91,7 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
         parameters -= 64 * 8 // tp_size
     optimizer_s = constants.optimizer_constant_s + constants.optimizer_s_per_parameter * parameters
     reduction_s = constants.base_s / 3
-    step_s = 2 * 3 * sum(times_s.values()) + reduction_s + optimizer_s + constants.overhead_s
+    step_s = plan.num_microbatches * 3 * sum(times_s.values()) + reduction_s + optimizer_s + constants.overhead_s
 
     def rank(number: int) -> RankMeasurement:
         # The last rank is the slowest and the fullest; its median is the middle one of unequal repeats.
@@ -103,6 +104,7 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
             rank=number,
             stage=0,
             step_s=(step_s * 2, step_s, step_s * 0.9),
+            reference_s=(pace * constants.reference_s,) * 3,
             segments=tuple(
                 Segment(name=name, forward_s=repeats(time_s), backward_s=repeats(2 * time_s))
                 for name, time_s in times_s.items()

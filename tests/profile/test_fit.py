@@ -245,7 +245,9 @@ def test_plans_that_are_no_probes_are_refused(plans, make_measurement, make_cons
         return make_measurement([changed, *plans[1:]], make_constants())
 
     every = GradientReduction.EVERY_MICROBATCH
-    assert "its only microbatch also reduces gradients" in _refusal([measured_with(num_microbatches=1)])
+    assert "it has 2 microbatches, and so none that neither gathers nor reduces" in _refusal(
+        [measured_with(num_microbatches=2, global_batch_size=4)]
+    )
     assert "every microbatch reduces gradients" in _refusal([measured_with(gradient_reduction=every)])
 
 
@@ -277,3 +279,21 @@ def test_reduction_time_is_shared_out_by_gradient_bytes(make_model, make_cluster
         rate = sum(size * 0.1 for size in sizes) / sum(size**2 for size in sizes)
         rows = states["tp_size"] == tp_size
         np.testing.assert_allclose(states["reduction_s"][rows], rate * states["gradient_bytes"][rows])
+
+
+def test_times_are_brought_to_one_speed_of_the_machine(plans, make_measurement, make_constants):
+    """Every other probe was measured while the machine took 1.5 times as long for everything, reference included."""
+    even = fit_profile([(Path("m.json"), make_measurement(plans, make_constants(overhead_s=0.0)))])
+    slowed = make_constants(
+        base_s=1.5e-3, layer_s={"block": 3e-3}, optimizer_constant_s=6e-3, optimizer_s_per_parameter=1.5e-7,
+        overhead_s=0.0, reference_s=0.0225,
+    )  # fmt: skip
+    usual = make_constants(overhead_s=0.0)
+    uneven = fit_profile(
+        [(Path(f"{i}.json"), make_measurement([plan], slowed if i % 2 else usual)) for i, plan in enumerate(plans)]
+    )
+    assert even.process["reference_s"].tolist() == [0.015]
+    by = float(uneven.process["reference_s"][0]) / 0.015
+    np.testing.assert_allclose(uneven.layers["forward_s"], by * even.layers["forward_s"], rtol=1e-9)
+    np.testing.assert_allclose(uneven.states["reduction_s"], by * even.states["reduction_s"], rtol=1e-9)
+    np.testing.assert_allclose(uneven.states["optimizer_s"], by * even.states["optimizer_s"], rtol=1e-6)

@@ -72,14 +72,14 @@ def test_probes_cover_each_fitting_strategy_once_and_nothing_else(make_model, ma
 
 
 @given(settings=_SETTINGS, layers=_LAYERS, devices=st.sampled_from([1, 2, 4, 8]))
-def test_every_probe_is_one_node_one_stage_two_microbatches_of_plain_ddp(
+def test_every_probe_is_one_node_one_stage_three_microbatches_of_plain_ddp(
     make_model, make_cluster, settings, layers, devices
 ):
     model = make_model(layers)
     for plan in make_probes([model], make_cluster((3, devices)), f"cpu-{devices}", settings).plans:
         assert plan.world_size == devices
         assert len(plan.stages) == 1
-        assert plan.num_microbatches == 2
+        assert plan.num_microbatches == 3, "the middle one adds to gradients, and neither gathers nor reduces"
         assert plan.compile is settings.compile
         assert plan.model.architecture_sha256 == model.architecture_sha256
         spread = {(s.tp_size, s.dp_size, s.sequence_parallel) for s in (plan.embedding, plan.head, *plan.layers)}

@@ -68,7 +68,7 @@ def _rank(plan, rank, estimate: Estimate, overhead_s, factors, repeats) -> RankM
     # The later stage waits for the first at the end of the step.
     step = sum(each.wait_s + each.time_s for each in passes) + sync / 2 + end + index
     return RankMeasurement(
-        rank=rank, stage=index, step_s=(step,) * repeats,
+        rank=rank, stage=index, step_s=(step,) * repeats, reference_s=(0.5,) * repeats,
         segments=(Segment(name="layers", forward_s=(forward,) * repeats, backward_s=(backward,) * repeats),),
         gradient_reduction_s=(sync,) * repeats if several else (), optimizer_s=(end,) * repeats, passes=passes,
         memory=_memory(round(factors[Term.MEMORY] * stage.memory_bytes)),

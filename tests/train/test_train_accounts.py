@@ -31,7 +31,8 @@ def test_a_step_is_cut_at_its_events() -> None:
         ("layers.backward", second, 2.5), ("embedding.backward", second, 0.5), ("backward.end", second, 0.0),
         ("reduced", None, 0.125), ("optimizer", None, 4.0),
     )  # fmt: skip
-    timing = timing_of_step(intervals)
+    timing = timing_of_step(intervals, 8.0)
+    assert timing.reference_s == 8.0
     assert timing.forward_s == {"embedding": 0.5, "layers": 1.0}, "the first forward pass also gathers"
     assert timing.backward_s == {"layers": 2.0, "embedding": 0.5}, "the last backward pass also reduces"
     assert timing.gradient_reduction_s == 0.5 + 0.125, "longer, and waited for afterwards"
@@ -53,13 +54,25 @@ def test_the_chunks_of_a_microbatch_are_added_up() -> None:
         *(i for n, at in enumerate(reversed(turns)) for i in _pass("backward", at, 2.0**n)),
         *_intervals(("optimizer", None, 1.0)),
     ]
-    timing = timing_of_step(intervals)
+    timing = timing_of_step(intervals, 8.0)
     assert timing.forward_s == {"layers": 2.0 + 8.0}
     assert timing.backward_s == {"layers": 2.0 + 8.0}, "of microbatch 0, the last backward pass also reduces"
     assert timing.gradient_reduction_s == (1.0 + 4.0) - (2.0 + 8.0)
     assert [(p.microbatch, p.chunk, p.time_s) for p in timing.passes[:4]] == [
         (0, 0, 1.0), (1, 0, 2.0), (0, 1, 4.0), (1, 1, 8.0)
     ]  # fmt: skip
+
+
+def test_of_three_microbatches_the_middle_one_only_computes_and_adds_to_gradients() -> None:
+    """The first one's backward pass adds to nothing, and the last one's also reduces."""
+    intervals = [
+        *(i for m, s in enumerate((5.0, 1.0, 1.5)) for i in _pass("forward", (m, 0), s)),
+        *(i for m, s in enumerate((2.0, 2.5, 4.0)) for i in _pass("backward", (m, 0), s)),
+        *_intervals(("reduced", None, 0.25), ("optimizer", None, 1.0)),
+    ]
+    timing = timing_of_step(intervals, 8.0)
+    assert (timing.forward_s, timing.backward_s) == ({"layers": 1.0}, {"layers": 2.5})
+    assert timing.gradient_reduction_s == 4.0 - 2.5 + 0.25
 
 
 def _pass(kind: str, at: tuple[int, int], time_s: float) -> list[Interval]:

@@ -121,7 +121,7 @@ def write_sample_results(results: Path, *, search: str = "roomy", run: str = "de
             RunnerUp(plan=other, estimate=an_estimate(other, 0.22 + 0.03 * i)) for i, other in enumerate(others)
         ),
         warnings=("all_reduce of 64 MiB is extrapolated <beyond> 32 MiB",),
-        inputs_sha256={"hardware": "0" * 64},
+        inputs_sha256={"hardware": "0" * 64}, reference_s=0.0145,
     )  # fmt: skip
     write_document(results / "plans" / f"{search}.json", plan)
     write_document(results / "plans" / f"{search}.prediction.json", prediction)
@@ -154,7 +154,7 @@ def _measured(plan: Plan, step_time_s: float) -> PlanMeasurement:
         ranks=tuple(
             RankMeasurement(
                 rank=rank, stage=rank * len(plan.stages) // plan.world_size,
-                step_s=(step_time_s, 0.9 * step_time_s, 1.3 * step_time_s),
+                step_s=(step_time_s, 0.9 * step_time_s, 1.3 * step_time_s), reference_s=(0.015,) * 3,
                 segments=(), gradient_reduction_s=(), optimizer_s=(), memory=memory,
                 passes=tuple(
                     PassTime(kind=kind, microbatch=i, chunk=0, wait_s=0.0, start_s=0.0, time_s=0.001)

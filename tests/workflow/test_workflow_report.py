@@ -73,21 +73,37 @@ def test_the_page_stands_alone_and_is_well_formed(results):
 def test_the_page_tells_predicted_from_measured(results):
     page = report.page([read_search(results, "roomy")], [])
     cells = _cells(page, 0)
-    assert [(row[0], row[2], row[3], row[4]) for row in cells] == [
-        ("chosen", "200 ms", "210 ms", "1.05"),
-        ("runner-up 1", "220 ms", "250 ms", "1.14"),
-        ("runner-up 2", "250 ms", "–", "–"),
+    assert [(row[0], *row[2:6]) for row in cells] == [
+        ("chosen", "200 ms", "210 ms", "1.05", "1.02"),
+        ("runner-up 1", "220 ms", "250 ms", "1.14", "1.10"),
+        ("runner-up 2", "250 ms", "–", "–", "–"),
     ]
-    assert cells[0][5:] == ["57 MiB", "60 MiB", "1.05"]
+    assert cells[0][6:] == ["57 MiB", "60 MiB", "1.05"]
 
 
 def test_every_rank_that_was_measured_is_held_against_its_pipeline_stage(results):
     cells = _cells(report.page([read_search(results, "roomy")], []), 1)
     assert [row[0] for row in cells] == ["chosen"] * 8 + ["runner-up 1"] * 8
     assert [(row[1], row[2]) for row in cells[:8]] == [(str(rank), str(rank // 4)) for rank in range(8)]
-    assert cells[3][3:] == ["200 ms", "210 ms", "1.05", "57 MiB", "60 MiB", "1.05"]
+    assert cells[3][3:] == ["200 ms", "210 ms", "1.05", "1.02", "57 MiB", "60 MiB", "1.05"]
     # The second pipeline stage is predicted to hold fewer activations in flight.
-    assert cells[4][3:] == ["200 ms", "210 ms", "1.05", "49 MiB", "60 MiB", "1.22"]
+    assert cells[4][3:] == ["200 ms", "210 ms", "1.05", "1.02", "49 MiB", "60 MiB", "1.22"]
+
+
+def test_a_machine_that_has_changed_is_told_and_ratios_are_also_at_equal_speed(results):
+    """The reference workload took 12 ms when the machine was profiled, 15 ms beside the plans: 1.25 times as long."""
+    usual = report.page([read_search(results, "roomy")], [])
+    assert "has changed" not in usual and "has changed" not in summary.summary([read_search(results, "roomy")], [])
+    path = results / "plans" / "roomy.prediction.json"
+    path.write_text(path.read_text().replace('"reference_s": 0.0145', '"reference_s": 0.012'))
+    search = read_search(results, "roomy")
+    page = report.page([search], [])
+    assert [row[4:6] for row in _cells(page, 0)] == [["1.05", "0.84"], ["1.14", "0.91"], ["–", "–"]]
+    told = (
+        "machine has changed since it was profiled: while these plans were measured its reference workload took 1.25 "
+        "times as long"
+    )
+    assert f"<strong>The {told}" in page and told in summary.summary([search], [])
 
 
 def test_the_measured_winner_is_marked_where_runs_take_it(results):

@@ -14,6 +14,7 @@ from results import (
     SearchOutcome,
     plan_text,
     ratio_text,
+    speed_text,
 )
 from shardwright_formats.display.svg import STYLE
 from shardwright_formats.display.timeline import draw_timeline
@@ -125,6 +126,8 @@ def _proof_and_warnings(search: SearchOutcome) -> str:
 def _measured(search: SearchOutcome) -> str:
     """Every plan as predicted and as measured, the ranks of those that were run, and the factors learned from them."""
     drawn = f"<h3>Predicted against measured (ratio: measured over predicted)</h3>{plans_table(search.comparisons)}"
+    if changed := speed_text(search.comparisons):
+        drawn += f"<p><strong>{changed[0].upper()}{changed[1:]}.</strong></p>"
     if ranks := ranks_table(search.comparisons):
         drawn += f"<details><summary>Every rank of these plans</summary>{ranks}</details>"
     if (learned := search.correction) is not None:

@@ -1,6 +1,6 @@
 """What a page or a table about results needs of them: read, matched with one another, and put in words."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,7 @@ from shardwright_formats.types.prediction import Estimate, Prediction
 from shardwright_formats.types.run import RunResult, StepMetrics
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
+_SAME_SPEED = 0.05
 _DATA_PARALLEL = {DataParallel.DDP: "DDP", DataParallel.ZERO2: "ZeRO-2", DataParallel.ZERO3: "ZeRO-3"}
 _SEQUENCE_PARALLEL = {SequenceParallel.MEGATRON: "Megatron SP", SequenceParallel.ULYSSES: "Ulysses"}
 
@@ -31,6 +32,8 @@ class Comparison(NamedTuple):
     measured: PlanMeasurement | None
     taken: bool = False
     """Whether it was the fastest that fits once measured, and runs take it for that."""
+    reference_s: float = 0.0
+    """Of the reference workload on the machine as it was profiled; 0 where none was run."""
 
     @property
     def name(self) -> str:
@@ -41,6 +44,11 @@ class Comparison(NamedTuple):
     def measured_time_s(self) -> float | None:
         """Median step time in seconds."""
         return None if self.measured is None else median(self.measured.step_times_s)
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as slow as when it was profiled the machine was while this was measured."""
+        return 1.0 if self.measured is None else self.measured.slowdown(self.reference_s)
 
     @property
     def measured_bytes(self) -> int | None:
@@ -104,7 +112,7 @@ def read_search(results: Path, name: str, *, selected: bool = False) -> SearchOu
         for number, other in enumerate(prediction.runners_up, start=1)
     ]
     comparisons = tuple(
-        Comparison(role, each, estimate, measured.get(each.sha256), each.sha256 == taken)
+        Comparison(role, each, estimate, measured.get(each.sha256), each.sha256 == taken, prediction.reference_s)
         for role, each, estimate in believed
     )
     return SearchOutcome(name, plan, prediction, comparisons, _correction(results, name, measured.keys()))
@@ -131,6 +139,18 @@ def read_run(results: Path, name: str) -> RunOutcome:
     if not steps:
         raise BadInput(path, "holds no step", f"train {name} again")
     return RunOutcome(name, result, tuple(steps))
+
+
+def speed_text(comparisons: Sequence[Comparison]) -> str | None:
+    """Whether the machine has changed since it was profiled, by more than 5 % for any plan that was measured."""
+    found = [of.slowdown for of in comparisons if of.measured is not None]
+    if not any(abs(slowdown - 1) > _SAME_SPEED for slowdown in found):
+        return None
+    low, high = f"{min(found):.2f}", f"{max(found):.2f}"
+    return (
+        "the machine has changed since it was profiled: while these plans were measured its reference workload took "
+        f"{low if low == high else f'{low} to {high}'} times as long; ratios at equal speed are without that"
+    )
 
 
 def ratio_text(predicted: float, measured: float | None) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from results import Comparison, RunOutcome, SearchOutcome, plan_text, ratio_text
+from results import Comparison, RunOutcome, SearchOutcome, plan_text, ratio_text, speed_text
 from shardwright_formats.display.units import bytes_text, seconds_text
 
 
@@ -14,8 +14,9 @@ def summary(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> st
         within = f" within {bytes_text(budget)} a device" if budget else ""
         lines += ["", f"plan {search.name}{within}: {plan_text(search.plan)}"]
         width = max(12, *(len(comparison.name) for comparison in search.comparisons))
-        lines += [f"  {'':<{width}} {'predicted':>10} {'measured':>10} {'ratio':>6}   {'memory':>10} {'measured':>10}"]
+        lines += [f"  {'':<{width}} {'predicted':>10} {'measured':>10} {'ratio':>6} {'at equal speed':>14}   {'memory':>10} {'measured':>10}"]
         lines += [_comparison(comparison, width) for comparison in search.comparisons]
+        lines += [f"  {changed}" for changed in (speed_text(search.comparisons),) if changed]
     for run in runs:
         result = run.result
         change = result.final_loss / result.first_loss - 1
@@ -35,5 +36,6 @@ def _comparison(comparison: Comparison, width: int) -> str:
     size = "–" if measured_bytes is None else bytes_text(measured_bytes)
     return (
         f"  {comparison.name:<{width}} {seconds_text(time_s):>10} {measured:>10} {ratio_text(time_s, measured_s):>6}"
+        f" {ratio_text(time_s * comparison.slowdown, measured_s):>14}"
         f"   {bytes_text(estimate.memory_bytes):>10} {size:>10}"
     )

@@ -10,7 +10,7 @@ from shardwright_formats.display.units import bytes_text, seconds_text
 from shardwright_formats.types.correction import Correction
 from shardwright_formats.types.model_profile import ModelProfile
 
-_COMPARED = ("step, predicted", "measured", "ratio", "memory, predicted", "measured", "ratio")
+_COMPARED = ("step, predicted", "measured", "ratio", "at equal speed", "memory, predicted", "measured", "ratio")
 _MODES = {
     "batch": "line in the micro-batch size",
     "sequence": "parabola in the sequence length",
@@ -96,6 +96,7 @@ def _compared(of: Comparison, size: int, measured_s: float | None, measured_byte
         seconds_text(time_s),
         "–" if measured_s is None else seconds_text(measured_s),
         ratio_text(time_s, measured_s),
+        ratio_text(time_s * of.slowdown, measured_s),
         bytes_text(size),
         "–" if measured_bytes is None else bytes_text(measured_bytes),
         ratio_text(size, measured_bytes),

@@ -178,6 +178,8 @@ def _process_row() -> ProcessRow:
         resident_source=Source.ABSENT,
         step_overhead_s=0.0,
         step_overhead_source=Source.ABSENT,
+        reference_s=0.0,
+        reference_source=Source.ABSENT,
     )
 
 

@@ -1,21 +1,31 @@
 """What running plans took: time by microbatch, segment and pass, memory by segment, for every rank."""
 
-from statistics import median_low
+from collections.abc import Sequence
+from statistics import median, median_low
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value
-from shardwright_formats.types.limits import Bytes, NonNegativeCount, Rank, Seconds, SignedSeconds
+from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.types.limits import Bytes, NonNegativeCount, PositiveSeconds, Rank, Seconds, SignedSeconds
 from shardwright_formats.types.plan import Plan
+
+
+def middle(times: Sequence[float], during: Pass) -> Sequence[float]:
+    """Of one pass of each microbatch of a step those that only compute and add to gradients, if there are any.
+
+    The first forward pass gathers, the first backward pass adds to nothing, the last one reduces.
+    """
+    return times[1:-1] or (times[1:] if during is Pass.FORWARD else times[:-1]) or times
 
 
 class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One microbatch's way through the embedding, the layers or the head of a rank, one entry per repeat.
 
-    Each entry is the mean over a step's microbatches, without the first one's forward pass, which also gathers
-    parameters, and without the last one's backward pass, which also reduces gradients (a step of one microbatch has no
-    others, and there they are inside).
+    Each entry is the mean over a step's `middle` microbatches: the first one's forward pass also gathers parameters and
+    its backward pass adds to no gradients yet, the last one's backward pass also reduces them. Of two microbatches
+    these are the second one's forward and the first one's backward pass; a single one has all of it inside.
     """
 
     name: str
@@ -92,10 +102,12 @@ class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The rank's pipeline stage."""
     step_s: Annotated[tuple[Seconds, ...], Meta(min_length=1)]
     """Time of a whole step, from one barrier to the next."""
+    reference_s: Annotated[tuple[PositiveSeconds, ...], Meta(min_length=1)]
+    """Right before each step: time of the reference workload, which says how fast the device was."""
     segments: tuple[Segment, ...]
     """The time of each segment that the rank's pipeline stage has."""
     gradient_reduction_s: tuple[SignedSeconds, ...]
-    """How much longer the last microbatch's backward pass took than the others' mean, with the waiting after it.
+    """How much longer the last microbatch's backward pass took than the `middle` ones, with the waiting after it.
 
     Empty with one microbatch.
     """
@@ -118,7 +130,7 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         if [r.rank for r in self.ranks] != list(range(self.plan.world_size)):
             raise ValueError(f"measured ranks {[r.rank for r in self.ranks]} of a plan for {self.plan.world_size}")
-        if len({len(r.step_s) for r in self.ranks}) != 1:
+        if len({len(times) for r in self.ranks for times in (r.step_s, r.reference_s)}) != 1:
             raise ValueError("the ranks have different numbers of repeats")
         for rank in self.ranks:
             self._check_passes(rank)
@@ -127,6 +139,15 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def step_times_s(self) -> tuple[float, ...]:
         """Time of each step: that of its slowest rank."""
         return tuple(max(times) for times in zip(*(r.step_s for r in self.ranks), strict=True))
+
+    @property
+    def reference_s(self) -> float:
+        """How long the reference workload took on the slowest rank while this was measured: the median."""
+        return median(max(times) for times in zip(*(r.reference_s for r in self.ranks), strict=True))
+
+    def slowdown(self, reference_s: float) -> float:
+        """How many times as slow the machine was as one that does the reference workload in so long; 1 if in 0 s."""
+        return self.reference_s / reference_s if reference_s else 1.0
 
     @property
     def median_repeat(self) -> int:
@@ -171,7 +192,7 @@ class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Plans that were run for some steps, on what and with what result."""
 
     FORMAT = "shardwright.measurement"
-    VERSION = 4
+    VERSION = 5
 
     device: str
     """The device's name as its driver gives it, or `cpu`."""

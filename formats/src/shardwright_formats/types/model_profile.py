@@ -138,6 +138,10 @@ class ProcessRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What of a step is neither layers nor reduction nor per parameter."""
     step_overhead_source: Source
     """Of `step_overhead_s`."""
+    reference_s: Annotated[Seconds, sourced("reference_source")]
+    """Of the reference workload on the machine as fast as all times here are of; 0 where none was run."""
+    reference_source: Source
+    """Of `reference_s`."""
 
 
 class FitRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -205,7 +209,7 @@ class ModelProfile(Profile):
     """
 
     FORMAT: ClassVar[str] = "shardwright.model_profile"
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
 
     origin: ProfileOrigin
     provenance: Provenance

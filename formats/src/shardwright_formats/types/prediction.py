@@ -109,7 +109,7 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What is believed about a plan, beside the plan."""
 
     FORMAT = "shardwright.prediction"
-    VERSION = 2
+    VERSION = 3
 
     plan_sha256: Sha256
     """Identity of the plan: SHA-256 of its canonical JSON."""
@@ -125,5 +125,7 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What the prediction leans on beyond measurements, such as extrapolation."""
     inputs_sha256: dict[str, Sha256]
     """SHA-256 of every profile and of the search file, by role."""
+    reference_s: Seconds = 0.0
+    """Of the reference workload on the machine as it was profiled; 0 where none was run."""
     robust: tuple[ScenarioRegret, ...] = ()
     """The scenarios of a robust search, the profile as it is first; empty for any other."""

@@ -107,6 +107,8 @@ def profile_of(
         resident_source=Source.ABSENT,
         step_overhead_s=0.0,
         step_overhead_source=Source.ABSENT,
+        reference_s=0.0,
+        reference_source=Source.ABSENT,
     )
     return ModelProfile(
         origin=origin,

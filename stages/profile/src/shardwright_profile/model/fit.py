@@ -104,6 +104,8 @@ def _process(probes: Sequence[ProbeResult], line: OptimizerLine) -> ProcessRow:
         resident_source=Source.DERIVED,
         step_overhead_s=overhead_s + line.constant_s,
         step_overhead_source=Source.DERIVED,
+        reference_s=probes[0].reference_s,
+        reference_source=Source.DERIVED,
     )
 
 

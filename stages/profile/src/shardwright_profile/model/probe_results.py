@@ -13,7 +13,7 @@ from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import ProfileOrigin
 from shardwright_formats.types.plan import Attention, GradientReduction, Plan, profiled_as
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
-from shardwright_profile.model.probes import layer_counts
+from shardwright_profile.model.probes import NUM_MICROBATCHES, layer_counts
 
 LAYERS = "layers"
 _SEGMENTS = (EMBEDDING, LAYERS, HEAD)
@@ -26,6 +26,10 @@ class Duration(NamedTuple):
 
     median_s: float
     error_s: float
+
+    def scaled(self, by: float) -> "Duration":
+        """So many times as long."""
+        return Duration(by * self.median_s, by * self.error_s)
 
 
 class ProbeKey(NamedTuple):
@@ -64,15 +68,33 @@ class ProbeResult(NamedTuple):
     step_s: float
     reduction_s: float
     optimizer_s: float
+    reference_s: float
+    """Of the reference workload meanwhile."""
 
     @property
     def model(self) -> Model:
         """The probe's model."""
         return self.plan.model
 
+    def at_speed(self, reference_s: float) -> "ProbeResult":
+        """Its times as on a machine that does the reference workload in so long."""
+        by = reference_s / self.reference_s
+        return self._replace(
+            segments={
+                name: cost._replace(forward=cost.forward.scaled(by), backward=cost.backward.scaled(by))
+                for name, cost in self.segments.items()
+            },
+            step_s=by * self.step_s,
+            reduction_s=by * self.reduction_s,
+            optimizer_s=by * self.optimizer_s,
+            reference_s=reference_s,
+        )
+
 
 def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Provenance, tuple[ProbeResult, ...]]:
     """The origin that all measurements share, when they were made, and their probes by key and layer counts.
+
+    A machine's speed drifts from probe to probe: all times are brought to the median one.
 
     Raises BadInput where they differ in model, device, backend, precision or attention, where a plan is no probe, where
     a probe was measured twice, and where one ran out of memory.
@@ -101,7 +123,9 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Proven
         seen[identity] = result
     every_version = sorted({measurement.versions for _, measurement in measurements})
     provenance = Provenance(date=max(m.date for _, m in measurements), versions="; ".join(every_version))
-    return origin, provenance, tuple(sorted(results, key=lambda r: (r.key, sorted(r.counts.items()))))
+    reference_s = median(result.reference_s for result in results)
+    ordered = sorted(results, key=lambda r: (r.key, sorted(r.counts.items())))
+    return origin, provenance, tuple(result.at_speed(reference_s) for result in ordered)
 
 
 def _origin(measurement: Measurement, found: PlanMeasurement) -> ProfileOrigin:
@@ -148,6 +172,7 @@ def _result(file: Path, found: PlanMeasurement) -> ProbeResult:
             file, found, "gradient_reduction_s", [r.gradient_reduction_s for r in found.ranks]
         ).median_s,
         optimizer_s=_slowest(file, found, "optimizer_s", [r.optimizer_s for r in found.ranks]).median_s,
+        reference_s=found.reference_s,
     )
 
 
@@ -164,8 +189,8 @@ def _no_probe(plan: Plan) -> str | None:
         return "embedding and head have another strategy than its layers"
     if {s.data_parallel for s in (*plan.layers, plan.embedding, plan.head)} != {DataParallel.DDP}:
         return "it is not plain ddp"
-    if plan.num_microbatches < 2:
-        return "its only microbatch also reduces gradients"
+    if plan.num_microbatches < NUM_MICROBATCHES:
+        return f"it has {plan.num_microbatches} microbatches, and so none that neither gathers nor reduces"
     if plan.gradient_reduction is not GradientReduction.DEFERRED:
         return "every microbatch reduces gradients"
     return None

@@ -13,8 +13,8 @@ from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
 
-NUM_MICROBATCHES = 2
-"""The least that leaves a forward pass that gathers no parameters and a backward pass that reduces no gradients."""
+NUM_MICROBATCHES = 3
+"""The least with a middle one: it gathers no parameters, reduces no gradients, and adds to those that are there."""
 
 
 class Probes(NamedTuple):

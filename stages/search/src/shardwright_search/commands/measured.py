@@ -33,7 +33,7 @@ def select(options: SelectOptions) -> None:
 def fastest_that_fits(measured: Sequence[PlanMeasurement], budget_bytes: int, file: Path) -> PlanMeasurement:
     """The plan with the least median time per sample among those whose fullest rank stayed within the budget.
 
-    Raises NothingFits, naming the file of the measurement.
+    Times are compared at equal speed of the machine. Raises NothingFits, naming the file of the measurement.
     """
     if not measured:
         raise NothingFits(f"{file}: every plan ran out of memory: search with a smaller memory_gib")
@@ -75,7 +75,8 @@ def _more(other: PlanMeasurement, winner: PlanMeasurement) -> str:
 
 
 def _sample_s(measured: PlanMeasurement) -> float:
-    return median(measured.step_times_s) / measured.plan.global_batch_size
+    """At equal speed: in times of the reference workload."""
+    return median(measured.step_times_s) / measured.reference_s / measured.plan.global_batch_size
 
 
 def _budget_bytes(path: Path, prediction: Prediction) -> int:

@@ -51,6 +51,7 @@ def prediction_of_evaluated(
         runners_up=(),
         warnings=(*warnings, *evaluation.warnings),
         inputs_sha256={role: sha256_of_file(path) for role, path in files.items()},
+        reference_s=evaluation.reference_s,
     )
 
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.measurement import PlanMeasurement, RankMeasurement
+from shardwright_formats.types.measurement import PlanMeasurement, RankMeasurement, middle
 from shardwright_formats.types.plan import GradientReduction
 from shardwright_formats.types.prediction import StagePrediction
 from shardwright_search.cost_model.plan import evaluate
@@ -34,11 +35,13 @@ def evidence_of(measured: PlanMeasurement, profiles: Profiles) -> tuple[Evidence
     """Everything that a measured plan tells apart; nothing where nothing was predicted.
 
     With one microbatch backward and reduction are one, and so neither is told; nor is a reduction that every microbatch
-    does, whose predicted time is subtracted from backward. Raises BadInput as `evaluate` does.
+    does, whose predicted time is subtracted from backward. Times are as long as they would have been on the machine as
+    fast as it was profiled. Raises BadInput as `evaluate` does.
     """
     stages = evaluate(measured.plan, profiles).estimate.stages
+    slowdown = measured.slowdown(profiles.reference_s)
     return tuple(
-        Evidence(term, measured.plan.sha256, value, predicted)
+        Evidence(term, measured.plan.sha256, value if term is Term.MEMORY else value / slowdown, predicted)
         for rank in measured.ranks
         for term, value, predicted in _terms(measured, rank, stages[rank.stage], profiles.step_overhead_s)
         if predicted > 0
@@ -146,6 +149,6 @@ def _step_end_s(rank: RankMeasurement, repeat: int) -> float:
     for each in rank.passes:
         if each.kind == "backward":
             backward_s[each.microbatch] = backward_s.get(each.microbatch, 0.0) + each.time_s
-    *others, last = (backward_s[microbatch] for microbatch in sorted(backward_s))
-    waited_s = rank.gradient_reduction_s[repeat] - (last - fmean(others))
+    passes = [backward_s[microbatch] for microbatch in sorted(backward_s)]
+    waited_s = rank.gradient_reduction_s[repeat] - (passes[-1] - fmean(middle(passes, Pass.BACKWARD)))
     return rank.step_s[repeat] - sum(each.wait_s + each.time_s for each in rank.passes) - waited_s

@@ -24,6 +24,8 @@ class Evaluation(NamedTuple):
     estimate: Estimate
     objective_ps: int
     warnings: tuple[str, ...]
+    reference_s: float
+    """Of the reference workload on the machine as it was profiled; 0 where none was run."""
 
 
 def cost_model_of(plan: Plan, profiles: Profiles, time_model: TimeModel = TimeModel.INTERPOLATE) -> CostModel:
@@ -63,7 +65,8 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
         timeline=_timeline(simulation),
     )
     warnings = {warning for own in ranges for warning in own.warnings}
-    return Evaluation(estimate, objective_ps, (*provenance_warnings(plan, profiles), *sorted(warnings)))
+    told = (*provenance_warnings(plan, profiles), *sorted(warnings))
+    return Evaluation(estimate, objective_ps, told, profiles.reference_s)
 
 
 def _closed_form_ps(stages: Sequence[StageCosts], num_microbatches: int, num_chunks: int) -> int:

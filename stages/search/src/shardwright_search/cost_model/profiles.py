@@ -69,6 +69,8 @@ class Profiles(NamedTuple):
     step_overhead_s: float
     sources: Sources
     """Of these two."""
+    reference_s: float
+    """Of the reference workload on the machine as it was profiled; 0 where none was run."""
     notes: str
     """Of the model profile, one sentence a line."""
     memory_factor: float = 1.0
@@ -102,6 +104,7 @@ def index_profiles(
         process_bytes=process.process_bytes,
         step_overhead_s=process.step_overhead_s,
         sources=sources_of(process, "process_bytes", "step_overhead_s"),
+        reference_s=process.reference_s,
         notes=model_profile.provenance.notes,
     )
 

@@ -23,6 +23,7 @@ from shardwright_train.data.share import on_host
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.measurement.journal import open_journal
 from shardwright_train.measurement.memory import record_memory, segments_of_memory
+from shardwright_train.measurement.reference import reference_time_s
 from shardwright_train.measurement.timing import StepTiming, clock_for, timing_of_step
 from shardwright_train.measurement.trace import trace_file, traced
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
@@ -57,7 +58,8 @@ def measure_plans(job: MeasureJob, world: World) -> None:
         journal.add([found])
         if world.rank == 0:
             step_s = statistics.median(found.step_times_s)
-            print(f"measured {number + 1}/{len(plans)} {plan.name}: {step_s * 1000:.1f} ms a step", file=sys.stderr)
+            taken_s = f"{step_s * 1000:.1f} ms a step, the reference workload {found.reference_s * 1000:.1f} ms"
+            print(f"measured {number + 1}/{len(plans)} {plan.name}: {taken_s}", file=sys.stderr)
     if world.rank == 0:
         measurement = Measurement(
             device=world.device_name,
@@ -138,6 +140,7 @@ def _measure(plan: Plan, kernel: str, job: MeasureJob, world: World, groups: Gro
     runner = _Runner.build(plan, kernel, world, groups)
     for _ in range(job.warmup_steps):
         runner.step(no_hook)
+    reference_time_s(world.device)  # the first one also loads kernels
     steps = [_timed(runner) for _ in range(job.steps)]
     while _too_short(steps, job, world) or (len(steps) < _MOST_ROUNDS * job.steps and _scatter_anywhere(steps, world)):
         steps.append(_timed(runner))
@@ -145,6 +148,7 @@ def _measure(plan: Plan, kernel: str, job: MeasureJob, world: World, groups: Gro
         rank=world.rank,
         stage=runner.engine.stage.context.stage_index,
         step_s=tuple(step.step_s for step in steps),
+        reference_s=tuple(step.reference_s for step in steps),
         segments=tuple(
             Segment(
                 name=name,
@@ -168,10 +172,11 @@ def _measure(plan: Plan, kernel: str, job: MeasureJob, world: World, groups: Gro
 
 
 def _timed(runner: _Runner) -> StepTiming:
+    reference_s = reference_time_s(runner.world.device)
     dist.barrier()
     clock = clock_for(runner.world.device)
     runner.step(clock.hook)
-    return timing_of_step(clock.intervals())
+    return timing_of_step(clock.intervals(), reference_s)
 
 
 def _too_short(steps: Sequence[StepTiming], job: MeasureJob, world: World) -> bool:

@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from shardwright_formats.types.measurement import PassTime
+from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.types.measurement import PassTime, middle
 from shardwright_train.pipeline.runner import MicrobatchChunk
 
 _FORWARD, _BACKWARD = ".forward", ".backward"
@@ -79,8 +80,10 @@ def clock_for(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """The times of one step of one rank; by segment they are means over microbatches (see `Segment`)."""
+    """The times of one step of one rank; by segment they are means over middle microbatches (see `Segment`)."""
 
+    reference_s: float
+    """Of the reference workload, right before."""
     step_s: float
     forward_s: dict[str, float]
     backward_s: dict[str, float]
@@ -89,17 +92,19 @@ class StepTiming:
     passes: tuple[PassTime, ...]
 
 
-def timing_of_step(intervals: Sequence[Interval]) -> StepTiming:
+def timing_of_step(intervals: Sequence[Interval], reference_s: float) -> StepTiming:
     """Sort the times between the events of one step by segment and pass; a microbatch's chunks are added up."""
     forward, backward = _by_segment(intervals, _FORWARD), _by_segment(intervals, _BACKWARD)
     passes = [sum(times) for times in zip(*backward.values(), strict=True)]
+    reduced_less_s = statistics.fmean(middle(passes, Pass.BACKWARD))
     # Reductions begin in the last backward pass and are waited for after it.
     waited_s = sum(i.time_s for i in intervals if i.name == "reduced")
     return StepTiming(
+        reference_s=reference_s,
         step_s=sum(i.time_s for i in intervals),
-        forward_s={name: statistics.fmean(times[1:] or times) for name, times in forward.items()},
-        backward_s={name: statistics.fmean(times[:-1] or times) for name, times in backward.items()},
-        gradient_reduction_s=passes[-1] - statistics.fmean(passes[:-1]) + waited_s if len(passes) > 1 else None,
+        forward_s={name: statistics.fmean(middle(times, Pass.FORWARD)) for name, times in forward.items()},
+        backward_s={name: statistics.fmean(middle(times, Pass.BACKWARD)) for name, times in backward.items()},
+        gradient_reduction_s=passes[-1] - reduced_less_s + waited_s if len(passes) > 1 else None,
         optimizer_s=next(i.time_s for i in intervals if i.name == "optimizer"),
         passes=tuple(_passes(intervals)),
     )
