@@ -53,6 +53,8 @@ CORRECTIONS = (
     Correction("*", r'"shard_size": 0,\s*', "", "plans say it since ZeRO can share the states out among fewer ranks"),
     Correction("*", r'"compile": false,\s*', "", "plans say it since layers can be compiled"),
     Correction("*", r',\s*"tf32": false', "", "plans say it since a GPU may round the factors of matrix products"),
+    Correction("*", r'"reference_s": [\d.e-]+,\s*', "", "predictions say how fast the profiled machine was"),
+    Correction("profiles/*.h5", r"(?m)^process/reference_.*\n", "", "profiles say it"),
     Correction("*", "the best plan's configuration", "the best plan's case", "the search's word is configuration"),
     Correction("*", "other configurations have no better", "other cases have no better", "the search's word"),
 )
@@ -88,6 +90,11 @@ REFROZEN = (
         "[cepu]*",
         "memory of pipeline stages counts what a rank receives for its next pass while it computes: one tensor of a "
         "cut's size more; no time and no plan differs",
+    ),
+    (
+        "p*",
+        "probes have three micro-batches, so that what a step takes beyond them is another; tables of profiles say the "
+        "time of the reference workload",
     ),
     ("simulated/*.svg", "one drawing module with another style sheet; the times it draws are in the trace beside it"),
 )

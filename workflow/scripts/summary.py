@@ -14,9 +14,11 @@ def summary(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> st
         within = f" within {bytes_text(budget)} a device" if budget else ""
         lines += ["", f"plan {search.name}{within}: {plan_text(search.plan)}"]
         width = max(12, *(len(comparison.name) for comparison in search.comparisons))
-        lines += [f"  {'':<{width}} {'predicted':>10} {'measured':>10} {'ratio':>6} {'at equal speed':>14}   {'memory':>10} {'measured':>10}"]
+        times = f"{'predicted':>10} {'measured':>10} {'ratio':>6} {'at equal speed':>14}"
+        lines += [f"  {'':<{width}} {times}   {'memory':>10} {'measured':>10}"]
         lines += [_comparison(comparison, width) for comparison in search.comparisons]
-        lines += [f"  {changed}" for changed in (speed_text(search.comparisons),) if changed]
+        if changed := speed_text(search.comparisons):
+            lines.append(f"  {changed}")
     for run in runs:
         result = run.result
         change = result.final_loss / result.first_loss - 1

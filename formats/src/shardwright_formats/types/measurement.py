@@ -143,7 +143,7 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def reference_s(self) -> float:
         """How long the reference workload took on the slowest rank while this was measured: the median."""
-        return median(max(times) for times in zip(*(r.reference_s for r in self.ranks), strict=True))
+        return float(median(max(times) for times in zip(*(r.reference_s for r in self.ranks), strict=True)))
 
     def slowdown(self, reference_s: float) -> float:
         """How many times as slow the machine was as one that does the reference workload in so long; 1 if in 0 s."""
