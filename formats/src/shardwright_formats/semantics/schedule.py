@@ -1,5 +1,6 @@
 """The order in which each pipeline stage works: one list of actions, run by the runtime and simulated."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
@@ -87,3 +88,11 @@ def _groups(num_stages: int, num_microbatches: int) -> list[range]:
     size, rest = divmod(num_microbatches, count)
     starts = [i * size + min(i, rest) for i in range(count + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
+
+
+def middle(times: Sequence[float], during: Pass) -> Sequence[float]:
+    """Of one pass of each microbatch of a step those that only compute and add to gradients, if there are any.
+
+    The first forward pass gathers, the first backward pass adds to nothing, the last one reduces.
+    """
+    return times[1:-1] or (times[1:] if during is Pass.FORWARD else times[:-1]) or times

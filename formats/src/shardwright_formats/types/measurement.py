@@ -1,23 +1,13 @@
 """What running plans took: time by microbatch, segment and pass, memory by segment, for every rank."""
 
-from collections.abc import Sequence
 from statistics import median, median_low
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value
-from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.limits import Bytes, NonNegativeCount, PositiveSeconds, Rank, Seconds, SignedSeconds
 from shardwright_formats.types.plan import Plan
-
-
-def middle(times: Sequence[float], during: Pass) -> Sequence[float]:
-    """Of one pass of each microbatch of a step those that only compute and add to gradients, if there are any.
-
-    The first forward pass gathers, the first backward pass adds to nothing, the last one reduces.
-    """
-    return times[1:-1] or (times[1:] if during is Pass.FORWARD else times[:-1]) or times
 
 
 class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

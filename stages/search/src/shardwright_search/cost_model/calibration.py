@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import sha256_of_file
-from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.semantics.schedule import Pass, middle
 from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.measurement import PlanMeasurement, RankMeasurement, middle
+from shardwright_formats.types.measurement import PlanMeasurement, RankMeasurement
 from shardwright_formats.types.plan import GradientReduction
 from shardwright_formats.types.prediction import StagePrediction
 from shardwright_search.cost_model.plan import evaluate

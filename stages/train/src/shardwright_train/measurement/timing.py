@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from shardwright_formats.semantics.schedule import Pass
-from shardwright_formats.types.measurement import PassTime, middle
+from shardwright_formats.semantics.schedule import Pass, middle
+from shardwright_formats.types.measurement import PassTime
 from shardwright_train.pipeline.runner import MicrobatchChunk
 
 _FORWARD, _BACKWARD = ".forward", ".backward"
