@@ -26,14 +26,14 @@ def _written(folder: Path, images: int = 8) -> Path:
 
 
 def _labels(images: Images, step: int, samples: int) -> list[int]:
-    labels: list[int] = images.read(step, Share(1, samples))["labels"][:, 0].tolist()
+    labels: list[int] = images.read((step - 1) * samples, Share(1, samples))["labels"][:, 0].tolist()
     return labels
 
 
 def test_pixels_lie_between_minus_one_and_one_beside_their_class(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", np.array([[[[0, 51, 102], [153, 204, 255]]]], np.uint8))
     np.save(tmp_path / "labels.npy", np.array([7], np.uint16))
-    batch = open_images(tmp_path, FORM, seed=0).read(1, Share(1, 1))
+    batch = open_images(tmp_path, FORM, seed=0).read(0, Share(1, 1))
     assert batch["pixel_values"].dtype == torch.float32
     wanted = torch.tensor([[[[-1.0, -0.6, -0.2], [0.2, 0.6, 1.0]]]])
     torch.testing.assert_close(batch["pixel_values"], wanted, rtol=0, atol=1e-6)
@@ -42,7 +42,7 @@ def test_pixels_lie_between_minus_one_and_one_beside_their_class(tmp_path: Path)
 
 
 def test_every_image_keeps_its_own_class(tmp_path: Path) -> None:
-    batch = open_images(_written(tmp_path), FORM, seed=3).read(1, Share(1, 8))
+    batch = open_images(_written(tmp_path), FORM, seed=3).read(0, Share(1, 8))
     numbers = ((batch["pixel_values"] + 1) * 127.5).round().long()
     assert (numbers == batch["labels"][:, :, None, None]).all()
     assert batch["pixel_values"].shape == (8, 1, 2, 3)
@@ -149,7 +149,7 @@ def test_a_family_of_images_is_given_images(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", np.zeros((4, 3, 12, 20), np.uint8))
     np.save(tmp_path / "labels.npy", np.array([0, 1, 2, 4]))
     batches = family_named("vit", "test").learns(tiny("vit")).open(tmp_path, seed=0)
-    batch = batches.read(1, Share(2, 2))
+    batch = batches.read(0, Share(2, 2))
     assert sorted(batch["labels"][:, 0].tolist()) == [0, 1, 2, 4]
     assert batch["pixel_values"].shape == (4, 3, 12, 20)
     with pytest.raises(BadInput, match=r"labels\.npy: labels from 0 to 4, the model has 4 classes"):

@@ -101,7 +101,7 @@ def _progress(runs: Path, name: str) -> dict[str, Any]:
     folder = folder_of_run(runs / name / "checkpoints", read_document(runs / "plan.json", Plan).sha256)
     latest = latest_checkpoint(folder)
     assert latest is not None
-    found: dict[str, Any] = json.loads((latest / "progress.json").read_bytes())
+    found: dict[str, Any] = json.loads((latest / "checkpoint.json").read_bytes())["progress"]
     return found
 
 
