@@ -91,6 +91,15 @@ def test_ranks_are_told_of_expandable_segments_unless_the_caller_says_otherwise(
     assert _environment(Nodes(), 1, 1)["PYTORCH_ALLOC_CONF"] == "backend:native"
 
 
+def test_ranks_keep_freed_host_memory_unless_the_caller_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"
+    for name in told:
+        monkeypatch.delenv(name, raising=False)
+    assert [int(_environment(Nodes(), 1, 1)[name]) for name in told] == [2**40, 32 * 2**20]
+    monkeypatch.setenv(told[0], "131072")
+    assert [int(_environment(Nodes(), 1, 1)[name]) for name in told] == [131072, 32 * 2**20]
+
+
 @pytest.mark.parametrize("number", [1, 3, 6])
 def test_the_groups_of_a_plan_are_gone_when_they_are_closed(number: int) -> None:
     plan = random_plan(tiny("llama"), number, 8, "float32")

@@ -38,6 +38,11 @@ EXPANDABLE = "expandable_segments:True"
 """What it is told unless the caller's environment says something else."""
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """What PyTorch's allocator of device memory is told by, since 2.9 and before."""
+_HOST_ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""What glibc's malloc is told, unless the caller's environment says something else (mallopt(3)).
+
+A rank keeps what it has freed in place of taking the same pages anew in every step; 32 MiB is the most that can be set.
+"""
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 OnLine = Callable[[bytes], None]
@@ -141,7 +146,7 @@ def _environment(nodes: Nodes, processes: int, world_size: int) -> dict[str, str
     }
     # So that memory that was given back in odd pieces can be taken again (PyTorch's notes on CUDA semantics).
     allocator = {_ALLOCATOR[0]: allocator_setting(os.environ) or EXPANDABLE}
-    return local | allocator | os.environ | shared | dict.fromkeys(_THREAD_COUNTS, threads)
+    return local | allocator | _HOST_ALLOCATOR | os.environ | shared | dict.fromkeys(_THREAD_COUNTS, threads)
 
 
 def _free_port() -> int:
