@@ -96,6 +96,11 @@ REFROZEN = (
         "probes have three micro-batches, so that what a step takes beyond them is another; tables of profiles say the "
         "time of the reference workload",
     ),
+    (
+        "[pe]*",
+        "the embedding may be alone in the first pipeline stage, and the head in the last: searches of pipelines look "
+        "at more plans and pipeline degrees, and some find a better one",
+    ),
     ("simulated/*.svg", "one drawing module with another style sheet; the times it draws are in the trace beside it"),
 )
 """Outputs that were frozen again since the first time (`freeze PATTERN`), and why that is no change of a result."""

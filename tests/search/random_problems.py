@@ -65,7 +65,7 @@ def _group(rng: np.random.Generator, scale: _Scale, layouts: np.ndarray, width: 
 
 
 def _chain(rng: np.random.Generator, pp_size: int) -> tuple[int, ...]:
-    layers = int(rng.integers(max(2, pp_size), 5 if pp_size < 3 else 4))
+    layers = int(rng.integers(max(1, pp_size - 2), 5 if pp_size < 3 else 4))  # the ends may be alone
     return (0, *(int(kind) for kind in rng.integers(1, 2 + int(rng.integers(0, 2)), layers)), 3)
 
 
@@ -85,7 +85,7 @@ def _with_tight_budgets(rng: np.random.Generator, problem: Problem) -> Problem:
 
 @lru_cache(maxsize=2_000)
 def random_problem(seed: int) -> Problem:
-    """2 to 4 layers of 1 or 2 types, up to 3 stages on 1 or 2 places, and costs of all kinds that matter."""
+    """1 to 4 layers of 1 or 2 types, up to 3 stages on 1 or 2 places, and costs of all kinds that matter."""
     rng = np.random.default_rng(seed)
     pp_size = int(rng.integers(1, 4))
     layers = _chain(rng, pp_size)
@@ -198,7 +198,7 @@ def placements(problem: Problem) -> Iterator[tuple[int, ...]]:
 def every_plan(problem: Problem) -> Iterator[Enumerated]:
     """All plans, cut by cut."""
     total = len(problem.layers)
-    for cuts in combinations(range(2, total - 1), problem.pp_size - 1):
+    for cuts in combinations(range(1, total), problem.pp_size - 1):
         for device_groups in placements(problem):
             yield _priced(problem, (*cuts, total), device_groups)
 

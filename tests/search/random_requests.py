@@ -143,7 +143,7 @@ def _random_world(rng: np.random.Generator, devices: tuple[int, ...], most_layer
 def random_solution(rng: np.random.Generator, problem: Problem) -> Solution:
     """Any cut and any options."""
     total, p = len(problem.layers), problem.pp_size
-    cuts = sorted(rng.choice(np.arange(2, total - 1), p - 1, replace=False).tolist())
+    cuts = sorted(rng.choice(np.arange(1, total), p - 1, replace=False).tolist())
     device_groups = _places(rng, problem)
     stage_of = np.searchsorted(cuts, np.arange(total), side="right")
     options = tuple(

@@ -101,9 +101,10 @@ def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterat
                 continue
             if len(set(widths)) > 1 and not all(on_nodes(cluster, own) for own in ranks):
                 continue
-            for cuts in product(range(1, layers), repeat=p - 1):
+            for cuts in product(range(layers + 1), repeat=p - 1):
                 bounds = list(pairwise((0, *cuts, layers)))
-                if any(low >= high for low, high in bounds):
+                # The embedding may be alone, and the head.
+                if any(low >= high + (stage in (0, p - 1)) for stage, (low, high) in enumerate(bounds)):
                     continue
                 stage_of = [i for i, (low, high) in enumerate(bounds) for _ in range(low, high)]
                 spaces = [
@@ -261,7 +262,7 @@ def test_a_mixture_of_whole_and_parted_nodes_is_searched(make, tied):
             for moves in instance.problem(configuration).placements:
                 ways = [((*own, after[0] - at[0]), after) for own, at in ways for _, after in moves[at]]
             found[configuration.pp_size] = {own for own, _ in ways}
-    assert found == {1: {(4,)}, 2: {(2, 2)}, 3: {(2, 1, 1), (1, 1, 2)}}
+    assert found == {1: {(4,)}, 2: {(2, 2)}, 3: {(2, 1, 1), (1, 1, 2)}, 4: {(1, 1, 1, 1)}}
 
 
 def test_a_cut_between_unequal_stages_waits_for_its_busiest_rank():

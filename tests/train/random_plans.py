@@ -21,12 +21,18 @@ def cluster_of(devices: int) -> Cluster:
 
 UNEVEN = {4: ((3, 1), (1, 3), (1, 2, 1), (2, 1, 1)), 8: ((6, 2), (2, 6), (4, 3, 1), (1, 4, 3))}
 """Widths of pipeline stages, by the number of ranks."""
+_BARE_RANGES = 4
 
 
 def uneven_plan(model: Model, number: int, world_size: int) -> Plan:
     """A plan whose pipeline stages are of unequal width."""
     widths = UNEVEN[world_size]
     return random_plan(model, number, world_size, widths=widths[number % len(widths)])
+
+
+def bare_plan(model: Model, number: int, world_size: int) -> Plan:
+    """A plan whose embedding and head are alone: four pipeline stages, or two with two model chunks each."""
+    return random_plan(model, number, world_size, stages=(4, 2)[number % 2], bare=True)
 
 
 def random_plan(
@@ -36,11 +42,16 @@ def random_plan(
     dtype: str = "float64",
     stages: int | None = None,
     widths: Sequence[int] = (),
+    bare: bool = False,
 ) -> Plan:
-    """A plan drawn uniformly from what every field may say; `widths` of its pipeline stages, all equal if left out."""
+    """A plan drawn uniformly from what every field may say; `widths` of its pipeline stages, all equal if left out.
+
+    `bare`: of its four layer ranges the first and the last are without blocks.
+    """
     draw = random.Random(f"{model.name}/{number}/{world_size}")
     pp_size = len(widths) or stages or draw.choice([size for size in (1, 2, 4) if size <= world_size])
     chunks = draw.choice([1, 1, 2]) if len(model.layers) >= 2 * pp_size > 2 else 1
+    chunks = _BARE_RANGES // pp_size if bare else chunks
     interleaved = chunks > 1
     size = "+".join(map(str, widths)) or world_size
     widths = widths or [world_size // pp_size] * pp_size
@@ -49,7 +60,8 @@ def random_plan(
     numbers = list(range(world_size))
     if draw.random() < 0.2:
         draw.shuffle(numbers)
-    cuts = _cuts(len(model.layers), pp_size * chunks, draw)
+    ends = (((0, 0),), ((len(model.layers),) * 2,)) if bare else ((), ())
+    cuts = [*ends[0], *_cuts(len(model.layers), pp_size * chunks - 2 * bare, draw), *ends[1]]
     width_of = [widths[i % pp_size] for i, (low, high) in enumerate(cuts) for _ in range(low, high)]
     embedding = Strategy(**_spread(model, EMBEDDING, widths[0], draw))
     head = Strategy(**_spread(model, HEAD, widths[-1], draw))
@@ -58,7 +70,7 @@ def random_plan(
         for kind, ranks in zip(model.layers, width_of, strict=True)
     )
     return Plan(
-        name=f"{model.family} {number} on {size} {dtype}",
+        name=f"{'bare ' if bare else ''}{model.family} {number} on {size} {dtype}",
         model=model,
         cluster=cluster_of(world_size),
         global_batch_size=batch,

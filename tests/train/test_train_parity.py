@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from random_plans import random_plan, uneven_plan
+from random_plans import bare_plan, random_plan, uneven_plan
 from run_parity import TOLERANCE
 from tiny_models import CONFIGS, tiny
 
@@ -43,6 +43,11 @@ def _plans(world_size: int) -> list[Plan]:
 def _uneven_plans() -> list[Plan]:
     """Every family twice, every kind of unequal widths three times."""
     return [uneven_plan(tiny(family), number, 4) for number, family in enumerate(2 * FAMILIES)]
+
+
+def _bare_plans() -> list[Plan]:
+    """Embedding and head alone, in stages and in model chunks."""
+    return [bare_plan(tiny(family), start + i, 4) for start in (7, 14) for i, family in enumerate(FAMILIES)]
 
 
 def _compiled(plan: Plan) -> Plan:
@@ -126,7 +131,7 @@ def two_ranks(compare: Compare) -> Errors:
 
 @pytest.fixture(scope="module")
 def more_ranks(compare: Compare) -> Errors:
-    return compare([*_plans(4), *_uneven_plans(), _replicas_behind_a_cut(), *_in_groups(4)]) | compare(
+    return compare([*_plans(4), *_uneven_plans(), *_bare_plans(), _replicas_behind_a_cut(), *_in_groups(4)]) | compare(
         [*_plans(8), *_in_groups(8)]
     )
 
@@ -168,6 +173,13 @@ def test_pipeline_stages_of_unequal_width_train_exactly_as_one_process(more_rank
     assert {plan.schedule for plan in _uneven_plans()} == set(Schedule)
     assert any(plan.model.tied for plan in _uneven_plans())
     assert {name: errors for name, errors in uneven.items() if max(errors.values()) > TOLERANCE} == {}
+
+
+def test_stages_and_chunks_without_blocks_train_exactly_as_one_process(more_ranks: Errors) -> None:
+    bare = {name: errors for name, errors in more_ranks.items() if name.startswith("bare")}
+    assert {len(plan.stages) for plan in _bare_plans()} == {2, 4} and len(bare) == len(_bare_plans())
+    assert any(plan.model.tied for plan in _bare_plans())
+    assert {name: errors for name, errors in bare.items() if max(errors.values()) > TOLERANCE} == {}
 
 
 def test_replicated_layers_behind_a_pipeline_cut_train_exactly_as_one_process(more_ranks: Errors) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from command_calls import call
-from random_plans import cluster_of, precision_of, random_plan, uneven_plan
+from random_plans import bare_plan, cluster_of, precision_of, random_plan, uneven_plan
 from tiny_models import tiny
 
 from shardwright_formats.io.json import write_document
@@ -121,6 +121,13 @@ def test_plans_with_stages_of_unequal_width_move_the_bytes_of_the_formulas(famil
     plan = uneven_plan(tiny(family), number, WORLD)
     for stage in plan.stages:
         assert counted(plan, stage.ranks[-1]) == by_formula(plan, stage.ranks[-1])
+
+
+@pytest.mark.parametrize(("family", "number"), [("llama", 0), ("gpt2", 1), ("t5", 2), ("vit", 3)])
+def test_stages_and_chunks_without_blocks_move_the_bytes_of_the_formulas(family: str, number: int) -> None:
+    plan = bare_plan(tiny(family), number, WORLD)
+    for rank in (0, WORLD - 1):
+        assert counted(plan, rank) == by_formula(plan, rank)
 
 
 def test_a_gather_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ class ConfigurationBounds:
         """By device group: a, z and g [start, end]; infinity where the stage cannot hold that run."""
         problem, total = self.problem, len(self.problem.layers)
         able = np.zeros((total + 1, total + 1), bool)
-        for start in (0,) if stage == 0 else range(1 + stage, total - 1):
+        for start in (0,) if stage == 0 else range(stage, total):
             ends = problem.ends(stage, start)
             able[start, ends.start : ends.stop] = True
         found = {}

@@ -13,7 +13,7 @@ def plain_plan(problem: Problem) -> Found | None:
     For each layout every type takes its fastest option, or its leanest. None: none fits.
     """
     layers, p = len(problem.layers) - 2, problem.pp_size
-    ends = (*(1 + layers * (stage + 1) // p for stage in range(p - 1)), len(problem.layers))
+    ends = (*(1 + max(stage, layers * (stage + 1) // p) for stage in range(p - 1)), len(problem.layers))
     groups = _even_groups(problem)
     budgets = [problem.device_groups[group].budget_bytes for group in groups]
     found = []

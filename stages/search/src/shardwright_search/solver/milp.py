@@ -302,12 +302,9 @@ class _Programme:
 
 
 def _stages_of(problem: Problem, number: int) -> range:
-    """The pipeline stages that a layer can be in: each has a layer, the first the embedding, the last the head."""
-    last, total = problem.pp_size - 1, len(problem.layers)
-    low, high = max(0, last - (total - 2 - number)), min(last, number - 1)
-    if number == 0:
-        return range(1)
-    return range(last, last + 1) if number == total - 1 else range(low, high + 1)
+    """The pipeline stages that a layer can be in, so that each has one."""
+    last = problem.pp_size - 1
+    return range(max(0, last - (len(problem.layers) - 1 - number)), min(last, number) + 1)
 
 
 def _places_of(problem: Problem, stage: int) -> list[_Where]:

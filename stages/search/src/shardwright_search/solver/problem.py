@@ -120,7 +120,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     """
 
     layers: tuple[int, ...]
-    """Type number of each; the first is in the first stage and the last in the last, each with one more at least."""
+    """Type number of each, the embedding's first and the head's last: either may be alone in its stage."""
     device_groups: tuple[DeviceGroup, ...]
     placements: tuple[Moves, ...]
     """By pipeline stage; only what leaves room for all later stages."""
@@ -228,9 +228,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     def ends(self, stage: int, start: int) -> range:
         """Where a pipeline stage that starts at layer `start` can end, so that each stage gets a layer."""
         total, later = len(self.layers), self.pp_size - 1 - stage
-        if later == 0:
-            return range(total, total + 1) if start <= total - 2 else range(0)
-        return range(2 if stage == 0 else start + 1, total - 1 - later + 1)
+        return range(start + 1, total - later + 1) if later else range(total, total + (start < total))
 
 
 class Solution(NamedTuple):

@@ -9,6 +9,8 @@ from shardwright_search.space.request import SearchRequest, StageWidths
 
 _MAX_LAYERS = 1_000
 """On two devices 2 CPU seconds and 200 MiB."""
+_ENDS = 2
+"""Pipeline stages that may be without a block: the first has the embedding, the last the head."""
 Widths = StageWidths | tuple[int, ...]
 """Equal ones, any, or those of each pipeline stage."""
 
@@ -33,7 +35,7 @@ def pp_sizes(request: SearchRequest, devices: int, layers: int) -> tuple[int, ..
             every = tuple(range(1, devices + 1))
         case listed:
             every = tuple(map(len, listed))
-    most = layers if request.max_pp_size is None else min(layers, request.max_pp_size)
+    most = layers + _ENDS if request.max_pp_size is None else min(layers + _ENDS, request.max_pp_size)
     return tuple(sorted({size for size in request.pp_sizes or every if size <= most and size in every}))
 
 
@@ -88,5 +90,5 @@ def check_degrees(request: SearchRequest, devices: int, layers: int, file: Path)
         if isinstance(listed, tuple) and number not in map(len, listed):
             raise BadInput(file, f"pp_sizes: no stage_widths are of {number} stages", "list such, or leave it out")
     for number in request.pp_sizes or (map(len, listed) if isinstance(listed, tuple) else ()):
-        if number > layers:
+        if number > layers + _ENDS:
             raise BadInput(file, f"pp_sizes: {number} pipeline stages for {layers} layers", "list at most that many")

@@ -51,7 +51,7 @@ class Chunk(nn.Module):
             assert isinstance(output, tuple)
             states = output
             if layer.kind == EMBEDDING:
-                states = _hooked_both_ways(states, hook, "embedding", "layers")
+                states = _hooked_both_ways(states, hook, "embedding", "layers", is_output=len(self.layers) == 1)
         return states
 
     def prepare_backward(self, reduce_gradients: bool, last: bool) -> None:
@@ -177,16 +177,16 @@ def _build_chunk(context: RankContext, chunk: int) -> Chunk:
     return Chunk(layers)
 
 
-def _hooked_both_ways(states: States, hook: Hook, ended: str, begun: str) -> States:
+def _hooked_both_ways(states: States, hook: Hook, ended: str, begun: str, is_output: bool = False) -> States:
     """At the border of two segments: the forward pass ended the one, and their gradients will end the other.
 
     Views, because a state may have other uses before the border, and none behind it: the other segment's backward pass
-    is over when the gradients are there that it makes.
+    is over when the gradients are there that it makes. An output has no other use, and FSDP2 wants no view there.
     """
     hook(f"{ended}.forward")
     if not states[0].requires_grad:
         return states
-    views = tuple(x.view_as(x) for x in states)
+    views = states if is_output else tuple(x.view_as(x) for x in states)
     for view in views:
         view.register_hook(lambda _grad: hook(f"{begun}.backward"))
     return views
