@@ -257,17 +257,17 @@ _PROVENANCE = Provenance(date="2026-01-31", versions="torch 2.13.0", notes="Made
 
 
 def _hardware_profile() -> HardwareProfile:
-    kinds = (("all_reduce", 0, 1024), ("all_reduce", 0, 1048576), ("p2p", 1, 1024))
+    kinds = (("all_reduce", 2, 1024), ("all_reduce", 2, 1048576), ("p2p", 1, 1024))
     points = (
-        (collective, 2, 1, across_nodes, message_bytes, 0.02, "measured")
-        for collective, across_nodes, message_bytes in kinds
+        (collective, 2, ranks_per_node, 1, message_bytes, 0.02, "measured")
+        for collective, ranks_per_node, message_bytes in kinds
     )
     times_s = ((0.001, 0.0012), (0.01, 0.011), (0.0005, 0.0006))
     rows: dict[str, Iterable[tuple[object, ...]]] = {
         "points": points,
         "repeats": ((point, time_s, 0) for point, times in enumerate(times_s) for time_s in times),
         "pairs": [(0, 1, 1024, 0.0005, "measured")],
-        "overlap": [("all_reduce", 2, 1048576, 0.01, 0.01, 1.5, 1.25, "measured")],
+        "overlap": [("all_reduce", 2, 2, 1048576, 0.01, 0.01, 1.5, 1.25, "measured")],
         "ranks": [(rank, "matrix_flops_per_s", 1e10, "measured") for rank in range(2)],
         "rates": [("matrix_flops_per_s", 1e10, "measured")],
     }

@@ -72,6 +72,10 @@ CORPUS: dict[str, tuple[Change, str]] = {
     "zero time": (_time(0.0), "table repeats: time_s is 0.0 in row 2, not finite and > 0"),
     "zero ranks": (lambda f: _set(f, "points/group_size", 0, 0), "group_size is 0 in row 0"),
     "negative bytes": (lambda f: _set(f, "points/message_bytes", 1, -1), "message_bytes is -1 in row 1"),
+    "more ranks on a node than there are": (
+        lambda f: _set(f, "points/ranks_per_node", 0, 3),
+        "groups with more ranks on a node than they have",
+    ),
     "a flag of 2": (lambda f: _set(f, "points/consecutive", 1, 2), "consecutive is 2"),
     "unknown collective": (lambda f: _set(f, "points/collective", 1, b"broadcast"), "'broadcast' in row 1"),
     "unknown source": (lambda f: _set(f, "points/source", 1, b"guessed"), "'guessed' in row 1"),

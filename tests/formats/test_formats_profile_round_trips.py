@@ -73,14 +73,16 @@ def hardware_profiles(draw: st.DrawFn) -> HardwareProfile:
     rows = draw(st.integers(0, 5))
     point = np.array(draw(st.permutations([*range(rows), *range(rows)])), "int64")
     types = tables_of(HardwareProfile)
+    others = {name: draw(st.integers(0, 3)) for name in OTHERS}
+    alone = {"overlap": {"ranks_per_node": np.ones(others["overlap"], "int64")}}
     return HardwareProfile(
         cluster=draw(file_texts),
         device=draw(file_texts),
         backend=draw(file_texts),
         provenance=_texts(draw, Provenance),
-        points=draw(tables(types["points"], rows)),
+        points=draw(tables(types["points"], rows, ranks_per_node=np.ones(rows, "int64"))),
         repeats=draw(tables(types["repeats"], 2 * rows, point=point)),
-        **{name: draw(tables(types[name], draw(st.integers(0, 3)))) for name in OTHERS},
+        **{name: draw(tables(types[name], count, **alone.get(name, {}))) for name, count in others.items()},
     )
 
 

@@ -127,23 +127,26 @@ def test_hardware_has_every_kind_of_message_by_the_alpha_beta_model(written):
     assert set(profile.points["source"]) == {b"analytic"}
     link, node = 0.75 * 300e9, 0.75 * 100e9
 
-    def time_s(collective, size, consecutive, across, message):
-        sizes, times = profile.curves[CollectiveKey(collective, size, consecutive, across)]
+    def time_s(collective, size, on_a_node, consecutive, message):
+        sizes, times = profile.curves[CollectiveKey(collective, size, on_a_node, consecutive)]
         return float(times[list(sizes).index(message)])
 
     mib = 1 << 20
-    inside = time_s(Collective.ALL_REDUCE, 8, True, False, mib)
+    inside = time_s(Collective.ALL_REDUCE, 8, 8, True, mib)
     assert inside == pytest.approx(START_S + 14 * 3e-6 + 14 / 8 * mib / link)
-    assert time_s(Collective.ALL_GATHER, 8, True, False, mib) == pytest.approx(START_S + 7 * 3e-6 + 7 / 8 * mib / link)
+    assert time_s(Collective.ALL_GATHER, 8, 8, True, mib) == pytest.approx(START_S + 7 * 3e-6 + 7 / 8 * mib / link)
     # One ring over both nodes leaves each once; eight strided pairs share what a node has.
-    whole = time_s(Collective.ALL_REDUCE, 16, True, True, mib)
+    whole = time_s(Collective.ALL_REDUCE, 16, 8, True, mib)
     assert whole == pytest.approx(START_S + 30 * NETWORK_STEP_S + 30 / 16 * mib / node)
-    pairs = time_s(Collective.REDUCE_SCATTER, 2, False, True, mib)
+    pairs = time_s(Collective.REDUCE_SCATTER, 2, 1, False, mib)
     assert pairs == pytest.approx(START_S + NETWORK_STEP_S + 8 * mib / 2 / node)
+    # Of the groups that two-way tensor parallelism leaves, each has four ranks on either node: two leave each.
+    two = time_s(Collective.ALL_REDUCE, 8, 4, False, mib)
+    assert two == pytest.approx(START_S + 14 * NETWORK_STEP_S + 2 * 14 / 8 * mib / node)
     # Of an exchange among all, each of a node's eight ranks sends half to the other node.
-    exchange = time_s(Collective.ALL_TO_ALL, 16, True, True, mib)
+    exchange = time_s(Collective.ALL_TO_ALL, 16, 8, True, mib)
     assert exchange == pytest.approx(START_S + 15 * NETWORK_STEP_S + 8 * mib / 2 / node)
-    assert time_s(Collective.P2P, 2, False, True, mib) == pytest.approx(START_S + NETWORK_STEP_S + 8 * mib / node)
+    assert time_s(Collective.P2P, 2, 1, False, mib) == pytest.approx(START_S + NETWORK_STEP_S + 8 * mib / node)
     for sizes, times in profile.curves.values():
         assert len(sizes) > 8 and (np.diff(times) > 0).all()
 

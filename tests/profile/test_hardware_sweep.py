@@ -63,7 +63,7 @@ def test_two_ranks_measure_every_kind_of_message_to_one_mebibyte(make_cluster, t
     assert (profile.cluster, profile.device, profile.backend) == ("toys", "cpu", "gloo")
     assert {key.collective for key in profile.curves} == set(Collective)
     for key, (sizes, medians_s) in profile.curves.items():
-        assert (key.group_size, key.consecutive, key.across_nodes) == (2, True, False)
+        assert key[1:] == (2, 2, True)
         assert sizes.tolist()[:6] == [1024 * 4**i for i in range(6)]
         assert sizes[5] == _ONE_MIB
         assert (medians_s > 0).all()
@@ -152,7 +152,7 @@ def test_two_launchers_of_one_rank_each_measure_across_nodes(make_cluster, tmp_p
         _, errors = launcher.communicate(timeout=120)
         assert launcher.returncode == 0, errors
     profile = read_hardware_profile(tmp_path / "0.h5")
-    assert {key.across_nodes for key in profile.curves} == {True}
+    assert {key.group.across_nodes for key in profile.curves} == {True}
     assert not (tmp_path / "1.h5").exists()
 
 

@@ -30,8 +30,8 @@ def _profile() -> HardwareProfile:
             {
                 "collective": ["p2p", "all_reduce", "all_reduce"],
                 "group_size": [2, 4, 4],
+                "ranks_per_node": [1, 4, 4],
                 "consecutive": [1, 0, 0],
-                "across_nodes": [1, 0, 0],
                 "message_bytes": [1024, 4096, 1024],
                 "interval": [0.0] * 3,
                 "source": ["measured"] * 3,
@@ -57,7 +57,7 @@ def test_show_prints_median_spread_and_bandwidth_by_kind_and_size(tmp_path, caps
     assert rows == [
         ["all_reduce", "4", "strided", "in a node", "1 KiB", "1", "1 µs", "0 s (0%)", "1.02 GB/s"],
         ["all_reduce", "4", "strided", "in a node", "4 KiB", "5", "3 ms", "2 ms (67%)", "1.37 MB/s"],
-        ["p2p", "2", "consecutive", "across nodes", "1 KiB", "1", "2 ms", "0 s (0%)", "0.512 MB/s"],
+        ["p2p", "2", "consecutive", "1 on a node", "1 KiB", "1", "2 ms", "0 s (0%)", "0.512 MB/s"],
         ["matrix_flops_per_s", "measured", "1.5e+12"],
     ]
     assert "device cpu, backend gloo" in printed
@@ -98,7 +98,7 @@ def test_every_point_of_a_profile_is_in_its_picture(tmp_path):
     draw_profile(tmp_path / "h.h5", tmp_path / "h.svg")
     titles = [said for tag in ("circle", "polygon") for said in _shown(tmp_path / "h.svg", tag)]
     assert sorted(titles) == [
-        "2 consecutive ranks across nodes, 1 KiB: 2 ms",
+        "2 consecutive ranks, 1 on a node, 1 KiB: 2 ms",
         "4 strided ranks in a node, 1 KiB: 1 µs",
         "4 strided ranks in a node, 4 KiB: 3 ms",
     ]

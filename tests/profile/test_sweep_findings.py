@@ -38,8 +38,8 @@ def _point(*times_s, message_bytes=1024):
     return PointEntry(
         collective=Collective.ALL_REDUCE,
         group_size=4,
+        ranks_per_node=4,
         consecutive=True,
-        across_nodes=False,
         message_bytes=message_bytes,
         times_s=times_s,
     )
@@ -97,7 +97,10 @@ def test_points_that_are_not_known_well_are_counted_and_the_worst_named(made):
     wide = _point(*[1e-3] * 3, *[2e-3] * 3, message_bytes=8192)
     assert unsettled_points(made(settled)[0]) == ()
     (sentence,) = unsettled_points(made(settled, wide)[0])
-    assert sentence == ("1 of 2 points are not known to within 3% (the worst: all_reduce of 4 ranks, 8 KiB: ± 33%)")
+    assert sentence == (
+        "1 of 2 points are not known to within 3% "
+        "(the worst: all_reduce of 4 consecutive ranks in a node, 8 KiB: ± 33%)"
+    )
     (sentence,) = unsettled_points(made(settled, wide, single)[0])
     assert sentence.startswith("2 of 3 points")
     assert sentence.endswith("4 KiB: one repeat)")
@@ -122,6 +125,7 @@ def test_every_entry_has_its_row_and_outliers_are_kept_and_marked(made):
         OverlapEntry(
             collective=Collective.ALL_GATHER,
             group_size=2,
+            ranks_per_node=2,
             collective_bytes=64,
             compute_ratio=0.5,
             compute_s=1.0,
@@ -141,6 +145,7 @@ def test_every_entry_has_its_row_and_outliers_are_kept_and_marked(made):
     assert {name: column.tolist() for name, column in profile.overlap.columns.items()} == {
         "collective": [b"all_gather"],
         "group_size": [2],
+        "ranks_per_node": [2],
         "collective_bytes": [64],
         "compute_s": [1.0],
         "collective_s": [2.0],
@@ -155,7 +160,7 @@ def test_every_entry_has_its_row_and_outliers_are_kept_and_marked(made):
 
 def test_show_prints_the_notes_and_what_was_measured_of_links_overlap_and_ranks(made, tmp_path, capsys):
     overlap = {"compute_ratio": 0.5, "compute_s": 0.25, "collective_s": 2.0, "compute_slowdown": 1.125}
-    kind = {"collective": Collective.ALL_REDUCE, "group_size": 4, "collective_bytes": 4096}
+    kind = {"collective": Collective.ALL_REDUCE, "group_size": 4, "ranks_per_node": 4, "collective_bytes": 4096}
     profile, _ = made(
         RateEntry(name="matrix_flops_per_s", values=(4e12, 4e12, 4e12, 1e12)),
         _point(1.0),
@@ -170,5 +175,5 @@ def test_show_prints_the_notes_and_what_was_measured_of_links_overlap_and_ranks(
     assert lines[1:4] == [f"note: {note}" for note in notes]
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
     assert ["2", "3", "1 MiB", "1.6 ms", "measured"] in rows
-    assert ["all_reduce", "4", "4 KiB", "250 ms", "2 s", "1.12", "1.75", "measured"] in rows
+    assert ["all_reduce", "4", "4", "4 KiB", "250 ms", "2 s", "1.12", "1.75", "measured"] in rows
     assert ["3", "matrix_flops_per_s", "1e+12", "measured"] in rows

@@ -25,11 +25,11 @@ def identity(make_cluster):
 
 def _entries():
     overlap = {"compute_ratio": 0.5, "compute_s": 1.0, "collective_s": 2.0, "compute_slowdown": 0.9}
-    kind = {"collective": Collective.ALL_REDUCE, "group_size": 2}
+    kind = {"collective": Collective.ALL_REDUCE, "group_size": 2, "ranks_per_node": 2}
     return (
         StartEntry(time_s=0.1 + 0.2),
         RateEntry(name="matrix_flops_per_s", values=(1e12, 1 / 3)),
-        PointEntry(**kind, message_bytes=64, consecutive=True, across_nodes=False, times_s=(1e-5, 2e-5)),
+        PointEntry(**kind, message_bytes=64, consecutive=True, times_s=(1e-5, 2e-5)),
         PairEntry(source_rank=0, target_rank=1, message_bytes=64, time_s=1e-6),
         OverlapEntry(**kind, **overlap, collective_bytes=64, collective_slowdown=1.5),
     )

@@ -1,46 +1,56 @@
-from itertools import pairwise
+from collections import Counter
+from itertools import pairwise, product
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright_formats.semantics.layout import dp_groups, tp_groups
 from shardwright_formats.semantics.sweep_plan import SizeRange, collective_kinds, overlap_kinds, pair_rounds
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, GroupKind
 
 _NODES = st.lists(st.tuples(st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 8])), min_size=1, max_size=2)
 
 
 @given(_NODES)
-def test_groups_of_a_kind_are_disjoint_and_of_its_size_and_place(make_cluster, nodes):
+def test_groups_of_a_kind_are_disjoint_and_lie_as_it_says(make_cluster, nodes):
     cluster = make_cluster(*nodes)
     for key, groups in collective_kinds(cluster):
         ranks = [rank for group in groups for rank in group]
         assert len(ranks) == len(set(ranks))
-        assert {len(group) for group in groups} == {key.group_size}
-        crossing = [len({cluster.node_of_rank[rank] for rank in group}) > 1 for group in groups]
-        assert any(crossing) == key.across_nodes
-        if key.collective is not Collective.P2P and key.consecutive:
-            assert all(group == tuple(range(group[0], group[0] + len(group))) for group in groups)
+        assert {lying_of(cluster, group) for group in groups} == {key.group}
+
+
+def lying_of(cluster, group):
+    """Counted rank by rank."""
+    on_nodes = Counter(cluster.node_of_rank[rank] for rank in group)
+    return GroupKind(len(group), max(on_nodes.values()), group == tuple(range(group[0], group[0] + len(group))))
 
 
 @given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 3))
-def test_every_group_that_a_plan_of_one_stage_can_form_has_its_kind(make_cluster, devices, count):
+def test_every_group_of_every_pipeline_stage_has_its_kind(make_cluster, devices, count):
     cluster = make_cluster((count, devices))
-    known = {kind.key for kind in collective_kinds(cluster)}
-    world = range(cluster.num_devices)
-    for tp_size in (size for size in range(1, len(world) + 1) if len(world) % size == 0):
-        for consecutive in {True, 1 < tp_size < len(world)}:
-            for groups in (tp_groups(world, tp_size, not consecutive), dp_groups(world, tp_size, not consecutive)):
-                size = len(groups[0])
-                across = any(len({cluster.node_of_rank[rank] for rank in group}) > 1 for group in groups)
-                neighbours = size == len(world) or groups[0][1:2] == (1,)
-                if size > 1:
-                    assert CollectiveKey(Collective.ALL_REDUCE, size, neighbours, across) in known
+    known = {key.group for key, _ in collective_kinds(cluster) if key.collective is Collective.ALL_REDUCE}
+    world = cluster.num_devices
+    for width in (width for width in range(2, world + 1) if world % width == 0):
+        for tp_size, consecutive in product((size for size in range(1, width + 1) if width % size == 0), (True, False)):
+            for start in range(0, world, width):
+                ranks = range(start, start + width)
+                every = (*tp_groups(ranks, tp_size, consecutive), *dp_groups(ranks, tp_size, consecutive))
+                assert {lying_of(cluster, group) for group in every if len(group) > 1} <= known
+
+
+def test_groups_that_share_a_nodes_network_are_timed_at_once(make_cluster):
+    """Of 2 nodes of 4: four pairs, one rank on each node; two groups of four, two on each; one of all."""
+    groups = {key.group: groups for key, groups in collective_kinds(make_cluster((2, 4)))}
+    assert groups[GroupKind(4, 2, False)] == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert groups[GroupKind(8, 4, True)] == (tuple(range(8)),)
+    reduce = CollectiveKey(Collective.ALL_REDUCE, 2, 1, False)
+    assert dict(collective_kinds(make_cluster((2, 4))))[reduce] == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
 def test_point_to_point_has_near_and_far_pairs_in_and_between_nodes(make_cluster):
     pairs = {
-        (key.consecutive, key.across_nodes): groups
+        (key.consecutive, key.group.across_nodes): groups
         for key, groups in collective_kinds(make_cluster((2, 4)))
         if key.collective is Collective.P2P
     }
@@ -86,14 +96,13 @@ def test_each_rank_has_a_link_to_its_neighbour_in_every_pipeline_and_one_message
             assert len({target - source for source, target in pairs}) == 1
 
 
-def test_overlap_is_timed_once_a_group_size_from_the_whole_world_down_and_inside_nodes_where_it_can_be(make_cluster):
+def test_overlap_is_timed_for_each_group_size_inside_a_node_and_across_nodes(make_cluster):
     found = overlap_kinds(collective_kinds(make_cluster((2, 4))))
-    assert [(str(key.collective), key.group_size, key.across_nodes) for key, _ in found] == [
-        (collective, size, across)
-        for size, across in ((8, True), (4, False), (2, False))
+    assert [(str(key.collective), *key.group) for key, _ in found] == [
+        (collective, *kind)
+        for kind in ((8, 4, True), (4, 4, True), (4, 2, False), (2, 2, True), (2, 1, False))
         for collective in ("all_gather", "all_reduce", "reduce_scatter")
     ]
-    assert all(key.consecutive for key, _ in found)
 
 
 def test_overlap_is_timed_at_every_second_size_with_one_mebibyte_among_them():

@@ -26,7 +26,7 @@ from shardwright_search.cost_model.profiles import Profiles, index_profiles
 from shardwright_search.space.request import SearchRequest
 
 HIDDEN, VOCABULARY, LENGTH = 64, 256, 32
-_KIND = ("collective", "group_size", "consecutive", "across_nodes", "message_bytes")
+_KIND = ("collective", "group_size", "ranks_per_node", "consecutive", "message_bytes")
 
 
 def make_model(layers: int = 4, hidden: int = HIDDEN, tied: bool = False) -> Model:
@@ -70,19 +70,20 @@ def make_hardware(
 
     `overlap`: of a collective among so many ranks the slowdowns of compute and of the message.
     """
+    widest = max(node.devices_per_node for node in cluster.node_types.values())
     rows = [
-        (name, size, consecutive, across, message)
+        (name, size, on_a_node, consecutive, message)
         for name in Collective
         for size in range(2, cluster.num_devices + 1)
+        for on_a_node in sorted({size, *range(1, min(size, widest) + 1)})
         for consecutive in (0, 1)
-        for across in (0, 1)
         for message in (1 << 10, 1 << 15, 1 << 20)
         if name is not Collective.P2P or size == 2
     ]
     rounds = {name: 2 if name is Collective.ALL_REDUCE else 1 for name in Collective}
     times = [
-        latency_s * (1 + across) + rounds[name] * message * (size - 1) / size / bytes_per_s
-        for name, size, _, across, message in rows
+        latency_s * (1 + (on_a_node < size)) + rounds[name] * message * (size - 1) / size / bytes_per_s
+        for name, size, on_a_node, _, message in rows
     ]
     columns = list(zip(*rows, strict=True))
     return HardwareProfile(
@@ -93,13 +94,7 @@ def make_hardware(
         points=Table(
             PointRow,
             {
-                **dict(
-                    zip(
-                        ("collective", "group_size", "consecutive", "across_nodes", "message_bytes"),
-                        columns,
-                        strict=True,
-                    )
-                ),
+                **dict(zip(_KIND, columns, strict=True)),
                 "interval": np.zeros(len(rows)),
                 "source": ["measured"] * len(rows),
             },
@@ -113,6 +108,7 @@ def _overlap_row(collective: Collective, ranks: int, compute: float, message: fl
     return OverlapRow(
         collective=collective,
         group_size=ranks,
+        ranks_per_node=ranks,
         collective_bytes=0,
         compute_s=0.0,
         collective_s=0.0,

@@ -3,7 +3,7 @@
 import pytest
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.hardware_profile import Collective, GroupKind
 from shardwright_search.cost_model.collectives import (
     Duration,
     Slowdowns,
@@ -13,14 +13,13 @@ from shardwright_search.cost_model.collectives import (
     slowdowns_of,
 )
 from shardwright_search.cost_model.topology import (
-    GroupKind,
     StageTopology,
     data_group_kinds,
     stage_topology,
     tp_group_kinds,
 )
 
-NEAR, FAR = GroupKind(2, True, False), GroupKind(2, False, True)
+NEAR, FAR = GroupKind(2, 2, True), GroupKind(2, 1, False)
 
 
 def test_message_time_follows_the_measured_curve(make):
@@ -34,7 +33,7 @@ def test_message_time_follows_the_measured_curve(make):
     assert taken(65536).warning is None
     assert taken(4 << 20).time_s == pytest.approx(20e-6 + (4 << 20) * 1e-9)  # bandwidth of the last segment
     assert "measured up to 1048576" in str(taken(4 << 20).warning)
-    assert collective_time(profiles, Collective.ALL_REDUCE, [GroupKind(1, True, False)], 1 << 20).time_s == 0
+    assert collective_time(profiles, Collective.ALL_REDUCE, [GroupKind(1, 1, True)], 1 << 20).time_s == 0
     assert taken(0).time_s == 0
 
 
@@ -47,8 +46,9 @@ def test_the_slowest_kind_of_group_counts(make):
 
 def test_a_group_that_was_not_measured_is_named(make):
     profiles = make.profiles(make.model(), make.cluster(2))
-    with pytest.raises(BadInput, match=r"^h\.h5: no all_gather among 3 neighbouring ranks inside a node: measure"):
-        collective_time(profiles, Collective.ALL_GATHER, [GroupKind(3, True, False)], 1024)
+    said = r"^h\.h5: no all_gather among 3 consecutive ranks in a node, nor among more: measure"
+    with pytest.raises(BadInput, match=said):
+        collective_time(profiles, Collective.ALL_GATHER, [GroupKind(3, 3, True)], 1024)
 
 
 def test_two_ranks_send_alike_whether_neighbours_or_not(make):
@@ -97,12 +97,12 @@ def test_a_stages_groups_are_told_by_how_their_ranks_lie(make):
     """Six ranks on two nodes of three: pairs of neighbours, of which the middle one crosses."""
     topology = stage_topology(make.cluster(6, nodes=2), range(6))
     assert topology == StageTopology("n", (3, 3))
-    assert tp_group_kinds(topology, 2, True) == (GroupKind(2, True, False), GroupKind(2, True, True))
-    assert tp_group_kinds(topology, 2, False) == (GroupKind(2, False, True),)
-    assert tp_group_kinds(topology, 3, True) == (GroupKind(3, True, False),)
+    assert tp_group_kinds(topology, 2, True) == (GroupKind(2, 1, True), GroupKind(2, 2, True))
+    assert tp_group_kinds(topology, 2, False) == (GroupKind(2, 1, False),)
+    assert tp_group_kinds(topology, 3, True) == (GroupKind(3, 3, True),)
     # of neighbouring triples, ranks 0 and 3, 1 and 4, 2 and 5 reduce gradients
-    assert data_group_kinds(topology, 3, True, 1).replicas == (GroupKind(2, False, True),)
-    assert data_group_kinds(topology, 3, False, 1).replicas == (GroupKind(2, True, False), GroupKind(2, True, True))
+    assert data_group_kinds(topology, 3, True, 1).replicas == (GroupKind(2, 1, False),)
+    assert data_group_kinds(topology, 3, False, 1).replicas == (GroupKind(2, 1, True), GroupKind(2, 2, True))
     assert stage_topology(make.cluster(6, nodes=2), (2, 3)) == StageTopology("n", (1, 1))
 
 
@@ -110,7 +110,7 @@ def test_shard_groups_of_a_node_have_their_replicas_on_the_others(make):
     """Eight ranks on two nodes: of four ranks of data parallelism the first two share a node."""
     topology = stage_topology(make.cluster(8, nodes=2), range(8))
     whole = data_group_kinds(topology, 1, True, 4)
-    assert whole == ((GroupKind(4, True, False),), (GroupKind(2, False, True),))
-    assert data_group_kinds(topology, 2, True, 2) == ((GroupKind(2, False, False),), (GroupKind(2, False, True),))
-    assert data_group_kinds(topology, 2, False, 2).shards == (GroupKind(2, True, False),)
-    assert data_group_kinds(topology, 1, True, 8).shards == (GroupKind(8, True, True),), "all ranks: no replicas"
+    assert whole == ((GroupKind(4, 4, True),), (GroupKind(2, 1, False),))
+    assert data_group_kinds(topology, 2, True, 2) == ((GroupKind(2, 2, False),), (GroupKind(2, 1, False),))
+    assert data_group_kinds(topology, 2, False, 2).shards == (GroupKind(2, 2, True),)
+    assert data_group_kinds(topology, 1, True, 8).shards == (GroupKind(8, 4, True),), "all ranks: no replicas"

@@ -167,7 +167,7 @@ def indexed_of(profile: ModelProfile) -> Profiles:
 
 
 def _message_s(hardware: HardwareProfile, across: bool, collective: Collective = Collective.P2P) -> float:
-    return float(hardware.curves[CollectiveKey(collective, 2, True, across)][1][0])
+    return float(hardware.curves[CollectiveKey(collective, 2, 1 if across else 2, True)][1][0])
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 """A hardware profile from the table of devices: what messages take by the alpha-beta model, with nothing measured."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, steps
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Table
+from shardwright_formats.semantics.groups import ranks_on_nodes
 from shardwright_formats.semantics.sweep_plan import CollectiveKind, SizeRange, collective_kinds
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective, HardwareProfile, PointRow, RateRow, RepeatRow
@@ -52,41 +55,36 @@ def analytic_hardware(
     )
 
 
-def kind_time_s(kind: CollectiveKind, cluster: Cluster, network: Network, message_bytes: int) -> float:
+def kind_times_s(kind: CollectiveKind, cluster: Cluster, network: Network, message_bytes: NDArray[Any]) -> NDArray[Any]:
     """A kind of message that all its groups exchange at once: the slower of a device's link and a node's network.
 
     A ring crosses the border of a node once each way, and an all_to_all sends from each rank to all ranks of other
     nodes; groups that leave one node share its network.
     """
-    key = kind.key
-    step_s = NETWORK_STEP_S if key.across_nodes else network.link.step_s
-    latency_s = START_S + steps(key.collective, key.group_size) * step_s
-    inside_s = moved_bytes(key.collective, key.group_size, message_bytes) / network.link.bytes_per_s
-    if not key.across_nodes or network.node_bytes_per_s is None:
-        return latency_s + inside_s
-    leaving: Counter[int] = Counter()
-    for group in kind.groups:
-        leaving.update(_leaving_bytes(key.collective, group, cluster.node_of_rank, message_bytes))
-    return latency_s + max(inside_s, max(leaving.values()) / network.node_bytes_per_s)
+    collective, size, across = kind.key.collective, kind.key.group_size, kind.key.group.across_nodes
+    step_s = NETWORK_STEP_S if across else network.link.step_s
+    moved = moved_bytes(collective, size, 1) / network.link.bytes_per_s
+    if across and network.node_bytes_per_s is not None:
+        moved = max(moved, _leaving_share(kind, cluster) / network.node_bytes_per_s)
+    return START_S + steps(collective, size) * step_s + moved * message_bytes
 
 
-def _leaving_bytes(
-    collective: Collective, group: tuple[int, ...], node_of_rank: tuple[int, ...], message_bytes: int
-) -> dict[int, int]:
-    """Bytes that one group sends out of each node that it has ranks on."""
-    members = Counter(node_of_rank[rank] for rank in group)
-    if len(members) == 1:
-        return {}
+def _leaving_share(kind: CollectiveKind, cluster: Cluster) -> float:
+    """Bytes that all groups send out of the node that sends most, over those of a message."""
+    collective, groups, nodes = kind.key.collective, np.array(kind.groups), np.array(cluster.node_of_rank)
     if collective is Collective.P2P:
-        return {node_of_rank[group[0]]: message_bytes}
-    size = len(group)
-    if collective is Collective.ALL_TO_ALL:
-        return {node: count * (size - count) * message_bytes // size for node, count in members.items()}
-    return dict.fromkeys(members, round(moved_bytes(collective, size, message_bytes)))
+        return float(np.bincount(nodes[groups[:, 0]]).max())
+    size = groups.shape[1]
+    _, node, ranks = ranks_on_nodes(groups, nodes)
+    ring = np.full(len(ranks), moved_bytes(collective, size, 1))
+    leaving = ranks * (size - ranks) / size if collective is Collective.ALL_TO_ALL else ring
+    return float(np.bincount(node, leaving).max())
 
 
 def _points(cluster: Cluster, network: Network) -> Iterator[tuple[PointRow, float]]:
     for kind in collective_kinds(cluster):
-        for message_bytes in SizeRange(_MIN_BYTES, _MAX_BYTES).all(kind.key.group_size):
+        sizes = SizeRange(_MIN_BYTES, _MAX_BYTES).all(kind.key.group_size)
+        times_s = kind_times_s(kind, cluster, network, np.array(sizes)).tolist()
+        for message_bytes, time_s in zip(sizes, times_s, strict=True):
             row = PointRow(**kind.key._asdict(), message_bytes=message_bytes, interval=0.0, source=Source.ANALYTIC)
-            yield row, kind_time_s(kind, cluster, network, message_bytes)
+            yield row, time_s

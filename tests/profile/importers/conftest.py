@@ -87,7 +87,7 @@ def request_for(tmp_path):
 @pytest.fixture
 def hardware(tmp_path):
     """All-reduce among 2 at 1 MB/s as a whole; gather and scatter take half of it."""
-    reduce = CollectiveKey(Collective.ALL_REDUCE, 2, True, False)
+    reduce = CollectiveKey(Collective.ALL_REDUCE, 2, 2, True)
     points = list(link_points(reduce, 1e6, Source.DERIVED))
     for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
         points += link_points(reduce._replace(collective=collective), 1e6, Source.DERIVED)

@@ -128,16 +128,16 @@ def test_a_bandwidth_is_in_bits_and_divided_as_fasop_divides_it():
     profile = fasop_hardware(read_fasop_constants(CONSTANTS), FasopHardwareOptions(**of, nodes=2, cluster="toys"))
     mib = 1024**2
 
-    def at(collective, ranks, across):
-        sizes, times_s = profile.curves[CollectiveKey(collective, ranks, True, across)]
+    def at(collective, ranks, on_a_node, consecutive=True):
+        sizes, times_s = profile.curves[CollectiveKey(collective, ranks, on_a_node, consecutive)]
         return times_s[sizes.tolist().index(mib)]
 
-    assert at(Collective.P2P, 2, False) == pytest.approx(mib * 8 / (1840e9 / 3.5))
-    assert at(Collective.P2P, 2, True) == pytest.approx(mib * 8 / (40e9 / 1.05))
-    assert at(Collective.ALL_REDUCE, 4, False) == pytest.approx(2 * 3 / 4 * mib * 8 / (1840e9 / 3.5))
-    assert at(Collective.ALL_GATHER, 8, True) == pytest.approx(7 / 8 * mib * 8 / (40e9 / 1.05))
+    assert at(Collective.P2P, 2, 2) == pytest.approx(mib * 8 / (1840e9 / 3.5))
+    assert at(Collective.P2P, 2, 1) == pytest.approx(mib * 8 / (40e9 / 1.05))
+    assert at(Collective.ALL_REDUCE, 4, 4) == pytest.approx(2 * 3 / 4 * mib * 8 / (1840e9 / 3.5))
+    assert at(Collective.ALL_GATHER, 8, 4) == pytest.approx(7 / 8 * mib * 8 / (40e9 / 1.05))
     assert set(profile.points["source"]) == {b"derived"}
-    assert CollectiveKey(Collective.ALL_REDUCE, 8, True, False) not in profile.curves
+    assert CollectiveKey(Collective.ALL_REDUCE, 8, 8, True) not in profile.curves
 
 
 @pytest.mark.parametrize(

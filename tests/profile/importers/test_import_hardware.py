@@ -41,8 +41,8 @@ def imported(options):
     return import_galvatron_hardware(options)
 
 
-def time_s(profile, collective, group_size, message_bytes, consecutive=True, across=False):
-    sizes, times_s = profile.curves[CollectiveKey(collective, group_size, consecutive, across)]
+def time_s(profile, collective, group_size, message_bytes, consecutive=True):
+    sizes, times_s = profile.curves[CollectiveKey(collective, group_size, group_size, consecutive)]
     return times_s[sizes.tolist().index(message_bytes)]
 
 
@@ -92,7 +92,7 @@ def test_neighbours_cross_nodes_when_one_is_too_small_and_strided_ranks_when_the
     }
     keys = imported(tables_for("2nodes_8gpus", allreduce=bandwidths)).curves
     found = {key[1:] for key in keys if key.collective is Collective.ALL_REDUCE}
-    assert found == {(16, True, True), (8, True, False), (2, False, True)}
+    assert found == {(16, 8, True), (8, 8, True), (2, 1, False)}
 
 
 def test_of_sends_over_several_distances_the_slowest_is_taken_and_named(tables_for):

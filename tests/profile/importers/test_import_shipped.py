@@ -154,7 +154,7 @@ def test_llamas_layer_and_the_two_tables_of_collectives_are_as_documented():
             out=Path("hardware.h5"),
         )
     )
-    sizes, times_s = profile.curves[CollectiveKey(Collective.ALL_REDUCE, 8, True, False)]
+    sizes, times_s = profile.curves[CollectiveKey(Collective.ALL_REDUCE, 8, 8, True)]
     assert (sizes[-1], times_s[-1]) == (1024**3, pytest.approx(8.1409e-3))
     # Galvatron divides MiB by a bandwidth of MB, and gets 11.62.
     bandwidth = json.loads((tables / f"allreduce_bandwidth_{one}").read_text())["allreduce_size_8_consec_1"]

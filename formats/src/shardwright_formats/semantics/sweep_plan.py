@@ -1,9 +1,13 @@
 """The plan of a sweep: which collectives are timed among which ranks, and at which sizes."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
 
-from shardwright_formats.semantics.layout import tp_groups
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shardwright_formats.semantics.groups import groups_by_kind
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
 
@@ -34,9 +38,7 @@ class CollectiveKind(NamedTuple):
     groups: Groups
 
     def __str__(self) -> str:
-        layout = "consecutive" if self.key.consecutive else "strided"
-        place = "across nodes" if self.key.across_nodes else "in a node"
-        return f"{self.key.collective} of {self.key.group_size} {layout} ranks {place}"
+        return f"{self.key.collective} of {self.key.group}"
 
 
 class PairRound(NamedTuple):
@@ -104,31 +106,40 @@ class SweepPlan(NamedTuple):
 
 
 def collective_kinds(cluster: Cluster) -> tuple[CollectiveKind, ...]:
-    """Every collective by group size and layout, and p2p between neighbours and between far ranks.
+    """Every collective by the kinds of group that layouts on the cluster have, and p2p of neighbours and far ranks.
 
-    Group sizes are the divisors, from 2, of the number of devices and of each node's. Where all ranks form one group
-    there is only the consecutive kind.
+    The groups of a layout are cut out of blocks of neighbouring ranks, a stride apart, where sizes and strides divide
+    the devices of the cluster, or of a node. Of layouts with groups of the same kind that with the largest stride
+    stands for all; where its groups are of several kinds, those of each are timed at once.
     """
-    kinds: dict[CollectiveKey, Groups] = {}
-    for consecutive, groups in _partitions(cluster):
-        for collective in (c for c in Collective if c is not Collective.P2P):
-            key = CollectiveKey(collective, len(groups[0]), consecutive, _crosses(cluster, groups))
-            kinds.setdefault(key, groups)
-    for consecutive, pairs in _pairings(cluster):
-        kinds.setdefault(CollectiveKey(Collective.P2P, 2, consecutive, _crosses(cluster, pairs)), pairs)
-    return tuple(CollectiveKind(key, groups) for key, groups in sorted(kinds.items()))
+    found: dict[CollectiveKey, Groups] = {}
+    nodes = np.array(cluster.node_of_rank)
+    others = tuple(collective for collective in Collective if collective is not Collective.P2P)
+    layouts: list[tuple[tuple[Collective, ...], ArrayLike]] = [(others, groups) for groups in _partitions(cluster)]
+    layouts += [((Collective.P2P,), pairs) for pairs in _pairings(cluster)]
+    for collectives, groups in layouts:
+        for kind, alike in groups_by_kind(groups, nodes).items():
+            keys = [CollectiveKey(collective, *kind) for collective in collectives]
+            if keys[0] not in found:
+                found |= dict.fromkeys(keys, tuple(map(tuple, alike.tolist())))
+    return tuple(CollectiveKind(key, groups) for key, groups in sorted(found.items()))
 
 
 def overlap_kinds(kinds: Sequence[CollectiveKind]) -> tuple[CollectiveKind, ...]:
-    """The kinds that are timed overlapped with a computation: consecutive, each group size once, the largest first.
+    """The kinds that are timed overlapped with a computation: each group size inside a node and across nodes.
 
-    Of groups of one size inside a node and across nodes those inside are taken.
+    Of groups of one size across nodes those with the fewest ranks on a node are taken, as data parallelism has them.
     """
-    found: dict[tuple[Collective, int], CollectiveKind] = {}
-    for kind in sorted(kinds, key=lambda kind: (-kind.key.group_size, kind.key.across_nodes, kind.key.collective)):
-        if kind.key.collective in _OVERLAPPED and kind.key.consecutive:
-            found.setdefault(kind.key[:2], kind)
+    found: dict[tuple[Collective, int, bool], CollectiveKind] = {}
+    for kind in sorted(kinds, key=_overlap_order):
+        if kind.key.collective in _OVERLAPPED:
+            found.setdefault((*kind.key[:2], kind.key.group.across_nodes), kind)
     return tuple(found.values())
+
+
+def _overlap_order(kind: CollectiveKind) -> tuple[object, ...]:
+    key = kind.key
+    return -key.group_size, key.group.across_nodes, key.collective, key.ranks_per_node, not key.consecutive
 
 
 def pair_rounds(cluster: Cluster, message_bytes: Sequence[int]) -> tuple[PairRound, ...]:
@@ -147,45 +158,39 @@ def pair_rounds(cluster: Cluster, message_bytes: Sequence[int]) -> tuple[PairRou
     return tuple(rounds)
 
 
-def _partitions(cluster: Cluster) -> Iterator[tuple[bool, Groups]]:
-    """The ranks cut into groups of one size: inside each node first, then over the whole cluster."""
+def _partitions(cluster: Cluster) -> Iterator[NDArray[Any]]:
+    """The ranks cut into groups of one size [groups, size]: inside each node first, then over the whole cluster."""
     nodes = _nodes(cluster)
     for size in range(2, max(map(len, nodes)) + 1):
         fitting = [node for node in nodes if len(node) % size == 0]
-        for consecutive in (True, False):
-            wanted = [node for node in fitting if consecutive or len(node) > size]
-            groups = tuple(group for node in wanted for group in tp_groups(node, size, consecutive))
-            if groups:
-                yield consecutive, groups
+        for strided in (False, True):
+            if wanted := [node for node in fitting if len(node) > size or not strided]:
+                yield np.concatenate([_apart(node, size, len(node) // size if strided else 1) for node in wanted])
     world = range(cluster.num_devices)
     for size in (size for size in range(2, len(world) + 1) if len(world) % size == 0):
-        yield True, tp_groups(world, size, True)
-        if size < len(world):
-            yield False, tp_groups(world, size, False)
+        most = len(world) // size
+        for stride in (stride for stride in range(most, 0, -1) if most % stride == 0):
+            yield _apart(world, size, stride)
 
 
-def _pairings(cluster: Cluster) -> Iterator[tuple[bool, Groups]]:
+def _apart(ranks: Sequence[int], size: int, stride: int) -> NDArray[Any]:
+    """Groups of ranks a stride apart [groups, size]."""
+    return np.array(ranks).reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size)
+
+
+def _pairings(cluster: Cluster) -> Iterator[Groups]:
     """Senders and receivers: neighbours in a node and over a node's end, then ranks half a node or cluster apart."""
     nodes = _nodes(cluster)
     neighbours = tuple(pair for node in nodes for pair in zip(node[::2], node[1::2], strict=False))
     borders = tuple((left[-1], right[0]) for left, right in zip(nodes[::2], nodes[1::2], strict=False))
-    for pairs in (neighbours, borders):
-        if pairs:
-            yield True, pairs
     world = tuple(range(cluster.num_devices))
-    for parts in (nodes, (world,)):
-        apart = [(part[i], part[i + len(part) // 2]) for part in parts for i in range(len(part) // 2)]
-        if far := tuple((source, target) for source, target in apart if target - source > 1):
-            yield False, far
+    apart = ((part[i], part[i + len(part) // 2]) for part in nodes for i in range(len(part) // 2))
+    far = ((world[i], world[i + len(world) // 2]) for i in range(len(world) // 2))
+    for pairs in (neighbours, borders, tuple(apart), tuple(far)):
+        if pairs:
+            yield pairs
 
 
 def _nodes(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    node_of_rank = cluster.node_of_rank
-    return tuple(
-        tuple(rank for rank, other in enumerate(node_of_rank) if other == node) for node in sorted(set(node_of_rank))
-    )
-
-
-def _crosses(cluster: Cluster, groups: Groups) -> bool:
-    node_of_rank = cluster.node_of_rank
-    return any(len({node_of_rank[rank] for rank in group}) > 1 for group in groups)
+    numbered = groupby(enumerate(cluster.node_of_rank), key=lambda pair: pair[1])
+    return tuple(tuple(rank for rank, _ in ranks) for _, ranks in numbered)

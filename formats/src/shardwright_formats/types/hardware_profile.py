@@ -40,13 +40,47 @@ class Collective(StrEnum):
     P2P = "p2p"
 
 
+class GroupKind(NamedTuple):
+    """How a group of ranks lies on nodes.
+
+    How many such groups share a node's network follows, where all ranks of a node take part: of neighbours, one at
+    either end of the node; of others, as many as the node has devices over `ranks_per_node`.
+    """
+
+    size: int
+    ranks_per_node: int
+    """The most of its ranks that share a node."""
+    consecutive: bool
+    """Whether they are neighbours."""
+
+    @property
+    def nodes(self) -> int:
+        """On how many nodes it lies, where it fills all but the last."""
+        return -(-self.size // self.ranks_per_node)
+
+    @property
+    def across_nodes(self) -> bool:
+        """Whether it lies on several nodes."""
+        return self.size > self.ranks_per_node
+
+    def __str__(self) -> str:
+        layout = "consecutive" if self.consecutive else "strided"
+        place = f", {self.ranks_per_node} on a node" if self.across_nodes else " in a node"
+        return f"{self.size} {layout} ranks{place}"
+
+
 class CollectiveKey(NamedTuple):
-    """A kind of message: which collective, among how many ranks, and how these lie."""
+    """A kind of message: which collective, and the kind of group."""
 
     collective: Collective
     group_size: int
+    ranks_per_node: int
     consecutive: bool
-    across_nodes: bool
+
+    @property
+    def group(self) -> GroupKind:
+        """The kind of group."""
+        return GroupKind(*self[1:])
 
 
 _RateName = Annotated[str, Meta(max_length=32)]
@@ -61,10 +95,10 @@ class PointRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which one."""
     group_size: Ranks
     """How many ranks take part."""
+    ranks_per_node: Ranks
+    """The most of them that share a node: all, where the group lies inside one."""
     consecutive: bool
     """Whether they are neighbours."""
-    across_nodes: bool
-    """Whether they are on several nodes."""
     message_bytes: PositiveBytes
     """Size of the full tensor on one rank."""
     interval: Annotated[NonNegativeNumber, Meta(extra={"unit": "1"})]
@@ -75,7 +109,7 @@ class PointRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def key(self) -> CollectiveKey:
         """The kind of message."""
-        return CollectiveKey(self.collective, self.group_size, self.consecutive, self.across_nodes)
+        return CollectiveKey(self.collective, self.group_size, self.ranks_per_node, self.consecutive)
 
 
 class RepeatRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,6 +145,8 @@ class OverlapRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which one."""
     group_size: Ranks
     """How many ranks take part."""
+    ranks_per_node: Ranks
+    """The most of them that share a node."""
     collective_bytes: Bytes
     """Size of the full tensor on one rank; 0 where it is not known."""
     compute_s: Seconds
@@ -160,7 +196,7 @@ class HardwareProfile(Profile):
     """
 
     FORMAT: ClassVar[str] = "shardwright.hardware_profile"
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
 
     cluster: str
     device: str
@@ -175,7 +211,10 @@ class HardwareProfile(Profile):
 
     @property
     def problem(self) -> str | None:
-        """Every point has repeats, and every repeat a point."""
+        """Every point has repeats, every repeat a point, and no group more ranks on a node than it has."""
+        for table in (self.points, self.overlap):
+            if (table["ranks_per_node"] > table["group_size"]).any():
+                return "groups with more ranks on a node than they have"
         if set(self.repeats["point"].tolist()) != set(range(len(self.points))):
             return "points without repeats, or repeats without a point"
         return None

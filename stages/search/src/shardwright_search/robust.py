@@ -134,7 +134,8 @@ def _score(instance: Instance, best: Best[Configuration]) -> float:
 
 def _links(hardware: HardwareProfile, cluster: Cluster) -> Iterator[tuple[str, np.ndarray]]:
     """The kinds of link that a cluster has and the profile knows, with the points measured on each."""
-    send, across = hardware.points["collective"] == Collective.P2P.encode(), hardware.points["across_nodes"] == 1
+    send = hardware.points["collective"] == Collective.P2P.encode()
+    across = hardware.points["ranks_per_node"] < hardware.points["group_size"]
     inside = any(node.devices_per_node > 1 for node in cluster.node_types.values())
     several = sum(group.count for group in cluster.nodes) > 1
     for name, there, points in (

@@ -83,7 +83,7 @@ def unsettled_points(profile: HardwareProfile) -> tuple[str, ...]:
     worst = int(np.argmax(interval))
     point = profile.points.rows[worst]
     known = f"± {interval[worst]:.0%}" if np.isfinite(interval[worst]) else "one repeat"
-    where = f"{point.collective} of {point.group_size} ranks, {bytes_text(point.message_bytes)}: {known}"
+    where = f"{point.collective} of {point.key.group}, {bytes_text(point.message_bytes)}: {known}"
     return (f"{count} of {len(interval)} points are not known to within {SETTLED:.0%} (the worst: {where})",)
 
 

@@ -68,7 +68,7 @@ def _overlaps(session: Session, timer: "_Timer", kind: CollectiveKind) -> Iterat
         if not isinstance(point, PointEntry):
             return
         what = f"overlapped with a computation, {kind}"
-        keys = [("overlap", *kind.key[:2], size, ratio) for ratio in COMPUTE_RATIOS]
+        keys = [("overlap", *kind.key[:3], size, ratio) for ratio in COMPUTE_RATIOS]
         needs_s = CASE_MESSAGES * (WARM_UP_REPEATS + session.min_repeats) * float(np.median(point.times_s))
         # Half: the sizes that follow take more.
         yield Task(what, keys, partial(timer.entries, kind, point), 1 / 2, None if size in always else needs_s)
@@ -102,6 +102,7 @@ class _Timer:
                 OverlapEntry(
                     collective=kind.key.collective,
                     group_size=kind.key.group_size,
+                    ranks_per_node=kind.key.ranks_per_node,
                     collective_bytes=point.message_bytes,
                     compute_ratio=ratio,
                     compute_s=compute_s,

@@ -114,15 +114,15 @@ class PointEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     collective: Collective
     group_size: _Count
+    ranks_per_node: _Count
     consecutive: bool
-    across_nodes: bool
     message_bytes: _Count
     times_s: Annotated[tuple[_Positive, ...], Meta(min_length=1)]
 
     @property
     def kind(self) -> CollectiveKey:
         """The kind of message."""
-        return CollectiveKey(self.collective, self.group_size, self.consecutive, self.across_nodes)
+        return CollectiveKey(self.collective, self.group_size, self.ranks_per_node, self.consecutive)
 
     @property
     def key(self) -> Key:
@@ -160,7 +160,14 @@ class OverlapEntry(OverlapRow, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def key(self) -> Key:
         """By kind of message, size, and length of the computation."""
-        return ("overlap", self.collective, self.group_size, self.collective_bytes, self.compute_ratio)
+        return (
+            "overlap",
+            self.collective,
+            self.group_size,
+            self.ranks_per_node,
+            self.collective_bytes,
+            self.compute_ratio,
+        )
 
     def __str__(self) -> str:
         return (

@@ -69,7 +69,7 @@ def _workload(session: Session, plan: SweepPlan) -> Workload:
             size
             for kind in plan.overlapped
             for size in sizes.overlapped(kind.key.group_size)
-            if size in always(kind) and not find("overlap", *kind.key[:2], size, 1.0)
+            if size in always(kind) and not find("overlap", *kind.key[:3], size, 1.0)
         ],
         case_messages=CASE_MESSAGES,
         min_repeats=session.min_repeats,

@@ -222,17 +222,37 @@ def fasop_hardware(constants: FasopConstants, options: FasopHardwareOptions) -> 
         f"Made from {file.name}, SHA-256 {sha256_of_file(file)}.",
         f"Figures of {constants.citation}.",
         f"Bandwidths of setting {setting!r} over FASOP's divisors; nothing here was timed, and latency is left out.",
+        "That between nodes is a node's: all groups that leave it share it.",
     ]
     points = [
-        *_points(False, a_node, links.intra_node / _BITS / by.intra_node),
-        *_points(True, options.nodes * a_node if options.nodes > 1 else 0, links.inter_node / _BITS / by.inter_node),
+        *_inside(a_node, links.intra_node / _BITS / by.intra_node),
+        *_between(options.nodes, a_node, links.inter_node / _BITS / by.inter_node),
     ]
     return hardware_profile(options.cluster, options.device, notes, points, None)
 
 
-def _points(across: bool, most: int, bytes_per_s: float) -> Iterator[HardwarePoint]:
-    """Of groups of up to `most` ranks."""
-    for ranks, consecutive, collective in product(range(2, most + 1), (False, True), Collective):
+def _inside(a_node: int, bytes_per_s: float) -> Iterator[HardwarePoint]:
+    """Of groups in a node of so many GPUs."""
+    for ranks, consecutive, collective in product(range(2, a_node + 1), (False, True), Collective):
         if collective is not Collective.P2P or ranks == 2:
-            key = CollectiveKey(collective, ranks, consecutive, across)
-            yield from link_points(key, bytes_per_s, Source.DERIVED)
+            yield from link_points(CollectiveKey(collective, ranks, ranks, consecutive), bytes_per_s, Source.DERIVED)
+
+
+def _between(nodes: int, a_node: int, bytes_per_s: float) -> Iterator[HardwarePoint]:
+    """Of groups with equally many ranks on each of their nodes; all of a node's groups share its network."""
+    even = (size for size in range(1, a_node + 1) if a_node % size == 0)
+    for on_a_node, on_nodes, collective in product(even, range(2, nodes + 1), Collective):
+        if collective is not Collective.P2P:
+            key = CollectiveKey(collective, on_a_node * on_nodes, on_a_node, on_a_node == a_node)
+            yield from link_points(key, bytes_per_s / _sharing(key, a_node), Source.DERIVED)
+    if nodes > 1:
+        for consecutive in (False, True):
+            key = CollectiveKey(Collective.P2P, 2, 1, consecutive)
+            yield from link_points(key, bytes_per_s / (1 if consecutive else a_node), Source.DERIVED)
+
+
+def _sharing(key: CollectiveKey, a_node: int) -> float:
+    """How many times what a rank of a group sends leaves each node; in an all-to-all a part of it stays there."""
+    if key.collective is Collective.ALL_TO_ALL:
+        return a_node * (key.group_size - key.ranks_per_node) / (key.group_size - 1)
+    return a_node / key.ranks_per_node

@@ -51,9 +51,13 @@ def halves(reduce: HardwarePoint) -> Iterator[HardwarePoint]:
 
 
 def hardware_profile(
-    cluster: str, device: str, notes: Sequence[str], points: Sequence[HardwarePoint], overlap: tuple[int, float] | None
+    cluster: str,
+    device: str,
+    notes: Sequence[str],
+    points: Sequence[HardwarePoint],
+    overlap: tuple[CollectiveKey, float] | None,
 ) -> HardwareProfile:
-    """The profile of these points, one time each, and of one slowdown (ranks, factor) of both sides of an overlap."""
+    """The profile of these points, one time each, and of one slowdown of both sides of an overlap."""
     ordered = sorted(points)
     return HardwareProfile(
         cluster=cluster,
@@ -74,10 +78,11 @@ def hardware_profile(
     )
 
 
-def _slowdown(ranks: int, factor: float) -> OverlapRow:
+def _slowdown(key: CollectiveKey, factor: float) -> OverlapRow:
     return OverlapRow(
-        collective=Collective.ALL_REDUCE,
-        group_size=ranks,
+        collective=key.collective,
+        group_size=key.group_size,
+        ranks_per_node=key.ranks_per_node,
         collective_bytes=0,
         compute_s=0.0,
         collective_s=0.0,

@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
+from shardwright_formats.semantics.groups import seconds_on
 from shardwright_formats.semantics.schedule import Pass
-from shardwright_formats.types.hardware_profile import CollectiveKey, HardwareProfile, read_hardware_profile
+from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model import HEAD, Model
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel
 
@@ -56,21 +55,10 @@ def layer_traffic(
 
 
 def _time_s(hardware: Hardware, message: Message) -> float:
-    """On neighbouring ranks, inside a node where one holds them all; the planner's own rule between and beyond sizes.
-
-    Constant below the smallest size, linear between, and with the last segment's slope above the largest.
-    """
-    for across in (False, True):
-        curve = hardware.profile.curves.get(CollectiveKey(message.collective, message.group_size, True, across))
-        if curve is not None:
-            break
-    else:
+    """On neighbouring ranks, inside a node where one holds them all."""
+    curves = hardware.profile.curves
+    alike = (key for key in curves if key[:2] == (message.collective, message.group_size) and key.consecutive)
+    if (key := max(alike, key=lambda key: key.ranks_per_node, default=None)) is None:
         what = f"no {message.collective} among {message.group_size} neighbouring ranks"
         raise BadInput(hardware.file, what, "leave that size out of --tp-sizes, or give another profile")
-    sizes, times_s = curve
-    if message.bytes <= sizes[-1]:
-        return float(np.interp(message.bytes, sizes, times_s))
-    slope = times_s[-1] / sizes[-1]
-    if len(sizes) > 1 and times_s[-1] > times_s[-2]:
-        slope = (times_s[-1] - times_s[-2]) / (sizes[-1] - sizes[-2])
-    return float(times_s[-1] + (message.bytes - sizes[-1]) * slope)
+    return seconds_on(hardware.profile, key, message.bytes)

@@ -148,8 +148,7 @@ def _quartiles(profile: HardwareProfile, key: CollectiveKey) -> NDArray[Any]:
 
 
 def _ranks(key: CollectiveKey) -> str:
-    layout = "consecutive" if key.consecutive else "strided"
-    return f"{key.group_size} {layout} ranks {'across nodes' if key.across_nodes else 'in a node'}"
+    return str(key.group)
 
 
 def _series(profile: ModelProfile, name: str, quantity: str) -> Iterator[_Series]:

@@ -89,7 +89,7 @@ def _messages(profile: HardwareProfile) -> Printed:
     timed.sort(key=lambda timed: (timed[0].key, timed[0].message_bytes))
     for key, points in groupby(timed, key=lambda timed: timed[0].key):
         layout = "consecutive" if key.consecutive else "strided"
-        place = "across nodes" if key.across_nodes else "in a node"
+        place = f"{key.ranks_per_node} on a node" if key.group.across_nodes else "in a node"
         for point, times_s in points:
             low_s, median_s, high_s = (float(value) for value in np.quantile(times_s, [0.25, 0.5, 0.75]))
             table.add_row(

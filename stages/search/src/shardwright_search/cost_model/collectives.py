@@ -1,6 +1,5 @@
 """Time of collectives, read off the hardware profile, and how they and computation that overlap slow each other."""
 
-from bisect import bisect
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -8,9 +7,9 @@ import numpy as np
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.table import median
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
+from shardwright_formats.semantics.groups import nearest_measured, seconds_on
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, GroupKind
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.cost_model.topology import GroupKind
 
 
 class Duration(NamedTuple):
@@ -33,7 +32,7 @@ def collective_time(
     """Time of a collective that groups of these kinds do at once: that of the slowest kind.
 
     `num_bytes` is the full tensor, as defined by `Collective`. A group of one rank, or no bytes, takes no time.
-    Raises BadInput when the hardware profile has no such group.
+    Raises BadInput when the hardware profile has neither such groups nor larger ones.
     """
     taken = Duration(0.0)
     for kind in kinds:
@@ -44,7 +43,7 @@ def collective_time(
 
 def send_kind_time(profiles: Profiles, consecutive: bool, across_nodes: bool, num_bytes: float) -> Duration:
     """Time of a message from one rank to another; neighbours or not makes no difference to two ranks."""
-    key = CollectiveKey(Collective.P2P, 2, consecutive, across_nodes)
+    key = CollectiveKey(Collective.P2P, 2, 1 if across_nodes else 2, consecutive)
     if key not in profiles.hardware.curves:
         other = key._replace(consecutive=not consecutive)
         key = other if other in profiles.hardware.curves else key
@@ -95,47 +94,17 @@ def _time(duration: Duration) -> float:
 
 
 def _on_curve(profiles: Profiles, key: CollectiveKey, num_bytes: float) -> Duration:
-    """Piecewise linear between measured sizes, constant below the smallest, the last segment's bandwidth above.
-
-    Where noise makes the last segment fall, the largest size's own bandwidth stands in. A number of ranks that no sweep
-    of the cluster measures, as stages of unequal width have, lies between the next smaller and the next larger one.
-    """
-    if (curve := profiles.hardware.curves.get(key)) is None:
-        if (between := _between_sizes(profiles, key, num_bytes)) is not None:
-            return between
-        how = "neighbouring" if key.consecutive else "strided"
-        where = "across nodes" if key.across_nodes else "inside a node"
-        raise BadInput(
-            profiles.hardware_file,
-            f"no {key.collective} among {key.group_size} {how} ranks {where}",
-            "measure the hardware of this cluster again",
+    """Of the kind itself, or of what stands for it; then a warning says so, as it does beyond the measured sizes."""
+    hardware = profiles.hardware
+    if (found := nearest_measured(hardware, key)) is None:
+        what = f"no {key.collective} among {key.group}, nor among more"
+        raise BadInput(profiles.hardware_file, what, "measure the hardware of this cluster")
+    warnings = []
+    if found != key:
+        warnings.append(f"rounded up: {key.collective} among {key.group}: as measured among {found.group}")
+    if num_bytes > (largest := hardware.curves[found][0][-1]):
+        warnings.append(
+            f"extrapolated: {key.collective} among {key.group_size} ranks of {num_bytes:.0f} bytes, "
+            f"measured up to {largest}"
         )
-    sizes, times_s = curve
-    if num_bytes <= sizes[-1]:
-        return Duration(float(np.interp(num_bytes, sizes, times_s)))
-    seconds_per_byte = times_s[-1] / sizes[-1]
-    if len(sizes) > 1 and times_s[-1] > times_s[-2]:
-        seconds_per_byte = (times_s[-1] - times_s[-2]) / (sizes[-1] - sizes[-2])
-    time_s = float(times_s[-1] + (num_bytes - sizes[-1]) * seconds_per_byte)
-    return Duration(
-        time_s,
-        f"extrapolated: {key.collective} among {key.group_size} ranks of {num_bytes:.0f} bytes, "
-        f"measured up to {sizes[-1]}",
-    )
-
-
-def _between_sizes(profiles: Profiles, key: CollectiveKey, num_bytes: float) -> Duration | None:
-    """Linear in the number of ranks; None where not both a smaller and a larger number were measured.
-
-    And none where a multiple was measured of any collective: a sweep of the cluster would have such groups, too.
-    """
-    if any(other.group_size % key.group_size == 0 for other in profiles.hardware.curves):
-        return None
-    alike = (other for other in profiles.hardware.curves if other._replace(group_size=key.group_size) == key)
-    known = sorted(other.group_size for other in alike)
-    if not known or not known[0] < key.group_size < known[-1]:
-        return None
-    low, high = known[bisect(known, key.group_size) - 1 :][:2]
-    times = [_on_curve(profiles, key._replace(group_size=size), num_bytes).time_s for size in (low, high)]
-    warning = f"interpolated: {key.collective} among {key.group_size} ranks, measured among {low} and {high}"
-    return Duration(float(np.interp(key.group_size, (low, high), times)), warning)
+    return Duration(seconds_on(hardware, found, num_bytes), "; ".join(warnings) or None)

@@ -16,7 +16,7 @@ from shardwright_formats.semantics.communication import region_messages
 from shardwright_formats.semantics.layout import Layout
 from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.hardware_profile import Collective, GroupKind
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, Precision
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
@@ -27,7 +27,7 @@ from shardwright_search.cost_model.memory import ParameterMemory, itemsize
 from shardwright_search.cost_model.parameters import ParameterCosts, parameter_costs
 from shardwright_search.cost_model.profiles import LayerKey, Profiles
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.cost_model.topology import GroupKind, StageTopology, tp_group_kinds
+from shardwright_search.cost_model.topology import StageTopology, tp_group_kinds
 from shardwright_search.solver.cached import cached_method
 
 
@@ -226,10 +226,11 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> tuple[Duration, Duration]:
         """What tensor and sequence parallelism take longer forward and backward than where they were profiled.
 
-        They were profiled, and are inside the layer's times, among neighbours inside a node.
+        They were profiled, and are inside the layer's times, among neighbours on as few nodes as can be.
         """
         groups = tp_group_kinds(topology, strategy.tp_size, strategy.tp_consecutive)
-        profiled = (GroupKind(strategy.tp_size, True, False),)
+        width = self.cluster.node_types[topology.node_type].devices_per_node
+        profiled = (GroupKind(strategy.tp_size, min(strategy.tp_size, width), True),)
         if strategy.tp_size == 1 or groups == profiled:
             return Duration(0.0), Duration(0.0)
         if not self.model.types[type_name].regions:

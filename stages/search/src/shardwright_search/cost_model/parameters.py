@@ -8,7 +8,7 @@ import msgspec
 from shardwright_formats.io.table import Source
 from shardwright_formats.semantics.communication import Cause, Message, parameter_messages, partial_gradient_bytes
 from shardwright_formats.semantics.layout import parameter_layout
-from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.hardware_profile import Collective, GroupKind
 from shardwright_formats.types.model import EMBEDDING, Model
 from shardwright_formats.types.plan import Precision
 from shardwright_formats.types.strategy import Strategy
@@ -25,7 +25,6 @@ from shardwright_search.cost_model.memory import ParameterMemory, itemsize, para
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import (
     DataGroupKinds,
-    GroupKind,
     StageTopology,
     data_group_kinds,
     tp_group_kinds,
@@ -120,7 +119,7 @@ def _overlapped(
     lost = states.reduction_s == 0 and message.collective is Collective.ALL_GATHER
     if not known or lost or states.reduction_ranks == 1:
         return Overlapped(alone, slowdowns)
-    probed = GroupKind(states.reduction_ranks, states.tp_size == 1, False)
+    probed = GroupKind(states.reduction_ranks, states.reduction_ranks, states.tp_size == 1)
     profiled = collective_time(profiles, Collective.ALL_REDUCE, [probed], message.bytes)
     more_s = states.reduction_s - profiled.time_s
     if more_s <= 0:

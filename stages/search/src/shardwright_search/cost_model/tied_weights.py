@@ -10,7 +10,7 @@ from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.collectives import collective_time, send_kind_time
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.memory import itemsize
-from shardwright_search.cost_model.topology import GroupKind, stage_topology
+from shardwright_search.cost_model.topology import kinds_of, stage_topology
 
 
 def tie_cost_ps(
@@ -61,8 +61,8 @@ def _sent_ps(costs: CostModel, first: Sequence[int], last: Sequence[int], sent: 
     if first != last:
         return picoseconds(send_kind_time(costs.profiles, *costs.link(first, last), sent).time_s)
     topology = stage_topology(costs.cluster, first)
-    kind = GroupKind(topology.size, True, len(topology.on_each_node) > 1)
-    return picoseconds(collective_time(costs.profiles, Collective.ALL_TO_ALL, [kind], sent).time_s)
+    kinds = kinds_of(topology, [range(topology.size)])
+    return picoseconds(collective_time(costs.profiles, Collective.ALL_TO_ALL, kinds, sent).time_s)
 
 
 def _part_bytes(costs: CostModel, layer: str, name: str, strategy: Strategy) -> int:

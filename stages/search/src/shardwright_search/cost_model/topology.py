@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright_formats.semantics.groups import groups_by_kind
 from shardwright_formats.semantics.layout import Layout
 from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.hardware_profile import GroupKind
 
 
 class StageTopology(NamedTuple):
@@ -21,14 +23,6 @@ class StageTopology(NamedTuple):
     def size(self) -> int:
         """Number of ranks."""
         return sum(self.on_each_node)
-
-
-class GroupKind(NamedTuple):
-    """What the time of a collective depends on beside its size in bytes: how many ranks, and how they lie."""
-
-    size: int
-    consecutive: bool
-    across_nodes: bool
 
 
 def stage_topology(cluster: Cluster, ranks: Sequence[int]) -> StageTopology:
@@ -66,9 +60,5 @@ def data_group_kinds(topology: StageTopology, tp_size: int, consecutive: bool, s
 
 def kinds_of(topology: StageTopology, groups: Iterable[Sequence[int]] | np.ndarray) -> tuple[GroupKind, ...]:
     """The kinds of equally large groups of ranks, counted inside the stage."""
-    members = np.asarray(list(groups))
-    nodes = np.repeat(np.arange(len(topology.on_each_node)), topology.on_each_node)[members]
-    across = (nodes != nodes[:, :1]).any(1)
-    consecutive = (members == members[:, :1] + np.arange(members.shape[1])).all(1)
-    found = set(zip(consecutive.tolist(), across.tolist(), strict=True))
-    return tuple(GroupKind(members.shape[1], near, far) for near, far in sorted(found))
+    nodes = np.repeat(np.arange(len(topology.on_each_node)), topology.on_each_node)
+    return tuple(sorted(groups_by_kind(groups if isinstance(groups, np.ndarray) else list(groups), nodes)))

@@ -42,9 +42,9 @@ class _Cluster(NamedTuple):
     gpus_per_node: int
 
     def key(self, collective: Collective, group_size: int, consecutive: bool) -> CollectiveKey:
-        """Neighbours cross nodes when one node is too small for them; ranks strided over all, when there are two."""
-        across = group_size > self.gpus_per_node if consecutive else self.nodes > 1
-        return CollectiveKey(collective, group_size, consecutive, across)
+        """Neighbours cross nodes when one node is too small for them; others lie evenly over all ranks."""
+        most = min(group_size, self.gpus_per_node)
+        return CollectiveKey(collective, group_size, most if consecutive else -(-group_size // self.nodes), consecutive)
 
 
 def import_galvatron_hardware(options: GalvatronHardwareOptions) -> HardwareProfile:
@@ -74,7 +74,11 @@ def import_galvatron_hardware(options: GalvatronHardwareOptions) -> HardwareProf
     points += [half for found in reduces.values() for point in found for half in halves(point)]
     for key, rate in _sends(options.p2p, notes).items():
         points += link_points(key, rate, Source.DERIVED)
-    overlap = None if options.overlap is None else (_world(options), _overlap(options.overlap, notes))
+    overlap = None
+    if options.overlap is not None:
+        cluster = _cluster((*options.allreduce, *options.sp_time)[0])
+        reduce = cluster.key(Collective.ALL_REDUCE, cluster.nodes * cluster.gpus_per_node, True)
+        overlap = reduce, _overlap(options.overlap, notes)
     return hardware_profile(options.cluster, options.device, notes, points, overlap)
 
 
@@ -121,13 +125,13 @@ def _sends(files: Iterable[Path], notes: list[str]) -> dict[CollectiveKey, float
         of_file: dict[CollectiveKey, list[float]] = {}
         for match, giga in _matches(file, _SEND, notes):
             stride = world // int(match["ranks"])
-            across = cluster.nodes > 1
-            of_file.setdefault(CollectiveKey(Collective.P2P, 2, stride == 1, across), []).append(giga * _GIGA)
+            on_a_node = 1 if cluster.nodes > 1 else 2
+            of_file.setdefault(CollectiveKey(Collective.P2P, 2, on_a_node, stride == 1), []).append(giga * _GIGA)
         found = of_file | found
     for key, rates in found.items():
         if len(rates) > 1:
             figures = ", ".join(f"{rate / _GIGA:.4g}" for rate in rates)
-            where = "across nodes" if key.across_nodes else "inside a node"
+            where = "across nodes" if key.group.across_nodes else "inside a node"
             notes.append(f"Of sends {where} over several distances ({figures} GB/s) the slowest is taken.")
     return {key: min(rates) for key, rates in found.items()}
 
@@ -172,8 +176,3 @@ def _cluster(file: Path) -> _Cluster:
         what = "its name does not say of how many nodes and GPUs it is"
         raise BadInput(file, what, "name it ..._1nodes_8gpus_per_node.json, as Galvatron does")
     return _Cluster(int(found["nodes"]), int(found["gpus"]))
-
-
-def _world(options: GalvatronHardwareOptions) -> int:
-    cluster = _cluster((*options.allreduce, *options.sp_time)[0])
-    return cluster.nodes * cluster.gpus_per_node

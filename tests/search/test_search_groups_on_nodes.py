@@ -1,0 +1,122 @@
+"""What groups that lie differently on nodes cost: rates worked out by hand from what shares a node's network."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.hdf5 import Provenance
+from shardwright_formats.io.table import Source, Table
+from shardwright_formats.types.hardware_profile import Collective, GroupKind, HardwareProfile, PointRow, RepeatRow
+from shardwright_search.cost_model.collectives import collective_time
+from shardwright_search.cost_model.topology import data_group_kinds, stage_topology, tp_group_kinds
+
+MIB, NETWORK, LINK = 1 << 20, 1e9, 16e9
+WIDTH = 8
+"""Devices of a node."""
+
+
+def profiles_of(make, *kinds: GroupKind):
+    """All-reduces by bandwidth alone: all groups that a node takes part in share what it sends."""
+    points = [(kind, size) for kind in kinds for size in (MIB, 16 * MIB)]
+    hardware = HardwareProfile(
+        cluster="some",
+        device="cpu",
+        backend="gloo",
+        provenance=Provenance(date="2026-01-31", versions="torch 0"),
+        points=Table.of(
+            PointRow,
+            (
+                PointRow(
+                    collective=Collective.ALL_REDUCE,
+                    group_size=kind.size,
+                    ranks_per_node=kind.ranks_per_node,
+                    consecutive=kind.consecutive,
+                    message_bytes=size,
+                    interval=0.0,
+                    source=Source.MEASURED,
+                )
+                for kind, size in points
+            ),
+        ),
+        repeats=Table.of(
+            RepeatRow,
+            (RepeatRow(point=i, time_s=seconds(*point), outlier=False) for i, point in enumerate(points)),
+        ),
+    )
+    model, cluster = make.model(), make.cluster(64, nodes=8)
+    return make.profiles(model, cluster, hardware)
+
+
+def seconds(kind: GroupKind, message_bytes: int) -> float:
+    moved = 2 * (kind.size - 1) / kind.size * message_bytes
+    return moved * WIDTH / kind.ranks_per_node / NETWORK if kind.across_nodes else moved / LINK
+
+
+def reduce_s(profiles, *kinds: GroupKind):
+    return collective_time(profiles, Collective.ALL_REDUCE, kinds, MIB)
+
+
+def test_gradients_of_a_stage_of_two_nodes_share_the_network_of_as_many_groups_as_there_are(make):
+    """8x8, four stages of two nodes, tensor parallelism of 2: two groups of eight, four ranks on each node.
+
+    Both send 2 * 7/8 of a message out of a node. Eight groups with a rank on each node would take four times as long.
+    """
+    topology = stage_topology(make.cluster(64, nodes=8), range(16))
+    (kind,) = data_group_kinds(topology, 2, True, 1).replicas
+    assert kind == GroupKind(8, 4, False)
+    spread = GroupKind(8, 1, False)
+    profiles = profiles_of(make, kind, spread)
+    assert reduce_s(profiles, kind) == (pytest.approx(2 * 2 * 7 / 8 * MIB / 1e9), None)
+    assert reduce_s(profiles, spread).time_s == pytest.approx(4 * reduce_s(profiles, kind).time_s)
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "ranks", "tp_size", "consecutive", "tp_kinds", "dp_kinds"),
+    [
+        # tp 8 on whole nodes: eight groups a node, each with one rank on every node
+        (64, 8, range(64), 8, True, {(8, 8, True)}, {(8, 1, False)}),
+        # four ranks in one node never touch the network
+        (64, 8, range(4, 8), 1, True, {(1, 1, True)}, {(4, 4, True)}),
+        # 2x4 with strided tensor parallelism: a group has two ranks on each node, and neighbours reduce gradients
+        (8, 2, range(8), 4, False, {(4, 2, False)}, {(2, 2, True)}),
+        (8, 2, range(8), 2, False, {(2, 1, False)}, {(4, 4, True)}),
+        # twelve ranks over one and a half nodes of eight: groups of three have two ranks on one of them
+        (24, 3, range(12), 4, True, {(4, 4, True)}, {(3, 2, False)}),
+        (64, 8, range(16), 16, True, {(16, 8, True)}, {(1, 1, True)}),
+    ],
+)
+def test_groups_are_told_by_how_many_of_their_ranks_share_a_node(
+    make, devices, nodes, ranks, tp_size, consecutive, tp_kinds, dp_kinds
+):
+    topology = stage_topology(make.cluster(devices, nodes), ranks)
+    assert set(tp_group_kinds(topology, tp_size, consecutive)) == tp_kinds
+    assert set(data_group_kinds(topology, tp_size, consecutive, 1).replicas) == dp_kinds
+
+
+@pytest.mark.parametrize(
+    ("wanted", "taken"),
+    [
+        ((3, 3, True), (4, 4, True)),  # more ranks in a node
+        ((3, 2, False), (8, 2, False)),  # more ranks, as few on a node: as many groups share it
+        ((4, 2, False), (8, 2, False)),  # the cheaper of that and of one rank on each of eight nodes
+        ((5, 1, False), (8, 1, False)),
+        ((16, 8, True), (32, 8, True)),  # more nodes
+        ((2, 2, False), (4, 4, True)),  # neighbours stand for others where no others were measured
+    ],
+)
+def test_what_was_not_measured_is_rounded_up_with_a_warning(make, wanted, taken):
+    measured = [(4, 4, True), (8, 8, True), (8, 2, False), (8, 1, False), (32, 8, True)]
+    profiles = profiles_of(make, *(GroupKind(*kind) for kind in measured))
+    found, stands = reduce_s(profiles, GroupKind(*wanted)), GroupKind(*taken)
+    assert found.time_s == reduce_s(profiles, stands).time_s >= seconds(GroupKind(*wanted), MIB)
+    assert found.warning == f"rounded up: all_reduce among {GroupKind(*wanted)}: as measured among {stands}"
+    assert reduce_s(profiles, stands).warning is None
+
+
+def test_what_nothing_measured_bounds_is_refused(make):
+    profiles = profiles_of(make, GroupKind(8, 8, True), GroupKind(16, 8, True))
+    said = r"^h\.h5: no all_reduce among 16 strided ranks, 4 on a node, nor among more: measure the hardware"
+    with pytest.raises(BadInput, match=said):
+        reduce_s(profiles, GroupKind(16, 4, False))
+    assert profiles.hardware_file == Path("h.h5")
