@@ -128,11 +128,13 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> tuple[bool, bool]:
         """Where two pipeline stages are to each other: neighbouring ranks or not, across nodes where any pair is.
 
-        Ranks of stages of equal width are pairs in their order, of others each with each.
+        Ranks of stages of equal width are pairs in their order, of others each with each. A single rank that sends
+        across nodes does so as neighbours do: no other shares its node's network.
         """
         nodes, equal = self.nodes, len(senders) == len(receivers)
         pairs = zip(senders, receivers, strict=True) if equal else product(senders, receivers)
-        return receivers[0] == senders[0] + 1, any(nodes[a] != nodes[b] for a, b in pairs)
+        across = any(nodes[a] != nodes[b] for a, b in pairs)
+        return receivers[0] == senders[0] + 1 or (across and len(senders) == 1), across
 
     def nodes_of(self, *stages: Sequence[int]) -> tuple[Nodes, ...]:
         """The nodes of several pipeline stages' ranks, counted from the first rank's."""
