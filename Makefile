@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test parity compiled kills brute-force frozen versions check bench gpu gpu-rehearsal clean
+.PHONY: help setup demo test parity compiled kills resumes brute-force frozen versions check bench gpu gpu-rehearsal clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready
@@ -22,7 +22,7 @@ TORCH_INDEX ?=
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Several processes share the cores here; without this, each would start a thread for every core.
-demo test parity compiled kills brute-force frozen bench: export OMP_NUM_THREADS := 1
+demo test parity compiled kills resumes brute-force frozen bench: export OMP_NUM_THREADS := 1
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -43,6 +43,9 @@ compiled: $(STAMP) ## plans of six families under torch.compile against one proc
 
 kills: $(STAMP) ## a run killed at 100 random moments and gone on with comes to the bits of an unbroken one (long)
 	@python tests/train/run_kills.py
+
+resumes: $(STAMP) ## what plans save, others on 2, 4 and 8 ranks go on from, in float64 (minutes)
+	@python tests/train/run_resumes.py
 
 brute-force: $(STAMP) ## the planner against every plan of 30,000 tiny problems (minutes)
 	@python tests/search/run_brute_force.py

@@ -1,4 +1,4 @@
-"""Run by the launcher, one process per rank: what one plan saves, each of the others goes on from."""
+"""Run by the launcher, one process per rank: what some plans save, others go on from."""
 
 import json
 import sys
@@ -67,23 +67,25 @@ def outcomes(engine: Engine, plan: Plan, steps: range) -> list[float]:
     return [number for one in told for number in (one.loss, one.grad_norm)]
 
 
-def main(plans_file: str, folder: str, result_file: str) -> None:
-    """Of every plan what it tells of the steps behind the first plan's checkpoint, by name; the second saves too."""
+def main(plans_file: str, folder: str, result_file: str, *checkpoints: str) -> None:
+    """What plans tell of two steps after the first, by name, once each has saved that; or after others' checkpoints.
+
+    With checkpoints, each plan goes on from each of them, and tells under both names, a line break between.
+    """
     torch.set_default_dtype(torch.float64)
-    first, second, *others = read_document(Path(plans_file), Plans).plans
     found = {}
     with joined_world("cpu") as world:
         groups = Groups("cpu")
-        saving = engine_of(first, world, groups, settings=SETTINGS)
-        outcomes(saving, first, range(1, 2))
-        kept = saved(Path(folder, first.name), saving)
-        found[first.name] = outcomes(saving, first, range(2, 4))
-        for plan in (second, *others):
-            engine = engine_of(plan, world, groups, settings=SETTINGS, updates=1)
-            read_tensors(kept, engine.tensors())
-            if plan is second:
+        for plan in read_document(Path(plans_file), Plans).plans:
+            if not checkpoints:
+                engine = engine_of(plan, world, groups, settings=SETTINGS)
+                outcomes(engine, plan, range(1, 2))
                 saved(Path(folder, plan.name), engine)
-            found[plan.name] = outcomes(engine, plan, range(2, 4))
+                found[plan.name] = outcomes(engine, plan, range(2, 4))
+            for kept in map(Path, checkpoints):
+                engine = engine_of(plan, world, groups, settings=SETTINGS, updates=1)
+                read_tensors(kept, engine.tensors())
+                found[f"{kept.parent.name}\n{plan.name}"] = outcomes(engine, plan, range(2, 4))
         if world.rank == 0:
             Path(result_file).write_text(json.dumps(found))
 
