@@ -64,11 +64,12 @@ def make_hardware(
     cluster: Cluster,
     latency_s: float = 20e-6,
     bytes_per_s: float = 1e9,
-    overlap: Sequence[tuple[Collective, int, float, float]] = (),
+    overlap: Sequence[tuple[Collective, int, float, float] | tuple[Collective, int, float, float, int, int]] = (),
 ) -> HardwareProfile:
     """Every kind of message at 1 KiB to 1 MiB: a latency, twice that across nodes, and a bandwidth.
 
-    `overlap`: of a collective among so many ranks the slowdowns of compute and of the message.
+    `overlap`: of a collective among so many ranks the slowdowns of compute and of the message, how many of the ranks
+    share a node (all), and of how many bytes.
     """
     widest = max(node.devices_per_node for node in cluster.node_types.values())
     rows = [
@@ -104,12 +105,14 @@ def make_hardware(
     )
 
 
-def _overlap_row(collective: Collective, ranks: int, compute: float, message: float) -> OverlapRow:
+def _overlap_row(
+    collective: Collective, ranks: int, compute: float, message: float, on_a_node: int | None = None, size: int = 0
+) -> OverlapRow:
     return OverlapRow(
         collective=collective,
         group_size=ranks,
-        ranks_per_node=ranks,
-        collective_bytes=0,
+        ranks_per_node=on_a_node or ranks,
+        collective_bytes=size,
         compute_s=0.0,
         collective_s=0.0,
         compute_slowdown=compute,

@@ -84,13 +84,38 @@ def test_the_nearest_measured_slowdowns_are_taken(make):
     profiles = make.profiles(model, cluster, make.hardware(cluster, overlap=measured))
 
     def found(collective: Collective, ranks: int) -> tuple[float, float]:
-        return tuple(slowdowns_of(profiles, collective, ranks))
+        return tuple(slowdowns_of(profiles, collective, [GroupKind(ranks, ranks, True)], 1 << 20))
 
     assert found(Collective.ALL_REDUCE, 2) == pytest.approx((1.3, 1.4))
     assert found(Collective.ALL_REDUCE, 8) == pytest.approx((1.4, 1.5)), "the median of all of this collective"
     assert found(Collective.ALL_GATHER, 2) == pytest.approx((1.0, 1.1)), "nothing is faster beside another"
-    assert found(Collective.REDUCE_SCATTER, 2) == pytest.approx((1.3, 1.4)), "the median of all"
-    assert slowdowns_of(make.profiles(model, cluster), Collective.ALL_REDUCE, 2) is None
+    assert found(Collective.REDUCE_SCATTER, 2) == pytest.approx((1.2, 1.3)), "the median of as many ranks"
+    assert slowdowns_of(make.profiles(model, cluster), Collective.ALL_REDUCE, [NEAR], 1 << 20) is None
+
+
+def test_slowdowns_are_those_of_the_link_and_of_the_size_of_the_message(make):
+    """Pairs in a node: 1.2 at 64 KiB, 1.6 at 16 MiB; with a rank on each of two nodes 3 at 64 KiB. Half way is 1 MiB.
+
+    Of two computations beside a message the median counts.
+    """
+    measured = [
+        (Collective.ALL_REDUCE, 2, 1.2, 1.1, 2, 1 << 16),
+        (Collective.ALL_REDUCE, 2, 1.5, 2.0, 2, 1 << 24),
+        (Collective.ALL_REDUCE, 2, 1.7, 2.2, 2, 1 << 24),
+        (Collective.ALL_REDUCE, 2, 3.0, 4.0, 1, 1 << 16),
+        (Collective.ALL_REDUCE, 2, 9.0, 9.0, 2, 0),
+    ]
+    model, cluster = make.model(), make.cluster(4, nodes=2)
+    profiles = make.profiles(model, cluster, make.hardware(cluster, overlap=measured))
+
+    def found(num_bytes: int, *kinds: GroupKind) -> tuple[float, float]:
+        return tuple(slowdowns_of(profiles, Collective.ALL_REDUCE, kinds, num_bytes))
+
+    assert found(1 << 16, NEAR) == found(1, NEAR) == pytest.approx((1.2, 1.1))
+    assert found(1 << 24, NEAR) == found(1 << 30, NEAR) == pytest.approx((1.6, 2.1))
+    assert found(1 << 20, NEAR) == pytest.approx((1.4, 1.6))
+    assert found(1 << 20, FAR) == found(1 << 20, GroupKind(4, 2, True)) == pytest.approx((3.0, 4.0))
+    assert found(1 << 24, NEAR, FAR) == pytest.approx((3.0, 4.0)), "the slower of both kinds"
 
 
 def test_a_stages_groups_are_told_by_how_their_ranks_lie(make):

@@ -1,14 +1,17 @@
 """Time of collectives, read off the hardware profile, and how they and computation that overlap slow each other."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from functools import lru_cache
+from math import log
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.table import median
 from shardwright_formats.semantics.groups import nearest_measured, seconds_on
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, GroupKind
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, GroupKind, HardwareProfile
 from shardwright_search.cost_model.profiles import Profiles
 
 
@@ -50,19 +53,58 @@ def send_kind_time(profiles: Profiles, consecutive: bool, across_nodes: bool, nu
     return _on_curve(profiles, key, num_bytes)
 
 
-def slowdowns_of(profiles: Profiles, collective: Collective, group_size: int) -> Slowdowns | None:
-    """The measured slowdowns, medians over those of this collective and group size if there are any.
+def slowdowns_of(
+    profiles: Profiles, collective: Collective, kinds: Iterable[GroupKind], num_bytes: float
+) -> Slowdowns | None:
+    """The largest of the slowdowns that groups of these kinds have, with a message of this size.
 
-    Else over those of this collective, else over all. None where nothing was measured: then nothing overlaps.
+    Linear in the logarithm of the bytes between measured sizes, the nearest size's beyond. None where nothing was
+    measured: then nothing overlaps.
     """
-    table = profiles.hardware.overlap
+    found = (_slowdown_curve(profiles.hardware, collective, kind.size, kind.across_nodes) for kind in kinds)
+    return largest_slowdowns(None if curve is None else _slowdowns_at(curve, num_bytes) for curve in found)
+
+
+class _SlowdownCurve(NamedTuple):
+    """Measured slowdowns, each at least 1 [sizes], and the logarithms of the messages' bytes, ascending."""
+
+    log_bytes: NDArray[Any]
+    compute: NDArray[Any]
+    collective: NDArray[Any]
+
+
+def _slowdowns_at(curve: _SlowdownCurve, num_bytes: float) -> Slowdowns:
+    at = log(max(1.0, num_bytes))
+    compute, collective = (float(np.interp(at, curve.log_bytes, values)) for values in curve[1:])
+    return Slowdowns(compute, collective)
+
+
+@lru_cache(maxsize=256)
+def _slowdown_curve(
+    hardware: HardwareProfile, collective: Collective, size: int, across: bool
+) -> _SlowdownCurve | None:
+    """Medians by message size over the computations that were timed beside it.
+
+    Of the rows of this link, inside a node or across nodes, this collective and this group size, in that order of
+    importance: what no row agrees in is passed over. Sizes that are not known count only where no other is.
+    """
+    table = hardware.overlap
     if not len(table):
         return None
-    same = table["collective"] == collective.encode()
-    near = same & (table["group_size"] == group_size)
-    rows = near if near.any() else same if same.any() else np.ones(len(same), bool)
-    compute, other = (max(1.0, median(table[name][rows])) for name in ("compute_slowdown", "collective_slowdown"))
-    return Slowdowns(compute, other)
+    rows = np.ones(len(table), bool)
+    for alike in (
+        (table["ranks_per_node"] < table["group_size"]) == across,
+        table["collective"] == collective.encode(),
+        table["group_size"] == size,
+        table["collective_bytes"] > 0,
+    ):
+        rows = rows & alike if (rows & alike).any() else rows
+    found = np.unique(table["collective_bytes"][rows])
+    medians = (
+        [max(1.0, median(table[name][rows & (table["collective_bytes"] == of)])) for of in found]
+        for name in ("compute_slowdown", "collective_slowdown")
+    )
+    return _SlowdownCurve(np.log(np.maximum(1, found)), *map(np.array, medians))
 
 
 def largest_slowdowns(found: Iterable[Slowdowns | None]) -> Slowdowns | None:

@@ -16,11 +16,11 @@ from shardwright_formats.semantics.communication import region_messages
 from shardwright_formats.semantics.layout import Layout
 from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.hardware_profile import Collective, GroupKind
+from shardwright_formats.types.hardware_profile import GroupKind
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, Precision
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
-from shardwright_search.cost_model.collectives import Duration, collective_time
+from shardwright_search.cost_model.collectives import Duration, Slowdowns, collective_time
 from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost
 from shardwright_search.cost_model.memory import ParameterMemory, itemsize
@@ -51,6 +51,8 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
     """What reducing the gradients adds to every microbatch's backward pass; 0 when they are reduced once a step."""
     reduction_ps: int
     """The reduction alone, where it overlaps with the backward pass and that was not measured; else 0."""
+    slowdowns: Slowdowns | None
+    """Of the reduction and the backward pass where they overlap; None where that was not measured."""
     overlapped_ps: int
     """What it adds to the last backward pass by the measured slowdowns; inside `sync_ps`."""
     sync_ps: int
@@ -119,11 +121,6 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         outputs = self.model.types[type_name].outputs
         taken = redistribution_time(self.profiles, topology, source, target, samples, outputs, self.compute_bytes)
         return Cost(picoseconds(taken.time_s), taken.warning)
-
-    def reduction_kinds(self, strategy: Strategy) -> list[tuple[Collective, int]]:
-        """Which collectives reduce gradients, each among how many ranks; none where one rank has all."""
-        found = (Collective.REDUCE_SCATTER, strategy.state_shards), (Collective.ALL_REDUCE, strategy.state_replicas)
-        return [kind for kind in found if kind[1] > 1]
 
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> tuple[bool, bool]:
         """Where two pipeline stages are to each other: neighbouring ranks or not, across nodes where any pair is.
@@ -195,6 +192,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             gather_backward_ps=gather_backward if zero3 else 0,
             sync_every_ps=added - once,
             reduction_ps=alone,
+            slowdowns=own.reduction.slowdowns,
             overlapped_ps=added if alone else 0,
             sync_ps=picoseconds(own.partial_sum_s) + (0 if zero3 else gather_forward) + once,
             optimizer_ps=picoseconds(own.optimizer_s),

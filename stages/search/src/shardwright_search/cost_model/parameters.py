@@ -132,12 +132,13 @@ def _one_by_one(
     profiles: Profiles, groups: DataGroupKinds, messages: Sequence[Message]
 ) -> tuple[Duration, Slowdowns | None]:
     """What they take without a computation, and of several slowdowns the largest; None where one does not overlap."""
-    taken = []
+    taken, slowdowns = [], []
     for message in messages:
         kinds = groups.replicas if message.collective is Collective.ALL_REDUCE else groups.shards
         taken.append(collective_time(profiles, message.collective, kinds, message.bytes))
+        slowdowns.append(slowdowns_of(profiles, message.collective, kinds, message.bytes))
     alone = Duration(sum(own.time_s for own in taken), next((own.warning for own in taken if own.warning), None))
-    return alone, largest_slowdowns(slowdowns_of(profiles, m.collective, m.group_size) for m in messages)
+    return alone, largest_slowdowns(slowdowns)
 
 
 def _partial_sum_s(

@@ -23,8 +23,18 @@ def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
         *_lines(layers, profiles.model_file, profiles.notes),
         *_lines(messages, profiles.hardware_file, profiles.hardware.provenance.notes),
     ]
+    lines += _overlap_lines(plan, profiles)
     absent = sorted({name for name, source in layers | messages if source == "absent"})
     return (*lines, *(f"absent: {name}: counted as 0" for name in absent))
+
+
+def _overlap_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
+    """Where compute and messages were timed at once over one kind of link and the plan has both."""
+    overlap = profiles.hardware.overlap
+    known = set((overlap["ranks_per_node"] < overlap["group_size"]).tolist())
+    if len(known) == 1 and len(set(plan.cluster.node_of_rank)) > 1:
+        there, here = ("across nodes", "inside a node") if known == {True} else ("inside a node", "across nodes")
+        yield f"assumed: slowdowns of overlapped messages {here} of {profiles.hardware_file.name}: those {there}"
 
 
 def _used(plan: Plan, profiles: Profiles) -> Sources:

@@ -15,7 +15,7 @@ from shardwright_formats.semantics.schedule import Pass, actions, in_flight
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Strategy
-from shardwright_search.cost_model.collectives import largest_slowdowns, slowdowns_of
+from shardwright_search.cost_model.collectives import largest_slowdowns
 from shardwright_search.cost_model.layer import Cost, CostModel, LayerCost
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.simulation.reduction import Overlap, Reduction
@@ -132,7 +132,7 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
                 send_after_ps=sends.time_ps,
                 before_bytes=cuts[index].received_bytes,
                 after_bytes=cuts[index + 1].given_bytes,
-                overlap=_overlap(costs, own),
+                overlap=_overlap(priced),
                 warnings=(*warnings, *(cost.warning for cost in traffic if cost.warning is not None)),
             )
         )
@@ -231,8 +231,7 @@ def _plain(strategy: Strategy) -> Strategy:
     return replace(strategy, **{name: getattr(spelled, name) for name in Strategy.__struct_fields__})
 
 
-def _overlap(costs: CostModel, own: Sequence[Layer]) -> Overlap | None:
-    """The slowdowns of the range's reductions; of several kinds the largest."""
-    kinds = {kind for _, strategy in own for kind in costs.reduction_kinds(strategy)}
-    found = largest_slowdowns(slowdowns_of(costs.profiles, *kind) for kind in kinds)
+def _overlap(layers: Sequence[LayerCost]) -> Overlap | None:
+    """The slowdowns of the range's reductions; of several the largest."""
+    found = largest_slowdowns(layer.slowdowns for layer in layers if layer.reduction_ps)
     return None if found is None else Overlap(*found)
