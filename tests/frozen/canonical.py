@@ -55,6 +55,7 @@ CORRECTIONS = (
     Correction("*", r',\s*"tf32": false', "", "plans say it since a GPU may round the factors of matrix products"),
     Correction("*", r'"reference_s": [\d.e-]+,\s*', "", "predictions say how fast the profiled machine was"),
     Correction("profiles/*.h5", r"(?m)^process/reference_.*\n", "", "profiles say it"),
+    Correction("*", "tp_sizes every profiled divisor", "tp_sizes every divisor", "a profile has no others"),
     Correction("*", "the best plan's configuration", "the best plan's case", "the search's word is configuration"),
     Correction("*", "other configurations have no better", "other cases have no better", "the search's word"),
 )

@@ -5,7 +5,7 @@ from math import ceil
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from random_requests import random_model
+from random_requests import HIDDEN, LENGTH, random_model
 
 from shardwright_formats.semantics.layout import Layout, closed_groups, layout_of, sent_numel
 from shardwright_formats.semantics.tied_weights import pieces_from_owners, pieces_to_owners, tied_parameters
@@ -109,6 +109,20 @@ def test_tensor_parallel_groups_that_lie_apart_take_longer_than_those_that_were_
     # a gather and a scatter for each of them, and each of two regions gathers again
     megatron = {"sequence_parallel": SequenceParallel.MEGATRON}
     assert passes(False, **megatron) - passes(True, **megatron) == 10 * 20_000_000
+
+
+def test_tensor_parallelism_over_two_nodes_takes_longer_than_where_the_node_had_all_ranks(make):
+    """Four ranks, two on a node: each of 4 all-reduces takes 40 us and 2 * 3/4 of its bytes, not 20 and 2 * 1/2."""
+    model = random_model(np.random.default_rng(0), 4, False)
+
+    def passes(devices: int, nodes: int) -> int:
+        cluster, strategy = make.cluster(devices, nodes), LayerStrategy(type="block", tp_size=4, dp_size=1)
+        costs = CostModel(model, cluster, make.profiles(model, cluster), Precision())
+        found = costs.layer("block", strategy, stage_topology(cluster, range(4)), 2, 2)
+        return found.forward_ps + found.backward_ps
+
+    of_a_message = 20_000_000 + 500 * 2 * LENGTH * HIDDEN * 4
+    assert passes(4, 2) - passes(8, 2) == pytest.approx(4 * of_a_message)
 
 
 def test_traffic_of_groups_that_lie_apart_is_marked_where_the_model_does_not_tell_it(make):

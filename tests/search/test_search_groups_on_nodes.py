@@ -3,13 +3,16 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Table
+from shardwright_formats.semantics.sweep_plan import collective_kinds
 from shardwright_formats.types.hardware_profile import Collective, GroupKind, HardwareProfile, PointRow, RepeatRow
 from shardwright_search.cost_model.collectives import collective_time
 from shardwright_search.cost_model.topology import data_group_kinds, stage_topology, tp_group_kinds
+from shardwright_search.search import Found, find_best, instance_of
 
 MIB, NETWORK, LINK = 1 << 20, 1e9, 16e9
 WIDTH = 8
@@ -112,6 +115,25 @@ def test_what_was_not_measured_is_rounded_up_with_a_warning(make, wanted, taken)
     assert found.time_s == reduce_s(profiles, stands).time_s >= seconds(GroupKind(*wanted), MIB)
     assert found.warning == f"rounded up: all_reduce among {GroupKind(*wanted)}: as measured among {stands}"
     assert reduce_s(profiles, stands).warning is None
+
+
+@pytest.mark.parametrize("consecutive", [[True], [True, False]])
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_a_search_over_all_tensor_parallel_sizes_takes_those_that_were_profiled(make, nodes, consecutive):
+    """Of 8 ranks the profile has sizes up to 4, and a sweep the groups that layouts on the cluster have."""
+    cluster, model = make.cluster(8, nodes), make.model()
+    hardware = make.hardware(cluster)
+    swept = {kind.key for kind in collective_kinds(cluster)}
+    for key in set(hardware.curves) - swept:
+        del hardware.curves[key]
+    profiles = make.index(hardware, make.profile(model, tp_sizes=(1, 2, 4)))
+    request = make.request(tp_consecutive=consecutive, data_parallel=["ddp"], schedules=["gpipe"], recompute=["none"])
+    found = find_best(request, model, cluster, profiles, Path("s.json"), lambda line: None)
+    assert isinstance(found, Found)
+    assert instance_of(request, model, cluster, profiles, Path("s.json")).request.tp_sizes == (1, 2, 4)
+    listed = replace(request, tp_sizes=(8,))
+    with pytest.raises(BadInput, match="no point for embedding tp_size 8"):
+        find_best(listed, model, cluster, profiles, Path("s.json"), lambda line: None)
 
 
 def test_what_nothing_measured_bounds_is_refused(make):

@@ -89,7 +89,8 @@ def instance_of(request: SearchRequest, model: Model, cluster: Cluster, profiles
         name: int(size / factor) - profiles.process_bytes - rounding
         for name, size in budgets_of(request, cluster, file).items()
     }
-    return Instance(narrowed(request, cluster.num_devices), costs, budgets)
+    profiled = {key.tp_size for key in profiles.layers}
+    return Instance(narrowed(request, cluster.num_devices, profiled), costs, budgets)
 
 
 def find_best(

@@ -97,7 +97,8 @@ def _widths(request: SearchRequest) -> str:
 
 def _scope(request: SearchRequest, found: Found) -> str:
     def names(field: str) -> str:
-        return ", ".join(str(value) for value in getattr(request, field) or ("every divisor",))
+        every = "every profiled divisor" if field == "tp_sizes" else "every divisor"
+        return ", ".join(str(value) for value in getattr(request, field) or (every,))
 
     fields = ("pp_sizes", "tp_sizes", "num_microbatches", "schedules", "tp_consecutive")
     kinds = ("data_parallel", "sequence_parallel", "recompute", "disable")

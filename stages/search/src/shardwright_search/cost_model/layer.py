@@ -226,11 +226,13 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> tuple[Duration, Duration]:
         """What tensor and sequence parallelism take longer forward and backward than where they were profiled.
 
-        They were profiled, and are inside the layer's times, among neighbours on as few nodes as can be.
+        They were profiled, and are inside the layer's times, among neighbours inside one node: of more ranks than a
+        node has, which an estimate alone can be of, as many as it has stand for them.
         """
         groups = tp_group_kinds(topology, strategy.tp_size, strategy.tp_consecutive)
         width = self.cluster.node_types[topology.node_type].devices_per_node
-        profiled = (GroupKind(strategy.tp_size, min(strategy.tp_size, width), True),)
+        inside = min(strategy.tp_size, width)
+        profiled = (GroupKind(inside, inside, True),)
         if strategy.tp_size == 1 or groups == profiled:
             return Duration(0.0), Duration(0.0)
         if not self.model.types[type_name].regions:

@@ -1,6 +1,6 @@
 """Which plans are searched: the configurations, and the canonical strategies of a layer within one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,9 +49,10 @@ class Configuration(NamedTuple):
         )
 
 
-def narrowed(request: SearchRequest, devices: int) -> SearchRequest:
+def narrowed(request: SearchRequest, devices: int, profiled: Collection[int] | None = None) -> SearchRequest:
     """The request with its named space and its disabled dimensions told by the other options, which narrow these.
 
+    `profiled`: the tensor-parallel sizes that can be priced, if not all; where none are listed, these are taken.
     Raises BadInput, naming the search, where the options and these leave nothing.
     """
     space: dict[Space, dict[str, object]] = {
@@ -77,8 +78,9 @@ def narrowed(request: SearchRequest, devices: int) -> SearchRequest:
     for name, limit in limits.items():
         for field, allowed in limit.items():
             request = _limited(request, field, allowed, name)
-    if request.tp_sizes is None and request.stage_widths is not StageWidths.EQUAL:
-        request = replace(request, tp_sizes=usual_tp_sizes(request.stage_widths, devices))
+    if request.tp_sizes is None and (profiled is not None or request.stage_widths is not StageWidths.EQUAL):
+        usual = usual_tp_sizes(request.stage_widths, devices)
+        request = replace(request, tp_sizes=tuple(size for size in usual if profiled is None or size in profiled))
     return replace(request, space=Space.FULL, disable=())
 
 
