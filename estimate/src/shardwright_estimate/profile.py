@@ -40,8 +40,9 @@ def model_profile(
     rates: Rates,
     efficiencies: Efficiencies,
     revised: str,
+    package: str = "shardwright-profile",
 ) -> AnalyticProfile:
-    """The profile of a model at the length of each of its descriptions.
+    """The profile of a model at the length of each of its descriptions; `package` is the one whose command makes it.
 
     Raises BadInput where these are of different models or of one length, and where no strategy fits.
     """
@@ -69,7 +70,7 @@ def model_profile(
     return AnalyticProfile(
         ModelProfile(
             origin=origin,
-            provenance=_provenance(revised, model_notes(rates, efficiencies, precision.compute)),
+            provenance=_provenance(revised, package, model_notes(rates, efficiencies, precision.compute)),
             layers=Table.of(LayerRow, layers),
             states=Table.of(StateRow, _state_rows(model, tp_sizes, precision, machine)),
             process=Table.of(ProcessRow, [_process_row()]),
@@ -85,6 +86,7 @@ def hardware_profile(
     efficiencies: Efficiencies,
     inter_node_bytes_per_s: float | None,
     revised: str,
+    package: str = "shardwright-profile",
 ) -> HardwareProfile:
     """The hardware profile of a cluster, `rates` being those of its kinds of device."""
     links = [link_of(one, efficiencies) for one in rates]
@@ -97,7 +99,7 @@ def hardware_profile(
     ]
     slowest = {name: min(one[name] for one in reached) for name in reached[0]}
     notes = hardware_notes(rates, efficiencies, inter_node_bytes_per_s)
-    return analytic_hardware(cluster, Network(link, across), slowest, _provenance(revised, notes))
+    return analytic_hardware(cluster, Network(link, across), slowest, _provenance(revised, package, notes))
 
 
 def _same_model(models: Sequence[tuple[Path, Model]]) -> Model:
@@ -183,5 +185,5 @@ def _process_row() -> ProcessRow:
     )
 
 
-def _provenance(revised: str, notes: str) -> Provenance:
-    return Provenance(date=revised, versions=versions_text(["shardwright-profile"], on_gpu=False), notes=notes)
+def _provenance(revised: str, package: str, notes: str) -> Provenance:
+    return Provenance(date=revised, versions=versions_text([package], on_gpu=False), notes=notes)

@@ -71,7 +71,7 @@ def _regions(family: Family, kind: str, config: Any, is_cut: bool) -> tuple[Regi
     if kind == EMBEDDING:
         return tuple(Region(name="lookup", leaves=name) for name in family.states if is_cut)
     if kind == HEAD:
-        return (Region(name="logits", enters=(own,)),)
+        return (Region(name="logits", enters=tuple(family.states)[-1:]),)
     replays: Any = family.replays_sum(config)
     attention = (
         Region(

@@ -1,0 +1,102 @@
+"""Descriptions by shapes alone are those that `shardwright-train describe` reads off the stock models."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwright_estimate.families import FAMILIES
+from shardwright_estimate.model_shapes import model_of_config
+from shardwright_estimate.presets import read_presets
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document
+from shardwright_formats.types.model import Model
+from shardwright_train.models.describe import describe_folder
+
+ROOT = Path(__file__).parents[2]
+COMMITTED = sorted((ROOT / "tests" / "frozen" / "committed" / "models").glob("*.json"))
+LAYERS = {"gpt2": {"block": "n_layer"}, "t5": {"encoder": "num_layers", "decoder": "num_decoder_layers"}}
+TINY = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT2 = {"model_type": "gpt2", "vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_head": 4, "n_layer": 2}
+T5 = {"model_type": "t5", "vocab_size": 96, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_heads": 4, "num_layers": 2}
+VIT = {
+    "model_type": "vit",
+    **{key: TINY[key] for key in TINY if key != "vocab_size"},
+    "image_size": 32,
+    "patch_size": 4,
+}
+VARIANTS = {
+    "llama-grouped": {"model_type": "llama", **TINY, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "llama-biased": {"model_type": "llama", **TINY, "attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "mistral": {"model_type": "mistral", **TINY, "num_key_value_heads": 2, "sliding_window": None},
+    "mistral-defaults": {"model_type": "mistral", **TINY, "num_attention_heads": 8},
+    "qwen2": {"model_type": "qwen2", **TINY, "num_key_value_heads": 2, "use_sliding_window": False},
+    "qwen3": {"model_type": "qwen3", **TINY, "num_key_value_heads": 2, "head_dim": 24, "layer_types": None},
+    "qwen3-defaults": {"model_type": "qwen3", **TINY, "num_key_value_heads": 4},
+    "gpt2": GPT2,
+    "gpt2-usual-names": {"model_type": "gpt2", "vocab_size": 96, "max_position_embeddings": 64, "hidden_size": 32}
+    | {"num_attention_heads": 4, "num_hidden_layers": 3},
+    "gpt2-narrow": GPT2 | {"n_inner": 48, "tie_word_embeddings": False},
+    "gpt2-no-dropout": GPT2 | {"resid_pdrop": 0.0},
+    "bert": {"model_type": "bert", **TINY, "max_position_embeddings": 64},
+    "t5": T5,
+    "t5-gated": T5 | {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 3, "tie_word_embeddings": False},
+    "t5-no-dropout": T5 | {"dropout_rate": 0.0, "relative_attention_num_buckets": 8},
+    "vit": VIT,
+    "vit-classes": VIT | {"id2label": {str(i): f"c{i}" for i in range(7)}, "label2id": {f"c{i}": i for i in range(7)}},
+    "vit-no-bias": VIT | {"qkv_bias": False, "hidden_dropout_prob": 0.1, "num_labels": 5},
+}
+
+
+def _published():
+    for path in sorted((ROOT / "config" / "models").glob("*.yaml")):
+        said = yaml.safe_load(path.read_text())
+        if said["config"]["model_type"] in FAMILIES:
+            yield pytest.param(said["config"], said["sequence_length"], id=path.stem)
+    for name, preset in read_presets().items():
+        yield pytest.param(dict(preset.config), preset.sequence_length, id=name)
+    for name, config in VARIANTS.items():
+        yield pytest.param(config, 65 if "vit" in name else 32, id=name)
+
+
+@pytest.mark.parametrize(("config", "length"), tuple(_published()))
+def test_shapes_are_what_describe_reads_off_the_stock_model(config, length, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_of_config(config, "m", length, "config.json") == describe_folder(tmp_path, "m", length)
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_shapes_are_those_of_every_committed_description(path):
+    model = read_document(path, Model)
+    keys = LAYERS.get(model.family, {"block": "num_hidden_layers"})
+    config = model.config | {key: model.layers.count(kind) for kind, key in keys.items()}
+    assert model_of_config(config, model.name, model.sequence_length, path) == model
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "mixtral"}, "model_type 'mixtral' has no shapes here"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": "many"}, "vocab_size 'many' is no length"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0 is no length"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000 is over"),
+        ({"max_position_embeddings": 16}, "sequence length 32 is over 16 positions"),
+        ({"sliding_window": 16}, "over the sliding_window 16"),
+    ],
+)
+def test_what_has_no_shapes_is_refused_in_one_line(change, said):
+    with pytest.raises(BadInput) as refused:
+        model_of_config({"model_type": "llama", **TINY, **change}, "m", 32, "config.json")
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_shapes_need_no_torch():
+    code = (
+        "import sys, shardwright_estimate.model_shapes, shardwright_estimate.profile, shardwright_estimate.presets\n"
+        "assert not {'torch', 'transformers', 'pandas', 'snakemake'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
