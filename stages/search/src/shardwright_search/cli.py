@@ -11,6 +11,7 @@ APP = CommandLine(
     name="shardwright-search",
     purpose="Find the plan that trains a model fastest within a memory budget, and say why.",
     commands={
+        "advise": Command(options.AdviseOptions, f"{_COMMANDS}.advise:advise"),
         "plan": Command(options.PlanOptions, f"{_COMMANDS}.plan:plan"),
         "evaluate": Command(options.EvaluateOptions, f"{_COMMANDS}.evaluate:evaluate_plan"),
         "correct": Command(options.CorrectOptions, f"{_COMMANDS}.measured:correct"),

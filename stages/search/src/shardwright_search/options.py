@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import field
 
 from shardwright_formats.command import POSITIONAL, Off, Options
-from shardwright_formats.types.limits import Count, Seconds
+from shardwright_formats.types.limits import Count, Gib, NonNegativeNumber, PositiveNumber, Samples, Seconds, Tokens
 from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
@@ -46,6 +46,40 @@ class PlanOptions(ProfileOptions, frozen=True, kw_only=True):
     """Let HiGHS look for a better plan, too."""
     prove_time_limit: Seconds = 60.0
     """Seconds that HiGHS may take for all configurations."""
+
+
+class AdviseOptions(Options, frozen=True, kw_only=True):
+    """Say whether a model fits a cluster, the best plan, and what it yields: no GPU, no profile, nothing measured.
+
+    From the model's shapes and published figures of the GPUs. Memory is in GiB, speed in tokens/s and as model FLOPs
+    utilization (MFU), price in USD per billion tokens.
+    """
+
+    model: Annotated[str, POSITIONAL]
+    """A Hugging Face config.json, its folder, or a preset such as llama-3-8b."""
+    gpus: str
+    """NODESxGPUS:DEVICE, such as 8x8:H100-SXM (`shardwright-profile devices` lists the devices)."""
+    batch: Samples
+    """Samples of a step, of all GPUs together."""
+    seq: Tokens | None = None
+    """Tokens of a sample; by default a preset's own."""
+    against: tuple[str, ...] = ()
+    """A choice to price beside the best plan: tp=8,pp=4,mbs=1,zero=1, a file of Megatron-LM arguments, a torchtitan
+    TOML, or rule:tp8, rule:smallest, rule:nvidia-table."""
+    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type of forward and backward; parameters, gradients and optimizer state are float32."""
+    uniform: bool = False
+    """Only plans with one strategy for all layers, as Megatron-LM and torchtitan run them."""
+    budget_gib: Gib | None = None
+    """What a plan may use of a GPU, in GiB; by default 95 % of its memory."""
+    price_per_gpu_hour: NonNegativeNumber | None = None
+    """USD; by default what one provider asks."""
+    inter_node_gbit_s: PositiveNumber | None = None
+    """What one node sends to others, all GPUs together, in Gbit/s; by default that of NVIDIA's own nodes."""
+    time_limit: Seconds = 3.0
+    """Seconds after which the best plan so far is taken, with its gap."""
+    out: Path | None = None
+    """Plan file to write."""
 
 
 class EvaluateOptions(ProfileOptions, frozen=True, kw_only=True):

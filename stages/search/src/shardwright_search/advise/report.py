@@ -1,0 +1,160 @@
+"""An answer for people: the plan, what it yields, memory by category, other plans, and the user's own choices."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from shardwright_estimate.accuracy import SEEN
+from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_formats.types.prediction import Estimate
+from shardwright_search.advise.question import Question
+from shardwright_search.explain.difference import plan_differences, time_changes
+from shardwright_search.explain.tables import table
+from shardwright_search.explain.wording import layer_runs, sample_s, strategy_words
+from shardwright_search.search import Found
+
+_GIB = 2**30
+_LESS_BY = {
+    "parameters": "zero3, a larger tp_size, or more pipeline stages",
+    "gathered_parameters": "more data-parallel ranks in a shard, or zero2",
+    "gradients": "zero2 or zero3, a larger tp_size, or more pipeline stages",
+    "optimizer": "zero2 or zero3 over more data-parallel ranks",
+    "activations": "recompute, a smaller micro-batch, sequence parallelism, or fewer pipeline stages",
+    "workspace": "a smaller micro-batch, or a larger vocabulary tp_size",
+    "process": "nothing in a plan: CUDA's context and NCCL's buffers, assumed",
+}
+"""What makes a category smaller."""
+
+
+class Beside(NamedTuple):
+    """A choice of the user's, or a rule's, priced."""
+
+    name: str
+    plan: Plan
+    estimate: Estimate
+    source: str
+    """Who says so; empty for the user's own."""
+
+
+def report(question: Question, found: Found, rules: Sequence[Beside], choices: Sequence[Beside]) -> RenderableType:
+    """Everything that is told of an answer; `rules` are rows beside its plan, `choices` are told apart."""
+    plan, evaluation = found.chosen
+    others = [(other.plan, other.evaluation.estimate, "runner-up") for other in found.runners_up]
+    others += [(rule.plan, rule.estimate, rule.name) for rule in rules]
+    parts: list[RenderableType] = [
+        Text("\n".join(_answer(question, plan, evaluation.estimate, found))),
+        _memory_table(question, evaluation.estimate),
+        _plans_table(question, [(plan, evaluation.estimate, "the best"), *others]),
+    ]
+    parts += [Text("\n".join(_against(question, plan, evaluation.estimate, beside))) for beside in choices]
+    lines = ["assumed", *(f"  {line}" for line in question.assumed), *_assumptions(evaluation.warnings), SEEN]
+    return Group(*parts, Text("\n".join(lines)))
+
+
+def mfu(question: Question, plan: Plan, estimate: Estimate) -> float | None:
+    """Model FLOP/s over the devices' peak (Chowdhery et al. 2022): what is recomputed does not count."""
+    peak = next((rate for name, rate in question.device.peaks.items() if name == plan.precision.compute), None)
+    types = question.model.types
+    forward = sum(types[name].forward_flops_per_sample for name in (EMBEDDING, *question.model.layers, HEAD))
+    return None if peak is None else 3 * forward * estimate.samples_per_s / (peak * question.cluster.num_devices)
+
+
+def usd_per_billion_tokens(plan: Plan, estimate: Estimate) -> float | None:
+    """Price of training on a billion tokens; None where the GPUs have no price."""
+    if estimate.usd_per_step is None:
+        return None
+    return estimate.usd_per_step / (plan.global_batch_size * plan.model.sequence_length) * 1e9
+
+
+def plan_words(plan: Plan) -> str:
+    """What a plan does, in one line."""
+    shape = f"pp{len(plan.stages)}, {plan.num_microbatches} x {plan.microbatch_samples} samples"
+    if plan.schedule is not Schedule.ONE_F_ONE_B:
+        shape += f", {plan.schedule}"
+    runs = layer_runs(plan, 0, len(plan.layers))
+    alike = len(runs) == 1
+    return ", ".join([shape, strategy_words(plan.layers[0])] if alike else [shape, *runs])
+
+
+def _answer(question: Question, plan: Plan, estimate: Estimate, found: Found) -> Iterator[str]:
+    model, tokens_per_s = question.model, estimate.samples_per_s * question.model.sequence_length
+    yield (
+        f"{model.name} ({model.parameter_count / 1e9:.3g} B parameters, {model.sequence_length} tokens a sample) on "
+        f"{question.cluster.name}, batch {plan.global_batch_size}: fits in {question.budget_bytes / _GIB:.1f} GiB a GPU"
+    )
+    yield f"best plan: {plan_words(plan)}"
+    yield f"  layers of each pipeline stage: {_layer_counts(plan)}"
+    yield f"  embedding {strategy_words(plan.embedding)}; head {strategy_words(plan.head)}"
+    share, price = mfu(question, plan, estimate), usd_per_billion_tokens(plan, estimate)
+    words = [f"{estimate.simulated_step_time_s:.4g} s a step", f"{tokens_per_s:,.0f} tokens/s"]
+    words += [] if share is None else [f"MFU {share:.1%}"]
+    words += [] if price is None else [f"{price:,.2f} USD per billion tokens"]
+    yield f"  predicted {', '.join(words)}"
+    gap = found.optimum_s / found.bound_s - 1 if found.bound_s else 0.0
+    yield (
+        f"  stopped by the time limit: no plan is more than {gap:.1%} faster (--time-limit)"
+        if found.stopped
+        else f"  proven under these estimates: no plan of the space is more than {gap:.2%} faster"
+    )
+
+
+def _layer_counts(plan: Plan) -> str:
+    counts = [sum(high - low for low, high in stage.layers) for stage in plan.stages]
+    return str(counts[0]) if len(set(counts)) == 1 else " + ".join(map(str, counts))
+
+
+def _memory_table(question: Question, estimate: Estimate) -> RenderableType:
+    """Of a rank of the fullest pipeline stage."""
+    number, stage = max(enumerate(estimate.stages), key=lambda one: one[1].memory_bytes)
+    terms = sorted(stage.memory_terms_bytes.items(), key=lambda term: -term[1])
+    rows = [
+        (name, f"{size / _GIB:.2f}", f"{size / stage.memory_bytes:.0%}", _LESS_BY[name]) for name, size in terms if size
+    ]
+    left = question.budget_bytes - stage.memory_bytes
+    last = [("together", f"{stage.memory_bytes / _GIB:.2f}", "100%", ""), ("left", f"{left / _GIB:.2f}", "", "")]
+    title = f"memory of the fullest rank (pipeline stage {number})"
+    return table(title, ("what", "GiB", "share", "less of it by"), rows, last)
+
+
+def _plans_table(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]) -> RenderableType:
+    plan, estimate, _ = plans[0]
+    rows = [
+        (
+            name,
+            plan_words(each),
+            f"{own.simulated_step_time_s:.4g}",
+            f"{sample_s(each, own) / sample_s(plan, estimate):.2f}",
+            f"{own.memory_bytes / _GIB:.1f}",
+            "yes" if own.memory_bytes <= question.budget_bytes else "no",
+        )
+        for each, own, name in plans
+    ]
+    headings = ("", "plan", "s a step", "times as long", "GiB", "fits")
+    return table("the best plan, others, and rules of thumb (--against tells how they differ)", headings, rows)
+
+
+def _against(question: Question, plan: Plan, estimate: Estimate, beside: Beside) -> Iterator[str]:
+    """One choice against the best plan: time, memory, what differs, and the terms that gain the most."""
+    yield f"against {beside.name}" + (f": {beside.source}" if beside.source else "")
+    own = beside.estimate
+    lacks = own.memory_bytes - question.budget_bytes
+    yield f"  it is {plan_words(beside.plan)}"
+    more = (own.memory_bytes - estimate.memory_bytes) / _GIB
+    ratio = sample_s(beside.plan, own) / sample_s(plan, estimate)
+    yield f"  yours takes {ratio:.2f} times as long, {abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"
+    if lacks > 0:
+        yield f"  it does not fit: it lacks {lacks / _GIB:.2f} GiB a rank of {question.budget_bytes / _GIB:.1f}"
+    yield "  here is what differs, best plan → yours:"
+    yield from (f"    {line}" for line in plan_differences(plan, beside.plan) or ("nothing that is done",))
+    changes = sorted(time_changes(plan, estimate, beside.plan, own), key=lambda change: -abs(change.binding.gain))
+    told = [f"{change.term} {change.binding.gain * 1e3:+.0f} ms" for change in changes[:3] if change.binding.gain]
+    if told:
+        yield f"  most of the time, on the slowest stage of each: {', '.join(told)} a step"
+
+
+def _assumptions(warnings: Iterable[str]) -> Iterator[str]:
+    """The warnings of a prediction but those that repeat how far estimates were off."""
+    yield from (f"  {warning}" for warning in warnings if "nothing was measured" not in warning)

@@ -1,0 +1,240 @@
+"""`shardwright-search advise`: what it says by hand-computed cases, what it refuses, and what it must not import."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright_estimate.accuracy import SEEN
+from shardwright_estimate.presets import read_presets
+from shardwright_formats.command.run import _exit_code
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document
+from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.advise.choices import Choice, choice_of, plan_of_choice
+from shardwright_search.advise.question import question_of
+from shardwright_search.advise.report import mfu, usd_per_billion_tokens
+from shardwright_search.advise.rules import RULES, plan_of_rule
+from shardwright_search.cli import APP
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.options import AdviseOptions
+
+ROOT = Path(__file__).parents[2]
+TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 704}
+TINY |= {"num_hidden_layers": 4, "num_attention_heads": 8, "max_position_embeddings": 512}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def _question(model="llama-2-7b", gpus="2x8:H100-SXM", batch=64, **more):
+    return question_of(AdviseOptions(model=str(model), gpus=gpus, batch=batch, **more))
+
+
+def _advise(capsys, *arguments):
+    code = _exit_code(APP, ["advise", *map(str, arguments)])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def test_the_answer_says_everything_that_was_asked(config, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    code, told, _ = _advise(
+        capsys, config, "--gpus", "8:H100-SXM", "--batch", 16, "--seq", 512, "--out", out, "--against", "tp=8,mbs=1"
+    )
+    assert code == 0
+    for words in ("fits in 76.0 GiB a GPU", "best plan: pp", "s a step", "tokens/s", "MFU", "USD per billion tokens"):
+        assert words in told
+    for words in ("proven under these estimates", "memory of the fullest rank", "less of it by", "rule:nvidia-table"):
+        assert words in told
+    for words in ("against tp=8,mbs=1", "times as long", "here is what differs", "assumed", "5% of 80 GiB left", SEEN):
+        assert words in told
+    plan = read_document(out, Plan)
+    assert (plan.global_batch_size, plan.model.sequence_length, plan.cluster.num_devices) == (16, 512, 8)
+
+
+def test_utilization_and_price_are_those_by_hand():
+    question = _question()
+    plan = plan_of_choice(Choice(2, 2, data_parallel=DataParallel.ZERO2), "mine", question)
+    estimate = evaluate(plan, question.profiles).estimate
+    # 6 FLOPs a weight of a matrix and token, and 12 a feature, layer and position attended to.
+    matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096
+    tokens_per_s = 64 * 4096 / estimate.simulated_step_time_s
+    flops_per_token = 6 * matrices + 12 * 32 * 4096 * 4096
+    assert mfu(question, plan, estimate) == pytest.approx(flops_per_token * tokens_per_s / (16 * 989.4e12), rel=1e-3)
+    usd_per_s = 16 * question.device.usd_per_hour / 3600
+    assert usd_per_billion_tokens(plan, estimate) == pytest.approx(usd_per_s / tokens_per_s * 1e9)
+    given = _question(price_per_gpu_hour=2.0)
+    priced = evaluate(plan_of_choice(Choice(2, 2), "mine", given), given.profiles).estimate
+    assert usd_per_billion_tokens(plan, priced) == pytest.approx(
+        16 * 2 / 3600 * priced.simulated_step_time_s / (64 * 4096) * 1e9
+    )
+
+
+MEGATRON = """--tensor-model-parallel-size 4 --pipeline-model-parallel-size=2 # of the run
+--sequence-parallel --micro-batch-size 2 --use-distributed-optimizer --recompute-granularity selective
+--num-layers 32 --lr 3e-4"""
+TORCHTITAN = """[parallelism]
+tensor_parallel_degree = 4
+pipeline_parallel_degree = 2
+pipeline_parallel_microbatch_size = 2
+fsdp_reshard_after_forward = "never"
+[activation_checkpoint]
+mode = "selective"
+"""
+WANTED = Choice(4, 2, 2, DataParallel.ZERO2, True, Recompute.SELECTIVE)
+
+
+def test_one_choice_is_read_alike_in_three_languages(tmp_path):
+    (tmp_path / "args.txt").write_text(MEGATRON)
+    (tmp_path / "run.toml").write_text(TORCHTITAN)
+    question = _question()
+    assert choice_of("tp=4,pp=2,mbs=2,zero=1,recompute=selective", question) == WANTED
+    assert choice_of(" ".join(MEGATRON.replace("# of the run", "").split()), question) == WANTED
+    assert choice_of(str(tmp_path / "args.txt"), question) == WANTED
+    assert choice_of(str(tmp_path / "run.toml"), question) == WANTED
+
+
+def test_what_torchtitan_leaves_out_means_what_it_means_there(tmp_path):
+    (tmp_path / "run.toml").write_text("[training]\nlocal_batch_size = 4\n")
+    choice = choice_of(str(tmp_path / "run.toml"), _question())
+    assert choice == Choice(1, 1, 4, DataParallel.ZERO3, True, Recompute.SELECTIVE)
+    (tmp_path / "run.toml").write_text("[parallelism]\ndata_parallel_replicate_degree = 2\n")
+    assert choice_of(str(tmp_path / "run.toml"), _question()).shard_size == 8
+    (tmp_path / "run.toml").write_text("[parallelism]\ndata_parallel_replicate_degree = 16\n")
+    assert choice_of(str(tmp_path / "run.toml"), _question()).data_parallel is DataParallel.DDP
+
+
+def test_a_choice_is_the_plan_that_it_says():
+    plan = plan_of_choice(WANTED._replace(chunks=2), "mine", _question())
+    assert (len(plan.stages), plan.num_microbatches, plan.microbatch_samples) == (2, 16, 4)
+    assert plan.schedule is Schedule.INTERLEAVED_1F1B and len(plan.stages[0].layers) == 2
+    layer = plan.layers[0]
+    assert (layer.tp_size, layer.dp_size, layer.sequence_parallel) == (4, 2, SequenceParallel.MEGATRON)
+    assert (layer.data_parallel, layer.recompute) == (DataParallel.ZERO2, Recompute.SELECTIVE)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "gpus", "sizes"),
+    [
+        ("tp8", "llama-2-7b", "2x8:H100-SXM", (8, 1)),
+        # One stage: 8.8e9 parameters a rank of 6 bytes and 12 over dp 8, and 80 layers of 285 MB: 82 GiB. Two: 58 GiB.
+        ("tp8", "llama-3-70b", "8x8:H100-SXM", (8, 2)),
+        ("nvidia-table", "llama-2-7b", "2x8:H100-SXM", (4, 1)),
+        ("nvidia-table", "llama-3-70b", "8x8:H100-SXM", (8, 4)),
+        ("smallest", "gpt2-xl", "8:A100-80", (1, 1)),
+    ],
+)
+def test_rules_of_thumb_say_what_their_source_says(name, model, gpus, sizes):
+    question = _question(model, gpus)
+
+    def fits(plan):
+        return evaluate(plan, question.profiles, timeline=False).estimate.memory_bytes <= question.budget_bytes
+
+    plan = plan_of_rule(name, question, fits)
+    assert (plan.layers[0].tp_size, len(plan.stages)) == sizes
+    assert "arXiv" in RULES[name].source
+
+
+def test_a_choice_that_the_gpus_cannot_hold_says_by_how_much(capsys):
+    code, told, _ = _advise(
+        capsys, "llama-2-7b", "--gpus", "8:A100-40", "--batch", 16, "--against", "tp=1,mbs=2", "--uniform"
+    )
+    assert code == 0
+    question = _question(gpus="8:A100-40", batch=16)
+    plan = plan_of_choice(choice_of("tp=1,mbs=2", question), "mine", question)
+    own = evaluate(plan, question.profiles).estimate.memory_bytes
+    assert f"it does not fit: it lacks {(own - question.budget_bytes) / 2**30:.2f} GiB a rank of 38.0" in told
+
+
+def test_a_search_that_is_stopped_is_never_worse_than_a_rule(capsys, tmp_path):
+    code, told, _ = _advise(
+        capsys, "llama-2-7b", "--gpus", "2x8:H100-SXM", "--batch", 64, "--time-limit", 0, "--out", tmp_path / "p.json"
+    )
+    assert code == 0 and "stopped by the time limit" in told
+    question, best = _question(), read_document(tmp_path / "p.json", Plan)
+    step_s = evaluate(best, question.profiles).estimate.simulated_step_time_s
+    for name in RULES:
+        plan = plan_of_rule(name, question, lambda _: True)
+        estimate = evaluate(plan, question.profiles).estimate
+        assert estimate.memory_bytes > question.budget_bytes or step_s <= estimate.simulated_step_time_s
+
+
+def test_what_fits_nowhere_ends_with_3_and_says_by_how_much(capsys, tmp_path):
+    code, told, error = _advise(
+        capsys, "llama-3-70b", "--gpus", "8:A100-40", "--batch", 8, "--out", tmp_path / "plan.json"
+    )
+    assert (code, told) == (3, "")
+    assert error.count("\n") == 1 and "even the leanest lacks" in error and "take more GPUs" in error
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"MODEL": "llama-9"}, "MODEL: llama-9 is no file and no preset"),
+        ({"--gpus": "H100-SXM"}, "is not NODESxGPUS:DEVICE"),
+        ({"--gpus": "8:H1000"}, "'H1000' is not in the table of devices"),
+        ({"--gpus": "0x8:H100-SXM"}, "0 nodes of 8 GPUs"),
+        ({"--gpus": "2x8:L4"}, "--inter-node-gbit-s: what nodes of L4 send is not known"),
+        ({"--budget-gib": "81"}, "--budget-gib: 81 is more than a H100-SXM has, 80"),
+        ({"--seq": "8192"}, "sequence length 8192 is over 4096 positions"),
+        ({"--batch": "0"}, "--batch"),
+        ({"--against": "tp=3"}, "tp 3 x pp 1 does not divide 8 GPUs"),
+        ({"--against": "tp=8,mbs=3"}, "dp 1 x mbs 3 does not divide the batch 16"),
+        ({"--against": "tq=8"}, "'tq' is no file, no rule and no key"),
+        ({"--against": "tp=many"}, "tp 'many' is no number from 1"),
+        ({"--against": "zero=4"}, "zero '4': choose 0, 1, 2, 3"),
+        ({"--against": "rule:tp9"}, "rule:tp9 is no rule"),
+        ({"--against=--context-parallel-size 2": None}, "context_parallel 2 is not priced"),
+        ({"--against": "nowhere.toml"}, "nowhere.toml"),
+    ],
+)
+def test_bad_input_is_one_line_and_2(change, said, capsys, tmp_path):
+    given = {
+        "MODEL": "llama-2-7b",
+        "--gpus": "8:H100-SXM",
+        "--batch": "16",
+        "--out": str(tmp_path / "p.json"),
+        **change,
+    }
+    words = [given.pop("MODEL"), *(word for pair in given.items() for word in pair if word is not None)]
+    code, told, error = _advise(capsys, *words, "--time-limit", 0)
+    assert (code, told) == (2, "")
+    assert error.startswith("error: ") and error.count("\n") == 1 and said in error
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_a_config_must_say_how_long_samples_are(config):
+    with pytest.raises(BadInput, match="how long samples are"):
+        _question(config)
+    assert _question(config.parent, seq=256).model.name == config.parent.name
+
+
+def test_it_takes_under_5_cpu_seconds_and_imports_neither_torch_nor_pandas_nor_snakemake(tmp_path):
+    code = (
+        "import sys\nfrom shardwright_formats.command.run import _exit_code\nfrom shardwright_search.cli import APP\n"
+        "code = _exit_code(APP, 'advise llama-3-8b --gpus 8x8:H100-SXM --batch 512 --seq 8192'.split())\n"
+        "assert not {'torch', 'transformers', 'pandas', 'snakemake', 'shardwright_profile'} & set(sys.modules)\n"
+        "raise SystemExit(code)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, cwd=tmp_path)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+
+
+def test_presets_say_who_published_them_and_what_is_said_of_accuracy_stands_in_the_docs():
+    assert len(read_presets()) > 10
+    assert all(any(char.isdigit() for char in preset.source) for preset in read_presets().values())
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("accuracy.md", "analytic.md"))
+    figures = [word for word in SEEN.replace(",", " ").split() if word[0].isdigit()]
+    assert len(figures) > 3 and all(f"{figure} %" in pages for figure in figures)
