@@ -107,6 +107,7 @@ REFROZEN = (
         "the embedding may be alone in the first pipeline stage, and the head in the last: searches of pipelines look "
         "at more plans and pipeline degrees, and some find a better one",
     ),
+    ("exported/*", "exports for Megatron-LM and torchtitan say the model too, with the lines printed about it"),
     ("simulated/*.svg", "one drawing module with another style sheet; the times it draws are in the trace beside it"),
 )
 """Outputs that were frozen again since the first time (`freeze PATTERN`), and why that is no change of a result."""

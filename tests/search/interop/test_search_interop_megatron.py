@@ -1,50 +1,19 @@
 """Plans for Megatron-LM: its arguments, read back, say what the plan says, or one line says why not."""
 
-import argparse
 import re
-import shlex
 from pathlib import Path
 
 import msgspec
 import pytest
+from megatron_parser import megatron
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.plan import GradientReduction, Plan, Precision, Schedule
+from shardwright_formats.types.plan import GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute
 from shardwright_search.interop.megatron import megatron_arguments
 
 PLAN = Path("plan.json")
 EVERY = GradientReduction.EVERY_MICROBATCH
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options of Megatron-LM's arguments.py that a plan can set, with its types."""
-    own = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    for name in (
-        "num-layers", "seq-length", "tensor-model-parallel-size", "pipeline-model-parallel-size", "micro-batch-size",
-        "global-batch-size", "recompute-num-layers", "num-layers-per-virtual-pipeline-stage",
-        "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
-        "num-distributed-optimizer-instances",
-    ):  # fmt: skip
-        own.add_argument(f"--{name}", type=int)
-    for name in (
-        "sequence-parallel", "use-distributed-optimizer", "untie-embeddings-and-output-weights", "bf16", "fp16",
-        "grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32", "use-megatron-fsdp",
-        "no-gradient-accumulation-fusion",
-    ):  # fmt: skip
-        own.add_argument(f"--{name}", action="store_true")
-    own.add_argument("--recompute-granularity", choices=["full", "selective"])
-    own.add_argument("--recompute-method", choices=["uniform", "block"])
-    own.add_argument("--data-parallel-sharding-strategy", default="no_shard")
-    own.add_argument("--outer-dp-sharding-strategy", choices=["no_shard", "optim"])
-    own.add_argument("--pipeline-model-parallel-layout")
-    own.add_argument("--ckpt-format", default="torch_dist")
-    own.add_argument("--optimizer", choices=["adam", "sgd"])
-    return own
-
-
-def megatron(plan: Plan) -> argparse.Namespace:
-    return parser().parse_args(shlex.split(megatron_arguments(plan, PLAN).text))
 
 
 def test_megatron_is_told_degrees_batch_precision_and_weights(planned):

@@ -11,21 +11,19 @@ whole gradients over several, it has not.
 """
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.interop.megatron_model import Options, model_notes, model_options
 from shardwright_search.interop.target import Degrees, Exported, Target, kernel_notes
 
 _TARGET = "Megatron-LM"
 _FSDP = "--use-megatron-fsdp"
 
-Options = Mapping[str, str | int]
-"""Options by name; True for one without a value, False for one that is left out."""
-
 
 def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
-    """The arguments that a plan decides, one option a line; those of the model itself and of the data are the user's.
+    """The arguments that a plan decides, one option a line; those of the data and of the learning rate are the user's.
 
     Raises BadInput naming the first thing that Megatron-LM cannot express.
     """
@@ -34,9 +32,7 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
     holds = plan.schedule is not Schedule.GPIPE or degrees.pp_size == 1
     target.demand(holds, "the schedule gpipe", "choose 1f1b or interleaved_1f1b")
     options = {
-        "--num-layers": len(plan.layers),
-        "--seq-length": plan.model.sequence_length,
-        "--untie-embeddings-and-output-weights": not plan.model.tied,
+        **model_options(plan.model, target),
         "--tensor-model-parallel-size": degrees.tp_size,
         "--pipeline-model-parallel-size": degrees.pp_size,
         "--sequence-parallel": degrees.sequence_parallel is SequenceParallel.MEGATRON,
@@ -104,6 +100,7 @@ def _notes(plan: Plan, degrees: Degrees, options: Options) -> Iterator[str]:
         yield "set CUDA_DEVICE_MAX_CONNECTIONS=1 where the GPUs are older than Blackwell"
     if plan.num_microbatches == 1 and "--use-distributed-optimizer" in options and not fsdp:
         yield "its distributed optimizer holds whole gradients with one microbatch too, 4 bytes a parameter"
+    yield from model_notes(plan.model)
     yield from kernel_notes(plan)
 
 

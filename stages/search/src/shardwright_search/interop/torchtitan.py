@@ -1,6 +1,6 @@
 """A plan as a TOML configuration of torchtitan.
 
-Sections and keys are those of its `config/job_config.py` as of late 2025; what they do is read from
+Sections and keys are those of its `config/job_config.py` in 0.2.2 (late 2025); what they do is read from
 `models/llama3/infra/parallelize.py` and `distributed/{pipeline_parallel,activation_checkpoint,parallel_dims}.py`. Later
 versions are configured in Python, with fields of the same names.
 
@@ -8,8 +8,9 @@ Ranks are numbered pipeline stage first, then data-parallel rank, then tensor-pa
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.interop.target import Degrees, Exported, Target, kernel_notes
@@ -17,10 +18,17 @@ from shardwright_search.interop.target import Degrees, Exported, Target, kernel_
 Toml = str | int | Sequence[Sequence[str]]
 
 _TARGET = "torchtitan"
+_FAMILIES = {"llama": "llama3", "qwen3": "qwen3"}
+_FLAVORS: Mapping[tuple[object, ...], str] = {
+    (4096, 32, 32, 8, 14336, 128256): "8B",
+    (8192, 80, 64, 8, 28672, 128256): "70B",
+    (16384, 126, 128, 8, 53248, 128256): "405B",
+}
+"""Sizes that `models/llama3/__init__.py` registers."""
 
 
 def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
-    """The sections that a plan decides; model, data and learning rate are the user's.
+    """The sections that a plan decides; data and learning rate are the user's.
 
     Raises BadInput naming the first thing that torchtitan cannot express.
     """
@@ -29,6 +37,7 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
     _check_parallelism(plan, degrees, target)
     _check_pipeline(plan, degrees, target)
     sections: dict[str, Mapping[str, Toml]] = {
+        **_model(plan.model),
         "optimizer": {"name": "AdamW"},
         "training": {**_batch(plan, degrees), **_precision(plan, degrees, target)},
         "parallelism": _parallelism(plan, degrees),
@@ -36,8 +45,32 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
     }
     return Exported(
         "\n".join(_section(name, keys) for name, keys in sections.items()),
-        (f"run it on {plan.world_size} ranks", *kernel_notes(plan)),
+        (f"run it on {plan.world_size} ranks", *_model_notes(plan, degrees), *kernel_notes(plan)),
     )
+
+
+def _sizes(model: Model) -> tuple[object, ...]:
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sizes = {**model.config, "num_hidden_layers": len(model.layers)}
+    return tuple(sizes.get(key) for key in (*keys, "vocab_size"))
+
+
+def _model(model: Model) -> dict[str, Mapping[str, Toml]]:
+    """The name of its family there, and of the registered sizes that are the model's."""
+    if model.family not in _FAMILIES:
+        return {}
+    flavor = _FLAVORS.get(_sizes(model)) if model.family == "llama" else None
+    return {"model": {"name": _FAMILIES[model.family]} | ({} if flavor is None else {"flavor": flavor})}
+
+
+def _model_notes(plan: Plan, degrees: Degrees) -> Iterator[str]:
+    model = plan.model
+    if model.family not in _FAMILIES:
+        yield f"torchtitan has no {model.family} model: the modules are named as in its decoders"
+    elif model.family != "llama" or _sizes(model) not in _FLAVORS:
+        yield f"the flavor of [model] is yours: {len(model.layers)} layers, dim {model.boundary[0].features}"
+    if degrees.pp_size > 1:
+        yield "from torchtitan 0.3 on the module output is called lm_head"
 
 
 def _check_parallelism(plan: Plan, degrees: Degrees, target: Target) -> None:

@@ -1,0 +1,45 @@
+"""Megatron-LM's options as its arguments.py has them, to read back what is exported."""
+
+import argparse
+import shlex
+from pathlib import Path
+
+from shardwright_formats.types.plan import Plan
+from shardwright_search.interop.megatron import megatron_arguments
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of Megatron-LM's arguments.py (late 2025) that a plan can set, with its types and choices."""
+    own = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    for name in (
+        "num-layers", "seq-length", "tensor-model-parallel-size", "pipeline-model-parallel-size", "micro-batch-size",
+        "global-batch-size", "recompute-num-layers", "num-layers-per-virtual-pipeline-stage",
+        "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
+        "num-distributed-optimizer-instances", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels",
+        "num-query-groups", "max-position-embeddings", "vocab-size", "make-vocab-size-divisible-by", "rotary-base",
+    ):  # fmt: skip
+        own.add_argument(f"--{name}", type=int)
+    for name in ("norm-epsilon", "attention-dropout", "hidden-dropout", "rope-scaling-factor"):
+        own.add_argument(f"--{name}", type=float)
+    for name in (
+        "sequence-parallel", "use-distributed-optimizer", "untie-embeddings-and-output-weights", "bf16", "fp16",
+        "grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32", "use-megatron-fsdp",
+        "no-gradient-accumulation-fusion", "group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
+        "qk-layernorm", "use-rope-scaling",
+    ):  # fmt: skip
+        own.add_argument(f"--{name}", action="store_true")
+    own.add_argument("--position-embedding-type", choices=["learned_absolute", "rope", "mrope", "relative", "none"])
+    own.add_argument("--normalization", choices=["LayerNorm", "RMSNorm"])
+    own.add_argument("--recompute-granularity", choices=["full", "selective"])
+    own.add_argument("--recompute-method", choices=["uniform", "block"])
+    own.add_argument("--data-parallel-sharding-strategy", default="no_shard")
+    own.add_argument("--outer-dp-sharding-strategy", choices=["no_shard", "optim"])
+    own.add_argument("--pipeline-model-parallel-layout")
+    own.add_argument("--ckpt-format", default="torch_dist")
+    own.add_argument("--optimizer", choices=["adam", "sgd"])
+    return own
+
+
+def megatron(plan: Plan) -> argparse.Namespace:
+    """What Megatron-LM would read of a plan's arguments."""
+    return parser().parse_args(shlex.split(megatron_arguments(plan, Path("plan.json")).text))
