@@ -1,0 +1,93 @@
+"""A plan of stages of unequal width, from estimated profiles to a run, by the commands; it trains like a plan of one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_calls import call
+from tiny_models import tiny
+
+from shardwright_estimate.settings import ProfileSettings
+from shardwright_formats.command import CommandLine
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.strategy import Recompute, SequenceParallel
+from shardwright_profile.cli import APP as PROFILE
+from shardwright_search.cli import APP as SEARCH
+from shardwright_search.space.request import SearchRequest
+from shardwright_train.data.prepare import prepare
+
+DEVICES = """
+revised = "2026-11-22"
+[devices.processor]
+names = ["cpu"]
+peaks = { float32 = 5e10 }
+peaks_source = "taken for the test"
+memory_bytes = 4_294_967_296
+memory_bytes_source = "taken for the test"
+memory_bytes_per_s = 1e10
+memory_bytes_per_s_source = "taken for the test"
+link = "pcie"
+link_bytes_per_s = 1e9
+link_bytes_per_s_source = "taken for the test"
+pcie_bytes_per_s = 1e9
+pcie_bytes_per_s_source = "taken for the test"
+"""
+PLAIN = {"recompute": (Recompute.NONE,), "sequence_parallel": (SequenceParallel.NONE,)}
+
+
+def cluster_of(devices: int) -> Cluster:
+    node_type = NodeType(device="cpu", devices_per_node=devices, memory_bytes=1 << 32)
+    return Cluster(name="here", nodes=(NodeGroup(node_type="cpu", count=1),), node_types={"cpu": node_type})
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    prepare(str(tmp_path / "text"), "*.txt", 260, 1.0, tmp_path / "data")
+    (tmp_path / "devices.toml").write_text(DEVICES)
+    write_document(tmp_path / "model.json", tiny("llama", vocab_size=260))
+    for devices in (1, 4):
+        write_document(tmp_path / f"cluster-{devices}.json", cluster_of(devices))
+    settings = ProfileSettings(tp_sizes=(1, 2), micro_batch_sizes=(1, 2, 4), layers=(1, 2), **PLAIN)
+    write_document(tmp_path / "settings.json", settings)
+    request = SearchRequest(
+        name="unequal", global_batch_size=12, num_microbatches=(3,), pp_sizes=(3,), tp_sizes=(1, 2), **PLAIN,
+        stage_widths="any",
+    )  # fmt: skip
+    write_document(tmp_path / "search.json", request)
+    return tmp_path
+
+
+def command(app: CommandLine, work: Path, line: str) -> None:
+    """Words that end in a suffix of a file are files of the folder."""
+    words = [work / word if Path(word).suffix else word for word in line.split()]
+    ended = call(app, *words)
+    assert ended.exit_code == 0, ended.stderr
+
+
+def losses(work: Path, plan: str) -> list[float]:
+    program = [sys.executable, "-m", "shardwright_train.cli", "run", str(work / f"{plan}.json")]
+    options = {"data": work / "data", "steps": 3, "checkpoints": work / "kept", "out": work / plan}
+    program += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return [json.loads(line)["loss"] for line in (work / plan / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_searched_plan_of_unequal_stages_trains_like_one_rank(work: Path) -> None:
+    given = "--model model.json --cluster cluster-4.json"
+    estimated = (
+        f"{given} --node-type cpu --devices devices.toml --settings settings.json --out p.h5 --hardware-out h.h5"
+    )
+    command(PROFILE, work, f"analytic {estimated}")
+    command(SEARCH, work, f"plan {given} --hardware h.h5 --profile p.h5 --search search.json --out unequal.json")
+    widths = [len(stage.ranks) for stage in read_document(work / "unequal.json", Plan).stages]
+    assert (sorted(widths), sum(widths)) == ([1, 1, 2], 4)
+    alone = "--model model.json --cluster cluster-1.json --global-batch-size 12 --out alone.json"
+    command(SEARCH, work, f"uniform {alone}")
+    assert losses(work, "unequal") == pytest.approx(losses(work, "alone"), rel=1e-5)
