@@ -87,17 +87,21 @@ def test_a_tensor_parallel_group_shares_samples_and_groups_have_others(
             assert shard.tokens == len(_elements(shard))
 
 
-@given(changes())
-def test_redistribution_plans_serve_every_element_of_the_target_exactly_once_from_one_who_holds_it(
-    change: tuple[Layout, Layout, int, int],
-) -> None:
-    source, target, samples, length = change
+def _served_once(source: Layout, target: Layout, samples: int, length: int) -> None:
+    """Every element of the target comes once, from one who holds it."""
     served: Counter[tuple[int, tuple[int, int]]] = Counter()
     for transfer in redistribution_plan(source, target, samples, length):
         assert _elements(transfer.piece) <= _held(source, transfer.source, samples, length)
         served.update((transfer.target, element) for element in _elements(transfer.piece))
     wanted = {(rank, e) for rank in range(target.stage_size) for e in _held(target, rank, samples, length)}
     assert served == dict.fromkeys(wanted, 1)
+
+
+@given(changes())
+def test_redistribution_plans_serve_every_element_of_the_target_exactly_once_from_one_who_holds_it(
+    change: tuple[Layout, Layout, int, int],
+) -> None:
+    _served_once(*change)
 
 
 @st.composite
@@ -112,14 +116,8 @@ def cuts(draw: st.DrawFn) -> tuple[Layout, Layout, int, int]:
 def test_between_stages_of_unequal_width_every_element_is_served_once_and_nobody_asked_twice(
     cut: tuple[Layout, Layout, int, int],
 ) -> None:
-    source, target, samples, length = cut
-    served: Counter[tuple[int, tuple[int, int]]] = Counter()
-    for transfer in redistribution_plan(source, target, samples, length):
-        assert _elements(transfer.piece) <= _held(source, transfer.source, samples, length)
-        served.update((transfer.target, element) for element in _elements(transfer.piece))
-    wanted = {(rank, e) for rank in range(target.stage_size) for e in _held(target, rank, samples, length)}
-    assert served == dict.fromkeys(wanted, 1)
-    pairs = Counter((t.source, t.target) for t in redistribution_plan(source, target, samples, length))
+    _served_once(*cut)
+    pairs = Counter((t.source, t.target) for t in redistribution_plan(*cut))
     assert set(pairs.values()) == {1}
 
 

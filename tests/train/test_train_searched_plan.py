@@ -1,4 +1,4 @@
-"""A plan of stages of unequal width, from estimated profiles to a run, by the commands; it trains like a plan of one."""
+"""A plan of stages of unequal width, from estimated profiles to a run by the commands, trains like one rank."""
 
 import json
 import subprocess
