@@ -1,5 +1,6 @@
 """The machines a plan is made for."""
 
+from functools import cached_property
 from typing import Annotated
 
 from msgspec import Meta
@@ -30,7 +31,7 @@ class NodeGroup(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Number of nodes."""
 
 
-class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Ordered nodes: ranks are numbered through them, so a rank's node type follows from its number."""
 
     FORMAT = "shardwright.cluster"
@@ -49,18 +50,18 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.num_devices > MAX_DEVICES:
             raise ValueError(f"{self.num_devices} devices are more than {MAX_DEVICES}")
 
-    @property
+    @cached_property
     def num_devices(self) -> int:
         """Number of devices, which is the number of ranks of a plan for this cluster."""
         return sum(g.count * self.node_types[g.node_type].devices_per_node for g in self.nodes)
 
-    @property
+    @cached_property
     def node_of_rank(self) -> tuple[int, ...]:
         """The node each rank runs on, counted from 0 in the order of `nodes`."""
         sizes = [self.node_types[g.node_type].devices_per_node for g in self.nodes for _ in range(g.count)]
         return tuple(node for node, size in enumerate(sizes) for _ in range(size))
 
-    @property
+    @cached_property
     def node_type_of_rank(self) -> tuple[str, ...]:
         """The node type each rank runs on."""
         return tuple(

@@ -48,7 +48,7 @@ def shared_cost_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
 
 def has_shared(model: Model) -> bool:
     """Whether several layers hold replicas of a parameter."""
-    return any(p.shared for name in model.layers for p in model.types[name].parameters)
+    return any(p.shared for name in set(model.layers) for p in model.types[name].parameters)
 
 
 def tie_class(strategy: Strategy) -> tuple[object, ...]:

@@ -1,5 +1,6 @@
 """What there is to choose in a configuration: the strategies of the layers, and where the pipeline stages can be."""
 
+from math import gcd, lcm
 from typing import NamedTuple
 
 import msgspec
@@ -27,8 +28,8 @@ class Choice(NamedTuple):
     buffer_tokens: int | None
 
 
-class Shardings(NamedTuple):
-    """The strategies of each type on stages of each width, and the layouts they use."""
+class Shardings(msgspec.Struct, frozen=True, eq=False):
+    """The strategies of each type on stages of each width, and the layouts they use; equal only to itself."""
 
     strategies: dict[int, dict[str, tuple[Strategy, ...]]]
     """By width and type."""
@@ -49,7 +50,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
     def has_plans(self, configuration: Configuration) -> bool:
         """Whether every layer of a configuration can be sharded in some way."""
         choice = self.choice(configuration)
-        return self._placements(choice, configuration.pp_size, configuration.widths) is not None
+        return self._placements(self._alike(choice), configuration.pp_size, configuration.widths) is not None
 
     def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
         """What all layers can share: strategies that every type of layer has, told by the first type's."""
@@ -79,7 +80,8 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def placed(self, configuration: Configuration) -> Placements:
         """Where the stages can be; has_plans says whether they can at all."""
-        found = self._placements(self.choice(configuration), configuration.pp_size, configuration.widths)
+        choice = self._alike(self.choice(configuration))
+        found = self._placements(choice, configuration.pp_size, configuration.widths)
         if found is None:
             raise ValueError(f"no plan: {configuration}")
         return found
@@ -96,9 +98,18 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         ]
         return placements(self.costs.cluster, able, by_nodes=widths is StageWidths.ANY)
 
-    @cached_method
     def shardings(self, choice: Choice) -> Shardings:
         """Of the widths over which every type of layer can be sharded, embedding and head aside."""
+        return self._shardings(self._alike(choice))
+
+    def _alike(self, choice: Choice) -> Choice:
+        """The least microbatch with the same strategies: all degrees divide the width of a stage."""
+        if choice.buffer_tokens is not None:
+            return choice
+        return choice._replace(samples=gcd(choice.samples, lcm(*choice.widths)))
+
+    @cached_method
+    def _shardings(self, choice: Choice) -> Shardings:
         found = {}
         for width in choice.widths:
             own = {
@@ -108,7 +119,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
             if all(own[name] for name in self.costs.model.layers):
                 found[width] = own
         used = {layout_of(s) for own in found.values() for of_type in own.values() for s in of_type}
-        return Shardings(found, tuple(sorted(used)))
+        return Shardings(strategies=found, layouts=tuple(sorted(used)))
 
     @cached_method
     def _all_shardings(self, type_name: str, stage_size: int) -> tuple[Strategy, ...]:

@@ -21,12 +21,12 @@ from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.solver.branch_and_bound import Solvable
 from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.configuration_bounds import CostsOf
-from shardwright_search.solver.pareto import Numbers
+from shardwright_search.solver.pareto import Ints, Numbers
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Cut, DeviceGroup, Options, Problem, Solution
 from shardwright_search.solver.relaxed_bound import DualOf, dual_of
 from shardwright_search.solver.stage_options import GroupCosts
-from shardwright_search.space.choices import Choice, Choices
+from shardwright_search.space.choices import Choice, Choices, Shardings
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.placements import Placements
 from shardwright_search.space.request import SearchRequest
@@ -112,7 +112,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             in_flight=tuple(in_flight(configuration.schedule, p, m, stage) for stage in range(p)),
             num_microbatches=m,
             boundary_bytes=self._boundary(choice),
-            tie_ps=self._ties(choice, p),
+            tie_ps=self._ties(self.choices.shardings(choice), p),
         )
 
     def interleaved_problem(self, configuration: Configuration) -> "InterleavedProblem | None":
@@ -141,7 +141,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             sends_ps=np.array([self._sends(choice, self.costs.link(*pair)) for pair in around]),
             moments_in_flight=(first, second if p > 2 else (*first, *last), last),
             boundary_bytes=self._boundary(choice),
-            tie_ps=self._ties(choice, p),
+            tie_ps=self._ties(self.choices.shardings(choice), p),
         )
 
     def plan(self, configuration: Configuration, solution: Solution) -> Plan:
@@ -195,13 +195,18 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             )
             for o in priced
         ]
+        return Options._make((*np.array(rows, float).T.copy(), *self._layouts(name, shardings, topology.size)))
+
+    @cached_method
+    def _layouts(self, name: str, shardings: Shardings, width: int) -> tuple[Ints, Ints]:
+        """Numbers of the input and output layouts of each strategy, or of the classes of ties."""
+        found = shardings.of(name, width)
         numbers = np.array([shardings.layouts.index(layout_of(strategy)) for strategy in found])
-        classes = numbers
-        if name in (EMBEDDING, HEAD):
-            known = list(self._tie_classes(choice, name))
-            classes = np.array([known.index(self._tie_class(strategy)) for strategy in found])
-        layouts_of = classes if name == EMBEDDING else numbers, classes if name == HEAD else numbers
-        return Options._make((*np.array(rows, float).T.copy(), *layouts_of))
+        if name not in (EMBEDDING, HEAD):
+            return numbers, numbers
+        known = list(self._tie_classes(shardings, name))
+        classes = np.array([known.index(self._tie_class(strategy)) for strategy in found])
+        return (classes, numbers) if name == EMBEDDING else (numbers, classes)
 
     def _moves(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:
         """[layouts, layouts]: there in forward and back in backward, between layouts of the stage's width."""
@@ -256,12 +261,12 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return np.array(held, float)
 
     @cached_method
-    def _ties(self, choice: Choice, pp_size: int) -> Numbers:
+    def _ties(self, shardings: Shardings, pp_size: int) -> Numbers:
         """[classes of the embedding, of the head]: tied parameters, and those that layers share; infinity: no plan."""
         if not self.costs.model.tied and not has_shared(self.costs.model):
             return np.zeros((1, 1))
         devices = self.costs.cluster.num_devices
-        first, last = (self._tie_classes(choice, name) for name in (EMBEDDING, HEAD))
+        first, last = (self._tie_classes(shardings, name) for name in (EMBEDDING, HEAD))
         found = np.full((len(first), len(last)), np.inf)
         for (i, a), (j, b) in product(enumerate(first.values()), enumerate(last.values())):
             before, behind = a.tp_size * a.dp_size, b.tp_size * b.dp_size
@@ -274,9 +279,10 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _shared_ps(self, first: range, last: range) -> int:
         return shared_cost_ps(self.costs, (first, last))
 
-    def _tie_classes(self, choice: Choice, name: str) -> dict[object, Strategy]:
+    @cached_method
+    def _tie_classes(self, shardings: Shardings, name: str) -> dict[object, Strategy]:
         """A strategy of each class of the embedding, or of the head, that ties tell apart."""
-        own = self.choices.shardings(choice).strategies.values()
+        own = shardings.strategies.values()
         return {self._tie_class(strategy): strategy for of_type in own for strategy in of_type[name]}
 
     def _tie_class(self, strategy: Strategy) -> object:
