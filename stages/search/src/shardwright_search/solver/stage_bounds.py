@@ -29,7 +29,7 @@ class Polyline(NamedTuple):
 
     def at(self, left: Numbers) -> Numbers:
         """Of several amounts of memory; infinity where the layers do not fit."""
-        return np.where(left >= self.memory[0], np.interp(left, self.memory, self.cost), np.inf)
+        return np.interp(left, self.memory, self.cost, left=np.inf)
 
 
 class Dual:

@@ -82,8 +82,12 @@ class _Stage:
 
     def __init__(self, problem: Problem, kind: StageKind, costs: GroupCosts, tick: Callable[[int], None]) -> None:
         self.problem, self.costs, self._start, self._tick = problem, costs, kind.start, tick
-        self.weights = weightings(problem, kind.group)
+        # With one stage all caps are T's own.
+        self.capped = slice(1, 2) if problem.pp_size == 1 else slice(None)
+        self.weights = weightings(problem, kind.group)[self.capped]
         self._layouts = problem.layouts_of_width[costs.group.width]
+        group = costs.group.redistribution_ps
+        self._triangular = [_triangular(moves[np.ix_(self._layouts, self._layouts)]) for moves in group]
         self.num_layouts = max(int(max(o.output_layout.max(), o.input_layout.max())) for o in costs.options) + 1
         # The most that a layer of each type adds to resident or peak bytes of any phase, and any one's own pass.
         self._max_added = [float((o.static + np.maximum(o.activation, o.late)).max()) for o in costs.memory]
@@ -128,7 +132,7 @@ class _Stage:
     def whole(self, labels: Labels, run: Run, target: Target) -> Labels:
         """The labels of a whole stage that stay below the target's caps, and of which none replaces another."""
         below = np.ones(len(labels.time_ps), bool)
-        for (time, exposed), cap in zip(self.weights, target.caps, strict=True):
+        for (time, exposed), cap in zip(self.weights, target.caps[self.capped], strict=True):
             below &= time * labels.time_ps + exposed * labels.exposed_ps < cap
         if run.layers[-1] != self.problem.layers[-1]:
             sent = self.problem.boundary_bytes[run.layers[-1]][labels.output_layout]
@@ -156,7 +160,7 @@ class _Stage:
             self.costs.useful[kind][option],
             labels,
         )
-        rest = [(run.layers[depth + 1 :], target.caps) for run, target in reachable]
+        rest = [(run.layers[depth + 1 :], target.caps[self.capped]) for run, target in reachable]
         following = following.take(self._reaching(following, rest))
         most = max(sum(self._max_added[k] for k in layers) for layers, _ in rest)
         never = self.costs.group.budget_bytes - most - self._max_sent
@@ -169,7 +173,7 @@ class _Stage:
         """The labels that none of another layout replaces after paying for the redistribution to theirs."""
         moves = self.costs.group.redistribution_ps[before]
         rows = np.arange(len(labels.time_ps))
-        if len(rows) <= _FEW or not _triangular(moves[np.ix_(self._layouts, self._layouts)]):
+        if len(rows) <= _FEW or not self._triangular[before]:
             return rows
         for layout in self._layouts:
             same = labels.output_layout[rows] == layout

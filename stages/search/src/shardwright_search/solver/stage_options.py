@@ -90,8 +90,7 @@ class GroupCosts:
             least = lines[0].at(budget - self.measures[0].last[rest[-1]] - resident)
         else:
             pivot = self._pivot(weights, rest[at], behind)
-            ways = zip(pivot.cost, pivot.memory, strict=True)
-            least = np.min([cost + lines[0].at(budget - memory - resident) for cost, memory in ways], axis=0)
+            least = (pivot.cost[:, None] + lines[0].at(budget - pivot.memory[:, None] - resident)).min(0)
         for measure, line in zip(self.measures[1:], lines[1:], strict=True):
             taken = measure.share * resident + (1 - measure.share) * peak
             least = np.maximum(least, line.at(budget - measure.last[rest[-1]] - taken))
