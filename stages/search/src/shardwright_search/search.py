@@ -21,7 +21,7 @@ from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.stage_costs import range_costs
 from shardwright_search.simulation.simulator import step_time_ps
-from shardwright_search.solver.branch_and_bound import Best, Optimum, Target, optimize
+from shardwright_search.solver.branch_and_bound import Best, Optimum, Target, guess, optimize
 from shardwright_search.space.budget import Infeasible, budgets_of, infeasible
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
 from shardwright_search.space.instance import Instance
@@ -235,7 +235,11 @@ def _others(
     configuration = chosen.target.configuration
     sizes = _firsts(optimum, lambda other: other.pp_size, configuration.pp_size)
     counts = _firsts(optimum, lambda other: other.num_microbatches, configuration.num_microbatches)
+    bounds = {target: bound for bound, target in optimum.bounds}
     for target in dict.fromkeys((*sizes[:_MAX_DEGREES], *counts[:2])):
+        if (guessed := guess(target, bounds[target], instance.solvable)) is not None:
+            yield guessed
+            continue
         found = optimize([target], instance.solvable, deadline=deadline, max_labels=_MAX_LABELS)
         if found.best is not None and not found.stopped:
             yield found.best

@@ -15,6 +15,10 @@ import numpy as np
 from shardwright_search.solver.partition import Found
 
 _RELAXED = -1
+_GUESSED = 0.05
+"""How far above its bound a plan of a configuration is guessed at most."""
+_PROVEN_AT_ONCE = 0.01
+"""Where no plan is guessed below a limit this near, none is looked for below nearer ones."""
 _LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0, np.inf)
 
 
@@ -29,6 +33,10 @@ class Solvable(Protocol):
     @property
     def lower_ps(self) -> float:
         """A lower bound on T."""
+        ...
+
+    def guess(self, below_ps: float) -> Found | None:
+        """A good plan with T < below_ps, found with little work; None: none was found."""
         ...
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
@@ -118,12 +126,20 @@ def optimize(
     return Optimum(best, tuple(close), bound, search.bounds(), search.looked_at, len(search.plans), stopped)
 
 
+def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) -> Best[C] | None:
+    """A good plan of a configuration of which a lower bound is known; None: none was found."""
+    found = solvable(target.configuration).guess(target.time_ps(bound * (1 + _GUESSED)))
+    return None if found is None else Best(target, found, target.score(found.objective_ps))
+
+
 class _Open(NamedTuple):
     """A configuration that is not solved yet, by its bound, and how often it was solved below a limit in vain."""
 
     bound: float
     number: int
     tries: int
+    guess: float | None = None
+    """The score of a plan that is known of; infinity: none was found."""
 
 
 _NOTHING = _Open(np.inf, -1, 0)
@@ -192,22 +208,48 @@ class _Search(Generic[C]):
         self._now = _NOTHING
 
     def _solve(self, here: "_Open", target: Target[C], limit: float) -> None:
-        """Without a plan below the limit the configuration's bound is higher, or it has none."""
-        cut = min(here.bound * (1 + _LIMITS[here.tries]), limit)
+        """Without a plan below the limit the configuration's bound is higher, or it has none.
+
+        Narrow limits in which a guess says that there is no plan are passed over: what is found below a wider one is
+        told as the narrowest would have it.
+        """
+        solvable, cuts = self._solvable(target.configuration), _cuts(here, limit)
         self.plans.setdefault(here.number, ())
-        found = self._solvable(target.configuration).solve_below(target.time_ps(cut), self._most, self.tick)
-        self.plans[here.number] = tuple(Best(target, one, target.score(one.objective_ps)) for one in found)
-        if found:
-            known = (self.best,) if self.best is not None else ()
-            self.best = min((*self.plans[here.number][:1], *known), key=_score)
+        known, cut = here.guess, cuts[0]
+        if known is None:
+            self.tick()
+            guessed = solvable.guess(target.time_ps(min(limit, here.bound * (1 + _GUESSED))))
+            known = np.inf if guessed is None else target.score(guessed.objective_ps)
+        if np.isfinite(known):
+            cut = next((cut for cut in cuts if known < cut), cuts[-1])
+        elif limit <= here.bound * (1 + _PROVEN_AT_ONCE):
+            cut = cuts[-1]
+        found = solvable.solve_below(target.time_ps(cut), self._most, self.tick)
+        plans = tuple(Best(target, one, target.score(one.objective_ps)) for one in found)
+        tries = here.tries + cuts.index(cut)
+        if plans:
+            narrowest = next(cut for cut in cuts if plans[0].score < cut)
+            plans = tuple(best for best in plans if best.score < narrowest)
+        self.plans[here.number] = plans
+        if plans:
+            self.best = min((*plans[:1], *((self.best,) if self.best is not None else ())), key=_score)
         elif np.isfinite(cut):
-            heapq.heappush(self.heap, _Open(cut, here.number, min(here.tries + 1, len(_LIMITS) - 1)))
+            heapq.heappush(self.heap, _Open(cut, here.number, min(tries + 1, len(_LIMITS) - 1), known))
 
     def bounds(self) -> tuple[tuple[float, Target[C]], ...]:
         """Every configuration that a plan may fit in, with what is known of its least score, the least first."""
         known = {one.number: one.bound for one in self.heap}
         known |= {number: own[0].score for number, own in self.plans.items() if own}
         return tuple((bound, self._targets[number]) for number, bound in sorted(known.items(), key=lambda i: i[::-1]))
+
+
+def _cuts(here: _Open, limit: float) -> list[float]:
+    """The limits that one after another would be tried, until one is the asked limit."""
+    cuts = [min(here.bound * (1 + _LIMITS[here.tries]), limit)]
+    while cuts[-1] < limit:
+        tries = min(here.tries + len(cuts), len(_LIMITS) - 1)
+        cuts.append(min(cuts[-1] * (1 + _LIMITS[tries]), limit))
+    return cuts
 
 
 def _score(best: Best[C]) -> float:

@@ -99,6 +99,9 @@ class Interleaved:
         """There is no quicker one."""
         return self.lower_ps
 
+    def guess(self, below_ps: float) -> None:
+        """None is guessed."""
+
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """Plans with T < below_ps: the best one first and up to `most`; none: there is none in the space."""
         none, zero = np.zeros(1), np.zeros(1, np.int64)

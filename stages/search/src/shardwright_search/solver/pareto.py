@@ -79,7 +79,7 @@ def _front_of_many(rows: NDArray[Any]) -> Ints:
     size = 0
     for start in range(0, len(rows), _BLOCK):
         block = rows[start : start + _BLOCK]
-        alive = np.flatnonzero(~_beaten(front[:size], block))
+        alive = np.flatnonzero(~beaten(front[:size], block))
         block = block[alive]
         inner = _EARLIER[: len(block), : len(block)].copy()
         for column in block.T:
@@ -92,12 +92,13 @@ def _front_of_many(rows: NDArray[Any]) -> Ints:
     return np.concatenate(kept)
 
 
-def _beaten(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
-    beaten = np.zeros(len(block), bool)
+def beaten(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which rows of a block some row of a front matches or beats."""
+    found = np.zeros(len(block), bool)
     for start in range(0, len(front), 16 * _BLOCK):
         part = front[start : start + 16 * _BLOCK]
         below = np.ones((len(part), len(block)), bool)
         for mine, theirs in zip(part.T, block.T, strict=True):
             below &= mine[:, None] <= theirs
-        beaten |= below.any(0)
-    return beaten
+        found |= below.any(0)
+    return found

@@ -21,6 +21,9 @@ from shardwright_search.solver.problem import Cut, Position, Problem, Solution
 from shardwright_search.solver.relaxed_bound import DualOf, relaxed_bound_ps
 from shardwright_search.solver.stage_labels import Labels, stage_labels
 
+_FEW_LABELS = 24
+"""Of each run, in a guess."""
+
 
 class Found(NamedTuple):
     """A plan of a configuration and its T."""
@@ -44,6 +47,10 @@ class Pipeline:
     def lower_ps(self) -> float:
         """A lower bound on T."""
         return ConfigurationBounds(self._problem, self._costs_of, rough=True).lower_ps
+
+    def guess(self, below_ps: float) -> Found | None:
+        """The best plan with T < below_ps among a few labels of each step; None: there is none among them."""
+        return next(iter(solve_below(self._bounds, below_ps, 1, lambda made: None, _FEW_LABELS)), None)
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """See the function."""
@@ -95,16 +102,19 @@ LabelsOf = dict[StageKind, dict[int, Labels]]
 
 
 def solve_below(
-    bounds: ConfigurationBounds, below_ps: float, most: int, tick: Callable[[int], None]
+    bounds: ConfigurationBounds, below_ps: float, most: int, tick: Callable[[int], None], max_labels: int | None = None
 ) -> tuple[Found, ...]:
-    """Plans with T < below_ps: the best one first and up to `most` in all, non-dominated ones; none: there is none."""
+    """Plans with T < below_ps: the best one first and up to `most` in all, non-dominated ones; none: there is none.
+
+    With `max_labels` only so many of a run are extended, the most promising ones: plans may be missed.
+    """
     problem = bounds.problem
     if (targets := bounds.targets(below_ps)) is None:
         return ()
     labels_of: LabelsOf = {}
     for kind, found in targets.items():
         costs = bounds.costs_of(problem.device_groups[kind.group], kind.phases)
-        labels_of[kind] = stage_labels(problem, kind, costs, found, tick)
+        labels_of[kind] = stage_labels(problem, kind, costs, found, tick, max_labels)
     nothing, zero = np.zeros(1), np.zeros(1, np.int64)
     start = _Prefix(nothing, nothing, nothing, zero, zero, zero, zero, zero, zero)
     levels = [_Level({at: start for at in _followed(problem, 0, 0, problem.start_position, -1)}, [])]

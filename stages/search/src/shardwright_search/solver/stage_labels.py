@@ -18,9 +18,9 @@ import numpy as np
 from shardwright_search.solver.configuration_bounds import StageKind, Target
 from shardwright_search.solver.layer_ranges import Run, runs_of
 from shardwright_search.solver.memory import StageMemory, no_layers
-from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
+from shardwright_search.solver.pareto import Ints, Numbers, beaten, non_dominated, pairs
 from shardwright_search.solver.problem import Problem, Start
-from shardwright_search.solver.stage_options import GroupCosts, weightings
+from shardwright_search.solver.stage_options import GroupCosts, Weights, weightings
 
 _FEW = 8
 
@@ -60,13 +60,18 @@ class Labels(NamedTuple):
 
 
 def stage_labels(
-    problem: Problem, kind: StageKind, costs: GroupCosts, targets: Sequence[Target], tick: Callable[[int], None]
+    problem: Problem,
+    kind: StageKind,
+    costs: GroupCosts,
+    targets: Sequence[Target],
+    tick: Callable[[int], None],
+    max_labels: int | None = None,
 ) -> dict[int, Labels]:
     """By run, the labels of every target worth being a whole stage, where memory no longer matters.
 
-    `tick` is called between steps and may raise to stop.
+    `tick` is called between steps and may raise to stop. With `max_labels` no more of a run are extended.
     """
-    stage = _Stage(problem, kind, costs, tick)
+    stage = _Stage(problem, kind, costs, tick, max_labels)
     runs = runs_of(problem.layers).runs
     reachable = sorted(((runs[target.run], target) for target in targets), key=lambda pair: pair[0])
     for before, group in groupby(reachable, key=lambda pair: pair[0].before):
@@ -80,11 +85,19 @@ Reachable = list[tuple[Run, Target]]
 class _Stage:
     """What is the same for all labels of a stage kind, and the labels of whole runs found so far."""
 
-    def __init__(self, problem: Problem, kind: StageKind, costs: GroupCosts, tick: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        kind: StageKind,
+        costs: GroupCosts,
+        tick: Callable[[int], None],
+        max_labels: int | None = None,
+    ) -> None:
         self.problem, self.costs, self._start, self._tick = problem, costs, kind.start, tick
+        self._max_labels = max_labels
         # With one stage all caps are T's own.
         self.capped = slice(1, 2) if problem.pp_size == 1 else slice(None)
-        self.weights = weightings(problem, kind.group)[self.capped]
+        self.weights: tuple[Weights, ...] = tuple(weightings(problem, kind.group))[self.capped]
         self._layouts = problem.layouts_of_width[costs.group.width]
         group = costs.group.redistribution_ps
         self._triangular = [_triangular(moves[np.ix_(self._layouts, self._layouts)]) for moves in group]
@@ -175,18 +188,18 @@ class _Stage:
         rows = np.arange(len(labels.time_ps))
         if len(rows) <= _FEW or not self._triangular[before]:
             return rows
+        alive = np.ones(len(rows), bool)
+        memory = [*labels.resident.T, *labels.peak.T, labels.received_layout, -labels.received_layout]
+        own = np.stack([*self.problem.objectives(labels.time_ps, labels.exposed_ps), *memory], 1)
         for layout in self._layouts:
-            same = labels.output_layout[rows] == layout
-            mine, others = rows[same], rows[~same]
-            if not len(others) or not len(mine):
-                continue
-            both = np.r_[others, mine]
-            paid = np.r_[moves[labels.output_layout[others], layout], np.zeros(len(mine))]
-            objectives = self.problem.objectives(labels.time_ps[both] + paid, labels.exposed_ps[both])
-            columns = np.column_stack([*objectives, labels.resident[both], labels.peak[both]])
-            kept = non_dominated(columns, labels.received_layout[both])
-            rows = np.r_[others, both[np.sort(kept[kept >= len(others)])]]
-        return np.sort(rows)
+            same = labels.output_layout == layout
+            mine, others = np.flatnonzero(same & alive), np.flatnonzero(~same & alive)
+            if len(mine) and len(others):
+                time = labels.time_ps[others] + moves[labels.output_layout[others], layout]
+                paid = own[others]
+                paid[:, : -len(memory)] = np.stack(self.problem.objectives(time, labels.exposed_ps[others]), 1)
+                alive[mine] = ~beaten(paid, own[mine])
+        return np.flatnonzero(alive)
 
     def _undominated(self, labels: Labels, memory: list[Numbers]) -> Labels:
         """Those that no other of the same layouts matches or beats in the objectives and in these columns."""
@@ -197,7 +210,7 @@ class _Stage:
     def _reaching(self, labels: Labels, rests: Sequence[tuple[tuple[int, ...], tuple[float, ...]]]) -> Ints:
         """The labels that fit, and that by the bounds on the rest of some target can stay within its caps."""
         fitting = labels.peak.max(1) <= self.costs.group.budget_bytes
-        keep = np.zeros(len(fitting), bool)
+        keep, least = np.zeros(len(fitting), bool), np.full(len(fitting), np.inf)
         for rest, caps in rests:
             rows = np.flatnonzero(fitting & ~keep)
             if not len(rows):
@@ -206,8 +219,10 @@ class _Stage:
                 cost = weights[0] * labels.time_ps[rows] + weights[1] * labels.exposed_ps[rows]
                 if rest:
                     cost = cost + self.costs.least_rest(weights, rest, labels.resident[rows, 0], labels.peak[rows, 0])
-                rows = rows[cost < cap]
-            keep[rows] = True
+                rows, cost = rows[cost < cap], cost[cost < cap]
+            keep[rows], least[rows] = True, cost - cap
+        if self._max_labels is not None and keep.sum() > self._max_labels:
+            return np.sort(np.argpartition(least, self._max_labels)[: self._max_labels])
         return np.flatnonzero(keep)
 
 

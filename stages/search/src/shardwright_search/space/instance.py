@@ -43,6 +43,9 @@ class Nothing:
 
     relaxed_bound_ps = lower_ps = np.inf
 
+    def guess(self, *_: object) -> None:
+        """There is none."""
+
     def solve_below(self, *_: object) -> tuple[()]:
         """There is none."""
         return ()
