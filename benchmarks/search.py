@@ -78,12 +78,9 @@ def powers_of_two(greatest: int) -> list[int]:
     return [1 << i for i in range(greatest.bit_length())]
 
 
-def search_ours(
-    case: Case, files: Files, folder: Path, name: str, budget_mib: int, outer: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Our best plan within a budget, null where nothing fits; `outer` is what embedding and head both must be."""
-    narrowed = {} if outer is None else {"embedding": outer, "head": outer}
-    request = narrowed | {
+def request_of(case: Case, name: str, budget_mib: int) -> dict[str, Any]:
+    """The search file of a case within a budget."""
+    return {
         "format": "shardwright.search",
         "version": 1,
         "name": f"{case.name}-{name}",
@@ -95,6 +92,14 @@ def search_ours(
         "sequence_parallel": [case.sequence_parallel],
         "precision": {"parameters": "float32", "compute": "bfloat16", "reduce": "float32"},
     }
+
+
+def search_ours(
+    case: Case, files: Files, folder: Path, name: str, budget_mib: int, outer: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Our best plan within a budget, null where nothing fits; `outer` is what embedding and head both must be."""
+    narrowed = {} if outer is None else {"embedding": outer, "head": outer}
+    request = request_of(case, name, budget_mib) | narrowed
     asked, plan = folder / f"{name}.search.json", folder / f"{name}.json"
     asked.write_text(json.dumps(request, indent=1))
     command = [SHARDWRIGHT, "plan", *files.machines, *files.profiles, "--search", str(asked), "--out", str(plan)]

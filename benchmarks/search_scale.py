@@ -1,9 +1,11 @@
-"""How long a search takes on large clusters: CPU seconds of the whole command, one thread, and its memory.
+"""How long a search takes: CPU seconds of the whole command, one thread, and its memory.
 
-python benchmarks/search_scale.py [--work DIR]
+    snakemake --cores 2 reference                  # once: the imported profiles of three cases
+    python benchmarks/search_scale.py [--work DIR] [--cases WORD ...]
 
-Llama-7B on 64 devices with 7 batch sizes, and a GPT of 175 billion parameters on 1,024 devices with 4, on analytic
-profiles (no such machine is needed). Written to benchmarks/results/search-scale.json.
+Three cases of benchmarks/search.py on published profiles, left out where those are not there; large clusters, many
+batch sizes and many layers on analytic profiles (no such machine is needed); and the analytic hardware profile of 2,048
+nodes. Printed as a table, and written to benchmarks/results/search-scale.json.
 """
 
 import argparse
@@ -16,6 +18,8 @@ from pathlib import Path
 
 import yaml
 from accuracy_parts.commands import run
+from peers.cases import CASES as PUBLISHED
+from search import files_of, request_of
 
 ROOT = Path(__file__).resolve().parents[1]
 NODE = {"device": "NVIDIA A100-SXM4-80GB", "devices_per_node": 8, "memory_bytes": 80 * 2**30, "usd_per_hour": 32.77}
@@ -37,6 +41,18 @@ CASES = {
         "nodes": 8,
         "search": {"global_batch_size": {"min": 64, "max": 448, "step": 64}, "memory_gib": 36},
     },
+    "llama-7b on 64 devices, 32 batch sizes": {
+        "preset": "llama-7b",
+        "config": {},
+        "nodes": 8,
+        "search": {"global_batch_size": {"min": 64, "max": 2048, "step": 64}, "memory_gib": 36},
+    },
+    "llama-7b of 128 layers on 64 devices": {
+        "preset": "llama-7b",
+        "config": {"num_hidden_layers": 128},
+        "nodes": 8,
+        "search": {"global_batch_size": 512},
+    },
     "gpt 175b on 1,024 devices, 4 batch sizes": {
         "preset": "gpt2-6.7b",
         "config": {"n_embd": 12288, "n_head": 96, "n_layer": 96, "n_positions": 2048, "vocab_size": 51200},
@@ -46,42 +62,76 @@ CASES = {
 }
 
 
+IMPORTED = {case.name: case for case in PUBLISHED if case.name in ("llama-7b-1x8", "vit-xhuge-1x8", "t5-3b-1x8")}
+NODES = "hardware profile of 2,048 nodes"
+
+
 def main() -> None:
     """Make the profiles, search, tell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--work", type=Path, default=ROOT / "results/benchmark-search-scale", help="folder for the files"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each search, of which the median counts")
+    parser.add_argument("--reference", type=Path, default=ROOT / "results/reference", help="imported profiles")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each command, of which the median counts")
+    parser.add_argument("--cases", nargs="+", default=[""], help="those with one of these words in their names")
     asked = parser.parse_args()
-    rows = {
-        name: measured(asked.work / str(number), case, asked.repeats)
-        for number, (name, case) in enumerate(CASES.items())
-    }
-    for name, row in rows.items():
-        cost = f"{row['cpu_s']:.2f} CPU s, {row['peak_mib']} MiB"
-        print(f"{name}: {cost}, gap {row['gap']:.2%}, {row['cases']} cases: {row['plan']}")
-    document = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "cpus": os.cpu_count(), "rows": rows}
-    (ROOT / "benchmarks/results/search-scale.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    imported = IMPORTED if (asked.reference / "hardware").is_dir() else {}
+    print("| case | CPU s | MiB | gap | configurations | plan |\n| --- | --- | --- | --- | --- | --- |")
+    rows = {}
+    for number, name in enumerate((*imported, *CASES, NODES)):
+        if any(word in name for word in asked.cases):
+            folder = asked.work / str(number)
+            if name == NODES:
+                rows[name] = hardware_of_many_nodes(folder, asked.repeats)
+            elif name in imported:
+                rows[name] = measured(folder, published(folder, name, asked.reference), asked.repeats)
+            else:
+                rows[name] = measured(folder, prepared(folder, CASES[name]), asked.repeats)
+            told = [name, f"{rows[name]['cpu_s']:.2f}", str(rows[name]["peak_mib"])]
+            told += [f"{rows[name]['gap']:.2%}", str(rows[name]["cases"]), rows[name]["plan"]] if name != NODES else []
+            print("| " + " | ".join(told + [""] * (6 - len(told))) + " |", flush=True)
+    document = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "cpus": os.cpu_count(), "load": os.getloadavg()[0]}
+    out = ROOT / "benchmarks/results/search-scale.json"
+    out.write_text(json.dumps(document | {"rows": rows}, indent=2) + "\n", encoding="utf-8")
 
 
-def measured(folder: Path, case: dict, repeats: int) -> dict:
+def measured(folder: Path, inputs: list[str], repeats: int) -> dict:
     """The median run's CPU seconds, the most memory, and what was found."""
-    inputs = prepared(folder, case)
     command = ["shardwright-search", "plan", *inputs, "--out", str(folder / "plan.json")]
-    environment = _with_bytecode(folder / "bytecode")
-    _used(command, environment)  # compiles Python's bytecode, which installing does elsewhere
-    used = sorted(_used(command, environment) for _ in range(repeats))
+    used = _median(command, folder, repeats)
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     proof = json.loads((folder / "plan.prediction.json").read_text(encoding="utf-8"))["proof"]
     words = f"pp {len(plan['stages'])}, {plan['num_microbatches']} microbatches, batch {plan['global_batch_size']}"
-    return {
-        "cpu_s": used[len(used) // 2][0],
-        "peak_mib": max(peak for _, peak in used),
-        "gap": proof["gap"],
-        "cases": proof["examined"],
-        "plan": words,
-    }
+    return used | {"gap": proof["gap"], "cases": proof["examined"], "plan": words}
+
+
+def hardware_of_many_nodes(folder: Path, repeats: int) -> dict:
+    """Of the analytic profile of a large cluster's messages."""
+    folder.mkdir(parents=True, exist_ok=True)
+    nodes = [{"node_type": "a", "count": 2048}]
+    cluster = {"format": "shardwright.cluster", "version": 1, "name": "large", "nodes": nodes}
+    (folder / "cluster.json").write_text(json.dumps(cluster | {"node_types": {"a": NODE}}), encoding="utf-8")
+    machines = ["--cluster", str(folder / "cluster.json"), "--node-type", "a", "--inter-node-gbit-s", "800"]
+    out = ["--hardware-out", str(folder / "hardware.h5")]
+    return _median(["shardwright-profile", "analytic", *machines, *out], folder, repeats)
+
+
+def published(folder: Path, name: str, reference: Path) -> list[str]:
+    """A case on published profiles, within what the peer leaves for tensors; the options of the search."""
+    case = IMPORTED[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    files = files_of(case, reference, folder)
+    request = request_of(case, "scale", case.memory_gib * 1024 * 4 // 5 - 1024)
+    (folder / "search.json").write_text(json.dumps(request), encoding="utf-8")
+    return [*files.machines, *files.profiles, "--search", str(folder / "search.json")]
+
+
+def _median(command: list[str], folder: Path, repeats: int) -> dict:
+    environment = _with_bytecode(folder / "bytecode")
+    _used(command, environment)  # compiles Python's bytecode, which installing does elsewhere
+    used = sorted(_used(command, environment) for _ in range(repeats))
+    return {"cpu_s": used[len(used) // 2][0], "peak_mib": max(peak for _, peak in used)}
 
 
 def prepared(folder: Path, case: dict) -> list[str]:

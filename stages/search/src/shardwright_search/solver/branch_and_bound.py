@@ -7,6 +7,7 @@ bound is below the best plan. Stopped early, it still knows the least bound of w
 
 import heapq
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from time import monotonic
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -19,7 +20,7 @@ _GUESSED = 0.05
 """How far above its bound a plan of a configuration is guessed at most."""
 _PROVEN_AT_ONCE = 0.01
 """Where no plan is guessed below a limit this near, none is looked for below nearer ones."""
-_LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0, np.inf)
+_LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0)
 
 
 class Solvable(Protocol):
@@ -234,7 +235,7 @@ class _Search(Generic[C]):
         if plans:
             self.best = min((*plans[:1], *((self.best,) if self.best is not None else ())), key=_score)
         elif np.isfinite(cut):
-            heapq.heappush(self.heap, _Open(cut, here.number, min(tries + 1, len(_LIMITS) - 1), known))
+            heapq.heappush(self.heap, _Open(cut, here.number, min(tries + 1, len(_LIMITS)), known))
 
     def bounds(self) -> tuple[tuple[float, Target[C]], ...]:
         """Every configuration that a plan may fit in, with what is known of its least score, the least first."""
@@ -245,11 +246,8 @@ class _Search(Generic[C]):
 
 def _cuts(here: _Open, limit: float) -> list[float]:
     """The limits that one after another would be tried, until one is the asked limit."""
-    cuts = [min(here.bound * (1 + _LIMITS[here.tries]), limit)]
-    while cuts[-1] < limit:
-        tries = min(here.tries + len(cuts), len(_LIMITS) - 1)
-        cuts.append(min(cuts[-1] * (1 + _LIMITS[tries]), limit))
-    return cuts
+    cuts = list(accumulate(_LIMITS[here.tries :], lambda cut, more: cut * (1 + more), initial=here.bound))[1:]
+    return [*(cut for cut in cuts if cut < limit), limit]
 
 
 def _score(best: Best[C]) -> float:

@@ -6,7 +6,7 @@ prices lambda of a byte of sum over layers of min over options (cost + lambda me
 hull (Sinha and Zoltners 1979, the multiple-choice knapsack). Whole options cost no less.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +47,14 @@ class Dual:
         """Of runs with so many layers of each type [runs, types] and memory `left` [runs]; infinity: none fits."""
         value = (counts @ self._least_cost - left[:, None] * self._prices).max(1)
         return np.where(counts @ self._least_memory <= left, rounded_down(value), np.inf)
+
+    def cheapest(self, counts: Numbers, ways: Iterable[tuple[float, float]]) -> Numbers:
+        """Of runs as in `runs`, each in the cheapest of several ways, which cost something and leave some memory."""
+        found, cost, memory = np.full(len(counts), np.inf), counts @ self._least_cost, counts @ self._least_memory
+        for more, left in ways:
+            value = more + rounded_down((cost - left * self._prices).max(1))
+            np.minimum(found, value, out=found, where=memory <= left)
+        return found
 
     def polyline(self, counts: Sequence[int]) -> Polyline:
         """Of so many layers of each type."""

@@ -125,8 +125,7 @@ class GroupCosts:
                 found[rows] = dual.runs(counts, budget - self.measures[0].last[runs.last[rows]])
                 continue
             pivot = self._pivot(weights, kind, behind)
-            for cost, memory in zip(pivot.cost, pivot.memory, strict=True):
-                found[rows] = np.minimum(found[rows], cost + dual.runs(counts, np.full(len(rows), budget - memory)))
+            found[rows] = dual.cheapest(counts, zip(pivot.cost, budget - pivot.memory, strict=True))
         return found
 
     @cached_method
