@@ -128,8 +128,12 @@ def optimize(
 
 
 def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) -> Best[C] | None:
-    """A good plan of a configuration of which a lower bound is known; None: none was found."""
-    found = solvable(target.configuration).guess(target.time_ps(bound * (1 + _GUESSED)))
+    """A good plan of a configuration of which a lower bound is known; None: none was found. Guessed until none is better."""
+    asked = solvable(target.configuration)
+    least = max(bound, target.score(asked.lower_ps))
+    better = found = asked.guess(target.time_ps(least * (1 + _GUESSED)))
+    while better is not None:  # below a nearer limit other labels are the promising ones
+        found, better = better, asked.guess(better.objective_ps)
     return None if found is None else Best(target, found, target.score(found.objective_ps))
 
 
