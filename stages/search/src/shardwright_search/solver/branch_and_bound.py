@@ -128,7 +128,7 @@ def optimize(
 
 
 def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) -> Best[C] | None:
-    """A good plan of a configuration of which a lower bound is known; None: none was found. Guessed until none is better."""
+    """A plan of a configuration with a known bound, guessed until none is better; None: none was found."""
     asked = solvable(target.configuration)
     least = max(bound, target.score(asked.lower_ps))
     better = found = asked.guess(target.time_ps(least * (1 + _GUESSED)))
