@@ -12,6 +12,7 @@ from shardwright_formats.io.hdf5 import Profile, Provenance, tables_of
 from shardwright_formats.io.json import Document, write_document
 from shardwright_formats.io.table import Table, columns_of
 from shardwright_formats.semantics.schedule import Pass, actions
+from shardwright_formats.types.certificate import Band, Certificate, ConfigurationProof, MemoryPrice
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
 from shardwright_formats.types.hardware_profile import HardwareProfile, write_hardware_profile
@@ -52,6 +53,7 @@ def write_examples(folder: Path) -> None:
         "plan": plan,
         "plans": Plans(plans=(plan, _gpipe_plan(plan))),
         "prediction": _prediction(plan),
+        "certificate": _certificate(plan),
         "measurement": _measurement(plan),
         "correction": _correction(plan),
         "run": RunResult(
@@ -198,6 +200,25 @@ def _measurement(plan: Plan) -> Measurement:
                 plan=_gpipe_plan(plan), category="out_of_memory", rank=1, where="in step 1 of toy", asked_bytes=2 << 30
             ),
         ),
+    )
+
+
+def _certificate(plan: Plan) -> Certificate:
+    price = MemoryPrice(ps_per_byte=12.5)
+    bands = (
+        Band(slowest_below_ps=2.5e9, slowest_weights=(0.0,), exposed_weights=(0.5,), prices=((price,),)),
+        Band(
+            slowest_below_ps=None, slowest_weights=(3.0, 0.0), exposed_weights=(1.0, 0.0), prices=((price,), (price,))
+        ),
+    )
+    proof = ConfigurationProof(
+        configuration="batch 8, 4 microbatches, pp_size 2, 1f1b", layouts=True, time_prices=((price,),), bands=bands
+    )
+    return Certificate(
+        plan_sha256=plan.sha256,
+        inputs_sha256={"search": "0" * 64, "hardware": "0" * 64, "profile": "0" * 64},
+        bound_ps=1.25e12,
+        configurations=(proof,),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from shardwright_formats.io.json import Document
 from shardwright_formats.schema import reference
 from shardwright_formats.schema.writing import write_or_check
+from shardwright_formats.types.certificate import Certificate
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.correction import Correction
 from shardwright_formats.types.measurement import Measurement
@@ -20,7 +21,9 @@ from shardwright_formats.types.plan import Plan, Plans
 from shardwright_formats.types.prediction import Prediction
 from shardwright_formats.types.run import RunResult
 
-DOCUMENTS: tuple[type[Document], ...] = (Model, Cluster, Plan, Plans, Prediction, Measurement, Correction, RunResult)
+DOCUMENTS: tuple[type[Document], ...] = (
+    *(Model, Cluster, Plan, Plans, Prediction, Certificate, Measurement, Correction, RunResult),
+)
 """Every kind of JSON file, in the order of the documentation."""
 
 

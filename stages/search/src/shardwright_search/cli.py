@@ -21,6 +21,7 @@ APP = CommandLine(
         "select": Command(options.SelectOptions, f"{_COMMANDS}.measured:select"),
         "simulate": Command(options.SimulateOptions, f"{_COMMANDS}.simulate:simulate_plan"),
         "uniform": Command(options.UniformOptions, f"{_COMMANDS}.evaluate:uniform"),
+        "verify": Command(options.VerifyOptions, f"{_COMMANDS}.verify:verify"),
     },
 )
 

@@ -46,6 +46,19 @@ class PlanOptions(ProfileOptions, frozen=True, kw_only=True):
     """Let HiGHS look for a better plan, too."""
     prove_time_limit: Seconds = 60.0
     """Seconds that HiGHS may take for all configurations."""
+    certificate: Path | None = None
+    """Certificate of the bound to write (shardwright.certificate, JSON), for `verify`."""
+
+
+class VerifyOptions(ProfileOptions, frozen=True, kw_only=True):
+    """Confirm without searching that no plan of a search's space is faster than its certificate says."""
+
+    plan: Annotated[Path, POSITIONAL]
+    """Plan file that a search wrote (shardwright.plan, JSON)."""
+    certificate: Annotated[Path, POSITIONAL]
+    """The certificate that it wrote (shardwright.certificate, JSON)."""
+    search: Path
+    """The search file (shardwright.search, JSON)."""
 
 
 class AdviseOptions(Options, frozen=True, kw_only=True):

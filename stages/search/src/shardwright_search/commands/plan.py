@@ -1,35 +1,42 @@
 """`shardwright-search plan`: the best plan within a budget, with its proof."""
 
+from contextlib import ExitStack
+
 from shardwright_formats.command import show
 from shardwright_formats.io.errors import NothingFits
-from shardwright_formats.io.json import check_writable, read_document
+from shardwright_formats.io.json import atomic_path, check_writable, read_document, write_document
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
+from shardwright_search.commands.certificate import certificate_of, check_certifiable
 from shardwright_search.commands.inputs import read_inputs
 from shardwright_search.commands.prediction import prediction_of_searched, prediction_path, written
 from shardwright_search.commands.progress import progress
 from shardwright_search.explain.wording import plan_summary
 from shardwright_search.options import PlanOptions
-from shardwright_search.search import find_best
+from shardwright_search.search import find_best, instance_of
 from shardwright_search.space.budget import Infeasible, budgets_of
 from shardwright_search.space.request import SearchRequest
 
 
 def plan(options: PlanOptions) -> None:
-    """Find the best plan, and write it and its prediction."""
+    """Find the best plan, and write it, its prediction, and the certificate that is asked for."""
     request = read_document(options.search, SearchRequest)
     cluster, model = read_document(options.cluster, Cluster), read_document(options.model, Model)
     inputs = read_inputs(options)
     given = request, model, cluster, inputs.profiles, options.search
+    if options.certificate is not None:
+        check_certifiable(request, options.search)
+        check_writable(options.certificate)
     for path in (options.out, prediction_path(options.out)):
         check_writable(path)
-    certificate = None
+    second_opinion = certificate = None
     if options.prove:
         # Imported where it is asked for; HiGHS is missed before the search, not after it.
         from shardwright_search.certify import prove
         from shardwright_search.solver.milp import highs_version
 
         highs_version()
+    files = {"cluster": options.cluster, "model": options.model, "search": options.search} | inputs.files
     with progress() as report:
         found = find_best(*given, report, options.time_limit)
         if isinstance(found, Infeasible):
@@ -37,9 +44,13 @@ def plan(options: PlanOptions) -> None:
 
             raise NothingFits(f"{options.search}: {found.reason}{further_remedies(*given)}")
         if options.prove:
-            certificate = prove(found, *given, options.prove_time_limit, report)
-    files = {"cluster": options.cluster, "model": options.model, "search": options.search} | inputs.files
+            second_opinion = prove(found, *given, options.prove_time_limit, report)
+        if options.certificate is not None:
+            certificate = certificate_of(found, instance_of(*given), options.search, files, report)
     budget_bytes = min(budgets_of(request, cluster, options.search).values())
-    prediction = prediction_of_searched(found, request, budget_bytes, files, inputs.warnings, certificate)
-    with written(options.out, found.chosen.plan, prediction):
+    prediction = prediction_of_searched(found, request, budget_bytes, files, inputs.warnings, second_opinion)
+    with ExitStack() as all_or_none:
+        if options.certificate is not None and certificate is not None:
+            write_document(all_or_none.enter_context(atomic_path(options.certificate)), certificate)
+        all_or_none.enter_context(written(options.out, found.chosen.plan, prediction))
         show(plan_summary(found.chosen.plan, prediction))

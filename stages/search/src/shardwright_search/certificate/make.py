@@ -1,0 +1,245 @@
+"""How a certificate is made: dual values and bands by which the checker confirms the search's bound, or one near it.
+
+Nothing here has to be right for a certificate to be: what the checker does not confirm is not said.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from shardwright_formats.types.certificate import Band, ConfigurationProof, MemoryPrice, Prices
+from shardwright_search.certificate.check import (
+    Array,
+    Chain,
+    Duals,
+    Problem,
+    TooMany,
+    band_bound_ps,
+    bounds_of,
+    chain_of,
+    duals_of,
+    paths,
+    phases_of,
+)
+
+GAPS = (1e-9, 1e-4, 3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 0.9)
+"""Shares by which the bound that is confirmed may be below the best plan, tried in this order."""
+_MAX_HALVINGS = 4
+"""A band is halved so many times, one within the other."""
+_MAX_PRICES = 3
+_MAX_SLOPES = 8
+_BISECTIONS = 12
+_NEAR = 0.03
+_FREE = (MemoryPrice(ps_per_byte=0.0),)
+
+
+def certified(
+    problems: Iterable[tuple[str, Problem, float]], report: Callable[[str], None]
+) -> tuple[float, tuple[ConfigurationProof, ...]] | None:
+    """The least gap at which all configurations are proven, of `GAPS`, and the proofs; None: there is none.
+
+    `problems`: name, arrays and the time of a plan as good as the best, of every configuration.
+    """
+    proofs, gaps = [], iter(GAPS)
+    gap = next(gaps)
+    for name, problem, best_ps in problems:
+        while (proof := proof_of(problem, name, best_ps * (1 - gap))) is None:
+            if (gap := next(gaps, 1.0)) == 1.0:
+                return None
+            report(f"certificate: {name}: confirming a bound {gap:.2%} below the best plan")
+        proofs.append(proof)
+    return gap, tuple(proofs)
+
+
+def proof_of(problem: Problem, name: str, below_ps: float) -> ConfigurationProof | None:
+    """A proof that no plan takes less; None where none was found. What is quick is tried first."""
+    for layouts, listing, halvings in ((False, False, 0), (False, True, 0), (True, True, _MAX_HALVINGS)):
+        maker = _Maker(chain_of(problem, layouts), below_ps, listing, halvings)
+        if (bands := maker.bands()) is not None:
+            times, told = _once(maker.time_prices), tuple(map(_told, bands))
+            return ConfigurationProof(configuration=name, layouts=layouts, time_prices=times, bands=told)
+    return None
+
+
+def _told(band: Band) -> Band:
+    """What all stages have in common is told once."""
+    return replace(
+        band, **{name: _once(getattr(band, name)) for name in ("slowest_weights", "exposed_weights", "prices")}
+    )
+
+
+def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return values[:1] if len(set(values)) == 1 else values
+
+
+class _Maker:
+    """The proof of one configuration that no plan takes less than `below_ps`."""
+
+    def __init__(self, chain: Chain, below_ps: float, listing: bool, halvings: int) -> None:
+        self._chain, self._below, self._listing, self._halvings = chain, below_ps, listing, halvings
+        self._stages, self._steps = chain.problem.pp_size, chain.problem.num_microbatches - 1
+        self.time_prices: Prices = (_FREE,) * self._stages
+        self._times: Duals | None = None
+
+    def bands(self) -> tuple[Band, ...] | None:
+        """Bands of all plans, each confirmed; None where one was not."""
+        whole = self._band(float(self._steps), None, (_FREE,) * self._stages)
+        if self._bound(whole, 0.0, False) >= self._below:
+            return (whole,)
+        if self._stages == 1 or self._steps == 0:
+            return self._found(self._confirmed(0.0, None, 0))
+        one = self._weights(1.0, 0.0)
+        self.time_prices = self._useful(self._candidates(1.0, 0.0), one, np.inf)
+        self._times = duals_of(self._chain, self.time_prices, one)
+        first, last = self._range()
+        found = [self._band(0.0, first, (_FREE,) * self._stages)] if first else []
+        for low, high in ((first, last), (last, None)) if last > first else ((first, None),):
+            if (own := self._found(self._confirmed(low, high, self._halvings))) is None:
+                return None
+            found += own
+        return tuple(found)
+
+    def _found(self, bands: Iterator[Band | None]) -> tuple[Band, ...] | None:
+        found = []
+        for band in bands:
+            if band is None:
+                return None
+            found.append(band)
+        return tuple(found)
+
+    def _confirmed(self, low: float, high: float | None, halvings: int) -> Iterator[Band | None]:
+        """A band, halved where it takes that; None where it was not confirmed."""
+        sums = dict.fromkeys((0.0, float(self._steps)) if high is None else (0.0,))
+        for total in reversed(sums):
+            weights = self._weights(1 + total / self._stages, 1 / self._stages)
+            prices = self._useful(self._candidates(*weights[0]), weights, np.inf if high is None else high)
+            band = self._band(total, high, prices)
+            if self._bound(band, low, self._listing) >= self._below:
+                yield band
+                return
+        if halvings == 0 or high is None:
+            yield None
+            return
+        middle = (low + high) / 2
+        for half in ((low, middle), (middle, high)):
+            yield from self._confirmed(*half, halvings - 1)
+
+    def _range(self) -> tuple[float, float]:
+        """A time that no slowest stage is below, found by bisection, and one above which every plan takes too long."""
+        low, high = 0.0, self._below / self._steps
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            if np.isinf(paths(self._chain, self._tables(self._times, middle), self._weights(1.0, 0.0))[0]):
+                low = middle
+            else:
+                high = middle
+        weights = self._weights(1.0, 1 / self._stages)
+        duals = duals_of(self._chain, self.time_prices, weights)
+        least, _ = paths(self._chain, self._tables(duals, np.inf), weights)
+        return low, (self._below * (1 + 1e-6) - least) / self._steps
+
+    def _tables(self, duals: Duals | None, below: float) -> dict[tuple[int, int], Array]:
+        """Bounds of runs that a band below some time can hold."""
+        assert duals is not None
+        found = {place: bounds_of(self._chain, duals, place) for place in self._chain.sent}
+        if self._times is None or below == np.inf:
+            return found
+        times = {place: bounds_of(self._chain, self._times, place) for place in found}
+        on = {place: times[place] + sent < below for place, sent in self._chain.sent.items()}
+        return {place: np.where(on[place], table, np.inf) for place, table in found.items()}
+
+    def _bound(self, band: Band, low: float, listing: bool) -> float:
+        try:
+            return band_bound_ps(self._chain, band, low, self._times, self._below, listing)
+        except TooMany:
+            return -np.inf
+
+    def _band(self, slowest_weight: float, high: float | None, prices: Prices) -> Band:
+        return Band(
+            slowest_below_ps=high,
+            slowest_weights=(slowest_weight / self._stages,) * self._stages,
+            exposed_weights=(1 / self._stages,) * self._stages,
+            prices=prices,
+        )
+
+    def _useful(self, prices: Prices, weights: Array, below: float) -> Prices:
+        """The prices that bound best what is near a shortest path, by stage; searched in two rounds."""
+        best = self._counted(prices, weights, below)
+        finer = [_between(every, own[0]) if own else _FREE for every, own in zip(prices, best, strict=True)]
+        both = tuple(tuple(dict.fromkeys((*own, *more))) for own, more in zip(best, finer, strict=True))
+        return tuple(own[:_MAX_PRICES] or _FREE for own in self._counted(both, weights, below))
+
+    def _counted(self, prices: Prices, weights: Array, below: float) -> list[tuple[MemoryPrice, ...]]:
+        """By stage, the most useful first."""
+        duals = duals_of(self._chain, prices, weights)
+        tables = self._tables(duals, below)
+        _, others = paths(self._chain, tables, weights)
+        found: list[dict[MemoryPrice, float]] = [{} for _ in range(self._stages)]
+        for place, table in tables.items():
+            self._count(duals, place, others[place] + table, found[place[0]])
+        return [tuple(sorted(own, key=lambda price, own=own: -own[price])) for own in found]  # type: ignore[misc]
+
+    def _count(self, duals: Duals, place: tuple[int, int], through: Array, counted: dict[MemoryPrice, float]) -> None:
+        """Give each price a share for every run that it bounds best, the more the shorter the path through it."""
+        if not np.isfinite(least := float(through.min())):
+            return
+        rows, near = duals.of(place), np.argwhere(through <= least + _NEAR * abs(least))
+        runs, share = self._chain.number[near[:, 0], near[:, 1]], 1 / (_NEAR * abs(least) / 30 + 1e-300)
+        bounds = duals.whole[runs[:, None], rows, near[:, 2:3], near[:, 3:]]
+        for row, value in zip(bounds.argmax(1), through[tuple(near.T)], strict=True):
+            price = duals.rows[rows[row]][1]
+            counted[price] = counted.get(price, 0.0) + float(np.exp((least - value) * share))
+
+    def _candidates(self, time: float, exposed: float) -> Prices:
+        """What a byte is worth along the lower hulls of the options' costs over their memory, by stage."""
+        problem, found = self._chain.problem, []
+        for stage, count in enumerate(problem.in_flight):
+            every, slopes = count == problem.num_microbatches, set[float]()
+            for group in {group for own, group in self._chain.sent if own == stage}:
+                for o in problem.device_groups[group].options:
+                    memory = o.state_bytes + count * o.activation_bytes + (not every) * o.late_bytes
+                    slopes |= set(_slopes(time * o.time_ps + exposed * o.exposed_ps, memory))
+            ordered = sorted(slopes)
+            places = np.linspace(0, len(ordered) - 1, min(len(ordered), _MAX_SLOPES))
+            phases = phases_of(self._chain, stage)
+            moments = [(n, 1.0) for n in range(len(phases))]
+            moments += [(n, share) for n, (_, comes, _) in enumerate(phases) if comes for share in (0.5, 0.0)]
+            own = [_price(ordered[int(place)], *moment) for place in places for moment in moments]
+            found.append((*_FREE, *own))
+        return tuple(found)
+
+    def _weights(self, time: float, exposed: float) -> Array:
+        return np.array([(time, exposed)] * self._stages)
+
+
+def _price(ps_per_byte: float, phase: int, last_layer: float) -> MemoryPrice:
+    return MemoryPrice(ps_per_byte=ps_per_byte, phase=phase, last_layer=last_layer)
+
+
+def _between(prices: Sequence[MemoryPrice], best: MemoryPrice) -> tuple[MemoryPrice, ...]:
+    """Prices of the best one's moment, between its neighbours."""
+    known = sorted({price.ps_per_byte for price in prices})
+    at = known.index(best.ps_per_byte)
+    low, high = known[max(0, at - 1)], known[min(len(known) - 1, at + 1)]
+    values = [*np.linspace(low, known[at], 5), *np.linspace(known[at], high, 5)[1:]]
+    return tuple(replace(best, ps_per_byte=float(value)) for value in values)
+
+
+def _slopes(cost: Array, memory: Array) -> list[float]:
+    """What a byte is worth along the lower left hull of points (memory, cost)."""
+    hull: list[tuple[float, float]] = []
+    for x, y in sorted(zip(memory.tolist(), cost.tolist(), strict=True)):
+        if hull and y >= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _is_above(hull[-2], hull[-1], (x, y)):
+            hull.pop()
+        hull.append((x, y))
+    return [(here[1] - there[1]) / (there[0] - here[0]) for here, there in pairwise(hull)]
+
+
+def _is_above(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
+    """Whether the middle one of three points is on or above the line between the others."""
+    return (middle[1] - first[1]) * (last[0] - first[0]) >= (last[1] - first[1]) * (middle[0] - first[0])

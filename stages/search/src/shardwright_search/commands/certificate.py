@@ -1,0 +1,64 @@
+"""The certificate that a search writes, and what it shares with its check: the configurations and their arrays."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.types.certificate import Certificate
+from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_search.certificate.make import certified
+from shardwright_search.search import Found, targets_of
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.instance import Instance
+from shardwright_search.space.request import Objective, SearchRequest
+
+PINNED = ("search", "hardware", "profile", "correction")
+"""The files, by role, that a certificate is about beside its plan."""
+
+
+def check_certifiable(request: SearchRequest, file: Path) -> None:
+    """Raise BadInput for a request whose space no certificate covers."""
+    if Schedule.INTERLEAVED_1F1B in request.schedules:
+        what = "schedules: certificates do not cover interleaved_1f1b"
+        raise BadInput(file, what, "leave it out, or search without --certificate")
+
+
+def certificate_of(
+    found: Found, instance: Instance, file: Path, files: Mapping[str, Path], report: Callable[[str], None]
+) -> Certificate:
+    """The certificate of a search's answer.
+
+    Raises RunFailed where nothing could be confirmed.
+    """
+    best = found.best
+    problems = ((name, problem, of(best.score)) for name, problem, of in problems_of(instance, file))
+    if (made := certified(problems, report)) is None:
+        raise RunFailed("no certificate: nothing near the search's bound could be confirmed")
+    gap, proofs = made
+    return Certificate(
+        plan_sha256=found.chosen.plan.sha256,
+        inputs_sha256={role: sha256_of_file(files[role]) for role in PINNED if role in files},
+        bound_ps=best.score * (1 - gap) / scale_of(instance.request, found.chosen.plan),
+        configurations=proofs,
+    )
+
+
+def problems_of(instance: Instance, file: Path) -> Iterator[tuple[str, Any, Callable[[float], float]]]:
+    """Name and arrays of every configuration, and the time that a score is in it."""
+    for target in targets_of(instance, file):
+        yield _name(target.configuration), instance.problem(target.configuration), target.time_ps
+
+
+def _name(configuration: Configuration) -> str:
+    """With what a configuration fixes beside what its text tells."""
+    fixed = configuration.layers, configuration.buffer_tokens
+    return str(configuration) + ("" if fixed == (None, None) else f", {msgspec.json.encode(fixed).decode()}")
+
+
+def scale_of(request: SearchRequest, plan: Plan) -> float:
+    """From the time of a step of a plan to what is minimised."""
+    return 1.0 if request.objective is Objective.STEP_TIME else 1.0 / plan.global_batch_size

@@ -1,0 +1,233 @@
+"""Certificates: what they confirm is never above the best of all plans, and whatever is changed in one is noticed."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from command_calls import Called, call
+from middle_problems import middle_problem, solved
+from msgspec.structs import replace
+from random_problems import best_of, random_problem, random_unequal
+
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.certificate import Band, Certificate, ConfigurationProof, MemoryPrice
+from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_search.certificate import check
+from shardwright_search.certificate.check import confirms
+from shardwright_search.certificate.make import GAPS, certified, proof_of
+from shardwright_search.cli import APP
+from shardwright_search.solver.problem import Problem
+
+MADE = {"equal": random_problem, "unequal": random_unequal}
+
+
+def some_proof(problem: Problem, seed: int) -> ConfigurationProof:
+    """Dual values and bands of any kind: each is a proof of something."""
+    rng = np.random.default_rng(seed)
+    stages, m = problem.pp_size, problem.num_microbatches
+    most = max(float(o.time_ps.max()) for group in problem.device_groups for o in group.options) * len(problem.layers)
+
+    def prices() -> tuple[tuple[MemoryPrice, ...], ...]:
+        values, shares = rng.choice([0, 0.01, 0.1, 0.3, 1, 3], (stages, 2)), rng.choice([0, 0.5, 1], (stages, 2))
+        return tuple(
+            tuple(MemoryPrice(ps_per_byte=v, last_layer=s) for v, s in zip(*own, strict=True))
+            for own in zip(values.tolist(), shares.tolist(), strict=True)
+        )
+
+    ends = sorted(rng.uniform(0.05, 1, int(rng.integers(0, 4))) * most)
+    bands = tuple(
+        Band(
+            slowest_below_ps=end,
+            slowest_weights=tuple((rng.dirichlet([1] * stages) * (m - 1) * rng.choice([0, 1])).tolist()),
+            exposed_weights=tuple((rng.dirichlet([1] * stages) * rng.choice([0, 1])).tolist()),
+            prices=prices(),
+        )
+        for end in (*ends, None)
+    )
+    layouts = bool(rng.random() < 0.7)
+    return ConfigurationProof(configuration="any", layouts=layouts, time_prices=prices(), bands=bands)
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("block", range(3))
+def test_no_proof_confirms_more_than_the_best_of_all_plans(kind, block):
+    """Whatever its dual values and bands are; and some confirm just that."""
+    tight = 0
+    for seed in range(30 * block, 30 * block + 30):
+        problem = MADE[kind](seed)
+        best, proof = best_of(problem), some_proof(problem, seed)
+        if np.isfinite(best):
+            assert not confirms(problem, proof, best * (1 + 1e-6)), seed
+            tight += confirms(problem, proof, best * (1 - 1e-6))
+    assert tight >= (1 if kind == "equal" else 0)
+
+
+@pytest.mark.parametrize(("kind", "count", "most"), [("equal", 4, 0.05), ("unequal", 1, 0.5)])
+def test_what_is_made_is_confirmed_and_near_the_best_of_all_plans(kind, count, most):
+    """These problems are hard on it: their ends of a step are as long as a microbatch."""
+    gaps = []
+    for problem in [p for p in map(MADE[kind], range(20)) if np.isfinite(best_of(p))][:count]:
+        best = best_of(problem)
+        gap, proofs = certified([("any", problem, best)], lambda line: None)
+        assert confirms(problem, proofs[0], best * (1 - gap))
+        assert not confirms(problem, proofs[0], best * (1 + 1e-6))
+        gaps.append(gap)
+    assert np.median(gaps) <= most
+
+
+def test_nothing_fits_can_be_certified_too():
+    problem = next(p for p in map(random_problem, range(200)) if np.isinf(best_of(p)))
+    proof = proof_of(problem, "any", 1e9)
+    assert proof is not None and confirms(problem, proof, 1e9)
+
+
+def test_middle_sized_problems_are_proven_to_a_gap_that_is_told(capsys):
+    found = []
+    for seed in (2, 5):
+        problem = middle_problem(seed)
+        gap, proofs = certified([("any", problem, best := solved(problem).objective_ps)], lambda line: None)
+        assert gap in GAPS and confirms(problem, proofs[0], best * (1 - gap))
+        found.append(gap)
+    with capsys.disabled():
+        print(f" gaps {', '.join(f'{gap:.2%}' for gap in found)}", end="")
+    assert max(found) <= 0.05
+
+
+def test_bands_that_leave_a_range_out_or_fit_no_stage_confirm_nothing():
+    problem = next(p for p in map(random_problem, range(50)) if p.pp_size == 2 and np.isfinite(best_of(p)))
+    proof = replace(some_proof(problem, 0), time_prices=((MemoryPrice(ps_per_byte=0.0),),))
+    free = Band(
+        slowest_below_ps=None,
+        slowest_weights=(0.0,),
+        exposed_weights=(0.0,),
+        prices=((MemoryPrice(ps_per_byte=0.0),),),
+    )
+    assert confirms(problem, replace(proof, bands=(free,)), 1.0)
+    for bands in (
+        (replace(free, slowest_below_ps=5.0),),
+        (free, free),
+        (replace(free, slowest_below_ps=5.0), replace(free, slowest_below_ps=2.0), free),
+        (replace(free, slowest_weights=(0.0,) * 3),),
+        (replace(free, prices=((),)),),
+        (replace(free, prices=((MemoryPrice(ps_per_byte=0.0, phase=1),),) * 2),)
+        if problem.num_microbatches > 2
+        else (),
+        (replace(free, exposed_weights=(9.0,)),),
+        (replace(free, slowest_weights=(problem.num_microbatches * 9.0,)),),
+    ):
+        assert not bands or not confirms(problem, replace(proof, bands=bands), 1.0), bands
+
+
+def test_more_than_is_listed_confirms_nothing(monkeypatch):
+    problem = middle_problem(2)
+    gap, proofs = certified([("any", problem, best := solved(problem).objective_ps)], lambda line: None)
+    assert confirms(problem, proofs[0], best * (1 - gap))
+    monkeypatch.setattr(check, "MAX_WAYS", 0)
+    assert not confirms(problem, proofs[0], best * (1 - gap))
+
+
+def roles(paths: dict[str, Path], *names: str) -> list[str]:
+    return [part for role in names for part in (f"--{role}", str(paths[role]))]
+
+
+def verify(paths: dict[str, Path], plan: Path, certificate: Path) -> Called:
+    return call(APP, "verify", plan, certificate, *roles(paths, "hardware", "profile", "search"))
+
+
+@pytest.fixture
+def searched(make, files, tmp_path) -> tuple[dict[str, Path], Path, Path]:
+    """The files of a search, its plan and its certificate."""
+    model, cluster = make.model(4), make.cluster()
+    paths = files(model, cluster, make.request(memory_gib=4 / 1024), make.profile(model))
+    plan, certificate = tmp_path / "a.json", tmp_path / "a.certificate.json"
+    result = call(APP, "plan", *roles(paths, *paths), "--out", plan, "--certificate", certificate)
+    assert result.exit_code == 0, result.output
+    return paths, plan, certificate
+
+
+def changed(path: Path, **fields: object) -> None:
+    write_document(path, replace(read_document(path, Certificate), **fields))
+
+
+def refused(called: Called, what: str) -> bool:
+    *_, line = called.stderr.splitlines()
+    return called.exit_code == 2 and line.startswith("error: ") and what in line and not called.stdout
+
+
+def test_a_certificate_is_verified_and_the_gap_told(searched):
+    paths, plan, certificate = searched
+    result = verify(paths, plan, certificate)
+    assert result.exit_code == 0, result.output
+    count = len(read_document(certificate, Certificate).configurations)
+    assert result.stdout.startswith("verified: no plan of the space takes less than ")
+    assert "this plan takes" in result.stdout and "% faster" in result.stdout
+    assert f"{count} configurations confirmed in" in result.stdout
+
+
+def test_a_bound_that_was_raised_is_refused(searched):
+    paths, plan, certificate = searched
+    bound = read_document(certificate, Certificate).bound_ps
+    changed(certificate, bound_ps=bound * 1.001)
+    assert refused(verify(paths, plan, certificate), "does not confirm its bound: batch 8")
+    changed(certificate, bound_ps=bound * 0.99)
+    assert verify(paths, plan, certificate).exit_code == 0
+
+
+def test_dual_values_that_were_changed_confirm_less(searched):
+    """Any dual values are a proof of something: these of too little."""
+    paths, plan, certificate = searched
+    proofs = read_document(certificate, Certificate).configurations
+    loose = [
+        replace(p, bands=tuple(replace(b, slowest_weights=(0.0,), exposed_weights=(0.0,)) for b in p.bands))
+        for p in proofs
+    ]
+    changed(certificate, configurations=tuple(loose))
+    assert refused(verify(paths, plan, certificate), "does not confirm its bound: batch 8")
+
+
+def test_a_configuration_that_is_left_out_added_or_told_twice_is_noticed(searched):
+    paths, plan, certificate = searched
+    proofs = read_document(certificate, Certificate).configurations
+    changed(certificate, configurations=proofs[1:])
+    assert refused(
+        verify(paths, plan, certificate), f"leaves out a configuration of the space: {proofs[0].configuration}"
+    )
+    changed(certificate, configurations=(*proofs, replace(proofs[0], configuration="batch 9")))
+    assert refused(verify(paths, plan, certificate), "has a configuration that the space does not have: batch 9")
+
+
+def test_other_files_than_the_searchs_are_refused(searched, make, tmp_path):
+    paths, plan, certificate = searched
+    other = tmp_path / "other.json"
+    write_document(other, replace(make.request(memory_gib=4 / 1024), name="other"))
+    assert refused(verify(paths | {"search": other}, plan, certificate), "was made with another search than")
+    swapped = paths | {"profile": paths["hardware"], "hardware": paths["profile"]}
+    assert verify(swapped, plan, certificate).exit_code == 2
+    write_document(other, replace(read_document(plan, Plan), name="other"))
+    assert refused(verify(paths, other, certificate), "is the certificate of another plan than")
+
+
+def test_a_negative_dual_value_is_refused_where_it_is_read(searched):
+    paths, plan, certificate = searched
+    document = msgspec.json.decode(certificate.read_bytes())
+    document["configurations"][0]["bands"][0]["exposed_weights"][0] = -1.0
+    certificate.write_bytes(msgspec.json.encode(document))
+    assert refused(verify(paths, plan, certificate), "exposed_weights")
+
+
+def test_a_space_with_interleaved_schedules_has_no_certificate(make, files, tmp_path):
+    model, cluster = make.model(4), make.cluster()
+    request = make.request(schedules=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B))
+    paths = files(model, cluster, request, make.profile(model))
+    result = call(
+        APP,
+        "plan",
+        *roles(paths, *paths),
+        "--out",
+        tmp_path / "a.json",
+        "--certificate",
+        tmp_path / "a.certificate.json",
+    )
+    assert refused(result, "certificates do not cover interleaved_1f1b")
+    assert not (tmp_path / "a.json").exists() and not (tmp_path / "a.certificate.json").exists()
