@@ -11,19 +11,18 @@ import numpy as np
 from msgspec.structs import replace
 
 from shardwright_formats.types.certificate import Band, ConfigurationProof, MemoryPrice, Prices
-from shardwright_search.certificate.check import (
+from shardwright_search.certificate.bounds import (
     Array,
     Chain,
     Duals,
     Problem,
-    TooMany,
-    band_bound_ps,
     bounds_of,
     chain_of,
     duals_of,
     paths,
     phases_of,
 )
+from shardwright_search.certificate.check import band_bound_ps
 
 GAPS = (1e-9, 1e-4, 3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 0.9)
 """Shares by which the bound that is confirmed may be below the best plan, tried in this order."""
@@ -152,10 +151,7 @@ class _Maker:
         return {place: np.where(on[place], table, np.inf) for place, table in found.items()}
 
     def _bound(self, band: Band, low: float, listing: bool) -> float:
-        try:
-            return band_bound_ps(self._chain, band, low, self._times, self._below, listing)
-        except TooMany:
-            return -np.inf
+        return band_bound_ps(self._chain, band, low, self._times, self._below, listing)
 
     def _band(self, slowest_weight: float, high: float | None, prices: Prices) -> Band:
         return Band(

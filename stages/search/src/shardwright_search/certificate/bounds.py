@@ -1,0 +1,216 @@
+"""Lower bounds from dual values on the plans of a configuration, for the checker of certificates.
+
+A configuration is told as the arrays of `solver.problem.Problem`; no code is shared with the solver. At any price of a
+byte a run of layers costs no less than its least priced sum less the price of the budget. What is left is a shortest
+path over stages, layers and layouts.
+"""
+
+from collections.abc import Mapping
+from itertools import combinations, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from shardwright_formats.types.certificate import MemoryPrice, Prices
+
+Array = NDArray[Any]
+Arrays = Any
+"""Named arrays of the solver's, whose types are not imported."""
+Problem = Arrays
+Step = tuple[Any, int, int, Any]
+"""Position and group before a stage (-1: none), the stage's own group and the position behind it."""
+Place = tuple[int, int]
+"""A pipeline stage and the device group that it is on."""
+Run = tuple[int, ...]
+"""Types of the layer before (-1: none) and of a stage's layers."""
+
+
+class Chain(NamedTuple):
+    """A configuration, and what follows from it; a layout's number may also be a class that ties tell apart."""
+
+    problem: Problem
+    size: int
+    """Of layouts and classes."""
+    keeps_sums: bool
+    """Whether some option keeps gradients of earlier microbatches beside those of the last."""
+    runs: dict[Run, int]
+    number: Array
+    """[first layer, end]: which run; -1: none."""
+    steps: tuple[tuple[Step, ...], ...]
+    """By stage."""
+    sends: dict[tuple[Any, int, int], Array]
+    """[end, layouts given, layouts received] by position, group before and group behind."""
+    sent: dict[Place, Array]
+    """[first layer, end, layouts in, layouts out]: the least that a stage takes to receive and to give out."""
+
+
+def chain_of(problem: Problem, layouts: bool = True) -> Chain:
+    """Without layouts all are one, between which everything moves for the least there is."""
+    problem = problem if layouts else _without_layouts(problem)
+    kinds, total = problem.layers, len(problem.layers)
+    size = max(problem.boundary_bytes.shape[1], *problem.tie_ps.shape)
+    number, runs = np.full((total + 1, total + 1), -1), dict[Run, int]()
+    for start, end in sorted(combinations(range(total + 1), 2), key=lambda ends: ends[1] - ends[0]):
+        run = kinds[start - 1] if start else -1, *kinds[start:end]
+        number[start, end] = runs.setdefault(run, len(runs))
+    steps, at = [], dict.fromkeys((position, -1) for position in problem.placements[0])
+    for moves in problem.placements:
+        steps.append(tuple((*before, *move) for before in at for move in moves.get(before[0], ())))
+        at = dict.fromkeys((after, group) for *_, group, after in steps[-1])
+    sends = {step[:3]: np.full((total + 1, size, size), np.inf) for own in steps[1:] for step in own}
+    for cut, times in sends.items():
+        times[1:, : problem.num_layouts, : problem.num_layouts] = problem.sends_ps[cut][list(kinds)]
+    sent = {}
+    for stage, group in {(stage, step[2]): None for stage, own in enumerate(steps) for step in own}:
+        into = [sends[step[:3]].min(1) for step in steps[stage] if stage and step[2] == group]
+        out = [sends[step[:3]].min(2) for own in steps[stage + 1 : stage + 2] for step in own if step[1] == group]
+        least = (np.min(times, 0) if times else np.zeros((total + 1, size)) for times in (into, out))
+        sent[stage, group] = np.add.outer(*least).transpose(0, 2, 1, 3)
+    sums = any(o.sum_bytes.any() for group in problem.device_groups for o in group.options)
+    return Chain(problem, size, bool(sums), runs, number, tuple(steps), sends, sent)
+
+
+def _without_layouts(problem: Problem) -> Problem:
+    def merged(group: Arrays) -> Arrays:
+        none = [np.zeros(len(o.time_ps), int) for o in group.options]
+        own = tuple(o._replace(input_layout=n, output_layout=n) for o, n in zip(group.options, none, strict=True))
+        return replace(group, options=own, redistribution_ps=np.zeros((len(own), 1, 1)))
+
+    sends = {cut: times.min((1, 2), keepdims=True) for cut, times in problem.sends_ps.items()}
+    least = {
+        name: getattr(problem, name).min(axis, keepdims=True)
+        for name, axis in (("boundary_bytes", 1), ("tie_ps", None))
+    }
+    return replace(problem, device_groups=tuple(map(merged, problem.device_groups)), sends_ps=sends, **least)
+
+
+def phases_of(chain: Chain, stage: int) -> list[tuple[int, bool, bool]]:
+    """When a stage may hold the most: microbatches in flight, whether what the pass makes comes by and by, and sums."""
+    count, m = chain.problem.in_flight[stage], chain.problem.num_microbatches
+    if count == m:
+        return [(count, True, False), (count - 1, chain.keeps_sums, True)][: max(1, min(2, count))]
+    return (
+        [(count, False, False), (count, True, True)] if chain.keeps_sums and count == m - 1 else [(count, False, True)]
+    )
+
+
+class Duals(NamedTuple):
+    """Lower bounds on a weighted cost of runs on some places, each by a price."""
+
+    rows: tuple[tuple[Place, MemoryPrice], ...]
+    weights: Array
+    """[rows, 2]: of A and of U."""
+    prefixes: Array
+    """[runs, rows, layouts in, layouts out]: as the beginning of a longer run, the budget not taken off."""
+    whole: Array
+    """Likewise, as all that a stage holds; after the last run infinity."""
+
+    def of(self, place: Place) -> list[int]:
+        """The rows of a place."""
+        return [row for row, (own, _) in enumerate(self.rows) if own == place]
+
+
+def duals_of(chain: Chain, prices: Prices, weights: Array) -> Duals:
+    """Bounds on the cost with weights [stages, 2] of A and U."""
+    problem, kinds, layouts = chain.problem, range(len(chain.problem.boundary_bytes)), chain.problem.num_layouts
+    rows = tuple((place, price) for place in chain.sent for price in prices[place[0]])
+    own = np.array([weights[stage] for (stage, _), _ in rows])
+    tables = np.full((4, len(kinds), len(rows), chain.size, chain.size), np.inf)
+    moves = np.full((len(kinds), len(rows), chain.size, chain.size), np.inf)
+    for row, ((stage, group), price) in enumerate(rows):
+        device_group, phase = problem.device_groups[group], phases_of(chain, stage)[price.phase]
+        moves[:, row, :layouts, :layouts] = own[row, 0] * device_group.redistribution_ps
+        for kind, o in enumerate(device_group.options):
+            cost = own[row] @ (o.time_ps, o.exposed_ps) + price.ps_per_byte * moments(price.last_layer, o, *phase)
+            for role in range(4):
+                np.minimum.at(tables[role, kind, row], (o.input_layout, o.output_layout), cost[role])
+    first, inner, last, alone = tables
+    then = {(a, b): (_join(moves[a], inner[b]), _join(moves[a], last[b])) for a, b in set(pairwise(problem.layers))}
+    prefixes, whole = np.full((2, len(chain.runs) + 1, len(rows), chain.size, chain.size), np.inf)
+    for (before, *layers), run in chain.runs.items():
+        if len(layers) > 1:
+            found = [_join(prefixes[chain.runs[before, *layers[:-1]]], step) for step in then[layers[-2], layers[-1]]]
+        else:
+            found = [first[layers[0]], alone[layers[0]]]
+            found = found if before < 0 else [_join(moves[before], table) for table in found]
+        prefixes[run] = found[0]
+        whole[run] = found[1] - [p.ps_per_byte * _left(chain, at, before, layers[-1], p.phase) for at, p in rows]
+    return Duals(rows, own, prefixes, whole)
+
+
+def moments(last_layer: float, o: Arrays, count: int, comes: bool, summed: bool) -> Array:
+    """Bytes [first, inner, last, only layer] that options count for at a mixture of a stage's last and first moment."""
+    late = comes * ((o.sum_bytes > 0) | (not summed)) * o.late_bytes
+    static = o.state_bytes + (count - 1) * o.activation_bytes + summed * o.sum_bytes + o.late_bytes - late
+    before, after = static + o.activation_bytes, static + late
+    at = after + o.activation_bytes + o.workspace_bytes
+    ways = (before, at), (before, after), (at, after), (at, at)
+    return np.array([last_layer * last + (1 - last_layer) * first for last, first in ways])
+
+
+def _left(chain: Chain, place: Place, before: int, last: int, phase: int) -> Array:
+    """Of a budget [layouts in, layouts out], less what is received and given out."""
+    problem, layouts = chain.problem, chain.problem.num_layouts
+    left = np.full((chain.size, chain.size), float(problem.device_groups[place[1]].budget_bytes))
+    if before >= 0:
+        left[:layouts] -= (phases_of(chain, place[0])[phase][0] + 2) * problem.boundary_bytes[before][:, None]
+    if last != problem.layers[-1]:
+        left[:, :layouts] -= problem.boundary_bytes[last]
+    return left
+
+
+def _join(one: Array, other: Array) -> Array:
+    """The least over what is between [.., in, between] and [.., between, out]."""
+    return np.asarray((one[..., :, :, None] + other[..., None, :, :]).min(-2))
+
+
+def bounds_of(chain: Chain, duals: Duals, place: Place) -> Array:
+    """The largest of a place's bounds [first layer, end, layouts in, layouts out]; infinity: there is no such run."""
+    return np.asarray(duals.whole[:, duals.of(place)].max(1)[chain.number])
+
+
+def paths(chain: Chain, tables: Mapping[Place, Array], weights: Array) -> tuple[float, dict[Place, Array]]:
+    """The least weighted sum over stages, and by place what all other stages take at least, as `tables` are."""
+    ties, end = chain.problem.tie_ps, len(chain.problem.layers)
+    begin, ended = np.full((2, len(ties), end + 1, chain.size), np.inf)
+    begin[range(len(ties)), 0, range(len(ties))] = 0.0
+    ended[:, end, : ties.shape[1]] = ties
+    here = {step[:2]: begin for step in chain.steps[0]}
+    entered: list[list[Array]] = []
+    for stage, own in enumerate(chain.steps):
+        behind: dict[Any, Array] = {}
+        entered.append([_over(chain, stage, step, here[step[:2]], weights) for step in own])
+        for (*_, group, after), value in zip(own, entered[-1], strict=True):
+            taken = _through(value, tables[stage, group])
+            behind[after, group] = np.minimum(behind.get((after, group), np.inf), taken)
+        here = behind
+    least = min(float((value + ended).min()) for value in here.values())
+    rest = dict.fromkeys(here, ended)
+    others = {place: np.full_like(table, np.inf) for place, table in tables.items()}
+    for stage in reversed(range(len(entered))):
+        ahead: dict[Any, Array] = {}
+        for step, value in zip(chain.steps[stage], entered[stage], strict=True):
+            *before, group, after = step
+            for one, other in zip(value, rest[after, group], strict=True):
+                through = one[:, None, :, None] + other[None, :, None, :]
+                np.minimum(others[stage, group], through, out=others[stage, group])
+            taken = _through(rest[after, group], tables[stage, group].transpose(1, 0, 3, 2))
+            taken = _over(chain, stage, step, taken, weights, back=True)
+            ahead[tuple(before)] = np.minimum(ahead.get(tuple(before), np.inf), taken)
+        rest = ahead
+    return least, others
+
+
+def _through(value: Array, table: Array) -> Array:
+    """[classes, layer, layout] through one more stage."""
+    return np.array([(own[:, None, :, None] + table).min((0, 2)) for own in value])
+
+
+def _over(chain: Chain, stage: int, step: Step, value: Array, weights: Array, back: bool = False) -> Array:
+    """From the layouts given out to those that the stage receives, or back."""
+    if stage == 0:
+        return value
+    times = chain.sends[step[:3]] * (weights[stage - 1, 0] + weights[stage, 0])
+    return np.asarray((value[..., None] + (times.transpose(0, 2, 1) if back else times)).min(2))
