@@ -317,7 +317,26 @@ def _model_profile(model: Model) -> ModelProfile:
             (name, 1, "none", "none", 2, 16, 0.001 * number, *time_s, 0.002 * number, *time_s, *size)
             for number, name in enumerate(types, start=1)
         ),
-        "states": ((name, 1, 2048, 2048, 4096, "measured", 0.0001, "derived", 0.0002, 2, "derived") for name in types),
+        "states": (
+            (
+                name,
+                1,
+                2048,
+                2048,
+                4096,
+                "measured",
+                0.0001,
+                "derived",
+                0.0002,
+                2,
+                "derived",
+                0.0001,
+                0.0001,
+                2,
+                "derived",
+            )
+            for name in types
+        ),
         "process": [(0, "measured", 1 << 20, "measured", 0.001, "derived", 0.015625, "measured")],
         "fits": [("block", 1, "none", "none", "forward_s", "batch", 0, 16, -1e-4, 1e-3, 0.0, 3, 0.01, 0.02, 3, 0.03)],
     }

@@ -20,6 +20,7 @@ from shardwright_formats.types.measurement import (
 )
 from shardwright_formats.types.model import LayerType, Model, Parameter
 from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.strategy import DataParallel
 
 
 class Constants(NamedTuple):
@@ -34,6 +35,8 @@ class Constants(NamedTuple):
     optimizer_s_per_parameter: float
     overhead_s: float
     reference_s: float = 0.015
+    gather_s: float = 0.0
+    """Of a forward pass under ZeRO-3."""
 
 
 def _model(layers: Sequence[str] = ("block",) * 4, sequence_length: int = 32, tied: bool = False) -> Model:
@@ -81,6 +84,7 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
     # A microbatch twice the size takes twice as long, a backward pass twice as long as a forward pass.
     samples = plan.microbatch_samples // plan.embedding.dp_size
     layers_s = constants.base_s + samples * sum(counts[name] * constants.layer_s[name] for name in counts)
+    layers_s += constants.gather_s * (plan.embedding.data_parallel is DataParallel.ZERO3)
     times_s = {"embedding": constants.base_s, "layers": layers_s, "head": 2 * constants.base_s}
     layer_bytes = sum(counts[name] * constants.layer_bytes[name] for name in counts)
     held_bytes = {"embedding": 7, "layers": 11 + samples * layer_bytes, "head": 13}

@@ -17,7 +17,7 @@ from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.model_profile import StateRow, read_model_profile, write_model_profile
 from shardwright_formats.types.plan import GradientReduction, Precision
-from shardwright_formats.types.strategy import Recompute, SequenceParallel
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes
 
@@ -274,7 +274,7 @@ def test_reduction_time_is_shared_out_by_gradient_bytes(make_model, make_cluster
         sizes = [
             max(r.memory.gradients_bytes for r in m.ranks)
             for m in measured.plans
-            if m.plan.embedding.tp_size == tp_size
+            if m.plan.embedding.tp_size == tp_size and m.plan.embedding.data_parallel is DataParallel.DDP
         ]
         rate = sum(size * 0.1 for size in sizes) / sum(size**2 for size in sizes)
         rows = states["tp_size"] == tp_size
@@ -297,3 +297,30 @@ def test_times_are_brought_to_one_speed_of_the_machine(plans, make_measurement, 
     np.testing.assert_allclose(uneven.layers["forward_s"], by * even.layers["forward_s"], rtol=1e-9)
     np.testing.assert_allclose(uneven.states["reduction_s"], by * even.states["reduction_s"], rtol=1e-9)
     np.testing.assert_allclose(uneven.states["optimizer_s"], by * even.states["optimizer_s"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("types", [("block",) * 4, ("encoder", "encoder", "decoder")])
+def test_zero_is_probed_once_for_gathers_and_reductions(
+    make_model, make_cluster, make_measurement, make_constants, types
+):
+    """Gathers add 6 ms forward and 12 ms backward to a microbatch, in which each end's is spared once."""
+    names = tuple(dict.fromkeys(types))
+    constants = make_constants(
+        base_s=0.3, gather_s=6e-3, layer_s=dict.fromkeys(names, 2e-3), layer_bytes=dict.fromkeys(names, 640)
+    )
+    model = make_model(types)
+    plans = make_probes([model], make_cluster((1, 2)), "cpu-2", _settings()).plans
+    zero = [plan for plan in plans if plan.embedding.data_parallel is not DataParallel.DDP]
+    assert [(str(p.embedding.data_parallel), p.embedding.dp_size, len(p.layers)) for p in zero] == [
+        ("zero2", 2, 3 * len(names)), ("zero3", 2, 3 * len(names)),
+    ]  # fmt: skip
+    found = fit_profile([(Path("m.json"), make_measurement(plans, constants))]).states
+    count = {name: model.types[name].parameter_count() for name in model.types}
+    layers, ends = 3 * sum(count[name] for name in names), count["embedding"] + count["head"]
+    for row in (row for row in found.rows if row.tp_size == 1):
+        assert row.gather_s == pytest.approx(18e-3 * count[row.type] / (2 * layers + ends))
+        assert row.scatter_s == pytest.approx(0.1 * count[row.type] / (layers + ends))
+        assert (row.zero_ranks, row.zero_source) == (2, "derived")
+    plain = [plan for plan in plans if plan not in zero]
+    without = fit_profile([(Path("m.json"), make_measurement(plain, constants))]).states
+    assert {(row.gather_s, row.scatter_s, str(row.zero_source)) for row in without.rows} == {(0.0, 0.0, "absent")}

@@ -67,12 +67,18 @@ def test_probes_cover_each_fitting_strategy_once_and_nothing_else(make_model, ma
             frozenset(Counter(plan.model.layers).items()),
         )
         for plan in made.plans
+        if plan.embedding.data_parallel is DataParallel.DDP
     )
     assert found == expected
+    zero = [plan for plan in made.plans if plan.embedding.data_parallel is not DataParallel.DDP]
+    widest = devices // min((tp_size for tp_size, _ in strategies), default=devices)
+    assert [(str(p.head.data_parallel), p.head.dp_size) for p in zero] == [
+        (kind, widest) for kind in ("zero2", "zero3") if widest > 1
+    ]
 
 
 @given(settings=_SETTINGS, layers=_LAYERS, devices=st.sampled_from([1, 2, 4, 8]))
-def test_every_probe_is_one_node_one_stage_three_microbatches_of_plain_ddp(
+def test_every_probe_is_one_node_one_stage_three_microbatches_of_one_strategy(
     make_model, make_cluster, settings, layers, devices
 ):
     model = make_model(layers)
@@ -84,7 +90,7 @@ def test_every_probe_is_one_node_one_stage_three_microbatches_of_plain_ddp(
         assert plan.model.architecture_sha256 == model.architecture_sha256
         spread = {(s.tp_size, s.dp_size, s.sequence_parallel) for s in (plan.embedding, plan.head, *plan.layers)}
         assert len(spread) == 1
-        assert {s.data_parallel for s in (plan.embedding, plan.head, *plan.layers)} == {DataParallel.DDP}
+        assert len({s.data_parallel for s in (plan.embedding, plan.head, *plan.layers)}) == 1
         assert all(s.tp_consecutive for s in (plan.embedding, plan.head, *plan.layers))
 
 
@@ -96,7 +102,7 @@ def test_probes_have_different_names_and_survive_their_file(make_model, make_clu
         micro_batch_sizes=(1, 4),
     )
     plans = make_probes([make_model()], make_cluster((1, 2)), "cpu-2", settings).plans
-    assert len({plan.name for plan in plans}) == len(plans) == 3 * 2 * 2 * 2
+    assert len({plan.name for plan in plans}) == len(plans) == 3 * 2 * 2 * 2 + 2
     write_document(tmp_path / "probes.json", Plans(plans=plans))
     assert read_document(tmp_path / "probes.json", Plans).plans == plans
 

@@ -130,10 +130,11 @@ def make_profile(
     process_bytes: int = 1 << 20,
     source: str = "measured",
     reduction_s_per_parameter: float = 0.0,
+    zero_s_per_parameter: tuple[float, float] = (0.0, 0.0),
 ) -> ModelProfile:
     """Times that grow with the samples; tensor parallelism adds a latency, recomputation a forward pass.
 
-    What reducing gradients adds was measured over two ranks, or not at all.
+    What reducing gradients adds was measured over two ranks, or not at all; under ZeRO likewise, and gathering.
     """
     rows = []
     replays = {"none": 0, "full": 1, "mlp": 0.4, "selective": 0.2}
@@ -192,7 +193,10 @@ def make_profile(
                 "optimizer_s": 3e-9 * counts,
                 "reduction_s": reduction_s_per_parameter * counts,
                 "reduction_ranks": np.full(len(states), 2 if reduction_s_per_parameter else 1),
-                **dict.fromkeys(("bytes_source", "optimizer_source", "reduction_source"), measured),
+                "scatter_s": zero_s_per_parameter[0] * counts,
+                "gather_s": zero_s_per_parameter[1] * counts,
+                "zero_ranks": np.full(len(states), 2 if any(zero_s_per_parameter) else 1),
+                **dict.fromkeys(("bytes_source", "optimizer_source", "reduction_source", "zero_source"), measured),
             },
         ),
         process=Table(

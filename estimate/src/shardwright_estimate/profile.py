@@ -169,6 +169,10 @@ def _state_rows(model: Model, tp_sizes: Sequence[int], precision: Precision, mac
             reduction_s=0.0,
             reduction_ranks=1,
             reduction_source=Source.ANALYTIC,
+            scatter_s=0.0,
+            gather_s=0.0,
+            zero_ranks=1,
+            zero_source=Source.ANALYTIC,
         )
 
 

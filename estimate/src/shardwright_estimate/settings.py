@@ -10,7 +10,7 @@ from shardwright_formats.io.json import Document, Value
 from shardwright_formats.types.limits import Count
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import Attention, Precision, misfit
-from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
 
 _Counts = Annotated[tuple[Count, ...], Meta(min_length=1)]
 
@@ -120,4 +120,5 @@ def misfit_of(model: Model, strategy: Strategy) -> str | None:
 
 def formatted(strategy: Strategy) -> str:
     """A strategy as plans are named by it."""
-    return f"tp_size={strategy.tp_size} sequence_parallel={strategy.sequence_parallel}"
+    named = f"tp_size={strategy.tp_size} sequence_parallel={strategy.sequence_parallel}"
+    return named if strategy.data_parallel is DataParallel.DDP else f"{strategy.data_parallel} {named}"

@@ -121,6 +121,14 @@ class StateRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Data-parallel ranks of that reduction."""
     reduction_source: Source
     """Of `reduction_s`."""
+    scatter_s: Annotated[Seconds, sourced("zero_source")]
+    """What reducing the gradients adds to a step under ZeRO."""
+    gather_s: Annotated[Seconds, sourced("zero_source")]
+    """What gathering the parameters adds to a pass of a microbatch under ZeRO-3."""
+    zero_ranks: Ranks
+    """Data-parallel ranks of both."""
+    zero_source: Source
+    """Of both."""
 
 
 class ProcessRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -209,7 +217,7 @@ class ModelProfile(Profile):
     """
 
     FORMAT: ClassVar[str] = "shardwright.model_profile"
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
 
     origin: ProfileOrigin
     provenance: Provenance

@@ -76,6 +76,10 @@ def state_row(type_name: str, tp_size: int, parameter_bytes: Sourced) -> StateRo
         reduction_s=0.0,
         reduction_ranks=1,
         reduction_source=Source.ABSENT,
+        scatter_s=0.0,
+        gather_s=0.0,
+        zero_ranks=1,
+        zero_source=Source.ABSENT,
     )
 
 

@@ -12,9 +12,10 @@ from shardwright_formats.io.table import Source, Table
 from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProcessRow, StateRow
-from shardwright_formats.types.strategy import Recompute
+from shardwright_formats.types.strategy import DataParallel, Recompute
 from shardwright_profile.model.differences import LayerPair, bytes_per_layer, layer_pairs, seconds_per_layer
 from shardwright_profile.model.fit_states import OptimizerLine, fit_optimizer_line, fit_states
+from shardwright_profile.model.fit_zero import zero_rates
 from shardwright_profile.model.monotonicity import falling_times
 from shardwright_profile.model.probe_results import LAYERS, Duration, ProbeKey, ProbeResult, read_probes
 
@@ -25,11 +26,12 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
     The same probes give the same profile, in whatever order their files come. Raises BadInput, naming the probes, where
     they cannot be compared, where one is missing, and where noise hides the cost of a layer.
     """
-    origin, provenance, probes = read_probes(measurements)
+    origin, provenance, every = read_probes(measurements)
+    probes = [probe for probe in every if probe.data_parallel is DataParallel.DDP]
     pairs = layer_pairs(probes)
     layers = sorted([*_block_rows(pairs), *_end_rows(probes)], key=lambda row: row.place)
     line = fit_optimizer_line(probes)
-    states = sorted(fit_states(pairs, line), key=lambda row: (row.type, row.tp_size))
+    states = sorted(fit_states(pairs, line, zero_rates(every)), key=lambda row: (row.type, row.tp_size))
     return ModelProfile(
         origin=origin,
         provenance=msgspec.structs.replace(provenance, notes="\n".join(falling_times(layers))),
@@ -110,5 +112,4 @@ def _process(probes: Sequence[ProbeResult], line: OptimizerLine) -> ProcessRow:
 
 
 def _unexplained_s(probe: ProbeResult) -> float:
-    microbatch_s = sum(cost.forward.median_s + cost.backward.median_s for cost in probe.segments.values())
-    return probe.step_s - probe.plan.num_microbatches * microbatch_s - probe.reduction_s - probe.optimizer_s
+    return probe.step_s - probe.plan.num_microbatches * probe.microbatch_s - probe.reduction_s - probe.optimizer_s

@@ -26,6 +26,21 @@ _BYTES: tuple[tuple[str, Callable[[ProbeResult], int]], ...] = (
 )
 
 
+class ZeroRates(NamedTuple):
+    """What ZeRO adds, in seconds for each parameter that the ranks share out."""
+
+    ranks: int
+    scatter_s: float
+    """To a step, of reducing gradients."""
+    gather_s: float
+    """To a pass of a microbatch, of gathering parameters."""
+
+
+def parameter_tp_size(probe: ProbeResult) -> int:
+    """Among how many ranks tensor parallelism splits the parameters."""
+    return 1 if probe.key.sequence_parallel is SequenceParallel.ULYSSES else probe.key.tp_size
+
+
 def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
     """The line nearest to the optimizer times of all probes (least squares) whose two coefficients are not negative.
 
@@ -46,7 +61,7 @@ def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
     return OptimizerLine(0.0, through_zero)
 
 
-def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine) -> tuple[StateRow, ...]:
+def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates | None = None) -> tuple[StateRow, ...]:
     """One row per tp_size and layer type.
 
     A block's bytes are the difference of its probes, the most over strategies and micro-batch sizes. What the layers
@@ -58,17 +73,20 @@ def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine) -> tuple[StateRo
         raise BadInput(pairs[0].few.file, "every probe is under ulysses", "measure also sequence_parallel 'none'")
     tp_sizes = sorted({pair.few.key.tp_size for pair in usable})
     return tuple(
-        row for tp_size in tp_sizes for row in _rows(tp_size, [p for p in usable if p.few.key.tp_size == tp_size], line)
+        row
+        for tp_size in tp_sizes
+        for row in _rows(tp_size, [p for p in usable if p.few.key.tp_size == tp_size], line, zero)
     )
 
 
-def _rows(tp_size: int, pairs: Sequence[LayerPair], line: OptimizerLine) -> Iterator[StateRow]:
+def _rows(tp_size: int, pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates | None) -> Iterator[StateRow]:
     model = pairs[0].few.model
     columns = [_column(tp_size, pairs, what, bytes_of) for what, bytes_of in _BYTES]
     probes = [probe for pair in pairs for probe in (pair.few, pair.many)]
     ranks, rate = _reduction_ranks(probes), _reduction_s_per_byte(probes)
     for name in (EMBEDDING, *pairs[0].few.counts, HEAD):
         parameters, gradients, optimizer = (column[name] for column in columns)
+        count = model.types[name].parameter_count(tp_size)
         # All derived: times come off a line, and the bytes of embedding and head from a split.
         yield StateRow(
             type=name,
@@ -77,11 +95,15 @@ def _rows(tp_size: int, pairs: Sequence[LayerPair], line: OptimizerLine) -> Iter
             gradient_bytes=gradients,
             optimizer_bytes=optimizer,
             bytes_source=Source.DERIVED,
-            optimizer_s=line.s_per_parameter * model.types[name].parameter_count(tp_size),
+            optimizer_s=line.s_per_parameter * count,
             optimizer_source=Source.DERIVED,
             reduction_s=rate * gradients,
             reduction_ranks=ranks,
             reduction_source=Source.DERIVED,
+            scatter_s=zero.scatter_s * count if zero else 0.0,
+            gather_s=zero.gather_s * count if zero else 0.0,
+            zero_ranks=zero.ranks if zero else 1,
+            zero_source=Source.DERIVED if zero else Source.ABSENT,
         )
 
 
@@ -128,7 +150,7 @@ def _column(
 def _rank_parameters(probe: ProbeResult) -> int:
     """Number of parameters that the optimizer of one rank updates; tied ones count once."""
     model = probe.model
-    split = 1 if probe.key.sequence_parallel is SequenceParallel.ULYSSES else probe.key.tp_size
+    split = parameter_tp_size(probe)
     every = sum(model.types[name].parameter_count(split) for name in (EMBEDDING, *model.layers, HEAD))
     return every - _tied_parameters(model, split)
 

@@ -76,6 +76,16 @@ class ProbeResult(NamedTuple):
         """The probe's model."""
         return self.plan.model
 
+    @property
+    def data_parallel(self) -> DataParallel:
+        """The kind of all its layers."""
+        return self.plan.layers[0].data_parallel
+
+    @property
+    def microbatch_s(self) -> float:
+        """Forward and backward of the middle microbatch."""
+        return sum(cost.forward.median_s + cost.backward.median_s for cost in self.segments.values())
+
     def at_speed(self, reference_s: float) -> "ProbeResult":
         """Its times as on a machine that does the reference workload in so long."""
         by = reference_s / self.reference_s
@@ -113,7 +123,7 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Proven
                 raise BadInput(file, what, "fit the measurements of one model on one kind of device at a time")
     seen: dict[tuple[object, ...], ProbeResult] = {}
     for result in results:
-        identity = (result.key, *sorted(result.counts.items()))
+        identity = (result.key, result.data_parallel, *sorted(result.counts.items()))
         if identity in seen:
             raise BadInput(
                 result.file,
@@ -124,7 +134,7 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Proven
     every_version = sorted({measurement.versions for _, measurement in measurements})
     provenance = Provenance(date=max(m.date for _, m in measurements), versions="; ".join(every_version))
     reference_s = median(result.reference_s for result in results)
-    ordered = sorted(results, key=lambda r: (r.key, sorted(r.counts.items())))
+    ordered = sorted(results, key=lambda r: (r.data_parallel, r.key, sorted(r.counts.items())))
     return origin, provenance, tuple(result.at_speed(reference_s) for result in ordered)
 
 
@@ -187,8 +197,8 @@ def _no_probe(plan: Plan) -> str | None:
         (s.tp_size, s.tp_consecutive, s.sequence_parallel) for s in (plan.embedding, plan.head)
     }:
         return "embedding and head have another strategy than its layers"
-    if {s.data_parallel for s in (*plan.layers, plan.embedding, plan.head)} != {DataParallel.DDP}:
-        return "it is not plain ddp"
+    if len({(s.data_parallel, s.shard_size) for s in (*plan.layers, plan.embedding, plan.head)}) != 1:
+        return "its layers are of several kinds of data parallelism"
     if plan.num_microbatches < NUM_MICROBATCHES:
         return f"it has {plan.num_microbatches} microbatches, and so none that neither gathers nor reduces"
     if plan.gradient_reduction is not GradientReduction.DEFERRED:

@@ -11,7 +11,7 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster, NodeGroup
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
-from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 
 NUM_MICROBATCHES = 3
 """The least with a middle one: it gathers no parameters, reduces no gradients, and adds to those that are there."""
@@ -29,7 +29,8 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
 
     `models` are descriptions of one model at each length of the settings, its own first. For each strategy, length and
     micro-batch size: one plan with `settings.layers[0]` layers of every block type, and one for each block type with
-    `settings.layers[1]` layers of it. Raises BadInput when the lengths are others, or no strategy fits model and node.
+    `settings.layers[1]` layers of it. With so many of every type, one under ZeRO-2 and one under ZeRO-3. Raises
+    BadInput when the lengths are others, or no strategy fits model and node.
     """
     model = models[0]
     _check_lengths(models, settings)
@@ -59,6 +60,7 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
         for size in settings.sizes(described.sequence_length, own)
         for truncated in _truncations(described, settings.layers)
     )
+    plans += _zero_probes(model, node, settings, fitting)
     left_out += [
         f"{formatted(strategy)} sequence_length={described.sequence_length}: {misfit_of(described, strategy)}"
         for strategy in fitting
@@ -85,6 +87,20 @@ def with_layers(model: Model, counts: Mapping[str, int]) -> Model:
         for number in range(count)
     )
     return msgspec.structs.replace(model, layers=tuple(name for _, _, name in order))
+
+
+def _zero_probes(
+    model: Model, node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy]
+) -> tuple[Plan, ...]:
+    """Of the strategy with the most data-parallel ranks, at the model's own length and the smallest micro-batch."""
+    widest = max(fitting, key=lambda strategy: strategy.dp_size)
+    if widest.dp_size == 1:
+        return ()
+    longer = with_layers(model, dict.fromkeys(block_types(model), settings.layers[1]))
+    size = min(settings.sizes(model.sequence_length, model.sequence_length))
+    kinds = (DataParallel.ZERO2, DataParallel.ZERO3)
+    strategies = (msgspec.structs.replace(widest, data_parallel=kind) for kind in kinds)
+    return tuple(_probe(longer, node, settings, own, Recompute.NONE, size) for own in strategies)
 
 
 def _truncations(model: Model, layers: tuple[int, int]) -> Iterator[Model]:
@@ -129,6 +145,7 @@ def _probe(
             type=name,
             tp_size=strategy.tp_size,
             dp_size=strategy.dp_size,
+            data_parallel=strategy.data_parallel,
             sequence_parallel=strategy.sequence_parallel,
             recompute=recompute,
         )

@@ -20,11 +20,11 @@ from shardwright_formats.types.hardware_profile import GroupKind
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, Precision
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
-from shardwright_search.cost_model.collectives import Duration, Slowdowns, collective_time
+from shardwright_search.cost_model.collectives import Duration, Slowdowns, collective_time, overlapped_time
 from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost
 from shardwright_search.cost_model.memory import ParameterMemory, itemsize
-from shardwright_search.cost_model.parameters import ParameterCosts, parameter_costs
+from shardwright_search.cost_model.parameters import Overlapped, ParameterCosts, parameter_costs
 from shardwright_search.cost_model.profiles import LayerKey, Profiles
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import StageTopology, tp_group_kinds
@@ -38,6 +38,19 @@ class Cost(NamedTuple):
     warning: str | None
 
 
+class Gather(NamedTuple):
+    """ZeRO-3's gather of a layer for one pass, in picoseconds; 0 where there is none."""
+
+    alone_ps: int = 0
+    slowdowns: Slowdowns | None = None
+    """None where it overlaps with nothing."""
+    overhead_ps: int = 0
+
+    def added_ps(self, compute_ps: int) -> int:
+        """What it adds to a computation that it starts with."""
+        return round(overlapped_time(compute_ps, Duration(self.alone_ps), self.slowdowns)) + self.overhead_ps
+
+
 class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of one layer on one rank; times in picoseconds."""
 
@@ -45,16 +58,18 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
     """One microbatch, tensor and sequence parallel traffic included; so is backward."""
     backward_ps: int
     gather_forward_ps: int
-    """What a ZeRO-3 gather adds to the forward pass of each microbatch; the backward pass likewise."""
+    """What a ZeRO-3 gather adds to the forward pass of each microbatch, beside it; the backward pass likewise."""
     gather_backward_ps: int
+    gather: Gather
+    """The gather by itself: the runtime starts it a layer ahead, beside another layer than its own."""
     sync_every_ps: int
     """What reducing the gradients adds to every microbatch's backward pass; 0 when they are reduced once a step."""
     reduction_ps: int
-    """The reduction alone, where it overlaps with the backward pass and that was not measured; else 0."""
+    """The messages of the reduction alone, unless every microbatch reduces."""
     slowdowns: Slowdowns | None
     """Of the reduction and the backward pass where they overlap; None where that was not measured."""
     overlapped_ps: int
-    """What it adds to the last backward pass by the measured slowdowns; inside `sync_ps`."""
+    """What they add to the last backward pass by the measured slowdowns; inside `sync_ps`, beside their overhead."""
     sync_ps: int
     """Once a step: what reducing the gradients adds, ZeRO-2's gather, and sums of replicated parameters' gradients."""
     optimizer_ps: int
@@ -80,6 +95,10 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
     def state_bytes(self) -> int:
         """What is held all step long; gradients come with the first backward pass."""
         return self.memory.parameters + self.memory.gathered_parameters + self.memory.optimizer
+
+
+def _gather(own: Overlapped) -> Gather:
+    return Gather(picoseconds(own.alone.time_s), own.slowdowns, picoseconds(own.overhead_s))
 
 
 def picoseconds(time_s: float) -> int:
@@ -182,18 +201,26 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         zero3 = strategy.data_parallel is DataParallel.ZERO3
         gather_forward, gather_backward = (picoseconds(own.gather.added_s(t)) for t in (forward_s, backward_s))
         added = picoseconds(own.reduction.added_s(backward_s))
-        once = 0 if reduces_every else added
-        alone = 0 if reduces_every else picoseconds(own.reduction.unmeasured_s)
+        once, alone, beside = (
+            (0, 0, 0)
+            if reduces_every
+            else (
+                added,
+                picoseconds(own.reduction.alone.time_s),
+                picoseconds(own.reduction.beside_s(backward_s)),
+            )
+        )
         warnings = [compute.warning, *(d.warning for d in (*further, own.gather.alone, own.reduction.alone))]
         return LayerCost(
             forward_ps=picoseconds(forward_s),
             backward_ps=picoseconds(backward_s),
             gather_forward_ps=gather_forward if zero3 else 0,
             gather_backward_ps=gather_backward if zero3 else 0,
+            gather=_gather(own.gather) if zero3 else Gather(),
             sync_every_ps=added - once,
             reduction_ps=alone,
             slowdowns=own.reduction.slowdowns,
-            overlapped_ps=added if alone else 0,
+            overlapped_ps=beside,
             sync_ps=picoseconds(own.partial_sum_s) + (0 if zero3 else gather_forward) + once,
             optimizer_ps=picoseconds(own.optimizer_s),
             memory=own.memory,

@@ -10,6 +10,7 @@ from shardwright_formats.semantics.communication import Cause, Message, paramete
 from shardwright_formats.semantics.layout import parameter_layout
 from shardwright_formats.types.hardware_profile import Collective, GroupKind
 from shardwright_formats.types.model import EMBEDDING, Model
+from shardwright_formats.types.model_profile import StateRow
 from shardwright_formats.types.plan import Precision
 from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.collectives import (
@@ -37,19 +38,16 @@ class Overlapped(NamedTuple):
     alone: Duration
     slowdowns: Slowdowns | None = None
     """None where the two do not overlap."""
-    measured_s: float | None = None
-    """What it adds to a pass, where the profile tells that of the reduction it measured."""
+    overhead_s: float = 0.0
+    """What it took more in a probe than its messages alone, such as copies and waiting; it overlaps with nothing."""
+
+    def beside_s(self, compute_s: float) -> float:
+        """What its messages add to a pass that takes so long."""
+        return overlapped_time(compute_s, self.alone, self.slowdowns)
 
     def added_s(self, compute_s: float) -> float:
-        """What it adds to a pass that takes so long."""
-        if self.measured_s is None:
-            return overlapped_time(compute_s, self.alone, self.slowdowns)
-        return self.measured_s
-
-    @property
-    def unmeasured_s(self) -> float:
-        """What it takes alone, where what it adds was not measured; else 0."""
-        return self.alone.time_s if self.measured_s is None else 0.0
+        """What it adds to a pass that takes so long, overhead included."""
+        return self.beside_s(compute_s) + self.overhead_s
 
 
 class ParameterCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +77,8 @@ def parameter_costs(
     sizes, count = (itemsize(precision.compute), itemsize(precision.reduce)), 1 if single_microbatch else 2
     groups = data_group_kinds(topology, layout.tp_size, strategy.tp_consecutive, strategy.state_shards)
     messages = list(parameter_messages(kind, strategy, *sizes, count, reduces_every))
-    of = profiles, type_name, layout.tp_size, groups
+    states = states_of(profiles, type_name, layout.tp_size)
+    of = profiles, states, strategy.state_shards, groups
     # One gather stands for those of all passes.
     gather = _overlapped(*of, [m for m in messages if m.cause is Cause.PARAMETERS][:1])
     reduction = _overlapped(*of, [m for m in messages if m.cause is Cause.GRADIENTS])
@@ -95,37 +94,44 @@ def parameter_costs(
         gather=gather,
         reduction=reduction,
         partial_sum_s=_partial_sum_s(profiles, model, precision, type_name, strategy, topology),
-        optimizer_s=states_of(profiles, type_name, layout.tp_size).optimizer_s / strategy.state_shards,
+        optimizer_s=states.optimizer_s / strategy.state_shards,
     )
 
 
 def _overlapped(
-    profiles: Profiles, type_name: str, tp_size: int, groups: DataGroupKinds, messages: Sequence[Message]
+    profiles: Profiles, states: StateRow, shards: int, groups: DataGroupKinds, messages: Sequence[Message]
 ) -> Overlapped:
     """Messages that follow one another: all ranks' share, or a shard group's and then its replicas'.
 
-    A profiled all_reduce added more or less to its backward pass than it takes alone; so do all others.
-
-    What it added more (copies, waiting for the slowest rank) comes on top of another's time, half of it where that
-    is a reduce_scatter or an all_gather, which together are an all_reduce. Where it added less, for it overlaps, they
-    do in proportion. A gather with a reduction that was lost in noise counts by itself.
+    Their time is the hardware profile's. What a probe's took more comes on top.
     """
     if not messages:
         return Overlapped(Duration(0.0))
-    message = messages[0]
     alone, slowdowns = _one_by_one(profiles, groups, messages)
-    states = states_of(profiles, type_name, tp_size)
-    known = states.reduction_source in (Source.MEASURED, Source.DERIVED)
-    lost = states.reduction_s == 0 and message.collective is Collective.ALL_GATHER
-    if not known or lost or states.reduction_ranks == 1:
-        return Overlapped(alone, slowdowns)
-    probed = GroupKind(states.reduction_ranks, states.reduction_ranks, states.tp_size == 1)
-    profiled = collective_time(profiles, Collective.ALL_REDUCE, [probed], message.bytes)
-    more_s = states.reduction_s - profiled.time_s
-    if more_s <= 0:
-        return Overlapped(alone, slowdowns, states.reduction_s * alone.time_s / profiled.time_s)
-    share = 1.0 if message.collective is Collective.ALL_REDUCE else 0.5
-    return Overlapped(alone, slowdowns, alone.time_s + share * more_s)
+    return Overlapped(alone, slowdowns, sum(_overhead_s(profiles, states, shards, message) for message in messages))
+
+
+def _overhead_s(profiles: Profiles, states: StateRow, shards: int, message: Message) -> float:
+    """What a probe's collective of this kind took more than its message alone, in the same format; 0 if not probed.
+
+    Replicas of shards sum a part of what the probe summed, and have that part of its overhead.
+    """
+    sums = message.collective is Collective.ALL_REDUCE
+    ranks, source = (
+        (states.reduction_ranks, states.reduction_source) if sums else (states.zero_ranks, states.zero_source)
+    )
+    if ranks == 1 or source not in (Source.MEASURED, Source.DERIVED):
+        return 0.0
+    probed_s = {
+        Collective.ALL_REDUCE: states.reduction_s,
+        Collective.REDUCE_SCATTER: states.scatter_s,
+        Collective.ALL_GATHER: states.gather_s,
+    }
+    parts = shards if sums else 1
+    # The widest of data parallelism is probed under ZeRO: neighbours.
+    kinds = [GroupKind(ranks, ranks, not sums or states.tp_size == 1)]
+    alone = collective_time(profiles, message.collective, kinds, message.bytes * parts)
+    return max(0.0, probed_s[message.collective] - alone.time_s) / parts
 
 
 def _one_by_one(

@@ -42,7 +42,10 @@ def scaled(profiles: Profiles, by: Scaling) -> Profiles:
         },
         states={
             key: msgspec.structs.replace(
-                of, optimizer_s=of.optimizer_s * by.optimizer, reduction_s=of.reduction_s * by.reduction
+                of,
+                optimizer_s=of.optimizer_s * by.optimizer,
+                reduction_s=of.reduction_s * by.reduction,
+                scatter_s=of.scatter_s * by.reduction,
             )
             for key, of in profiles.states.items()
         },

@@ -10,13 +10,14 @@ import msgspec
 from msgspec.structs import replace
 
 from shardwright_formats.semantics.canonical import effective
+from shardwright_formats.semantics.chunks import gathers_spared
 from shardwright_formats.semantics.layout import layout_of
 from shardwright_formats.semantics.schedule import Pass, actions, in_flight
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.collectives import largest_slowdowns
-from shardwright_search.cost_model.layer import Cost, CostModel, LayerCost
+from shardwright_search.cost_model.layer import Cost, CostModel, Gather, LayerCost
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.simulation.reduction import Overlap, Reduction
 from shardwright_search.simulation.simulator import StageTimes
@@ -39,6 +40,8 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
     before_bytes: int
     """What a rank receives of one microbatch from the range before, and gives a gradient of the same size back."""
     after_bytes: int
+    gathered_first: tuple[float, float]
+    """The share of microbatches for which a forward, or a backward, pass gathers the layer that it begins with."""
     overlap: Overlap | None
     """How reductions and the backward pass slow each other down; None where that was not measured."""
     warnings: tuple[str, ...]
@@ -46,15 +49,14 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def times(self) -> StageTimes:
         """What the simulator plays."""
-        forward = self.sum_of("forward_ps") + self.sum_of("gather_forward_ps") + self.redistribution_forward_ps
-        backward = self.sum_of("backward_ps") + self.sum_of("gather_backward_ps") + self.sum_of("sync_every_ps")
-        backward += self.redistribution_backward_ps
-        once = forward, backward, self.send_after_ps
+        forward = sum(self._gathered("forward_ps", 1, self.gathered_first[0])) + self.redistribution_forward_ps
+        reductions = self._reductions()
+        once = forward, sum(own.backward_ps for own in reductions), self.send_after_ps
         sync, optimizer = self.sum_of("sync_ps"), self.sum_of("optimizer_ps")
         if self.overlap is None or not any(layer.reduction_ps for layer in self.layers):
             return StageTimes(*once, sync, optimizer)
         sync -= self.sum_of("overlapped_ps")
-        return StageTimes(*once, sync, optimizer, self._reductions(), overlap=self.overlap)
+        return StageTimes(*once, sync, optimizer, reductions, overlap=self.overlap)
 
     @property
     def microbatch_ps(self) -> int:
@@ -79,9 +81,24 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         )
         return reduce(StageMemory.then, own, no_layers(parts, self.before_bytes))
 
+    def _gathered(self, during: str, way: int, share: float) -> list[int]:
+        """The layers of a pass in its order (`way` 1 or -1), each with the gather of the next one beside it.
+
+        What the pass itself begins with is gathered beside the last layer of the pass before, which is taken to be this
+        pass's, where ZeRO-3 shards that; else beside nothing, and in a `share` of the microbatches.
+        """
+        layers = self.layers[::way]
+        following = (*(layer.gather for layer in layers[1:]), Gather())
+        own = [getattr(layer, during) for layer in layers]
+        found = [time + gather.added_ps(time) for time, gather in zip(own, following, strict=True)]
+        beside_ps = own[-1] if layers[-1].gather.alone_ps else 0
+        found[0] += round(share * layers[0].gather.added_ps(beside_ps))
+        return found
+
     def _reductions(self) -> tuple[Reduction, ...]:
         """The layers' backward passes and reductions; redistribution goes to the first layer, the last to run."""
-        own = [o.backward_ps + o.gather_backward_ps + o.sync_every_ps for o in self.layers]
+        passes = self._gathered("backward_ps", -1, self.gathered_first[1])[::-1]
+        own = [time + o.sync_every_ps for time, o in zip(passes, self.layers, strict=True)]
         own[0] += self.redistribution_backward_ps
         return tuple(Reduction(time, o.reduction_ps) for time, o in zip(own, self.layers, strict=True))
 
@@ -132,11 +149,22 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
                 send_after_ps=sends.time_ps,
                 before_bytes=cuts[index].received_bytes,
                 after_bytes=cuts[index + 1].given_bytes,
+                gathered_first=_gathered_first(plan, index, priced),
                 overlap=_overlap(priced),
                 warnings=(*warnings, *(cost.warning for cost in traffic if cost.warning is not None)),
             )
         )
     return found
+
+
+def _gathered_first(plan: Plan, index: int, layers: Sequence[LayerCost]) -> tuple[float, float]:
+    """Of all microbatches those without the gathers that `gathers_spared` counts."""
+    if not (layers and (layers[0].gather.alone_ps or layers[-1].gather.alone_ps)):
+        return 1.0, 1.0
+    chunk, stage = divmod(index, len(plan.stages))
+    spared = gathers_spared(plan, stage, chunk)
+    forward, backward = (sum(n for (_, of), n in spared.items() if of is during) for during in Pass)
+    return 1 - forward / plan.num_microbatches, 1 - backward / plan.num_microbatches
 
 
 class _Cut(NamedTuple):

@@ -1,0 +1,40 @@
+"""What ZeRO's gathers and reductions add, by the probes under ZeRO-2 and ZeRO-3."""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types.strategy import DataParallel
+from shardwright_profile.model.fit_states import ZeroRates, parameter_tp_size
+from shardwright_profile.model.probe_results import ProbeResult
+
+
+def zero_rates(probes: Sequence[ProbeResult]) -> ZeroRates | None:
+    """The rates, or None where a probe is missing: gathers by the probe under DDP that is otherwise the same.
+
+    The first gather of each pass is spared, for the pass before ended with that layer (`gathers_spared`).
+    """
+    by_kind = {probe.data_parallel: probe for probe in probes}
+    zero2, zero3 = by_kind.get(DataParallel.ZERO2), by_kind.get(DataParallel.ZERO3)
+    plain_s = None if zero3 is None else _plain_microbatch_s(zero3, probes)
+    if zero2 is None or zero3 is None or plain_s is None:
+        return None
+    tp_size, types = parameter_tp_size(zero3), zero3.model.types
+    layers, ends = (
+        sum(types[name].parameter_count(tp_size) for name in names) for names in (zero3.model.layers, (EMBEDDING, HEAD))
+    )
+    reduction_s = fmean((zero2.reduction_s, zero3.reduction_s))
+    return ZeroRates(
+        ranks=zero3.plan.embedding.state_ranks,
+        scatter_s=max(0.0, reduction_s) / (layers + ends),
+        gather_s=max(0.0, zero3.microbatch_s - plain_s) / (2 * layers + ends),
+    )
+
+
+def _plain_microbatch_s(zero3: ProbeResult, probes: Sequence[ProbeResult]) -> float | None:
+    """What its microbatch takes under DDP: the shortest probe, and what each longer one takes more."""
+    alike = [probe for probe in probes if probe.data_parallel is DataParallel.DDP and probe.key == zero3.key]
+    if not alike:
+        return None
+    few = min(alike, key=lambda probe: sum(probe.counts.values()))
+    return few.microbatch_s + sum(probe.microbatch_s - few.microbatch_s for probe in alike)
