@@ -108,6 +108,11 @@ REFROZEN = (
         "at more plans and pipeline degrees, and some find a better one",
     ),
     ("exported/*", "exports for Megatron-LM and torchtitan say the model too, with the lines printed about it"),
+    (
+        "[epsu]*",
+        "collectives of data parallelism are priced by the hardware profile, with what a probe took more in its own "
+        "format; the simulation gathers ZeRO-3's layers a layer ahead and none that is spared; two more probes",
+    ),
     ("simulated/*.svg", "one drawing module with another style sheet; the times it draws are in the trace beside it"),
 )
 """Outputs that were frozen again since the first time (`freeze PATTERN`), and why that is no change of a result."""
