@@ -5,7 +5,14 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from shardwright_estimate.layers import KERNEL_START_S, Machine, estimate_layer, optimizer_time_s
+from shardwright_estimate.layers import (
+    ATTENTION_BACKWARD,
+    KERNEL_START_S,
+    OPERATOR_S,
+    Machine,
+    estimate_layer,
+    optimizer_time_s,
+)
 from shardwright_estimate.messages import START_S, Link
 from shardwright_estimate.parts import layer_parts
 from shardwright_formats.io.errors import BadInput
@@ -16,7 +23,7 @@ from shardwright_formats.types.strategy import LayerStrategy, Recompute, Sequenc
 HIDDEN, LENGTH, HEADS, VOCABULARY = 64, 32, 8, 256
 TOKENS = HIDDEN * LENGTH
 MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
-MACHINE = Machine(flops_per_s=1e12, memory_bytes_per_s=1e11, link=Link(bytes_per_s=1e10, step_s=2e-6))
+MACHINE = Machine(flops_per_s=1e12, memory_bytes_per_s=1e11, link=Link(bytes_per_s=1e10, step_s=2e-6), operator_s=0.0)
 SPLIT = {"none": SequenceParallel.NONE, "megatron": SequenceParallel.MEGATRON, "ulysses": SequenceParallel.ULYSSES}
 
 
@@ -110,10 +117,53 @@ def test_a_forward_pass_is_its_products_what_is_kept_twice_and_its_kernels():
     kernels = sum(part.kernels for part in layer_parts(model, "block"))
     by_hand = flops / 1e9 + 2 * 34 * TOKENS / 1e11 + kernels * KERNEL_START_S
     assert found.forward_s == pytest.approx(by_hand, rel=1e-12)
-    assert found.backward_s == pytest.approx(2 * by_hand, rel=1e-12)
+    scores = 4 * LENGTH**2 * HIDDEN / 1e9
+    summed = (12 * HIDDEN**2 + HIDDEN) * (4 + 2 + 4) / 1e11
+    backward = 2 * by_hand + (ATTENTION_BACKWARD - 2) * scores + summed
+    assert found.backward_s == pytest.approx(backward, rel=1e-12)
     again = estimate(model, machine=slow_products, recompute=Recompute.FULL)
     assert again.forward_s == found.forward_s
-    assert again.backward_s == pytest.approx(3 * by_hand, rel=1e-12)
+    assert again.backward_s == pytest.approx(backward + by_hand, rel=1e-12)
+    eager = estimate(model, machine=slow_products, attention=Attention.EAGER)
+    kept = 2 * 5 * HEADS * LENGTH**2 / 1e11
+    assert eager.backward_s == pytest.approx(2 * (by_hand + kept) + summed, rel=1e-12)
+
+
+def test_a_causal_flash_kernel_computes_half_of_the_scores_at_its_own_rate():
+    model = decoder()
+    slow = MACHINE._replace(flops_per_s=1e9, attention_flops_per_s=5e8)
+    scores = 4 * LENGTH**2 * HIDDEN
+    causal = msgspec.structs.replace(model, family="llama")
+    for kind, computed in ((model, scores), (causal, scores / 2)):
+        flash, eager = (estimate_fused(kind, slow, how).forward_s for how in (Attention.SDPA, Attention.EAGER))
+        kept = 2 * 5 * HEADS * LENGTH**2 / 1e11
+        assert eager - flash == pytest.approx(scores / 1e9 + kept - computed / 5e8, rel=1e-9)
+
+
+def estimate_fused(model, machine, attention=Attention.SDPA):
+    plain = LayerStrategy(type="block", dp_size=1, tp_size=1)
+    return estimate_layer(model, "block", plain, 1, MIXED, attention, machine, fused=True)
+
+
+def test_no_layer_is_faster_than_its_host():
+    model, instant = decoder(), Machine(1e30, 1e30, Link(1e30, 0.0))
+    kernels = sum(part.kernels for part in layer_parts(model, "block"))
+    found, again = (estimate(model, machine=instant, recompute=kind) for kind in (Recompute.NONE, Recompute.FULL))
+    assert found[:2] == pytest.approx((kernels * OPERATOR_S, 2 * kernels * OPERATOR_S))
+    assert again[:2] == pytest.approx((kernels * OPERATOR_S, 3 * kernels * OPERATOR_S))
+    busy = MACHINE._replace(flops_per_s=1e6)
+    assert estimate(model, machine=busy) == estimate(model, machine=busy._replace(operator_s=OPERATOR_S))
+
+
+def test_single_operators_keep_more_than_fused_norms_and_activations():
+    plain = estimate(decoder(dropout=False)).activation_bytes
+    llama = msgspec.structs.replace(decoder(dropout=False), family="llama")
+    gpt2 = msgspec.structs.replace(decoder(dropout=False), family="gpt2", config={"activation_function": "gelu_new"})
+    # Two norms with a float32 input and a product; three more of GELU's wide tensors.
+    assert estimate(llama).activation_bytes == plain + 2 * 4 * TOKENS
+    assert estimate(gpt2).activation_bytes == plain + 3 * 2 * 4 * TOKENS
+    for model in (llama, gpt2):
+        assert estimate_fused(model, MACHINE).activation_bytes == plain
 
 
 def test_products_of_few_operations_are_bound_by_their_bytes():
@@ -127,7 +177,7 @@ def test_products_of_few_operations_are_bound_by_their_bytes():
 def test_messages_of_tensor_parallelism_are_shared_out_between_the_passes():
     model = decoder()
     message = TOKENS * 2
-    free = Machine(1e30, 1e30, Link(1e30, 0.0))
+    free = Machine(1e30, 1e30, Link(1e30, 0.0), operator_s=0.0)
     kernels = KERNEL_START_S * sum(part.kernels for part in layer_parts(model, "block"))
 
     def traffic(**strategy):
@@ -153,7 +203,7 @@ def test_messages_of_tensor_parallelism_are_shared_out_between_the_passes():
 
 def test_the_head_sums_its_loss_forward_and_the_embedding_writes_its_whole_gradient():
     model = decoder()
-    free = Machine(1e30, 1e30, MACHINE.link)
+    free = Machine(1e30, 1e30, MACHINE.link, operator_s=0.0)
     whole = Strategy(tp_size=2, dp_size=1)
 
     def times(type_name, machine):
@@ -167,9 +217,10 @@ def test_the_head_sums_its_loss_forward_and_the_embedding_writes_its_whole_gradi
     assert back - 2 * kernels == pytest.approx(START_S + 2 * 2e-6 + 2 * TOKENS / 1e10, rel=1e-6)
     table = VOCABULARY * HIDDEN * 2 / 2
     # Two steps of this link take back what a message starts with: messages are free.
-    slow = Machine(1e30, 1e8, Link(1e30, -START_S / 2))
+    slow = Machine(1e30, 1e8, Link(1e30, -START_S / 2), operator_s=0.0)
     there, back = times("embedding", slow)
-    assert back - 2 * there == pytest.approx(table / 1e8, rel=1e-3)
+    summed = VOCABULARY * HIDDEN / 2 * (4 + 2 + 4)
+    assert back - 2 * there == pytest.approx((table + summed) / 1e8, rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["none", "megatron", "ulysses"])
@@ -199,9 +250,10 @@ def test_the_parts_of_a_layer_share_out_all_its_operations_and_matrices():
         parts = layer_parts(model, "block")
         kind = model.types["block"]
         assert [part.name for part in parts] == ["attention", "mlp"]
-        assert sum(part.flops for part in parts) == pytest.approx(kind.forward_flops_per_sample)
+        assert sum(p.flops + p.attention_flops for p in parts) == pytest.approx(kind.forward_flops_per_sample)
         assert sum(part.weights for part in parts) == kind.parameter_count() - HIDDEN
-        assert parts[0].flops == pytest.approx(LENGTH * 8 * HIDDEN**2 + 4 * LENGTH**2 * HIDDEN)
+        assert parts[0].flops == pytest.approx(LENGTH * 8 * HIDDEN**2)
+        assert parts[0].attention_flops == pytest.approx(4 * LENGTH**2 * HIDDEN)
 
 
 def test_an_optimizer_step_reads_and_writes_each_byte_of_its_state():

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S
-from shardwright_estimate.notes import SEEN_ERROR, SEEN_LINK_ERROR
+from shardwright_estimate.notes import PROCESS_BYTES, SEEN_ERROR, SEEN_LINK_ERROR
 from shardwright_estimate.rates import Efficiencies
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io.json import write_document
@@ -171,7 +171,7 @@ def test_a_search_can_plan_with_analytic_profiles(written, tmp_path):
     warnings = json.loads((tmp_path / "plan.prediction.json").read_text())["warnings"]
     said = [(warning.partition(":")[0], name) for warning in warnings for name in ("m.h5", "h.h5") if name in warning]
     assert said == [("analytic", "m.h5"), ("assumed", "m.h5"), ("analytic", "h.h5")]
-    assert SEEN_ERROR in warnings[0] and SEEN_LINK_ERROR in warnings[2] and "1073741824 bytes" in warnings[1]
+    assert SEEN_ERROR in warnings[0] and SEEN_LINK_ERROR in warnings[2] and f"{PROCESS_BYTES} bytes" in warnings[1]
     assert warnings[3:] == ["absent: step_overhead_s: counted as 0"]
 
 

@@ -95,9 +95,9 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
         micro_batch_sizes=tuple(sorted({run.micro_batch_size for run in runs})),
         precision=_MIXED,
     )
-    layers = _with_loss(
-        model_profile([(_NOWHERE, model)], settings, rates, Efficiencies(), table.revised).profile, model, first.runtime
-    )
+    fused = RUNTIMES[first.runtime].fused
+    made = model_profile([(_NOWHERE, model)], settings, rates, Efficiencies(), table.revised, fused).profile
+    layers = _with_loss(made, model, first.runtime)
     limit = rates.device.memory_bytes or 0
     for devices, own in groupby(sorted(runs, key=lambda run: run.devices), key=lambda run: run.devices):
         cluster = _cluster(machine, rates.name, devices, limit)

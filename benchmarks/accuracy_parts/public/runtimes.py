@@ -18,6 +18,8 @@ class Runtime(NamedTuple):
     """Beside the states, in passes, where data parallelism replicates them."""
     zero_pass: int = 0
     """The same where it shards them."""
+    fused: bool = True
+    """Whether norms and activation functions are one kernel each."""
     zero_end: int = 0
     """At the end of a step, when no activations are there, where it shards them."""
 

@@ -15,7 +15,16 @@ from shardwright_formats.types.limits import NonNegativeNumber, PositiveBytes, R
 
 _MAX_BYTES = 2**20
 _Text = Annotated[str, Meta(min_length=1)]
-_SOURCED = ("memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "pcie_bytes_per_s", "usd_per_hour")
+_Share = Annotated[float, Meta(gt=0, le=1)]
+_SOURCED = (
+    "best_product",
+    "flash_attention",
+    "memory_bytes",
+    "memory_bytes_per_s",
+    "link_bytes_per_s",
+    "pcie_bytes_per_s",
+    "usd_per_hour",
+)
 
 
 class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +35,12 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     peaks: dict[Literal["float32", "tf32", "float16", "bfloat16"], Rate] = {}  # noqa: RUF012 (msgspec copies it)
     """Dense matrix products by number format, in FLOP/s."""
     peaks_source: _Text | None = None
+    best_product: _Share | None = None
+    """What the best matrix product in 16 bit was measured to reach of the peak."""
+    best_product_source: _Text | None = None
+    flash_attention: _Share | None = None
+    """What flash attention was measured to reach of the peak."""
+    flash_attention_source: _Text | None = None
     memory_bytes: PositiveBytes | None = None
     memory_bytes_source: _Text | None = None
     memory_bytes_per_s: Rate | None = None
@@ -100,6 +115,8 @@ def device_lines(table: DeviceTable) -> Iterator[str]:
         peaks = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in device.peaks.items())
         figures = (
             ("matrix products, TFLOP/s", peaks or None, device.peaks_source),
+            ("best product, of the peak", _scaled(device.best_product, 1), device.best_product_source),
+            ("flash attention, of the peak", _scaled(device.flash_attention, 1), device.flash_attention_source),
             ("memory, GiB", _scaled(device.memory_bytes, 2**30), device.memory_bytes_source),
             ("memory, GB/s", _scaled(device.memory_bytes_per_s, 1e9), device.memory_bytes_per_s_source),
             (

@@ -3,7 +3,9 @@
 A matrix product takes the longer of its operations over the reached rate and its bytes over the reached bandwidth
 (Williams, Waterman and Patterson 2009). What lies between products is bound by memory: everything that is kept for the
 backward pass is written once and read once. Kernels follow one another, so their times add up, and each adds what it
-takes to start. A backward pass does twice the work of its forward pass, and repeats what was not kept.
+takes to start; no layer is faster than the host can start its kernels. A backward pass does twice the work of its
+forward pass, a flash kernel two and a half times, repeats what was not kept, and adds its gradients to those of other
+microbatches.
 """
 
 from collections.abc import Iterator
@@ -18,7 +20,11 @@ from shardwright_formats.types.plan import ITEMSIZE, Attention, Precision
 from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
 
 KERNEL_START_S = 5e-6
-"""What every kernel adds: its launch, and the device filling and draining."""
+"""What every kernel adds on the device: filling and draining it."""
+OPERATOR_S = 15e-6
+"""What the host takes to start a kernel: 5 to 25 us of Python, autograd, dispatch and driver."""
+ATTENTION_BACKWARD = 2.5
+"""Five products in a flash kernel's backward pass, for two in the forward one (Dao 2023)."""
 
 
 class Machine(NamedTuple):
@@ -27,6 +33,10 @@ class Machine(NamedTuple):
     flops_per_s: float
     memory_bytes_per_s: float
     link: Link
+    attention_flops_per_s: float | None = None
+    """Of flash kernels; None: as other products."""
+    operator_s: float = OPERATOR_S
+    """Of the host, for each kernel."""
 
 
 class LayerEstimate(NamedTuple):
@@ -81,20 +91,22 @@ def estimate_layer(
     precision: Precision,
     attention: Attention,
     machine: Machine,
+    fused: bool = False,
 ) -> LayerEstimate:
     """One layer of a type under a strategy of one tensor-parallel group; `recompute` is that of a `LayerStrategy`."""
     share = _share(strategy, micro_batch_size, precision, attention)
-    parts = layer_parts(model, type_name)
+    parts = layer_parts(model, type_name, fused)
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     replayed = [part for part in parts if recompute in (Recompute.FULL, Recompute.SELECTIVE, part.name)]
     there, back = (_messages(model, type_name, strategy, micro_batch_size, share.itemsize, way) for way in Pass)
     forward_s = sum(_part_time_s(part, share, machine) for part in parts)
     table_bytes = sum(part.dense_gradient for part in parts) * share.itemsize * share.weights
+    accumulated = _accumulated_bytes(model.types[type_name], strategy, precision)
     replay_time_s = _between_products_s if recompute is Recompute.SELECTIVE else _part_time_s
     backward_s = (
-        2 * forward_s
+        sum(_part_backward_s(part, share, machine) for part in parts)
         + sum(replay_time_s(part, share, machine) for part in replayed)
-        + table_bytes / machine.memory_bytes_per_s
+        + (table_bytes + accumulated) / machine.memory_bytes_per_s
     )
     kept = sum(share.kept_bytes(part) for part in parts if part not in replayed)
     again = sum(share.kept_bytes(part) for part in replayed)
@@ -105,12 +117,19 @@ def estimate_layer(
         again -= sum(share.product_bytes(part) for part in parts)
     else:
         held = kept + sum(share.result_bytes(part) for part in replayed)
+    kernels, again_kernels = (sum(part.kernels for part in some) for some in (parts, replayed))
     return LayerEstimate(
-        forward_s + messages_time_s(there, machine.link),
-        backward_s + messages_time_s(back, machine.link),
+        max(forward_s + messages_time_s(there, machine.link), kernels * machine.operator_s),
+        max(backward_s + messages_time_s(back, machine.link), (2 * kernels + again_kernels) * machine.operator_s),
         round(held),
         round(again + max(share.widest_bytes(part) for part in parts)),
     )
+
+
+def _accumulated_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
+    """What adding a microbatch's gradients to those of others reads and writes."""
+    tp_size = 1 if strategy.sequence_parallel is SequenceParallel.ULYSSES else strategy.tp_size
+    return kind.parameter_count(tp_size) * (2 * ITEMSIZE[precision.reduce] + ITEMSIZE[precision.compute])
 
 
 def optimizer_time_s(kind: LayerType, tp_size: int, precision: Precision, machine: Machine) -> float:
@@ -143,7 +162,21 @@ def _part_time_s(part: Part, share: _Share, machine: Machine) -> float:
     product_bytes = part.weights * share.itemsize * share.weights + kept if part.weights else 0.0
     operations = part.flops * share.samples * share.inside
     product_s = max(operations / machine.flops_per_s, product_bytes / machine.memory_bytes_per_s)
-    return product_s + _between_products_s(part, share, machine)
+    return product_s + _attention_s(part, share, machine) + _between_products_s(part, share, machine)
+
+
+def _part_backward_s(part: Part, share: _Share, machine: Machine) -> float:
+    """Backward, without messages: two products for each, and a flash kernel that computes its scores again."""
+    more = 0.0 if share.scores_kept else ATTENTION_BACKWARD - 2
+    return 2 * _part_time_s(part, share, machine) + more * _attention_s(part, share, machine)
+
+
+def _attention_s(part: Part, share: _Share, machine: Machine) -> float:
+    """Scores and what they weigh; a flash kernel leaves out what a causal mask does."""
+    operations = part.attention_flops * share.samples * share.inside
+    if share.scores_kept:
+        return operations / machine.flops_per_s
+    return operations * (0.5 if part.causal else 1.0) / (machine.attention_flops_per_s or machine.flops_per_s)
 
 
 def _between_products_s(part: Part, share: _Share, machine: Machine) -> float:

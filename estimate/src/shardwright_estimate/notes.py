@@ -2,45 +2,58 @@
 
 from collections.abc import Sequence
 
-from shardwright_estimate.layers import KERNEL_START_S
+from shardwright_estimate.hardware import COMMUNICATING
+from shardwright_estimate.layers import ATTENTION_BACKWARD, KERNEL_START_S, OPERATOR_S
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S, STEP_S
-from shardwright_estimate.rates import Efficiencies, Rates
+from shardwright_estimate.rates import TYPICAL_PRODUCT, Efficiencies, Rates, matrix_efficiency
 
 SEEN_ERROR = (
     "seen against 272 measured layer times of FASOP (A100, A10) and Sailor (V100, A100, GH200): "
-    "median error 19 %, worst 82 %"
+    "median error 17 %, worst 73 %"
 )
 SEEN_LINK_ERROR = (
     "seen against 154 measured all_reduce times of vTrain (A100, V100, one node): median error 23 %, worst 80 %"
 )
 """With the default efficiencies; `benchmarks/analytic.py` computes both."""
 
-PROCESS_BYTES = 1024**3
-"""Device memory of a process outside its tensors: CUDA's context, NCCL's buffers, libraries."""
+_MIB = 2**20
+_CONTEXT_BYTES = 512 * _MIB
+"""CUDA's context with the kernels of PyTorch and cuBLAS."""
+_COMMUNICATORS = 3
+"""All ranks or data parallelism, tensor parallelism, and the pipeline."""
+_COMMUNICATOR_BYTES = 24 * 2 * 10 * _MIB
+"""24 channels, to and from the next rank of a ring, each with a buffer for each of NCCL's protocols: 4 MiB
+(NCCL_BUFFSIZE), rounded up to 10 MiB together."""
+PROCESS_BYTES = _CONTEXT_BYTES + _COMMUNICATORS * _COMMUNICATOR_BYTES
+"""Device memory of a process outside its tensors; what the allocator keeps unused is not in it."""
 
 
-def model_notes(rates: Rates, efficiencies: Efficiencies, compute: str) -> str:
+def model_notes(rates: Rates, efficiencies: Efficiencies, compute: str, fused: bool) -> str:
     """Of a model profile, one sentence a line; the first says that nothing was measured."""
-    device = rates.device
+    device, kernels = rates.device, "fused kernels" if fused else "single operators, as in transformers"
+    matrix = matrix_efficiency(rates, efficiencies)
     return "\n".join(
         (
             _head(SEEN_ERROR, efficiencies),
-            "Efficiencies are round numbers, not fitted: whole steps of large models reach 0.44 to 0.52 of the matrix "
-            "rate (Narayanan et al. 2021), large products alone 0.8; copies reach 0.8 to 0.9 of the memory bandwidth; "
-            "NCCL reaches 0.75 to 0.9 of NVLink.",
+            f"Efficiencies are not fitted: large products reach {TYPICAL_PRODUCT:g} of the best one where the table "
+            "has it, else 0.6 (whole steps of large models reach 0.44 to 0.52, Narayanan et al. 2021); copies reach "
+            "0.8 to 0.9 of the memory bandwidth; NCCL reaches 0.75 to 0.9 of NVLink.",
             "Times are a roofline (Williams, Waterman, Patterson 2009): products by the longer of operations and "
             "bytes, then what is kept written and read once, then kernels and messages; a backward pass is two forward "
             "passes and what is replayed.",
-            _rate_note("matrix", rates.matrix(compute), "FLOP/s", efficiencies.matrix)
+            _rate_note("matrix", rates.matrix(compute), "FLOP/s", matrix)
             + f" {compute}; {_origin(rates.matrix_flops_per_s, device.peaks_source)}.",
             _rate_note("memory", rates.memory, "bytes/s", efficiencies.memory)
             + f"; {_origin(rates.memory_bytes_per_s, device.memory_bytes_per_s_source)}.",
             _link_note(rates, efficiencies),
-            f"Each kernel adds {KERNEL_START_S * 1e6:g} us.",
+            _flash_note(rates, efficiencies),
+            f"It is assumed that each kernel adds {KERNEL_START_S * 1e6:g} us and takes the host {OPERATOR_S * 1e6:g} us.",
             "Activations are those of Korthikanti et al. (2022), derived from the model's own shapes; workspace is the "
             "largest tensor of a part with its gradient, and what is replayed.",
+            f"It is assumed that norms and activation functions are {kernels}.",
             "States: AdamW with two moments in the parameters' format; its step is bound by memory.",
-            f"assumed: {PROCESS_BYTES} bytes for CUDA's context, NCCL's buffers and libraries.",
+            f"assumed: {PROCESS_BYTES} bytes a process: {_CONTEXT_BYTES} for CUDA's context, and {_COMMUNICATOR_BYTES} "
+            f"for each of {_COMMUNICATORS} NCCL communicators.",
             "step_overhead_s and resident_bytes are absent.",
         )
     )
@@ -58,7 +71,8 @@ def hardware_notes(rates: Sequence[Rates], efficiencies: Efficiencies, inter_nod
             f"{START_S * 1e6:g} us, a latency a step, and the bytes a rank sends over the link.",
             *(_link_note(one, efficiencies) for one in rates),
             f"Between nodes a step takes {NETWORK_STEP_S * 1e6:g} us; {across}.",
-            "Overlap of messages with computation is absent.",
+            "It is assumed that collectives of data parallelism overlap with computation, which is slower by the {} of "
+            "{} multiprocessors that they hold.".format(*COMMUNICATING),
         )
     )
 
@@ -67,6 +81,13 @@ def _head(seen: str, efficiencies: Efficiencies) -> str:
     """The sentence that a prediction repeats."""
     other = "" if efficiencies == Efficiencies() else " (with the default efficiencies, which these are not)"
     return f"analytic, nothing was measured: {seen}{other}."
+
+
+def _flash_note(rates: Rates, efficiencies: Efficiencies) -> str:
+    share, source = rates.device.flash_attention, rates.device.flash_attention_source
+    if share is None or efficiencies.matrix is not None:
+        return "It is assumed that flash attention is as fast as other products."
+    return f"flash attention reaches {share:g} of the matrix rate, backward {ATTENTION_BACKWARD:g} times: {source}."
 
 
 def _link_note(rates: Rates, efficiencies: Efficiencies) -> str:

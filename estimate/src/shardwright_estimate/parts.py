@@ -17,6 +17,16 @@ from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, P
 
 _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15}
 """Kernels of one forward pass of a part, about as many as an unfused Hugging Face model starts."""
+_CAUSAL = frozenset({"gpt2", "llama", "mistral", "qwen2", "qwen3"})
+"""Families whose positions attend to earlier ones alone: flash kernels leave out half of the scores."""
+_RMS_NORM_BYTES = 4
+"""What an RMSNorm of single operators keeps of a feature beside its input and output.
+
+In 16 bit its float32 input (in place of the 16-bit one) and what it multiplies by its weights; in float32 the latter.
+"""
+_RMS_NORMS = _CAUSAL - {"gpt2"}
+_TANH_GELU_COPIES = 3
+"""Tensors that GELU's tanh form (Hendrycks and Gimpel 2016), of single operators, keeps beside its input and output."""
 _ID_BYTES = 8
 _FLOAT32_BYTES = 4
 
@@ -30,6 +40,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     flops: float
+    """Of matrix products."""
+    attention_flops: float = 0.0
+    """Of scores and of what they weigh, those that a causal mask leaves out included."""
+    causal: bool = False
     weights: int = 0
     """Elements of the matrices."""
     dense_gradient: int = 0
@@ -67,9 +81,10 @@ class _Attention(NamedTuple):
         return self.heads * self.queries * self.keys
 
 
-def layer_parts(model: Model, type_name: str) -> tuple[Part, ...]:
+def layer_parts(model: Model, type_name: str, fused: bool = False) -> tuple[Part, ...]:
     """The parts of one layer of a type, in order; together they have the type's floating-point operations.
 
+    `fused`: norms and activation functions are one kernel each, which keeps its input alone.
     Raises BadInput where the description does not say what flows between layers.
     """
     if not model.boundary:
@@ -78,25 +93,38 @@ def layer_parts(model: Model, type_name: str) -> tuple[Part, ...]:
     if type_name == EMBEDDING:
         return tuple(_lookup(model, kind))
     if type_name == HEAD:
-        return (_logits(model, kind),)
+        return (_with_norm(model, _logits(model, kind), fused),)
     attentions = [_attention_of(model, region) for region in kind.regions if region.attention is not None]
     matrices = [p for p in kind.parameters if p.tp_dim is not None and len(p.shape) > 1 and hidden in p.shape]
     feed_forward = _without_attention(matrices, hidden, attentions)
-    parts = list(_block(model, kind, hidden, feed_forward))
+    parts = [_with_norm(model, part, fused) for part in _block(model, kind, hidden, feed_forward, fused)]
     # The description's count of operations holds; the shapes only say how it is shared out.
-    counted = sum(part.flops for part in parts)
+    counted = sum(part.flops + part.attention_flops for part in parts)
     share = kind.forward_flops_per_sample / counted if counted else 0.0
-    return tuple(msgspec.structs.replace(part, flops=part.flops * share) for part in parts)
+    return tuple(
+        msgspec.structs.replace(part, flops=part.flops * share, attention_flops=part.attention_flops * share)
+        for part in parts
+    )
 
 
-def _block(model: Model, kind: LayerType, hidden: int, feed_forward: Sequence[Parameter]) -> Iterator[Part]:
+def _with_norm(model: Model, part: Part, fused: bool) -> Part:
+    """A part with what the norm before it keeps more than its input and its output."""
+    if fused or model.family not in _RMS_NORMS:
+        return part
+    return msgspec.structs.replace(part, outside_bytes=part.outside_bytes + _RMS_NORM_BYTES * part.result)
+
+
+def _block(
+    model: Model, kind: LayerType, hidden: int, feed_forward: Sequence[Parameter], fused: bool
+) -> Iterator[Part]:
     regions: Sequence[Region] = kind.regions or (Region(name="mlp", leaves=model.boundary[0].name),)
     mlps = sum(region.attention is None for region in regions)
     for region in regions:
         if region.attention is not None:
             yield _attention_part(model, region, hidden)
         else:
-            yield _mlp_part(model, region, hidden, feed_forward, mlps)
+            copies = 0 if fused or model.config.get("activation_function") != "gelu_new" else _TANH_GELU_COPIES
+            yield _mlp_part(model, region, hidden, feed_forward, mlps, copies)
 
 
 def _attention_part(model: Model, region: Region, hidden: int) -> Part:
@@ -107,7 +135,9 @@ def _attention_part(model: Model, region: Region, hidden: int) -> Part:
     drops = bool(region.replays_sum)
     return Part(
         name="attention",
-        flops=2.0 * hidden * width + 4.0 * a.queries * a.keys * a.query_width,
+        flops=2.0 * hidden * width,
+        attention_flops=4.0 * a.queries * a.keys * a.query_width,
+        causal=model.family in _CAUSAL,
         weights=2 * hidden * (a.query_width + a.key_width),
         inside=width,
         products=width,
@@ -120,7 +150,9 @@ def _attention_part(model: Model, region: Region, hidden: int) -> Part:
     )
 
 
-def _mlp_part(model: Model, region: Region, hidden: int, matrices: Sequence[Parameter], parts: int) -> Part:
+def _mlp_part(
+    model: Model, region: Region, hidden: int, matrices: Sequence[Parameter], parts: int, copies: int
+) -> Part:
     """Two matrices keep what enters and what leaves the activation function; a gate, the third, its product too."""
     stream = _stream(model, region)
     length = stream // hidden
@@ -133,7 +165,7 @@ def _mlp_part(model: Model, region: Region, hidden: int, matrices: Sequence[Para
         name="mlp",
         flops=2.0 * weights * length,
         weights=weights,
-        inside=(weights // hidden + (widest if gated else 0)) * length,
+        inside=(weights // hidden + (widest if gated else copies * widest)) * length,
         products=(weights // hidden - widest) * length,
         outside=2 * stream,
         outside_bytes=stream if drops else 0,

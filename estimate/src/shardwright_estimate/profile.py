@@ -13,7 +13,7 @@ from shardwright_estimate.hardware import Network, analytic_hardware
 from shardwright_estimate.layers import Machine, estimate_layer, optimizer_time_s
 from shardwright_estimate.messages import Link
 from shardwright_estimate.notes import PROCESS_BYTES, hardware_notes, model_notes
-from shardwright_estimate.rates import Efficiencies, Rates, link_of, machine_of
+from shardwright_estimate.rates import Efficiencies, Rates, link_of, machine_of, matrix_efficiency
 from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
@@ -41,9 +41,11 @@ def model_profile(
     efficiencies: Efficiencies,
     revised: str,
     package: str = "shardwright-profile",
+    fused: bool = False,
 ) -> AnalyticProfile:
     """The profile of a model at the length of each of its descriptions; `package` is the one whose command makes it.
 
+    `fused`: norms and activation functions are one kernel each.
     Raises BadInput where these are of different models or of one length, and where no strategy fits.
     """
     model = _same_model(models)
@@ -56,7 +58,7 @@ def model_profile(
     left_out = tuple(dict.fromkeys(problem for _, _, problem in asked if problem is not None))
     if not strategies:
         raise BadInput("--settings", f"no strategy fits ({'; '.join(left_out)})", "choose other tp_sizes")
-    rows = [row for one, strategy in strategies for row in _layer_rows(one, strategy, settings, machine)]
+    rows = [row for one, strategy in strategies for row in _layer_rows(one, strategy, settings, machine, fused)]
     layers = sorted(rows, key=lambda row: row.place)
     origin = ProfileOrigin(
         model=model.name,
@@ -70,7 +72,7 @@ def model_profile(
     return AnalyticProfile(
         ModelProfile(
             origin=origin,
-            provenance=_provenance(revised, package, model_notes(rates, efficiencies, precision.compute)),
+            provenance=_provenance(revised, package, model_notes(rates, efficiencies, precision.compute, fused)),
             layers=Table.of(LayerRow, layers),
             states=Table.of(StateRow, _state_rows(model, tp_sizes, precision, machine)),
             process=Table.of(ProcessRow, [_process_row()]),
@@ -93,7 +95,7 @@ def hardware_profile(
     link = Link(min(one.bytes_per_s for one in links), max(one.step_s for one in links))
     across = None if inter_node_bytes_per_s is None else inter_node_bytes_per_s * efficiencies.link
     reached = [
-        {"matrix_flops_per_s": one.matrix("float32") * efficiencies.matrix}
+        {"matrix_flops_per_s": one.matrix("float32") * matrix_efficiency(one, efficiencies)}
         | {"memory_bytes_per_s": one.memory * efficiencies.memory}
         for one in rates
     ]
@@ -122,7 +124,9 @@ def _strategies(models: Sequence[Model], settings: ProfileSettings) -> Iterator[
         yield model, strategy, None if problem is None else f"{formatted(strategy)}: {problem}"
 
 
-def _layer_rows(model: Model, strategy: Strategy, settings: ProfileSettings, machine: Machine) -> Iterator[LayerRow]:
+def _layer_rows(
+    model: Model, strategy: Strategy, settings: ProfileSettings, machine: Machine, fused: bool
+) -> Iterator[LayerRow]:
     asked = settings.micro_batch_sizes
     sizes = asked if isinstance(asked, tuple) else asked.values(None)
     for name in (EMBEDDING, *block_types(model), HEAD):
@@ -135,7 +139,9 @@ def _layer_rows(model: Model, strategy: Strategy, settings: ProfileSettings, mac
                 sequence_parallel=strategy.sequence_parallel,
                 recompute=recompute,
             )
-            found = estimate_layer(model, name, sharded, samples, settings.precision, settings.attention, machine)
+            found = estimate_layer(
+                model, name, sharded, samples, settings.precision, settings.attention, machine, fused
+            )
             yield LayerRow(
                 type=name,
                 tp_size=strategy.tp_size,

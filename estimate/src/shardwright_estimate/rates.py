@@ -7,12 +7,17 @@ from shardwright_estimate.layers import Machine
 from shardwright_estimate.messages import STEP_S, Link
 from shardwright_formats.io.errors import BadInput
 
+TYPICAL_PRODUCT = 0.85
+"""A large product over the best one: 0.8 to 0.9 (compute/accelerator/benchmarks beside the table of best products)."""
+UNKNOWN_PRODUCT = 0.6
+"""Whole steps of large models reach 0.44 to 0.52 (Narayanan et al. 2021), large matrix products alone 0.8."""
+
 
 class Efficiencies(NamedTuple):
     """Reached over published rates: round numbers with a reason, not fitted to any measurement."""
 
-    matrix: float = 0.6
-    """Whole steps of large models reach 0.44 to 0.52 (Narayanan et al. 2021), large matrix products alone 0.8."""
+    matrix: float | None = None
+    """None: `TYPICAL_PRODUCT` of what the device's best product reaches, `UNKNOWN_PRODUCT` where that is not known."""
     memory: float = 0.75
     """A plain copy reaches 0.8 to 0.9; kernels with strided or reduced axes less."""
     link: float = 0.75
@@ -64,10 +69,24 @@ def rates_of(
     return Rates(found, device, matrix_flops_per_s, memory_bytes_per_s, link_bytes_per_s)
 
 
+def matrix_efficiency(rates: Rates, efficiencies: Efficiencies) -> float:
+    """What large products reach of a device's published rate."""
+    if efficiencies.matrix is not None:
+        return efficiencies.matrix
+    best = rates.device.best_product
+    return UNKNOWN_PRODUCT if best is None else TYPICAL_PRODUCT * best
+
+
 def machine_of(rates: Rates, compute: str, efficiencies: Efficiencies) -> Machine:
     """What a device reaches in a number format; BadInput where neither the table nor an option has a figure."""
-    memory = rates.memory * efficiencies.memory
-    return Machine(rates.matrix(compute) * efficiencies.matrix, memory, link_of(rates, efficiencies))
+    memory, peak = rates.memory * efficiencies.memory, rates.matrix(compute)
+    flash = rates.device.flash_attention
+    return Machine(
+        peak * matrix_efficiency(rates, efficiencies),
+        memory,
+        link_of(rates, efficiencies),
+        None if flash is None or efficiencies.matrix is not None else peak * flash,
+    )
 
 
 def link_of(rates: Rates, efficiencies: Efficiencies) -> Link:

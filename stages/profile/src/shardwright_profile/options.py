@@ -251,8 +251,10 @@ class AnalyticOptions(Options, frozen=True, kw_only=True):
     """The cluster's hardware profile to write, HDF5."""
     inter_node_gbit_s: _Rate | None = None
     """What one node sends to others, all devices together, in Gbit/s."""
-    matrix_efficiency: _Efficiency = 0.6
-    """Reached over published rate of matrix products."""
+    fused: bool = False
+    """Norms and activation functions are one kernel each, as of flash-attn, Apex or Transformer Engine."""
+    matrix_efficiency: _Efficiency | None = None
+    """Reached over published rate of matrix products, attention's too; by default by device, see `devices`."""
     memory_efficiency: _Efficiency = 0.75
     """Reached over published memory bandwidth."""
     link_efficiency: _Efficiency = 0.75
