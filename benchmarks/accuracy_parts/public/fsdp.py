@@ -16,7 +16,7 @@ _LLAMA3_8B = {
     "vocab_size": 128256,
     "tie_word_embeddings": False,
 }
-_H100 = Machine("H100-SXM", ((10_000, 3200.0),), memory_gbyte_s=2400.0)
+_H100 = Machine("H100-SXM", ((10_000, 3200.0),), memory_gbyte_s=2400.0, memory_bytes=96 * GIB)
 """Of HBM2e with a limit of 500 W, 400 Gbit/s each (Liang et al. 2024, TorchTitan, section 4)."""
 _A100 = {
     "a100_40gb": Machine("A100-40", ((10_000, 1600.0),)),

@@ -98,7 +98,7 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
     fused = RUNTIMES[first.runtime].fused
     made = model_profile([(_NOWHERE, model)], settings, rates, Efficiencies(), table.revised, fused).profile
     layers = _with_loss(made, model, first.runtime)
-    limit = rates.device.memory_bytes or 0
+    limit = machine.memory_bytes or rates.device.memory_bytes or 0
     for devices, own in groupby(sorted(runs, key=lambda run: run.devices), key=lambda run: run.devices):
         cluster = _cluster(machine, rates.name, devices, limit)
         across = _node_bytes_per_s(machine, len(set(cluster.node_of_rank)))

@@ -23,6 +23,8 @@ class Machine(NamedTuple):
     measured: bool = False
     memory_gbyte_s: float | None = None
     """In place of the table's, where the source has another variant of the device."""
+    memory_bytes: int | None = None
+    """In place of the table's."""
     counts_process: bool = False
     """Whether memory was read from the driver, process and all, and not from the allocator."""
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from shardwright_estimate.hardware import COMMUNICATING
 from shardwright_estimate.layers import ATTENTION_BACKWARD, KERNEL_START_S, OPERATOR_S
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S, STEP_S
 from shardwright_estimate.rates import TYPICAL_PRODUCT, Efficiencies, Rates, matrix_efficiency
@@ -47,7 +46,7 @@ def model_notes(rates: Rates, efficiencies: Efficiencies, compute: str, fused: b
             + f"; {_origin(rates.memory_bytes_per_s, device.memory_bytes_per_s_source)}.",
             _link_note(rates, efficiencies),
             _flash_note(rates, efficiencies),
-            f"It is assumed that each kernel adds {KERNEL_START_S * 1e6:g} us and takes the host {OPERATOR_S * 1e6:g} us.",
+            f"It is assumed that a kernel adds {KERNEL_START_S * 1e6:g} us and takes the host {OPERATOR_S * 1e6:g} us.",
             "Activations are those of Korthikanti et al. (2022), derived from the model's own shapes; workspace is the "
             "largest tensor of a part with its gradient, and what is replayed.",
             f"It is assumed that norms and activation functions are {kernels}.",
@@ -71,8 +70,7 @@ def hardware_notes(rates: Sequence[Rates], efficiencies: Efficiencies, inter_nod
             f"{START_S * 1e6:g} us, a latency a step, and the bytes a rank sends over the link.",
             *(_link_note(one, efficiencies) for one in rates),
             f"Between nodes a step takes {NETWORK_STEP_S * 1e6:g} us; {across}.",
-            "It is assumed that collectives of data parallelism overlap with computation, which is slower by the {} of "
-            "{} multiprocessors that they hold.".format(*COMMUNICATING),
+            "Overlap of messages with computation is absent.",
         )
     )
 

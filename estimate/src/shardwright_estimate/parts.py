@@ -123,8 +123,13 @@ def _block(
         if region.attention is not None:
             yield _attention_part(model, region, hidden)
         else:
-            copies = 0 if fused or model.config.get("activation_function") != "gelu_new" else _TANH_GELU_COPIES
-            yield _mlp_part(model, region, hidden, feed_forward, mlps, copies)
+            yield _mlp_part(model, region, hidden, feed_forward, mlps, 0 if fused else _activation_copies(model))
+
+
+def _activation_copies(model: Model) -> int:
+    """Wide tensors that an activation function of single operators keeps beside its input and output."""
+    default = "gelu_new" if model.family == "gpt2" else None
+    return _TANH_GELU_COPIES if model.config.get("activation_function", default) == "gelu_new" else 0
 
 
 def _attention_part(model: Model, region: Region, hidden: int) -> Part:

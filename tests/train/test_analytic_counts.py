@@ -1,0 +1,61 @@
+"""What analytic profiles say that a layer keeps, against what transformers' own layers save for the backward pass."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardwright_estimate.layers import Machine, estimate_layer
+from shardwright_estimate.messages import Link
+from shardwright_formats.types.plan import Attention, Precision
+from shardwright_formats.types.strategy import LayerStrategy
+from shardwright_train.models.describe import describe_folder
+
+SAMPLES, LENGTH = 3, 96
+CONFIGS = {
+    "llama": {
+        "model_type": "llama", "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 96,
+        "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
+    },
+}  # fmt: skip
+
+
+def saved_bytes(config, layers):
+    """Bytes of the distinct tensors, parameters apart, that autograd saves in all layers of a model of so many."""
+    counted = "n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"
+    of = {key: value for key, value in config.items() if key != "model_type"} | {counted: layers, "use_cache": False}
+    made = AutoConfig.for_model(config["model_type"], **of)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa").to(torch.bfloat16).train()
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.base_model(torch.zeros(SAMPLES, LENGTH, dtype=torch.long))
+        return sum(storage.nbytes() for storage in held.values())
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_layer_keeps_what_autograd_saves(family, tmp_path):
+    config = CONFIGS[family]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = describe_folder(tmp_path, family, LENGTH)
+    measured = saved_bytes(config, 3) - saved_bytes(config, 2)
+    found = estimate_layer(
+        model, "block", LayerStrategy(type="block", tp_size=1, dp_size=1), SAMPLES,
+        Precision(parameters="float32", compute="bfloat16", reduce="float32"), Attention.SDPA,
+        Machine(1e12, 1e12, Link(1e12, 0.0)),
+    ).activation_bytes  # fmt: skip
+    # The estimate has no float32 sums of a softmax or a norm, of which there is one a position and head.
+    sums = SAMPLES * LENGTH * 4 * (4 + 4)
+    assert measured - sums <= found <= measured
