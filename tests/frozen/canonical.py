@@ -66,6 +66,8 @@ REFROZEN = (
         "[hp]*",
         "a group of ranks is known by how many of its ranks share a node; FASOP's bandwidth between nodes is a node's, "
         "which all groups that leave it share: plans with its network take longer; 26 outputs",
+    ),
+    (
         "*",
         "analytic profiles: products by device, flash kernels at their own rate, the host's launches, gradients that "
         "are added up, what single operators keep, and three communicators in a process; of profiles that are made of "

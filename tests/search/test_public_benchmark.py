@@ -1,0 +1,66 @@
+"""The benchmark of published runs: what it refuses, how nanotron cuts layers, and what a table counts, by hand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def public(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from accuracy_parts import public
+    from accuracy_parts.public import playbook, pricing, report, runs
+
+    assert playbook and pricing and report and runs
+    return public
+
+
+@pytest.mark.parametrize("given", [(), ("--reference", "nowhere")])
+def test_without_the_published_runs_it_says_so_in_one_line(given):
+    command = [sys.executable, str(ROOT / "benchmarks/accuracy.py"), "public", *given]
+    called = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=ROOT)
+    assert called.returncode == 2 and called.stdout == ""
+    assert called.stderr.count("\n") == 1 and called.stderr.startswith("error: "), called.stderr
+    assert "give the folder" in called.stderr
+
+
+def test_layers_are_cut_as_nanotron_cuts_them(public):
+    # A layer has 4 + 3 x 4 products of its width squared, the head 64: four layers.
+    number = {"hidden": 2048, "ffn": 8192, "vocab": 131072, "layers": 16}
+    assert public.playbook._cuts(number, 1) == (0, 16)
+    # 20 layers' worth in two: the eleventh is the first to exceed ten.
+    assert public.playbook._cuts(number, 2) == (0, 11, 16)
+    assert public.playbook._cuts(number, 4) == (0, 6, 11, 16, 16)
+
+
+def run_of(public, number, ran, measured_bytes=None):
+    fields = dict.fromkeys(public.runs.Run._fields[:16])
+    own = {"group": "one", "name": str(number), "measured_s": float(ran) if ran else None}
+    own |= {"measured_bytes": measured_bytes, "failed": not ran}
+    return public.runs.Run(**fields | own)
+
+
+def test_a_table_counts_errors_ranks_the_chosen_plan_and_what_fits(public):
+    # Predicted to be the fastest is the third, which does not fit; then the first, which takes 2 s where 1 s is best.
+    cases = [(2, 1.0, 50), (1, 1.1, 60), (4, 0.5, 101), (8, 6.0, 70), (10, 12.0, 80), (None, 1.0, 95), (None, 1.0, 10)]
+    found = [
+        public.pricing.Priced(run_of(public, i, ran, 100.0 if ran else None), time_s, size, 100)
+        for i, (ran, time_s, size) in enumerate(cases)
+    ]
+    table = public.report.tables(found)
+    assert table["time"] == pytest.approx(
+        {"runs": 5, "median": 0.25, "mean": (0.5 + 0.1 + 0.875 + 0.25 + 0.2) / 5, "worst": 0.875, "bias": -0.25}
+    )
+    assert table["memory"]["median"] == pytest.approx(0.3)
+    (group,) = table["groups"]
+    assert group["chosen_over_best"] == 2.0
+    # Ranks predicted 2, 3, 1, 4, 5; measured 2, 1, 3, 4, 5: 1 - 6 x (0 + 4 + 4) / (5 x 24).
+    assert group["rank_correlation"] == pytest.approx(0.6)
+    assert table["fits"] == {
+        "ran, predicted over": 1, "ran, predicted to fit": 4, "failed, predicted over": 0,
+        "failed, near the limit": 1, "failed, predicted to fit": 1,
+    }  # fmt: skip
