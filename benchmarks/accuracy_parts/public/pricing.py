@@ -96,7 +96,7 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
         precision=_MIXED,
     )
     fused = RUNTIMES[first.runtime].fused
-    made = model_profile([(_NOWHERE, model)], settings, rates, Efficiencies(), table.revised, fused).profile
+    made = model_profile([(_NOWHERE, model)], settings, rates, Efficiencies(), table.revised, fused=fused).profile
     layers = _with_loss(made, model, first.runtime)
     limit = machine.memory_bytes or rates.device.memory_bytes or 0
     for devices, own in groupby(sorted(runs, key=lambda run: run.devices), key=lambda run: run.devices):

@@ -40,7 +40,7 @@ def _model_profile(options: AnalyticOptions, table: DeviceTable, cluster: Cluste
     models = [(path, read_document(path, Model)) for path in options.model]
     settings = read_document(options.settings, ProfileSettings)
     rates = _rates(options, table, _device(options, cluster))
-    made = model_profile(models, settings, rates, _efficiencies(options), table.revised, options.fused)
+    made = model_profile(models, settings, rates, _efficiencies(options), table.revised, fused=options.fused)
     for sentence in made.left_out:
         print(f"left out: {sentence}", file=sys.stderr)
     return made.profile
