@@ -125,7 +125,8 @@ def test_torchtitan_is_told_the_model_it_has_registered(make, name, flavor):
 
 def test_a_family_that_torchtitan_has_not_is_told(make):
     exported = torchtitan_toml(
-        _plan(make, "mistral-7b", pp_size=1, gradient_reduction=GradientReduction.EVERY_MICROBATCH), PLAN
+        _plan(make, "mistral-7b", pp_size=1, num_microbatches=4, gradient_reduction=GradientReduction.EVERY_MICROBATCH),
+        PLAN,
     )
     assert "model" not in tomllib.loads(exported.text)
     assert any("torchtitan has no mistral model" in note for note in exported.notes)
