@@ -11,6 +11,7 @@ from shardwright_formats.types.limits import Count, Gib, NonNegativeNumber, Posi
 from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
+from shardwright_search.simulation.sends import Sends
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 
@@ -115,6 +116,8 @@ class SimulateOptions(ProfileOptions, frozen=True, kw_only=True):
     """Picture of the timeline to write; its axis is in ms."""
     trace: Path | None = None
     """Chrome trace to write (JSON, for Perfetto; times in µs)."""
+    sends: Sends = Sends.ASYNCHRONOUS
+    """How stages send: as this runtime does, or blocking, as Megatron-LM and torch's stock 1F1B do."""
     time_model: TimeModel = TimeModel.INTERPOLATE
     """How times are read off the profile; sequence: at any length, too."""
 

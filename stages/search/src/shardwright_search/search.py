@@ -19,9 +19,8 @@ from shardwright_formats.types.strategy import LayerStrategy
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
-from shardwright_search.cost_model.stage_costs import range_costs
-from shardwright_search.simulation.simulator import step_time_ps
-from shardwright_search.solver.branch_and_bound import Best, Optimum, Target, guess, optimize
+from shardwright_search.least_simulated import Simulated, changed, simulated
+from shardwright_search.solver.branch_and_bound import Best, Optimum, Target, guess, optimize, plans_below
 from shardwright_search.space.budget import Infeasible, budgets_of, infeasible
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
 from shardwright_search.space.instance import Instance
@@ -32,8 +31,8 @@ NEAR = 0.01
 _MAX_NEAR = 64
 _MAX_NEAR_ELSEWHERE = 16
 """Plans of each other scenario of a robust search."""
-_MAX_ACTIONS = 100_000
-"""Passes that are simulated to tell near plans apart."""
+_MAX_WIDER_LABELS = 10_000
+"""Work on plans further from the optimum than `NEAR`."""
 _ROUNDING_BYTES = 16
 """What rounding up each term of a corrected memory can add."""
 _MAX_PLAIN = 20
@@ -119,9 +118,14 @@ def find_best(
         return infeasible(instance, [target.configuration for target in targets], file)
     report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
     close = optimum.near
-    near, chosen = _least_simulated(instance, close)
+    ranked = simulated(instance, close[:_MAX_NEAR])
+    others = () if optimum.stopped else tuple(_others(instance, optimum, ranked[0].best, deadline))
     regrets: tuple[ScenarioRegret, ...] = ()
-    if request.robust is not None:
+    if request.robust is None:
+        further = (*others, *_further(instance, optimum, ranked, deadline))
+        ranked = tuple(sorted((*ranked, *simulated(instance, further)), key=lambda one: one.score))
+        chosen = changed(instance, ranked, deadline)
+    else:
         from shardwright_search.robust import regrets_of
 
         def search(scenario: str, other: Instance) -> tuple[Best[Configuration], ...]:
@@ -129,21 +133,21 @@ def find_best(
             return _optimum(other, targets_of(other, file), deadline, report).near[:_MAX_NEAR_ELSEWHERE]
 
         every = regrets_of(instance, close[:_MAX_NEAR], request.robust, search)
-        nominal, close = chosen, every.least(NEAR)
-        near, chosen = _least_simulated(instance, close)
+        nominal, close = ranked[0].best, every.least(NEAR)
+        ranked = simulated(instance, close[:_MAX_NEAR])
+        chosen = ranked[0].best
         regrets = every.reported(chosen, nominal)
     plan = instance.plan(chosen.target.configuration, chosen.found.solution)
-    others = () if optimum.stopped else tuple(_others(instance, optimum, chosen, deadline))
     scale = chosen.target.scale * 1e12
     return Found(
         chosen=Candidate(plan, evaluate(plan, profiles, instance.costs)),
         optimum_s=optimum.best.score / scale,
         bound_s=optimum.bound / scale,
-        runners_up=_runners_up(instance, plan, (*others, *near)),
+        runners_up=_runners_up(instance, plan, (*others, *(one.best for one in ranked))),
         examined=optimum.looked_at,
         solved=optimum.solved,
         near=len(close),
-        simulated=len(near),
+        simulated=len(ranked),
         stopped=optimum.stopped,
         best=optimum.best,
         regrets=regrets,
@@ -209,23 +213,18 @@ def _plain(instance: Instance, targets: Iterable[Target[Configuration]]) -> Best
     return min(islice(plans, _MAX_PLAIN), key=lambda best: best.score, default=None)
 
 
-def _least_simulated(
-    instance: Instance, near: Sequence[Best[Configuration]]
-) -> tuple[list[Best[Configuration]], Best[Configuration]]:
-    """The near plans that were simulated, the least score by simulation first, and that one."""
-    scores: list[tuple[float, int, Best[Configuration]]] = []
-    actions_left = _MAX_ACTIONS
-    for number, best in enumerate(near[:_MAX_NEAR]):
-        configuration = best.target.configuration
-        actions_left -= 2 * configuration.num_microbatches * configuration.pp_size * configuration.num_chunks
-        if scores and actions_left < 0:
-            break
-        plan = instance.plan(configuration, best.found.solution)
-        times = [own.times for own in range_costs(plan, instance.costs)]
-        step_ps = step_time_ps(times, plan.schedule, plan.num_microbatches, configuration.num_chunks)
-        scores.append((best.target.score(step_ps), number, best))
-    scores.sort(key=lambda one: one[:2])
-    return [best for _, _, best in scores], scores[0][2]
+def _further(
+    instance: Instance, optimum: Optimum[Configuration], ranked: Sequence[Simulated], deadline: float | None
+) -> tuple[Best[Configuration], ...]:
+    """Plans beyond the near ones, up to where the simulator may still put one before all that it has seen.
+
+    That is as far above the best simulated time as the closed form of a simulated plan is above its own.
+    """
+    limit = ranked[0].score * max(one.best.score / one.score for one in ranked)
+    if optimum.stopped or optimum.best is None or limit <= optimum.best.score * (1 + NEAR):
+        return ()
+    targets = [target for bound, target in optimum.bounds if bound < limit]
+    return plans_below(targets, instance.solvable, limit, _MAX_NEAR, deadline, _MAX_WIDER_LABELS)
 
 
 def _others(

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from shardwright_formats.display.svg import document
 from shardwright_formats.display.timeline import draw_timeline, idle_s
+from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import atomic_path, read_document
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
@@ -23,7 +24,11 @@ _KINDS = ("forward", "backward", "gradient_sync", "optimizer")
 def simulate_plan(options: SimulateOptions) -> None:
     """Show the simulated step, and write its picture and its trace where they are asked for."""
     plan, profiles = read_document(options.plan, Plan), read_inputs(options).profiles
-    estimate = evaluate(plan, profiles, cost_model_of(plan, profiles, options.time_model)).estimate
+    costs = cost_model_of(plan, profiles, options.time_model)
+    try:
+        estimate = evaluate(plan, profiles, costs, sends=options.sends).estimate
+    except ValueError as error:
+        raise BadInput(options.plan, str(error), "simulate asynchronous sends, or choose 1f1b or gpipe") from None
     files = {}
     if options.svg is not None:
         files[options.svg] = document(draw_timeline(plan, estimate))

@@ -12,6 +12,7 @@ from shardwright_search.cost_model.provenance import provenance_warnings
 from shardwright_search.cost_model.stage_costs import StageCosts, range_costs, stage_costs
 from shardwright_search.cost_model.tied_weights import shared_cost_ps, tie_cost_ps
 from shardwright_search.cost_model.time_model import TimeModel
+from shardwright_search.simulation.sends import Sends
 from shardwright_search.simulation.simulator import Simulation, lower_bound_ps, simulate, step_time_ps
 from shardwright_search.solver.objective import step_time
 
@@ -38,8 +39,27 @@ def offset_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
     return picoseconds(costs.profiles.step_overhead_s) + shared_cost_ps(costs, stages)
 
 
-def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, timeline: bool = True) -> Evaluation:
+def simulated_step_ps(plan: Plan, costs: CostModel) -> int:
+    """A plan's simulated step alone, with what every step takes."""
+    ranks, times = [stage.ranks for stage in plan.stages], [own.times for own in range_costs(plan, costs)]
+    simulated_ps = step_time_ps(times, plan.schedule, plan.num_microbatches, len(plan.stages[0].layers))
+    return simulated_ps + _always_ps(plan, costs, ranks)
+
+
+def _always_ps(plan: Plan, costs: CostModel, ranks: Sequence[Sequence[int]]) -> int:
+    return offset_ps(costs, ranks) + tie_cost_ps(costs, plan.embedding, plan.head, ranks[0], ranks[-1])
+
+
+def evaluate(
+    plan: Plan,
+    profiles: Profiles,
+    costs: CostModel | None = None,
+    timeline: bool = True,
+    sends: Sends = Sends.ASYNCHRONOUS,
+) -> Evaluation:
     """Price a plan; `costs` is its cost model, if it is known already. Without `timeline` no events are told.
+
+    `sends` are those of the timeline; it raises ValueError where they let stages wait for one another for ever.
 
     Raises BadInput when a profile is of another model, device or precision, or lacks a point.
     """
@@ -48,10 +68,10 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
     ranges = range_costs(plan, costs)
     stages = [stage_costs(plan, index, ranges) for index in range(len(plan.stages))]
     ranks = [stage.ranks for stage in plan.stages]
-    always_ps = offset_ps(costs, ranks) + tie_cost_ps(costs, plan.embedding, plan.head, ranks[0], ranks[-1])
+    always_ps = _always_ps(plan, costs, ranks)
     times, num_chunks = [own.times for own in ranges], len(plan.stages[0].layers)
     shape = plan.schedule, plan.num_microbatches, num_chunks
-    simulation = simulate(times, *shape) if timeline else Simulation((), step_time_ps(times, *shape))
+    simulation = simulate(times, *shape, sends) if timeline else Simulation((), step_time_ps(times, *shape))
     objective_ps = always_ps + _closed_form_ps(stages, plan.num_microbatches, num_chunks)
     step_s = (simulation.step_ps + always_ps) / _PER_SECOND
     bound_ps = lower_bound_ps(times, plan.num_microbatches, num_chunks) + always_ps

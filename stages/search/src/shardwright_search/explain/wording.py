@@ -82,6 +82,8 @@ def plan_summary(plan: Plan, prediction: Prediction) -> str:
         headline(plan),
         *stage_lines(plan),
         f"predicted {estimate.simulated_step_time_s * 1e3:.3f} ms a step, {estimate.samples_per_s:.6g} samples/s",
+        f"simulated gap {_gap(estimate):.2%}: no order of its passes takes less than "
+        f"{estimate.simulated_lower_bound_s * 1e3:.3f} ms",
         _memory_line(estimate, prediction.memory_budget_bytes),
     ]
     if proof is not None:
@@ -104,6 +106,12 @@ def plan_summary(plan: Plan, prediction: Prediction) -> str:
 def sample_s(plan: Plan, estimate: Estimate) -> float:
     """Simulated time of a step for each of its samples."""
     return estimate.simulated_step_time_s / plan.global_batch_size
+
+
+def _gap(estimate: Estimate) -> float:
+    """By which share the simulated step is above what any order of the plan's passes takes."""
+    bound_s = estimate.simulated_lower_bound_s
+    return estimate.simulated_step_time_s / bound_s - 1 if bound_s else 0.0
 
 
 def _memory_line(estimate: Estimate, budget_bytes: int | None) -> str:

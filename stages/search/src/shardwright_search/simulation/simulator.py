@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from shardwright_formats.semantics.schedule import Pass, actions
 from shardwright_formats.types.plan import Schedule
+from shardwright_search.simulation.blocking import Exchange, play_blocking
 from shardwright_search.simulation.reduction import BackwardPass, Overlap, Reduction, backward_pass
+from shardwright_search.simulation.sends import Sends
 
 
 class StageTimes(NamedTuple):
@@ -61,21 +63,29 @@ class Simulation(NamedTuple):
 
 
 def simulate(
-    ranges: Sequence[StageTimes], schedule: Schedule, num_microbatches: int, num_chunks: int = 1
+    ranges: Sequence[StageTimes],
+    schedule: Schedule,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    sends: Sends = Sends.ASYNCHRONOUS,
 ) -> Simulation:
     """Play the schedule: an action starts when its stage is free and its message has come.
 
     `ranges` are in the order a microbatch goes through them: chunk 0 of every stage, then chunk 1 of every stage.
 
-    Sends are asynchronous: they delay the receiver, not the sender; a link carries one message of a direction at a
-    time. What a backward pass reduces goes on beside it (see `backward_pass`): its message leaves when the backward
-    pass is over, the stage's next pass begins when the reductions are over too. The optimizer waits for all stages,
+    Sends that are asynchronous delay the receiver, not the sender; a link carries one message of a direction at a time.
+    Those that block are exchanged (see `play_blocking`). What a backward pass reduces goes on beside it (see
+    `backward_pass`): its message leaves when the backward pass is over, the stage's next pass begins when the
+    reductions are over too. The optimizer waits for all stages,
     for clipping needs the norm of all gradients.
+
+    Raises ValueError where stages wait for one another for ever.
     """
     num_stages = len(ranges) // num_chunks
     order = _order(schedule, num_stages, num_microbatches, num_chunks)
     steps = _steps(ranges)
-    played = _play(order, steps, num_stages, num_microbatches)
+    play = _play if sends is Sends.ASYNCHRONOUS else _play_blocking
+    played = play(order, steps, num_stages, num_microbatches)
     events = []
     for slot, step, stage, _ in order:
         here, microbatch = steps[step], slot % num_microbatches
@@ -229,3 +239,26 @@ def _play(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: int, num_m
             leaves = sent[link]
         sent[link] = arrivals[slot + num_microbatches] = leaves + sends[step]
     return _Played(starts, arrivals, free)
+
+
+def _play_blocking(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: int, num_microbatches: int) -> _Played:
+    """The same with sends that block."""
+    stages: list[list[Exchange]] = [[] for _ in range(num_stages)]
+    slots: list[list[int]] = [[] for _ in range(num_stages)]
+    arrivals = [0] * ((len(steps) // 2 + 1) * num_microbatches)
+    come = set[int]()
+    for slot, step, stage, link in order:
+        here = steps[step]
+        message = slot + num_microbatches if link < 2 * num_stages else None
+        times = here.times.gradient_ps, here.times.busy_ps
+        stages[stage].append(Exchange(*times, slot if slot in come else None, message, here.send_ps))
+        slots[stage].append(slot)
+        come |= {message} if message is not None else set()
+    starts, there, free = play_blocking(stages)
+    by_slot = [0] * len(arrivals)
+    for own, begun in zip(slots, starts, strict=True):
+        for slot, start in zip(own, begun, strict=True):
+            by_slot[slot] = start
+    for message, time in there.items():
+        arrivals[message] = time
+    return _Played(by_slot, arrivals, free)

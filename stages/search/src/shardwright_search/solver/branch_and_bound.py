@@ -137,6 +137,26 @@ def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) ->
     return None if found is None else Best(target, found, target.score(found.objective_ps))
 
 
+def plans_below(
+    targets: Sequence[Target[C]],
+    solvable: Callable[[C], Solvable],
+    limit: float,
+    most: int,
+    deadline: float | None,
+    max_labels: float,
+) -> tuple[Best[C], ...]:
+    """Up to `most` plans of each configuration below a limit, the best first; fewer where time or labels run out."""
+    search = _Search(targets, solvable, most, _Clock(deadline, max_labels))
+    found: list[Best[C]] = []
+    try:
+        for target in targets:
+            plans = solvable(target.configuration).solve_below(target.time_ps(limit), most, search.tick)
+            found += [Best(target, one, target.score(one.objective_ps)) for one in plans]
+    except (Stopped, KeyboardInterrupt):
+        pass
+    return tuple(sorted(found, key=_score))
+
+
 class _Open(NamedTuple):
     """A configuration that is not solved yet, by its bound, and how often it was solved below a limit in vain."""
 

@@ -1,0 +1,135 @@
+"""The plan of the least simulated step: among the plans found near the optimum, and among what is near to those.
+
+The closed form orders plans almost as the simulator does, but not quite: it counts sends that are hidden, and does not
+tell forward from backward passes. So plans that it puts near its optimum are simulated, and the quickest of them are
+changed in one place after the other, for as long as that makes the simulated step shorter.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from time import monotonic
+from typing import NamedTuple
+
+from shardwright_search.cost_model.plan import simulated_step_ps
+from shardwright_search.solver.branch_and_bound import Best, Target
+from shardwright_search.solver.partition import Found
+from shardwright_search.solver.problem import Problem, Solution, price
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.instance import Instance
+
+_MAX_ACTIONS = 100_000
+"""Passes that are simulated to tell near plans apart."""
+_MAX_WORK = 12_000
+"""Passes that are simulated to change them, with what their layers take to price."""
+_ACTIONS_OF_LAYER = 10
+"""Pricing a layer takes as long as simulating so many passes."""
+_EXACT = 1e-3
+"""Where the closed form of a single stage is above the simulated time by no more than this share, it is not changed."""
+_STARTS = 3
+"""Plans that are changed."""
+
+
+class Simulated(NamedTuple):
+    """A plan and its score by simulation."""
+
+    score: float
+    best: Best[Configuration]
+
+
+def simulated(instance: Instance, plans: Sequence[Best[Configuration]]) -> tuple[Simulated, ...]:
+    """Plans by ascending simulated score; of many the last ones are left out, never the first."""
+    found: list[Simulated] = []
+    left = _MAX_ACTIONS
+    for best in plans:
+        left -= _actions(best.target.configuration)
+        if found and left < 0:
+            break
+        found.append(Simulated(_score(instance, best.target, best.found.solution), best))
+    return tuple(sorted(found, key=_by_score))
+
+
+def changed(instance: Instance, ranked: Sequence[Simulated], deadline: float | None) -> Best[Configuration]:
+    """The best that changes of the first few plans lead to, by the simulator: the first of them, or a better one.
+
+    `deadline` is a time of `monotonic`; it and Ctrl-C end the changes early.
+    """
+    best, left = ranked[0], _MAX_WORK
+    try:
+        for start in ranked[:_STARTS]:
+            for found, work in _improved(instance, start):
+                best, left = min(best, found, key=_by_score), left - work
+                if left <= 0 or (deadline is not None and monotonic() > deadline):
+                    return best.best
+    except KeyboardInterrupt:
+        pass
+    return best.best
+
+
+def _improved(instance: Instance, here: Simulated) -> Iterator[tuple[Simulated, int]]:
+    """A plan with each change that makes its step shorter, after every one that was tried, and what trying it took.
+
+    Interleaved plans stay as they are, and so does a single stage whose closed form is its simulated time.
+    """
+    target = here.best.target
+    single = target.configuration.pp_size == 1 and here.best.score <= here.score * (1 + _EXACT)
+    if single or target.configuration.num_chunks > 1:
+        return
+    problem = instance.problem(target.configuration)
+    work = _actions(target.configuration) + _ACTIONS_OF_LAYER * len(problem.layers)
+    known = {here.best.found.solution}
+    moves = _within_two(problem, here.best.found.solution)
+    while (solution := next(moves, None)) is not None:
+        if solution in known:
+            continue
+        known.add(solution)
+        score = _score(instance, target, solution)
+        if score < here.score and (objective_ps := _fitting(problem, solution)) is not None:
+            here = Simulated(score, Best(target, Found(objective_ps, solution), target.score(objective_ps)))
+            moves = _within_two(problem, solution)
+        yield here, work
+
+
+def _score(instance: Instance, target: Target[Configuration], solution: Solution) -> float:
+    """By simulation, as the closed form is scored."""
+    return simulated_step_ps(instance.plan(target.configuration, solution), instance.costs) * target.scale
+
+
+def _actions(configuration: Configuration) -> int:
+    return 2 * configuration.num_microbatches * configuration.pp_size * configuration.num_chunks
+
+
+def _by_score(one: Simulated) -> tuple[float, float]:
+    return one.score, one.best.score
+
+
+def _fitting(problem: Problem, solution: Solution) -> float | None:
+    """T of a plan that fits."""
+    own = price(problem, solution)
+    budgets = (problem.device_groups[group].budget_bytes for group in solution.device_groups)
+    fits = all(need <= most for need, most in zip(own.memory_bytes, budgets, strict=True))
+    return float(own.objective_ps) if fits else None
+
+
+def _within_two(problem: Problem, solution: Solution) -> Iterator[Solution]:
+    """What is one change away, then what is two."""
+    yield from _moves(problem, solution)
+    for other in _moves(problem, solution):
+        yield from _moves(problem, other)
+
+
+def _moves(problem: Problem, solution: Solution) -> Iterator[Solution]:
+    """What is one change away: a cut moved by a layer; another option for a run of equal layers, or for its end."""
+    ends, options, groups = solution
+    for number, end in enumerate(ends[:-1]):
+        for moved in (end - 1, end + 1):
+            cuts = (*ends[:number], moved, *ends[number + 1 :])
+            alike = len({problem.device_groups[group].width for group in groups[number : number + 2]}) == 1
+            if alike and all(low < high for low, high in pairwise((0, *cuts))):
+                yield Solution(cuts, options, groups)
+    stages = [stage for stage, (low, high) in enumerate(pairwise((0, *ends))) for _ in range(low, high)]
+    treated = list(zip(stages, problem.layers, options, strict=True))
+    for (stage, kind, own), run in groupby(range(len(treated)), key=lambda i: treated[i]):
+        numbers = list(run)
+        for option in range(len(problem.device_groups[groups[stage]].options[kind].time_ps)):
+            for part in dict.fromkeys((tuple(numbers), (numbers[0],), (numbers[-1],))) if option != own else ():
+                yield Solution(ends, tuple(option if i in part else o for i, o in enumerate(options)), groups)
