@@ -35,6 +35,15 @@ CORRECTIONS = (
         "",
         "progress on standard error tells the way, not the result",
     ),
+    Correction(
+        "printed/*", r"(?m)^simulated gap .*\n", "", "the summary of a plan says what no order of its passes is below"
+    ),
+    Correction(
+        "plans/*.json",
+        r" \(embedding and head are layers\)|, or a changed one with still less",
+        "",
+        "the scope of a proof names stages without blocks, and plans that are simulated beside the near ones",
+    ),
     Correction("*.json", r'"version": \d+', '"version": 0', "formats get new versions as their keys are renamed"),
     Correction(
         "*", r"\bworkspace(?=\b|_)", "transient", "workspace is the field's word for what a pass holds for a moment"
@@ -118,6 +127,9 @@ REFROZEN = (
         "[epsu]*",
         "collectives of data parallelism are priced by the hardware profile, with what a probe took more in its own "
         "format; the simulation gathers ZeRO-3's layers a layer ahead and none that is spared; two more probes",
+        "[pes]*",
+        "of plans the one of the least simulated time is taken, among more of them and after changes: some searches of "
+        "pipelines take another one",
     ),
     ("simulated/*.svg", "one drawing module with another style sheet; the times it draws are in the trace beside it"),
 )

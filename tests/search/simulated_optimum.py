@@ -1,10 +1,11 @@
 """Hostile worlds, small enough to simulate every plan of them: how far the chosen one is from the best."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from made_up import make_cluster, make_hardware, make_model, make_profile, make_request
 from random_problems import Enumerated, every_plan, fitting
@@ -15,10 +16,14 @@ from shardwright_formats.semantics.schedule import Pass, actions
 from shardwright_formats.types.model_profile import LayerRow
 from shardwright_search.cost_model.profiles import index_profiles
 from shardwright_search.search import Found, find_best
+from shardwright_search.space.budget import GIB
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 
-__all__ = ["excess", "excesses", "hostile_world", "simulated_steps"]
+__all__ = ["WITHIN", "excess", "excesses", "hostile_world", "simulated_steps", "too_slow"]
+
+WITHIN = 0.005
+"""The chosen plan's simulated time is no more than this share above that of the best plan."""
 
 
 def hostile_world(seed: int) -> World:
@@ -69,9 +74,25 @@ def excess(world: World) -> float:
     return estimate.simulated_step_time_s * 1e12 / found.chosen.plan.global_batch_size / best - 1
 
 
-def excesses(seeds: range) -> dict[int, float]:
-    """By the seed of the world."""
-    return {seed: excess(hostile_world(seed)) for seed in seeds}
+def excesses(seeds: Iterable[int], tight: bool = False) -> dict[int, float]:
+    """By the seed of the world; `tight`: with memory for few of its plans."""
+    return {seed: excess(_tight(hostile_world(seed)) if tight else hostile_world(seed)) for seed in seeds}
+
+
+def too_slow(seeds: range) -> dict[int, str]:
+    """The chosen plans that are further from the best than they may be, by the seed of the world."""
+    return {seed: f"{more:.2%} above the best plan" for seed, more in excesses(seeds).items() if more > WITHIN}
+
+
+def _tight(world: World) -> World:
+    """A budget that one plan in 20 fits in."""
+    instance = world.instance
+    every = [
+        plans for target in world.targets(instance) for plans in every_plan(instance.problem(target.configuration))
+    ]
+    needs = np.sort(np.concatenate([plans.memory.max(0) for plans in every]))
+    asked = (needs[len(needs) // 20] + world.profiles.process_bytes) / GIB
+    return world._replace(request=msgspec.structs.replace(world.request, memory_gib=asked))
 
 
 def simulated_steps(instance: Instance, configuration: Configuration) -> Iterator[tuple[Enumerated, np.ndarray]]:

@@ -127,6 +127,20 @@ def test_labels_that_are_compared_without_a_measure_of_their_memory_are_caught(m
     assert caught()
 
 
+@pytest.mark.parametrize("stage", ["first", "last"])
+def test_a_solver_that_wants_a_block_in_the_first_or_the_last_stage_is_caught(monkeypatch, stage):
+    ends = Problem.ends
+
+    def fewer(self, number, start):
+        own = ends(self, number, start)
+        if stage == "first":
+            return range(max(own.start, 2), own.stop) if number == 0 else own
+        return range(own.start, min(own.stop, len(self.layers) - 1)) if number == self.pp_size - 2 else own
+
+    monkeypatch.setattr(Problem, "ends", fewer)
+    assert caught()
+
+
 def test_a_bound_above_the_best_plan_is_caught(monkeypatch):
     """The sum of the least times, half as much again."""
     bounds = ConfigurationBounds._bounds_of_stage

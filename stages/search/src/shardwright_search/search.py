@@ -119,6 +119,7 @@ def find_best(
     report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
     close = optimum.near
     ranked = simulated(instance, close[:_MAX_NEAR])
+    num_simulated = len(ranked)
     others = () if optimum.stopped else tuple(_others(instance, optimum, ranked[0].best, deadline))
     regrets: tuple[ScenarioRegret, ...] = ()
     if request.robust is None:
@@ -135,7 +136,7 @@ def find_best(
         every = regrets_of(instance, close[:_MAX_NEAR], request.robust, search)
         nominal, close = ranked[0].best, every.least(NEAR)
         ranked = simulated(instance, close[:_MAX_NEAR])
-        chosen = ranked[0].best
+        num_simulated, chosen = len(ranked), ranked[0].best
         regrets = every.reported(chosen, nominal)
     plan = instance.plan(chosen.target.configuration, chosen.found.solution)
     scale = chosen.target.scale * 1e12
@@ -147,7 +148,7 @@ def find_best(
         examined=optimum.looked_at,
         solved=optimum.solved,
         near=len(close),
-        simulated=len(ranked),
+        simulated=num_simulated,
         stopped=optimum.stopped,
         best=optimum.best,
         regrets=regrets,

@@ -114,12 +114,12 @@ def _scope(request: SearchRequest, found: Found) -> str:
             "the same strategies at each position of a chunk"
         )
     )
-    changes = ", after changes that make it shorter" if request.robust is None else ""
+    changes = ", or a changed one with still less" if request.robust is None else ""
     aim = "the optimum" if request.robust is None else "the least largest regret over all scenarios"
     return (
         f"space {request.space}: no plan of it has a smaller closed form than objective_bound_s: any cut of the layers "
         f"into pipeline stages {_widths(request)} with a layer or more each (embedding and head are layers), {layers}, "
         "the embedding and the head, "
-        f"{listed}{interleaved}; {found.near} plans were found within {NEAR:.0%} of {aim}, {found.simulated} plans "
+        f"{listed}{interleaved}; of {found.near} plans found within {NEAR:.0%} of {aim} {found.simulated} were "
         f"simulated, and the one with the least simulated time was taken{changes}"
     )
