@@ -18,7 +18,7 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.wording import layer_runs
 from shardwright_search.interop.uniform import even_cuts
-from shardwright_search.search import NEAR, Found, Infeasible, find_best
+from shardwright_search.search import NEAR, Found, Infeasible, find_best, instance_of
 from shardwright_search.space.budget import GIB
 from shardwright_search.space.configurations import configurations, narrowed, shardings
 from shardwright_search.space.request import SearchRequest
@@ -100,12 +100,16 @@ def test_closed_form_of_two_stages_by_hand(make):
     """In us: A' 396 and 612, with a send of 24.096 each; two microbatches; optimizer 2 x 49.152; overhead 50."""
     model, cluster = make.model(2), make.cluster()
     request = make.request(global_batch_size=2, num_microbatches=[2], pp_sizes=[2], recompute=["none"])
-    found = search(request, model, cluster, make.profiles(model, cluster))
+    profiles = make.profiles(model, cluster)
+    found = search(request, model, cluster, profiles)
     assert round(optimum_ps(found)) == 420_096_000 + 636_096_000 * 2 + 98_304_000 + 50_000_000
-    first, last = found.chosen.evaluation.estimate.stages
+    instance, best = instance_of(request, model, cluster, profiles, FILE), found.best
+    estimate = evaluate(instance.plan(best.target.configuration, best.found.solution), profiles).estimate
+    first, last = estimate.stages
     assert (first.time_s, last.time_s) == (420.096e-6, 636.096e-6)
     assert first.time_terms_s["sends"] == last.time_terms_s["sends"] == 24.096e-6
-    assert found.chosen.evaluation.estimate.simulated_step_time_s == pytest.approx(1816.496e-6)
+    assert estimate.simulated_step_time_s == pytest.approx(1816.496e-6)
+    assert found.chosen.evaluation.estimate.simulated_step_time_s < estimate.simulated_step_time_s
     # 1F1B holds two microbatches in the first stage and one in the last, with what it received of it
     assert first.memory_terms_bytes["activations"] == 2 * 124 * 2048
     assert last.memory_terms_bytes["activations"] == (4 + 144) * 2048
