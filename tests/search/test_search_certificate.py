@@ -63,7 +63,7 @@ def test_no_proof_confirms_more_than_the_best_of_all_plans(kind, block):
     assert tight >= (1 if kind == "equal" else 0)
 
 
-@pytest.mark.parametrize(("kind", "count", "most"), [("equal", 4, 0.05), ("unequal", 1, 0.5)])
+@pytest.mark.parametrize(("kind", "count", "most"), [("equal", 4, 0.2), ("unequal", 1, 0.5)])
 def test_what_is_made_is_confirmed_and_near_the_best_of_all_plans(kind, count, most):
     """These problems are hard on it: their ends of a step are as long as a microbatch."""
     gaps = []
