@@ -127,6 +127,8 @@ REFROZEN = (
         "[epsu]*",
         "collectives of data parallelism are priced by the hardware profile, with what a probe took more in its own "
         "format; the simulation gathers ZeRO-3's layers a layer ahead and none that is spared; two more probes",
+    ),
+    (
         "[pes]*",
         "of plans the one of the least simulated time is taken, among more of them and after changes: some searches of "
         "pipelines take another one",
