@@ -207,10 +207,7 @@ def _certificate(plan: Plan) -> Certificate:
     prices = ((MemoryPrice(ps_per_byte=12.5),),)
     low = Band(slowest_below_ps=2.5e9, slowest_weights=(0.0,), exposed_weights=(0.5,), prices=prices)
     high = Band(slowest_below_ps=None, slowest_weights=(3.0, 0.0), exposed_weights=(1.0, 0.0), prices=prices * 2)
-    name, pinned = (
-        "batch 8, 4 microbatches, pp_size 2, 1f1b",
-        dict.fromkeys(("search", "hardware", "profile"), "0" * 64),
-    )
+    name, pinned = "batch 8, 1f1b", dict.fromkeys(("search", "hardware", "profile"), "0" * 64)
     proof = ConfigurationProof(configuration=name, layouts=True, time_prices=prices, bands=(low, high))
     return Certificate(plan_sha256=plan.sha256, inputs_sha256=pinned, bound_ps=1.25e12, configurations=(proof,))
 
