@@ -18,8 +18,8 @@ from shardwright_search.solver.partition import Found
 _RELAXED = -1
 _GUESSED = 0.05
 """How far above its bound a plan of a configuration is guessed at most."""
-_PROVEN_AT_ONCE = 0.01
-"""Where no plan is guessed below a limit this near, none is looked for below nearer ones."""
+_AT_ONCE = 0.011
+"""How far above its bound a limit may be that a configuration is solved below at once: labels grow fast with it."""
 _LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0)
 
 
@@ -131,10 +131,15 @@ def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) ->
     """A plan of a configuration with a known bound, guessed until none is better; None: none was found."""
     asked = solvable(target.configuration)
     least = max(bound, target.score(asked.lower_ps))
-    better = found = asked.guess(target.time_ps(least * (1 + _GUESSED)))
+    found = _guessed(asked, target.time_ps(least * (1 + _GUESSED)))
+    return None if found is None else Best(target, found, target.score(found.objective_ps))
+
+
+def _guessed(asked: Solvable, below_ps: float) -> Found | None:
+    better = found = asked.guess(below_ps)
     while better is not None:  # below a nearer limit other labels are the promising ones
         found, better = better, asked.guess(better.objective_ps)
-    return None if found is None else Best(target, found, target.score(found.objective_ps))
+    return found
 
 
 def plans_below(
@@ -243,12 +248,11 @@ class _Search(Generic[C]):
         known, cut = here.guess, cuts[0]
         if known is None:
             self.tick()
-            guessed = solvable.guess(target.time_ps(min(limit, here.bound * (1 + _GUESSED))))
+            guessed = _guessed(solvable, target.time_ps(min(limit, here.bound * (1 + _GUESSED))))
             known = np.inf if guessed is None else target.score(guessed.objective_ps)
-        if np.isfinite(known):
-            cut = next((cut for cut in cuts if known < cut), cuts[-1])
-        elif limit <= here.bound * (1 + _PROVEN_AT_ONCE):
-            cut = cuts[-1]
+        wanted = next((cut for cut in cuts if known < cut), limit)
+        if wanted <= here.bound * (1 + _AT_ONCE):
+            cut = wanted
         found = solvable.solve_below(target.time_ps(cut), self._most, self.tick)
         plans = tuple(Best(target, one, target.score(one.objective_ps)) for one in found)
         tries = here.tries + cuts.index(cut)
