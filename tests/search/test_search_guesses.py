@@ -1,0 +1,61 @@
+"""Guesses decide which limits a configuration is solved below, and never what is found."""
+
+import numpy as np
+import pytest
+
+from shardwright_search.solver.branch_and_bound import Target, optimize
+from shardwright_search.solver.partition import Found
+from shardwright_search.solver.problem import Solution
+
+PLANS = (100.45, 100.49, 100.6, 103.0)
+NEAREST_LIMIT = 100.0 * 1.001 * 1.0015 * 1.0025
+"""The narrowest that holds the best of them."""
+
+
+class Made:
+    """A configuration with these plans and a lower bound of 100, which guesses what it is told to."""
+
+    relaxed_bound_ps = lower_ps = 100.0
+
+    def __init__(self, guesses: tuple[float, ...]) -> None:
+        self.guesses, self.limits = guesses, list[float]()
+
+    def guess(self, below_ps: float) -> Found | None:
+        return next((_found(plan) for plan in self.guesses if plan < below_ps), None)
+
+    def solve_below(self, below_ps: float, most: int, tick: object) -> tuple[Found, ...]:
+        self.limits.append(below_ps)
+        return tuple(_found(plan) for plan in PLANS if plan < below_ps)[:most]
+
+
+def _found(time_ps: float) -> Found:
+    return Found(time_ps, Solution((), (), ()))
+
+
+@pytest.mark.parametrize(
+    ("guesses", "tries"),
+    [
+        pytest.param((100.45,), 1, id="the best plan: at once below the limit that holds it"),
+        pytest.param((103.0, 100.6, 100.45), 1, id="bettered below nearer limits"),
+        pytest.param((100.6,), 1, id="a limit too wide: what is found is cut back"),
+        pytest.param((103.0,), 3, id="far away: one limit after another"),
+        pytest.param((), 3, id="none"),
+    ],
+)
+def test_what_is_found_does_not_depend_on_the_guess(guesses, tries):
+    made = Made(guesses)
+    optimum = optimize([Target(0, 0.0, 1.0)], lambda _: made, near=0.0015, most=8)
+    assert optimum.best is not None and optimum.best.score == optimum.bound == 100.45
+    assert [best.score for best in optimum.near] == [100.45, 100.49]
+    assert len(made.limits) == tries
+    assert max(made.limits) < 100.0 * 1.0111
+
+
+def test_a_configuration_without_a_plan_below_a_near_incumbent_is_ruled_out_at_once():
+    worse = Made(())
+    worse.solve_below = lambda below_ps, most, tick: worse.limits.append(below_ps) or ()
+    found = {0: Made((100.45,)), 1: worse}
+    optimum = optimize([Target(n, 0.0, 1.0) for n in found], found.__getitem__)
+    assert optimum.best is not None and optimum.best.score == optimum.bound == 100.45
+    assert worse.limits[0] == 100.45
+    assert found[0].limits == [pytest.approx(NEAREST_LIMIT)] and np.isfinite(optimum.bound)
