@@ -135,11 +135,13 @@ def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) ->
     return None if found is None else Best(target, found, target.score(found.objective_ps))
 
 
-def _guessed(asked: Solvable, below_ps: float) -> Found | None:
+def _guessed(asked: Solvable, below_ps: float, enough_ps: float = -np.inf) -> Found | None:
+    """Guessed until none is better, or one is good enough."""
     better = found = asked.guess(below_ps)
-    while better is not None:  # below a nearer limit other labels are the promising ones
+    # Below a nearer limit other labels are the promising ones.
+    while better is not None and better.objective_ps > enough_ps:
         found, better = better, asked.guess(better.objective_ps)
-    return found
+    return better or found
 
 
 def plans_below(
@@ -248,7 +250,8 @@ class _Search(Generic[C]):
         known, cut = here.guess, cuts[0]
         if known is None:
             self.tick()
-            guessed = _guessed(solvable, target.time_ps(min(limit, here.bound * (1 + _GUESSED))))
+            most, enough = (target.time_ps(here.bound * (1 + above)) for above in (_GUESSED, _AT_ONCE))
+            guessed = _guessed(solvable, min(target.time_ps(limit), most), enough)
             known = np.inf if guessed is None else target.score(guessed.objective_ps)
         wanted = next((cut for cut in cuts if known < cut), limit)
         if wanted <= here.bound * (1 + _AT_ONCE):

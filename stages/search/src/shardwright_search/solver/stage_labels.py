@@ -189,7 +189,9 @@ class _Stage:
         if len(rows) <= _FEW or not self._triangular[before]:
             return rows
         alive = np.ones(len(rows), bool)
-        memory = [*labels.resident.T, *labels.peak.T, labels.received_layout, -labels.received_layout]
+        memory, received = [*labels.resident.T, *labels.peak.T], labels.received_layout
+        if (received != received[0]).any():
+            memory += [received, -received]
         own = np.stack([*self.problem.objectives(labels.time_ps, labels.exposed_ps), *memory], 1)
         for layout in self._layouts:
             same = labels.output_layout == layout
