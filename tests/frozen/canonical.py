@@ -72,6 +72,11 @@ CORRECTIONS = (
 
 REFROZEN = (
     (
+        "[pc]*",
+        "runners-up of other pipeline degrees and microbatch counts are guessed: more are found, and other ones; no "
+        "chosen plan or its prediction is another",
+    ),
+    (
         "[hp]*",
         "a group of ranks is known by how many of its ranks share a node; FASOP's bandwidth between nodes is a node's, "
         "which all groups that leave it share: plans with its network take longer; 26 outputs",
