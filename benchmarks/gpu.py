@@ -11,6 +11,7 @@ and sources. When all parts are there, one JSON and one page are written to --ou
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -91,5 +92,7 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    # So that what is running is ended with it.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     main()
     sys.exit(0)

@@ -124,7 +124,7 @@ def compared(found: Sequence[Round], inputs: Inputs) -> list[Compared]:
     """Step time in s of every plan, and memory in bytes of every rank: over all rounds the medians, and the most."""
     profiles = [read_profiles(inputs.hardware, one.profile) for one in found]
     taken = zip(*(read_document(one.measurement, Measurement).plans for one in found), strict=True)
-    return [row for plans in taken for row in _rows(plans, [_estimate(plans[0].plan, p) for p in profiles])]
+    return [row for plans in taken for row in _rows(plans, profiles)]
 
 
 def _estimate(plan: Plan, profiles: Profiles) -> Estimate:
@@ -142,11 +142,16 @@ def verdict(rows: Sequence[Compared]) -> dict[str, float]:
     }
 
 
-def _rows(found: Sequence[PlanMeasurement], estimates: Sequence[Estimate]) -> Iterator[Compared]:
+def _rows(found: Sequence[PlanMeasurement], profiles: Sequence[Profiles]) -> Iterator[Compared]:
     plan = found[0].plan
+    estimates = [_estimate(plan, each) for each in profiles]
     shape = "1 pipeline stage" if len(plan.stages) == 1 else f"{len(plan.stages)} pipeline stages"
-    time_s = median(step_s for one in found for step_s in one.step_times_s)
+    raw_s = median(step_s for one in found for step_s in one.step_times_s)
+    # Each round's steps at the speed that its profile's probes met.
+    slowdowns = [one.slowdown(each.reference_s) for one, each in zip(found, profiles, strict=True)]
+    time_s = median(s / slow for one, slow in zip(found, slowdowns, strict=True) for s in one.step_times_s)
     predicted_s = median(estimate.simulated_step_time_s for estimate in estimates)
+    yield Compared("own plans, time as the clock showed it", plan.name, raw_s, predicted_s)
     for name in ("own plans, time", f"own plans, time, {shape}"):
         yield Compared(name, plan.name, time_s, predicted_s)
     for ranks in zip(*(one.ranks for one in found), strict=True):

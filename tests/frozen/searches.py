@@ -113,7 +113,7 @@ SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "batch": ("toy", _TIGHT | {"time_model": "batch"}),
     "sequence": ("toy-long", _TOY | {"time_model": "sequence", "memory_gib": 0.11}),
     "sequence-lacking": ("toy-long", _TOY),
-    "analytic": ("toy-analytic", _TIGHT | {"memory_gib": 1.043}),
+    "analytic": ("toy-analytic", _TIGHT | {"memory_gib": 1.943}),
     "fit": ("toy-fit", _TOY | {"tp_sizes": [1, 2], "memory_gib": 0.5}),
     "fit-lacking": ("toy-fit", _TOY | {"sequence_parallel": ["ulysses"]}),
     "disabled": ("toy", _TIGHT | {"disable": ["zero", "recompute"], "memory_gib": 0.08}),

@@ -127,7 +127,7 @@ def test_probes_are_written_measured_fitted_and_shown(
     assert finished.returncode == 0, finished.stderr
     assert "left out: tp_size=3 sequence_parallel=megatron: tp_size 3 does not divide the 2 devices" in finished.stderr
     plans = read_document(tmp_path / "probes.json", Plans).plans
-    assert len(plans) == 2 * 2 * 2
+    assert len(plans) == 2 * 2 * 2 + 2  # and one each under ZeRO-2 and ZeRO-3
 
     write_document(tmp_path / "measured.json", make_measurement(plans, make_constants()))
     assert read_document(tmp_path / "measured.json", Measurement).device == "cpu"

@@ -61,7 +61,7 @@ def test_an_infeasible_search_exits_with_3_and_writes_nothing(inputs, make, tmp_
 
 def test_a_missing_profile_point_exits_with_2_and_writes_nothing(inputs, make, files, tmp_path):
     model = make.model(4)
-    paths = files(model, make.cluster(), make.request(), make.profile(model, tp_sizes=(1,)))
+    paths = files(model, make.cluster(), make.request(tp_sizes=(1, 2)), make.profile(model, tp_sizes=(1,)))
     result = plan(paths, tmp_path / "a.json")
     assert result.exit_code == 2
     *_, line = result.stderr.splitlines()
