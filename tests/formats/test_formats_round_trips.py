@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from random_documents import documents, plans
@@ -77,6 +78,15 @@ def test_a_measured_step_takes_as_long_as_its_slowest_rank() -> None:
     ranks = (measured.ranks[0], RankMeasurement(**slow | {"step_s": (0.5, 9.0)}), *measured.ranks[2:])
     assert PlanMeasurement(plan=measured.plan, ranks=ranks).step_times_s == (1.0, 9.0)
     assert measured.peak_bytes == 8192
+
+
+def test_how_fast_a_machine_was_is_the_mean_of_its_ranks() -> None:
+    """A process beside two ranks takes half of one core: a step takes 1.4 times as long then, not twice."""
+    (measured,) = read_document(EXAMPLES / "measurement.json", Measurement).plans
+    ranks = tuple(
+        msgspec.structs.replace(rank, reference_s=(2.0, 2.0) if rank.rank % 2 else (1.0, 1.0)) for rank in measured.ranks
+    )
+    assert PlanMeasurement(plan=measured.plan, ranks=ranks).reference_s == 1.5
 
 
 def test_a_rank_runs_on_the_node_that_the_cluster_lists_for_it() -> None:

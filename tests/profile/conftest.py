@@ -108,7 +108,7 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
             rank=number,
             stage=0,
             step_s=(step_s * 2, step_s, step_s * 0.9),
-            reference_s=(pace * constants.reference_s,) * 3,
+            reference_s=(constants.reference_s,) * 3,
             segments=tuple(
                 Segment(name=name, forward_s=repeats(time_s), backward_s=repeats(2 * time_s))
                 for name, time_s in times_s.items()

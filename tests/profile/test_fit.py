@@ -299,6 +299,15 @@ def test_times_are_brought_to_one_speed_of_the_machine(plans, make_measurement, 
     np.testing.assert_allclose(uneven.states["optimizer_s"], by * even.states["optimizer_s"], rtol=1e-6)
 
 
+def test_a_reference_workload_that_was_disturbed_once_changes_no_time(plans, make_measurement, make_constants):
+    usual, disturbed = make_constants(overhead_s=0.0), make_constants(overhead_s=0.0, reference_s=0.045)
+    even = fit_profile([(Path("m.json"), make_measurement(plans, usual))])
+    whole = make_measurement(plans, usual)
+    odd = make_measurement(plans[4:5], disturbed).plans
+    spoiled = msgspec.structs.replace(whole, plans=(*whole.plans[:4], *odd, *whole.plans[5:]))
+    assert fit_profile([(Path("m.json"), spoiled)]).layers.rows == even.layers.rows
+
+
 @pytest.mark.parametrize("types", [("block",) * 4, ("encoder", "encoder", "decoder")])
 def test_zero_is_probed_once_for_gathers_and_reductions(
     make_model, make_cluster, make_measurement, make_constants, types

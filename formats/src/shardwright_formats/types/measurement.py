@@ -1,6 +1,6 @@
 """What running plans took: time by microbatch, segment and pass, memory by segment, for every rank."""
 
-from statistics import median, median_low
+from statistics import fmean, median, median_low
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -132,8 +132,12 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def reference_s(self) -> float:
-        """How long the reference workload took on the slowest rank while this was measured: the median."""
-        return float(median(max(times) for times in zip(*(r.reference_s for r in self.ranks), strict=True)))
+        """How long the reference workload took while this was measured: the mean of the ranks, the median of the steps.
+
+        Of the slowest rank it would say more than a step feels: ranks wait for each other many times in a step, so that
+        another process on one of two cores makes a step 1.4 times as long, not twice.
+        """
+        return float(median(fmean(times) for times in zip(*(r.reference_s for r in self.ranks), strict=True)))
 
     def slowdown(self, reference_s: float) -> float:
         """How many times as slow the machine was as one that does the reference workload in so long; 1 if in 0 s."""

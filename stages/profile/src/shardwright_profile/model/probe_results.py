@@ -104,7 +104,8 @@ class ProbeResult(NamedTuple):
 def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Provenance, tuple[ProbeResult, ...]]:
     """The origin that all measurements share, when they were made, and their probes by key and layer counts.
 
-    A machine's speed drifts from probe to probe: all times are brought to the median one.
+    A machine's speed drifts from probe to probe: all times are brought to the median one. What it was at a probe is the
+    median of those beside it, so that one that was disturbed for a moment spoils no difference of two probes.
 
     Raises BadInput where they differ in model, device, backend, precision or attention, where a plan is no probe, where
     a probe was measured twice, and where one ran out of memory.
@@ -113,7 +114,11 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Proven
         for failure in measurement.failed:
             what = f"probe {failure.plan.name!r} ran out of memory on rank {failure.rank}"
             raise BadInput(file, what, "measure probes of smaller batches, shorter samples or fewer layers")
-    results = [_result(file, found) for file, measurement in measurements for found in measurement.plans]
+    results = [
+        _result(file, found, _reference_s(measurement.plans, place))
+        for file, measurement in measurements
+        for place, found in enumerate(measurement.plans)
+    ]
     origins = [(file, _origin(m, found)) for file, m in measurements for found in m.plans]
     first_file, origin = origins[0]
     for file, other in origins[1:]:
@@ -150,7 +155,12 @@ def _origin(measurement: Measurement, found: PlanMeasurement) -> ProfileOrigin:
     )
 
 
-def _result(file: Path, found: PlanMeasurement) -> ProbeResult:
+def _reference_s(measured: Sequence[PlanMeasurement], place: int) -> float:
+    """Of the reference workload around the plan at a place: the median of it and its neighbours."""
+    return median(found.reference_s for found in measured[max(0, place - 1) : place + 2])
+
+
+def _result(file: Path, found: PlanMeasurement, reference_s: float) -> ProbeResult:
     plan = found.plan
     if (problem := _no_probe(plan)) is not None:
         raise BadInput(file, f"plan {plan.name!r} is no probe: {problem}", "pass measurements of probes")
@@ -182,7 +192,7 @@ def _result(file: Path, found: PlanMeasurement) -> ProbeResult:
             file, found, "gradient_reduction_s", [r.gradient_reduction_s for r in found.ranks]
         ).median_s,
         optimizer_s=_slowest(file, found, "optimizer_s", [r.optimizer_s for r in found.ranks]).median_s,
-        reference_s=found.reference_s,
+        reference_s=reference_s,
     )
 
 

@@ -24,9 +24,12 @@ _WORKLOADS = {
 }
 """About 15 ms on a processor core and on an H100. A profile's times hold beside those of the very same workload."""
 
+_REPEATS = 4
+"""As long as a step of a small model: what takes a core away for 10 ms makes 15 ms twice as long, a step hardly."""
+
 
 def reference_time_s(device: torch.device) -> float:
-    """Seconds of the workload on this rank's device, while all ranks do theirs; collective over the world.
+    """Seconds of the workload on this rank's device, mean of some in a row, while all ranks do theirs; collective.
 
     Between steps of training its tensors find room where activations were.
     """
@@ -37,9 +40,10 @@ def reference_time_s(device: torch.device) -> float:
     dist.barrier()
     clock = clock_for(device)
     clock.hook("start")
-    for _ in range(work.products):
-        torch.mm(factor, factor, out=product)
-    for _ in range(work.sums):
-        torch.add(total, terms, out=total)
+    for _ in range(_REPEATS):
+        for _ in range(work.products):
+            torch.mm(factor, factor, out=product)
+        for _ in range(work.sums):
+            torch.add(total, terms, out=total)
     clock.hook("reference")
-    return sum(interval.time_s for interval in clock.intervals())
+    return sum(interval.time_s for interval in clock.intervals()) / _REPEATS
