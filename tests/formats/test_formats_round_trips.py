@@ -84,7 +84,8 @@ def test_how_fast_a_machine_was_is_the_mean_of_its_ranks() -> None:
     """A process beside two ranks takes half of one core: a step takes 1.4 times as long then, not twice."""
     (measured,) = read_document(EXAMPLES / "measurement.json", Measurement).plans
     ranks = tuple(
-        msgspec.structs.replace(rank, reference_s=(2.0, 2.0) if rank.rank % 2 else (1.0, 1.0)) for rank in measured.ranks
+        msgspec.structs.replace(rank, reference_s=(2.0, 2.0) if rank.rank % 2 else (1.0, 1.0))
+        for rank in measured.ranks
     )
     assert PlanMeasurement(plan=measured.plan, ranks=ranks).reference_s == 1.5
 

@@ -1,5 +1,6 @@
 """A run has one lock, which its first node holds and which harms nothing that stands in its way."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -18,7 +19,9 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
     file = tmp_path / "new" / "LOCK"
     with only_run(file, Nodes()):
         with (
-            pytest.raises(BadInput, match="LOCK: another run is using it: wait for it or stop it"),
+            pytest.raises(
+                BadInput, match=rf"LOCK: another run is using it \(.+, process {os.getpid()}, since 20.+\): wait"
+            ),
             only_run(file, FIRST),
         ):
             pass
@@ -47,11 +50,23 @@ with only_run(Path({str(file)!r}), Nodes()):
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        with pytest.raises(BadInput, match="another run"), only_run(file, Nodes()):
+        with pytest.raises(BadInput, match=rf"process {holder.pid}, "), only_run(file, Nodes()):
             pass
         holder.kill()
     assert file.exists()
     with only_run(file, Nodes()):
+        assert f"process {os.getpid()}, " in file.read_text()
+
+
+def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with (
+        pytest.raises(BadInput, match=r"LOCK: cannot be locked \(No locks available\)"),
+        only_run(tmp_path / "LOCK", Nodes()),
+    ):
         pass
 
 

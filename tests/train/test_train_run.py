@@ -17,6 +17,7 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.run import RunResult
 from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
 from shardwright_train.data.prepare import prepare
+from shardwright_train.training.stopping import Grace, StopNote
 
 STEPS = 6
 
@@ -91,8 +92,12 @@ def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(work: Path, plan_file: Pa
     assert status == 75, err
     assert err.count("error:") == 1 and "run the same command to resume" in err
     assert not (work / "stopped" / "DONE.json").exists()
+    note = read_document(work / "stopped" / "STOPPED.json", StopNote)
+    assert (note.reason, note.steps, note.checkpoint) == ("signal", STEPS, str(latest_checkpoint(folder)))
+    assert f"stopped after step {note.step} of {STEPS}" in err
     status, _, err = finish(start(work, plan_file, "stopped"))
     assert status == 0, err
+    assert not (work / "stopped" / "STOPPED.json").exists()
     assert losses(work / "stopped") == losses(unbroken)
 
 
@@ -150,3 +155,15 @@ def test_a_locked_run_is_refused(work: Path, plan_file: Path) -> None:
         status, _, err = finish(start(work, plan_file, "locked"))
     assert (status, err.count("\n")) == (2, 1)
     assert "another run is using it" in err
+
+
+def test_a_grace_time_that_is_too_short_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A stop beside a save under way takes the rest of the step and two saves, each the longest there was."""
+    grace = Grace(given_s=10.0, saves=2).after(4.0, []).after(3.0, [1.0, 3.0])
+    assert capsys.readouterr().err == ""
+    grace = grace.after(3.0, [1.0, 3.0, 3.5])
+    told = capsys.readouterr().err
+    assert told.startswith("warning: --grace-s 10: a stop takes 11.0 s (a step 4.0 s, a save 3.5 s)")
+    grace.after(9.0, [5.0])
+    Grace(given_s=None, saves=1).after(1e6, [1e6])
+    assert capsys.readouterr().err == ""

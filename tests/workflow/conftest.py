@@ -64,21 +64,24 @@ class Workspace:
             change(config)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
 
-    def environment(self, fails: str = "") -> dict[str, str]:
+    def environment(self, fails: str = "", stops: str = "") -> dict[str, str]:
         return os.environ | {
             "PATH": f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(HERE),
             "STUB_CALLS": str(self.calls_file),
             "STUB_FAILS": fails,
+            "STUB_STOPS": stops,
             "XDG_CACHE_HOME": str(self.folder / "cache"),
         }
 
-    def snakemake(self, *arguments: str, fails: str = "", cores: tuple[str, ...] = ("--cores", "2")) -> Called:
+    def snakemake(
+        self, *arguments: str, fails: str = "", stops: str = "", cores: tuple[str, ...] = ("--cores", "2")
+    ) -> Called:
         command = [
             "snakemake", *arguments, "--snakefile", str(ROOT / "Snakefile"), "--configfile", "config.yaml",
             *cores, "--quiet", "host",
         ]  # fmt: skip
-        return _forked(command, self.folder, self.environment(fails))
+        return _forked(command, self.folder, self.environment(fails, stops))
 
     def calls(self) -> list[list[str]]:
         return [json.loads(line) for line in self.calls_file.read_text().splitlines()]

@@ -27,6 +27,12 @@ def main() -> None:
         calls.write(json.dumps([called, *arguments]) + "\n")
     if called == os.environ.get("STUB_FAILS"):
         sys.exit("error: some.json: something is wrong: do something")
+    if called == os.environ.get("STUB_STOPS"):
+        note = Path(os.environ["STUB_CALLS"]).with_name("stopped")
+        stopped = len(note.read_text()) if note.exists() else 0
+        if stopped < 2:
+            note.write_text("x" * (stopped + 1))
+            sys.exit(75)
     for given, following in pairwise(arguments):
         if given in (
             "--cluster",

@@ -208,3 +208,27 @@ def test_the_demo_says_what_it_does_what_came_of_it_and_why_it_fails(finished):
     status, _, complaint = _demo(finished)
     assert status != 0
     assert "error: config/config.yaml: runs.demo.stepz is no known key: did you mean steps?" in complaint
+
+
+def test_a_run_that_stops_in_order_is_resumed(finished):
+    (finished.folder / "results/runs/demo/DONE.json").unlink()
+    calls = len(_of(finished.calls(), "shardwright-train run"))
+    done = finished.snakemake("results/runs/demo/DONE.json", stops="shardwright-train run")
+    assert done.status == 0, done.output
+    first, *again = _of(finished.calls(), "shardwright-train run")[calls:]
+    assert again == [first, first]
+
+
+def test_a_run_is_resumed_a_number_of_times_and_only_where_it_stopped_in_order(tmp_path):
+    def ended(times, *command):
+        script = ROOT / "workflow/scripts/resume.sh"
+        return subprocess.run([script, str(times), *command], capture_output=True, text=True, check=False, timeout=60)
+
+    stops = ended(2, "bash", "-c", f"echo x >> {tmp_path}/calls; exit 75")
+    assert (stops.returncode, (tmp_path / "calls").read_text()) == (75, "x\n" * 3)
+    assert "time 2 of 2 at most" in stops.stderr and stops.stderr.count("\n") == 2
+    for status in (0, 2, 4, 130):
+        once = ended(2, "bash", "-c", f"exit {status}")
+        assert (once.returncode, once.stderr) == (status, "")
+    signalled = ended(2, "bash", "-c", "kill -TERM $PPID; exit 75")
+    assert (signalled.returncode, signalled.stderr) == (75, "")

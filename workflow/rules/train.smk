@@ -28,7 +28,7 @@ rule prepare:
 
 
 # Checkpoints are no outputs: Snakemake would delete them before a run goes on. They lie under the plan's identity, so
-# that another plan starts afresh.
+# that another plan starts afresh. A run that stops in order (75) is resumed, ten times at most.
 rule run:
     input:
         plan=lambda wildcards: CONFIG.plan_of(CONFIG.of.runs[wildcards.run].search),
@@ -55,8 +55,8 @@ rule run:
     message:
         "train {wildcards.run}: {params.steps} steps"
     shell:
-        "{resources.mpi} shardwright-train run {input.plan} --data {params.data} --checkpoints {params.checkpoints}"
-        " {params.options:q} --out {params.folder} 2> {log}"
+        "{ROOT:q}/workflow/scripts/resume.sh 10 {resources.mpi} shardwright-train run {input.plan} --data {params.data}"
+        " --checkpoints {params.checkpoints} {params.options:q} --out {params.folder} 2> {log}"
 
 
 rule validate:

@@ -1,21 +1,30 @@
-"""One run at a time: a lock that is held by one process and let go when that process ends, however it ends."""
+"""One run at a time: a lock that is held by one process and let go when that process ends, however it ends.
 
+It is flock(2), which the kernel lets go of. On NFS, Linux turns it into a lock of the server's, for all its clients: of
+a machine that is lost, NFSv4's server lets go when the lease ends (90 s, where nothing else is set).
+"""
+
+import errno
 import fcntl
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_launch.nodes import Nodes
+
+_MAX_WHO_BYTES = 300
 
 
 @contextmanager
 def only_run(file: Path, nodes: Nodes) -> Iterator[None]:
     """Hold the lock `file` of a run on node 0; the run's other nodes take none, for they may share its folder.
 
-    A symbolic link is not followed, and what stands in the file is left alone. BadInput where another run holds it.
+    A symbolic link is not followed. The file says what holds it, as does the BadInput where another run does.
     """
     if nodes.rank:
         yield
@@ -34,11 +43,27 @@ def _locked(file: Path) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_still(file, descriptor):
+                _say_who(descriptor)
                 return descriptor
-        except BlockingIOError:
+        except OSError as error:
+            problem = _refusal(file, descriptor, error)
             os.close(descriptor)
-            raise BadInput(file, "another run is using it", "wait for it or stop it") from None
+            raise problem from None
         os.close(descriptor)  # the run before removed the file as this one opened it
+
+
+def _say_who(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    os.pwrite(descriptor, f"{socket.gethostname()}, process {os.getpid()}, since {now}\n".encode(), 0)
+
+
+def _refusal(file: Path, descriptor: int, error: OSError) -> BadInput:
+    if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):  # such as ENOLCK: a file system that has no locks
+        what = f"cannot be locked ({error.strerror})"
+        return BadInput(file, what, "choose a folder on a file system with flock(2), such as NFS with its locks on")
+    holder = os.pread(descriptor, _MAX_WHO_BYTES, 0).decode(errors="replace").strip()
+    return BadInput(file, f"another run is using it{holder and f' ({holder})'}", "wait for it or stop it")
 
 
 def _opened(file: Path) -> int:

@@ -54,7 +54,8 @@ class RankOptions(NodeOptions, frozen=True, kw_only=True):
 class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Train; run the same command again to resume. Starts one process per device of this node itself.
 
-    Exit codes: 0 done, 2 bad input or locked, 4 failed (NaN, dead rank, hang), 75 stopped in order, 130 second signal.
+    Exit codes: 0 done, 2 bad input or locked, 4 failed (NaN, dead rank, hang), 75 stopped in order (STOPPED.json in
+    --out says where), 130 second signal.
     """
 
     plan: Annotated[Path, POSITIONAL]
@@ -84,6 +85,8 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Let a branch have another global batch size than the checkpoint was saved with."""
     max_time_s: Annotated[float, Meta(ge=1, le=1e9)] | None = None
     """Stop in order (exit 75) with the first step that ends so many s after the first began."""
+    grace_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    """Seconds from a scheduler's stop signal to its kill; where a step and a save take longer, that is said."""
     learning_rate: _Rate = 3e-4
     """Peak learning rate, per step."""
     learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.COSINE

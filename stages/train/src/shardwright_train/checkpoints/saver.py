@@ -1,6 +1,7 @@
 """Writing checkpoints: complete or not at all, beside the steps that follow where that is asked for."""
 
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ class Saver:
     """Of the whole world, with gloo, for this alone: another thread uses it."""
     bytes_in_all: int
     """Of a checkpoint's tensors."""
+    took_s: list[float] = field(default_factory=list)
+    """Of each checkpoint that was written."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saver"))
     _writing: "list[Future[Path]]" = field(default_factory=list)
 
@@ -69,7 +72,7 @@ class Saver:
         self._thread.shutdown()
 
     def _write(self, tensors: dict[str, Tensor], progress: Progress) -> Path:
-        target = folder_of_step(self.folder, progress.step)
+        began, target = time.monotonic(), folder_of_step(self.folder, progress.step)
         unfinished = target.with_suffix(".unfinished")
         self._first(lambda: _empty_folder(unfinished))
         write_tensors(unfinished, tensors, self.group)
@@ -82,6 +85,7 @@ class Saver:
         )
         self._first(lambda: _commit(unfinished, target, record))
         self._first(lambda: prune(self.folder, self.keep_last, self.keep_every))
+        self.took_s.append(time.monotonic() - began)
         return target
 
     def _files(self, folder: Path) -> tuple[SavedFile, ...]:

@@ -2,10 +2,9 @@
 
 import math
 import shutil
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,6 +43,7 @@ from shardwright_train.training.due import Due
 from shardwright_train.training.loss_scale import LossScale
 from shardwright_train.training.metrics import METRICS, Metrics
 from shardwright_train.training.nonfinite import first_nonfinite
+from shardwright_train.training.stopping import NOTE, Grace, asked_to_stop, stop_note
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,9 @@ def train(job: RunOptions, world: World) -> None:
         run = _Run(job, plan, world, attention, batches, engine, saver, before)
         if world.rank == 0:
             run.metrics.keep_until(before.step, None if resumed is None else resumed.folder.parent)
+            (job.out / NOTE).unlink(missing_ok=True)
         to_do = range(before.step + 1, job.steps + 1)
-        with _asked_to_stop() as stop_asked, read_ahead(run.read, to_do) as ready:
+        with asked_to_stop() as stop_asked, read_ahead(run.read, to_do) as ready:
             progress = _steps(run, ready, stop_asked)
     if world.rank == 0:
         checkpoint = folder_of_step(folder, progress.step)
@@ -199,6 +200,7 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
     began, due = time.monotonic(), Due(job.checkpoint_every, job.checkpoint_minutes, job.max_time_s)
     fixed = LossScale.for_compute(run.plan.precision.compute).fixed
     scale = LossScale(progress.loss_scale, fixed, progress.steps_without_overflow)
+    grace = Grace(job.grace_s if run.world.rank == 0 else None, saves=1 + job.checkpoint_async)
     for step in range(run.resumed.step + 1, job.steps + 1):
         run.world.heartbeat.begin(f"in step {step}")
         run.saver.check()
@@ -229,7 +231,12 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
         if ends or outcome.save or due.by_step(step):
             run.saver.save(run.engine.tensors(), progress, wait=ends)
             due = due.saved()
+        if step > run.resumed.step + 1:  # the first takes longer
+            grace = grace.after(step_time_s, run.saver.took_s)
         if outcome.stop and step < job.steps:
+            if run.world.rank == 0:
+                note = stop_note(step, job.steps, not due.to_stop(), folder_of_step(run.saver.folder, step))
+                write_document(job.out / NOTE, note)
             raise Stopped(f"stopped after step {step} of {job.steps}: run the same command to resume")
     return progress
 
@@ -248,16 +255,3 @@ def _finish(run: _Run, progress: Progress, checkpoint: Path) -> None:
         checkpoint=str(checkpoint),
     )
     write_document(out / "DONE.json", result)
-
-
-@contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
-    """Collect the stop signals of this process instead of dying of them."""
-    asked: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGINT, interrupt)

@@ -1,0 +1,78 @@
+"""Ending a run in order: on whose asking, whether there is time for it, and the note that is left behind."""
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Literal
+
+from shardwright_formats.io.json import Document
+from shardwright_formats.types.limits import Count
+
+NOTE = "STOPPED.json"
+
+
+class StopNote(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """STOPPED.json: the run ended with 75, and the same command goes on with it."""
+
+    FORMAT = "shardwright.stopped"
+
+    step: Count
+    """The last step that is saved."""
+    steps: Count
+    """Of how many."""
+    reason: Literal["signal", "max_time_s"]
+    checkpoint: str
+    """Folder of the checkpoint."""
+    time_utc: str
+    """In ISO 8601."""
+
+
+def stop_note(step: int, steps: int, in_time: bool, checkpoint: object) -> StopNote:
+    """The note of a run that stops now; `in_time` unless its own time is up."""
+    return StopNote(
+        step=step,
+        steps=steps,
+        reason="signal" if in_time else "max_time_s",
+        checkpoint=str(checkpoint),
+        time_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+@dataclass(frozen=True)
+class Grace:
+    """The time from a stop signal to the kill that follows it, beside what a stop takes as far as that is known."""
+
+    given_s: float | None
+    """None: not known."""
+    saves: int
+    """Checkpoints that are written at a stop: its own and, beside the steps, one that may be under way."""
+    step_s: float = 0.0
+    """The longest so far."""
+    warned: bool = False
+
+    def after(self, step_s: float, saves_s: Sequence[float]) -> "Grace":
+        """The same after one more step; said, once, where the time is too short for it and the longest save."""
+        step_s, save_s = max(step_s, self.step_s), max(saves_s, default=0.0)
+        takes_s = step_s + self.saves * save_s
+        if self.given_s is None or self.warned or takes_s <= self.given_s:
+            return replace(self, step_s=step_s)
+        told = f"{takes_s:.1f} s (a step {step_s:.1f} s, a save {save_s:.1f} s)"
+        remedy = "steps since the last save will be lost: ask for more time, or save more often"
+        print(f"warning: --grace-s {self.given_s:g}: a stop takes {told}: {remedy}", file=sys.stderr, flush=True)
+        return replace(self, step_s=step_s, warned=True)
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[list[int]]:
+    """Collect the stop signals of this process instead of dying of them."""
+    asked: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)
