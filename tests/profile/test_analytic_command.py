@@ -74,9 +74,11 @@ def test_a_model_profile_has_every_combination_and_marks_all_of_it(written):
     folder, said = written
     profile = read_model_profile(folder / "m.h5")
     layers = profile.layers
-    # tp 1 without, 2 and 8 with each kind of sequence parallelism; tp 3 does not fit.
-    blocks = 7 * len(Recompute) * 3
-    assert len(layers["type"]) == 2 * (blocks + 2 * 7 * 3)
+    # tp 1 without, 2 and 8 with each kind of sequence parallelism; tp 3, which divides neither heads nor lengths, of
+    # embedding and head without any.
+    blocks, ends = 7 * len(Recompute) * 3, 2 * (7 + 1) * 3
+    assert len(layers["type"]) == 2 * (blocks + ends)
+    assert set(layers["type"][layers["tp_size"] == 3]) == {b"embedding", b"head"}
     assert "left out: tp_size=3 sequence_parallel=none: tp_size 3 does not divide" in said
     assert set(layers["sequence_length"]) == {1024, 2048} and profile.origin.device == DEVICE
     sources = [name for name in layers.columns if name.endswith("_source")]

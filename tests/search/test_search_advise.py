@@ -144,6 +144,20 @@ def test_rules_of_thumb_say_what_their_source_says(name, model, gpus, sizes):
     assert "arXiv" in RULES[name].source
 
 
+def test_the_table_s_micro_batch_is_halved_until_it_divides_the_batch():
+    """Llama 2 7B is below 7.5 B: tp 4 on 16 GPUs leaves dp 4 and, of a batch of 24, 6 samples of the table's 16."""
+    question = _question(batch=24)
+    plan = plan_of_rule("nvidia-table", question, lambda _: True)
+    assert (plan.layers[0].tp_size, plan.layers[0].dp_size, plan.microbatch_samples) == (4, 4, 4 * 2)
+
+
+def test_heads_that_no_tp_size_divides_leave_it_to_embedding_and_head(capsys):
+    """GPT-2 XL has 25 heads."""
+    code, told, error = _advise(capsys, "gpt2-xl", "--gpus", "8:V100-32", "--batch", 64, "--precision", "float16")
+    assert (code, error) == (0, "")
+    assert "rule:tp8" in told and "proven under these estimates" in told
+
+
 def test_a_choice_that_the_gpus_cannot_hold_says_by_how_much(capsys):
     code, told, _ = _advise(
         capsys, "llama-2-7b", "--gpus", "8:A100-40", "--batch", 16, "--against", "tp=1,mbs=2", "--uniform"

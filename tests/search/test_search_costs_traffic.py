@@ -125,6 +125,29 @@ def test_tensor_parallelism_over_two_nodes_takes_longer_than_where_the_node_had_
     assert passes(4, 2) - passes(8, 2) == pytest.approx(4 * of_a_message)
 
 
+@pytest.mark.parametrize("measured", [(1, 2), (1, 2, 3)])
+def test_tensor_parallelism_that_no_node_can_measure_is_rounded_up_to_what_it_can(make, measured):
+    """Six ranks on two nodes of 3: a layer's times are those of the largest profiled degree t, 2 or 3.
+
+    Each of 4 all-reduces takes 40 us and 2 * 5/6 of its bytes, of which 20 us and 2 * (t-1)/t are in those times.
+    Bytes of the states are those of six ranks; the step of the optimizer is that of t.
+    """
+    model, cluster = random_model(np.random.default_rng(0), 4, False), make.cluster(6, 2)
+    profile = make.profile(model, tp_sizes=measured)
+    costs = CostModel(model, cluster, make.index(make.hardware(cluster), profile), Precision())
+    strategy = LayerStrategy(type="block", tp_size=6, dp_size=1)
+    found = costs.layer("block", strategy, stage_topology(cluster, range(6)), 2, 2)
+    t = measured[-1]
+    (row,) = (r for r in profile.layers.rows if r.place[:4] == ("block", t, "none", "none") and r.micro_batch_size == 2)
+    message = 1000 * LENGTH * HIDDEN * 4 * 2
+    longer = 4 * (20_000_000 + message * 2 * (5 / 6 - (t - 1) / t))
+    assert found.forward_ps + found.backward_ps == pytest.approx((row.forward_s + row.backward_s) * 1e12 + longer)
+    assert found.activation_bytes == row.activation_bytes
+    assert found.optimizer_ps == pytest.approx(costs.profiles.states["block", t].optimizer_s * 1e12)
+    assert found.memory.parameters == 4 * model.types["block"].parameter_count(6)
+    assert found.warnings == (f"rounded up: block tp_size 6: as profiled with tp_size {t}",)
+
+
 def test_traffic_of_groups_that_lie_apart_is_marked_where_the_model_does_not_tell_it(make):
     costs = model_of(make, 4, 2)
     strategy = LayerStrategy(type="block", tp_size=2, dp_size=2, tp_consecutive=False)

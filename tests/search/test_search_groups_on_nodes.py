@@ -120,7 +120,10 @@ def test_what_was_not_measured_is_rounded_up_with_a_warning(make, wanted, taken)
 @pytest.mark.parametrize("consecutive", [[True], [True, False]])
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_a_search_over_all_tensor_parallel_sizes_takes_those_that_were_profiled(make, nodes, consecutive):
-    """Of 8 ranks the profile has sizes up to 4, and a sweep the groups that layouts on the cluster have."""
+    """Of 8 ranks the profile has sizes up to 4, and a sweep the groups that layouts on the cluster have.
+
+    More ranks than a node has are priced where they are asked for, and those of a node refused: these can be measured.
+    """
     cluster, model = make.cluster(8, nodes), make.model()
     hardware = make.hardware(cluster)
     swept = {kind.key for kind in collective_kinds(cluster)}
@@ -131,9 +134,15 @@ def test_a_search_over_all_tensor_parallel_sizes_takes_those_that_were_profiled(
     found = find_best(request, model, cluster, profiles, Path("s.json"), lambda line: None)
     assert isinstance(found, Found)
     assert instance_of(request, model, cluster, profiles, Path("s.json")).request.tp_sizes == (1, 2, 4)
-    listed = replace(request, tp_sizes=(8,))
-    with pytest.raises(BadInput, match="no point for embedding tp_size 8"):
-        find_best(listed, model, cluster, profiles, Path("s.json"), lambda line: None)
+    wide = find_best(replace(request, tp_sizes=(8,)), model, cluster, profiles, Path("s.json"), lambda line: None)
+    assert isinstance(wide, Found) and wide.chosen.plan.layers[0].tp_size == 8
+    told = wide.chosen.evaluation.warnings
+    assert "rounded up: block tp_size 8: as profiled with tp_size 4" in told
+    assert not any("rounded" in line for line in found.chosen.evaluation.warnings)
+    narrow = make.index(hardware, make.profile(model, tp_sizes=(1,)))
+    listed = replace(request, tp_sizes=(8 // nodes,))
+    with pytest.raises(BadInput, match=f"no point for embedding tp_size {8 // nodes} .*: add it to the profile"):
+        find_best(listed, model, cluster, narrow, Path("s.json"), lambda line: None)
 
 
 def test_what_nothing_measured_bounds_is_refused(make):

@@ -23,7 +23,7 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProcessRow, ProfileOrigin, StateRow
-from shardwright_formats.types.plan import ITEMSIZE, Precision
+from shardwright_formats.types.plan import ITEMSIZE, Precision, misfit
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
 
 
@@ -54,11 +54,10 @@ def model_profile(
     precision = settings.precision
     machine = machine_of(rates, "tf32" if precision.tf32 else precision.compute, efficiencies)
     asked = list(_strategies([one for _, one in models], settings))
-    strategies = [(one, strategy) for one, strategy, problem in asked if problem is None]
     left_out = tuple(dict.fromkeys(problem for _, _, problem in asked if problem is not None))
-    if not strategies:
+    if all(problem is not None for _, _, problem in asked):
         raise BadInput("--settings", f"no strategy fits ({'; '.join(left_out)})", "choose other tp_sizes")
-    rows = [row for one, strategy in strategies for row in _layer_rows(one, strategy, settings, machine, fused)]
+    rows = [row for one, strategy, _ in asked for row in _layer_rows(one, strategy, settings, machine, fused)]
     layers = sorted(rows, key=lambda row: row.place)
     origin = ProfileOrigin(
         model=model.name,
@@ -68,7 +67,7 @@ def model_profile(
         precision=precision.text,
         attention=str(settings.attention),
     )
-    tp_sizes = sorted({1, *(strategy.tp_size for _, strategy in strategies)})
+    tp_sizes = sorted({1, *settings.tp_sizes})
     return AnalyticProfile(
         ModelProfile(
             origin=origin,
@@ -117,7 +116,7 @@ def _same_model(models: Sequence[tuple[Path, Model]]) -> Model:
 
 
 def _strategies(models: Sequence[Model], settings: ProfileSettings) -> Iterator[tuple[Model, Strategy, str | None]]:
-    """Every asked strategy of one tensor-parallel group, with the reason why it does not fit or None."""
+    """Every asked strategy of one tensor-parallel group, with the reason why it does not fit all layers or None."""
     for model, (tp_size, kind) in product(models, settings.strategies):
         strategy = Strategy(tp_size=tp_size, dp_size=1, sequence_parallel=kind)
         problem = misfit_of(model, strategy)
@@ -127,9 +126,12 @@ def _strategies(models: Sequence[Model], settings: ProfileSettings) -> Iterator[
 def _layer_rows(
     model: Model, strategy: Strategy, settings: ProfileSettings, machine: Machine, fused: bool
 ) -> Iterator[LayerRow]:
+    """Of the layers that a strategy fits: heads that it does not divide leave it to embedding and head."""
     asked = settings.micro_batch_sizes
     sizes = asked if isinstance(asked, tuple) else asked.values(None)
     for name in (EMBEDDING, *block_types(model), HEAD):
+        if misfit(model, name, strategy) is not None:
+            continue
         kinds = (Recompute.NONE,) if name in (EMBEDDING, HEAD) else settings.recompute
         for recompute, samples in product(kinds, sizes):
             sharded = LayerStrategy(
@@ -162,6 +164,8 @@ def _state_rows(model: Model, tp_sizes: Sequence[int], precision: Precision, mac
     stored, reduced = ITEMSIZE[precision.parameters], ITEMSIZE[precision.reduce]
     for name, tp_size in product((EMBEDDING, *block_types(model), HEAD), tp_sizes):
         kind = model.types[name]
+        if misfit(model, name, Strategy(tp_size=tp_size, dp_size=1)) is not None:
+            continue
         count = kind.parameter_count(tp_size)
         yield StateRow(
             type=name,

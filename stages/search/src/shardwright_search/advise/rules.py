@@ -31,12 +31,22 @@ class _Size(NamedTuple):
     parameters: float
     tp_size: int
     pp_size: int
+    micro_batch_size: int
 
 
 _TABLE = (
-    *(_Size(1.7e9, 1, 1), _Size(3.6e9, 2, 1), _Size(7.5e9, 4, 1), _Size(18.4e9, 8, 1), _Size(39.1e9, 8, 2)),
-    *(_Size(76.1e9, 8, 4), _Size(145.6e9, 8, 8), _Size(310.1e9, 8, 16), _Size(529.6e9, 8, 35), _Size(1008e9, 8, 64)),
+    _Size(1.7e9, 1, 1, 16),
+    _Size(3.6e9, 2, 1, 16),
+    _Size(7.5e9, 4, 1, 16),
+    _Size(18.4e9, 8, 1, 8),
+    _Size(39.1e9, 8, 2, 4),
+    _Size(76.1e9, 8, 4, 2),
+    _Size(145.6e9, 8, 8, 2),
+    _Size(310.1e9, 8, 16, 1),
+    _Size(529.6e9, 8, 35, 1),
+    _Size(1008e9, 8, 64, 1),
 )
+"""Table 1 of Narayanan et al. 2021, and TP, PP and MBS of Megatron-LM's examples/sc21/run_table_1.sh, which runs it."""
 
 
 def _tp_sizes(question: Question) -> list[int]:
@@ -68,7 +78,8 @@ def _smallest(question: Question) -> Iterator[Choice]:
 def _from_table(question: Question) -> Iterator[Choice]:
     own = question.model.parameter_count
     size = next((row for row in _TABLE if row.parameters >= own), _TABLE[-1])
-    yield Choice(size.tp_size, size.pp_size, recompute=Recompute.FULL)
+    for micro_batch_size in (n for n in (16, 8, 4, 2, 1) if n <= size.micro_batch_size):
+        yield Choice(size.tp_size, size.pp_size, micro_batch_size, recompute=Recompute.FULL)
 
 
 RULES = {
@@ -84,8 +95,9 @@ RULES = {
     ),
     "nvidia-table": Rule(
         _from_table,
-        "tp and pp of the next larger model in NVIDIA's table, full recomputation, no ZeRO, micro-batches of 1 "
-        "(table 1 of Narayanan et al. 2021, arXiv 2104.04473)",
+        "tp, pp and micro-batch of the next larger model in NVIDIA's table, the last halved until it divides and fits, "
+        "full recomputation, no ZeRO (table 1 of Narayanan et al. 2021, arXiv 2104.04473; Megatron-LM's "
+        "examples/sc21/run_table_1.sh)",
     ),
 }
 """By the name behind `rule:`."""

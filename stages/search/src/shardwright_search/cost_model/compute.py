@@ -1,5 +1,6 @@
 """Time and memory of one layer, read off the model profile."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,17 @@ class ComputeCost(NamedTuple):
     activation_bytes: float
     workspace_bytes: float
     warning: str | None
+
+
+def probed_tp_size(profiled: Iterable[int], tp_size: int, node_devices: int) -> int:
+    """The tensor-parallel degree whose numbers serve: itself, unless it is not profiled and no node can measure it.
+
+    A group that does not divide the devices of a node is in no probe. Its ranks compute and hold less than those of
+    fewer ranks do: the largest profiled degree below it is what it is rounded up to.
+    """
+    if node_devices % tp_size == 0 or tp_size in (known := set(profiled)):
+        return tp_size
+    return max((size for size in known if size < tp_size), default=tp_size)
 
 
 def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_model: TimeModel) -> ComputeCost:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from shardwright_formats.semantics.communication import region_messages
-from shardwright_formats.semantics.layout import Layout
+from shardwright_formats.semantics.layout import Layout, parameter_layout
 from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import GroupKind
@@ -22,7 +22,7 @@ from shardwright_formats.types.plan import GradientReduction, Precision
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_search.cost_model.collectives import Duration, Slowdowns, collective_time, overlapped_time
 from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
-from shardwright_search.cost_model.compute import ComputeCost, layer_cost
+from shardwright_search.cost_model.compute import ComputeCost, layer_cost, probed_tp_size, states_of
 from shardwright_search.cost_model.memory import ParameterMemory, itemsize
 from shardwright_search.cost_model.parameters import Overlapped, ParameterCosts, parameter_costs
 from shardwright_search.cost_model.profiles import LayerKey, Profiles
@@ -193,7 +193,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, single_microbatch: bool
     ) -> LayerCost:
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-        compute = self._compute(type_name, strategy, samples // strategy.dp_size)
+        compute = self._compute(type_name, strategy, topology, samples // strategy.dp_size)
         further = self._further_traffic(type_name, strategy, topology, samples)
         forward_s, backward_s = compute.forward_s + further[0].time_s, compute.backward_s + further[1].time_s
         plain = Strategy(**{name: getattr(strategy, name) for name in Strategy.__struct_fields__})
@@ -236,13 +236,30 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         """The same whatever is recomputed."""
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
         of = self.profiles, self.model, self.precision
-        return parameter_costs(*of, reduces_every, type_name, strategy, topology, single_microbatch)
+        tp_size = self._probed(type_name, parameter_layout(strategy).tp_size, topology)
+        states = states_of(self.profiles, type_name, tp_size)
+        return parameter_costs(*of, reduces_every, type_name, strategy, topology, states, single_microbatch)
 
-    def _compute(self, type_name: str, strategy: Strategy, micro_batch_size: int) -> ComputeCost:
+    def _compute(
+        self, type_name: str, strategy: Strategy, topology: StageTopology, micro_batch_size: int
+    ) -> ComputeCost:
         recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
-        length = self.model.sequence_length
-        key = LayerKey(type_name, strategy.tp_size, strategy.sequence_parallel, recompute, length)
-        return self._measured(key, micro_batch_size)
+        tp_size, length = self._probed(type_name, strategy.tp_size, topology), self.model.sequence_length
+        key = LayerKey(type_name, tp_size, strategy.sequence_parallel, recompute, length)
+        found = self._measured(key, micro_batch_size)
+        if tp_size == strategy.tp_size:
+            return found
+        rounded = f"rounded up: {type_name} tp_size {strategy.tp_size}: as profiled with tp_size {tp_size}"
+        return found._replace(warning=f"{rounded}; {found.warning}" if found.warning else rounded)
+
+    @cached_method
+    def _probed(self, type_name: str, tp_size: int, topology: StageTopology) -> int:
+        """The tensor-parallel degree whose numbers serve."""
+        profiled = (size for name, size in self.profiles.states if name == type_name)
+        return probed_tp_size(profiled, tp_size, self._node_devices(topology))
+
+    def _node_devices(self, topology: StageTopology) -> int:
+        return self.cluster.node_types[topology.node_type].devices_per_node
 
     @cached_method
     def _measured(self, key: LayerKey, micro_batch_size: int) -> ComputeCost:
@@ -257,8 +274,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         node has, which an estimate alone can be of, as many as it has stand for them.
         """
         groups = tp_group_kinds(topology, strategy.tp_size, strategy.tp_consecutive)
-        width = self.cluster.node_types[topology.node_type].devices_per_node
-        inside = min(strategy.tp_size, width)
+        inside = min(self._probed(type_name, strategy.tp_size, topology), self._node_devices(topology))
         profiled = (GroupKind(inside, inside, True),)
         if strategy.tp_size == 1 or groups == profiled:
             return Duration(0.0), Duration(0.0)

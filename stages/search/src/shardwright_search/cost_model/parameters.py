@@ -21,7 +21,6 @@ from shardwright_search.cost_model.collectives import (
     overlapped_time,
     slowdowns_of,
 )
-from shardwright_search.cost_model.compute import states_of
 from shardwright_search.cost_model.memory import ParameterMemory, itemsize, parameter_memory
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import (
@@ -70,14 +69,14 @@ def parameter_costs(
     type_name: str,
     strategy: Strategy,
     topology: StageTopology,
+    states: StateRow,
     single_microbatch: bool,
 ) -> ParameterCosts:
-    """Of one layer of a type on one rank."""
+    """Of one layer of a type on one rank; `states` are those of its parameters that were profiled."""
     kind, layout = model.types[type_name], parameter_layout(strategy)
     sizes, count = (itemsize(precision.compute), itemsize(precision.reduce)), 1 if single_microbatch else 2
     groups = data_group_kinds(topology, layout.tp_size, strategy.tp_consecutive, strategy.state_shards)
     messages = list(parameter_messages(kind, strategy, *sizes, count, reduces_every))
-    states = states_of(profiles, type_name, layout.tp_size)
     of = profiles, states, strategy.state_shards, groups
     # One gather stands for those of all passes.
     gather = _overlapped(*of, [m for m in messages if m.cause is Cause.PARAMETERS][:1])

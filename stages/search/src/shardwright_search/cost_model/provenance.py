@@ -44,14 +44,21 @@ def _used(plan: Plan, profiles: Profiles) -> Sources:
     found = set(profiles.sources)
     for name, strategy in dict.fromkeys(layers_of):
         recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
-        key = LayerKey(name, strategy.tp_size, strategy.sequence_parallel, recompute, plan.model.sequence_length)
+        tp_size = _profiled(profiles, name, strategy.tp_size)
+        key = LayerKey(name, tp_size, strategy.sequence_parallel, recompute, plan.model.sequence_length)
         # A length that was never profiled leans on the lengths that were.
         exact = profiles.layers.get(key)
         points = [of for other, of in profiles.layers.items() if other[:4] == key[:4]] if exact is None else [exact]
         found = found.union(*(of.sources for of in points))
         # A reduction that was not measured is counted by its messages.
-        found |= sources_of(profiles.states[name, parameter_layout(strategy).tp_size], "optimizer_s")
+        states = profiles.states[name, _profiled(profiles, name, parameter_layout(strategy).tp_size)]
+        found |= sources_of(states, "optimizer_s")
     return frozenset(found)
+
+
+def _profiled(profiles: Profiles, type_name: str, tp_size: int) -> int:
+    """The degree whose numbers priced a plan: where no node could measure it, the largest below it."""
+    return max(size for name, size in profiles.states if name == type_name and size <= tp_size)
 
 
 def _lines(sources: Sources, file: Path, notes: str) -> Iterator[str]:
