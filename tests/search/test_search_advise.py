@@ -122,6 +122,18 @@ def test_a_choice_is_the_plan_that_it_says():
     assert (layer.data_parallel, layer.recompute) == (DataParallel.ZERO2, Recompute.SELECTIVE)
 
 
+def test_zero3_holds_a_shard_of_the_gradients_between_microbatches():
+    """Of 6.74e9 parameters in float32 a sixteenth, and the embedding's own gradient until it is reduced.
+
+    A rank that kept all gradients would hold 25.1 GiB.
+    """
+    question = _question()
+    plan = plan_of_choice(choice_of("zero=3,mbs=1,recompute=full", question), "fsdp", question)
+    assert plan.num_microbatches == 4
+    (stage,) = evaluate(plan, question.profiles).estimate.stages
+    assert stage.memory_terms_bytes["gradients"] == pytest.approx(4 * (6.738e9 / 16 + 32000 * 4096), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "model", "gpus", "sizes"),
     [

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_bytes
-from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.advise.question import Question
 from shardwright_search.interop.uniform import uniform_plan
@@ -59,6 +59,8 @@ def plan_of_choice(choice: Choice, name: str, question: Question) -> Plan:
         raise BadInput(name, what, "choose another mbs or --batch")
     megatron = choice.sequence_parallel and choice.tp_size > 1
     precision = question.request.precision
+    # FSDP keeps a shard of the gradients between microbatches, unless it is told not to.
+    shards = choice.data_parallel is DataParallel.ZERO3
     request = UniformRequest(
         global_batch_size=batch,
         num_microbatches=batch // (dp_size * choice.micro_batch_size),
@@ -70,6 +72,7 @@ def plan_of_choice(choice: Choice, name: str, question: Question) -> Plan:
         recompute=choice.recompute,
         schedule=Schedule.ONE_F_ONE_B if choice.chunks == 1 else Schedule.INTERLEAVED_1F1B,
         layer_ranges=choice.chunks,
+        gradient_reduction=GradientReduction.EVERY_MICROBATCH if shards else GradientReduction.DEFERRED,
         precision_parameters=precision.parameters,
         precision_compute=precision.compute,
         precision_reduce=precision.reduce,
