@@ -10,7 +10,13 @@ ROOT = Path(__file__).parents[2]
 ONE_FILE = ROOT / "stages/train/src/shardwright_train/torch_private.py"
 SOURCES = [path for path in sorted(ROOT.glob("stages/*/src/**/*.py")) if path != ONE_FILE]
 NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
-TRANSFORMERS = {"_attn_implementation", "_init_weights", "_tied_weights_keys", "_tp_plan"}
+TRANSFORMERS = {
+    "_attn_implementation",
+    "_init_weights",
+    "_keys_to_ignore_on_load_unexpected",
+    "_tied_weights_keys",
+    "_tp_plan",
+}
 OWN = {"_ulysses"}
 ALLOWED = NAMED_TUPLES | TRANSFORMERS | OWN
 

@@ -41,12 +41,12 @@ IDENTITY = Identity(
 PROGRESS = msgspec.structs.replace(start(1.0), step=1, updates=1)
 
 
-def saved(folder: Path, engine: Engine) -> Path:
+def saved(folder: Path, engine: Engine, identity: Identity = IDENTITY) -> Path:
     """Where an engine's tensors are, once they are saved."""
     folder.mkdir(parents=True, exist_ok=True)
     saver = Saver(
         folder=folder,
-        identity=IDENTITY,
+        identity=identity,
         parent=None,
         keep_last=1,
         keep_every=0,

@@ -25,7 +25,7 @@ from shardwright_train.checkpoints.choice import (
     read_whole,
 )
 from shardwright_train.checkpoints.folders import RECORD, complete_checkpoints, folder_of_run, prune
-from shardwright_train.checkpoints.record import Identity, Settings, start
+from shardwright_train.checkpoints.record import Checkpoint, Identity, Settings, start
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors
 from shardwright_train.engine.learning_rate import LearningRateSchedule
@@ -137,7 +137,7 @@ DAMAGES = {
     "record is binary": lambda checkpoint: (checkpoint / RECORD).write_bytes(bytes(range(256))),
     "record is a pickle": lambda checkpoint: (checkpoint / RECORD).write_bytes(pickle.dumps({"step": 6})),
     "record is a list": lambda checkpoint: (checkpoint / RECORD).write_text("[]"),
-    "record of a later version": _in("version", value=2),
+    "record of a later version": _in("version", value=Checkpoint.VERSION + 1),
     "record of another format": _in("format", value="shardwright.plan"),
     "step is a text": _in("progress", "step", value="6"),
     "step is negative": _in("progress", "step", value=-6),

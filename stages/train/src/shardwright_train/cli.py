@@ -14,6 +14,7 @@ APP = CommandLine(
         "describe": Command(options.DescribeOptions, f"{_COMMANDS}:describe"),
         "prepare": Command(options.PrepareOptions, f"{_COMMANDS}:prepare_text"),
         "run": Command(options.RunOptions, f"{_COMMANDS}:start_run"),
+        "convert": Command(options.ConvertOptions, f"{_COMMANDS}:convert"),
         "check": Command(options.CheckOptions, f"{_COMMANDS}:check"),
         "measure": Command(options.MeasureOptions, f"{_COMMANDS}:start_measure"),
     },

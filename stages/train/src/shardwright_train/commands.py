@@ -23,10 +23,12 @@ from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
 from shardwright_launch.ranks import EXPANDABLE, allocator_setting, launch
 from shardwright_train.checkpoints.folders import LOCK, folder_of_run
+from shardwright_train.imports import without_collection
 from shardwright_train.models.describe import describe_folder
 from shardwright_train.models.support import check_installed, check_supported, without_devices
 from shardwright_train.options import (
     CheckOptions,
+    ConvertOptions,
     DescribeOptions,
     MeasureJob,
     MeasureOptions,
@@ -48,6 +50,13 @@ def prepare_text(options: PrepareOptions) -> None:
     from shardwright_train.data.prepare import prepare
 
     prepare(options.text, options.glob, options.vocab_size, options.max_mib, options.out)
+
+
+def convert(options: ConvertOptions) -> None:
+    """Write the model of a checkpoint as a folder of Hugging Face."""
+    with without_collection():
+        from shardwright_train.weights.export import export
+    export(options)
 
 
 def check(options: CheckOptions) -> None:
@@ -82,6 +91,8 @@ def start_run(options: RunOptions) -> None:
         )
     _check_folder(options.out)
     _check_folder(options.checkpoints)
+    if options.weights is not None:
+        _check_weights(options, options.weights, plan)
     run = folder_of_run(options.checkpoints, plan.sha256, options.resume_from)
     with only_run(run / LOCK, nodes):
         _start(options, plan, nodes)
@@ -202,6 +213,18 @@ def _check(plan: Plan, file: object, nodes: Nodes) -> None:
     device_type_of(plan.cluster, file)
     check_installed(plan, file)
     check_accelerator(plan.cluster, nodes.rank, file)
+
+
+def _check_weights(options: RunOptions, weights: Path, plan: Plan) -> None:
+    """BadInput where a run cannot begin with the weights of a folder, before anything is started; says what is odd."""
+    if options.resume_from is not None:
+        raise BadInput(weights, "a branch has the weights of its checkpoint", "leave out --weights or --resume-from")
+    with without_collection():
+        from shardwright_train.models.registry import family_named
+        from shardwright_train.weights.agreement import agree
+    found = agree(weights, plan.model, family_named(plan.model.family, options.plan), options.new_weights)
+    for note in found.notes(plan.precision.parameters):
+        print(f"{weights}: {note}", file=sys.stderr, flush=True)
 
 
 def _check_folder(folder: Path) -> None:

@@ -1,17 +1,18 @@
 """What the commands of shardwright-train are asked: every option, said once; ranks are handed the same."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from shardwright_formats.command import POSITIONAL, Off, Options
-from shardwright_formats.types.limits import Count, NonNegativeCount, Seconds, Share
+from shardwright_formats.types.limits import Count, Gib, NonNegativeCount, Seconds, Share
 from shardwright_launch.heartbeat import HANG_TIMEOUT_S
 from shardwright_launch.nodes import NodeOptions
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 _Rate = Annotated[float, Meta(ge=0, le=1e6)]
 
 
@@ -68,6 +69,10 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Folder for metrics.jsonl and DONE.json."""
     checkpoints: Path
     """Folder for checkpoints; kept by plan inside."""
+    weights: Path | None = None
+    """Folder of config.json and safetensors to begin with, instead of drawn weights; see docs/weights.md."""
+    new_weights: bool = False
+    """Draw anew what those lack of the model's head."""
     checkpoint_every: Count = 500
     """Steps between checkpoints."""
     checkpoint_minutes: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
@@ -114,6 +119,23 @@ class CheckOptions(Options, frozen=True, kw_only=True):
 
     plan: Annotated[Path, POSITIONAL]
     """Plan to check (JSON)."""
+
+
+class ConvertOptions(Options, frozen=True, kw_only=True):
+    """Write the model of a checkpoint, saved under any plan, as a folder that transformers' from_pretrained opens."""
+
+    checkpoint: Annotated[Path, POSITIONAL]
+    """Checkpoint (step-…), or the DONE.json of a run, which names its last."""
+    plan: Path
+    """A plan for the same model (JSON)."""
+    out: Path
+    """Folder to write: config.json, safetensors, and their index where there are several."""
+    copy_from: Path | None = None
+    """Folder whose tokenizer, generation configuration and names of classes are copied along."""
+    dtype: Dtype | None = None
+    """Format of the weights; as they were saved if left out."""
+    file_gib: Gib = 5.0
+    """Largest size of a file in GiB, of which one at a time is held in memory."""
 
 
 class MeasureOptions(RankOptions, frozen=True, kw_only=True):

@@ -91,10 +91,7 @@ def read_whole(checkpoint: Path, world: World) -> Resumed:
         what = f"rank {world.rank} finds another record than rank 0 does"
         problem = BadInput(checkpoint / RECORD, what, "name a --checkpoints folder that all nodes share")
     world.agree(problem)
-    strange = sorted({path.name for path in checkpoint.glob("*.safetensors")} - {file.name for file in record.files})
-    if strange:
-        raise BadInput(checkpoint / strange[0], "is not one of the files that were saved", "take another checkpoint")
-    world.agree(_damage(checkpoint, record, range(world.rank, len(record.files), world.size)))
+    world.agree(damage(checkpoint, record, range(world.rank, len(record.files), world.size)))
     return Resumed(checkpoint, record)
 
 
@@ -105,8 +102,11 @@ def read_record(checkpoint: Path) -> Checkpoint:
     return read_document(checkpoint / RECORD, Checkpoint)
 
 
-def _damage(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> ShardwrightError | None:
-    """What is wrong with this rank's share of the files."""
+def damage(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> ShardwrightError | None:
+    """What is wrong with some of a checkpoint's files, by their numbers, or with what lies beside them."""
+    strange = sorted({path.name for path in checkpoint.glob("*.safetensors")} - {file.name for file in record.files})
+    if strange:
+        return BadInput(checkpoint / strange[0], "is not one of the files that were saved", "take another checkpoint")
     for number in share:
         saved = record.files[number]
         file = checkpoint / saved.name
@@ -126,7 +126,9 @@ def _damage(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> Shard
 
 def check_same_run(resumed: Resumed, asked: Identity) -> None:
     """Raise BadInput where a run's own checkpoint was saved under something else than is asked for now."""
-    _check(resumed, asked, ("plan_sha256", "model_sha256", "data_sha256", "seed", "global_batch_size"))
+    _check(
+        resumed, asked, ("plan_sha256", "model_sha256", "data_sha256", "seed", "weights_sha256", "global_batch_size")
+    )
     saved = msgspec.structs.asdict(resumed.record.identity.settings)
     for name, wanted in msgspec.structs.asdict(asked.settings).items():
         if saved[name] != wanted:
@@ -148,6 +150,7 @@ _SAID = {
     "model_sha256": "another model",
     "data_sha256": "other data",
     "seed": "another seed",
+    "weights_sha256": "other weights to begin with",
     "global_batch_size": "another global batch size",
 }
 _REMEDY = {"global_batch_size": "plan for the same, or allow it with --allow-batch-change"}

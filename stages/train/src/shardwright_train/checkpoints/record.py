@@ -4,8 +4,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shardwright_formats.io.json import Document, Value
+from shardwright_formats.io.json import Document, Value, sha256_of_value
 from shardwright_formats.types.limits import Bytes, Count, NonNegativeCount, Samples, Seconds, Sha256
+from shardwright_formats.types.model import Model
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 
 _FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}$")]
@@ -38,6 +39,8 @@ class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     global_batch_size: Samples
     """Samples of a step."""
     settings: Settings
+    weights_sha256: Sha256 | None = None
+    """Of the files of the weights that it began with; None where all were drawn."""
 
 
 class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +76,7 @@ class Checkpoint(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The record of a complete checkpoint, the last of its files to be written."""
 
     FORMAT = "shardwright.checkpoint"
+    VERSION = 2
 
     identity: Identity
     progress: Progress
@@ -81,6 +85,11 @@ class Checkpoint(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     parent: str | None
     """Of a branch: the checkpoint that it began from."""
     files: tuple[SavedFile, ...]
+
+
+def identity_of(model: Model) -> str:
+    """SHA-256 of what checkpoints of a model have in common, whatever their plans."""
+    return sha256_of_value([model.architecture_sha256, model.sequence_length])
 
 
 def start(loss_scale: float) -> Progress:

@@ -4,6 +4,7 @@ Each element is stored once, whichever ranks have it; any other plan's ranks rea
 """
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,22 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessG
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill the tensors of every rank, in place; BadInput, on all ranks, where what they need is not there."""
+    """Fill the tensors of every rank, in place; BadInput, on all ranks, where what they need is not there.
+
+    Outside a world, those of this process.
+    """
     try:
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), planner=_AnyPadding())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), planner=_AnyPadding())
     except CheckpointException as error:
         raise _cause(error, folder) from None
+
+
+def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The format that each tensor of a checkpoint was saved in."""
+    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: one.properties.dtype for name, one in found.items() if isinstance(one, TensorStorageMetadata)}
 
 
 def files_of_rank(folder: Path, rank: int) -> tuple[Path, ...]:

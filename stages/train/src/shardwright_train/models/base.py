@@ -169,6 +169,15 @@ class Family:
             module = self.build(model, layer, Attention.SDPA.value)
         return stock_fillings(module, lambda: self.initialize(model, module))
 
+    def stock_model(self, model: Model) -> Any:
+        """The whole stock model of a description, without weights."""
+        return self._skeleton(model, Attention.SDPA.value)
+
+    def parameter_names(self, model: Model, layer: str) -> tuple[str, ...]:
+        """The parameters of a layer, by their names in its module."""
+        module = self.module(self.stock_model(model), *_place(model, layer))
+        return tuple(name for name, _ in module.named_parameters())
+
     @cached_property
     def rules(self) -> dict[str, Rule]:
         """What tensor parallelism cuts, by the ends of paths; the others are replicated."""

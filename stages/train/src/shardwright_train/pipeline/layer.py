@@ -1,16 +1,16 @@
 """The embedding, a block or the head on one rank: its stock module parallelized, given weights, and called."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardwright_formats.semantics.chunks import chunk_layers
-from shardwright_formats.semantics.layout import layout_of, parameter_box
+from shardwright_formats.semantics.layout import Box, layout_of, parameter_box
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
@@ -28,6 +28,13 @@ from shardwright_train.parallel.sequence import ULYSSES_ATTENTION
 from shardwright_train.parallel.tensor import TensorParallel
 
 
+class GivenWeights(Protocol):
+    """Weights that a run begins with instead of drawn ones."""
+
+    def read(self, window: Tensor, name: str, shape: Sequence[int], box: Box) -> bool:
+        """Fill a tensor with the part `box` of a parameter of the stock model; False where it must be drawn."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
     """A rank's place under a plan, and what a run settles."""
@@ -42,6 +49,8 @@ class RankContext:
     """Of the initial weights; None leaves the parameters on the meta device."""
     resumes: bool = False
     """Whether the weights will be read from a checkpoint, so that none are drawn."""
+    weights: GivenWeights | None = None
+    """None: all are drawn."""
 
     @property
     def stage_index(self) -> int:
@@ -212,13 +221,16 @@ def _constants(context: RankContext, tensor_parallel: TensorParallel) -> dict[st
 
 
 def _fill(context: RankContext, module: nn.Module, name: str, kind: str, strategy: Strategy) -> None:
-    """Give the shards their part of the layer's initial weights."""
+    """Give the shards their part of the layer's initial weights, given or drawn."""
     model, family = context.plan.model, context.family
     described, fillings = {p.name: p for p in model.types[kind].parameters}, family.fillings(model, name)
     for local_name, parameter in module.named_parameters():
         description = described[family.described_name(kind, local_name)]
         box = parameter_box(description, strategy, context.me)
         window = local_tensor(parameter.detach())[tuple(slice(0, high - low) for low, high in box)]
+        stock_name = family.hugging_face_name(model, name, local_name)
+        if context.weights is not None and context.weights.read(window, stock_name, description.shape, box):
+            continue
         key = context.seed, family.full_name(model, name, local_name)
         fill(window, fillings[local_name], description.shape, box, *key)
 

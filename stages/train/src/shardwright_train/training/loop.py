@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright_formats.io.errors import BadInput, RunFailed, ShardwrightError, Stopped
-from shardwright_formats.io.json import read_document, sha256_of_value, write_document
+from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.run import RunResult
 from shardwright_train.checkpoints.choice import (
@@ -24,7 +24,7 @@ from shardwright_train.checkpoints.choice import (
     read_whole,
 )
 from shardwright_train.checkpoints.folders import folder_of_run, folder_of_step
-from shardwright_train.checkpoints.record import Identity, Progress, Settings, start
+from shardwright_train.checkpoints.record import Identity, Progress, Settings, identity_of, start
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.data.objectives import Batches
@@ -44,6 +44,7 @@ from shardwright_train.training.loss_scale import LossScale
 from shardwright_train.training.metrics import METRICS, Metrics
 from shardwright_train.training.nonfinite import first_nonfinite
 from shardwright_train.training.stopping import NOTE, Grace, asked_to_stop, stop_note
+from shardwright_train.weights.reading import Weights
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,12 @@ def train(job: RunOptions, world: World) -> None:
     batches = _agreed_inputs(job, plan, world)
     folder = folder_of_run(job.checkpoints, plan.sha256, job.resume_from)
     check_shared(folder, world)
-    identity = _identity(job, plan, batches)
+    weights = _weights(job, plan, world)
+    identity = _identity(job, plan, batches, None if weights is None else weights.sha256(world))
     resumed = _resumed(job, identity, folder, world)
     (attention,) = settle_attention([plan], world)
     before = start(LossScale.for_compute(plan.precision.compute).value) if resumed is None else resumed.record.progress
-    engine = _engine(job, plan, world, attention, before.updates, resumed is not None)
+    engine = _engine(job, plan, world, attention, before.updates, resumed is not None, weights)
     if resumed is not None:
         read_tensors(resumed.folder, engine.tensors())
     with closing(_saver(job, folder, identity, engine.tensors())) as saver:
@@ -124,10 +126,11 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> Batches:
     return batches
 
 
-def _identity(job: RunOptions, plan: Plan, batches: Batches) -> Identity:
+def _identity(job: RunOptions, plan: Plan, batches: Batches, weights_sha256: str | None) -> Identity:
     return Identity(
         plan_sha256=plan.sha256,
-        model_sha256=sha256_of_value([plan.model.architecture_sha256, plan.model.sequence_length]),
+        model_sha256=identity_of(plan.model),
+        weights_sha256=weights_sha256,
         data_sha256=batches.sha256,
         seed=job.seed,
         global_batch_size=plan.global_batch_size,
@@ -157,7 +160,28 @@ def _resumed(job: RunOptions, identity: Identity, folder: Path, world: World) ->
     return found
 
 
-def _engine(job: RunOptions, plan: Plan, world: World, attention: str, updates: int, resumes: bool) -> Engine:
+def _weights(job: RunOptions, plan: Plan, world: World) -> Weights | None:
+    """What the run begins with, where that is a folder."""
+    if job.weights is None:
+        return None
+    found, problem = None, None
+    try:
+        found = Weights.of(job.weights, plan.model, family_named(plan.model.family, job.plan), job.new_weights)
+    except ShardwrightError as error:
+        problem = error
+    world.agree(problem)
+    return found
+
+
+def _engine(
+    job: RunOptions,
+    plan: Plan,
+    world: World,
+    attention: str,
+    updates: int,
+    resumes: bool,
+    weights: Weights | None,
+) -> Engine:
     context = RankContext(
         plan=plan,
         family=family_named(plan.model.family, job.plan),
@@ -167,6 +191,7 @@ def _engine(job: RunOptions, plan: Plan, world: World, attention: str, updates: 
         device=world.device,
         seed=job.seed,
         resumes=resumes,
+        weights=weights,
     )
     settings = Hyperparameters(
         learning_rate=job.learning_rate,

@@ -1,0 +1,162 @@
+"""The model of a checkpoint as a folder that transformers opens: complete or none, one file in memory at a time."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+
+from shardwright_formats.io.errors import BadInput, system_fault
+from shardwright_formats.io.json import read_document, read_object, sync_path
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.run import RunResult
+from shardwright_train.checkpoints.choice import damage, read_record
+from shardwright_train.checkpoints.record import identity_of
+from shardwright_train.checkpoints.tensors import read_tensors, saved_dtypes
+from shardwright_train.models.base import Family
+from shardwright_train.models.registry import family_named
+from shardwright_train.options import ConvertOptions
+from shardwright_train.parallel.data import torch_dtype
+from shardwright_train.weights.agreement import stored_names
+from shardwright_train.weights.folder import CONFIG, INDEX, inside, read_config, refuse_code
+
+_COPIED = (
+    *("generation_config.json", "preprocessor_config.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("tokenizer.json", "vocab.json", "added_tokens.json"),
+    *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+)
+"""What goes with a model beside its weights."""
+_LABELS = ("id2label", "label2id")
+_FORMATS = ("dtype", "torch_dtype")
+
+
+class _Exported(NamedTuple):
+    """A parameter: its names in the checkpoint and in files of transformers, and its shapes there."""
+
+    saved: str
+    name: str
+    saved_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def export(options: ConvertOptions) -> None:
+    """Write the folder that is asked for.
+
+    Raises BadInput where the checkpoint is damaged or of another model, or the folder is there already.
+    """
+    plan = read_document(options.plan, Plan)
+    family = family_named(plan.model.family, options.plan)
+    checkpoint = _checkpoint(options.checkpoint, plan.model)
+    copied = () if options.copy_from is None else tuple(_to_copy(options.copy_from))
+    asked = None if options.dtype is None else torch_dtype(options.dtype)
+    parameters = tuple(_parameters(plan.model, family, saved_dtypes(checkpoint), asked))
+    config = _config(plan.model, family, options.copy_from, parameters[0].dtype)
+    with _complete_or_none(options.out) as folder:
+        _write_tensors(folder, checkpoint, parameters, int(options.file_gib * 2**30))
+        _write_json(folder / CONFIG, config)
+        for file in copied:
+            shutil.copyfile(file, folder / file.name)
+
+
+def _checkpoint(given: Path, model: Model) -> Path:
+    checkpoint = Path(read_document(given, RunResult).checkpoint) if given.is_file() else given
+    record = read_record(checkpoint)
+    if record.identity.model_sha256 != identity_of(model):
+        raise BadInput(checkpoint, "was saved under another model than the plan's", "name a plan for the same model")
+    problem = damage(checkpoint, record, range(len(record.files)))
+    if problem is not None:
+        raise problem
+    return checkpoint
+
+
+def _parameters(
+    model: Model, family: Family, dtypes: Mapping[str, torch.dtype], asked: torch.dtype | None
+) -> Iterator[_Exported]:
+    """The parameters of the stock model, each once: of tied ones the first, of replicas that of the first layer."""
+    stock: Any = family.stock_model(model)
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    kinds = {EMBEDDING: EMBEDDING, **{f"layers[{i}]": kind for i, kind in enumerate(model.layers)}, HEAD: HEAD}
+    for layer, kind in kinds.items():
+        shapes = {parameter.name: parameter.shape for parameter in model.types[kind].parameters}
+        for local in family.parameter_names(model, layer):
+            saved = family.full_name(model, layer, local), shapes[family.described_name(kind, local)]
+            found.setdefault(family.hugging_face_name(model, layer, local), saved)
+    names = stored_names(stock, [name for name in found if name not in stock.all_tied_weights_keys])
+    for name, file_name in names.items():
+        saved_name, shape = found[name]
+        dtype = dtypes[saved_name] if asked is None else asked
+        yield _Exported(saved_name, file_name, shape, tuple(stock.get_parameter(name).shape), dtype)
+
+
+def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exported], max_bytes: int) -> None:
+    by_name = {one.name: one for one in parameters}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda one: one.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        part = [by_name[name] for name in names]
+        tensors = {one.saved: torch.empty(one.saved_shape, dtype=one.dtype) for one in part}
+        read_tensors(checkpoint, tensors)
+        save_file({one.name: tensors[one.saved].view(one.shape) for one in part}, folder / file, {"format": "pt"})
+        sync_path(folder / file)
+    if split.is_sharded:
+        _write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+
+
+def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.dtype) -> dict[str, Any]:
+    """What from_pretrained is told: the description's configuration, and what it leaves out."""
+    counts = {parts.counted_by: model.layers.count(kind) for kind, parts in family.parts.items()}
+    labels: dict[str, Any] = {}
+    if copy_from is not None and (copy_from / CONFIG).is_file():
+        labels = {key: value for key, value in read_config(copy_from).items() if key in _LABELS}
+    kept = {key: value for key, value in model.config.items() if key not in _FORMATS}
+    named = {"architectures": [family.stock.__name__], "model_type": family.name}
+    return {**kept, **counts, **labels, **named, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _to_copy(folder: Path) -> Iterator[Path]:
+    for name in _COPIED:
+        if (folder / name).exists():
+            file = inside(folder, name)
+            if name.endswith("_config.json"):
+                refuse_code(file, read_object(file))
+            yield file
+
+
+@contextmanager
+def _complete_or_none(out: Path) -> Iterator[Path]:
+    """A folder that takes its name once it is whole."""
+    if out.exists():
+        raise BadInput(out, "is there already", "name another --out, or remove it")
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        unfinished.rename(out)
+        sync_path(out.parent)
+    except OSError as error:
+        raise system_fault(error, out) from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+    sync_path(file)

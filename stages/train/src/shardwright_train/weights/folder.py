@@ -1,0 +1,109 @@
+"""A folder of config.json and safetensors as the Hub has them: read as data, and never beyond the folder."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from shardwright_formats.io.errors import BadInput, system_fault
+from shardwright_formats.io.json import check_regular, read_object
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
+_MAX_FILE = 2**60
+_SHOWN = 8
+_AGAIN = "fetch the folder again"
+
+
+class Stored(NamedTuple):
+    """A tensor of a file, as the file's header says; `dtype` in the words of safetensors, such as BF16."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder; BadInput where there is none, or where it asks to run code of its own."""
+    if not folder.is_dir():
+        raise BadInput(folder, "is no folder", "name one with config.json and safetensors files")
+    file = inside(folder, CONFIG)
+    config = read_object(file)
+    refuse_code(file, config)
+    return config
+
+
+def refuse_code(file: Path, content: Mapping[str, Any]) -> None:
+    """Raise BadInput where a configuration of the Hub names code that comes with it."""
+    if "auto_map" in content:
+        what = "auto_map names code that comes with the folder, which is not run here"
+        raise BadInput(file, what, "take a model that transformers knows itself")
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a folder by its key, of one file or of those that its index names; no tensor is read.
+
+    Raises BadInput naming the file that is missing, lies outside, is no whole safetensors file, or lacks a key.
+    """
+    if (folder / SINGLE).exists():
+        return _header(inside(folder, SINGLE))
+    if not (folder / INDEX).exists():
+        what = f"has neither {SINGLE} nor {INDEX}"
+        raise BadInput(folder, what, "save the model with safetensors: pickled weights are not read")
+    index = inside(folder, INDEX)
+    named = _weight_map(index)
+    headers = {name: _header(inside(folder, name)) for name in sorted(set(named.values()))}
+    if absent := [key for key, name in named.items() if key not in headers[name]]:
+        raise BadInput(index, f"says that {absent[0]} is in {named[absent[0]]}, which lacks it", _AGAIN)
+    return {key: headers[name][key] for key, name in named.items()}
+
+
+def inside(folder: Path, name: str) -> Path:
+    """A file of a folder; BadInput where it is a link that leads elsewhere, or no regular file.
+
+    The Hub's own cache may link to its blobs: `snapshots/REVISION/FILE` to `blobs/`, two folders up.
+    """
+    home = folder.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    file = folder / name
+    try:
+        found = file.resolve(strict=True)
+    except (OSError, RuntimeError):
+        raise BadInput(file, "is not there", _AGAIN) from None
+    if found.parent not in (home, blobs):
+        raise BadInput(file, "is a link that leads out of its folder", "put the file itself there")
+    check_regular(found, _MAX_FILE)
+    return file
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in one line, the first few of many."""
+    every = sorted(names)
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(every[:_SHOWN]) + more
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    found = read_object(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise BadInput(index, "has no weight_map from tensors to files", _AGAIN)
+    for key, name in found.items():
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+            raise BadInput(index, f"puts {key} in {name!r}, which is no safetensors file of its folder", _AGAIN)
+    return found
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(file, "numpy") as opened:
+            slices = {key: opened.get_slice(key) for key in opened.keys()}
+            return {key: Stored(file, key, tuple(x.get_shape()), x.get_dtype()) for key, x in slices.items()}
+    except SafetensorError as error:
+        raise BadInput(file, f"is no whole safetensors file ({error})", _AGAIN) from None
+    except OSError as error:
+        raise system_fault(error, file) from None

@@ -1,0 +1,119 @@
+"""The commands: a run begins with a folder's weights, is not mixed up with another, and leaves a folder again."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_plans import random_plan
+from test_weights import published, tensors_of
+from tiny_models import tiny
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.run import RunResult
+from shardwright_train.commands import convert, start_run
+from shardwright_train.data.prepare import prepare
+from shardwright_train.options import ConvertOptions, RunOptions
+
+MODEL = tiny("llama", vocab_size=260)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan, a text, weights, and what a step of them left."""
+    work = tmp_path_factory.mktemp("weights")
+    (work / "text").mkdir()
+    (work / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    prepare(str(work / "text"), "*.txt", 260, 1.0, work / "data")
+    published(MODEL, work / "model", max_shard_size="50KB")
+    (work / "model" / "tokenizer.json").write_bytes((work / "data" / "tokenizer.json").read_bytes())
+    write_document(work / "plan.json", random_plan(MODEL, 3, 2, "float32"))
+    ended = run(work, "model")
+    assert ended.returncode == 0, ended.stderr
+    return work
+
+
+def options_of(work: Path, weights: str, **more: Any) -> RunOptions:
+    return RunOptions(
+        plan=work / "plan.json",
+        data=work / "data",
+        steps=1,
+        out=work / "out",
+        checkpoints=work / "checkpoints",
+        weights=work / weights,
+        **more,
+    )
+
+
+def run(work: Path, weights: str) -> "subprocess.CompletedProcess[str]":
+    files = ("--data", work / "data", "--checkpoints", work / "checkpoints", "--out", work / "out")
+    asked = (work / "plan.json", *files, "--steps", "1", "--learning-rate", "0", "--weights", work / weights)
+    command = [sys.executable, "-m", "shardwright_train.cli", "run", *map(str, asked)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def converted(work: Path, out: str, copy_from: str = "model") -> Path:
+    asked = {"checkpoint": work / "out" / "DONE.json", "plan": work / "plan.json", "copy_from": work / copy_from}
+    convert(ConvertOptions(**asked, out=work / out, dtype="float32"))
+    return work / out
+
+
+def test_other_weights_are_another_run(work: Path) -> None:
+    published(MODEL, work / "other")  # the same values in one file
+    done = (work / "out" / "DONE.json").read_bytes()
+    ended = run(work, "other")
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert "was saved under other weights to begin with" in ended.stderr
+    assert (work / "out" / "DONE.json").read_bytes() == done
+
+
+def test_what_a_run_left_opens_in_transformers(work: Path) -> None:
+    """A step of learning rate 0 changes nothing."""
+    found, wanted = tensors_of(converted(work, "exported")), tensors_of(work / "model")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], x) for key, x in wanted.items())
+    LlamaForCausalLM.from_pretrained(work / "exported")
+    assert AutoTokenizer.from_pretrained(work / "exported")("the lazy dog")["input_ids"]
+    with pytest.raises(BadInput, match="is there already"):
+        converted(work, "exported")
+
+
+def test_a_tokenizer_with_code_is_not_copied_along(work: Path) -> None:
+    (work / "hostile").mkdir()
+    (work / "hostile" / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["x.Y", None]}}))
+    before = sorted(work.rglob("*"))
+    with pytest.raises(BadInput, match="auto_map names code"):
+        converted(work, "copied", "hostile")
+    assert sorted(work.rglob("*")) == before
+
+
+def test_a_damaged_checkpoint_and_one_of_another_model_are_not_written_out(work: Path) -> None:
+    checkpoint = Path(read_document(work / "out" / "DONE.json", RunResult).checkpoint)
+    write_document(work / "wider.json", random_plan(tiny("llama", vocab_size=261), 3, 2))
+    with pytest.raises(BadInput, match="another model than the plan's"):
+        convert(ConvertOptions(checkpoint=checkpoint, plan=work / "wider.json", out=work / "never"))
+    damaged = work / "damaged"
+    shutil.copytree(checkpoint, damaged)
+    file = min(damaged.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(BadInput, match="its SHA-256 is not what was saved"):
+        convert(ConvertOptions(checkpoint=damaged, plan=work / "plan.json", out=work / "never"))
+    assert not (work / "never").exists()
+
+
+def test_a_branch_takes_no_other_weights(work: Path) -> None:
+    with pytest.raises(BadInput, match="leave out --weights or --resume-from"):
+        start_run(options_of(work, "model", resume_from=work))
+
+
+def test_weights_that_do_not_fit_end_a_run_before_anything_is_written(work: Path) -> None:
+    published(tiny("llama", vocab_size=262), work / "wider")
+    before = sorted(work.rglob("*"))
+    with pytest.raises(BadInput, match="vocab_size is 262, of the plan's model 260"):
+        start_run(options_of(work, "wider"))
+    assert sorted(work.rglob("*")) == before

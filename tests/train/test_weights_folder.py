@@ -1,0 +1,201 @@
+"""What a folder may not do: one line, and nothing of it runs; and what it may lack or have too much of, by name."""
+
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_weights import published
+from tiny_models import tiny
+from torch import Tensor
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_train.models.registry import family_named
+from shardwright_train.weights.agreement import Agreement, agree
+from shardwright_train.weights.reading import Weights
+
+MODEL = tiny("bert", vocab_size=66)
+FAMILY = family_named("bert", "test")
+FILE = "model.safetensors"
+QUERY = "bert.encoder.layer.1.attention.self.query.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    published(MODEL, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def agreed(folder: Path, *, allow_new: bool = False) -> Agreement:
+    return agree(folder, MODEL, FAMILY, allow_new)
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / FILE)
+    change(tensors)
+    save_file(tensors, folder / FILE)
+
+
+def indexed(folder: Path, name: str, keys: tuple[str, ...] = (QUERY,)) -> None:
+    """Replace the one file by an index that says where it is."""
+    (folder / FILE).rename(folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(keys, name)}))
+
+
+class Ran:
+    """Leaves a trace where it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.trace,)
+
+
+def pickled(folder: Path) -> None:
+    (folder / FILE).write_bytes(pickle.dumps(Ran(folder / "ran")))
+
+
+def pickled_alone(folder: Path) -> None:
+    (folder / FILE).unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Ran(folder / "ran")))
+
+
+def header(folder: Path, said: dict[str, object], content: bytes = b"") -> None:
+    text = json.dumps(said).encode()
+    (folder / FILE).write_bytes(struct.pack("<Q", len(text)) + text + content)
+
+
+def ten_gigabytes(folder: Path) -> None:
+    said = {"dtype": "F32", "shape": [50000, 50000], "data_offsets": [0, 10**10]}
+    header(folder, {QUERY: said}, bytes(64))
+
+
+def huge_header(folder: Path) -> None:
+    (folder / FILE).write_bytes(struct.pack("<Q", 2**62) + bytes(100))
+
+
+def overlapping(folder: Path) -> None:
+    tensor = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    header(folder, {"a": tensor, "b": tensor}, bytes(16))
+
+
+def truncated(folder: Path) -> None:
+    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-4])
+
+
+def linked_out(folder: Path) -> None:
+    (folder / FILE).rename(folder.parent / "elsewhere.safetensors")
+    (folder / FILE).symlink_to("../elsewhere.safetensors")
+
+
+def linked_configuration(folder: Path) -> None:
+    (folder / "config.json").rename(folder.parent / "elsewhere.json")
+    (folder / "config.json").symlink_to("../elsewhere.json")
+
+
+def without_blocks_matrix(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.pop(QUERY))
+
+
+def of_whole_numbers(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.update({QUERY: tensors[QUERY].to(torch.int8)}))
+
+
+def narrower(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.update({QUERY: tensors[QUERY][:16].clone()}))
+
+
+def with_another_block(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.update({QUERY.replace(".1.", ".4."): tensors[QUERY] + 1}))
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pickle in disguise": (pickled, "model.safetensors: is no whole safetensors file"),
+    "pickle alone": (pickled_alone, "pickled weights are not read"),
+    "declares 10 GB": (ten_gigabytes, "model.safetensors: is no whole safetensors file"),
+    "header of 2^62 bytes": (huge_header, "model.safetensors: is no whole safetensors file"),
+    "tensors that overlap": (overlapping, "model.safetensors: is no whole safetensors file"),
+    "truncated": (truncated, "model.safetensors: is no whole safetensors file"),
+    "a link out": (linked_out, "leads out of its folder"),
+    "a link to a configuration": (linked_configuration, "leads out of its folder"),
+    "index above": (lambda folder: indexed(folder, "../part.safetensors"), "no safetensors file of its folder"),
+    "index elsewhere": (lambda folder: indexed(folder, "/etc/passwd"), "no safetensors file of its folder"),
+    "index of what is not there": (lambda folder: indexed(folder, "more.safetensors"), "more.safetensors: is not"),
+    "index of another key": (
+        lambda folder: indexed(folder, "part.safetensors", ("x.weight",)),
+        "says that x.weight is in part.safetensors, which lacks it",
+    ),
+    "code of its own": (lambda folder: change_config(folder, auto_map={"AutoModel": "x.Y"}), "auto_map names code"),
+    "another family": (lambda folder: change_config(folder, model_type="gpt2"), "model_type is 'gpt2'"),
+    "another activation": (lambda folder: change_config(folder, hidden_act="relu"), "hidden_act is relu"),
+    "another width": (lambda folder: change_config(folder, hidden_size=64), "hidden_size is 64"),
+    "a shape that is not the configuration's": (narrower, f"{QUERY} has the shape [16, 32], the model's is [32, 32]"),
+    "a missing matrix": (without_blocks_matrix, f"lacks {QUERY}"),
+    "whole numbers": (of_whole_numbers, "stored as I8"),
+    "one block more": (with_another_block, "has what the model's blocks lack: bert.encoder.layer.4."),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_folder_is_refused_in_one_line(folder: Path, name: str) -> None:
+    change, words = HOSTILE[name]
+    change(folder)
+    with pytest.raises(BadInput) as refused:
+        agreed(folder, allow_new=True)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+    assert not (folder / "ran").exists()
+
+
+def test_a_base_model_lacks_a_head_and_has_a_pooler(folder: Path) -> None:
+    """Its keys have no prefix, and norms may have their old names."""
+
+    def stripped(tensors: dict[str, Tensor]) -> None:
+        for key in list(tensors):
+            values = tensors.pop(key)
+            if key.startswith("bert."):
+                older = key.removeprefix("bert.").replace("LayerNorm.weight", "LayerNorm.gamma")
+                tensors[older.replace("LayerNorm.bias", "LayerNorm.beta")] = values
+        tensors["pooler.dense.weight"] = torch.zeros(32, 32)
+        tensors["embeddings.position_ids"] = torch.arange(64)
+
+    change_tensors(folder, stripped)
+    with pytest.raises(BadInput, match=r"lacks cls\.predictions\.bias, .* of the model's head.*--new-weights"):
+        agreed(folder)
+    found = agreed(folder, allow_new=True)
+    assert "cls.predictions.transform.dense.weight" in found.new
+    assert all(name.startswith("cls.predictions.") for name in found.new)
+    assert found.surplus == ("pooler.dense.weight",)
+    assert found.notes("bfloat16")[1:] == ["not used: pooler.dense.weight", "stored in float32, kept in bfloat16"]
+
+
+def test_the_hubs_cache_links_to_its_blobs(folder: Path) -> None:
+    revision = folder.parent / "cache" / "snapshots" / "a1b2"
+    blobs = folder.parent / "cache" / "blobs"
+    revision.mkdir(parents=True)
+    blobs.mkdir()
+    for name in ("config.json", FILE):
+        (folder / name).rename(blobs / name)
+        (revision / name).symlink_to(f"../../blobs/{name}")
+    assert agreed(revision).files == (revision / FILE,)
+
+
+def test_two_values_of_one_parameter_are_no_tie(folder: Path) -> None:
+    table = "bert.embeddings.word_embeddings.weight"
+    change_tensors(folder, lambda tensors: tensors.update({"cls.predictions.decoder.weight": tensors[table] + 0}))
+    weights, box = Weights.of(folder, MODEL, FAMILY, allow_new=False), ((3, 9), (0, 32))
+    window = torch.empty(6, 32)
+    assert weights.read(window, "cls.predictions.decoder.weight", (66, 32), box)
+    assert torch.equal(window, load_file(folder / FILE)[table][3:9])
+    change_tensors(folder, lambda tensors: tensors["cls.predictions.decoder.weight"][5].add_(1))
+    with pytest.raises(BadInput, match="the model has one for both"):
+        weights.read(window, table, (66, 32), box)
