@@ -198,7 +198,8 @@ DECIDED: dict[str, dict[str, str]] = {
     },
     "data": {"out": "the workflow names its files"},
     "runs": dict.fromkeys(("plan", "out", "checkpoints"), "the workflow names its files")
-    | dict.fromkeys(("nnodes", "node_rank", "rendezvous"), "the cluster says it"),
+    | dict.fromkeys(("nnodes", "node_rank", "rendezvous"), "the cluster says it")
+    | dict.fromkeys(("replan_hardware", "replan_profile", "replan_search"), "they are those of the run's search"),
 }
 """Keys of the stages' types that a configuration does not say, by section, and why."""
 

@@ -1,5 +1,6 @@
 """Which rank or node is named, from made-up reports of all nodes."""
 
+import msgspec
 import pytest
 
 from shardwright_launch.failure_report import FailureReport, NodeReport, RankState, failure_report, shifted
@@ -38,6 +39,17 @@ def test_a_killed_rank_goes_before_what_its_peers_noted_before_its_end_was_seen(
     failed = RankError(time_s=1.0, text="RuntimeError: something new that gloo says")
     found = _reported(_rank(0, 1, 2.0, failed), _rank(1, -9, 1.05))
     assert found.text.startswith("rank 1: was killed by SIGKILL in step 5")
+
+
+def test_what_is_lost_may_be_started_anew_and_what_was_said_in_order_would_come_again() -> None:
+    ordered = RankError(time_s=1.0, text="step 3: loss nan", exit_code=4)
+    assert not _reported(_rank(0, 4, 1.0, ordered), _rank(1, 4, 1.0, ordered)).lost
+    assert _reported(_rank(0, -9, 1.0)).lost and _reported(_rank(0, 1, 1.0, FAILED)).lost
+    assert not _reported(_rank(0, -9, 1.0), signalled=True).lost
+    node = NodeReport(node=0, ranks=(_rank(0, 1, 1.0, LOST),), ended=True)
+    found = failure_report([node, NodeReport(node=1, gone=True)])
+    assert (found.lost, found.gone) == (True, (1,))
+    assert not failure_report([msgspec.structs.replace(node, signalled=True), NodeReport(node=1, gone=True)]).lost
 
 
 # What node 1 tells, where all that node 0 knows is that its rank 0 lost a connection.

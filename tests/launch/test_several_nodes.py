@@ -4,6 +4,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,10 +75,11 @@ def test_a_hang_shows_the_stacks_of_the_ranks_of_both_nodes(tmp_path: Path) -> N
         assert f"rank {number}, in step 1:\n" in ended.error and "launched_rank.py" in ended.error
 
 
-@pytest.mark.parametrize("gone", [0, 1])
-def test_a_node_whose_launcher_is_gone_is_named_and_no_rank_is_left(tmp_path: Path, gone: int) -> None:
+@pytest.mark.parametrize(("gone", "other_rank"), [(0, "later lose"), (1, "later lose"), (1, "wait")])
+def test_a_node_whose_launcher_is_gone_is_named_and_no_rank_is_left(tmp_path: Path, gone: int, other_rank: str) -> None:
+    """Also where the other ranks wait for those of it."""
     port = free_port()
-    actions = [["later lose"], ["later lose"]]
+    actions = [[other_rank], [other_rank]]
     actions[gone] = ["wait"]
     nodes = [start_node(tmp_path, node, actions[node], 2, port) for node in (0, 1)]
     until_in_a_step(tmp_path, 2)
@@ -126,6 +128,21 @@ def test_a_launch_is_not_taken_for_the_one_before_it_at_the_same_rendezvous() ->
             first.tell(NodeReport(node=0, ended=True))
             (of_first, _) = second.gather(NodeReport(node=1, ended=True), 10.0)
             assert of_first.ended and not of_first.gone
+
+
+@pytest.mark.parametrize("new", [0, 1])
+def test_a_launcher_that_came_back_takes_the_number_of_starts_from_the_one_that_stayed(new: int) -> None:
+    rendezvous, starts = f"127.0.0.1:{free_port()}", {new: 0, 1 - new: 2}
+    with ExitStack() as stack:
+        both = [stack.enter_context(exchange(Nodes(2, node, rendezvous), "4", starts[node])) for node in (0, 1)]
+        for node in (0, 1):
+            both[node].tell(NodeReport(node=node, ended=node != new))
+        until = time.monotonic() + STARTED_S
+        while [each.start for each in both] != [2, 2] or not all(each.heard() for each in both):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        (heard,) = both[new].heard()
+        assert (heard.node, heard.ended, heard.gone) == (1 - new, True, False)
 
 
 def test_what_is_no_launcher_at_the_port_is_hung_up_on(tmp_path: Path) -> None:

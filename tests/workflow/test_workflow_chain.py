@@ -165,9 +165,17 @@ def test_a_misspelt_key_is_one_line_and_exit_code_2(finished):
 
 
 def test_a_cluster_of_several_nodes_is_started_by_srun(finished):
-    finished.configure(lambda config: config["clusters"]["laptop"]["nodes"][0].update(count=2))
+    def with_two_nodes(config):
+        config["clusters"]["laptop"]["nodes"][0].update(count=2)
+        config["runs"]["demo"].update(max_restarts=1)
+
+    finished.configure(with_two_nodes)
     asked = finished.snakemake("all", "-n", "-p", "-F").output
-    found = r"^Shell command: srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 (shardwright-\w+ \w+)"
+    assert len(re.findall(r"srun .+ --no-kill --kill-on-bad-exit=0 +shardwright-train run", asked)) == 1
+    started = (
+        r"srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1(?: --no-kill --kill-on-bad-exit=0)? +"
+    )
+    found = rf"^Shell command: (?:/\S+/resume\.sh 10 )?{started}(shardwright-\w+ \w+)"
     srun = re.findall(found, asked, re.MULTILINE)
     assert sorted(srun) == sorted(
         ["shardwright-profile hardware", *["shardwright-train run"] * 2, *["shardwright-train measure"] * 2]
@@ -208,6 +216,16 @@ def test_the_demo_says_what_it_does_what_came_of_it_and_why_it_fails(finished):
     status, _, complaint = _demo(finished)
     assert status != 0
     assert "error: config/config.yaml: runs.demo.stepz is no known key: did you mean steps?" in complaint
+
+
+def test_a_run_that_may_lose_nodes_is_told_what_to_plan_again_with(finished):
+    finished.configure(lambda config: config["runs"]["demo"].update(max_restarts=1, on_node_loss="replan"))
+    done = finished.snakemake("results/runs/demo/DONE.json")
+    assert done.status == 0, done.output
+    given = _options(_of(finished.calls(), "shardwright-train run")[-1])
+    (plan,) = (call for call in _of(finished.calls(), "shardwright-search plan") if call[-1].endswith("roomy.json"))
+    for name in ("hardware", "profile", "search"):
+        assert given[f"--replan-{name}"] == _options(plan)[f"--{name}"]
 
 
 def test_a_run_that_stops_in_order_is_resumed(finished):

@@ -82,6 +82,30 @@ def cluster_of_run(wildcards):
     return CONFIG.of.searches[CONFIG.of.runs[wildcards.run].search].cluster
 
 
+def outliving_options(wildcards):
+    """What srun is told besides where a run starts lost nodes anew: not to end the others."""
+    several = CONFIG.of.clusters[cluster_of_run(wildcards)].num_nodes > 1
+    restarts = CONFIG.of.runs[wildcards.run].max_restarts
+    return "--no-kill --kill-on-bad-exit=0" if several and restarts else ""
+
+
+def replan_options(wildcards):
+    """What a run whose nodes may be lost searches another plan with: the files its own was searched with."""
+    run = CONFIG.of.runs[wildcards.run]
+    if run.on_node_loss != "replan":
+        return []
+    search = CONFIG.of.searches[run.search]
+    profiles = [
+        f"--replan-profile results/profiles/{search.model}@{node_type}.h5"
+        for node_type in CONFIG.of.clusters[search.cluster].node_types
+    ]
+    return [
+        f"--replan-hardware results/hardware/{search.cluster}.h5",
+        f"--replan-search results/searches/{run.search}.json",
+        *profiles,
+    ]
+
+
 # Each of these is written again only when its own part of the configuration changes.
 for kind, path, text_of in (
     ("cluster", "clusters/{name}.json", CONFIG.cluster_json),

@@ -51,12 +51,14 @@ rule run:
         options=lambda wildcards: CONFIG.options(
             "runs", wildcards.run, without=("search", "data")
         ),
+        replan=replan_options,
+        outliving=outliving_options,
         steps=lambda wildcards: CONFIG.of.runs[wildcards.run].steps,
     message:
         "train {wildcards.run}: {params.steps} steps"
     shell:
-        "{ROOT:q}/workflow/scripts/resume.sh 10 {resources.mpi} shardwright-train run {input.plan} --data {params.data}"
-        " --checkpoints {params.checkpoints} {params.options:q} --out {params.folder} 2> {log}"
+        "{ROOT:q}/workflow/scripts/resume.sh 10 {resources.mpi} {params.outliving} shardwright-train run {input.plan}"
+        " --data {params.data} --checkpoints {params.checkpoints} {params.options:q} {params.replan} --out {params.folder} 2> {log}"
 
 
 rule validate:

@@ -28,9 +28,9 @@ _REPORTS: msgspec.json.Decoder[NodeReport] = msgspec.json.Decoder(NodeReport)
 class Exchange:
     """This node's line to the others; on a single node it is silent."""
 
-    def __init__(self, nodes: Nodes, run: str) -> None:
+    def __init__(self, nodes: Nodes, run: str, start: int = 0) -> None:
         self._nodes = nodes
-        self._own = NodeReport(node=nodes.rank, run=run)
+        self._own = NodeReport(node=nodes.rank, run=run, start=start)
         self._heard: dict[int, NodeReport] = {}
         self._peers: list[socket.socket] = []
         self._changed = threading.Condition()
@@ -39,8 +39,15 @@ class Exchange:
     def tell(self, report: NodeReport) -> None:
         """Tell all other launchers, now or, where the line to them is not up yet, once it is."""
         with self._changed:
-            self._own = msgspec.structs.replace(report, run=self._own.run, now_s=time.monotonic())
+            run, start = self._own.run, self._own.start
+            self._own = msgspec.structs.replace(report, run=run, start=start, now_s=time.monotonic())
             self._send(self._own, self._peers)
+
+    @property
+    def start(self) -> int:
+        """How often the ranks of all nodes were started anew before, as the node says that has seen most of it."""
+        with self._changed:
+            return self._own.start
 
     def heard(self) -> tuple[NodeReport, ...]:
         """The last that each other node has told."""
@@ -98,13 +105,23 @@ class Exchange:
             peer.settimeout(None)
             while line := lines.readline(_MAX_MESSAGE_BYTES):
                 report = _REPORTS.decode(line)
-                if report.run == self._own.run:
+                self._catch_up(report)
+                if (report.run, report.start) == (self._own.run, self._own.start):
                     node = report.node if node is None else node
                     self._note(shifted(report, time.monotonic()), peer)
         with self._changed:
             self._peers.remove(peer)
         if node is not None and not self._closed and not self._heard.get(node, self._own).ended:
-            self._note(NodeReport(node=node, run=self._own.run, gone=True), peer)
+            own = self._own
+            self._note(NodeReport(node=node, run=own.run, start=own.start, gone=True), peer)
+
+    def _catch_up(self, report: NodeReport) -> None:
+        """Take the number of starts from a node that has seen more of them: this launcher is new, it came back."""
+        with self._changed:
+            behind = report.run == self._own.run and report.start > self._own.start
+            if behind and not (self._own.failed or self._own.ended):
+                self._own, self._heard = msgspec.structs.replace(self._own, start=report.start), {}
+                self._send(self._own, self._peers)
 
     def _note(self, report: NodeReport, sender: socket.socket) -> None:
         if report.node == self._nodes.rank or not 0 <= report.node < self._nodes.count:
@@ -133,9 +150,12 @@ class Exchange:
 
 
 @contextmanager
-def exchange(nodes: Nodes, run: str) -> Iterator[Exchange]:
-    """The exchange of the launch that is called `run` on all nodes; BadInput where node 0 cannot listen at its port."""
-    made, address = Exchange(nodes, run), nodes.address
+def exchange(nodes: Nodes, run: str, start: int = 0) -> Iterator[Exchange]:
+    """The exchange of the launch that is called `run` on all nodes, whose ranks were started `start` times before.
+
+    BadInput where node 0 cannot listen at its port.
+    """
+    made, address = Exchange(nodes, run, start), nodes.address
     if nodes.count == 1 or address is None:
         yield made
         return

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -52,6 +52,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     node: int
     run: str = ""
     """Which launch this is about: one command may make several, at one rendezvous."""
+    start: int = 0
+    """How often its ranks were started anew before."""
     ranks: tuple[RankState, ...] = ()
     """All of the node's, once one of them has failed or hangs."""
     hang: str | None = None
@@ -83,6 +85,10 @@ class FailureReport:
     """Whether all ranks reported the same, and node 0's launcher is there to say it."""
     out_of_memory: OutOfMemory | None = None
     """Set where a device of that rank lacked the memory."""
+    lost: bool = False
+    """Whether ranks ended that reported no error in order: they may not when they are started anew."""
+    gone: tuple[int, ...] = ()
+    """The nodes whose launchers are gone."""
 
 
 def shifted(report: NodeReport, now_s: float) -> NodeReport:
@@ -98,6 +104,15 @@ def shifted(report: NodeReport, now_s: float) -> NodeReport:
 
 
 def failure_report(reports: Sequence[NodeReport]) -> FailureReport:
+    """What failed first, whether starting anew may cure it, and which nodes are gone."""
+    found = _first_failure(reports)
+    ordered = any(rank.orderly for report in reports for rank in report.ranks)
+    stopped = any(report.signalled for report in reports)
+    gone = tuple(report.node for report in reports if report.gone)
+    return replace(found, lost=not stopped and (bool(gone) or not ordered), gone=gone)
+
+
+def _first_failure(reports: Sequence[NodeReport]) -> FailureReport:
     """Name what failed first, as well as can be known from all nodes' reports: other ranks fail a moment after it.
 
     A rank that was killed says nothing and its peers notice before the launcher does, so it goes first; then by time

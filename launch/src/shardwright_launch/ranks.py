@@ -1,5 +1,6 @@
 """Starting one process per device of this node, watching them, and ending them together."""
 
+import math
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from typing import NoReturn
 
 import msgspec
 
-from shardwright_formats.io.errors import RunFailed
+from shardwright_formats.io.errors import RanksLost, RunFailed
 from shardwright_launch.exchange import Exchange, exchange
 from shardwright_launch.failure_report import NodeReport, RankState, failure_report
 from shardwright_launch.heartbeat import STACKS_SIGNAL, START_UP_S, RankFiles
@@ -86,10 +87,12 @@ def launch(
     hang_timeout_s: float | None = None,
     on_line: OnLine | None = None,
     name: str = "",
+    start: int = 0,
 ) -> None:
     """Run `command` for each of this node's ranks with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
 
-    `name` tells apart launches of one command and size, so that no node takes another's last report for a new one.
+    `name` tells apart launches of one command and size, and `start` those of one name, so that no node takes another's
+    last report for a new one.
 
     The cores this process may use are shared out evenly among the ranks' threads. Lines that rank 0 prints go to
     `on_line`, if there is one.
@@ -99,16 +102,17 @@ def launch(
     `hang_timeout_s`, ranks that take longer from one `Heartbeat.begin` to the next show their stacks on standard error
     and are killed.
 
-    Raises RunFailed naming the rank that failed first, on whichever node, and OutOfMemory where its device lacked
-    memory. An error that ranks reported in order is printed in one line and ends by SystemExit with its exit code; so
-    does a signal that came before they could stop in order.
+    Raises RunFailed naming the rank that failed first, on whichever node: OutOfMemory where its device lacked memory,
+    RanksLost where ranks ended without an error in order, hang, or are gone with their node. An error that ranks
+    reported in order is printed in one line and ends by SystemExit with its exit code; so does a signal that came
+    before they could stop in order.
     """
     nodes = nodes or Nodes()
     started: list[_Rank] = []
     with (
         tempfile.TemporaryDirectory(prefix="shardwright-") as folder,
         relayed_signals(lambda: _ask_to_stop(started)) as signals,
-        exchange(nodes, f"{world_size} {name}") as others,
+        exchange(nodes, f"{world_size} {name}", start) as others,
     ):
         try:
             environment = _environment(nodes, len(ranks), world_size)
@@ -181,7 +185,7 @@ def _hand_on(lines: Iterable[bytes], on_line: OnLine) -> None:
 
 def _watch(ranks: Sequence[_Rank], nodes: Nodes, others: Exchange, hang_timeout_s: float | None) -> NodeReport | None:
     """Wait until all ranks of this node have ended well (None), or one of any node has not and these had their time."""
-    began_s, reported = time.monotonic(), False
+    began_s, reported, gone_s = time.monotonic(), False, math.inf
     while None in [rank.look() for rank in ranks]:
         own = _report(ranks, nodes, began_s, hang_timeout_s)
         if own.failed and not reported:
@@ -192,6 +196,10 @@ def _watch(ranks: Sequence[_Rank], nodes: Nodes, others: Exchange, hang_timeout_
             _print_stacks(ranks)
             return own
         if _time_is_up([state for report in reports for state in report.ranks if state.failed]):
+            return own
+        if any(report.gone for report in reports):  # its peers may wait for it for ever
+            gone_s = min(gone_s, time.monotonic())
+        if time.monotonic() - gone_s > _OTHER_END_S:
             return own
         time.sleep(_POLL_S)
     return _report(ranks, nodes, began_s, None) if any(rank.status for rank in ranks) else None
@@ -254,6 +262,8 @@ def _fail(ranks: Sequence[_Rank], own: NodeReport, others: Exchange, signalled: 
     # A rank that was ended before it could print its traceback itself.
     cut_off = [state for state in states if state.rank == found.rank and state.status is None]
     print("".join(state.error.trace for state in cut_off if state.error), end="", file=sys.stderr)
+    if found.lost:
+        raise RanksLost(found.text, nodes=found.gone, start=others.start)
     raise RunFailed(found.text)
 
 

@@ -4,7 +4,8 @@ ShardwrightError
 ├── BadInput     2   a file or a value that cannot be used, or a locked run
 ├── NothingFits  3   an answer: no plan in the asked space fits, by how much
 ├── RunFailed    4   a run that failed: NaN loss, a dead rank, a hang
-│   └── OutOfMemory  a device had less memory than was asked of it
+│   ├── OutOfMemory  a device had less memory than was asked of it
+│   └── RanksLost    ranks were killed, hang, or are gone with their node
 └── Stopped     75   stopped in order; run the same command again to resume
 """
 
@@ -56,6 +57,15 @@ class OutOfMemory(RunFailed):
     ) -> None:
         super().__init__(text)
         self.subject, self.asked_bytes, self.rank, self.where = subject, asked_bytes, rank, where
+
+
+class RanksLost(RunFailed):
+    """Ranks are gone or hang; nothing says that they would be again."""
+
+    def __init__(self, text: str, *, nodes: tuple[int, ...] = (), start: int = 0) -> None:
+        super().__init__(text)
+        self.nodes, self.start = nodes, start
+        """The nodes whose launchers are gone, and how often the ranks had been started anew before."""
 
 
 class Stopped(ShardwrightError):

@@ -22,7 +22,6 @@ from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
 from shardwright_launch.ranks import EXPANDABLE, allocator_setting, launch
-from shardwright_train.checkpoints.folders import LOCK, folder_of_run
 from shardwright_train.imports import without_collection
 from shardwright_train.models.describe import describe_folder
 from shardwright_train.models.support import check_installed, check_supported, without_devices
@@ -32,10 +31,13 @@ from shardwright_train.options import (
     DescribeOptions,
     MeasureJob,
     MeasureOptions,
+    OnNodeLoss,
     PrepareOptions,
     RunOptions,
     encode_job,
 )
+from shardwright_train.supervision.replan import check_replan
+from shardwright_train.supervision.restarts import Attempt, run_with_restarts
 
 # Each imports what only it needs when it runs: several may run in one process.
 
@@ -93,9 +95,10 @@ def start_run(options: RunOptions) -> None:
     _check_folder(options.checkpoints)
     if options.weights is not None:
         _check_weights(options, options.weights, plan)
-    run = folder_of_run(options.checkpoints, plan.sha256, options.resume_from)
-    with only_run(run / LOCK, nodes):
-        _start(options, plan, nodes)
+    attempt = Attempt(options, plan, nodes)
+    if options.on_node_loss is OnNodeLoss.REPLAN:
+        check_replan(options, plan, attempt.folder, nodes)
+    run_with_restarts(attempt, lambda each: _start(each.options, each.plan, each.nodes, start=each.start))
 
 
 def start_measure(options: MeasureOptions) -> None:
@@ -232,7 +235,7 @@ def _check_folder(folder: Path) -> None:
         raise BadInput(folder, "is no folder", "name another")
 
 
-def _start(job: RunOptions | MeasureJob, plan: Plan, nodes: Nodes, name: str = "") -> None:
+def _start(job: RunOptions | MeasureJob, plan: Plan, nodes: Nodes, name: str = "", start: int = 0) -> None:
     on_node = [rank for rank, node in enumerate(plan.cluster.node_of_rank) if node == nodes.rank]
     with tempfile.TemporaryDirectory() as scratch:
         job_file = Path(scratch) / "job.json"
@@ -240,4 +243,4 @@ def _start(job: RunOptions | MeasureJob, plan: Plan, nodes: Nodes, name: str = "
         device_type = device_type_of(plan.cluster, job_file)
         command = [sys.executable, "-m", "shardwright_train.worker", str(job_file), device_type]
         ranks = range(on_node[0], on_node[-1] + 1)
-        launch(command, ranks, plan.world_size, nodes, hang_timeout_s=job.hang_timeout_s, name=name)
+        launch(command, ranks, plan.world_size, nodes, hang_timeout_s=job.hang_timeout_s, name=name, start=start)

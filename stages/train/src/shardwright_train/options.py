@@ -1,5 +1,6 @@
 """What the commands of shardwright-train are asked: every option, said once; ranks are handed the same."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -52,6 +53,15 @@ class RankOptions(NodeOptions, frozen=True, kw_only=True):
     ranks' stacks are printed. Start-up has 600 s of its own."""
 
 
+class OnNodeLoss(StrEnum):
+    """What a run does when a node is gone."""
+
+    WAIT = "wait"
+    """Start anew, once the node is back."""
+    REPLAN = "replan"
+    """Search a plan for the nodes that are left, and go on under it."""
+
+
 class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Train; run the same command again to resume. Starts one process per device of this node itself.
 
@@ -90,6 +100,16 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Let a branch have another global batch size than the checkpoint was saved with."""
     max_time_s: Annotated[float, Meta(ge=1, le=1e9)] | None = None
     """Stop in order (exit 75) with the first step that ends so many s after the first began."""
+    max_restarts: Annotated[int, Meta(ge=0, le=1000)] = 0
+    """How often the ranks of all nodes are started anew when some were killed, hang, or are gone with their node."""
+    on_node_loss: OnNodeLoss = OnNodeLoss.WAIT
+    """When a node is gone: wait for it (600 s), or search a plan for those that are left with `shardwright-search`."""
+    replan_hardware: Path | None = None
+    """For replan: hardware profile of the cluster (HDF5)."""
+    replan_profile: tuple[Path, ...] = ()
+    """For replan: model profile on a device of the cluster (HDF5)."""
+    replan_search: Path | None = None
+    """For replan: search file (JSON), of the plan's global batch size."""
     grace_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     """Seconds from a scheduler's stop signal to its kill; where a step and a save take longer, that is said."""
     learning_rate: _Rate = 3e-4

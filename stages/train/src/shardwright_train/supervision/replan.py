@@ -1,0 +1,144 @@
+"""A plan for the nodes that are left when some were lost, found by the search's own command."""
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+
+from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.io.json import Document, read_document, read_object, write_document
+from shardwright_formats.types.cluster import Cluster, NodeGroup
+from shardwright_formats.types.limits import Seconds
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Prediction
+from shardwright_launch.nodes import Nodes
+from shardwright_launch.signals import relayed_signals
+from shardwright_train.checkpoints.folders import latest_checkpoint
+from shardwright_train.options import RunOptions
+
+_SEARCH_S = 300.0
+"""How long the search may look for a better plan: an assumption."""
+_WAIT_S = 2 * _SEARCH_S
+"""How long the other nodes wait for what node 0 has found."""
+_POLL_S = 0.2
+_FOLDER, _FOUND = "replanned", "replanned.json"
+
+
+class Replanned(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What node 0 tells the other nodes that are left, through the run's folder."""
+
+    FORMAT = "shardwright.replanned"
+
+    plan: Plan
+    resume_from: str | None
+    """The checkpoint to go on from; null where the run had none yet."""
+    step_before_s: Seconds
+    """Predicted, under the plan for all nodes."""
+    step_after_s: Seconds
+
+
+def check_replan(options: RunOptions, plan: Plan, run: Path, nodes: Nodes) -> None:
+    """Raise BadInput where a lost node could not be planned around, and forget what an earlier start had found."""
+    search = options.replan_search
+    if search is None or options.replan_hardware is None or not options.replan_profile:
+        what = "needs what plans are searched with"
+        raise BadInput("--on-node-loss replan", what, "give --replan-hardware, --replan-profile and --replan-search")
+    if not options.max_restarts:
+        raise BadInput("--on-node-loss replan", "starts the ranks anew", "give --max-restarts, 1 or more")
+    for file in (options.replan_hardware, *options.replan_profile):
+        if not file.is_file():
+            raise BadInput(file, "is no file", "name a profile that plans are searched with")
+    asked = read_object(search).get("global_batch_size")
+    if asked != plan.global_batch_size:
+        what = f"asks for a global batch of {asked}, the plan has {plan.global_batch_size}"
+        raise BadInput(search, what, "search for the same batch")
+    _program()
+    if nodes.rank == 0:
+        shutil.rmtree(run / _FOLDER, ignore_errors=True)
+
+
+def replanned(
+    options: RunOptions, plan: Plan, nodes: Nodes, gone: Collection[int], run: Path
+) -> tuple[RunOptions, Plan, Nodes]:
+    """What the nodes that are left run: a branch from the newest checkpoint, under a plan that node 0 has searched.
+
+    Raises RunFailed where node 0 itself is gone, or none of the nodes left can hold the model.
+    """
+    if 0 in gone:
+        remedy = f"plan for the nodes that are left, and branch with --resume-from {latest_checkpoint(run)}"
+        raise RunFailed(f"node 0, where the nodes meet, is gone: {remedy}")
+    folder = run / _FOLDER / "-".join(map(str, gone))
+    if nodes.rank == 0:
+        _search(options, plan, gone, run, folder)
+    found = _awaited(folder / _FOUND)
+    parent = options.resume_from if found.resume_from is None else Path(found.resume_from)
+    left = Nodes(nodes.count - len(gone), nodes.rank - sum(node < nodes.rank for node in gone), nodes.rendezvous)
+    return msgspec.structs.replace(options, plan=folder / "plan.json", resume_from=parent), found.plan, left
+
+
+def without_nodes(cluster: Cluster, gone: Collection[int]) -> Cluster:
+    """The cluster of the nodes that are left, in their order."""
+    types = [group.node_type for group in cluster.nodes for _ in range(group.count)]
+    left = [node_type for node, node_type in enumerate(types) if node not in gone]
+    groups = tuple(NodeGroup(node_type=name, count=len(list(of))) for name, of in groupby(left))
+    return msgspec.structs.replace(cluster, nodes=groups)
+
+
+def _search(options: RunOptions, plan: Plan, gone: Collection[int], run: Path, folder: Path) -> None:
+    cluster, model, out = folder / "cluster.json", folder / "model.json", folder / "plan.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_document(cluster, without_nodes(plan.cluster, gone))
+    write_document(model, plan.model)
+    write_document(folder / "lost.json", plan)
+    profiles = ["--hardware", options.replan_hardware]
+    profiles += [word for profile in options.replan_profile for word in ("--profile", profile)]
+    _run(["evaluate", folder / "lost.json", *profiles, "--out", folder / "lost.prediction.json"])
+    described = ["--cluster", cluster, "--model", model, "--search", options.replan_search]
+    _run(["plan", *profiles, *described, "--time-limit", _SEARCH_S, "--out", out])
+    before, after = (
+        read_document(folder / f"{name}.prediction.json", Prediction).estimate.simulated_step_time_s
+        for name in ("lost", "plan")
+    )
+    checkpoint = latest_checkpoint(run)
+    found = Replanned(
+        plan=read_document(out, Plan),
+        resume_from=None if checkpoint is None else str(checkpoint),
+        step_before_s=before,
+        step_after_s=after,
+    )
+    costs = f"predicted {after:.4g} s a step, {before:.4g} s with all of them ({after / before - 1:+.0%})"
+    print(f"planned for the nodes that are left: {costs}: {out}", file=sys.stderr, flush=True)
+    write_document(folder / _FOUND, found)
+
+
+def _run(arguments: Sequence[object]) -> None:
+    """One of the search's commands; RunFailed with its last line where it ends other than well."""
+    command = [_program(), *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    with relayed_signals(process.terminate) as signals:
+        _, said = process.communicate()
+    if process.returncode or signals:
+        why = said.strip().rpartition("\n")[2] or f"it ended with {process.returncode}"
+        raise RunFailed(f"no plan for the nodes that are left: {why.removeprefix('error: ')}")
+
+
+def _program() -> str:
+    beside = Path(sys.executable).with_name("shardwright-search")
+    found = str(beside) if beside.is_file() else shutil.which("shardwright-search")
+    if found is None:
+        raise BadInput("shardwright-search", "is not installed here", "--on-node-loss replan needs it: install it")
+    return found
+
+
+def _awaited(file: Path) -> Replanned:
+    until_s = time.monotonic() + _WAIT_S
+    while file.name not in (path.name for path in file.parent.glob("*.json")):
+        if time.monotonic() > until_s:
+            raise RunFailed(f"node 0 found no plan for the nodes that are left within {_WAIT_S:g} s")
+        time.sleep(_POLL_S)
+    return read_document(file, Replanned)

@@ -1,0 +1,192 @@
+"""Ranks and nodes that are lost are started anew; the nodes that are left may go on under a plan for them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from command_calls import call
+from launchers import by_address, started_by
+from random_plans import random_plan
+from test_train_searched_plan import DEVICES, PLAIN
+from tiny_models import tiny
+
+from shardwright_estimate.settings import ProfileSettings
+from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.run import RunResult
+from shardwright_launch.nodes import Nodes
+from shardwright_profile.cli import APP as PROFILE
+from shardwright_search.cli import APP as SEARCH
+from shardwright_search.space.request import SearchRequest
+from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
+from shardwright_train.cli import APP as TRAIN
+from shardwright_train.data.prepare import prepare
+from shardwright_train.options import RunOptions
+from shardwright_train.supervision.replan import replanned, without_nodes
+
+LIMIT_S = 200.0
+
+
+def cluster_of(nodes: int) -> Cluster:
+    node_type = NodeType(device="cpu", devices_per_node=1, memory_bytes=1 << 32)
+    return Cluster(name="here", nodes=(NodeGroup(node_type="cpu", count=nodes),), node_types={"cpu": node_type})
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, profiles of a cluster of three nodes of one rank, a plan for it, and one for two."""
+    folder = tmp_path_factory.mktemp("restarts")
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    prepare(str(folder / "text"), "*.txt", 260, 1.0, folder / "data")
+    (folder / "devices.toml").write_text(DEVICES)
+    write_document(folder / "model.json", tiny("llama", vocab_size=260))
+    write_document(folder / "cluster.json", cluster_of(3))
+    settings = ProfileSettings(tp_sizes=(1,), micro_batch_sizes=(1, 2, 4), layers=(1, 2), **PLAIN)
+    write_document(folder / "settings.json", settings)
+    request = SearchRequest(name="left", global_batch_size=12, num_microbatches=(3,), tp_sizes=(1,), **PLAIN)
+    write_document(folder / "search.json", request)
+    for app, line in (
+        (
+            PROFILE,
+            "analytic --model model.json --cluster cluster.json --node-type cpu --devices devices.toml "
+            "--settings settings.json --inter-node-gbit-s 10 --out p.h5 --hardware-out h.h5",
+        ),
+        (
+            SEARCH,
+            "plan --model model.json --cluster cluster.json --hardware h.h5 --profile p.h5 --search search.json "
+            "--out three.json",
+        ),
+    ):
+        ended = call(app, *(folder / word if Path(word).suffix else word for word in line.split()))
+        assert ended.exit_code == 0, ended.stderr
+    two = random_plan(tiny("llama", vocab_size=260), 1, 2, "float32", stages=2)
+    write_document(folder / "two.json", msgspec.structs.replace(two, cluster=cluster_of(2)))
+    return folder
+
+
+class Run:
+    """A command that trains, on some nodes of this machine."""
+
+    def __init__(self, work: Path, name: str, plan: str, nodes: int, steps: int, *options: object) -> None:
+        self.out, self.places = work / name, by_address(nodes, work)
+        self.checkpoints = folder_of_run(self.out / "kept", read_document(work / plan, Plan).sha256)
+        folders: tuple[object, ...] = ("--data", work / "data", "--checkpoints", self.out / "kept", "--out", self.out)
+        folders += ("--steps", steps, "--checkpoint-every", 2, "--learning-rate", 0.01)
+        self.command = list(map(str, ("run", work / plan, *folders, *options)))
+        self.nodes = [self.start(node) for node in range(nodes)]
+
+    def start(self, node: int) -> "subprocess.Popen[str]":
+        """Start the command on a node."""
+        options, variables = self.places[node]
+        environment = os.environ | variables | {"STARTED_BY": str(self.out)}
+        program = [sys.executable, "-m", "shardwright_train.cli", *self.command, *options]
+        return subprocess.Popen(program, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+    def until_saved(self, folder: Path) -> Path:
+        """A checkpoint of a folder, once there is one."""
+        until = time.monotonic() + LIMIT_S
+        while (found := latest_checkpoint(folder)) is None:
+            assert time.monotonic() < until and None in [node.poll() for node in self.nodes], self.ends()
+            time.sleep(0.02)
+        return found
+
+    def ends(self) -> list[tuple[int, str]]:
+        """How the command ends on each node."""
+        return [(node.returncode, error) for node in self.nodes for error in [node.communicate(timeout=LIMIT_S)[1]]]
+
+    def losses(self) -> list[float]:
+        """Of every step."""
+        return [json.loads(line)["loss"] for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(400)
+def test_nodes_that_are_left_go_on_under_a_plan_for_them_and_a_lost_rank_is_started_anew(work: Path) -> None:
+    """A launcher of three is killed, then a rank of the two that are left; no step is lost, repeated or different."""
+    given = {"hardware": "h.h5", "profile": "p.h5", "search": "search.json"}
+    replan = [word for name, file in given.items() for word in (f"--replan-{name}", work / file)]
+    run = Run(work, "lost", "three.json", 3, 24, "--max-restarts", 2, "--on-node-loss", "replan", *replan)
+    run.until_saved(run.checkpoints)
+    run.nodes[2].kill()
+    until = time.monotonic() + LIMIT_S
+    while not (branches := list((run.out / "kept").glob("*-from-*"))):
+        assert time.monotonic() < until and None in [node.poll() for node in run.nodes[:2]], run.ends()
+        time.sleep(0.02)
+    run.until_saved(branches[0])
+    (victim,) = (process for process, variables in started_by(run.out).items() if variables["RANK"] == "1")
+    os.kill(victim, signal.SIGKILL)
+    (first, told), (second, _), _ = run.ends()
+    assert (first, second) == (0, 0), told
+    assert "node 2: its launcher is gone, and its ranks with it: starting anew from the newest checkpoint" in told
+    costs = r"planned for the nodes that are left: predicted [\d.e-]+ s a step, [\d.e-]+ s with all of them \([+-]\d+%"
+    assert re.search(costs, told), told
+    assert "rank 1: was killed by SIGKILL in step" in told and "start 2 of 2 at most" in told
+    done = read_document(run.out / "DONE.json", RunResult)
+    assert (done.steps, Path(done.checkpoint).parent) == (24, branches[0])
+    alone = Run(work, "unbroken", "three.json", 3, 24)
+    assert {status for status, _ in alone.ends()} == {0}
+    assert run.losses() == pytest.approx(alone.losses(), rel=1e-4)
+    assert started_by(run.out) == {}
+
+
+@pytest.mark.timeout(400)
+def test_a_node_that_comes_back_meets_those_that_waited_for_it(work: Path) -> None:
+    run = Run(work, "back", "two.json", 2, 12, "--max-restarts", 1)
+    run.until_saved(run.checkpoints)
+    run.nodes[1].kill()
+    run.nodes[1].communicate()
+    run.nodes[1] = run.start(1)
+    assert [status for status, _ in run.ends()] == [0, 0], run.ends()
+    assert read_document(run.out / "DONE.json", RunResult).steps == 12
+
+
+def test_the_cluster_of_the_nodes_that_are_left_keeps_their_order() -> None:
+    node = NodeType(device="cpu", devices_per_node=2, memory_bytes=1)
+    groups = [NodeGroup(node_type=name, count=count) for name, count in (("a", 2), ("b", 1), ("a", 1))]
+    cluster = Cluster(name="c", nodes=tuple(groups), node_types={"a": node, "b": node})
+
+    def left(*gone: int) -> list[tuple[str, int]]:
+        return [(group.node_type, group.count) for group in without_nodes(cluster, gone).nodes]
+
+    assert left(0) == [("a", 1), ("b", 1), ("a", 1)]
+    assert left(2) == [("a", 3)]
+    assert left(1, 3) == [("a", 1), ("b", 1)]
+
+
+def _refused(work: Path, *options: object) -> str:
+    folders = ("--data", work / "data", "--checkpoints", work / "no", "--out", work / "no", "--steps", 1)
+    nodes = ("--nnodes", 3, "--node-rank", 0, "--rendezvous", "127.0.0.1:1")
+    ended = call(TRAIN, "run", work / "three.json", *folders, *nodes, "--on-node-loss", "replan", *options)
+    assert (ended.exit_code, ended.stderr.count("\n"), (work / "no").exists()) == (2, 1, False), ended.stderr
+    return ended.stderr
+
+
+def test_what_a_new_plan_would_be_searched_with_is_asked_for_before_anything_starts(work: Path) -> None:
+    def given(hardware: str = "h.h5", search: str = "search.json", restarts: int = 1) -> Sequence[object]:
+        files = {"--replan-hardware": hardware, "--replan-profile": "p.h5", "--replan-search": search}
+        return ("--max-restarts", restarts, *(word for name, file in files.items() for word in (name, work / file)))
+
+    assert "give --replan-hardware, --replan-profile and --replan-search" in _refused(work, "--max-restarts", 1)
+    assert "give --max-restarts, 1 or more" in _refused(work, *given(restarts=0))
+    assert "none.h5: is no file" in _refused(work, *given(hardware="none.h5"))
+    other = SearchRequest(name="left", global_batch_size=24, **PLAIN)
+    write_document(work / "other.json", other)
+    assert "asks for a global batch of 24, the plan has 12: search" in _refused(work, *given(search="other.json"))
+
+
+def test_without_the_first_node_there_is_nowhere_to_meet(work: Path, tmp_path: Path) -> None:
+    plan = read_document(work / "three.json", Plan)
+    options = RunOptions(plan=tmp_path, data=tmp_path, steps=1, out=tmp_path, checkpoints=tmp_path)
+    with pytest.raises(RunFailed, match=r"node 0, where the nodes meet, is gone.*--resume-from") as caught:
+        replanned(options, plan, Nodes(3, 1, "host:1"), (0,), tmp_path)
+    assert not isinstance(caught.value, BadInput)
