@@ -50,6 +50,9 @@ resumes: $(STAMP) ## what plans save, others on 2, 4 and 8 ranks go on from, in 
 brute-force: $(STAMP) ## the planner against every plan of 30,000 tiny problems (minutes)
 	@python tests/search/run_brute_force.py
 
+grids: $(STAMP) ## tables of all grids of config/grids in results/grids; two need a package index once, one measures this machine
+	@snakemake --cores all grids
+
 frozen: $(STAMP) ## what searches and other commands give, to the byte what was frozen (2 minutes)
 	@python tests/frozen check
 

@@ -16,6 +16,7 @@ include: "workflow/rules/search.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/report.smk"
 include: "workflow/rules/reference.smk"
+include: "workflow/rules/grids.smk"
 
 
 rule all:

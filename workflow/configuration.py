@@ -85,11 +85,14 @@ class Workflow:
     def search_json(self, name: str) -> str:
         """The document of a search; number formats and kernels are those that its model was profiled in."""
         search = self.sections["searches"][name]
-        profile = self.sections["profiles"][self.of.models[search["model"]].profile]
         known = SearchRequest.__struct_fields__
         asked = {key: value for key, value in search.items() if key in known}
-        inherited = {key: profile[key] for key in ("precision", "attention", "compile") if key in profile}
-        return _document(SearchRequest, {"name": name} | inherited | asked)
+        return _document(SearchRequest, {"name": name} | self.computed_as(search["model"]) | asked)
+
+    def computed_as(self, model: str) -> dict[str, Any]:
+        """The number formats and kernels that a model is profiled in, as keys of a search."""
+        profile = self.sections["profiles"][self.of.models[model].profile]
+        return {key: profile[key] for key in ("precision", "attention", "compile") if key in profile}
 
     def describe_options(self, described: str) -> list[str]:
         """What `shardwright-train describe` is told of MODEL, or of MODEL@LENGTH."""

@@ -31,6 +31,14 @@ def test_a_crash_in_the_middle_leaves_the_old_file_and_no_other(tmp_path: Path) 
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_two_long_names_that_begin_alike_are_written_at_once(tmp_path: Path) -> None:
+    one, other = tmp_path / f"{'a' * 64}.json", tmp_path / f"{'a' * 64}.prediction.json"
+    with atomic_path(one) as first, atomic_path(other) as second:
+        first.write_bytes(b"one")
+        second.write_bytes(b"other")
+    assert (one.read_bytes(), other.read_bytes()) == (b"one", b"other")
+
+
 def test_a_crash_while_an_hdf5_file_is_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = read_hardware_profile(EXAMPLES / "hardware_profile.h5")
     write, written = h5py.Group.create_dataset, []

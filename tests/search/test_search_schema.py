@@ -13,6 +13,7 @@ from shardwright_search.space import schema
 from shardwright_search.space.request import SearchRequest
 
 ROOT = Path(__file__).parents[2]
+SCHEMA = "stages/search/schemas/search.schema.json"
 FULL = {
     "objective": "usd_per_sample",
     "global_batch_size": {"min": 8, "max": 32, "step": 8},
@@ -59,7 +60,7 @@ def test_check_names_a_stale_schema_and_writing_mends_it(tmp_path, capsys):
     (tmp_path / "formats").mkdir()
     shutil.copy(ROOT / "formats" / "pyproject.toml", tmp_path / "formats")
     assert schema.main(["--root", str(tmp_path)]) == 0
-    written = tmp_path / schema.SCHEMA
+    written = tmp_path / SCHEMA
     written.write_text(written.read_text().replace("shardwright.search", "shardwright.seek"))
     assert schema.main(["--check", "--root", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -75,7 +76,7 @@ def test_the_schema_is_not_written_outside_the_repository(tmp_path):
 
 
 def test_the_schema_takes_what_the_type_takes_and_refuses_unknown_keys():
-    validator = jsonschema.Draft202012Validator(json.loads((ROOT / schema.SCHEMA).read_text()))
+    validator = jsonschema.Draft202012Validator(json.loads((ROOT / SCHEMA).read_text()))
     head = {"format": "shardwright.search", "version": 1, "name": "s"}
     for fields in (FULL, {"global_batch_size": 8}):
         make_request(**fields)
@@ -85,7 +86,7 @@ def test_the_schema_takes_what_the_type_takes_and_refuses_unknown_keys():
 
 
 def test_every_key_says_what_it_means():
-    found = json.loads((ROOT / schema.SCHEMA).read_text())
+    found = json.loads((ROOT / SCHEMA).read_text())
     for described in (found, *found["$defs"].values()):
         for name, of in described.get("properties", {}).items():
             assert name in ("format", "version") or of["description"], name

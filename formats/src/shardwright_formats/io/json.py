@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
+from zlib import crc32
 
 import msgspec
 
@@ -63,7 +64,8 @@ def check_writable(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    return path.parent / f".{path.name[:40]}.{os.getpid()}.tmp"
+    """Short enough for any file system, and another one for each name, however alike they begin."""
+    return path.parent / f".{path.name[:40]}.{crc32(os.fsencode(path.name)):08x}.{os.getpid()}.tmp"
 
 
 @contextmanager

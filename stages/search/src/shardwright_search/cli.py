@@ -17,6 +17,7 @@ APP = CommandLine(
         "correct": Command(options.CorrectOptions, f"{_COMMANDS}.measured:correct"),
         "explain": Command(options.ExplainOptions, f"{_COMMANDS}.explain:explain"),
         "export": Command(options.ExportOptions, f"{_COMMANDS}.interop:export_plan"),
+        "grid": Command(options.GridOptions, f"{_COMMANDS}.grid:grid"),
         "import galvatron": Command(options.ImportGalvatronOptions, f"{_COMMANDS}.interop:import_galvatron"),
         "select": Command(options.SelectOptions, f"{_COMMANDS}.measured:select"),
         "simulate": Command(options.SimulateOptions, f"{_COMMANDS}.simulate:simulate_plan"),

@@ -51,6 +51,26 @@ class PlanOptions(ProfileOptions, frozen=True, kw_only=True):
     """Certificate of the bound to write (shardwright.certificate, JSON), for `verify`."""
 
 
+class GridOptions(ProfileOptions, frozen=True, kw_only=True):
+    """Search every cell of a grid: many searches of one model on one cluster.
+
+    Cells whose answer is in the folder already are not searched again; one that has no plan does not stop the others.
+    """
+
+    grid: Annotated[Path, POSITIONAL]
+    """Grid file (shardwright.grid, JSON); its memory_gib are in GiB."""
+    cluster: Path
+    """Cluster file (shardwright.cluster, JSON)."""
+    model: Path
+    """Model description (shardwright.model, JSON)."""
+    folder: Path
+    """Folder that keeps the answers, named after what they rest on; several grids may share it."""
+    out: Path
+    """List of the answers to write (shardwright.grid_answers, JSON)."""
+    time_limit: Seconds | None = None
+    """Seconds for each cell after which the best plan so far is taken, with its gap."""
+
+
 class VerifyOptions(ProfileOptions, frozen=True, kw_only=True):
     """Confirm without searching that no plan of a search's space is faster than its certificate says."""
 

@@ -1,7 +1,7 @@
-"""Writes the JSON Schema of search files, which is generated from their type.
+"""Writes the JSON Schemas of search and grid files, which are generated from their types.
 
-python -m shardwright_search.space.schema            # write it, in the repository's root
-python -m shardwright_search.space.schema --check    # exit 1 if it is not up to date
+python -m shardwright_search.space.schema            # write them, in the repository's root
+python -m shardwright_search.space.schema --check    # exit 1 if they are not up to date
 """
 
 import json
@@ -10,20 +10,24 @@ from collections.abc import Sequence
 
 from shardwright_formats.schema.generate import json_schema
 from shardwright_formats.schema.writing import write_or_check
+from shardwright_search.space.grid import Grid, GridAnswers
 from shardwright_search.space.request import SearchRequest
 
-SCHEMA = "stages/search/schemas/search.schema.json"
-"""From the repository's root."""
+_FOLDER = "stages/search/schemas"
+_KINDS = (SearchRequest, Grid, GridAnswers)
 
 
-def generated() -> str:
-    """The schema's text."""
-    return json.dumps(json_schema(SearchRequest), indent=1) + "\n"
+def generated() -> dict[str, str]:
+    """The schemas' texts by path, from the repository's root."""
+    names = {kind: kind.FORMAT.removeprefix("shardwright.") for kind in _KINDS}
+    return {
+        f"{_FOLDER}/{name}.schema.json": json.dumps(json_schema(kind), indent=1) + "\n" for kind, name in names.items()
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check the schema; returns the exit code."""
-    return write_or_check("python -m shardwright_search.space.schema", {SCHEMA: generated()}, arguments)
+    """Write or check the schemas; returns the exit code."""
+    return write_or_check("python -m shardwright_search.space.schema", generated(), arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""`shardwright-search grid`: many searches of one model on one cluster, in one process."""
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from time import monotonic
+
+import msgspec
+
+from shardwright_formats.command import show
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import (
+    check_writable,
+    read_bytes,
+    read_document,
+    sha256_of_file,
+    sha256_of_value,
+    write_bytes,
+    write_document,
+)
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import Model
+from shardwright_search.commands.inputs import Inputs, read_inputs
+from shardwright_search.commands.prediction import prediction_of_searched, prediction_path, written
+from shardwright_search.commands.progress import progress
+from shardwright_search.options import GridOptions
+from shardwright_search.search import Found, find_best
+from shardwright_search.space.budget import Infeasible, budgets_of
+from shardwright_search.space.grid import CellAnswer, Grid, GridAnswers
+from shardwright_search.space.request import SearchRequest
+
+_MAX_REASON = 2**16
+
+
+class _Cells(msgspec.Struct, frozen=True, kw_only=True):
+    """What all cells share, and the folder that keeps their answers."""
+
+    file: Path
+    cluster: Cluster
+    model: Model
+    inputs: Inputs
+    files: Mapping[str, Path]
+    folder: Path
+    time_limit_s: float | None
+    shared: str
+    """SHA-256 of all that an answer rests on beside its own search."""
+
+    def key(self, search: SearchRequest) -> str:
+        """What the answer of a search is kept under."""
+        return sha256_of_value([self.shared, search])
+
+    def known(self, search: SearchRequest) -> CellAnswer | None:
+        """The answer that is kept, if it is whole: a plan and its prediction are written as one."""
+        key = self.key(search)
+        plan, reason = self._plan(key), self._reason(key)
+        if plan.exists() and prediction_path(plan).exists():
+            return CellAnswer(name=search.name, key=key, reason=None)
+        if reason.exists():
+            return CellAnswer(name=search.name, key=key, reason=read_bytes(reason, _MAX_REASON).decode())
+        return None
+
+    def searched(self, search: SearchRequest, report: Callable[[str], None]) -> CellAnswer:
+        """Search, and keep what came of it; a cell that cannot be answered says why and stops no other."""
+        key = self.key(search)
+        try:
+            found: Found | Infeasible | None = find_best(
+                search, self.model, self.cluster, self.inputs.profiles, self.file, report, self.time_limit_s
+            )
+            reason = found.reason if isinstance(found, Infeasible) else None
+        except BadInput as error:
+            found, reason = None, ": ".join(map(str, error.args[1:]))
+        if isinstance(found, Found) and found.stopped and self.time_limit_s is None:
+            raise KeyboardInterrupt  # the search took it for the wish to have its best plan so far
+        if not isinstance(found, Found):
+            write_bytes(self._reason(key), str(reason).encode())
+            return CellAnswer(name=search.name, key=key, reason=reason)
+        budget_bytes = min(budgets_of(search, self.cluster, self.file).values())
+        prediction = prediction_of_searched(found, search, budget_bytes, self.files, self.inputs.warnings)
+        with written(self._plan(key), found.chosen.plan, prediction):
+            return CellAnswer(name=search.name, key=key, reason=None)
+
+    def _plan(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+    def _reason(self, key: str) -> Path:
+        return self.folder / f"{key}.reason.txt"
+
+
+def grid(options: GridOptions) -> None:
+    """Answer every cell that is not answered yet, and write the list of all answers."""
+    asked = read_document(options.grid, Grid)
+    check_writable(options.out)
+    cells = _cells(options)
+    answers: list[CellAnswer] = []
+    started, searched = monotonic(), 0
+    with progress() as report:
+        for search in asked.searches:
+            answer = cells.known(search)
+            if answer is None:
+                searched += 1
+                answer = cells.searched(search, lambda _: None)
+                left = len(asked.searches) - len(answers) - 1
+                seconds = (monotonic() - started) / searched * left
+                report(f"{len(answers) + 1} of {len(asked.searches)} {search.name}, at most {seconds:.0f} s left")
+            answers.append(answer)
+    write_document(options.out, GridAnswers(cells=tuple(answers)))
+    none = sum(answer.reason is not None for answer in answers)
+    known = len(answers) - searched
+    show(f"{len(answers)} cells: {len(answers) - none} plans, {none} without one; {known} were known")
+
+
+def _cells(options: GridOptions) -> _Cells:
+    cluster, model = read_document(options.cluster, Cluster), read_document(options.model, Model)
+    inputs = read_inputs(options)
+    files = {"cluster": options.cluster, "model": options.model} | inputs.files
+    rests_on = {role: sha256_of_file(path) for role, path in files.items()}
+    return _Cells(
+        file=options.grid,
+        cluster=cluster,
+        model=model,
+        inputs=inputs,
+        files=files | {"search": options.grid},
+        folder=options.folder,
+        time_limit_s=options.time_limit,
+        shared=sha256_of_value([version("shardwright-search"), options.time_limit, rests_on]),
+    )

@@ -1,0 +1,132 @@
+"""The grids that are shipped, and the tables that are made of their answers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import msgspec
+import pandas as pd
+import pytest
+import yaml
+from sample_results import write_sample_results
+
+from configuration import load_workflow
+from grids import GridFile, read_grids
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.prediction import Prediction
+from shardwright_search.cli import APP
+from shardwright_search.space.grid import CellAnswer, Grid, GridAnswers
+from shardwright_search.space.request import SearchRequest, Space
+
+ROOT = Path(__file__).parents[2]
+CONFIG = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+WORKFLOW = load_workflow(CONFIG, "config/config.yaml", ROOT)
+GRIDS = read_grids(ROOT, WORKFLOW)
+
+
+def test_three_grids_are_shipped():
+    assert sorted(GRIDS) == ["fasop", "galvatron", "laptop"]
+
+
+@pytest.mark.parametrize("name", sorted(GRIDS))
+def test_every_pair_has_each_space_once_at_each_size(name):
+    grid = GRIDS[name]
+    for pair in grid.pairs:
+        raw = json.loads(grid.cells_json(*pair))
+        cells = msgspec.convert({"searches": raw["searches"]}, Grid).searches
+        sizes = {(cell.memory_gib, cell.global_batch_size) for cell in cells}
+        assert len(cells) == len(sizes) * len(grid.of.spaces)
+        assert {str(cell.space) for cell in cells} == set(grid.of.spaces)
+        for path, each in grid.published(*pair):
+            assert (each.memory_gib, each.global_batch_size) in sizes
+            assert f"{Path(path).stem}-full" in {cell.name for cell in cells}
+
+
+def test_clusters_of_published_tables_are_clusters():
+    grid = GRIDS["galvatron"]
+    raw = json.loads(grid.cluster_json("a100-2x8"))
+    assert msgspec.convert({k: v for k, v in raw.items() if k not in ("format", "version")}, Cluster).num_devices == 16
+
+
+def test_published_plans_are_imported_and_priced_by_commands_that_exist():
+    for line in GRIDS["galvatron"].published_lines("llama-7b-hf", "a100-1x8"):
+        words = [word.strip("'") for word in line.split(" ")]
+        name = "import galvatron" if words[0] == "import" else words[0]
+        assert APP.commands[name].parse(name, words[len(name.split()) :])
+
+
+def test_grids_of_own_models_need_a_configuration_that_has_them():
+    other = json.loads(json.dumps(CONFIG).replace('"demo"', '"other"'))
+    assert sorted(read_grids(ROOT, load_workflow(other, "other.yaml", ROOT))) == ["fasop", "galvatron"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"spaces": ["nowhere"]}, "space"),
+        ({"memory_gib": [-1]}, "memory_gib"),
+        ({"models": {"m": {"clusters": ["c"]}}}, "there is no cluster 'c'"),
+        ({"colour": 1}, "colour"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_one_line(tmp_path, change, says):
+    folder = tmp_path / "config" / "grids"
+    folder.mkdir(parents=True)
+    good = yaml.safe_load((ROOT / "config" / "grids" / "galvatron.yaml").read_text())
+    (folder / "mine.yaml").write_text(yaml.safe_dump(good | change))
+    with pytest.raises(BadInput, match=says) as error:
+        GridFile("mine", tmp_path, WORKFLOW)
+    assert str(error.value).startswith(str(folder / "mine.yaml"))
+
+
+def test_a_grid_is_one_job_for_each_pair(finished):
+    asked = finished.snakemake("results/grids/galvatron.md", "-n")
+    assert asked.status == 0, asked.output
+    pairs = len(GRIDS["galvatron"].pairs)
+    published = sum(bool(GRIDS["galvatron"].published(*pair)) for pair in GRIDS["galvatron"].pairs)
+    assert (asked.jobs["grid_searches"], asked.jobs["grid_published_plans"], asked.jobs["grid_table"]) == (
+        pairs, published, 1,
+    )  # fmt: skip
+    own = finished.snakemake("results/grids/laptop.md", "-n")
+    assert own.status == 0 and own.jobs["grid_measure"] == 1, own.output
+
+
+def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
+    plan = write_sample_results(tmp_path / "results")
+    prediction = read_document(tmp_path / "results" / "plans" / "roomy.prediction.json", Prediction)
+    grid = Grid(searches=tuple(
+        SearchRequest(name=f"m1-b16-{space}", memory_gib=1.0, global_batch_size=16, space=space)
+        for space in (Space.DP, Space.TP, Space.FULL)
+    ))  # fmt: skip
+    keys = ["0" * 64, "1" * 64, "2" * 64]
+    answers = GridAnswers(cells=tuple(
+        CellAnswer(name=cell.name, key=key, reason="no plan fits: it lacks 5 bytes" if place == 1 else None)
+        for place, (cell, key) in enumerate(zip(grid.searches, keys, strict=True))
+    ))  # fmt: skip
+    name, cells = tmp_path / "grids" / "g", tmp_path / "cells"
+    write_document(name / "asked" / "m@c.json", grid)
+    write_document(name / "answers" / "m@c.json", answers)
+    estimate = prediction.estimate
+    slow = msgspec.structs.replace(estimate, simulated_step_time_s=2 * estimate.simulated_step_time_s)
+    for key, found in ((keys[0], slow), (keys[2], estimate)):
+        write_document(cells / f"{key}.json", plan)
+        write_document(cells / f"{key}.prediction.json", msgspec.structs.replace(prediction, estimate=found))
+    published = name / "published" / "m@c" / "m1-b16.json"
+    write_document(published.with_suffix(".prediction.json"), msgspec.structs.replace(prediction, estimate=slow))
+    write_document(published, plan)
+    command = [sys.executable, ROOT / "workflow/scripts/grid_tables.py", "tables", name, "--folder", cells]
+    subprocess.run(command, check=True, timeout=120)
+    table = pd.read_csv(f"{name}.csv")
+    assert table["space"].tolist() == ["dp", "tp", "full"]
+    assert table["reason"].tolist()[1] == "no plan fits: it lacks 5 bytes"
+    assert table["reason"].isna().tolist() == [True, False, True]
+    with h5py.File(f"{name}.h5") as file:
+        assert {*file} == {*table.columns}
+        assert file["predicted_step_s"][0] == 2 * file["predicted_step_s"][2]
+    page = Path(f"{name}.md").read_text()
+    assert "3 cells, 1 without a plan" in page and "| 2.00 | 2.00 |" in page
+    assert "dp: 2.000 times as long" in Path(f"{name}.svg").read_text()

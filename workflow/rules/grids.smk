@@ -1,0 +1,171 @@
+# Grids of searches, of config/grids: `snakemake --cores all results/grids/galvatron.md`, or `grids` for all of them.
+from grids import read_grids  # noqa: E402
+
+with one_line_errors():
+    GRIDS = read_grids(ROOT, CONFIG)
+
+
+def grid_parts(folder):
+    """A file of every pair of a grid."""
+    return lambda wildcards: [
+        f"results/grids/{wildcards.grid}/{folder}/{model}@{cluster}.json"
+        for model, cluster in GRIDS[wildcards.grid].pairs
+    ]
+
+
+def grid_published(wildcards):
+    """The published plans of a grid."""
+    grid = GRIDS[wildcards.grid]
+    return [path for pair in grid.pairs for path, _ in grid.published(*pair)]
+
+
+def grid_measured(wildcards):
+    """The measurements of a grid, where its plans are run."""
+    grid = GRIDS[wildcards.grid]
+    return grid_parts("measured")(wildcards) if grid.of.measure else []
+
+
+wildcard_constraints:
+    grid="|".join(GRIDS) or "(?!)",
+
+
+localrules:
+    grids,
+
+
+rule grids:
+    input:
+        expand("results/grids/{grid}.md", grid=GRIDS),
+
+
+rule write_grid_cells:
+    output:
+        "results/grids/{grid}/asked/{model}@{cluster}.json",
+    localrule: True
+    params:
+        text=lambda wildcards: GRIDS[wildcards.grid].cells_json(
+            wildcards.model, wildcards.cluster
+        ),
+    shell:
+        "printf '%s\\n' {params.text:q} > {output}"
+
+
+rule write_grid_cluster:
+    output:
+        "results/grids/{grid}/clusters/{cluster}.json",
+    localrule: True
+    params:
+        text=lambda wildcards: GRIDS[wildcards.grid].cluster_json(wildcards.cluster),
+    shell:
+        "printf '%s\\n' {params.text:q} > {output}"
+
+
+# All cells of a model on a cluster are one job. Answers are kept by what they rest on, beyond what Snakemake deletes.
+rule grid_searches:
+    input:
+        unpack(
+            lambda wildcards: GRIDS[wildcards.grid].inputs(
+                wildcards.model, wildcards.cluster
+            )
+        ),
+        cells="results/grids/{grid}/asked/{model}@{cluster}.json",
+    output:
+        answers="results/grids/{grid}/answers/{model}@{cluster}.json",
+    log:
+        "results/logs/grids/{grid}/{model}@{cluster}.log",
+    benchmark:
+        "results/benchmarks/grids/{grid}/{model}@{cluster}.tsv"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=240,
+    message:
+        "search the cells of {wildcards.model} on {wildcards.cluster}"
+    shell:
+        "shardwright-search grid {input.cells} --cluster {input.cluster} --model {input.model}"
+        " --hardware {input.hardware} --profile {input.profile} --folder results/cells"
+        " --out {output.answers} > {log} 2>&1"
+
+
+rule grid_published_plans:
+    input:
+        unpack(
+            lambda wildcards: GRIDS[wildcards.grid].inputs(
+                wildcards.model, wildcards.cluster
+            )
+        ),
+        "results/reference/hetu-galvatron",
+    output:
+        batch="results/grids/{grid}/published/{model}@{cluster}.txt",
+        plans=directory("results/grids/{grid}/published/{model}@{cluster}"),
+    log:
+        "results/logs/grids/{grid}/published/{model}@{cluster}.log",
+    benchmark:
+        "results/benchmarks/grids/{grid}/published/{model}@{cluster}.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
+    params:
+        lines=lambda wildcards: list(
+            GRIDS[wildcards.grid].published_lines(wildcards.model, wildcards.cluster)
+        ),
+    message:
+        "price the published plans of {wildcards.model} on {wildcards.cluster}"
+    shell:
+        "mkdir -p {output.plans}; printf '%s\\n' {params.lines:q} > {output.batch};"
+        " shardwright-search batch {output.batch} > {log} 2>&1"
+
+
+rule grid_measure:
+    input:
+        answers="results/grids/{grid}/answers/{model}@{cluster}.json",
+        script=ROOT / "workflow/scripts/grid_tables.py",
+    output:
+        measurement="results/grids/{grid}/measured/{model}@{cluster}.json",
+    log:
+        "results/logs/grids/{grid}/measured/{model}@{cluster}.log",
+    benchmark:
+        "results/benchmarks/grids/{grid}/measured/{model}@{cluster}.tsv"
+    threads: all_cores
+    resources:
+        **on_cluster(lambda wildcards: wildcards.cluster, 240),
+    params:
+        of=lambda wildcards: GRIDS[wildcards.grid].of.measure,
+    message:
+        "measure the plans of {wildcards.model} on {wildcards.cluster}"
+    shell:
+        "( plans=$(python {input.script} plans {input.answers} --folder results/cells) &&"
+        " {resources.mpi} shardwright-train measure $plans --steps {params.of.steps}"
+        " --warmup-steps {params.of.warmup_steps} --out {output.measurement} ) 2> {log}"
+
+
+rule grid_table:
+    input:
+        cells=grid_parts("asked"),
+        answers=grid_parts("answers"),
+        published=lambda wildcards: [
+            f"results/grids/{wildcards.grid}/published/{model}@{cluster}"
+            for model, cluster in GRIDS[wildcards.grid].pairs
+            if GRIDS[wildcards.grid].published(model, cluster)
+        ],
+        measured=grid_measured,
+        scripts=sorted((ROOT / "workflow/scripts").glob("*.py")),
+    output:
+        multiext("results/grids/{grid}", ".csv", ".h5", ".md", ".svg"),
+    log:
+        "results/logs/grids/{grid}.log",
+    benchmark:
+        "results/benchmarks/grids/{grid}.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
+    params:
+        script=ROOT / "workflow/scripts/grid_tables.py",
+        measured=lambda wildcards, input: [
+            f"--measured {path}" for path in input.measured
+        ],
+    message:
+        "write the tables of the grid {wildcards.grid}"
+    shell:
+        "python {params.script} tables results/grids/{wildcards.grid} --folder results/cells {params.measured}"
+        " > {log} 2>&1"

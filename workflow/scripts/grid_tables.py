@@ -1,0 +1,195 @@
+"""What came of a grid: CSV and HDF5 of every cell, a Markdown table of searches beside baselines, a picture.
+
+python workflow/scripts/grid_tables.py tables results/grids/galvatron --folder results/cells
+python workflow/scripts/grid_tables.py plans results/grids/laptop/answers/demo@laptop.json --folder results/cells
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import h5py
+import pandas as pd
+
+from grid_picture import draw_grid
+from results import layers_text
+from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run, show
+from shardwright_formats.display.svg import document
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import atomic_path, read_document, write_bytes
+from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Prediction
+from shardwright_search.space.grid import CellAnswer, Grid, GridAnswers
+from shardwright_search.space.request import SearchRequest
+
+_OURS = "full"
+_SIZE = ["model", "cluster", "memory_gib", "global_batch_size"]
+
+
+class TablesOptions(Options, frozen=True, kw_only=True):
+    """Write NAME.csv, NAME.h5, NAME.md and NAME.svg of a grid. Times are in s, memory is in bytes."""
+
+    name: Annotated[Path, POSITIONAL]
+    """Folder of the grid's cells and answers; the tables are written beside it."""
+    folder: Path
+    """Folder of the plans."""
+    measured: tuple[Path, ...] = ()
+    """Measurements of the plans."""
+
+
+class PlansOptions(Options, frozen=True, kw_only=True):
+    """Print the paths of the different plans of a list of answers, for the command that measures them."""
+
+    answers: Annotated[Path, POSITIONAL]
+    """List of answers (shardwright.grid_answers, JSON)."""
+    folder: Path
+    """Folder of the plans."""
+
+
+def write_tables(options: TablesOptions) -> None:
+    """Write all four."""
+    times = {
+        plan.plan.sha256: median(plan.step_times_s)
+        for path in options.measured
+        for plan in read_document(path, Measurement).plans
+    }
+    cells = pd.DataFrame(_rows(options.name, options.folder, times))
+    out = {end: options.name.with_name(f"{options.name.name}.{end}") for end in ("csv", "h5", "md", "svg")}
+    write_bytes(out["csv"], cells.to_csv(index=False).encode())
+    _write_hdf5(out["h5"], cells)
+    write_bytes(out["md"], _markdown(cells).encode())
+    write_bytes(out["svg"], document(draw_grid(cells, _SIZE, _OURS)).encode())
+
+
+def print_plans(options: PlansOptions) -> None:
+    """Print them, one for each decision."""
+    found: dict[str, Path] = {}
+    for answer in read_document(options.answers, GridAnswers).cells:
+        if answer.reason is None:
+            path = options.folder / f"{answer.key}.json"
+            found.setdefault(read_document(path, Plan).sha256, path)
+    if not found:
+        raise BadInput(options.answers, "no cell has a plan", "allow more memory")
+    show("\n".join(map(str, found.values())))
+
+
+def _rows(name: Path, folder: Path, times: dict[str, float]) -> Iterator[dict[str, Any]]:
+    for asked in sorted((name / "asked").glob("*.json")):
+        pair = asked.stem
+        answers = read_document(name / "answers" / asked.name, GridAnswers).cells
+        for search, answer in zip(read_document(asked, Grid).searches, answers, strict=True):
+            model, _, cluster = pair.partition("@")
+            size, _, _ = search.name.rpartition("-")
+            published = name / "published" / pair / f"{size}.json"
+            yield {
+                "model": model, "cluster": cluster, "memory_gib": search.memory_gib,
+                "global_batch_size": search.global_batch_size, "space": str(search.space),
+                **_found(search, answer, folder, times), **_published(published if search.space == _OURS else None),
+            }  # fmt: skip
+
+
+def _found(search: SearchRequest, answer: CellAnswer, folder: Path, times: dict[str, float]) -> dict[str, Any]:
+    """What is known of the plan of a cell; without one, why there is none."""
+    names = (
+        "predicted_step_s", "samples_per_s", "predicted_memory_bytes", "gap", "measured_step_s", "pp_size",
+        "num_microbatches", "layers", "plan_sha256", "reason",
+    )  # fmt: skip
+    if answer.reason is not None:
+        return dict.fromkeys(names) | {"reason": answer.reason}
+    path = folder / f"{answer.key}.json"
+    plan, prediction = read_document(path, Plan), read_document(path.with_suffix(".prediction.json"), Prediction)
+    estimate = prediction.estimate
+    values = (
+        estimate.simulated_step_time_s, estimate.samples_per_s, estimate.memory_bytes,
+        None if prediction.proof is None else prediction.proof.gap, times.get(plan.sha256), len(plan.stages),
+        plan.num_microbatches, layers_text(plan), plan.sha256, None,
+    )  # fmt: skip
+    return dict(zip(names, values, strict=True))
+
+
+def _published(path: Path | None) -> dict[str, Any]:
+    if path is None or not path.exists():
+        return {"published_step_s": None, "published_memory_bytes": None}
+    estimate = read_document(path.with_suffix(".prediction.json"), Prediction).estimate
+    return {"published_step_s": estimate.simulated_step_time_s, "published_memory_bytes": estimate.memory_bytes}
+
+
+def _write_hdf5(path: Path, cells: pd.DataFrame) -> None:
+    """One dataset for each column, in the order of the rows; nothing is NaN, or an empty text."""
+    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+        for column in cells:
+            values = cells[column]
+            if values.dtype == object or pd.api.types.is_string_dtype(values):
+                is_text = values.map(lambda value: isinstance(value, str)).any()
+                kind: Any = h5py.string_dtype() if is_text else float
+                values = values.fillna("" if is_text else float("nan")).astype(str if is_text else float)
+                file.create_dataset(str(column), data=values.to_list(), dtype=kind)
+            else:
+                file.create_dataset(str(column), data=values.to_numpy())
+
+
+def _markdown(cells: pd.DataFrame) -> str:
+    """Samples a second of every space; how much faster the full one is than the best other and a published plan."""
+    is_measured = cells["measured_step_s"].notna().any()
+    cells = cells.assign(speed=_speed(cells, measured=is_measured))
+    spaces = list(dict.fromkeys(cells["space"]))
+    speeds = cells.pivot_table(index=_SIZE, columns="space", values="speed", sort=False, dropna=False)
+    published = cells[cells["space"] == _OURS].set_index(_SIZE)
+    head = ["model", "cluster", "GiB", "batch", *spaces, "full / best other", "full / published"]
+    if is_measured:
+        head[-1] = "full, predicted"
+    lines = [_line(head), _line(["---", "---", *["---:"] * (len(head) - 2)])]
+    wins = []
+    for size in dict.fromkeys(map(tuple, cells[_SIZE].to_numpy().tolist())):
+        found = {space: speeds.loc[size].get(space) for space in spaces} if size in speeds.index else {}
+        others = [speed for space, speed in found.items() if space != _OURS and pd.notna(speed)]
+        ours = found.get(_OURS)
+        gain = ours / max(others) if others and pd.notna(ours) else None
+        wins += [gain] if gain is not None else []
+        row = published.loc[size]
+        beside = row["published_step_s"] / row["predicted_step_s"]
+        last = f"{row['samples_per_s']:.4g}" if is_measured else _ratio(beside) + _too_large(row, size[2])
+        model, cluster, memory_gib, batch = size
+        texts = ["–" if pd.isna(found.get(space)) else f"{found[space]:.4g}" for space in spaces]
+        lines.append(_line([model, cluster, f"{memory_gib:g}", str(batch), *texts, _ratio(gain), last]))
+    what = "as measured" if is_measured else "as predicted (simulated)"
+    words = [
+        f"Samples a second, {what}; – where no plan fits. {len(cells)} cells,"
+        f" {int(cells['reason'].notna().sum())} without a plan."
+    ]
+    if wins:
+        words.append(f"The full space's plan is {median(wins):.2f} times as fast as the best other in the median.")
+    return "\n".join([" ".join(words), "", *lines, ""])
+
+
+def _speed(cells: pd.DataFrame, *, measured: bool) -> "pd.Series[float]":
+    return cells["global_batch_size"] / cells["measured_step_s" if measured else "predicted_step_s"].astype(float)
+
+
+def _too_large(row: "pd.Series[Any]", memory_gib: float) -> str:
+    """Where the published plan needs more than the budget by the same count."""
+    over = row["published_memory_bytes"] / 2**30 - memory_gib
+    return f" (it lacks {over:.1f} GiB)" if over > 0 else ""
+
+
+def _ratio(value: float | None) -> str:
+    return "–" if value is None or pd.isna(value) else f"{value:.2f}"
+
+
+def _line(words: Sequence[str]) -> str:
+    return f"| {' | '.join(words)} |"
+
+
+APP = CommandLine(
+    name="grid_tables.py",
+    purpose="Show what came of a grid.",
+    commands={
+        "tables": Command(TablesOptions, "grid_tables:write_tables"),
+        "plans": Command(PlansOptions, "grid_tables:print_plans"),
+    },
+)
+
+if __name__ == "__main__":
+    run(APP)
