@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test parity compiled kills resumes brute-force frozen versions check bench gpu gpu-rehearsal clean
+.PHONY: help setup demo test parity compiled kills resumes brute-force grids frozen versions check bench gpu gpu-rehearsal clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready

@@ -130,3 +130,9 @@ def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
     page = Path(f"{name}.md").read_text()
     assert "3 cells, 1 without a plan" in page and "| 2.00 | 2.00 |" in page
     assert "dp: 2.000 times as long" in Path(f"{name}.svg").read_text()
+    for path in (published, published.with_suffix(".prediction.json")):
+        path.unlink()
+    none = tuple(msgspec.structs.replace(cell, reason="no plan fits") for cell in answers.cells)
+    write_document(name / "answers" / "m@c.json", GridAnswers(cells=none))
+    subprocess.run(command, check=True, timeout=120)
+    assert "3 cells, 3 without a plan" in Path(f"{name}.md").read_text()

@@ -14,7 +14,7 @@ _LEAST_RANGE = 2.0
 def draw_grid(cells: pd.DataFrame, size: Sequence[str], ours: str) -> str:
     """Draw the ratio of predicted step times on a logarithmic axis; who has no plan has no mark."""
     spaces = [space for space in dict.fromkeys(cells["space"]) if space != ours]
-    own = cells[cells["space"] == ours].set_index(list(size))["predicted_step_s"].astype(float)
+    own = cells[cells["space"] == ours].set_index(list(size))["predicted_step_s"]
     rows = [key for key in own.index if pd.notna(own[key])]
     found = {
         (tuple(row[: len(size)]), row[-2]): float(row[-1]) / own[tuple(row[: len(size)])]

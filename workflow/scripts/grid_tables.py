@@ -25,6 +25,7 @@ from shardwright_search.space.grid import CellAnswer, Grid, GridAnswers
 from shardwright_search.space.request import SearchRequest
 
 _OURS = "full"
+_TEXTS = ["model", "cluster", "space", "layers", "plan_sha256", "reason"]
 _SIZE = ["model", "cluster", "memory_gib", "global_batch_size"]
 
 
@@ -55,7 +56,7 @@ def write_tables(options: TablesOptions) -> None:
         for path in options.measured
         for plan in read_document(path, Measurement).plans
     }
-    cells = pd.DataFrame(_rows(options.name, options.folder, times))
+    cells = _typed(pd.DataFrame(_rows(options.name, options.folder, times)))
     out = {end: options.name.with_name(f"{options.name.name}.{end}") for end in ("csv", "h5", "md", "svg")}
     write_bytes(out["csv"], cells.to_csv(index=False).encode())
     _write_hdf5(out["h5"], cells)
@@ -116,18 +117,21 @@ def _published(path: Path | None) -> dict[str, Any]:
     return {"published_step_s": estimate.simulated_step_time_s, "published_memory_bytes": estimate.memory_bytes}
 
 
+def _typed(cells: pd.DataFrame) -> pd.DataFrame:
+    """The same with numbers in all columns but those of texts, NaN where there is none, even in a whole column."""
+    numbers = cells.columns.difference(["global_batch_size", *_TEXTS])
+    return cells.astype(dict.fromkeys(numbers, float))
+
+
 def _write_hdf5(path: Path, cells: pd.DataFrame) -> None:
-    """One dataset for each column, in the order of the rows; nothing is NaN, or an empty text."""
+    """One dataset for each column, in the order of the rows; what is absent is NaN, or an empty text."""
     with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
         for column in cells:
-            values = cells[column]
-            if values.dtype == object or pd.api.types.is_string_dtype(values):
-                is_text = values.map(lambda value: isinstance(value, str)).any()
-                kind: Any = h5py.string_dtype() if is_text else float
-                values = values.fillna("" if is_text else float("nan")).astype(str if is_text else float)
-                file.create_dataset(str(column), data=values.to_list(), dtype=kind)
+            if column in _TEXTS:
+                texts = cells[column].fillna("").astype(str).to_list()
+                file.create_dataset(str(column), data=texts, dtype=h5py.string_dtype())
             else:
-                file.create_dataset(str(column), data=values.to_numpy())
+                file.create_dataset(str(column), data=cells[column].to_numpy())
 
 
 def _markdown(cells: pd.DataFrame) -> str:
@@ -165,7 +169,7 @@ def _markdown(cells: pd.DataFrame) -> str:
 
 
 def _speed(cells: pd.DataFrame, *, measured: bool) -> "pd.Series[float]":
-    return cells["global_batch_size"] / cells["measured_step_s" if measured else "predicted_step_s"].astype(float)
+    return cells["global_batch_size"] / cells["measured_step_s" if measured else "predicted_step_s"]
 
 
 def _too_large(row: "pd.Series[Any]", memory_gib: float) -> str:
