@@ -190,7 +190,7 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
     for name, run in of.runs.items():
         rows = json.loads(workflow.model_config_json(of.searches[run.search].model)).get("vocab_size")
         tokens = of.data[run.data].vocab_size
-        if isinstance(rows, int) and tokens > rows:
+        if isinstance(rows, int) and tokens is not None and tokens > rows:
             what = f"runs.{name}: its data has {tokens} tokens, its model's vocabulary {rows}"
             raise BadInput(file, what, "raise the model's vocab_size or lower the data's")
     return workflow

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import sha256_of_file
@@ -171,3 +172,44 @@ def test_a_long_line_of_short_words_is_text(text: Path, tmp_path: Path) -> None:
     (text / "a" / "long.txt").write_text(30_000 * "1a_,")
     prepare(str(text), "*.txt", 300, 1.0, tmp_path / "out")
     assert DataFolder(tmp_path / "out").read_description().documents == len(IN_ORDER) + 1
+
+
+def test_a_models_own_tokenizer_is_taken_as_it_is(text: Path, tmp_path: Path) -> None:
+    """It neither cuts nor pads here, adds nothing, and its separator closes a document that has no end of sequence."""
+    prepare(str(text), "*.txt", 300, 1.0, tmp_path / "trained")
+    model = tmp_path / "model"
+    model.mkdir()
+    tokenizer = Tokenizer.from_file(str(tmp_path / "trained" / "tokenizer.json"))
+    tokenizer.add_special_tokens(["[SEP]"])
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.post_processor = TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 300)])
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text('{"eos_token": "</s>", "sep_token": {"content": "[SEP]"}}')
+    prepare(str(text), "*.txt", None, 1.0, tmp_path / "out", model)
+    assert DataFolder(tmp_path / "out").read_description().vocab_size == 301
+    plain = _documents(tmp_path / "trained")
+    assert _documents(tmp_path / "out") == [[*document[:-1], 300] for document in plain]
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "tokenizer.json"),
+        ({"tokenizer.json": "{}"}, "tokenizer.json: is no tokenizer"),
+        ({"tokenizer.json": "\\x80"}, "tokenizer.json: not valid JSON"),
+        ({"tokenizer_config.json": "{}"}, "tokenizer_config.json: has no eos_token or sep_token"),
+        ({"tokenizer_config.json": '{"eos_token": "nowhere"}'}, "tokenizer_config.json: has no eos_token"),
+    ],
+)
+def test_a_tokenizer_that_is_none_is_refused(text: Path, tmp_path: Path, files: dict[str, str], words: str) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    if "tokenizer_config.json" in files:
+        prepare(str(text), "*.txt", 260, 1.0, model)
+    for name, content in files.items():
+        (model / name).write_text(content)
+    with pytest.raises(BadInput) as refused:
+        prepare(str(text), "*.txt", None, 1.0, tmp_path / "out", model)
+    assert words in str(refused.value)
+    assert not (tmp_path / "out").exists()

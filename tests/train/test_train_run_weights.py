@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_ranks import run_worker
 from random_plans import random_plan
 from test_weights import published, tensors_of
 from tiny_models import tiny
@@ -19,7 +20,7 @@ from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.run import RunResult
 from shardwright_train.commands import convert, start_run
 from shardwright_train.data.prepare import prepare
-from shardwright_train.options import ConvertOptions, RunOptions
+from shardwright_train.options import ConvertOptions, RunOptions, encode_job
 
 MODEL = tiny("llama", vocab_size=260)
 
@@ -67,9 +68,9 @@ def converted(work: Path, out: str, copy_from: str = "model") -> Path:
 def test_other_weights_are_another_run(work: Path) -> None:
     published(MODEL, work / "other")  # the same values in one file
     done = (work / "out" / "DONE.json").read_bytes()
-    ended = run(work, "other")
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
-    assert "was saved under other weights to begin with" in ended.stderr
+    (work / "job.json").write_bytes(encode_job(options_of(work, "other", learning_rate=0.0)))
+    with pytest.raises(AssertionError, match=r"BadInput: .* was saved under other weights to begin with"):
+        run_worker("run_worker", [str(work / "job.json")], 2)
     assert (work / "out" / "DONE.json").read_bytes() == done
 
 

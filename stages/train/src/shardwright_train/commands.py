@@ -51,7 +51,7 @@ def prepare_text(options: PrepareOptions) -> None:
     """Write a tokenizer and the tokens of a text."""
     from shardwright_train.data.prepare import prepare
 
-    prepare(options.text, options.glob, options.vocab_size, options.max_mib, options.out)
+    prepare(options.text, options.glob, options.vocab_size, options.max_mib, options.out, options.tokenizer)
 
 
 def convert(options: ConvertOptions) -> None:

@@ -31,14 +31,17 @@ class DescribeOptions(Options, frozen=True, kw_only=True):
 
 
 class PrepareOptions(Options, frozen=True, kw_only=True):
-    """Train a tokenizer on text and write the tokens in Megatron's indexed format."""
+    """Write the tokens of a text in Megatron's indexed format: of a tokenizer trained on it, or of a model's own."""
 
     text: str
     """Text file, folder of them, or `python-stdlib`: Python's own sources."""
-    vocab_size: Annotated[int, Meta(ge=257, le=2**24)]
-    """Tokens of the byte-level BPE to train."""
     out: Path
     """Folder for tokenizer.json, tokens.bin, tokens.idx, data.json."""
+    vocab_size: Annotated[int, Meta(ge=257, le=2**24)] | None = None
+    """Tokens of the byte-level BPE to train; needed unless `tokenizer` is given."""
+    tokenizer: Path | None = None
+    """Folder of a model, with tokenizer.json and tokenizer_config.json: its tokenizer is used as it is, and its end of
+    sequence, or else its separator, closes each document."""
     glob: str = "*.py"
     """Which files of the folder."""
     max_mib: Annotated[float, Meta(ge=0.01, le=2**20)] = 8.0

@@ -1,4 +1,4 @@
-"""Text into tokens: trains a byte-level BPE on files and writes them as a token file."""
+"""Text into tokens: files, with a tokenizer that is trained on them or given, as a token file."""
 
 import re
 import sys
@@ -9,16 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import sha256_of_file, write_bytes, write_document
-from shardwright_train.data.description import END_OF_TEXT, DataFolder, PreparedData
+from shardwright_train.data.description import DataFolder, PreparedData
+from shardwright_train.data.tokenizing import Tokenizing, given, trained
 from shardwright_train.data.tokens import write_tokens
 
 _PYTHON_STDLIB = "python-stdlib"
 _NOT_STDLIB = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests"})
-_LEAST_VOCABULARY = 257  # every byte and the end of text
 _MIB = 1 << 20
 _MAX_WORD = 100_000
 """The most characters in a row of one kind: learning tokens takes time with the square of them, here seconds."""
@@ -31,31 +30,37 @@ class _TextFile(NamedTuple):
     """How much of the file is taken, from its beginning."""
 
 
-def prepare(text: str, glob: str, vocab_size: int, max_mib: float, out: Path) -> None:
+def prepare(
+    text: str, glob: str, vocab_size: int | None, max_mib: float, out: Path, tokenizer_folder: Path | None = None
+) -> None:
     """Write OUT/{tokenizer.json,tokens.bin,tokens.idx,data.json}: the same files and arguments give the same bytes.
 
     `text` is a file; a folder, of which the files that match `glob` are taken in the order of their names; or
     `python-stdlib`, the sources of Python's standard library without its tests. Each file is a document, held in
     memory one at a time and closed by an end-of-text token. The file that goes beyond `max_mib` (MiB) is cut at the end
     of a line, and those after it are left out. A text too short for `vocab_size` gives a smaller vocabulary, which
-    data.json says.
+    data.json says. With `tokenizer_folder` that model's tokenizer is taken, and none is trained.
 
-    Raises BadInput when there is no text, or a file is not UTF-8.
+    Raises BadInput when there is no text, a file is not UTF-8, or not one of vocabulary and tokenizer is given.
     """
-    if vocab_size < _LEAST_VOCABULARY:
-        raise BadInput("--vocab-size", f"{vocab_size} is too small for bytes", f"ask for {_LEAST_VOCABULARY} or more")
+    if (vocab_size is None) == (tokenizer_folder is None):
+        raise BadInput("prepare", "it takes either --vocab-size or --tokenizer", "train a tokenizer, or name a model's")
     files = _files(text, glob, int(max_mib * _MIB))
     text_bytes = sum(file.text_bytes for file in files)
     targets = DataFolder(out)
-    _say(f"training a tokenizer on {len(files)} files, {text_bytes / _MIB:.1f} MiB")
-    tokenizer = _trained(files, vocab_size)
-    write_bytes(targets.tokenizer, (tokenizer.to_str(pretty=True) + "\n").encode())
+    if tokenizer_folder is not None:
+        tokenizing = given(tokenizer_folder)
+    else:
+        assert vocab_size is not None
+        _say(f"training a tokenizer on {len(files)} files, {text_bytes / _MIB:.1f} MiB")
+        tokenizing = trained(_texts(files), len(files), vocab_size)
+    write_bytes(targets.tokenizer, (tokenizing.tokenizer.to_str(pretty=True) + "\n").encode())
     _say(f"writing {targets.tokens}")
-    tokens = write_tokens(targets.tokens, targets.index, _documents(tokenizer, files), tokenizer.get_vocab_size())
+    tokens = write_tokens(targets.tokens, targets.index, _documents(tokenizing, files), tokenizing.vocab_size)
     description = PreparedData(
         text=text,
         glob=glob,
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=tokenizing.vocab_size,
         documents=len(files),
         text_bytes=text_bytes,
         tokens=tokens,
@@ -121,26 +126,12 @@ def _texts(files: Sequence[_TextFile]) -> Iterator[str]:
         yield text
 
 
-def _trained(files: Sequence[_TextFile], vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=sys.stderr.isatty(),
-    )
-    tokenizer.train_from_iterator(_texts(files), trainer, length=len(files))
-    return tokenizer
-
-
-def _documents(tokenizer: Tokenizer, files: Sequence[_TextFile]) -> Iterator[NDArray[Any]]:
-    # A text that spells the end-of-text token is text.
-    tokenizer.encode_special_tokens = True
-    end = tokenizer.token_to_id(END_OF_TEXT)
+def _documents(tokenizing: Tokenizing, files: Sequence[_TextFile]) -> Iterator[NDArray[Any]]:
+    # A text that spells a special token is text.
+    tokenizing.tokenizer.encode_special_tokens = True
     for text in _texts(files):
-        yield np.array([*tokenizer.encode(text).ids, end], np.int64)
+        tokens = tokenizing.tokenizer.encode(text, add_special_tokens=False).ids
+        yield np.array([*tokens, tokenizing.end], np.int64)
 
 
 def _say(line: str) -> None:

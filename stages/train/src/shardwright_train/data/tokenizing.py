@@ -1,0 +1,78 @@
+"""Tokenizers: a byte-level BPE that is trained on a text, or the one that a model came with."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_bytes, read_object
+from shardwright_train.data.description import END_OF_TEXT
+
+_LEAST_VOCABULARY = 257  # every byte and the end of text
+_ENDS = ("eos_token", "sep_token")
+
+
+class Tokenizing(NamedTuple):
+    """A tokenizer, and the token that closes each document."""
+
+    tokenizer: Tokenizer
+    end: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token is below it."""
+        return max(self.tokenizer.get_vocab().values()) + 1
+
+
+def trained(texts: Iterator[str], count: int, vocab_size: int) -> Tokenizing:
+    """Train on some texts; BadInput where the vocabulary has no room for all bytes."""
+    if vocab_size < _LEAST_VOCABULARY:
+        raise BadInput("--vocab-size", f"{vocab_size} is too small for bytes", f"ask for {_LEAST_VOCABULARY} or more")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(texts, trainer, length=count)
+    return Tokenizing(tokenizer, tokenizer.get_vocab()[END_OF_TEXT])
+
+
+def given(folder: Path) -> Tokenizing:
+    """The tokenizer of a model's folder, which neither cuts nor pads a text here.
+
+    Raises BadInput where tokenizer.json is none, or tokenizer_config.json names no token that can close a document.
+    """
+    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    tokenizer = _read(file)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    named = (_text_of(read_object(settings).get(key)) for key in _ENDS)
+    ends = [number for token in named if token and (number := tokenizer.token_to_id(token)) is not None]
+    if not ends:
+        what = f"has no {' or '.join(_ENDS)} that is one of {file.name}"
+        raise BadInput(settings, what, "name the token that closes a document")
+    return Tokenizing(tokenizer, ends[0])
+
+
+def _read(file: Path) -> Tokenizer:
+    read_object(file)
+    try:
+        return Tokenizer.from_str(read_bytes(file).decode())
+    except Exception as error:
+        if type(error) is not Exception:  # the library raises nothing narrower where it knows no such tokenizer
+            raise
+        raise BadInput(file, f"is no tokenizer ({error})", "take one that `tokenizers` has saved") from None
+
+
+def _text_of(token: object) -> str | None:
+    """A token is written as a text, or with its properties."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
