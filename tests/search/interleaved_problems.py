@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from shardwright_formats.semantics.schedule import Pass, actions
 from shardwright_formats.types.plan import Schedule
 from shardwright_search.solver.branch_and_bound import Target, optimize
-from shardwright_search.solver.interleaved import Interleaved, InterleavedProblem
+from shardwright_search.solver.interleaved import Interleaved
+from shardwright_search.solver.interleaved_problem import InterleavedProblem
 from shardwright_search.solver.problem import DeviceGroup, Options
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.in_flight import moments_in_flight
@@ -25,7 +26,8 @@ class Priced(NamedTuple):
     """A plan: options of the embedding, of each position of a chunk and of the head; T, and the most of any stage."""
 
     options: tuple[int, ...]
-    time_ps: int
+    time_ps: float
+    """Infinity where embedding and head cannot be tied."""
     memory_bytes: int
 
 
@@ -34,7 +36,7 @@ def random_interleaved(seed: int) -> InterleavedProblem:
     """Chunks of 1 to 3 layers of 1 or 2 types, 2 or 3 on each of 2 to 4 stages, and costs of all kinds that matter."""
     rng = np.random.default_rng(seed)
     pp_size, num_chunks = int(rng.integers(2, 5)), int(rng.integers(2, 4))
-    count, layouts, classes = int(rng.integers(1, 7)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
+    count, layouts, classes = int(rng.integers(1, 10)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
     sharding = int(rng.choice([4, 40, 1000]))
 
     def options(kind: int) -> Options:
@@ -50,6 +52,7 @@ def random_interleaved(seed: int) -> InterleavedProblem:
 
     moves = rng.integers(0, 1 + sharding // 2, (4, layouts, layouts)).astype(float)
     moves[:, np.arange(layouts), np.arange(layouts)] = 0
+    shape = classes, classes
     configuration = Configuration(count, count, pp_size, Schedule.INTERLEAVED_1F1B, num_chunks)
     workspaces = [moments_in_flight(configuration, stage) for stage in range(pp_size)]
     problem = InterleavedProblem(
@@ -67,7 +70,7 @@ def random_interleaved(seed: int) -> InterleavedProblem:
             workspaces[1] if pp_size > 2 else (*workspaces[0], *workspaces[-1]),
             workspaces[-1],
         ),
-        tie_ps=rng.integers(0, 1 + sharding // 2, (classes, classes)).astype(float),
+        tie_ps=np.where(rng.random(shape) < 0.1, np.inf, rng.integers(0, 1 + sharding // 2, shape)),
     )
     needs = sorted(plan.memory_bytes for plan in every_interleaved(problem))
     return with_budget(problem, needs[int(len(needs) * rng.choice([0, 0.1, 0.5, 0.999]))] - int(rng.random() < 0.05))
@@ -87,11 +90,13 @@ def every_interleaved(problem: InterleavedProblem) -> list[Priced]:
 
 
 def mistake(problem: InterleavedProblem) -> str | None:
-    """What the solver gets wrong, or None."""
+    """What the solver or its bounds get wrong, or None."""
     fitting = [plan for plan in every_interleaved(problem) if plan.memory_bytes <= problem.group.budget_bytes]
     best = min((plan.time_ps for plan in fitting), default=np.inf)
     answer = optimize([Target(0, 0.0, 1.0)], lambda _: Interleaved(problem), 0.01, 8)
-    found = np.inf if answer.best is None else answer.best.score
+    found, asked = np.inf if answer.best is None else answer.best.score, Interleaved(problem)
+    if not asked.relaxed_bound_ps <= asked.lower_ps <= best:
+        return f"bounded by {asked.relaxed_bound_ps} and {asked.lower_ps}, the best of all plans takes {best}"
     if found != best or answer.bound != best or any(bound > best for bound, _ in answer.bounds):
         return f"found {found}, bounds {answer.bound} and {answer.bounds}, the best of all plans takes {best}"
     times = {plan.options: plan.time_ps for plan in fitting}
@@ -122,7 +127,7 @@ def _chain(problem: InterleavedProblem, chosen: tuple[int, ...], stage: int, chu
     return elements
 
 
-def _time_ps(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
+def _time_ps(problem: InterleavedProblem, chosen: tuple[int, ...]) -> float:
     p, v, m, group = problem.pp_size, problem.num_chunks, problem.num_microbatches, problem.group
     time, end, before = [0] * p, [0] * p, None
     for number in range(p * v):  # the chunks in the order a microbatch goes through them
@@ -146,7 +151,7 @@ def _time_ps(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
     tie = problem.tie_ps[
         options[problem.embedding].input_layout[chosen[0]], options[problem.head].output_layout[chosen[-1]]
     ]
-    return max(full, few) + max(end) + int(tie)
+    return max(full, few) + max(end) + float(tie)
 
 
 def _states(own: Options, option: int) -> int:

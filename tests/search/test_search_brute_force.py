@@ -15,6 +15,7 @@ from random_problems import best_of, every_plan, random_problem, with_budgets
 from shardwright_search.solver import branch_and_bound as optimize
 from shardwright_search.solver import stage_labels as labels_of
 from shardwright_search.solver.branch_and_bound import Target
+from shardwright_search.solver.interleaved import Interleaved
 from shardwright_search.solver.min_memory import min_memory
 from shardwright_search.solver.problem import Problem, price
 
@@ -93,6 +94,25 @@ def test_a_search_that_is_stopped_knows_a_true_bound(monkeypatch):
                 assert answer.best.score >= best, (first, looks)
                 told += answer.stopped and 0 < answer.bound
     assert told > 5, "stopped with a plan and a bound"
+
+
+def test_a_search_stopped_among_interleaved_plans_has_the_best_of_all_others(monkeypatch):
+    """Interrupted at the first solution of an interleaved problem, whatever the order of the bounds."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    told = 0
+    monkeypatch.setattr(Interleaved, "_levels", interrupted)
+    for seed in range(0, 60, 2):
+        plain, other = pipeline_of(random_problem(seed)), Interleaved(interleaved_problems.random_interleaved(seed))
+        best, targets = best_of(random_problem(seed)), [Target(other, 0.0, 1.0), Target(plain, 0.0, 1.0)]
+        answer = optimize.optimize(targets, lambda asked: asked, waits=lambda asked: isinstance(asked, Interleaved))
+        assert (np.inf if answer.best is None else answer.best.score) == best, seed
+        if np.isfinite(best) and other.lower_ps < best:
+            assert answer.stopped and answer.bound <= other.lower_ps, seed
+            told += 1
+    assert told > 5
 
 
 def test_a_search_stopped_before_it_began_bounds_nothing():

@@ -10,8 +10,9 @@ from interleaved_problems import random_interleaved
 from msgspec.structs import replace
 from random_problems import random_problem
 
-from shardwright_search.solver import interleaved, partition, stage_labels
+from shardwright_search.solver import interleaved, interleaved_bounds, partition, stage_labels
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
+from shardwright_search.solver.interleaved_problem import InFlight
 from shardwright_search.solver.problem import Options, Problem, Start
 from shardwright_search.solver.stage_labels import _Stage
 
@@ -165,11 +166,40 @@ def test_an_interleaved_solver_that_drops_a_term_is_caught(monkeypatch, dropped)
 
 
 def test_an_interleaved_solver_that_never_looks_at_the_last_stage_is_caught(monkeypatch):
-    made = interleaved.Interleaved.__init__
+    made, nothing = interleaved.Interleaved.__init__, InFlight(0, 0, False)
 
     def forgetful(self, problem):
         fields = {name: getattr(problem, name) for name in type(problem).__struct_fields__}
-        made(self, type(problem)(**fields | {"moments_in_flight": (*problem.moments_in_flight[:2], ())}))
+        made(self, type(problem)(**fields | {"moments_in_flight": (*problem.moments_in_flight[:2], (nothing,))}))
 
     monkeypatch.setattr(interleaved.Interleaved, "__init__", forgetful)
+    assert any(map(interleaved_mistake, map(random_interleaved, SEEDS)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        *(("_time", field) for field in ("options", "wrap", "sends", "tie")),
+        *(("_memory", field) for field in ("options", "received_bytes")),
+    ],
+)
+def test_an_interleaved_bound_that_counts_too_much_is_caught(monkeypatch, kind, field):
+    made = getattr(interleaved_bounds, kind)
+
+    def more(*given):
+        found = made(*given)
+        return found._replace(**{field: 2 * getattr(found, field)})
+
+    monkeypatch.setattr(interleaved_bounds, kind, more)
+    assert any(map(interleaved_mistake, map(random_interleaved, SEEDS)))
+
+
+@pytest.mark.parametrize("column", [0, -2, -1])
+def test_interleaved_labels_that_are_not_compared_in_one_number_are_caught(monkeypatch, column):
+    compared = interleaved.Interleaved._compared
+
+    def fewer(self, labels):
+        return np.delete(compared(self, labels), column, 1)
+
+    monkeypatch.setattr(interleaved.Interleaved, "_compared", fewer)
     assert any(map(interleaved_mistake, map(random_interleaved, SEEDS)))

@@ -201,7 +201,9 @@ def _optimum(
         report(f"{left} configurations left: {known}, bound {bound * 1e-9:.6g} ms a {unit}")
 
     report(f"bounding {len(targets)} configurations")
-    return optimize(targets, instance.solvable, NEAR, _MAX_NEAR, deadline, progress)
+    return optimize(
+        targets, instance.solvable, NEAR, _MAX_NEAR, deadline, progress, waits=lambda asked: asked.num_chunks > 1
+    )
 
 
 def _plain(instance: Instance, targets: Iterable[Target[Configuration]]) -> Best[Configuration] | None:

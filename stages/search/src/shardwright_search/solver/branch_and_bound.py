@@ -99,18 +99,20 @@ def optimize(
     deadline: float | None = None,
     report: Callable[[float, float, int], None] = lambda best, bound, left: None,
     max_labels: float = np.inf,
+    waits: Callable[[C], bool] = lambda configuration: False,
 ) -> Optimum[C]:
     """The best plan of all configurations, and up to `most` of each configuration within `near` of it.
 
     `deadline` is a time of `monotonic`; it and Ctrl-C end the search early. `report` hears the best score, the least
-    bound and how many configurations are left. After `most_labels` labels it ends early, too.
+    bound and how many configurations are left. After `max_labels` labels it ends early, too. A configuration that
+    `waits` comes after the best plan of all others is found, which a search that is stopped then has.
     """
     search = _Search(targets, solvable, most, _Clock(deadline, max_labels))
     stopped = False
     try:
-        search.relax()
-        while search.heap and search.heap[0].bound < search.best_score:
-            report(search.best_score, search.heap[0].bound, len(search.heap))
+        search.relax(waits)
+        while search.has_better() or search.end_wait():
+            report(search.best_score, search.least_bound, search.num_left)
             search.step(search.best_score)
     except (Stopped, KeyboardInterrupt):
         stopped = True
@@ -194,6 +196,7 @@ class _Search(Generic[C]):
         self._labels = 0
         self._now = _Open(0.0, -1, 0)
         self.heap: list[_Open] = []
+        self._waiting: list[_Open] = []
         self.plans: dict[int, tuple[Best[C], ...]] = {}
         """By configuration: those below the limit where some were found, none where none was."""
         self.best: Best[C] | None = None
@@ -207,7 +210,26 @@ class _Search(Generic[C]):
     @property
     def least_bound(self) -> float:
         """No plan of the configurations that are left, the one worked on among them, has a lower score."""
-        return min([self._now.bound, *(one.bound for one in self.heap)])
+        return min([self._now.bound, *(one.bound for one in self._left)])
+
+    @property
+    def _left(self) -> list[_Open]:
+        return [*self.heap, *self._waiting]
+
+    @property
+    def num_left(self) -> int:
+        """Configurations that are not solved."""
+        return len(self._left)
+
+    def has_better(self) -> bool:
+        """Whether some configuration that does not wait may have a better plan than is known."""
+        return bool(self.heap) and self.heap[0].bound < self.best_score
+
+    def end_wait(self) -> bool:
+        """Let those that wait join the others; whether one of them may have a better plan than is known."""
+        self.heap, self._waiting = self._left, []
+        heapq.heapify(self.heap)
+        return self.has_better()
 
     def tick(self, made: int = 0) -> None:
         """Raise Stopped when time or labels are spent."""
@@ -216,14 +238,15 @@ class _Search(Generic[C]):
         if self._labels > max_labels or (deadline is not None and monotonic() > deadline):
             raise Stopped
 
-    def relax(self) -> None:
+    def relax(self, waits: Callable[[C], bool]) -> None:
         """Look at every configuration."""
         for number, target in enumerate(self._targets):
             self.tick()
             bound = target.score(self._solvable(target.configuration).relaxed_bound_ps)
             self.looked_at += 1
             if np.isfinite(bound):
-                self.heap.append(_Open(bound, number, _RELAXED))
+                own = self._waiting if waits(target.configuration) else self.heap
+                own.append(_Open(bound, number, _RELAXED))
         heapq.heapify(self.heap)
         self._now = _NOTHING
 
@@ -270,7 +293,7 @@ class _Search(Generic[C]):
 
     def bounds(self) -> tuple[tuple[float, Target[C]], ...]:
         """Every configuration that a plan may fit in, with what is known of its least score, the least first."""
-        known = {one.number: one.bound for one in self.heap}
+        known = {one.number: one.bound for one in self._left}
         known |= {number: own[0].score for number, own in self.plans.items() if own}
         return tuple((bound, self._targets[number]) for number, bound in sorted(known.items(), key=lambda i: i[::-1]))
 

@@ -7,52 +7,22 @@ that matters grows with each of these numbers, so non-dominated labels are enoug
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright_search.solver.interleaved_bounds import InterleavedBounds
+from shardwright_search.solver.interleaved_problem import InFlight, InterleavedProblem
 from shardwright_search.solver.memory import LayerMemory, Phase, StageMemory, layer_memory
 from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
 from shardwright_search.solver.partition import Found
-from shardwright_search.solver.problem import DeviceGroup, Options, Solution
-from shardwright_search.solver.stage_bounds import Dual
+from shardwright_search.solver.problem import Options, Solution
 
 _MAX_AT_ONCE = 100_000
-
-
-class InFlight(NamedTuple):
-    """What is in flight at a moment of a stage's action list, beside the microbatch and chunk that is worked on."""
-
-    chunks: int
-    """Activations held, each of one microbatch in one chunk."""
-    outer: int
-    """How many of them are of the chunk that the embedding or the head is with."""
-    at_outer: bool
-    """Whether that chunk is the one worked on."""
-
-
-class InterleavedProblem(msgspec.Struct, frozen=True, eq=False):
-    """Positions of a chunk, and how often and where a chunk is."""
-
-    embedding: int
-    """Type numbers."""
-    positions: tuple[int, ...]
-    head: int
-    group: DeviceGroup
-    pp_size: int
-    num_chunks: int
-    num_microbatches: int
-    sends_ps: Numbers
-    """[cuts, types, layouts]: over the cut after each stage, one way; the last from the last stage to the first."""
-    moments_in_flight: tuple[tuple[InFlight, ...], ...]
-    """Of the first stage, one in the middle (the first again if there is none), and the last."""
-    boundary_bytes: Numbers
-    """[types, layouts]: what a rank holds of one microbatch's outputs of that type and layout."""
-    tie_ps: Numbers
+_GUESSED = 200
+"""Labels of a guess that are extended to the next position."""
 
 
 class _Labels(NamedTuple):
@@ -88,28 +58,38 @@ class Interleaved:
     def __init__(self, problem: InterleavedProblem) -> None:
         self._problem, options = problem, problem.group.options
         self._embedding, self._head = options[problem.embedding], options[problem.head]
-        chunks, in_flight = problem.num_chunks, max(f.chunks + 1 for f in problem.moments_in_flight[1])
-        memory = [chunks * o.state_bytes + in_flight * o.activation_bytes for o in options]
-        counts = np.bincount(problem.positions, minlength=len(options)).astype(float)[None, :]
-        bound = Dual([o.time_ps for o in options], memory).runs(counts, np.array([float(problem.group.budget_bytes)]))
-        self.lower_ps = float(self._lower(max(0.0, bound[0]))) if np.isfinite(bound[0]) else np.inf
+        self._bounds = InterleavedBounds(problem)
 
     @property
     def relaxed_bound_ps(self) -> float:
         """There is no quicker one."""
-        return self.lower_ps
+        return self._bounds.relaxed_ps
 
-    def guess(self, below_ps: float) -> None:
-        """None is guessed."""
+    @property
+    def lower_ps(self) -> float:
+        """There is no quicker one, whatever the layouts."""
+        return self._bounds.lower_ps
+
+    def guess(self, below_ps: float) -> Found | None:
+        """A plan with T < below_ps that the most promising labels lead to; None: they lead to none."""
+        return next(iter(self._found(self._levels(below_ps, lambda made: None, _GUESSED), below_ps, 1)), None)
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """Plans with T < below_ps: the best one first and up to `most`; none: there is none in the space."""
+        return self._found(self._levels(below_ps, tick), below_ps, most)
+
+    def _levels(self, below_ps: float, tick: Callable[[int], None], extended: int | None = None) -> list[_Labels]:
+        """Labels of the first positions, from none on; of each only so many are extended, if not all."""
         none, zero = np.zeros(1), np.zeros(1, np.int64)
         levels = [_Labels(none, none, none, none, none, zero, zero, zero, zero)]
         for position in range(len(self._problem.positions)):
             tick(len(levels[-1].time_ps))
-            levels.append(self._next(levels[-1], position, below_ps))
+            levels.append(self._next(levels[-1], position, below_ps, extended))
         tick(len(levels[-1].time_ps))
+        return levels
+
+    def _found(self, levels: Sequence[_Labels], below_ps: float, most: int) -> tuple[Found, ...]:
+        """The best plans that labels lead to."""
         found: list[Found] = []
         count, outer = len(levels[-1].time_ps), len(self._embedding.time_ps) * len(self._head.time_ps)
         block = max(1, _MAX_AT_ONCE // outer)
@@ -120,21 +100,7 @@ class Interleaved:
             found += [Found(float(whole.objective_ps[row]), self._decoded(levels, whole, int(row))) for row in best]
         return tuple(sorted(found, key=lambda plan: plan.objective_ps)[:most])
 
-    @cached_property
-    def _rest(self) -> Numbers:
-        """[positions + 1]: the least time of the positions from one on."""
-        least = [float(self._problem.group.options[kind].time_ps.min()) for kind in self._problem.positions]
-        return np.array([sum(least[position:]) for position in range(len(least) + 1)])
-
-    def _lower(self, chunk_ps: Numbers | float) -> Numbers:
-        """No plan with a chunk of at least that time has a lower T."""
-        problem, chunk = self._problem, np.asarray(chunk_ps)
-        outer = float(self._embedding.time_ps.min()), float(self._head.time_ps.min())
-        total = problem.pp_size * problem.num_chunks * chunk + sum(outer)
-        slowest = problem.num_chunks * chunk + max(outer)
-        return step_time(total, slowest, np.zeros_like(total), problem.num_microbatches, problem.num_chunks)
-
-    def _next(self, before: _Labels, position: int, below_ps: float) -> _Labels:
+    def _next(self, before: _Labels, position: int, below_ps: float, extended: int | None) -> _Labels:
         """Every label with every option of the next position; gradients count as there from the start."""
         problem = self._problem
         own = problem.group.options[problem.positions[position]]
@@ -157,10 +123,30 @@ class Interleaved:
             option,
         )
         fits = self._memory(labels, problem.moments_in_flight[1]) <= problem.group.budget_bytes
-        least = self._lower(labels.time_ps + self._rest[position + 1]) + problem.num_chunks * labels.exposed_ps
-        labels = labels.take(np.flatnonzero(fits & (least < below_ps)))
+        least = self._bounds.after(position + 1, np.stack(labels[:4]), labels.input_layout, labels.output_layout)
+        rows = np.flatnonzero(fits & (least < below_ps))
+        if extended is not None and len(rows) > extended:
+            rows = np.sort(rows[np.argpartition(least[rows], extended)[:extended]])
+        labels = labels.take(rows)
         key = labels.input_layout * problem.group.redistribution_ps.shape[1] + labels.output_layout
-        return labels.take(np.sort(non_dominated(np.stack(labels[:5], 1), key)))
+        return labels.take(np.sort(non_dominated(self._compared(labels), key)))
+
+    def _compared(self, labels: _Labels) -> Numbers:
+        """[labels, columns]: numbers of which none may be larger for a label to replace another.
+
+        A plan's T is a number times a chunk's time, v times its U, and a rest, or another such sum if that is larger.
+        What a stage holds at a moment is some times the chunk's activations, its states, and the peak or what follows.
+        """
+        p, v, m = self._problem.pp_size, self._problem.num_chunks, self._problem.num_microbatches
+        counts = [moment.chunks for moments in self._problem.moments_in_flight for moment in moments]
+        states, activations = v * labels.state_bytes, labels.activation_bytes
+        held = [states + count * activations for count in (min(counts), max(counts))]
+        # Of long steps with as many microbatches as stages or more, the first sum is the larger one.
+        few = m < p or bool((labels.time_ps < 2 * m).any())
+        times = [p - 1 + m * v, *[p * v + m - 1] * few]
+        costs = [time * labels.time_ps + v * labels.exposed_ps for time in times]
+        peaks = [memory + labels.peak_bytes for memory in held]
+        return np.stack([*costs, held[0], held[1] + activations, *peaks], 1)
 
     def _on_its_way(self, options: Options) -> LayerMemory:
         """What one microbatch holds; states and gradients are counted apart."""

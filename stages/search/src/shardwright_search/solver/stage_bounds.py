@@ -48,6 +48,11 @@ class Dual:
         value = (counts @ self._least_cost - left[:, None] * self._prices).max(1)
         return np.where(counts @ self._least_memory <= left, rounded_down(value), np.inf)
 
+    def prices(self, counts: Numbers, left: float, most: int) -> Numbers:
+        """Of a byte: that which bounds a run with so many layers of each type most, and those around it."""
+        best = int((counts @ self._least_cost - left * self._prices).argmax())
+        return self._prices[max(0, best - most // 2) : best + most // 2 + 1]
+
     def cheapest(self, counts: Numbers, ways: Iterable[tuple[float, float]]) -> Numbers:
         """Of runs as in `runs`, each in the cheapest of several ways, which cost something and leave some memory."""
         found, cost, memory = np.full(len(counts), np.inf), counts @ self._least_cost, counts @ self._least_memory

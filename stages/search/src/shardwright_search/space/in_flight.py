@@ -1,7 +1,7 @@
 """The moments of an interleaved schedule at which a pipeline stage may hold the most."""
 
 from shardwright_formats.semantics.schedule import Pass, actions
-from shardwright_search.solver.interleaved import InFlight
+from shardwright_search.solver.interleaved_problem import InFlight
 from shardwright_search.space.configurations import Configuration
 
 

@@ -32,7 +32,7 @@ from shardwright_search.space.placements import Placements
 from shardwright_search.space.request import SearchRequest
 
 if TYPE_CHECKING:
-    from shardwright_search.solver.interleaved import InterleavedProblem
+    from shardwright_search.solver.interleaved_problem import InterleavedProblem
 
 
 _MAX_RECENT = 6
@@ -120,7 +120,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def interleaved_problem(self, configuration: Configuration) -> "InterleavedProblem | None":
         """None where stages have different topologies, or chunks hold different types of layers."""
-        from shardwright_search.solver.interleaved import InterleavedProblem
+        from shardwright_search.solver.interleaved_problem import InterleavedProblem
         from shardwright_search.space.in_flight import moments_in_flight
 
         choice, p = self.choices.choice(configuration), configuration.pp_size
