@@ -165,7 +165,7 @@ def question_for(name: str, config: Mapping[str, Any], folder: Path) -> Question
     kind = config["node_types"][group["node_type"]]
     gpus = f"{group['count']}x{kind['devices_per_node']}:{kind['device']}"
     precision = config["profiles"][config["models"][search["model"]]["profile"]]["precision"]["compute"]
-    across = cluster.get("inter_node_gbit_s")
+    across = str(cluster["inter_node_gbit_s"]) if group["count"] > 1 else None
     batch, length = search["global_batch_size"], read_document(folder / "model.json", Model).sequence_length
     return question_of(
         AdviseOptions(

@@ -91,8 +91,8 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     hardware: Source = Source.MEASURED
     hardware_time_budget_s: PositiveSeconds | None = None
     """How long the collectives are measured."""
-    inter_node_gbit_s: PositiveNumber | None = None
-    """What one node sends to others: where analytic and several nodes."""
+    inter_node_gbit_s: PositiveNumber | Annotated[str, Meta(pattern="^[0-9]")] | None = None
+    """What one node sends to others, or `2:400,4:300`: where analytic and several nodes."""
 
     def __post_init__(self) -> None:
         if self.hardware is Source.MEASURED and self.hardware_time_budget_s is None:

@@ -51,6 +51,12 @@ CORRECTIONS = (
     Correction("hardware/*.h5", r"(?m)^overlap/collective_", "overlap/message_", "a collective is what overlaps"),
     Correction("printed/*", r"--repair\b", "--mend", "the option says repair"),
     Correction(
+        "*",
+        r"for CUDA's context, (\d+ for each of 3 NCCL communicators), 0 that the allocator keeps unused",
+        r"for CUDA's context, and \1",
+        "what is assumed of a process names what the allocator keeps",
+    ),
+    Correction(
         "printed/export-*", r"\bshard(ed)?(?= embedding| them| otherwise)", "spread", "sharding is the field's word"
     ),
     Correction(

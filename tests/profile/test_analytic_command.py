@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import yaml
 
+from shardwright_estimate.hardware import node_rates
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S
-from shardwright_estimate.notes import PROCESS_BYTES, SEEN_ERROR, SEEN_LINK_ERROR
+from shardwright_estimate.notes import SEEN_ERROR, SEEN_LINK_ERROR, Process
 from shardwright_estimate.rates import Efficiencies
 from shardwright_estimate.settings import ProfileSettings
+from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import write_document
 from shardwright_formats.semantics.sweep_plan import collective_kinds
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
@@ -153,6 +155,57 @@ def test_hardware_has_every_kind_of_message_by_the_alpha_beta_model(written):
         assert len(sizes) > 8 and (np.diff(times) > 0).all()
 
 
+def test_each_of_more_nodes_sends_what_is_told_of_so_many(command, tmp_path):
+    """4 nodes of 8: 40 GB/s each (told up to 6), also where groups span two of them; 2 nodes: 100."""
+
+    def time_s(nodes, size, on_a_node, given="2:800,6:320"):
+        write_document(tmp_path / "c.json", a_cluster(nodes))
+        files = ("--cluster", tmp_path / "c.json", "--hardware-out", tmp_path / "h.h5")
+        finished = command("analytic", *files, "--inter-node-gbit-s", given)
+        assert finished.returncode == 0, finished.stderr
+        profile = read_hardware_profile(tmp_path / "h.h5")
+        assert "between nodes 1e+11 of up to 2 nodes, 4e+10 of up to 6 nodes bytes/s a node" in profile.provenance.notes
+        sizes, times = profile.curves[CollectiveKey(Collective.ALL_REDUCE, size, on_a_node, size > 8)]
+        return float(times[list(sizes).index(1 << 20)])
+
+    for nodes, rate in ((2, 0.75 * 100e9), (4, 0.75 * 40e9)):
+        size = 8 * nodes
+        steps_s = START_S + 2 * (size - 1) * NETWORK_STEP_S
+        assert time_s(nodes, size, 8) == pytest.approx(steps_s + 2 * (size - 1) / size * (1 << 20) / rate)
+        # Pairs over two nodes: eight leave each of them.
+        assert time_s(nodes, 2, 1) == pytest.approx(START_S + 2 * NETWORK_STEP_S + 8 * (1 << 20) / rate)
+    short = command("analytic", "--cluster", tmp_path / "c.json", "--hardware-out", tmp_path / "n.h5",
+                    "--inter-node-gbit-s", "2:800,3:400")  # fmt: skip
+    assert short.returncode == 2 and "says what up to 3 nodes send, 4 of the cluster send at once" in short.stderr
+
+
+@pytest.mark.parametrize("text", ["fast", "0", "nan", "-1", "1e30", "2:1,2:1", "4:1,2:1", "2:1:1", "x:1", "1,2"])
+def test_a_rate_that_is_none_is_refused(text):
+    with pytest.raises(BadInput, match=r"--inter-node-gbit-s: '.*' is no rate: write 400, or 2:400,4:300"):
+        node_rates(text)
+
+
+def test_a_process_takes_what_is_told_of_it_and_the_rest_is_assumed(inputs, command, tmp_path):
+    given = (
+        "analytic", "--model", inputs / "1024.json", "--settings", inputs / "settings.json", "--device", "A100-80",
+        "--out", tmp_path / "m.h5",
+    )  # fmt: skip
+    mib = 1 << 20
+    told = [
+        ((), 512 + 3 * 480, "{} for CUDA's context, {} for each of 3 NCCL communicators, 0 that the allocator"),
+        (("--context-mib", 600, "--allocator-slack-mib", 2048), 600 + 3 * 480 + 2048,
+         "{} for CUDA's context (given), {} for each of 3 NCCL communicators, 2147483648 that the allocator"),
+        (("--communicator-mib", 0), 512, "{} for CUDA's context, 0 for each of 3 NCCL communicators (given), 0 that"),
+    ]  # fmt: skip
+    for options, size, words in told:
+        assert command(*given, *options).returncode == 0
+        profile = read_model_profile(tmp_path / "m.h5")
+        assert profile.process["process_bytes"][0] == size * mib
+        context = (600 if "--context-mib" in options else 512) * mib
+        note = f"assumed: {size * mib} bytes a process: {words.format(context, 480 * mib)}"
+        assert note in profile.provenance.notes
+
+
 def test_a_search_can_plan_with_analytic_profiles(written, tmp_path):
     folder, _ = written
     search = {
@@ -173,7 +226,7 @@ def test_a_search_can_plan_with_analytic_profiles(written, tmp_path):
     warnings = json.loads((tmp_path / "plan.prediction.json").read_text())["warnings"]
     said = [(warning.partition(":")[0], name) for warning in warnings for name in ("m.h5", "h.h5") if name in warning]
     assert said == [("analytic", "m.h5"), ("assumed", "m.h5"), ("analytic", "h.h5")]
-    assert SEEN_ERROR in warnings[0] and SEEN_LINK_ERROR in warnings[2] and f"{PROCESS_BYTES} bytes" in warnings[1]
+    assert SEEN_ERROR in warnings[0] and SEEN_LINK_ERROR in warnings[2] and f"{Process().bytes} bytes" in warnings[1]
     assert warnings[3:] == ["absent: step_overhead_s: counted as 0"]
 
 

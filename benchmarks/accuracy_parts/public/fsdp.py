@@ -4,6 +4,7 @@ from pathlib import Path
 
 from accuracy_parts.public.runs import GIB, Machine, Run, rows_of
 
+from shardwright_formats.types.plan import GradientReduction
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 
 _LLAMA3_8B = {
@@ -94,6 +95,8 @@ def llm_foundry(folder: Path) -> list[Run]:
                 num_microbatches=int(row["grad_acc"]),
                 recompute=Recompute.FULL if row["activation_checkpointing"] == "True" else Recompute.NONE,
                 runtime="llm_foundry",
+                # Composer's ddp_sync_context (composer/distributed/dist_strategy.py) defers DistributedDataParallel's.
+                gradient_reduction=GradientReduction.EVERY_MICROBATCH,
                 measured_s=float(row["step_time_s"]),
             )
         )

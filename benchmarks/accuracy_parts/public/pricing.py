@@ -13,6 +13,7 @@ from accuracy_parts.public.runtimes import RUNTIMES
 from msgspec.structs import replace
 
 from shardwright_estimate.devices import DeviceTable, read_devices
+from shardwright_estimate.hardware import NodeRates
 from shardwright_estimate.profile import hardware_profile, model_profile
 from shardwright_estimate.rates import Efficiencies, rates_of
 from shardwright_estimate.settings import ProfileSettings
@@ -101,8 +102,7 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
     limit = machine.memory_bytes or rates.device.memory_bytes or 0
     for devices, own in groupby(sorted(runs, key=lambda run: run.devices), key=lambda run: run.devices):
         cluster = _cluster(machine, rates.name, devices, limit)
-        across = _node_bytes_per_s(machine, len(set(cluster.node_of_rank)))
-        hardware = hardware_profile(cluster, [rates], Efficiencies(), across, table.revised)
+        hardware = hardware_profile(cluster, [rates], Efficiencies(), _between(machine), table.revised)
         profiles = index_profiles(hardware, _NOWHERE, layers, _NOWHERE)
         by = Scaling(forward=factors.time, backward=factors.time, memory=factors.memory)
         yield from _of_one_cluster(list(own), model, cluster, scaled(profiles, by), limit)
@@ -157,6 +157,7 @@ def _plan(run: Run, model: Model, cluster: Cluster) -> Plan:
         data_parallel=run.data_parallel,
         sequence_parallel=run.sequence_parallel,
         recompute=run.recompute,
+        gradient_reduction=run.gradient_reduction,
         precision_parameters=_MIXED.parameters,
         precision_compute=_MIXED.compute,
         precision_reduce=_MIXED.reduce,
@@ -189,12 +190,10 @@ def _cluster(machine: Machine, device: str, devices: int, memory_bytes: int) -> 
     return Cluster(name="published", nodes=(group,), node_types={machine.device: node})
 
 
-def _node_bytes_per_s(machine: Machine, nodes: int) -> float | None:
-    if nodes == 1:
-        return None
-    gbit_s = next(rate for most, rate in machine.node_gbit_s if nodes <= most)
-    reached = gbit_s / Efficiencies().link if machine.measured else gbit_s
-    return _bytes_per_s(reached / 8)
+def _between(machine: Machine) -> NodeRates | None:
+    """What its nodes send; what was measured is reached already."""
+    rates = NodeRates(tuple((nodes, gbit_s * 1e9 / 8) for nodes, gbit_s in machine.node_gbit_s))
+    return rates.scaled(1 / Efficiencies().link) if machine.measured else rates
 
 
 def _bytes_per_s(gbyte_s: float | None) -> float | None:

@@ -14,6 +14,7 @@ _FEWEST = 5
 """Runs of a group that a rank correlation and a choice are told of."""
 _NEAR = 0.9
 """Of a device's memory: predictions from here on are near its limit."""
+_WHERE = ("predicted over", "predicted near the limit", "predicted to fit")
 _CALIBRATED_ON = 8
 """Devices of the runs that factors are learned from; these runs are then left out."""
 
@@ -91,14 +92,10 @@ def _groups(ran: Iterable[Priced]) -> Iterable[Group]:
 
 
 def _fits(found: Sequence[Priced]) -> dict[str, int]:
-    """Runs by whether they ran and by what is predicted of their memory."""
-    counts = {"ran, predicted over": 0, "ran, predicted to fit": 0}
-    counts |= {"failed, predicted over": 0, "failed, near the limit": 0, "failed, predicted to fit": 0}
+    """Runs by whether they ran and by what is predicted of their memory; near the limit is predicted to fit, too."""
+    counts = {f"{how}, {where}": 0 for how in ("ran", "failed") for where in _WHERE}
     for one in found:
         share = one.memory_bytes / one.limit_bytes
-        if one.run.measured_s:
-            counts["ran, predicted over" if share > 1 else "ran, predicted to fit"] += 1
-        else:
-            where = "predicted over" if share > 1 else "near the limit" if share > _NEAR else "predicted to fit"
-            counts[f"failed, {where}"] += 1
+        where = _WHERE[0 if share > 1 else 1 if share > _NEAR else 2]
+        counts[f"{'ran' if one.run.measured_s else 'failed'}, {where}"] += 1
     return counts

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.plan import GradientReduction
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 
 __all__ = ["GIB", "Machine", "Run", "rows_of"]
@@ -49,6 +50,7 @@ class Run(NamedTuple):
     recompute: Recompute
     runtime: str
     """Key of the table of runtimes."""
+    gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     sequence_parallel: SequenceParallel = SequenceParallel.NONE
     cuts: tuple[int, ...] | None = None
     """Where the layers are cut, if not evenly."""

@@ -69,6 +69,11 @@ def _more(table: dict[str, Any], unpriced: Sequence[Unpriced], every_row: bool, 
         chosen, ranks = group["chosen_over_best"] - 1, group["rank_correlation"]
         print(f"    {group['name']:52} {group['runs']:4} runs, ranks {ranks:5.2f}, chosen {chosen:+7.1%}")
     print("    " + ", ".join(f"{count} {what}" for what, count in table["fits"].items() if count))
+    ran, failed = (table["fits"][f"{how}, predicted near the limit"] for how in ("ran", "failed"))
+    if failed:
+        print(
+            f"    near the limit and predicted to fit: {failed} of {ran + failed} failed, {failed / (ran + failed):.0%}"
+        )
     for reason, count in _reasons(unpriced).items():
         print(f"    {count} not priced: {reason}")
 

@@ -1,6 +1,7 @@
 """A hardware profile from the table of devices: what messages take by the alpha-beta model, with nothing measured."""
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +15,50 @@ from shardwright_formats.semantics.groups import ranks_on_nodes
 from shardwright_formats.semantics.sweep_plan import CollectiveKind, SizeRange, collective_kinds
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective, HardwareProfile, PointRow, RateRow, RepeatRow
+from shardwright_formats.types.limits import MAX_DEVICES
 
+_OPTION = "--inter-node-gbit-s"
+_GIGABIT = 1e9 / 8
+_MAX_RATE = 1e9 * _GIGABIT
 _MIN_BYTES = 1024
 _MAX_BYTES = 1024**3
+
+
+class NodeRates(NamedTuple):
+    """What one node sends to others, in one direction and bytes/s, by the number of nodes that send at once."""
+
+    up_to: tuple[tuple[int, float], ...]
+    """Numbers of nodes, ascending, and the rate where no more send."""
+
+    def of(self, nodes: int) -> float:
+        """The rate where so many nodes send: that of the next larger number that is told.
+
+        Raises BadInput where none is.
+        """
+        for number, rate in self.up_to:
+            if nodes <= number:
+                return rate
+        what = f"says what up to {self.up_to[-1][0]} nodes send, {nodes} of the cluster send at once"
+        raise BadInput(_OPTION, what, "give the rate of so many nodes, too")
+
+    def scaled(self, factor: float) -> "NodeRates":
+        """All rates multiplied."""
+        return NodeRates(tuple((nodes, rate * factor) for nodes, rate in self.up_to))
+
+
+def node_rates(text: str) -> NodeRates:
+    """Of `400`, in Gbit/s, or of `2:400,4:300,16:150`: what each of up to 2, 4 and 16 nodes sends.
+
+    Raises BadInput, naming the option, where the text says something else.
+    """
+    pairs = [part.rpartition(":") for part in text.split(",")]
+    try:
+        rates = [(int(nodes or MAX_DEVICES), float(rate) * _GIGABIT) for nodes, _, rate in pairs]
+    except ValueError:
+        rates = []
+    if not rates or any(not 0 < rate < _MAX_RATE for _, rate in rates) or any(a[0] >= b[0] for a, b in pairwise(rates)):
+        raise BadInput(_OPTION, f"{text!r:.40} is no rate", "write 400, or 2:400,4:300 with growing numbers of nodes")
+    return NodeRates(tuple(rates))
 
 
 class Network(NamedTuple):
@@ -24,8 +66,8 @@ class Network(NamedTuple):
 
     link: Link
     """Of each device, inside a node; the slowest node's."""
-    node_bytes_per_s: float | None
-    """What one node sends to others, in one direction; None where there is one node."""
+    between: NodeRates | None
+    """None where there is one node."""
 
 
 def analytic_hardware(
@@ -36,8 +78,8 @@ def analytic_hardware(
     `rates` are the device's by name, as a sweep has them. Raises BadInput where the cluster has several nodes and
     nothing says how fast they are joined.
     """
-    if network.node_bytes_per_s is None and len(set(cluster.node_of_rank)) > 1:
-        raise BadInput("--inter-node-gbit-s", "the cluster has several nodes", "give what one node sends, in Gbit/s")
+    if network.between is None and len(set(cluster.node_of_rank)) > 1:
+        raise BadInput(_OPTION, "the cluster has several nodes", "give what one node sends, in Gbit/s")
     points = list(_points(cluster, network))
     devices = sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})
     return HardwareProfile(
@@ -64,8 +106,9 @@ def kind_times_s(kind: CollectiveKind, cluster: Cluster, network: Network, messa
     collective, size, across = kind.key.collective, kind.key.group_size, kind.key.group.across_nodes
     step_s = NETWORK_STEP_S if across else network.link.step_s
     moved = moved_bytes(collective, size, 1) / network.link.bytes_per_s
-    if across and network.node_bytes_per_s is not None:
-        moved = max(moved, _leaving_share(kind, cluster) / network.node_bytes_per_s)
+    if across and network.between is not None:
+        sending = len({cluster.node_of_rank[rank] for group in kind.groups for rank in group})
+        moved = max(moved, _leaving_share(kind, cluster) / network.between.of(sending))
     return START_S + steps(collective, size) * step_s + moved * message_bytes
 
 

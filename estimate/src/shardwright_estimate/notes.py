@@ -1,10 +1,13 @@
 """What an analytic profile says about itself: assumptions, sources, and the error that was seen."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from shardwright_estimate.hardware import NodeRates
 from shardwright_estimate.layers import ATTENTION_BACKWARD, KERNEL_START_S, OPERATOR_S
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S, STEP_S
 from shardwright_estimate.rates import TYPICAL_PRODUCT, Efficiencies, Rates, matrix_efficiency
+from shardwright_formats.types.limits import MAX_DEVICES
 
 SEEN_ERROR = (
     "seen against 272 measured layer times of FASOP (A100, A10) and Sailor (V100, A100, GH200): "
@@ -16,18 +19,47 @@ SEEN_LINK_ERROR = (
 """With the default efficiencies; `benchmarks/analytic.py` computes both."""
 
 _MIB = 2**20
-_CONTEXT_BYTES = 512 * _MIB
-"""CUDA's context with the kernels of PyTorch and cuBLAS."""
 _COMMUNICATORS = 3
 """All ranks or data parallelism, tensor parallelism, and the pipeline."""
-_COMMUNICATOR_BYTES = 24 * 2 * 10 * _MIB
-"""24 channels, to and from the next rank of a ring, each with a buffer for each of NCCL's protocols: 4 MiB
-(NCCL_BUFFSIZE), rounded up to 10 MiB together."""
-PROCESS_BYTES = _CONTEXT_BYTES + _COMMUNICATORS * _COMMUNICATOR_BYTES
-"""Device memory of a process outside its tensors; what the allocator keeps unused is not in it."""
 
 
-def model_notes(rates: Rates, efficiencies: Efficiencies, compute: str, fused: bool) -> str:
+class Process(NamedTuple):
+    """Device memory of a process outside its tensors, in bytes, by what takes it; None where it is not known."""
+
+    context_bytes: int | None = None
+    communicator_bytes: int | None = None
+    """Of each NCCL communicator."""
+    slack_bytes: int | None = None
+    """What the allocator has taken and keeps unused."""
+
+    @property
+    def bytes(self) -> int:
+        """All of it, with what is assumed of what is not known."""
+        context, communicator, slack = (given if given is not None else own for _, given, own in self._parts)
+        return context + _COMMUNICATORS * communicator + slack
+
+    @property
+    def text(self) -> str:
+        """What it consists of, and what of that was given."""
+        told = (f"{own} {what}" if given is None else f"{given} {what} (given)" for what, given, own in self._parts)
+        return f"{self.bytes} bytes a process: {', '.join(told)}"
+
+    @property
+    def _parts(self) -> tuple[tuple[str, int | None, int], ...]:
+        """In words, what is given of each, and what is assumed: CUDA's context with the kernels of PyTorch and cuBLAS.
+
+        A communicator has 24 channels, to and from the next rank of a ring, each with a buffer for each of NCCL's
+        protocols: 4 MiB (NCCL_BUFFSIZE), rounded up to 10 MiB together.
+        """
+        of_each = f"for each of {_COMMUNICATORS} NCCL communicators"
+        return (
+            ("for CUDA's context", self.context_bytes, 512 * _MIB),
+            (of_each, self.communicator_bytes, 24 * 2 * 10 * _MIB),
+            ("that the allocator keeps unused", self.slack_bytes, 0),
+        )
+
+
+def model_notes(rates: Rates, efficiencies: Efficiencies, compute: str, fused: bool, process: Process) -> str:
     """Of a model profile, one sentence a line; the first says that nothing was measured."""
     device, kernels = rates.device, "fused kernels" if fused else "single operators, as in transformers"
     matrix = matrix_efficiency(rates, efficiencies)
@@ -51,18 +83,21 @@ def model_notes(rates: Rates, efficiencies: Efficiencies, compute: str, fused: b
             "largest tensor of a part with its gradient, and what is replayed.",
             f"It is assumed that norms and activation functions are {kernels}.",
             "States: AdamW with two moments in the parameters' format; its step is bound by memory.",
-            f"assumed: {PROCESS_BYTES} bytes a process: {_CONTEXT_BYTES} for CUDA's context, and {_COMMUNICATOR_BYTES} "
-            f"for each of {_COMMUNICATORS} NCCL communicators.",
+            f"assumed: {process.text}.",
             "step_overhead_s and resident_bytes are absent.",
         )
     )
 
 
-def hardware_notes(rates: Sequence[Rates], efficiencies: Efficiencies, inter_node_bytes_per_s: float | None) -> str:
+def hardware_notes(rates: Sequence[Rates], efficiencies: Efficiencies, between: NodeRates | None) -> str:
     """Of a hardware profile, one sentence a line; the first says that nothing was measured."""
     across = "one node, so nothing crosses nodes"
-    if inter_node_bytes_per_s is not None:
-        across = f"between nodes {inter_node_bytes_per_s:.4g} bytes/s a node (given) x {efficiencies.link:g}"
+    if between is not None:
+        told = ", ".join(
+            f"{rate:.4g}" + ("" if nodes == MAX_DEVICES else f" of up to {nodes} nodes")
+            for nodes, rate in between.up_to
+        )
+        across = f"between nodes {told} bytes/s a node (given) x {efficiencies.link:g}"
     return "\n".join(
         (
             _head(SEEN_LINK_ERROR, efficiencies),

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwright_estimate.curves import fits_table
-from shardwright_estimate.hardware import Network, analytic_hardware
+from shardwright_estimate.hardware import Network, NodeRates, analytic_hardware
 from shardwright_estimate.layers import Machine, estimate_layer, optimizer_time_s
 from shardwright_estimate.messages import Link
-from shardwright_estimate.notes import PROCESS_BYTES, hardware_notes, model_notes
+from shardwright_estimate.notes import Process, hardware_notes, model_notes
 from shardwright_estimate.rates import Efficiencies, Rates, link_of, machine_of, matrix_efficiency
 from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
 from shardwright_formats.io.errors import BadInput
@@ -42,13 +42,14 @@ def model_profile(
     revised: str,
     package: str = "shardwright-profile",
     fused: bool = False,
+    process: Process | None = None,
 ) -> AnalyticProfile:
     """The profile of a model at the length of each of its descriptions; `package` is the one whose command makes it.
 
-    `fused`: norms and activation functions are one kernel each.
+    `fused`: norms and activation functions are one kernel each. `process`: what is known of its own memory.
     Raises BadInput where these are of different models or of one length, and where no strategy fits.
     """
-    model = _same_model(models)
+    model, process = _same_model(models), process or Process()
     if settings.compile:
         raise BadInput("--settings", "compile: what torch.compile saves is not estimated", "measure, or leave it out")
     precision = settings.precision
@@ -71,10 +72,12 @@ def model_profile(
     return AnalyticProfile(
         ModelProfile(
             origin=origin,
-            provenance=_provenance(revised, package, model_notes(rates, efficiencies, precision.compute, fused)),
+            provenance=_provenance(
+                revised, package, model_notes(rates, efficiencies, precision.compute, fused, process)
+            ),
             layers=Table.of(LayerRow, layers),
             states=Table.of(StateRow, _state_rows(model, tp_sizes, precision, machine)),
-            process=Table.of(ProcessRow, [_process_row()]),
+            process=Table.of(ProcessRow, [_process_row(process)]),
             fits=fits_table(layers),
         ),
         left_out,
@@ -85,22 +88,22 @@ def hardware_profile(
     cluster: Cluster,
     rates: Sequence[Rates],
     efficiencies: Efficiencies,
-    inter_node_bytes_per_s: float | None,
+    between: NodeRates | None,
     revised: str,
     package: str = "shardwright-profile",
 ) -> HardwareProfile:
-    """The hardware profile of a cluster, `rates` being those of its kinds of device."""
+    """The hardware profile of a cluster, `rates` being those of its kinds of device, `between` those of its nodes."""
     links = [link_of(one, efficiencies) for one in rates]
     link = Link(min(one.bytes_per_s for one in links), max(one.step_s for one in links))
-    across = None if inter_node_bytes_per_s is None else inter_node_bytes_per_s * efficiencies.link
+    reaching = None if between is None else between.scaled(efficiencies.link)
     reached = [
         {"matrix_flops_per_s": one.matrix("float32") * matrix_efficiency(one, efficiencies)}
         | {"memory_bytes_per_s": one.memory * efficiencies.memory}
         for one in rates
     ]
     slowest = {name: min(one[name] for one in reached) for name in reached[0]}
-    notes = hardware_notes(rates, efficiencies, inter_node_bytes_per_s)
-    return analytic_hardware(cluster, Network(link, across), slowest, _provenance(revised, package, notes))
+    notes = hardware_notes(rates, efficiencies, between)
+    return analytic_hardware(cluster, Network(link, reaching), slowest, _provenance(revised, package, notes))
 
 
 def _same_model(models: Sequence[tuple[Path, Model]]) -> Model:
@@ -186,9 +189,9 @@ def _state_rows(model: Model, tp_sizes: Sequence[int], precision: Precision, mac
         )
 
 
-def _process_row() -> ProcessRow:
+def _process_row(process: Process) -> ProcessRow:
     return ProcessRow(
-        process_bytes=PROCESS_BYTES,
+        process_bytes=process.bytes,
         process_source=Source.ASSUMED,
         resident_bytes=0,
         resident_source=Source.ABSENT,

@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 
 from shardwright_estimate.devices import DeviceTable, read_devices
+from shardwright_estimate.hardware import node_rates
+from shardwright_estimate.notes import Process
 from shardwright_estimate.profile import hardware_profile, model_profile
 from shardwright_estimate.rates import Efficiencies, Rates, rates_of
 from shardwright_estimate.settings import ProfileSettings
@@ -16,6 +18,7 @@ from shardwright_formats.types.model_profile import ModelProfile, write_model_pr
 from shardwright_profile.options import AnalyticOptions
 
 _TERA, _GIGA = 1e12, 1e9
+_MIB = 2**20
 
 
 def write_analytic(options: AnalyticOptions) -> None:
@@ -40,7 +43,10 @@ def _model_profile(options: AnalyticOptions, table: DeviceTable, cluster: Cluste
     models = [(path, read_document(path, Model)) for path in options.model]
     settings = read_document(options.settings, ProfileSettings)
     rates = _rates(options, table, _device(options, cluster))
-    made = model_profile(models, settings, rates, _efficiencies(options), table.revised, fused=options.fused)
+    given = options.context_mib, options.communicator_mib, options.allocator_slack_mib
+    process = Process(*(None if mib is None else mib * _MIB for mib in given))
+    of = settings, rates, _efficiencies(options), table.revised
+    made = model_profile(models, *of, fused=options.fused, process=process)
     for sentence in made.left_out:
         print(f"left out: {sentence}", file=sys.stderr)
     return made.profile
@@ -50,9 +56,9 @@ def _hardware_profile(options: AnalyticOptions, table: DeviceTable, cluster: Clu
     if cluster is None:
         raise BadInput("--hardware-out", "a hardware profile needs --cluster", "give it")
     names = sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})
-    across = None if options.inter_node_gbit_s is None else options.inter_node_gbit_s * _GIGA / 8
+    between = None if options.inter_node_gbit_s is None else node_rates(options.inter_node_gbit_s)
     rates = [_rates(options, table, name) for name in names]
-    return hardware_profile(cluster, rates, _efficiencies(options), across, table.revised)
+    return hardware_profile(cluster, rates, _efficiencies(options), between, table.revised)
 
 
 def _efficiencies(options: AnalyticOptions) -> Efficiencies:

@@ -7,7 +7,15 @@ from msgspec import Meta
 
 from shardwright_formats.command import POSITIONAL, Options
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.limits import Count, Name, NonNegativeNumber, PositiveSeconds, Seconds, Tokens
+from shardwright_formats.types.limits import (
+    Count,
+    Name,
+    NonNegativeCount,
+    NonNegativeNumber,
+    PositiveSeconds,
+    Seconds,
+    Tokens,
+)
 from shardwright_formats.types.plan import ITEMSIZE
 from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_launch.nodes import NodeOptions
@@ -249,10 +257,19 @@ class AnalyticOptions(Options, frozen=True, kw_only=True):
     """The cluster's node type whose device it is."""
     hardware_out: Path | None = None
     """The cluster's hardware profile to write, HDF5."""
-    inter_node_gbit_s: _Rate | None = None
-    """What one node sends to others, all devices together, in Gbit/s."""
+    inter_node_gbit_s: str | None = None
+    """What one node sends to others, all devices together, in Gbit/s.
+
+    As 2:400,4:300 by the number of nodes at most, where each of many sends less.
+    """
     fused: bool = False
     """Norms and activation functions are one kernel each, as of flash-attn, Apex or Transformer Engine."""
+    context_mib: NonNegativeCount | None = None
+    """Memory of CUDA's context on a device, in MiB, such as an idle process takes; by default 512."""
+    communicator_mib: NonNegativeCount | None = None
+    """Buffers of one NCCL communicator, in MiB; by default 480."""
+    allocator_slack_mib: NonNegativeCount | None = None
+    """What the allocator has taken of a device and keeps unused, in MiB; by default nothing."""
     matrix_efficiency: _Efficiency | None = None
     """Reached over published rate of matrix products, attention's too; by default by device, see `devices`."""
     memory_efficiency: _Efficiency = 0.75

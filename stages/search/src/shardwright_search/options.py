@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import field
 
 from shardwright_formats.command import POSITIONAL, Off, Options
-from shardwright_formats.types.limits import Count, Gib, NonNegativeNumber, PositiveNumber, Samples, Seconds, Tokens
+from shardwright_formats.types.limits import Count, Gib, NonNegativeNumber, Samples, Seconds, Tokens
 from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
@@ -108,8 +108,11 @@ class AdviseOptions(Options, frozen=True, kw_only=True):
     """What a plan may use of a GPU, in GiB; by default 95 % of its memory."""
     price_per_gpu_hour: NonNegativeNumber | None = None
     """USD; by default what one provider asks."""
-    inter_node_gbit_s: PositiveNumber | None = None
-    """What one node sends to others, all GPUs together, in Gbit/s; by default that of NVIDIA's own nodes."""
+    inter_node_gbit_s: str | None = None
+    """What one node sends to others, all GPUs together, in Gbit/s; by default that of NVIDIA's own nodes.
+
+    As 2:400,4:300 by the number of nodes at most, where each of many sends less.
+    """
     time_limit: Seconds = 3.0
     """Seconds after which the best plan so far is taken, with its gap."""
     out: Path | None = None

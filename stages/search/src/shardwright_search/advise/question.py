@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwright_estimate.devices import Device, device_named, read_devices
+from shardwright_estimate.hardware import NodeRates, node_rates
 from shardwright_estimate.model_shapes import model_of_config
 from shardwright_estimate.presets import read_presets
 from shardwright_estimate.profile import hardware_profile, model_profile
@@ -23,7 +24,6 @@ from shardwright_search.options import AdviseOptions
 from shardwright_search.space.request import SearchRequest
 
 _GIB = 2**30
-_GIGABIT = 1e9 / 8
 _PACKAGE = "shardwright-search"
 _SPARE = 0.05
 """Share of a device's memory that is left to the driver and the allocator where no budget is given: an assumption."""
@@ -78,7 +78,7 @@ def question_of(options: AdviseOptions) -> Question:
     )
     cluster = Cluster(name=options.gpus, nodes=(NodeGroup(node_type=key, count=nodes),), node_types={key: node})
     precision = Precision(compute=options.precision)
-    gbit_s, network = _network(options, key, per_node) if nodes > 1 else (0.0, "")
+    across, network = _network(options, key, per_node) if nodes > 1 else (None, "")
     tp_sizes = tuple(size for size in (1, 2, 4, 8) if per_node % size == 0)
     request = SearchRequest(
         name="advise",
@@ -98,7 +98,6 @@ def question_of(options: AdviseOptions) -> Question:
     )
     rates, efficiencies = rates_of(table, key), Efficiencies()
     made = model_profile([(Path(options.model), model)], settings, rates, efficiencies, table.revised, _PACKAGE)
-    across = gbit_s * _GIGABIT if nodes > 1 else None
     hardware = hardware_profile(cluster, [rates], efficiencies, across, table.revised, _PACKAGE)
     assumed = [
         f"shapes: {source}",
@@ -139,13 +138,13 @@ def _gpus(text: str) -> tuple[int, int, str]:
     return nodes, per_node, found[3]
 
 
-def _network(options: AdviseOptions, key: str, per_node: int) -> tuple[float, str]:
-    """Gbit/s that a node sends, and who says so."""
+def _network(options: AdviseOptions, key: str, per_node: int) -> tuple[NodeRates, str]:
+    """What a node sends, and who says so."""
     if options.inter_node_gbit_s is not None:
-        return options.inter_node_gbit_s, f"{options.inter_node_gbit_s:g} Gbit/s a node (given)"
+        return node_rates(options.inter_node_gbit_s), f"{options.inter_node_gbit_s} Gbit/s a node (given)"
     if key in _NETWORKS:
         own, source = _NETWORKS[key]
-        return own * per_node, f"{own * per_node:g} Gbit/s a node (--inter-node-gbit-s); {source}"
+        return node_rates(str(own * per_node)), f"{own * per_node:g} Gbit/s a node (--inter-node-gbit-s); {source}"
     raise BadInput("--inter-node-gbit-s", f"what nodes of {key} send is not known", "give it, in Gbit/s a node")
 
 
