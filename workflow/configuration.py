@@ -39,13 +39,17 @@ class Workflow:
         """The document of a cluster."""
         return _document(Cluster, self.cluster(name))
 
-    def cluster(self, name: str) -> Section:
+    def unpriced_cluster_json(self, name: str) -> str:
+        """The same without prices: what hardware is measured by, so that another price measures nothing again."""
+        return _document(Cluster, self.cluster(name, priced=False))
+
+    def cluster(self, name: str, *, priced: bool = True) -> Section:
         """A cluster's content; `1x<node type>` is one node of that type, without its price, for profiling."""
         if (node_type := name.removeprefix("1x")) != name and node_type in self.of.node_types:
             types = {node_type: self._node_type(node_type, priced=False)}
             groups = [{"node_type": node_type, "count": 1}]
         else:
-            types = {each: self._node_type(each, priced=True) for each in self.of.clusters[name].node_types}
+            types = {each: self._node_type(each, priced=priced) for each in self.of.clusters[name].node_types}
             groups = self.sections["clusters"][name]["nodes"]
         return {"name": name, "nodes": groups, "node_types": types}
 

@@ -34,17 +34,7 @@ def main() -> None:
             note.write_text("x" * (stopped + 1))
             sys.exit(75)
     for given, following in pairwise(arguments):
-        if given in (
-            "--cluster",
-            "--model",
-            "--hardware",
-            "--profile",
-            "--search",
-            "--settings",
-            "--data",
-            "--plan",
-            "--correction",
-        ):
+        if given in _INPUTS:
             Path(following).stat()
     option = next(name for name in ("--hardware-out", "--picture", "--out") if name in arguments)
     out = Path(arguments[arguments.index(option) + 1])

@@ -8,6 +8,7 @@ import subprocess
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +146,29 @@ def test_an_equal_result_reruns_nothing_below_it(finished):
     profile = finished.folder / "results" / "profiles" / "demo@cpu.h5"
     profile.write_bytes(profile.read_bytes())
     assert finished.snakemake("plans", "-n").jobs == {}
+
+
+_ROWS = re.findall(r"^\| (.+) \| `(.+?): (.+)` \| (.+) \|$", (ROOT / "docs" / "rebuilding.md").read_text(), re.M)
+
+
+def test_the_rows_of_the_table_are_found():
+    assert len(_ROWS) > 20
+
+
+@pytest.mark.parametrize(("path", "value", "runs"), [row[1:] for row in _ROWS], ids=[row[0] for row in _ROWS])
+def test_what_is_made_again_is_what_the_documentation_says(finished, path, value, runs):
+    def change(config):
+        *sections, key = path.split(".")
+        for name in sections:
+            config = config[name]
+        assert config.get(key) != yaml.safe_load(value)
+        config[key] = yaml.safe_load(value)
+
+    finished.configure(change)
+    asked = finished.snakemake("all", "-n")
+    assert asked.status == 0, asked.output
+    told = (f"{rule} {count}" if count > 1 else rule for rule, count in asked.jobs.items())
+    assert (", ".join(told) or "nothing") == runs
 
 
 def test_a_failed_run_keeps_its_checkpoints_and_shows_its_error(finished):

@@ -109,6 +109,11 @@ def replan_options(wildcards):
 # Each of these is written again only when its own part of the configuration changes.
 for kind, path, text_of in (
     ("cluster", "clusters/{name}.json", CONFIG.cluster_json),
+    (
+        "unpriced_cluster",
+        "clusters/unpriced/{name}.json",
+        CONFIG.unpriced_cluster_json,
+    ),
     ("model_config", "models/{name}/config.json", CONFIG.model_config_json),
     ("profile_settings", "settings/{name}.json", CONFIG.profile_json),
     ("search", "searches/{name}.json", CONFIG.search_json),

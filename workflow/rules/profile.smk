@@ -48,7 +48,7 @@ rule describe:
 
 rule hardware:
     input:
-        cluster="results/clusters/{cluster}.json",
+        cluster="results/clusters/unpriced/{cluster}.json",
     output:
         hardware="results/hardware/{cluster}.h5",
     log:
@@ -71,7 +71,7 @@ rule hardware:
 
 rule analytic_hardware:
     input:
-        cluster="results/clusters/{cluster}.json",
+        cluster="results/clusters/unpriced/{cluster}.json",
     output:
         hardware="results/hardware/{cluster}.h5",
     log:
