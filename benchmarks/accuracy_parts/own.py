@@ -122,7 +122,7 @@ def _measure(plans: Path, settings: dict[str, Any], out: Path) -> None:
 
 def compared(found: Sequence[Round], inputs: Inputs) -> list[Compared]:
     """Step time in s of every plan, and memory in bytes of every rank: over all rounds the medians, and the most."""
-    profiles = [read_profiles(inputs.hardware, one.profile) for one in found]
+    profiles = [read_profiles([inputs.hardware], [one.profile]) for one in found]
     taken = zip(*(read_document(one.measurement, Measurement).plans for one in found), strict=True)
     return [row for plans in taken for row in _rows(plans, profiles)]
 
@@ -185,7 +185,7 @@ def _profiled_kinds(profile: Path) -> dict[str, list[str]]:
 def _drawn(inputs: Inputs, profile: Path, count: int, seed: int) -> list[Plan]:
     """Different plans that are priced and fit; why others were not taken is printed."""
     model, cluster = read_document(inputs.model, Model), read_document(inputs.cluster, Cluster)
-    profiles = read_profiles(inputs.hardware, profile)
+    profiles = read_profiles([inputs.hardware], [profile])
     draw, known, refused = random.Random(seed), set[str](), Counter[str]()
     found: list[Plan] = []
     for _ in range(_MOST_DRAWS_PER_PLAN * count):

@@ -60,11 +60,24 @@ def make_cluster(devices: int = 2, nodes: int = 1, memory_bytes: int = 1 << 30, 
     return Cluster(name="some", nodes=(NodeGroup(node_type="n", count=nodes),), node_types={"n": node})
 
 
+def make_mixed_cluster(**nodes: tuple[int, int, int]) -> Cluster:
+    """Of each device so many nodes, of so many devices with so much memory each."""
+    return Cluster(
+        name="mixed",
+        nodes=tuple(NodeGroup(node_type=device, count=count) for device, (count, _, _) in nodes.items()),
+        node_types={
+            device: NodeType(device=device, devices_per_node=each, memory_bytes=memory_bytes, usd_per_hour=3.6)
+            for device, (_, each, memory_bytes) in nodes.items()
+        },
+    )
+
+
 def make_hardware(
     cluster: Cluster,
     latency_s: float = 20e-6,
     bytes_per_s: float = 1e9,
     overlap: Sequence[tuple[Collective, int, float, float] | tuple[Collective, int, float, float, int, int]] = (),
+    device: str = "cpu",
 ) -> HardwareProfile:
     """Every kind of message at 1 KiB to 1 MiB: a latency, twice that across nodes, and a bandwidth.
 
@@ -89,7 +102,7 @@ def make_hardware(
     columns = list(zip(*rows, strict=True))
     return HardwareProfile(
         cluster=cluster.name,
-        device="cpu",
+        device=device,
         backend="gloo",
         provenance=Provenance(date="2026-01-31", versions="torch 0"),
         points=Table(
@@ -131,6 +144,7 @@ def make_profile(
     source: str = "measured",
     reduction_s_per_parameter: float = 0.0,
     zero_s_per_parameter: tuple[float, float] = (0.0, 0.0),
+    device: str = "cpu",
 ) -> ModelProfile:
     """Times that grow with the samples; tensor parallelism adds a latency, recomputation a forward pass.
 
@@ -166,7 +180,7 @@ def make_profile(
     origin = ProfileOrigin(
         model=model.name,
         architecture_sha256=model.architecture_sha256,
-        device="cpu",
+        device=device,
         backend="gloo",
         precision=precision,
         attention="sdpa",

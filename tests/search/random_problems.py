@@ -132,19 +132,59 @@ def random_unequal(seed: int) -> Problem:
             group = (width - 1) * lies + start % lies
             found[stage].setdefault((start,), {})[group, (end,)] = None
     moves = tuple({position: tuple(each) for position, each in stage.items()} for stage in found)
+    return _with_sends(rng, scale, layers, groups, moves, layouts, count)
+
+
+@lru_cache(maxsize=2_000)
+def random_mixed(seed: int) -> Problem:
+    """2 to 4 stages on 2 or 3 node types in any order, each of 1 to 3 ranks that their stages share out in any way."""
+    rng = np.random.default_rng(seed)
+    types = int(rng.integers(2, 4))
+    ranks = [int(n) for n in rng.integers(1, 4 if types == 2 else 3, types)]
+    pp_size = int(rng.integers(types, min(4, sum(ranks)) + 1))
+    layers, per_width = _chain(rng, pp_size), int(rng.integers(1, 3))
+    widths = range(1, max(ranks) + 1)
+    scale = _scale(rng, per_width * len(widths))
+    layouts = {width: np.arange(i * per_width, (i + 1) * per_width) for i, width in enumerate(widths)}
+    kinds = [(of, width) for of in range(types) for width in range(1, ranks[of] + 1)]
+    groups = tuple(_group(rng, scale, layouts[width], width) for _, width in kinds)
+    found: list[dict[Position, dict[tuple[int, Position], None]]] = [{} for _ in range(pp_size)]
+    for own in product(range(len(kinds)), repeat=pp_size):
+        used = [
+            tuple(sum(kinds[group][1] for group in own[:i] if kinds[group][0] == of) for of in range(types))
+            for i in range(pp_size + 1)
+        ]
+        if list(used[-1]) == ranks:
+            for stage, group in enumerate(own):
+                found[stage].setdefault(used[stage], {})[group, used[stage + 1]] = None
+    moves = tuple({position: tuple(each) for position, each in stage.items()} for stage in found)
+    return _with_sends(rng, scale, layers, groups, moves, layouts, int(rng.choice([1, 2, 3, 8])))
+
+
+def _with_sends(
+    rng: np.random.Generator,
+    scale: _Scale,
+    layers: tuple[int, ...],
+    groups: tuple[DeviceGroup, ...],
+    moves: tuple[Moves, ...],
+    layouts: dict[int, np.ndarray],
+    count: int,
+) -> Problem:
+    """The rest of a problem in which each cut has sends of its own; `layouts` are those of each width."""
     sends = {}
     for _, cut in cuts_of(moves):
         before, behind = groups[cut.before].width, groups[cut.behind].width
         times = rng.integers(0, 1 + scale.costs // 4, (4, scale.layouts, scale.layouts)).astype(float)
         meet = np.zeros((scale.layouts, scale.layouts), bool)
-        meet[np.ix_(layouts[before], layouts[behind])] = before != behind or np.eye(per_width, dtype=bool)
+        own = np.eye(len(layouts[before]), dtype=bool)
+        meet[np.ix_(layouts[before], layouts[behind])] = before != behind or own
         sends[cut] = np.where(meet, times, np.inf)
     problem = Problem(
         layers=layers,
         device_groups=groups,
         placements=moves,
         sends_ps=sends,
-        in_flight=_in_flight(rng, count, pp_size),
+        in_flight=_in_flight(rng, count, len(moves)),
         num_microbatches=count,
         boundary_bytes=rng.integers(0, 1 + scale.costs // 3, (4, scale.layouts)).astype(float),
         tie_ps=rng.integers(0, 1 + scale.costs // 2, (scale.classes, scale.classes)).astype(float),

@@ -9,7 +9,7 @@ from functools import partial
 
 from brute_force import mistakes
 from interleaved_problems import mistakes as interleaved_mistakes
-from random_problems import random_unequal
+from random_problems import random_mixed, random_unequal
 from simulated_optimum import too_slow
 
 __all__ = ["main"]
@@ -26,6 +26,7 @@ def main(count: int) -> int:
     kinds = {
         "gpipe and 1f1b": mistakes,
         "stages of unequal width": partial(mistakes, made=random_unequal),
+        "several node types": partial(mistakes, made=random_mixed),
         "interleaved_1f1b": interleaved_mistakes,
         "simulated": too_slow,
     }

@@ -67,10 +67,14 @@ def choices_of(request) -> Choices:
     return Choices(request.data_parallel, request.recompute, not request.fine_grained)
 
 
+def on_every_stage(plan, budget):
+    return (budget,) * len(plan.stages)
+
+
 def changes_of(request, world, found):
     costs = cost_model_of(found.plan, world.profiles)
     budget = int(request.memory_gib * GIB)
-    return faster_changes(found.plan, found.evaluation, costs, budget, choices_of(request))
+    return faster_changes(found.plan, found.evaluation, costs, on_every_stage(found.plan, budget), choices_of(request))
 
 
 def tight_world(seed: int):
@@ -121,8 +125,9 @@ def test_memory_binds_until_the_next_change_fits(make):
     request = make.request(num_microbatches=[2], pp_sizes=[1], tp_sizes=[1], memory_gib=3.5 / 1024)
 
     def lines(plan, found, budget):
-        changes = faster_changes(plan, found, cost_model_of(plan, profiles), budget, choices_of(request))
-        return changes, binding_lines(plan, found.estimate, budget, changes)
+        budgets = on_every_stage(plan, budget)
+        changes = faster_changes(plan, found, cost_model_of(plan, profiles), budgets, choices_of(request))
+        return changes, binding_lines(plan, found.estimate, budgets, changes)
 
     plan, found = best(request, model, cluster, profiles).chosen
     budget = int(request.memory_gib * GIB)
@@ -145,9 +150,10 @@ def test_layers_that_share_a_strategy_change_together(make):
     request = make.request(fine_grained=False, recompute=["full"], tp_sizes=[1], pp_sizes=[1], data_parallel=["zero3"])
     plan, found = best(request, model, cluster, profiles).chosen
     own = Choices((DataParallel.ZERO3,), (Recompute.NONE, Recompute.FULL), together=True)
-    (change,) = faster_changes(plan, found, cost_model_of(plan, profiles), 1 << 30, own)
+    (change,) = faster_changes(plan, found, cost_model_of(plan, profiles), on_every_stage(plan, 1 << 30), own)
     assert (change.low, change.high, change.strategy.recompute) == (0, 3, Recompute.NONE)
-    apart = faster_changes(plan, found, cost_model_of(plan, profiles), 1 << 30, own._replace(together=False))
+    budgets = on_every_stage(plan, 1 << 30)
+    apart = faster_changes(plan, found, cost_model_of(plan, profiles), budgets, own._replace(together=False))
     assert [(one.low, one.high) for one in apart] == [(0, 1), (1, 2), (2, 3)]
 
 
@@ -160,5 +166,5 @@ def test_what_the_profile_has_no_times_for_is_no_choice(make):
     other = replace(plan.layers[0], recompute=Recompute.ATTENTION)
     with pytest.raises(BadInput, match="no point"):
         evaluate(replace(plan, layers=(other, *plan.layers[1:])), profiles, costs)
-    changes = faster_changes(plan, found, costs, 1 << 30, Choices())
+    changes = faster_changes(plan, found, costs, on_every_stage(plan, 1 << 30), Choices())
     assert changes and all(change.strategy.recompute is not Recompute.ATTENTION for change in changes)

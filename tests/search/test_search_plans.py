@@ -44,7 +44,7 @@ def optimum_ps(found: Found) -> float:
 
 def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterator[Plan]:
     """All plans of a request with a fixed batch size, put together without the solver."""
-    request = narrowed(request, cluster.num_devices)
+    request = narrowed(request, cluster)
     for configuration in configurations(request, model, cluster, FILE):
         width, samples = (
             cluster.num_devices // configuration.pp_size,
@@ -233,7 +233,7 @@ def test_prediction_says_what_was_proven(make):
     model, cluster = make.model(3), make.cluster()
     request = make.request()
     found = search(request, model, cluster, make.profiles(model, cluster))
-    prediction = prediction_of_searched(found, request, 123, {})
+    prediction = prediction_of_searched(found, request, [123] * len(found.chosen.plan.stages), {})
     proof = prediction.proof
     assert proof is not None and proof.objective == "closed form / batch size"
     assert proof.objective_s == proof.objective_bound_s == found.optimum_s and proof.gap == 0

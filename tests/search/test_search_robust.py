@@ -198,7 +198,7 @@ def test_a_prediction_tells_regrets_and_progress_names_the_scenario():
     said: list[str] = []
     request = torn(3.0)
     found = search(request, TWO_NODES, make_profiles(MODEL, TWO_NODES, slow=0.3), said.append)
-    prediction = prediction_of_searched(found, request, 1 << 30, {})
+    prediction = prediction_of_searched(found, request, [1 << 30] * len(found.chosen.plan.stages), {})
     assert prediction.robust == found.regrets
     assert "of the least largest regret over all scenarios" in prediction.proof.scope
     assert "scenario: sends across nodes 3 times as slow" in said

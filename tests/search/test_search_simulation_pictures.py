@@ -69,7 +69,7 @@ def call(plan, make, files, tmp_path):
         known = ["--hardware", hardware, "--profile", paths["profile"]]
         return call_app(APP, "simulate", tmp_path / "plan.json", *known, *options)
 
-    run.profiles = read_profiles(paths["hardware"], paths["profile"])
+    run.profiles = read_profiles([paths["hardware"]], [paths["profile"]])
     return run
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from made_up import make_request
+from made_up import make_cluster, make_request
 from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput
@@ -82,7 +82,7 @@ def test_wider_named_spaces_hold_the_narrow_ones(searched, space):
 
 def test_options_narrow_a_named_space_further():
     def spoken(**options: object) -> SearchRequest:
-        return narrowed(make_request(**options), 8)
+        return narrowed(make_request(**options), make_cluster(8))
 
     assert spoken(space="zero", data_parallel=["zero3"]).data_parallel == (DataParallel.ZERO3,)
     assert spoken(space="dp+tp", tp_sizes=[2, 4]).tp_sizes == (2, 4)
@@ -231,7 +231,7 @@ def test_each_strategy_is_spelled_once(make):
 
 def test_every_case_is_there_once(make):
     model, cluster = make.model(4), make.cluster(4)
-    request = narrowed(make.request(global_batch_size=4, schedules=["1f1b", "gpipe", "1f1b"]), 4)
+    request = narrowed(make.request(global_batch_size=4, schedules=["1f1b", "gpipe", "1f1b"]), make_cluster(4))
     found = configurations(request, model, cluster, FILE)
     assert len(set(found)) == len(found) == 3 * 3 * 2 and list(found) == sorted(found)
 

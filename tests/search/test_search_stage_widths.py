@@ -91,7 +91,7 @@ def on_nodes(cluster: Cluster, ranks: Sequence[int]) -> bool:
 
 def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterator[Plan]:
     """All plans of any widths, put together without the solver."""
-    request = narrowed(request, cluster.num_devices)
+    request = narrowed(request, cluster)
     layers = len(model.layers)
     for configuration in configurations(request, model, cluster, FILE):
         samples, p = configuration.microbatch_samples, configuration.pp_size

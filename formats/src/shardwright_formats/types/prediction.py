@@ -114,7 +114,7 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     plan_sha256: Sha256
     """Identity of the plan: SHA-256 of its canonical JSON."""
     memory_budget_bytes: Bytes | None
-    """What one rank was allowed; null for a plan that was only evaluated."""
+    """What a rank of the fullest pipeline stage was allowed; null for a plan that was only evaluated."""
     estimate: Estimate
     """What is predicted of the plan."""
     proof: Proof | None

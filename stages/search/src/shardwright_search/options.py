@@ -19,12 +19,12 @@ DType = Literal["float64", "float32", "bfloat16", "float16"]
 class ProfileOptions(Options, frozen=True, kw_only=True):
     """What plans are priced with."""
 
-    hardware: Path
-    """Hardware profile of the cluster (HDF5)."""
-    profile: Path
-    """Model profile on the cluster's device (HDF5)."""
+    hardware: tuple[Path, ...]
+    """Hardware profile of the cluster (HDF5); of a mixed one also several, one for each device."""
+    profile: tuple[Path, ...]
+    """Model profile on the cluster's device (HDF5); of a mixed cluster one for each device."""
     correction: Path | None = None
-    """What measured plans taught (shardwright.correction, JSON), to be applied."""
+    """What measured plans taught (shardwright.correction, JSON), to be applied; of one device only."""
 
 
 class PlanOptions(ProfileOptions, frozen=True, kw_only=True):

@@ -6,11 +6,13 @@ best and near plans of all scenarios.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective, HardwareProfile
@@ -25,6 +27,9 @@ from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Robust
 
+Flags = NDArray[np.bool_]
+Points = Callable[[HardwareProfile], Flags]
+"""Some of a profile's points [points]."""
 NOMINAL = "the profile as it is"
 _NORMAL_95 = 1.96
 """Standard deviations of a normal distribution in half of its central 95 %."""
@@ -73,11 +78,14 @@ def scenarios(profiles: Profiles, cluster: Cluster, robust: Robust) -> tuple[Sce
         name = f"layers {robust.spreads:g} standard errors longer, messages likewise"
         found.append(Scenario(name, longer(profiles, robust.spreads)))
     if robust.slow_link > 1:
-        for link, points in _links(profiles.hardware, cluster):
-            factors = np.where(points, robust.slow_link, 1.0)
-            slower = scaled(profiles, Scaling(collectives=factors))
+        for link, points_of in _links(profiles, cluster):
+            slower = profiles.each(partial(_slower, points_of=points_of, factor=robust.slow_link))
             found.append(Scenario(f"{link} {robust.slow_link:g} times as slow", slower))
     return tuple(found)
+
+
+def _slower(profiles: Profiles, points_of: Points, factor: float) -> Profiles:
+    return scaled(profiles, Scaling(collectives=np.where(points_of(profiles.hardware), factor, 1.0)))
 
 
 def longer(profiles: Profiles, standard_errors: float) -> Profiles:
@@ -85,8 +93,13 @@ def longer(profiles: Profiles, standard_errors: float) -> Profiles:
 
     Half of a collective's 95 % interval is 1.96 standard errors.
     """
-    collectives = 1 + standard_errors / _NORMAL_95 * profiles.hardware.points["interval"]
-    return scaled(profiles, Scaling(standard_errors=standard_errors, collectives=collectives))
+    errors = standard_errors / _NORMAL_95
+    return profiles.each(
+        lambda own: scaled(
+            own,
+            Scaling(standard_errors=standard_errors, collectives=1 + errors * own.hardware.points["interval"]),
+        )
+    )
 
 
 def regrets_of(
@@ -118,7 +131,7 @@ def _repriced(instance: Instance, profiles: Profiles) -> Instance:
 
 def _retold(instance: Instance, best: Best[Configuration], score: float) -> Best[Configuration]:
     """A plan of any scenario as its score with the profile as it is."""
-    target = best.target._replace(offset_ps=float(picoseconds(instance.costs.profiles.step_overhead_s)))
+    target = best.target._replace(offset_ps=float(picoseconds(instance.costs.step_overhead_s)))
     return Best(target, best.found._replace(objective_ps=target.time_ps(score)), score)
 
 
@@ -132,21 +145,28 @@ def _score(instance: Instance, best: Best[Configuration]) -> float:
     return evaluation.objective_ps * best.target.scale
 
 
-def _links(hardware: HardwareProfile, cluster: Cluster) -> Iterator[tuple[str, np.ndarray]]:
-    """The kinds of link that a cluster has and the profile knows, with the points measured on each."""
-    send = hardware.points["collective"] == Collective.P2P.encode()
-    across = hardware.points["ranks_per_node"] < hardware.points["group_size"]
+def _links(profiles: Profiles, cluster: Cluster) -> Iterator[tuple[str, Points]]:
+    """The kinds of link that a cluster has and a profile knows, with what tells the points measured on each."""
     inside = any(node.devices_per_node > 1 for node in cluster.node_types.values())
     several = sum(group.count for group in cluster.nodes) > 1
-    for name, there, points in (
-        ("sends inside a node", inside, send & ~across),
-        ("sends across nodes", several, send & across),
-        ("collectives across nodes", several, ~send & across),
-    ):
-        if there and points.any():
-            yield name, points
+    kinds: tuple[tuple[str, bool, Points], ...] = (
+        ("sends inside a node", inside, lambda of: _is_send(of) & ~_is_across(of)),
+        ("sends across nodes", several, lambda of: _is_send(of) & _is_across(of)),
+        ("collectives across nodes", several, lambda of: ~_is_send(of) & _is_across(of)),
+    )
+    for name, there, points_of in kinds:
+        if there and any(points_of(own.hardware).any() for own in profiles.every):
+            yield name, points_of
+
+
+def _is_send(hardware: HardwareProfile) -> Flags:
+    return np.asarray(hardware.points["collective"] == Collective.P2P.encode())
+
+
+def _is_across(hardware: HardwareProfile) -> Flags:
+    return np.asarray(hardware.points["ranks_per_node"] < hardware.points["group_size"])
 
 
 def _has_spread(profiles: Profiles) -> bool:
-    errors = any(points.errors.any() for points in profiles.layers.values())
-    return errors or bool(profiles.hardware.points["interval"].any())
+    errors = any(points.errors.any() for own in profiles.every for points in own.layers.values())
+    return errors or any(own.hardware.points["interval"].any() for own in profiles.every)

@@ -82,14 +82,17 @@ def instance_of(request: SearchRequest, model: Model, cluster: Cluster, profiles
     """
     check_profiles(profiles, model, cluster, request.precision, request.attention, request.compile)
     costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
-    factor = profiles.memory_factor
-    rounding = 0 if factor == 1 else _ROUNDING_BYTES
     budgets = {
-        name: int(size / factor) - profiles.process_bytes - rounding
+        name: _without_process(size, costs.profiles_on(name))
         for name, size in budgets_of(request, cluster, file).items()
     }
-    profiled = {key.tp_size for key in profiles.layers}
-    return Instance(narrowed(request, cluster.num_devices, profiled), costs, budgets)
+    profiled = set.intersection(*({key.tp_size for key in own.layers} for own in profiles.used(cluster)))
+    return Instance(narrowed(request, cluster, profiled), costs, budgets)
+
+
+def _without_process(budget_bytes: int, profiles: Profiles) -> int:
+    factor = profiles.memory_factor
+    return int(budget_bytes / factor) - profiles.process_bytes - (0 if factor == 1 else _ROUNDING_BYTES)
 
 
 def find_best(
@@ -164,7 +167,7 @@ def targets_of(instance: Instance, file: Path) -> tuple[Target[Configuration], .
     found = tuple(
         Target(
             configuration=configuration,
-            offset_ps=float(picoseconds(costs.profiles.step_overhead_s)),
+            offset_ps=float(picoseconds(costs.step_overhead_s)),
             scale=1.0 if request.objective is Objective.STEP_TIME else 1.0 / configuration.global_batch_size,
         )
         for configuration in _expanded(instance, configurations(request, costs.model, costs.cluster, file))

@@ -16,8 +16,8 @@ from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest
 
-PINNED = ("search", "hardware", "profile", "correction")
-"""The files, by role, that a certificate is about beside its plan."""
+_TOLD_BY_PLAN = ("cluster", "model")
+"""Files, by role, that a plan has in itself: of all others a certificate knows which they were."""
 
 
 def check_certifiable(request: SearchRequest, file: Path) -> None:
@@ -41,7 +41,7 @@ def certificate_of(
     gap, proofs = made
     return Certificate(
         plan_sha256=found.chosen.plan.sha256,
-        inputs_sha256={role: sha256_of_file(files[role]) for role in PINNED if role in files},
+        inputs_sha256={role: sha256_of_file(files[role]) for role in files if role not in _TOLD_BY_PLAN},
         bound_ps=best.score * (1 - gap) / scale_of(instance.request, found.chosen.plan),
         configurations=proofs,
     )

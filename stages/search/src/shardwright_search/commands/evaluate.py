@@ -33,7 +33,7 @@ def uniform(options: UniformOptions) -> None:
         return
     if options.hardware is None or options.profile is None:
         raise BadInput("--hardware and --profile", "one is given without the other", "give both or neither")
-    inputs = read_inputs(ProfileOptions(hardware=options.hardware, profile=options.profile))
+    inputs = read_inputs(ProfileOptions(hardware=(options.hardware,), profile=(options.profile,)))
     files = {"cluster": options.cluster, "model": options.model} | inputs.files
     prediction = prediction_of_evaluated(plan, evaluate(plan, inputs.profiles), files)
     with written(options.out, plan, prediction):

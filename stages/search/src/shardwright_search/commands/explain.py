@@ -22,7 +22,7 @@ from shardwright_search.explain.difference import difference
 from shardwright_search.explain.tables import answers_shown, explanation, show_rich
 from shardwright_search.explain.what_if import Answer, Question, answer, neighbours, outlook
 from shardwright_search.options import ExplainOptions
-from shardwright_search.space.budget import budgets_of
+from shardwright_search.space.budget import budgets_of, budgets_of_stages
 from shardwright_search.space.configurations import narrowed
 from shardwright_search.space.request import SearchRequest, batch_sizes
 
@@ -68,17 +68,24 @@ def _why(
     plan: Plan, evaluation: Evaluation, inputs: Inputs, asked: _Asked | None, believed: Prediction | None
 ) -> RenderableType:
     """The tables of the plan itself, what binds, and the runners-up that its prediction has."""
-    budget_bytes, choices = None if believed is None else believed.memory_budget_bytes, Choices()
+    budgets_bytes, choices = _believed_budgets(plan, believed), Choices()
     if asked is not None:
-        request = narrowed(asked.request, plan.cluster.num_devices)
-        budget_bytes = min(budgets_of(request, plan.cluster, asked.file).values())
+        request = narrowed(asked.request, plan.cluster)
+        budgets_bytes = budgets_of_stages(plan, budgets_of(request, plan.cluster, asked.file))
         choices = Choices(request.data_parallel, request.recompute, not request.fine_grained)
     changes: tuple[Change, ...] = ()
-    if budget_bytes is not None:
-        changes = faster_changes(plan, evaluation, _costs(plan, inputs, asked), budget_bytes, choices)
-    lines = binding_lines(plan, evaluation.estimate, budget_bytes, changes)
+    if budgets_bytes is not None:
+        changes = faster_changes(plan, evaluation, _costs(plan, inputs, asked), budgets_bytes, choices)
+    lines = binding_lines(plan, evaluation.estimate, budgets_bytes, changes)
     lines += [f"warning: {warning}" for warning in (*evaluation.warnings, *inputs.warnings)]
-    return explanation(plan, evaluation.estimate, budget_bytes, lines, () if believed is None else believed.runners_up)
+    return explanation(plan, evaluation.estimate, budgets_bytes, lines, () if believed is None else believed.runners_up)
+
+
+def _believed_budgets(plan: Plan, believed: Prediction | None) -> tuple[int, ...] | None:
+    """By pipeline stage what the prediction says; of a mixed cluster it tells that of one stage only."""
+    if believed is None or believed.memory_budget_bytes is None or len(set(plan.cluster.node_type_of_rank)) > 1:
+        return None
+    return (believed.memory_budget_bytes,) * len(plan.stages)
 
 
 def _further(

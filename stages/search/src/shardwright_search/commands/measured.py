@@ -97,7 +97,7 @@ def _check_alike(file: Path, measurement: Measurement, plan: Plan) -> None:
 
 def correct(options: CorrectOptions) -> None:
     """Write what the measured plans teach."""
-    profiles = read_profiles(options.hardware, options.profile)
+    profiles = read_profiles([options.hardware], [options.profile])
     evidence = [each for path in options.measurements for each in _evidence_in(path, profiles)]
     factors, warnings = learned(evidence)
     correction = Correction(

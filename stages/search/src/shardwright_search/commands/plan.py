@@ -14,7 +14,7 @@ from shardwright_search.commands.progress import progress
 from shardwright_search.explain.wording import plan_summary
 from shardwright_search.options import PlanOptions
 from shardwright_search.search import find_best, instance_of
-from shardwright_search.space.budget import Infeasible, budgets_of
+from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages
 from shardwright_search.space.request import SearchRequest
 
 
@@ -47,8 +47,8 @@ def plan(options: PlanOptions) -> None:
             second_opinion = prove(found, *given, options.prove_time_limit, report)
         if options.certificate is not None:
             certificate = certificate_of(found, instance_of(*given), options.search, files, report)
-    budget_bytes = min(budgets_of(request, cluster, options.search).values())
-    prediction = prediction_of_searched(found, request, budget_bytes, files, inputs.warnings, second_opinion)
+    budgets_bytes = budgets_of_stages(found.chosen.plan, budgets_of(request, cluster, options.search))
+    prediction = prediction_of_searched(found, request, budgets_bytes, files, inputs.warnings, second_opinion)
     with ExitStack() as all_or_none:
         if options.certificate is not None and certificate is not None:
             write_document(all_or_none.enter_context(atomic_path(options.certificate)), certificate)

@@ -1,6 +1,6 @@
 """The prediction that stands beside a searched or evaluated plan."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,16 +58,20 @@ def prediction_of_evaluated(
 def prediction_of_searched(
     found: Found,
     request: SearchRequest,
-    budget_bytes: int,
+    budgets_bytes: Sequence[int],
     files: Mapping[str, Path],
     warnings: tuple[str, ...] = (),
     certificate: str | None = None,
 ) -> Prediction:
-    """What is believed about a plan that was searched, with the proof and the plans it was preferred to."""
+    """What is believed about a plan that was searched, with the proof and the plans it was preferred to.
+
+    `budgets_bytes`: by pipeline stage, what one of its ranks was allowed.
+    """
     plan, evaluation = found.chosen
+    fullest = max(range(len(plan.stages)), key=lambda stage: evaluation.estimate.stages[stage].memory_bytes)
     return replace(
         prediction_of_evaluated(plan, evaluation, files, warnings),
-        memory_budget_bytes=budget_bytes,
+        memory_budget_bytes=budgets_bytes[fullest],
         proof=Proof(
             objective="closed form" if request.objective is Objective.STEP_TIME else "closed form / batch size",
             objective_s=found.optimum_s,
@@ -114,12 +118,18 @@ def _scope(request: SearchRequest, found: Found) -> str:
             "the same strategies at each position of a chunk"
         )
     )
+    types = ""
+    if len(set(found.chosen.plan.cluster.node_type_of_rank)) > 1:
+        types = (
+            "node types in any order along the pipeline, each stage on ranks of one type, and the stages of a type on "
+            "its ranks in their order, "
+        )
     changes = ", or a changed one with still less" if request.robust is None else ""
     aim = "the optimum" if request.robust is None else "the least largest regret over all scenarios"
     return (
         f"space {request.space}: no plan of it has a smaller closed form than objective_bound_s: any cut of the layers "
         f"into pipeline stages {_widths(request)} with a layer or more each (embedding and head are layers), {layers}, "
-        "the embedding and the head, "
+        f"the embedding and the head, {types}"
         f"{listed}{interleaved}; of {found.near} plans found within {NEAR:.0%} of {aim} {found.simulated} were "
         f"simulated, and the one with the least simulated time was taken{changes}"
     )

@@ -10,7 +10,7 @@ from shardwright_formats.io.json import read_document, sha256_of_file
 from shardwright_formats.types.certificate import Certificate
 from shardwright_formats.types.plan import Plan
 from shardwright_search.certificate.check import confirms
-from shardwright_search.commands.certificate import PINNED, check_certifiable, problems_of, scale_of
+from shardwright_search.commands.certificate import check_certifiable, problems_of, scale_of
 from shardwright_search.commands.inputs import read_inputs
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import VerifyOptions
@@ -45,7 +45,7 @@ _ANEW = "make it anew with plan --certificate"
 def _check_pinned(options: VerifyOptions, certificate: Certificate, plan: Plan, files: Mapping[str, Path]) -> None:
     if certificate.plan_sha256 != plan.sha256:
         raise BadInput(options.certificate, f"is the certificate of another plan than {options.plan}", _ANEW)
-    for role in PINNED:
+    for role in dict.fromkeys((*files, *certificate.inputs_sha256)):
         own = sha256_of_file(files[role]) if role in files else None
         if certificate.inputs_sha256.get(role) != own:
             what = f"was made with another {role} than {files[role]}" if role in files else f"was made with a {role}"

@@ -4,7 +4,7 @@ Times are whole picoseconds and memory whole bytes, so that sums do not depend o
 recognised as equal.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import product
 from math import ceil
@@ -106,6 +106,22 @@ def picoseconds(time_s: float) -> int:
     return round(time_s * 1e12)
 
 
+def _slower(ends: Iterable[Duration]) -> Cost:
+    """A message as long as its slower end takes."""
+    taken = max(ends, key=lambda duration: duration.time_s)
+    return Cost(picoseconds(taken.time_s), taken.warning)
+
+
+class Link(NamedTuple):
+    """How two pipeline stages lie to each other."""
+
+    consecutive: bool
+    """Whether their ranks are neighbours."""
+    across_nodes: bool
+    node_types: tuple[str, ...]
+    """Of both; the slower end binds."""
+
+
 class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     """What is the same for every layer of a plan, with everything priced so far."""
 
@@ -137,12 +153,12 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
         Forward goes from the layer's layout to the next one's, backward the other way round.
         """
-        outputs = self.model.types[type_name].outputs
-        taken = redistribution_time(self.profiles, topology, source, target, samples, outputs, self.compute_bytes)
+        outputs, profiles = self.model.types[type_name].outputs, self.profiles_on(topology.node_type)
+        taken = redistribution_time(profiles, topology, source, target, samples, outputs, self.compute_bytes)
         return Cost(picoseconds(taken.time_s), taken.warning)
 
-    def link(self, senders: Sequence[int], receivers: Sequence[int]) -> tuple[bool, bool]:
-        """Where two pipeline stages are to each other: neighbouring ranks or not, across nodes where any pair is.
+    def link(self, senders: Sequence[int], receivers: Sequence[int]) -> Link:
+        """How two pipeline stages lie to each other: neighbouring ranks or not, across nodes where any pair is.
 
         Ranks of stages of equal width are pairs in their order, of others each with each. A single rank that sends
         across nodes does so as neighbours do: no other shares its node's network.
@@ -150,27 +166,54 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         nodes, equal = self.nodes, len(senders) == len(receivers)
         pairs = zip(senders, receivers, strict=True) if equal else product(senders, receivers)
         across = any(nodes[a] != nodes[b] for a, b in pairs)
-        return receivers[0] == senders[0] + 1 or (across and len(senders) == 1), across
+        consecutive = receivers[0] == senders[0] + 1 or (across and len(senders) == 1)
+        return Link(consecutive, across, self.node_types_of(senders, receivers))
 
     def nodes_of(self, *stages: Sequence[int]) -> tuple[Nodes, ...]:
         """The nodes of several pipeline stages' ranks, counted from the first rank's."""
         first = self.nodes[stages[0][0]]
         return tuple(tuple(self.nodes[rank] - first for rank in ranks) for ranks in stages)
 
-    def send(self, type_name: str, layout: Layout, link: tuple[bool, bool], samples: int) -> Cost:
-        """Handing the outputs of a layer of that type to the next pipeline stage, one way."""
-        outputs = self.model.types[type_name].outputs
-        taken = send_time(self.profiles, *link, layout, samples, outputs, self.compute_bytes)
-        return Cost(picoseconds(taken.time_s), taken.warning)
+    def node_types_of(self, *stages: Sequence[int]) -> tuple[str, ...]:
+        """The node types of several pipeline stages, each once, in the order of their names."""
+        return tuple(sorted({self.cluster.node_type_of_rank[ranks[0]] for ranks in stages}))
 
-    def handover(self, type_name: str, source: Layout, target: Layout, nodes: tuple[Nodes, ...], samples: int) -> Cost:
+    def profiles_on(self, node_type: str) -> Profiles:
+        """What a node type's layers and messages are priced with."""
+        return self._profiles_by_type[node_type]
+
+    @cached_property
+    def _profiles_by_type(self) -> dict[str, Profiles]:
+        names = dict.fromkeys(group.node_type for group in self.cluster.nodes)
+        return {name: self.profiles.of_device(self.cluster.node_types[name].device) for name in names}
+
+    @property
+    def step_overhead_s(self) -> float:
+        """What is there once a step, on the ranks where it is longest."""
+        return max(own.step_overhead_s for own in self._profiles_by_type.values())
+
+    def send(self, type_name: str, layout: Layout, link: Link, samples: int) -> Cost:
+        """Handing the outputs of a layer of that type to the next pipeline stage, one way."""
+        outputs, shape = self.model.types[type_name].outputs, (link.consecutive, link.across_nodes)
+        ends = map(self.profiles_on, link.node_types)
+        return _slower(send_time(own, *shape, layout, samples, outputs, self.compute_bytes) for own in ends)
+
+    def handover(
+        self,
+        type_name: str,
+        source: Layout,
+        target: Layout,
+        nodes: tuple[Nodes, ...],
+        node_types: tuple[str, ...],
+        samples: int,
+    ) -> Cost:
         """Handing the outputs of a layer of that type to a pipeline stage of another width, one way.
 
-        `nodes` are those of both stages' ranks, as `nodes_of` counts them.
+        `nodes` are those of both stages' ranks, as `nodes_of` counts them, and `node_types` those of both stages.
         """
-        outputs = self.model.types[type_name].outputs
-        taken = handover_time(self.profiles, nodes, source, target, samples, outputs, self.compute_bytes)
-        return Cost(picoseconds(taken.time_s), taken.warning)
+        outputs, ends = self.model.types[type_name].outputs, map(self.profiles_on, node_types)
+        layouts = source, target, samples
+        return _slower(handover_time(own, nodes, *layouts, outputs, self.compute_bytes) for own in ends)
 
     def boundary_bytes(self, type_name: str, layout: Layout, samples: int) -> int:
         """What one rank holds of the outputs of a layer of that type for one microbatch."""
@@ -235,9 +278,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> ParameterCosts:
         """The same whatever is recomputed."""
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-        of = self.profiles, self.model, self.precision
+        profiles = self.profiles_on(topology.node_type)
         tp_size = self._probed(type_name, parameter_layout(strategy).tp_size, topology)
-        states = states_of(self.profiles, type_name, tp_size)
+        states = states_of(profiles, type_name, tp_size)
+        of = profiles, self.model, self.precision
         return parameter_costs(*of, reduces_every, type_name, strategy, topology, states, single_microbatch)
 
     def _compute(
@@ -246,7 +290,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
         tp_size, length = self._probed(type_name, strategy.tp_size, topology), self.model.sequence_length
         key = LayerKey(type_name, tp_size, strategy.sequence_parallel, recompute, length)
-        found = self._measured(key, micro_batch_size)
+        found = self._measured(topology.node_type, key, micro_batch_size)
         if tp_size == strategy.tp_size:
             return found
         rounded = f"rounded up: {type_name} tp_size {strategy.tp_size}: as profiled with tp_size {tp_size}"
@@ -255,15 +299,15 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_method
     def _probed(self, type_name: str, tp_size: int, topology: StageTopology) -> int:
         """The tensor-parallel degree whose numbers serve."""
-        profiled = (size for name, size in self.profiles.states if name == type_name)
+        profiled = (size for name, size in self.profiles_on(topology.node_type).states if name == type_name)
         return probed_tp_size(profiled, tp_size, self._node_devices(topology))
 
     def _node_devices(self, topology: StageTopology) -> int:
         return self.cluster.node_types[topology.node_type].devices_per_node
 
     @cached_method
-    def _measured(self, key: LayerKey, micro_batch_size: int) -> ComputeCost:
-        return layer_cost(self.profiles, key, micro_batch_size, self.time_model)
+    def _measured(self, node_type: str, key: LayerKey, micro_batch_size: int) -> ComputeCost:
+        return layer_cost(self.profiles_on(node_type), key, micro_batch_size, self.time_model)
 
     def _further_traffic(
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int
@@ -282,10 +326,11 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             absent = f"absent: what {type_name} sends among ranks that lie apart: counted as among neighbours"
             return Duration(0.0, absent), Duration(0.0)
         longer_s: dict[Pass | None, float] = dict.fromkeys(Pass, 0.0)
+        profiles = self.profiles_on(topology.node_type)
         warning = None
         for message in region_messages(self.model, type_name, strategy, samples, self.compute_bytes, 1):
-            here = collective_time(self.profiles, message.collective, groups, message.bytes)
-            there = collective_time(self.profiles, message.collective, profiled, message.bytes)
+            here = collective_time(profiles, message.collective, groups, message.bytes)
+            there = collective_time(profiles, message.collective, profiled, message.bytes)
             longer_s[message.during] += max(0.0, here.time_s - there.time_s) * message.times
             warning = warning or here.warning
         return Duration(longer_s[Pass.FORWARD], warning), Duration(longer_s[Pass.BACKWARD], warning)

@@ -26,7 +26,7 @@ class Evaluation(NamedTuple):
     objective_ps: int
     warnings: tuple[str, ...]
     reference_s: float
-    """Of the reference workload on the machine as it was profiled; 0 where none was run."""
+    """Of the reference workload on the machine as it was profiled; 0 where none was run, or on several machines."""
 
 
 def cost_model_of(plan: Plan, profiles: Profiles, time_model: TimeModel = TimeModel.INTERPOLATE) -> CostModel:
@@ -36,7 +36,7 @@ def cost_model_of(plan: Plan, profiles: Profiles, time_model: TimeModel = TimeMo
 
 def offset_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
     """What every step takes whatever its strategies: the step's overhead, and parameters that layers share."""
-    return picoseconds(costs.profiles.step_overhead_s) + shared_cost_ps(costs, stages)
+    return picoseconds(costs.step_overhead_s) + shared_cost_ps(costs, stages)
 
 
 def simulated_step_ps(plan: Plan, costs: CostModel) -> int:
@@ -68,6 +68,7 @@ def evaluate(
     ranges = range_costs(plan, costs)
     stages = [stage_costs(plan, index, ranges) for index in range(len(plan.stages))]
     ranks = [stage.ranks for stage in plan.stages]
+    profiles_of = [costs.profiles_on(plan.cluster.node_type_of_rank[own[0]]) for own in ranks]
     always_ps = _always_ps(plan, costs, ranks)
     times, num_chunks = [own.times for own in ranges], len(plan.stages[0].layers)
     shape = plan.schedule, plan.num_microbatches, num_chunks
@@ -81,12 +82,13 @@ def evaluate(
         objective_s=objective_ps / _PER_SECOND,
         samples_per_s=plan.global_batch_size / step_s,
         usd_per_step=_usd_per_step(plan, step_s),
-        stages=tuple(_stage_prediction(stage, profiles) for stage in stages),
+        stages=tuple(map(_stage_prediction, stages, profiles_of)),
         timeline=_timeline(simulation),
     )
     warnings = {warning for own in ranges for warning in own.warnings}
     told = (*provenance_warnings(plan, profiles), *sorted(warnings))
-    return Evaluation(estimate, objective_ps, told, profiles.reference_s)
+    used = profiles.used(plan.cluster)
+    return Evaluation(estimate, objective_ps, told, used[0].reference_s if len(used) == 1 else 0.0)
 
 
 def _closed_form_ps(stages: Sequence[StageCosts], num_microbatches: int, num_chunks: int) -> int:

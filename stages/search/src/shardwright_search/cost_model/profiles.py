@@ -1,6 +1,6 @@
 """The profiles a plan is priced with, indexed, and the checks that they belong to its model and machine."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class LayerPoints(NamedTuple):
 
 
 class Profiles(NamedTuple):
-    """A hardware and a model profile, with the names of their files for messages."""
+    """A hardware and a model profile of one device, with the names of their files, and those of other devices."""
 
     hardware: HardwareProfile
     hardware_file: Path
@@ -75,13 +75,69 @@ class Profiles(NamedTuple):
     """Of the model profile, one sentence a line."""
     memory_factor: float = 1.0
     """What the memory of a rank is multiplied by, where measured plans taught that."""
+    others: tuple["Profiles", ...] = ()
+    """Of the other devices of a mixed cluster."""
+
+    @property
+    def every(self) -> tuple["Profiles", ...]:
+        """Those of each device apart."""
+        return self._replace(others=()), *self.others
+
+    def each(self, change: Callable[["Profiles"], "Profiles"]) -> "Profiles":
+        """With those of each device changed."""
+        return together([change(own) for own in self.every])
+
+    def of_device(self, device: str) -> "Profiles":
+        """Those of one device; StopIteration where there are none."""
+        return next(own for own in self.every if own.origin.device == device)
+
+    def used(self, cluster: Cluster) -> tuple["Profiles", ...]:
+        """Those of each device that a cluster has."""
+        return tuple(own for own in self.every if own.origin.device in devices_of(cluster))
 
 
-def read_profiles(hardware_file: Path, model_file: Path) -> Profiles:
-    """Read and index both profiles."""
-    return index_profiles(
-        read_hardware_profile(hardware_file), hardware_file, read_model_profile(model_file), model_file
-    )
+def together(every: Sequence[Profiles]) -> Profiles:
+    """Profiles of one device each as those of a mixed cluster; BadInput where two are of the same device."""
+    _check_distinct([(own.origin.device, own.model_file) for own in every])
+    first, *others = every
+    return first._replace(others=tuple(others))
+
+
+def _check_distinct(devices: Iterable[tuple[str, Path]]) -> None:
+    """Of each file what was profiled."""
+    known: dict[str, Path] = {}
+    for device, file in devices:
+        if device in known:
+            what = f"profiled on {device!r}, as {known[device]} was"
+            raise BadInput(file, what, "give one profile for each device")
+        known[device] = file
+
+
+def devices_of(cluster: Cluster) -> tuple[str, ...]:
+    """The devices of its nodes, in the order of their names."""
+    return tuple(sorted({cluster.node_types[group.node_type].device for group in cluster.nodes}))
+
+
+def read_profiles(hardware_files: Sequence[Path], model_files: Sequence[Path]) -> Profiles:
+    """Read and index the profiles: of hardware that of the whole cluster or one for each device, of models the latter.
+
+    Raises BadInput where two are of one device.
+    """
+    hardware = [(read_hardware_profile(file), file) for file in hardware_files]
+    _check_distinct((own.device, file) for own, file in hardware)
+    models = [(read_model_profile(file), file) for file in model_files]
+    return together([index_profiles(*_hardware_of(own.origin.device, hardware), own, file) for own, file in models])
+
+
+def _hardware_of(device: str, every: Sequence[tuple[HardwareProfile, Path]]) -> tuple[HardwareProfile, Path]:
+    """A device's own, else that of a cluster that has it, else any, which `check_profiles` refuses."""
+    of = sorted(every, key=lambda one: (one[0].device != device, device not in _devices(one[0])))
+    return of[0]
+
+
+def _devices(hardware: HardwareProfile) -> tuple[str, ...]:
+    """The devices of the cluster that was profiled."""
+    return tuple(hardware.device.split(" + "))
 
 
 def index_profiles(
@@ -118,7 +174,18 @@ def sources_of(row: Row, *names: str) -> Sources:
 def check_profiles(
     profiles: Profiles, model: Model, cluster: Cluster, precision: Precision, attention: Attention, compile: bool
 ) -> None:
-    """Raise BadInput where a profile was made for another model, device, precision or kernels."""
+    """Raise BadInput where a profile was made for another model, device, precision or kernels, or one is missing."""
+    for own in profiles.every:
+        _check_origin(own, model, precision, attention, compile)
+    for device in devices_of(cluster):
+        of = next((own for own in profiles.every if own.origin.device == device), profiles)
+        for file, profiled in ((of.model_file, (of.origin.device,)), (of.hardware_file, _devices(of.hardware))):
+            if device not in profiled:
+                what = f"profiled on {' + '.join(profiled)!r}, cluster {cluster.name!r} has {device!r}"
+                raise BadInput(file, what, "profile that device" if not profiles.others else "add its profile")
+
+
+def _check_origin(profiles: Profiles, model: Model, precision: Precision, attention: Attention, compile: bool) -> None:
     origin = profiles.origin
     if origin.architecture_sha256 != model.architecture_sha256:
         raise BadInput(
@@ -132,17 +199,6 @@ def check_profiles(
         raise BadInput(
             profiles.model_file, f"profiled with attention {origin.attention}, not {attention}", "profile that kernel"
         )
-    used = sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})
-    if len(used) > 1:
-        raise BadInput(f"cluster {cluster.name}", f"mixes devices {used}, not planned yet", "use one device type")
-    for file, device in (
-        (profiles.model_file, origin.device),
-        (profiles.hardware_file, profiles.hardware.device),
-    ):
-        if device != used[0]:
-            raise BadInput(
-                file, f"profiled on {device!r}, cluster {cluster.name!r} has {used[0]!r}", "profile that device"
-            )
 
 
 _COLUMNS = ("forward_s", "backward_s", "activation_bytes", "workspace_bytes")

@@ -17,15 +17,19 @@ def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
 
     The first two repeat what the profile's own notes say of such numbers, such as the error that was seen.
     """
+    own = profiles.used(plan.cluster)
+    return tuple(dict.fromkeys(line for one in own for line in _of_device(plan, one)))
+
+
+def _of_device(plan: Plan, profiles: Profiles) -> Iterator[str]:
+    """Of the nodes with that device."""
     layers = _used(plan, profiles)
     messages = frozenset(("messages", str(point.source)) for point in profiles.hardware.points.rows)
-    lines = [
-        *_lines(layers, profiles.model_file, profiles.notes),
-        *_lines(messages, profiles.hardware_file, profiles.hardware.provenance.notes),
-    ]
-    lines += _overlap_lines(plan, profiles)
-    absent = sorted({name for name, source in layers | messages if source == "absent"})
-    return (*lines, *(f"absent: {name}: counted as 0" for name in absent))
+    yield from _lines(layers, profiles.model_file, profiles.notes)
+    yield from _lines(messages, profiles.hardware_file, profiles.hardware.provenance.notes)
+    yield from _overlap_lines(plan, profiles)
+    for name in sorted({name for name, source in layers | messages if source == "absent"}):
+        yield f"absent: {name}: counted as 0"
 
 
 def _overlap_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
@@ -39,10 +43,8 @@ def _overlap_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
 
 def _used(plan: Plan, profiles: Profiles) -> Sources:
     """The numbers of the model profile that price the plan, with where they come from."""
-    layers_of: list[tuple[str, Strategy]] = [(EMBEDDING, plan.embedding), (HEAD, plan.head)]
-    layers_of += [(layer.type, layer) for layer in plan.layers]
     found = set(profiles.sources)
-    for name, strategy in dict.fromkeys(layers_of):
+    for name, strategy in dict.fromkeys(_layers_on(plan, profiles.origin.device)):
         recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
         tp_size = _profiled(profiles, name, strategy.tp_size)
         key = LayerKey(name, tp_size, strategy.sequence_parallel, recompute, plan.model.sequence_length)
@@ -59,6 +61,18 @@ def _used(plan: Plan, profiles: Profiles) -> Sources:
 def _profiled(profiles: Profiles, type_name: str, tp_size: int) -> int:
     """The degree whose numbers priced a plan: where no node could measure it, the largest below it."""
     return max(size for name, size in profiles.states if name == type_name and size <= tp_size)
+
+
+def _layers_on(plan: Plan, device: str) -> Iterator[tuple[str, Strategy]]:
+    """The layers of the stages on that device, with embedding and head."""
+    cluster, last = plan.cluster, len(plan.stages) - 1
+    for number, stage in enumerate(plan.stages):
+        if cluster.node_types[cluster.node_type_of_rank[stage.ranks[0]]].device != device:
+            continue
+        yield from ((EMBEDDING, plan.embedding),) if number == 0 else ()
+        yield from ((HEAD, plan.head),) if number == last else ()
+        for low, high in stage.layers:
+            yield from ((layer.type, layer) for layer in plan.layers[low:high])
 
 
 def _lines(sources: Sources, file: Path, notes: str) -> Iterator[str]:

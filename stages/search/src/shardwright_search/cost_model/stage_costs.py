@@ -190,7 +190,8 @@ def _cut(costs: CostModel, here: _Range, there: _Range, samples: int) -> _Cut:
         return _Cut(_NOTHING, given, given, True)
     if len(senders) == len(receivers):
         return _Cut(costs.send(kind, layout, costs.link(senders, receivers), samples), given, given, True)
-    send = costs.handover(kind, layout, wanted, costs.nodes_of(senders, receivers), samples)
+    ends = costs.nodes_of(senders, receivers), costs.node_types_of(senders, receivers)
+    send = costs.handover(kind, layout, wanted, *ends, samples)
     return _Cut(send, given, costs.boundary_bytes(kind, wanted, samples), False)
 
 

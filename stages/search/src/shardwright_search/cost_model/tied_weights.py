@@ -59,10 +59,13 @@ def tie_class(strategy: Strategy) -> tuple[object, ...]:
 def _sent_ps(costs: CostModel, first: Sequence[int], last: Sequence[int], sent: float) -> int:
     """So many bytes a rank, among the ranks of one stage or from the ranks of one stage to those of another."""
     if first != last:
-        return picoseconds(send_kind_time(costs.profiles, *costs.link(first, last), sent).time_s)
+        consecutive, across, node_types = costs.link(first, last)
+        ends = map(costs.profiles_on, node_types)
+        return picoseconds(max(send_kind_time(own, consecutive, across, sent).time_s for own in ends))
     topology = stage_topology(costs.cluster, first)
     kinds = kinds_of(topology, [range(topology.size)])
-    return picoseconds(collective_time(costs.profiles, Collective.ALL_TO_ALL, kinds, sent).time_s)
+    profiles = costs.profiles_on(topology.node_type)
+    return picoseconds(collective_time(profiles, Collective.ALL_TO_ALL, kinds, sent).time_s)
 
 
 def _part_bytes(costs: CostModel, layer: str, name: str, strategy: Strategy) -> int:

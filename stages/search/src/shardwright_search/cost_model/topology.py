@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright_formats.io.errors import BadInput
 from shardwright_formats.semantics.groups import groups_by_kind
 from shardwright_formats.semantics.layout import Layout
 from shardwright_formats.types.cluster import Cluster
@@ -26,10 +27,17 @@ class StageTopology(NamedTuple):
 
 
 def stage_topology(cluster: Cluster, ranks: Sequence[int]) -> StageTopology:
-    """Of a stage's ranks; of several node types the first is named."""
-    nodes = cluster.node_of_rank
+    """Of a stage's ranks; of several node types with one device the first is named.
+
+    Raises BadInput where the devices differ: the ranks' times would.
+    """
+    nodes, types = cluster.node_of_rank, cluster.node_type_of_rank
+    names = dict.fromkeys(types[rank] for rank in ranks)
+    if len({cluster.node_types[name].device for name in names}) > 1:
+        what = f"a pipeline stage lies on nodes of {' and '.join(names)}, whose devices differ"
+        raise BadInput(f"cluster {cluster.name}", what, "plan stages on nodes of one type each")
     runs = tuple(len(list(run)) for _, run in groupby(ranks, key=lambda rank: nodes[rank]))
-    return StageTopology(cluster.node_type_of_rank[ranks[0]], runs)
+    return StageTopology(types[ranks[0]], runs)
 
 
 @lru_cache(maxsize=4096)

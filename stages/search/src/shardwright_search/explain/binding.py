@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from operator import sub, truediv
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -71,12 +72,12 @@ def step_parts(plan: Plan, estimate: Estimate) -> StepParts:
 
 
 def faster_changes(
-    plan: Plan, before: Evaluation, costs: CostModel, budget_bytes: int, choices: Choices
+    plan: Plan, before: Evaluation, costs: CostModel, budgets_bytes: Sequence[int], choices: Choices
 ) -> tuple[Change, ...]:
     """Changes of one layer, or of all where they share a strategy, that make the closed form smaller.
 
     Only data parallelism and recomputation change: the layer's degrees stay, and so does what passes between layers.
-    What the profile has no times for is no choice.
+    What the profile has no times for is no choice. `budgets_bytes` are those of each pipeline stage's ranks.
     """
     total = len(plan.layers)
     groups = [(0, total)] if choices.together else [(i, i + 1) for i in range(total)]
@@ -89,16 +90,18 @@ def faster_changes(
             except BadInput:
                 continue
             if (saved := before.objective_ps - after.objective_ps) > 0:
-                held = [stage.memory_bytes for stage in after.estimate.stages]
-                fullest = held.index(max(held))
-                found.append(Change(low, high, other, saved, fullest, max(held) - budget_bytes))
+                lacks = list(map(sub, (stage.memory_bytes for stage in after.estimate.stages), budgets_bytes))
+                found.append(Change(low, high, other, saved, lacks.index(max(lacks)), max(lacks)))
     return tuple(found)
 
 
-def binding_lines(plan: Plan, estimate: Estimate, budget_bytes: int | None, changes: Sequence[Change]) -> list[str]:
+def binding_lines(
+    plan: Plan, estimate: Estimate, budgets_bytes: Sequence[int] | None, changes: Sequence[Change]
+) -> list[str]:
     """Which pipeline stage is slowest and which fullest, and which of time and memory holds the plan back."""
     parts, held = step_parts(plan, estimate), [stage.memory_bytes for stage in estimate.stages]
-    fullest, step_s = held.index(max(held)), estimate.objective_s
+    step_s, shares = estimate.objective_s, list(map(truediv, held, budgets_bytes or (1,) * len(held)))
+    fullest = shares.index(max(shares))
     slowest_ms = estimate.stages[parts.slowest].time_s * 1e3
     named = (
         (f"stage {parts.slowest} is the slowest, {plan.num_microbatches} x {slowest_ms:.3f} ms", parts.bottleneck_s),
@@ -112,9 +115,9 @@ def binding_lines(plan: Plan, estimate: Estimate, budget_bytes: int | None, chan
         *(f"  {what}: {time_s * 1e3:.3f} ms ({time_s / step_s:.1%})" for what, time_s in named),
     ]
     full = f"memory: stage {fullest} is the fullest, {held[fullest] / MIB:.2f} MiB"
-    if budget_bytes is None:
+    if budgets_bytes is None:
         return [*lines, full]
-    return [*lines, f"{full}, {held[fullest] / budget_bytes:.1%} of the budget", *_memory_lines(changes)]
+    return [*lines, f"{full}, {shares[fullest]:.1%} of the budget", *_memory_lines(changes)]
 
 
 def _memory_lines(changes: Sequence[Change]) -> list[str]:

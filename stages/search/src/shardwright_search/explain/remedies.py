@@ -53,7 +53,8 @@ def further_remedies(request: SearchRequest, model: Model, cluster: Cluster, pro
 def _more_nodes(cluster: Cluster, profiles: Profiles) -> range:
     """Numbers of nodes of a cluster of equal ones, up to as many devices as the largest group that was measured."""
     group, *others = cluster.nodes
-    largest = max((key.group_size for key in profiles.hardware.curves), default=0)
+    hardware = profiles.used(cluster)[0].hardware
+    largest = max((key.group_size for key in hardware.curves), default=0)
     most = largest // cluster.node_types[group.node_type].devices_per_node
     return range(0) if others else range(group.count + 1, most + 1)
 

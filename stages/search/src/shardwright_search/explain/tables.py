@@ -51,7 +51,7 @@ def table(
 def explanation(
     plan: Plan,
     estimate: Estimate,
-    budget_bytes: int | None,
+    budgets_bytes: Sequence[int] | None,
     lines: Sequence[str],
     runners_up: Sequence[RunnerUp],
 ) -> RenderableType:
@@ -59,7 +59,7 @@ def explanation(
     parts: list[RenderableType] = [
         Text("\n".join([headline(plan), *stage_lines(plan)])),
         _time_table(estimate),
-        _memory_table(estimate, budget_bytes),
+        _memory_table(estimate, budgets_bytes),
         Text("\n".join(lines)),
     ]
     if runners_up:
@@ -93,15 +93,16 @@ def _time_table(estimate: Estimate) -> Table:
     return table("time in ms, and share of a microbatch", _stage_headings(estimate), rows, last)
 
 
-def _memory_table(estimate: Estimate, budget_bytes: int | None) -> Table:
+def _memory_table(estimate: Estimate, budgets_bytes: Sequence[int] | None) -> Table:
     stages, rows = estimate.stages, []
     for name in stages[0].memory_terms_bytes:
         terms = [(stage.memory_terms_bytes[name], stage.memory_bytes) for stage in stages]
         rows.append((name, *(f"{term / MIB:.2f} {_share(term, whole)}" for term, whole in terms)))
     last = [("peak", *(f"{stage.memory_bytes / MIB:.2f}  100%" for stage in stages))]
-    if budget_bytes is not None:
-        last.append(("budget", *(f"{budget_bytes / MIB:.2f}  {'':4}" for _ in stages)))
-        last.append(("left", *(f"{(budget_bytes - stage.memory_bytes) / MIB:.2f}  {'':4}" for stage in stages)))
+    if budgets_bytes is not None:
+        left = (budget - stage.memory_bytes for budget, stage in zip(budgets_bytes, stages, strict=True))
+        last.append(("budget", *(f"{budget / MIB:.2f}  {'':4}" for budget in budgets_bytes)))
+        last.append(("left", *(f"{room / MIB:.2f}  {'':4}" for room in left)))
     return table("memory of a rank in MiB, and share", _stage_headings(estimate), rows, last)
 
 

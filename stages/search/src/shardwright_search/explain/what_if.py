@@ -1,6 +1,7 @@
 """Searches that differ from the one that made a plan: other kinds of plans, more memory, faster links, another node."""
 
 from collections.abc import Iterator
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +58,7 @@ def neighbours(plan: Plan, request: SearchRequest, profiles: Profiles, file: Pat
 
     Degrees and counts are those of the request's space but the plan's own; counts are of the plan's batch size.
     """
-    asked = narrowed(request, plan.cluster.num_devices)
+    asked = narrowed(request, plan.cluster)
     kinds = _kinds(plan, asked, file)
     return tuple(Question(what, own, plan.model, plan.cluster, profiles, file) for what, own in kinds)
 
@@ -111,7 +112,7 @@ def faster_links(profiles: Profiles, factor: float) -> Profiles:
 
     Tensor and sequence parallelism inside a layer stay: a model profile has them in one number with the computation.
     """
-    return scaled(profiles, Scaling(collectives=1 / factor, reduction=1 / factor))
+    return profiles.each(partial(scaled, by=Scaling(collectives=1 / factor, reduction=1 / factor)))
 
 
 def more_nodes(cluster: Cluster, group: int, count: int) -> Cluster:

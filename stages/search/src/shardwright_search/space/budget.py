@@ -9,6 +9,7 @@ import numpy as np
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.plan import Plan
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
@@ -65,6 +66,12 @@ def budgets_of(request: SearchRequest, cluster: Cluster, file: Path) -> dict[str
     return found
 
 
+def budgets_of_stages(plan: Plan, budgets: Mapping[str, int]) -> tuple[int, ...]:
+    """What a rank of each pipeline stage may use, of what it may by node type."""
+    types = plan.cluster.node_type_of_rank
+    return tuple(budgets[types[stage.ranks[0]]] for stage in plan.stages)
+
+
 def min_need(instance: Instance, every: Sequence[Configuration]) -> Need:
     """The configuration that lacks the least, over configurations with one chunk: several chunks hold no less."""
     from shardwright_search.solver.min_memory import min_memory
@@ -89,7 +96,7 @@ def infeasible(instance: Instance, every: Sequence[Configuration], file: Path) -
     need = min_need(instance, every)
     cluster, request = instance.costs.cluster, instance.request
     # Measured memory may be more than the tables say by a factor.
-    missing_bytes = ceil(need.missing_bytes * instance.costs.profiles.memory_factor)
+    missing_bytes = ceil(need.missing_bytes * instance.costs.profiles_on(need.node_type).memory_factor)
     min_bytes = budgets_of(request, cluster, file)[need.node_type] + missing_bytes
     # Rounded up to a number that is read back as enough.
     min_gib = ceil((min_bytes / GIB + request.reserve_gib) * 1e6) / 1e6

@@ -11,6 +11,7 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import Schedule, misfit
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_search.space.placements import pools_of
 from shardwright_search.space.request import Dimension, OuterSpace, SearchRequest, Space, StageWidths, batch_sizes
 from shardwright_search.space.stage_widths import Widths, check_degrees, divisors, pp_sizes, usual_tp_sizes, widths
 
@@ -49,12 +50,13 @@ class Configuration(NamedTuple):
         )
 
 
-def narrowed(request: SearchRequest, devices: int, profiled: Collection[int] | None = None) -> SearchRequest:
+def narrowed(request: SearchRequest, cluster: Cluster, profiled: Collection[int] | None = None) -> SearchRequest:
     """The request with its named space and its disabled dimensions told by the other options, which narrow these.
 
     `profiled`: the tensor-parallel sizes that can be priced, if not all; where none are listed, these are taken.
     Raises BadInput, naming the search, where the options and these leave nothing.
     """
+    devices = cluster.num_devices
     space: dict[Space, dict[str, object]] = {
         Space.FULL: {},
         Space.DP: {"pp_sizes": (1,), "tp_sizes": (1,), **_PLAIN},
@@ -79,7 +81,8 @@ def narrowed(request: SearchRequest, devices: int, profiled: Collection[int] | N
         for field, allowed in limit.items():
             request = _limited(request, field, allowed, name)
     if request.tp_sizes is None and (profiled is not None or request.stage_widths is not StageWidths.EQUAL):
-        usual = usual_tp_sizes(request.stage_widths, devices)
+        pools = map(len, pools_of(cluster)) if request.stage_widths is StageWidths.ANY else ()
+        usual = usual_tp_sizes(request.stage_widths, [devices, *pools])
         request = replace(request, tp_sizes=tuple(size for size in usual if profiled is None or size in profiled))
     return replace(request, space=Space.FULL, disable=())
 

@@ -15,7 +15,7 @@ from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import PipelineStage, Plan
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_search.cost_model.communication import Nodes
-from shardwright_search.cost_model.layer import CostModel
+from shardwright_search.cost_model.layer import CostModel, Link
 from shardwright_search.cost_model.tied_weights import has_shared, shared_cost_ps, tie_class, tie_cost_ps
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.solver.branch_and_bound import Solvable
@@ -28,7 +28,7 @@ from shardwright_search.solver.relaxed_bound import DualOf, dual_of
 from shardwright_search.solver.stage_options import GroupCosts
 from shardwright_search.space.choices import Choice, Choices, Shardings
 from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.placements import Placements
+from shardwright_search.space.placements import Placements, pools_of
 from shardwright_search.space.request import SearchRequest
 
 if TYPE_CHECKING:
@@ -106,11 +106,11 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
     def problem(self, configuration: Configuration) -> Problem:
         """The numbers of a configuration of GPipe or 1F1B."""
         choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
-        topologies, moves = placed = self.choices.placed(configuration)
+        placed = self.choices.placed(configuration)
         return Problem(
             layers=tuple(self.types.index(name) for name in self._names),
-            device_groups=tuple(self._device_group(choice, topology, m == 1) for topology in topologies),
-            placements=moves,
+            device_groups=tuple(self._device_group(choice, topology, m == 1) for topology in placed.topologies),
+            placements=placed.moves,
             sends_ps={cut: self._handover(choice, placed, cut) for cut in placed.cuts},
             in_flight=tuple(in_flight(configuration.schedule, p, m, stage) for stage in range(p)),
             num_microbatches=m,
@@ -198,17 +198,17 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             )
             for o in priced
         ]
-        return Options._make((*np.array(rows, float).T.copy(), *self._layouts(name, shardings, topology.size)))
+        return Options._make((*np.array(rows, float).T.copy(), *self._layouts(name, shardings, topology)))
 
     @cached_method
-    def _layouts(self, name: str, shardings: Shardings, width: int) -> tuple[Ints, Ints]:
+    def _layouts(self, name: str, shardings: Shardings, topology: StageTopology) -> tuple[Ints, Ints]:
         """Numbers of the input and output layouts of each strategy, or of the classes of ties."""
-        found = shardings.of(name, width)
+        found = shardings.of(name, topology.size)
         numbers = np.array([shardings.layouts.index(layout_of(strategy)) for strategy in found])
         if name not in (EMBEDDING, HEAD):
             return numbers, numbers
         known = list(self._tie_classes(shardings, name))
-        classes = np.array([known.index(self._tie_class(strategy)) for strategy in found])
+        classes = np.array([known.index(self._tie_class(topology.node_type, strategy)) for strategy in found])
         return (classes, numbers) if name == EMBEDDING else (numbers, classes)
 
     def _moves(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:
@@ -223,14 +223,13 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def _handover(self, choice: Choice, placed: Placements, cut: Cut) -> Numbers:
         """[types, layouts given, layouts received]."""
-        (rank,), before, behind = cut.position, placed.topologies[cut.before].size, placed.topologies[cut.behind].size
-        stages = range(rank - before, rank), range(rank, rank + behind)
-        if before == behind:
-            return self._rank_to_rank(choice, before, self.costs.link(*stages))
-        return self._to_other_width(choice, self.costs.nodes_of(*stages))
+        stages = placed.ranks_before(cut.position, cut.before), placed.ranks_behind(cut.position, cut.behind)
+        if len(stages[0]) == len(stages[1]):
+            return self._rank_to_rank(choice, len(stages[0]), self.costs.link(*stages))
+        return self._to_other_width(choice, self.costs.nodes_of(*stages), self.costs.node_types_of(*stages))
 
     @cached_method
-    def _rank_to_rank(self, choice: Choice, width: int, link: tuple[bool, bool]) -> Numbers:
+    def _rank_to_rank(self, choice: Choice, width: int, link: Link) -> Numbers:
         """What is received is what was given."""
         layouts, sends = self.choices.shardings(choice).layouts, self._sends(choice, link)
         found = np.full((*sends.shape, len(layouts)), np.inf)
@@ -240,17 +239,18 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return found
 
     @cached_method
-    def _to_other_width(self, choice: Choice, nodes: tuple[Nodes, ...]) -> Numbers:
+    def _to_other_width(self, choice: Choice, nodes: tuple[Nodes, ...], node_types: tuple[str, ...]) -> Numbers:
         """From any layout to any."""
         layouts = self.choices.shardings(choice).layouts
         found = np.full((len(self.types), len(layouts), len(layouts)), np.inf)
         given, taken = ([i for i, own in enumerate(layouts) if own.stage_size == len(ranks)] for ranks in nodes)
         for (number, name), (a, b) in product(enumerate(self.types), product(given, taken)):
-            found[number, a, b] = self.costs.handover(name, layouts[a], layouts[b], nodes, choice.samples).time_ps
+            ends = layouts[a], layouts[b], nodes, node_types
+            found[number, a, b] = self.costs.handover(name, *ends, choice.samples).time_ps
         return found
 
     @cached_method
-    def _sends(self, choice: Choice, link: tuple[bool, bool]) -> Numbers:
+    def _sends(self, choice: Choice, link: Link) -> Numbers:
         """[types, layouts]."""
         layouts = self.choices.shardings(choice).layouts
         sent = [[self.costs.send(n, layout, link, choice.samples).time_ps for layout in layouts] for n in self.types]
@@ -268,31 +268,34 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         """[classes of the embedding, of the head]: tied parameters, and those that layers share; infinity: no plan."""
         if not self.costs.model.tied and not has_shared(self.costs.model):
             return np.zeros((1, 1))
-        devices = self.costs.cluster.num_devices
         first, last = (self._tie_classes(shardings, name) for name in (EMBEDDING, HEAD))
         found = np.full((len(first), len(last)), np.inf)
-        for (i, a), (j, b) in product(enumerate(first.values()), enumerate(last.values())):
-            before, behind = a.tp_size * a.dp_size, b.tp_size * b.dp_size
-            if pp_size == 1 or before + behind <= devices:
-                ends = range(before), range(devices - behind, devices)
+        for (i, (before, a)), (j, (behind, b)) in product(enumerate(first.values()), enumerate(last.values())):
+            ends = before[: a.tp_size * a.dp_size], behind[-b.tp_size * b.dp_size :]
+            if pp_size == 1 or not set(ends[0]) & set(ends[1]):
                 found[i, j] = tie_cost_ps(self.costs, a, b, *ends) + self._shared_ps(*ends)
         return found
 
     @cached_method
-    def _shared_ps(self, first: range, last: range) -> int:
+    def _shared_ps(self, first: tuple[int, ...], last: tuple[int, ...]) -> int:
         return shared_cost_ps(self.costs, (first, last))
 
     @cached_method
-    def _tie_classes(self, shardings: Shardings, name: str) -> dict[object, Strategy]:
-        """A strategy of each class of the embedding, or of the head, that ties tell apart."""
-        own = shardings.strategies.values()
-        return {self._tie_class(strategy): strategy for of_type in own for strategy in of_type[name]}
+    def _tie_classes(self, shardings: Shardings, name: str) -> dict[object, tuple[tuple[int, ...], Strategy]]:
+        """The ranks of the node type and a strategy of each class of embedding or head that ties tell apart."""
+        own, types = shardings.strategies.values(), self.costs.cluster.node_type_of_rank
+        return {
+            self._tie_class(types[pool[0]], strategy): (pool, strategy)
+            for pool in pools_of(self.costs.cluster)
+            for of_type in own
+            for strategy in of_type[name]
+        }
 
-    def _tie_class(self, strategy: Strategy) -> object:
+    def _tie_class(self, node_type: str, strategy: Strategy) -> object:
         """Parameters that layers share are sent from the first to the last stage: that depends on their widths."""
         if self.costs.model.tied:
-            return tie_class(strategy)
-        return strategy.tp_size * strategy.dp_size if has_shared(self.costs.model) else None
+            return node_type, tie_class(strategy)
+        return (node_type, strategy.tp_size * strategy.dp_size) if has_shared(self.costs.model) else None
 
 
 def _stages(

@@ -1,12 +1,12 @@
-"""Where the pipeline stages of a configuration can be: blocks of neighbouring ranks, in the order of the stages."""
+"""Where the pipeline stages of a configuration can be: neighbouring ranks of one node type, types in any order."""
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from shardwright_formats.types.cluster import Cluster
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
-from shardwright_search.solver.problem import Cut, Moves
+from shardwright_search.solver.problem import Cut, Moves, Position
 
 
 class Placements(NamedTuple):
@@ -15,7 +15,11 @@ class Placements(NamedTuple):
     topologies: tuple[StageTopology, ...]
     """By the solver's device group."""
     moves: tuple[Moves, ...]
-    """By pipeline stage; a position is the number of ranks before it."""
+    """By pipeline stage; a position is the number of ranks of each node type that the stages before it take up."""
+    pools: tuple[tuple[int, ...], ...]
+    """The ranks of each node type: a type's stages take them up in their order."""
+    pool_of: tuple[int, ...]
+    """By device group: the number of its node type."""
 
     @property
     def cuts(self) -> Iterator[Cut]:
@@ -27,43 +31,93 @@ class Placements(NamedTuple):
 
     def stage_ranks(self, groups: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The ranks of stages on these device groups."""
-        ends = accumulate((self.topologies[group].size for group in groups), initial=0)
-        return tuple(tuple(range(low, high)) for low, high in pairwise(ends))
+        position, found = (0,) * len(self.pools), []
+        for group in groups:
+            position = _behind(position, self.pool_of[group], self.topologies[group].size)
+            found.append(self.ranks_before(position, group))
+        return tuple(found)
+
+    def ranks_before(self, position: Position, group: int) -> tuple[int, ...]:
+        """The ranks of the stage that ends at a position."""
+        pool, end = self.pool_of[group], position[self.pool_of[group]]
+        return self.pools[pool][end - self.topologies[group].size : end]
+
+    def ranks_behind(self, position: Position, group: int) -> tuple[int, ...]:
+        """The ranks of the stage that starts at a position."""
+        return self.ranks_before(_behind(position, self.pool_of[group], self.topologies[group].size), group)
+
+
+class _Stage(NamedTuple):
+    """Ranks of a node type that a pipeline stage may take up, and the position behind it."""
+
+    pool: int
+    ranks: tuple[int, ...]
+    behind: Position
 
 
 def placements(cluster: Cluster, widths: Sequence[Collection[int]], by_nodes: bool = False) -> Placements | None:
     """Every way to share out all ranks among stages, of which each has one of its own widths; None: there is none.
 
-    `by_nodes`: each stage is in one node, or takes up whole nodes, or is where it is if all are equally wide.
+    A stage's ranks are of one node type. `by_nodes`: each stage is in one node, or takes up whole nodes, or is where it
+    is if all are equally wide.
     """
-    nodes, devices, equal = cluster.node_of_rank, cluster.num_devices, cluster.num_devices / len(widths)
-    borders = {rank for rank in range(devices + 1) if rank in (0, devices) or nodes[rank - 1] != nodes[rank]}
+    pools = pools_of(cluster)
+    nodes, equal = cluster.node_of_rank, cluster.num_devices / len(widths)
+    borders = [
+        {0, len(own), *(i for i, (a, b) in enumerate(pairwise(own), 1) if nodes[a] != nodes[b])} for own in pools
+    ]
 
-    def ends(stage: int, rank: int) -> list[int]:
-        every = [rank + width for width in sorted(widths[stage]) if rank + width <= devices]
-        alike = (stage + 1) * equal if rank == stage * equal else 0
-        whole = borders if rank in borders else set()
-        return [end for end in every if not by_nodes or nodes[rank] == nodes[end - 1] or end in whole or end == alike]
+    def allowed(stage: int, position: Position, pool: int, end: int) -> bool:
+        first, own = position[pool], pools[pool]
+        alike = sum(position) == stage * equal and first % equal == 0 and end == first + equal
+        return nodes[own[first]] == nodes[own[end - 1]] or {first, end} <= borders[pool] or alike
 
-    levels = [{0}]
+    def following(stage: int, position: Position) -> Iterator[_Stage]:
+        for pool, own in enumerate(pools):
+            first = position[pool]
+            for end in (first + width for width in sorted(widths[stage])):
+                if end <= len(own) and (not by_nodes or allowed(stage, position, pool, end)):
+                    yield _Stage(pool, own[first:end], _behind(position, pool, end - first))
+
+    levels: list[set[Position]] = [{(0,) * len(pools)}]
     for stage in range(len(widths)):
-        levels.append({end for rank in levels[-1] for end in ends(stage, rank)})
-    alive = levels[-1] & {devices}
-    ways: list[dict[int, list[int]]] = []
+        levels.append({next_.behind for position in levels[-1] for next_ in following(stage, position)})
+    alive = levels[-1] & {tuple(map(len, pools))}
+    ways: list[dict[Position, list[_Stage]]] = []
     for stage in reversed(range(len(widths))):
-        every = {rank: [end for end in ends(stage, rank) if end in alive] for rank in sorted(levels[stage])}
-        ways.insert(0, {rank: own for rank, own in every.items() if own})
+        every = {at: [own for own in following(stage, at) if own.behind in alive] for at in sorted(levels[stage])}
+        ways.insert(0, {position: own for position, own in every.items() if own})
         alive = set(ways[0])
-    return _numbered(cluster, ways) if alive else None
+    return _numbered(cluster, pools, ways) if alive else None
 
 
-def _numbered(cluster: Cluster, ways: Sequence[dict[int, list[int]]]) -> Placements:
-    """Device groups in the order of the stages; `ways`: by stage and first rank, where it can end."""
+def pools_of(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each node type, types in the order of their first ranks."""
+    pools: dict[str, list[int]] = {}
+    for rank, name in enumerate(cluster.node_type_of_rank):
+        pools.setdefault(name, []).append(rank)
+    return tuple(map(tuple, pools.values()))
+
+
+def _behind(position: Position, pool: int, width: int) -> Position:
+    return (*position[:pool], position[pool] + width, *position[pool + 1 :])
+
+
+def _numbered(
+    cluster: Cluster, pools: tuple[tuple[int, ...], ...], ways: Sequence[dict[Position, list[_Stage]]]
+) -> Placements:
+    """Device groups in the order of the stages; `ways`: by stage and position, what the stage can be."""
     numbers: dict[StageTopology, int] = {}
+    pool_of: list[int] = []
     moves: list[Moves] = []
     for stage in ways:
-        found = {rank: [(stage_topology(cluster, range(rank, end)), end) for end in stage[rank]] for rank in stage}
-        for topology in (topology for own in found.values() for topology, _ in own):
-            numbers.setdefault(topology, len(numbers))
-        moves.append({(rank,): tuple((numbers[kind], (end,)) for kind, end in own) for rank, own in found.items()})
-    return Placements(tuple(numbers), tuple(moves))
+        found: dict[Position, tuple[tuple[int, Position], ...]] = {}
+        for position, every in stage.items():
+            kinds = [stage_topology(cluster, own.ranks) for own in every]
+            for kind, own in zip(kinds, every, strict=True):
+                if kind not in numbers:
+                    numbers[kind] = len(numbers)
+                    pool_of.append(own.pool)
+            found[position] = tuple((numbers[kind], own.behind) for kind, own in zip(kinds, every, strict=True))
+        moves.append(found)
+    return Placements(tuple(numbers), tuple(moves), pools, tuple(pool_of))

@@ -134,8 +134,8 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     Interleaved schedules, and plans with one strategy for all layers, have stages of equal width.
     """
     tp_sizes: Counts | None = None
-    """Null: every divisor of a pipeline stage's number of ranks that was profiled; where `stage_widths` may be unequal
-    those alone that divide the number of devices."""
+    """Null: every divisor of a pipeline stage's number of ranks that was profiled, on all devices of a mixed cluster;
+    where `stage_widths` may be unequal those alone that divide the number of devices, all or a node type's."""
     max_tp_size: Count | None = None
     """The largest tensor-parallel degree."""
     max_dp_size: Count | None = None

@@ -1,6 +1,6 @@
 """How many ranks pipeline stages may have: what a request asks for, by pipeline degree and schedule."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from shardwright_formats.io.errors import BadInput
@@ -20,10 +20,11 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, number + 1) if number % d == 0)
 
 
-def usual_tp_sizes(asked: StageWidths | Sequence[Sequence[int]], devices: int) -> tuple[int, ...]:
-    """Tensor-parallel degrees that divide the number of devices, as those of a profile do, and the ranks of a stage."""
-    known = {devices} if isinstance(asked, StageWidths) else {width for each in asked for width in each}
-    return tuple(size for size in divisors(devices) if any(width % size == 0 for width in known))
+def usual_tp_sizes(asked: StageWidths | Sequence[Sequence[int]], devices: Collection[int]) -> tuple[int, ...]:
+    """Tensor-parallel degrees that divide the devices, all or a node type's, and the ranks of a stage."""
+    known = set(devices) if isinstance(asked, StageWidths) else {width for each in asked for width in each}
+    every = sorted({size for number in devices for size in divisors(number)})
+    return tuple(size for size in every if any(width % size == 0 for width in known))
 
 
 def pp_sizes(request: SearchRequest, devices: int, layers: int) -> tuple[int, ...]:

@@ -1,0 +1,311 @@
+"""Clusters of several node types: priced by the type a stage is on, searched against every plan, and what is refused."""
+
+from collections.abc import Iterator
+from itertools import pairwise, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from brute_force import mistakes
+from made_up import make_hardware, make_mixed_cluster, make_profile, make_request
+from msgspec.structs import replace
+from random_problems import best_of, random_mixed
+from random_requests import random_model, random_solution
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
+from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_search.cost_model.plan import cost_model_of, evaluate
+from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
+from shardwright_search.search import Found, Infeasible, find_best, instance_of, targets_of
+from shardwright_search.solver.configuration_bounds import ConfigurationBounds
+from shardwright_search.solver.milp import solve
+from shardwright_search.solver.problem import Position, price
+from shardwright_search.space.budget import GIB
+from shardwright_search.space.configurations import configurations, narrowed, shardings
+from shardwright_search.space.placements import Placements, placements
+from shardwright_search.space.request import SearchRequest, StageWidths
+
+FILE, ANY, MIB = Path("s.json"), StageWidths.ANY, 1 << 20
+SLOWNESS = {"a": 1.0, "b": 2.5, "c": 0.6}
+
+
+def profiles_of(model: Model, cluster: Cluster, rates: dict[str, float], **changes: object) -> Profiles:
+    """Of each device; `rates`: bytes/s of its links."""
+    return together(
+        [
+            index_profiles(
+                make_hardware(cluster, bytes_per_s=rate, device=device),
+                Path(f"{device}-links.h5"),
+                make_profile(model, device=device, slow=SLOWNESS[device], **changes),
+                Path(f"{device}.h5"),
+            )
+            for device, rate in rates.items()
+        ]
+    )
+
+
+def mixed_world(seed: int) -> tuple[SearchRequest, Model, Cluster, Profiles]:
+    """Two or three types of 1 or 2 nodes with 1, 2 or 4 devices each."""
+    rng = np.random.default_rng(seed)
+    devices = list("abc")[: int(rng.integers(2, 4))]
+    rng.shuffle(devices)
+    cluster = make_mixed_cluster(
+        **{name: (int(rng.integers(1, 3)), int(rng.choice([1, 2, 4])), GIB) for name in devices}
+    )
+    model = random_model(rng, int(rng.integers(2, 6)), bool(rng.random() < 0.5))
+    rates = {name: float(rng.choice([1e8, 1e9, 4e9])) for name in devices}
+    profiles = profiles_of(model, cluster, rates, tp_sizes=(1, 2, 4), process_bytes=int(rng.integers(1, 4)) * MIB)
+    request = make_request(
+        global_batch_size=int(rng.choice([4, 8])),
+        schedules=["1f1b", "gpipe"] if rng.random() < 0.5 else ["1f1b"],
+        data_parallel=["ddp", "zero2", "zero3"],
+        stage_widths="any" if rng.random() < 0.7 else "equal",
+        max_pp_size=5,
+    )
+    return request, model, cluster, profiles
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_plans_on_several_node_types_cost_the_same_to_the_solver_and_to_evaluate(block):
+    crossings = orders = 0
+    for seed in range(12 * block, 12 * (block + 1)):
+        world = mixed_world(seed)
+        request, _, cluster, profiles = world
+        instance, rng = instance_of(*world, FILE), np.random.default_rng(seed)
+        try:
+            targets = targets_of(instance, FILE)
+        except BadInput:  # equal widths that no type's ranks can be shared out in
+            assert request.stage_widths is StageWidths.EQUAL
+            continue
+        for number in rng.choice(len(targets), min(8, len(targets)), replace=False):
+            target = targets[number]
+            problem = instance.problem(target.configuration)
+            solution = random_solution(rng, problem)
+            plan, priced = instance.plan(target.configuration, solution), price(problem, solution)
+            found = evaluate(plan, profiles, cost_model_of(plan, profiles))
+            assert found.objective_ps == priced.objective_ps + target.offset_ps, seed
+            types = [cluster.node_type_of_rank[stage.ranks[0]] for stage in plan.stages]
+            process = [profiles.of_device(name).process_bytes for name in types]
+            held = [stage.memory_bytes for stage in found.estimate.stages]
+            assert [a - b for a, b in zip(held, process, strict=True)] == list(priced.memory_bytes), seed
+            crossings += sum(a != b for a, b in pairwise(types))
+            orders += plan.stages[0].ranks[0] != 0
+    assert crossings > 50 and orders > 20
+
+
+def plain(model: Model, cluster: Cluster, ranks: list[tuple[int, ...]]) -> Plan:
+    """Plain data parallelism in every stage, the blocks shared out evenly, two microbatches."""
+    layers = len(model.layers)
+    bounds = list(pairwise(layers * i // len(ranks) for i in range(len(ranks) + 1)))
+    widths = [len(own) for own, (low, high) in zip(ranks, bounds, strict=True) for _ in range(low, high)]
+    return Plan(
+        name="plain",
+        model=model,
+        cluster=cluster,
+        global_batch_size=8,
+        num_microbatches=2,
+        schedule=Schedule.ONE_F_ONE_B,
+        stages=tuple(PipelineStage(ranks=own, layers=(b,)) for own, b in zip(ranks, bounds, strict=True)),
+        embedding=Strategy(tp_size=1, dp_size=len(ranks[0])),
+        head=Strategy(tp_size=1, dp_size=len(ranks[-1])),
+        layers=tuple(LayerStrategy(type=t, tp_size=1, dp_size=w) for t, w in zip(model.layers, widths, strict=True)),
+    )
+
+
+def test_a_message_between_node_types_takes_as_long_as_its_slower_end(make):
+    """4 samples of 32 positions and 64 features over 2 ranks are 16 KiB: half of it counts, and 40 us across nodes."""
+    model, cluster = make.model(), make_mixed_cluster(a=(2, 2, GIB), b=(1, 2, GIB))
+    profiles = profiles_of(model, cluster, {"a": 1e9, "b": 1e8})
+    found = evaluate(plain(model, cluster, [(0, 1), (2, 3), (4, 5)]), profiles)
+    fast, slow = 40e-6 + 8192e-9, 40e-6 + 81920e-9
+    sends = [stage.time_terms_s["sends"] for stage in found.estimate.stages]
+    assert sends == pytest.approx([fast, fast + slow, slow], abs=1e-11)
+
+
+def test_layers_cost_what_their_own_type_takes_and_memory_counts_its_process(make):
+    model, cluster = make.model(), make_mixed_cluster(a=(1, 2, GIB), b=(1, 2, GIB))
+    profiles = profiles_of(model, cluster, {"a": 1e9, "b": 1e9})
+    heavy = profiles.each(lambda own: own._replace(process_bytes=own.process_bytes + (own.origin.device == "b") * MIB))
+    ways = [plain(model, cluster, ranks) for ranks in ([(0, 1), (2, 3)], [(2, 3), (0, 1)])]
+    (first, second), (swapped, _) = (evaluate(plan, profiles).estimate.stages for plan in ways)
+    # The embedding and the head differ; the first stage is the same on either type but for its speed.
+    assert swapped.time_terms_s["forward"] == pytest.approx(SLOWNESS["b"] * first.time_terms_s["forward"], rel=1e-9)
+    assert evaluate(ways[0], heavy).estimate.stages[1].memory_bytes == second.memory_bytes + MIB
+    assert evaluate(ways[1], heavy).estimate.stages[0].memory_bytes == swapped.memory_bytes + MIB
+
+
+def by_hand(cluster: Cluster, p: int, widths: StageWidths) -> set[tuple[tuple[int, ...], ...]]:
+    """The ranks of the stages of every plan: all orders of types, a type's stages on its ranks in their order."""
+    pools = {t: [r for r, own in enumerate(cluster.node_type_of_rank) if own == t] for t in cluster.node_types}
+    found = set()
+    for types in product(pools, repeat=p):
+        for sizes in product(range(1, cluster.num_devices + 1), repeat=p):
+            used, ranks = dict.fromkeys(pools, 0), []
+            for name, size in zip(types, sizes, strict=True):
+                ranks.append(tuple(pools[name][used[name] : used[name] + size]))
+                used[name] += size
+            fits = all(used[name] == len(pool) for name, pool in pools.items())
+            alike = len(set(sizes)) == 1
+            if fits and (alike or (widths is ANY and all(on_nodes(cluster, own) for own in ranks))):
+                found.add(tuple(ranks))
+    return found
+
+
+def on_nodes(cluster: Cluster, ranks: tuple[int, ...]) -> bool:
+    """Whether ranks are in one node, or all that their nodes have."""
+    nodes = cluster.node_of_rank
+    used = {nodes[rank] for rank in ranks}
+    return len(used) == 1 or len(ranks) == sum(node in used for node in nodes)
+
+
+@pytest.mark.parametrize("widths", StageWidths)
+@pytest.mark.parametrize("nodes", [{"a": (2, 2), "b": (1, 2)}, {"b": (1, 2), "c": (1, 2), "a": (2, 1)}])
+def test_stages_can_be_wherever_they_can_by_hand(nodes, widths):
+    cluster = make_mixed_cluster(**{name: (*own, GIB) for name, own in nodes.items()})
+    seen = 0
+    for p in range(1, 5):
+        total = cluster.num_devices
+        sizes = range(1, total + 1) if widths is ANY else [total // p] if total % p == 0 else []
+        placed = placements(cluster, [sizes] * p, by_nodes=widths is ANY)
+        every = set() if placed is None else {placed.stage_ranks(groups) for groups in walks(placed)}
+        assert every == by_hand(cluster, p, widths) if sizes else not every
+        seen += len(every)
+    assert seen >= 1 + 10 * (widths is ANY)
+
+
+def walks(placed: Placements) -> Iterator[tuple[int, ...]]:
+    """The device groups of the stages of every plan."""
+    ways: list[tuple[tuple[int, ...], Position]] = [((), next(iter(placed.moves[0])))]
+    for moves in placed.moves:
+        ways = [((*groups, group), behind) for groups, at in ways for group, behind in moves[at]]
+    yield from (groups for groups, _ in ways)
+
+
+def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterator[Plan]:
+    """All plans, put together without the solver."""
+    request, layers = narrowed(request, cluster), len(model.layers)
+    for configuration in configurations(request, model, cluster, FILE):
+        samples, p = configuration.microbatch_samples, configuration.pp_size
+        for ranks, cuts in product(by_hand(cluster, p, ANY), product(range(layers + 1), repeat=p - 1)):
+            bounds = list(pairwise((0, *cuts, layers)))
+            if any(low >= high + (stage in (0, p - 1)) for stage, (low, high) in enumerate(bounds)):
+                continue
+            stage_of = [i for i, (low, high) in enumerate(bounds) for _ in range(low, high)]
+            spaces = [
+                [s for s in shardings(request, model, name, len(ranks[stage])) if samples % s.dp_size == 0]
+                for name, stage in zip((EMBEDDING, *model.layers, HEAD), (0, *stage_of, p - 1), strict=True)
+            ]
+            for embedding, *blocks, head in product(*spaces):
+                yield Plan(
+                    name=request.name,
+                    model=model,
+                    cluster=cluster,
+                    global_batch_size=request.global_batch_size,
+                    num_microbatches=configuration.num_microbatches,
+                    schedule=configuration.schedule,
+                    stages=tuple(PipelineStage(ranks=r, layers=(b,)) for r, b in zip(ranks, bounds, strict=True)),
+                    embedding=embedding,
+                    head=head,
+                    layers=tuple(block for block in blocks if isinstance(block, LayerStrategy)),
+                )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_searched_plan_is_the_best_of_all_plans_on_several_node_types(make, seed):
+    rng = np.random.default_rng(seed)
+    nodes = [{"a": (1, 2), "b": (1, 1)}, {"a": (1, 1), "b": (2, 1)}, {"c": (1, 1), "a": (1, 1), "b": (1, 1)}][seed % 3]
+    model = make.model(3, tied=bool(seed % 2))
+    cluster = make_mixed_cluster(**{name: (*own, GIB) for name, own in nodes.items()})
+    rates = {name: float(rng.choice([1e8, 1e9])) for name in nodes}
+    profiles = profiles_of(model, cluster, rates, tp_sizes=(1, 2), process_bytes=MIB)
+    request = make_request(
+        global_batch_size=4,
+        num_microbatches=[int(rng.choice([1, 2, 4]))],
+        schedules=["1f1b"],
+        data_parallel=["ddp", "zero3"],
+        recompute=["none", "full"],
+        sequence_parallel=["none"],
+        stage_widths="any",
+        tp_sizes=[1, 2],
+    )
+    prices = []
+    for plan in every_plan(request, model, cluster):
+        found = evaluate(plan, profiles, timeline=False)
+        types = [cluster.node_type_of_rank[stage.ranks[0]] for stage in plan.stages]
+        held: dict[str, int] = {}
+        for name, stage in zip(types, found.estimate.stages, strict=True):
+            held[name] = max(held.get(name, 0), stage.memory_bytes)
+        prices.append((found.objective_ps, held))
+    tightest = {
+        name: sorted(held[name] for _, held in prices)[int(len(prices) * rng.choice([0.2, 0.6]))] for name in nodes
+    }
+    budgets = {name: need / GIB for name, need in tightest.items()}
+    found = find_best(replace(request, memory_gib=budgets), model, cluster, profiles, FILE, lambda _: None)
+    fitting = [time for time, held in prices if all(held[name] <= tightest[name] for name in nodes)]
+    if not fitting:
+        assert isinstance(found, Infeasible)
+        return
+    assert isinstance(found, Found)
+    assert found.optimum_s * 1e12 == pytest.approx(min(fitting), rel=1e-12)
+    assert found.bound_s == found.optimum_s and not found.stopped
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_the_solver_equals_brute_force_over_several_node_types(block):
+    assert mistakes(range(100 * block, 100 * (block + 1)), random_mixed) == {}
+
+
+def test_a_solver_for_which_a_position_is_the_number_of_ranks_is_caught(monkeypatch):
+    """The types that those ranks are of matter."""
+    passed = ConfigurationBounds._pass
+
+    def adding_up(self, stages, forward):
+        found = passed(self, stages, forward)
+        totals: dict[int, object] = {}
+        for own in found:
+            for position, rest in own.items():
+                totals[sum(position)] = rest
+            own.update({position: totals[sum(position)] for position in own})
+        return found
+
+    monkeypatch.setattr(ConfigurationBounds, "_pass", adding_up)
+    assert mistakes(range(60), random_mixed)
+
+
+def test_highs_finds_the_best_plan_over_several_node_types():
+    pytest.importorskip("highspy")
+    for seed in range(30):
+        problem = random_mixed(seed)
+        answer, best = solve(problem, 60.0), best_of(problem)
+        assert answer.done and answer.objective_ps == pytest.approx(best, rel=1e-6), seed
+
+
+def test_a_node_type_without_a_profile_and_a_device_with_two_are_refused(make):
+    model, cluster = make.model(), make_mixed_cluster(a=(1, 2, GIB), b=(1, 2, GIB), c=(1, 1, GIB))
+    profiles = profiles_of(model, cluster, {"a": 1e9, "b": 1e9})
+    plan = plain(model, cluster, [(0, 1), (2, 3), (4,)])
+    with pytest.raises(BadInput, match=r"^a\.h5: profiled on 'a', cluster 'mixed' has 'c': add its profile"):
+        evaluate(plan, profiles)
+    with pytest.raises(BadInput, match=r"^a\.h5: profiled on 'a', as a\.h5 was: give one profile for each device"):
+        together([profiles, profiles.every[0]])
+
+
+def test_profiles_of_two_models_or_precisions_are_refused(make):
+    model, cluster = make.model(), make_mixed_cluster(a=(1, 2, GIB), b=(1, 2, GIB))
+    plan = plain(model, cluster, [(0, 1), (2, 3)])
+    other = profiles_of(make.model(hidden=128), cluster, {"b": 1e9})
+    half = profiles_of(model, cluster, {"b": 1e9}, precision="float32/bfloat16/float32")
+    good = profiles_of(model, cluster, {"a": 1e9})
+    for bad, message in ((other, "profiled layers of"), (half, "profiled in float32/bfloat16/float32")):
+        with pytest.raises(BadInput, match=f"^b.h5: {message}"):
+            evaluate(plan, together([good, bad]))
+
+
+def test_a_stage_that_spans_devices_is_refused(make):
+    model, cluster = make.model(), make_mixed_cluster(a=(1, 2, GIB), b=(1, 1, GIB))
+    profiles = profiles_of(model, cluster, {"a": 1e9, "b": 1e9})
+    with pytest.raises(BadInput, match="a pipeline stage lies on nodes of a and b, whose devices differ"):
+        evaluate(plain(model, cluster, [(0,), (1, 2)]), profiles)
