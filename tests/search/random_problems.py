@@ -147,7 +147,10 @@ def random_mixed(seed: int) -> Problem:
     scale = _scale(rng, per_width * len(widths))
     layouts = {width: np.arange(i * per_width, (i + 1) * per_width) for i, width in enumerate(widths)}
     kinds = [(of, width) for of in range(types) for width in range(1, ranks[of] + 1)]
-    groups = tuple(_group(rng, scale, layouts[width], width) for _, width in kinds)
+    weights = rng.choice([1, 2, 7], types)
+    groups = tuple(
+        replace(_group(rng, scale, layouts[width], width), rank_weight=int(weights[of])) for of, width in kinds
+    )
     found: list[dict[Position, dict[tuple[int, Position], None]]] = [{} for _ in range(pp_size)]
     for own in product(range(len(kinds)), repeat=pp_size):
         used = [

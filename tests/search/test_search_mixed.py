@@ -1,4 +1,4 @@
-"""Clusters of several node types: priced by the type a stage is on, searched against every plan, and what is refused."""
+"""Clusters of several node types: priced by the type a stage is on, searched against every plan, or refused."""
 
 from collections.abc import Iterator
 from itertools import pairwise, product

@@ -190,8 +190,8 @@ def test_labels_before_a_cut_that_are_compared_by_one_of_its_layouts_are_caught(
 
 
 def test_a_mean_over_more_than_all_ranks_is_caught(monkeypatch):
-    widths = Problem.relative_widths.func
-    monkeypatch.setattr(Problem, "relative_widths", property(lambda self: tuple(2 * width for width in widths(self))))
+    weights = Problem.relative_weights.func
+    monkeypatch.setattr(Problem, "relative_weights", property(lambda self: tuple(2 * of for of in weights(self))))
     assert caught()
 
 

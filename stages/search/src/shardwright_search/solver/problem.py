@@ -109,6 +109,8 @@ class DeviceGroup(msgspec.Struct, frozen=True, eq=False):
     """Of one rank, without the process's own memory."""
     width: int = 1
     """Ranks of a stage. Those of equal width share layouts, and no others do."""
+    rank_weight: int = 1
+    """Positive, and the same for all groups of a node type: bounds are the tightest where it is the type's speed."""
 
 
 class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
@@ -184,11 +186,20 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def relative_widths(self) -> tuple[float, ...]:
         """By device group: a stage's ranks over the mean of all stages, so that these are 1 on average in any plan."""
-        position, total = self.start_position, 0
+        return self._over_mean([group.width for group in self.device_groups])
+
+    @cached_property
+    def relative_weights(self) -> tuple[float, ...]:
+        """By device group: a stage's ranks, each with its weight, over the mean: likewise 1 on average in any plan."""
+        return self._over_mean([group.width * group.rank_weight for group in self.device_groups])
+
+    def _over_mean(self, sizes: Sequence[float]) -> tuple[float, ...]:
+        """Sizes of a stage on each group, which add up to the same in any plan, over the mean of a plan's stages."""
+        position, total = self.start_position, 0.0
         for moves in self.placements:
             group, position = moves[position][0]
-            total += self.device_groups[group].width
-        return tuple(group.width / (total / self.pp_size) for group in self.device_groups)
+            total += sizes[group]
+        return tuple(size / (total / self.pp_size) for size in sizes)
 
     @cached_property
     def layouts_of_width(self) -> dict[int, Ints]:

@@ -24,7 +24,7 @@ def weightings(problem: Problem, group: int) -> tuple[Weights, Weights, Weights]
 
     The mean is by ranks: as a wide stage does its layers in less time, ranks times time says more than time alone.
     """
-    p, m, width = problem.pp_size, problem.num_microbatches, problem.relative_widths[group]
+    p, m, width = problem.pp_size, problem.num_microbatches, problem.relative_weights[group]
     return (1.0, 0.0), (float(m), 1.0), (1 + (m - 1) * width / p, width / p)
 
 

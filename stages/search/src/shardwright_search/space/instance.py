@@ -107,9 +107,12 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         """The numbers of a configuration of GPipe or 1F1B."""
         choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
         placed = self.choices.placed(configuration)
+        weights = self._rank_weights(choice, placed.topologies)
         return Problem(
             layers=tuple(self.types.index(name) for name in self._names),
-            device_groups=tuple(self._device_group(choice, topology, m == 1) for topology in placed.topologies),
+            device_groups=tuple(
+                self._device_group(choice, on, m == 1, weights[on.node_type]) for on in placed.topologies
+            ),
             placements=placed.moves,
             sends_ps={cut: self._handover(choice, placed, cut) for cut in placed.cuts},
             in_flight=tuple(in_flight(configuration.schedule, p, m, stage) for stage in range(p)),
@@ -175,7 +178,9 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         )
 
     @cached_method
-    def _device_group(self, choice: Choice, topology: StageTopology, single_microbatch: bool) -> DeviceGroup:
+    def _device_group(
+        self, choice: Choice, topology: StageTopology, single_microbatch: bool, rank_weight: int = 1
+    ) -> DeviceGroup:
         features = max(tensor.features for tensor in self.costs.model.boundary)
         buffer_bytes = (choice.buffer_tokens or 0) * features * self.costs.compute_bytes
         count = 1 if single_microbatch else 2
@@ -184,7 +189,19 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             redistribution_ps=np.array([self._moves(name, choice, topology) for name in self.types]),
             budget_bytes=self.budgets[topology.node_type] - buffer_bytes,
             width=topology.size,
+            rank_weight=rank_weight,
         )
+
+    @cached_method
+    def _rank_weights(self, choice: Choice, topologies: tuple[StageTopology, ...]) -> dict[str, int]:
+        """The speed of each node type's ranks over that of the slowest, in hundredths; 1 where there is one type."""
+        if len(self.budgets) == 1:
+            return dict.fromkeys(self.budgets, 1)
+        layers, times = dict.fromkeys(self.costs.model.layers), dict[str, float]()
+        for on in topologies:
+            own = on.size * float(sum(self._options(name, choice, on, 2).time_ps.min() for name in layers))
+            times[on.node_type] = min(own, times.get(on.node_type, own))
+        return {name: round(100 * max(times.values()) / time) for name, time in times.items()}
 
     def _options(self, name: str, choice: Choice, topology: StageTopology, num_microbatches: int) -> Options:
         shardings = self.choices.shardings(choice)
