@@ -142,7 +142,7 @@ def rows(files: Files, question: Question) -> Iterator[Row]:
     """The planned one first, then those made by hand, priced with the same profiles."""
     plan = read_document(files.plan, Plan)
     yield Row("planned", plan, read_document(files.plan.with_suffix(".prediction.json"), Prediction).estimate)
-    profiles = read_profiles(files.hardware, files.profile)
+    profiles = read_profiles([files.hardware], [files.profile])
     limit = plan.cluster.node_types[plan.cluster.nodes[0].node_type].memory_bytes
 
     def priced(own: Plan) -> Estimate:
