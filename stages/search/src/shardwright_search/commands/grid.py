@@ -25,7 +25,7 @@ from shardwright_search.commands.prediction import prediction_of_searched, predi
 from shardwright_search.commands.progress import progress
 from shardwright_search.options import GridOptions
 from shardwright_search.search import Found, find_best
-from shardwright_search.space.budget import Infeasible, budgets_of
+from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages
 from shardwright_search.space.grid import CellAnswer, Grid, GridAnswers
 from shardwright_search.space.request import SearchRequest
 
@@ -74,8 +74,8 @@ class _Cells(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(found, Found):
             write_bytes(self._reason(key), str(reason).encode())
             return CellAnswer(name=search.name, key=key, reason=reason)
-        budget_bytes = min(budgets_of(search, self.cluster, self.file).values())
-        prediction = prediction_of_searched(found, search, budget_bytes, self.files, self.inputs.warnings)
+        budgets_bytes = budgets_of_stages(found.chosen.plan, budgets_of(search, self.cluster, self.file))
+        prediction = prediction_of_searched(found, search, budgets_bytes, self.files, self.inputs.warnings)
         with written(self._plan(key), found.chosen.plan, prediction):
             return CellAnswer(name=search.name, key=key, reason=None)
 
