@@ -1,52 +1,32 @@
 """What saving costs a run: windows of ten steps that begin with a save, beside windows without, in turns.
 
-    python benchmarks/checkpoints.py [--pairs 9] [--out FILE.json]
+    python benchmarks/checkpoints.py [--pairs 5] [--out FILE.json]
 
 Two processes, the Llama of `benchmarks/runtime.py` under ZeRO-3 with a larger batch, so that a step takes half a second
 or more. A window with a save ends when its last step is done and the checkpoint is complete; the ratio is the median of
 the pairs'. Saved is beside the steps, as `run` does, and at once (`--checkpoint-sync`).
 """
 
-import argparse
 import json
-import statistics
-import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
-from runtime import CONFIG, LENGTH, RANKS, Ours, the_plan
+from runtime import CONFIG, LENGTH, Ours, compare, medians, ratio, the_plan
 
 from shardwright_formats.types.strategy import DataParallel
-from shardwright_launch.ranks import launch
-from shardwright_train.checkpoints.record import Identity, Settings, start
+from shardwright_train.checkpoints.record import run_identity, start
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import total_bytes
-from shardwright_train.engine.learning_rate import LearningRateSchedule
+from shardwright_train.options import RunOptions
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import joined_world
 
 STEPS, BATCH = 10, 16
-IDENTITY = Identity(
-    plan_sha256="0" * 64,
-    model_sha256="0" * 64,
-    data_sha256="0" * 64,
-    seed=0,
-    global_batch_size=BATCH,
-    settings=Settings(
-        learning_rate=1e-4,
-        learning_rate_schedule=LearningRateSchedule.COSINE,
-        warmup_steps=0,
-        final_fraction=0.1,
-        decay_fraction=0.1,
-        weight_decay=0.1,
-        clip_norm=1.0,
-    ),
-)
+JOB = RunOptions(plan=Path(), data=Path(), out=Path(), checkpoints=Path(), steps=1)
 
 
 def _window(ours: Ours, saver: Saver | None, number: int) -> float:
@@ -75,7 +55,7 @@ def worker(result: str, pairs: int) -> None:
         for name, asynchronous in (("beside the steps", True), ("at once", False)):
             saver = Saver(
                 folder=folder,
-                identity=IDENTITY,
+                identity=run_identity(JOB, plan, data_sha256="0" * 64),
                 parent=None,
                 keep_last=1,
                 keep_every=0,
@@ -98,32 +78,9 @@ def _pair(ours: Ours, saver: Saver, number: int) -> tuple[float, float]:
 
 
 def _summary(times: list[tuple[float, float]]) -> str:
-    saving, plain = (statistics.median(column) for column in zip(*times, strict=True))
-    ratios = sorted(a / b for a, b in times)
-    return (
-        f"{STEPS} steps and a save {saving:.2f} s, {STEPS} steps {plain:.2f} s, ratio {statistics.median(ratios):.3f} "
-        f"(middle half {ratios[len(ratios) // 4]:.3f} to {ratios[3 * len(ratios) // 4]:.3f}, {len(ratios)} pairs)"
-    )
-
-
-def main() -> None:
-    """Start the ranks and keep what they measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=9, help="pairs of windows, of each way to save")
-    parser.add_argument("--out", type=Path, help="JSON of all times in seconds, [with a save, without] for each pair")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        worker(options.worker, options.pairs)
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        result = Path(scratch) / "times.json"
-        command = [sys.executable, __file__, "--worker", str(result), "--pairs", str(options.pairs)]
-        launch(command, range(RANKS), RANKS)
-        if options.out:
-            head = {"device": "cpu", "torch": str(torch.__version__), "date": datetime.now(UTC).date().isoformat()}
-            options.out.write_text(json.dumps(head | {"seconds": json.loads(result.read_bytes())}, indent=1) + "\n")
+    saving, plain = medians(times)
+    return f"{STEPS} steps and a save {saving:.2f} s, {STEPS} steps {plain:.2f} s, {ratio(times)}"
 
 
 if __name__ == "__main__":
-    main()
+    compare(__file__, __doc__, worker, 5)

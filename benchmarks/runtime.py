@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -184,27 +185,37 @@ def worker(result: str, pairs: int) -> None:
 
 
 def _summary(times: list[tuple[float, float]]) -> str:
-    ours, plain = (statistics.median(column) for column in zip(*times, strict=True))
+    ours, plain = medians(times)
+    return f"ours {ours * 1000:.0f} ms, plain {plain * 1000:.0f} ms, {ratio(times)}"
+
+
+def medians(times: list[tuple[float, float]]) -> tuple[float, float]:
+    """The median of either side of the pairs, in seconds."""
+    first, second = zip(*times, strict=True)
+    return statistics.median(first), statistics.median(second)
+
+
+def ratio(times: list[tuple[float, float]]) -> str:
+    """The pairs' ratios, in words."""
     ratios = sorted(a / b for a, b in times)
-    return (
-        f"ours {ours * 1000:.0f} ms, plain {plain * 1000:.0f} ms, ratio {statistics.median(ratios):.3f} "
-        f"(middle half {ratios[len(ratios) // 4]:.3f} to {ratios[3 * len(ratios) // 4]:.3f}, {len(ratios)} pairs)"
-    )
+    quarter = len(ratios) // 4
+    middle = f"middle half {ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f}, {len(ratios)} pairs"
+    return f"ratio {statistics.median(ratios):.3f} ({middle})"
 
 
-def main() -> None:
-    """Start the ranks and keep what they measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=15, help="timed steps of each")
-    parser.add_argument("--out", type=Path, help="JSON of all times in seconds, [ours, plain] for each pair")
+def compare(file: str, doc: str | None, work: Callable[[str, int], None], pairs: int) -> None:
+    """The command of a benchmark: start ranks of its file that measure pairs, and keep the times that they wrote."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=pairs, help="timed pairs of each")
+    parser.add_argument("--out", type=Path, help="JSON of all times in seconds, for each pair")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.pairs)
+        work(options.worker, options.pairs)
         return
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "times.json"
-        command = [sys.executable, __file__, "--worker", str(result), "--pairs", str(options.pairs)]
+        command = [sys.executable, file, "--worker", str(result), "--pairs", str(options.pairs)]
         launch(command, range(RANKS), RANKS)
         if options.out:
             head = {"device": "cpu", "torch": str(torch.__version__), "date": datetime.now(UTC).date().isoformat()}
@@ -212,4 +223,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    compare(__file__, __doc__, worker, 15)

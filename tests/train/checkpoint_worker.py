@@ -12,36 +12,22 @@ from tiny_models import batch_of, engine_of
 from shardwright_formats.io.json import read_document
 from shardwright_formats.types.plan import Plan, Plans
 from shardwright_train.checkpoints.folders import folder_of_step
-from shardwright_train.checkpoints.record import Identity, Settings, start
+from shardwright_train.checkpoints.record import Identity, run_identity, start
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.engine.engine import Engine
 from shardwright_train.engine.learning_rate import Hyperparameters
+from shardwright_train.options import RunOptions
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import joined_world
 from shardwright_train.pipeline.runner import Step
 
 SETTINGS = Hyperparameters(learning_rate=1e-2, warmup_steps=1, steps=4, weight_decay=0.1, clip_norm=0.5)
-IDENTITY = Identity(
-    plan_sha256="0" * 64,
-    model_sha256="0" * 64,
-    data_sha256="0" * 64,
-    seed=0,
-    global_batch_size=1,
-    settings=Settings(
-        learning_rate=1e-2,
-        learning_rate_schedule=SETTINGS.learning_rate_schedule,
-        warmup_steps=1,
-        final_fraction=0.1,
-        decay_fraction=0.1,
-        weight_decay=0.1,
-        clip_norm=0.5,
-    ),
-)
+JOB = RunOptions(plan=Path(), data=Path(), out=Path(), checkpoints=Path(), steps=1)
 PROGRESS = msgspec.structs.replace(start(1.0), step=1, updates=1)
 
 
-def saved(folder: Path, engine: Engine, identity: Identity = IDENTITY) -> Path:
+def saved(folder: Path, engine: Engine, identity: Identity) -> Path:
     """Where an engine's tensors are, once they are saved."""
     folder.mkdir(parents=True, exist_ok=True)
     saver = Saver(
@@ -80,7 +66,7 @@ def main(plans_file: str, folder: str, result_file: str, *checkpoints: str) -> N
             if not checkpoints:
                 engine = engine_of(plan, world, groups, settings=SETTINGS)
                 outcomes(engine, plan, range(1, 2))
-                saved(Path(folder, plan.name), engine)
+                saved(Path(folder, plan.name), engine, run_identity(JOB, plan, data_sha256="0" * 64))
                 found[plan.name] = outcomes(engine, plan, range(2, 4))
             for kept in map(Path, checkpoints):
                 engine = engine_of(plan, world, groups, settings=SETTINGS, updates=1)

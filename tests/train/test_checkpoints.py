@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from random_plans import random_plan
+from tiny_models import tiny
 from torch import Tensor
 
 from shardwright_formats.io.errors import BadInput
@@ -25,27 +28,15 @@ from shardwright_train.checkpoints.choice import (
     read_whole,
 )
 from shardwright_train.checkpoints.folders import RECORD, complete_checkpoints, folder_of_run, prune
-from shardwright_train.checkpoints.record import Checkpoint, Identity, Settings, start
+from shardwright_train.checkpoints.record import Checkpoint, run_identity, start
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors
-from shardwright_train.engine.learning_rate import LearningRateSchedule
+from shardwright_train.options import RunOptions
 from shardwright_train.parallel.world import World
 
-IDENTITY = Identity(
-    plan_sha256="1" * 64,
-    model_sha256="2" * 64,
-    data_sha256="3" * 64,
-    seed=7,
-    global_batch_size=8,
-    settings=Settings(
-        learning_rate=1e-3,
-        learning_rate_schedule=LearningRateSchedule.COSINE,
-        warmup_steps=1,
-        final_fraction=0.1,
-        decay_fraction=0.1,
-        weight_decay=0.1,
-        clip_norm=1.0,
-    ),
+JOB = RunOptions(plan=Path(), data=Path(), out=Path(), checkpoints=Path(), steps=1, learning_rate=1e-3)
+IDENTITY = msgspec.structs.replace(
+    run_identity(JOB, random_plan(tiny("llama"), 1, 2), data_sha256="3" * 64), global_batch_size=8, seed=7
 )
 
 
@@ -310,3 +301,25 @@ def test_room_is_that_of_the_file_system(tmp_path: Path) -> None:
     saving.check_room(tmp_path, 1)
     with pytest.raises(BadInput, match="are free, a checkpoint takes"):
         saving.check_room(tmp_path, 2**60)
+
+
+def test_no_clock_says_which_checkpoint_is_the_newest(run: Path, one_rank: World) -> None:
+    for age, checkpoint in enumerate(complete_checkpoints(run)):
+        os.utime(checkpoint, (age * 1e6, age * 1e6))
+        os.utime(checkpoint / RECORD, (age * 1e6, age * 1e6))
+    resumed = newest_whole(run, one_rank)
+    assert resumed is not None and resumed.record.progress.step == 6
+
+
+@pytest.mark.parametrize("package", ["launch/src", "stages/train/src"])
+def test_no_time_is_taken_by_a_clock_that_may_be_set_back(package: str) -> None:
+    """`time.time` measures nothing; dates are written down alone."""
+    files = list((Path(__file__).parents[2] / package).rglob("*.py"))
+    assert len(files) > 5
+    for file in files:
+        found = set(
+            re.findall(
+                r"\btime\.time\(|datetime\.now\(UTC\)(?!\.(?:iso|date\(\)\.iso))|st_mtime|getmtime", file.read_text()
+            )
+        )
+        assert not found, (file, found)

@@ -144,6 +144,33 @@ def test_a_hang_prints_the_stacks_of_all_ranks_and_ends_them(work: Path) -> None
     assert "in run_step" in waiting or "in all_reduce" in waiting
 
 
+@pytest.mark.timeout(300)
+def test_a_rank_killed_in_a_send_and_in_a_collective_is_started_anew_and_a_stopped_one_is_named(work: Path) -> None:
+    """One command: two kills at one place each, two starts anew, then a rank that SIGSTOP holds for ever."""
+    (work / "kills").mkdir()
+    plan = random_plan(tiny("llama", vocab_size=260), 1, 2, "float32", stages=2)
+    write_document(work / "plan.json", plan)
+    options = run_options(
+        work, "stopped", "--max-restarts", "2", "--hang-timeout-s", "20", "--checkpoint-every", "1", "--checkpoint-sync"
+    )
+    os.environ["KILLS"] = str(work / "kills")
+    started = Started(work, "stopped", (str(Path(__file__).with_name("killed_train.py")),), "run", *options)
+    del os.environ["KILLS"]
+    while len(list((work / "kills").iterdir())) < 3:
+        assert started.process.poll() is None, started.end().error
+        time.sleep(0.05)
+    os.kill(started.until_step(6)[1][0], signal.SIGSTOP)
+    ended = started.end()
+    assert started.ranks() == {}
+    for step, start in ((3, 1), (5, 2)):  # the third of each start: steps 2 and 4 are saved
+        words = (
+            f"rank 1: was killed by SIGKILL in step {step}: the other ranks were ended: starting anew from the newest"
+        )
+        assert f"{words} checkpoint, start {start} of 2 at most\n" in ended.error
+    words = r"error: ranks 0 to 1, in step \d+: no step ended within 20 s, rank 1 is stopped \(SIGSTOP\): the stacks of"
+    assert ended.status == 4 and re.match(words, ended.last_line), ended.error
+
+
 def test_a_measurement_is_watched_as_its_option_says(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
     monkeypatch.setattr(commands, "start_measure", lambda options: asked.append(options.hang_timeout_s))

@@ -6,16 +6,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-from checkpoint_worker import IDENTITY, saved
+from checkpoint_worker import JOB, saved
 from parity_worker import SETTINGS, Reference, batches, worst
 from tiny_models import stock_model
 from torch import Tensor, nn
 
 from shardwright_formats.io.json import read_document
 from shardwright_formats.types.plan import Plan, Plans
-from shardwright_train.checkpoints.record import identity_of
+from shardwright_train.checkpoints.record import run_identity
 from shardwright_train.checkpoints.tensors import read_tensors
 from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.models.registry import family_named
@@ -61,7 +60,7 @@ def shards(engine: Engine) -> dict[str, Tensor]:
 
 def passed_on(first: Plan, second: Plan, folder: Path, world: World, groups: Groups) -> dict[str, float]:
     """From one file under the first plan, through its checkpoint into the second, which trains; differences."""
-    identity = msgspec.structs.replace(IDENTITY, model_sha256=identity_of(first.model))
+    identity = run_identity(JOB, first, data_sha256="0" * 64)
     engine = engine_with(first, folder / "single", world, groups)
     checkpoint = saved(folder / "first", engine, identity)
     engine = engine_with(second, folder / "sharded", world, groups)

@@ -28,6 +28,7 @@ _ORDERLY_END_S = 20.0
 """What the other ranks have to end by themselves when one reported an error that they may all have agreed on."""
 _OTHER_END_S = 2.0
 """What they have when one failed otherwise: enough to see which of them failed first."""
+_STATES = "T: stopped, D: in the kernel"
 _STACKS_S = 2.0
 """What the ranks have to show their stacks."""
 _GATHER_S = _ORDERLY_END_S + 10.0
@@ -210,6 +211,9 @@ def _report(ranks: Sequence[_Rank], nodes: Nodes, began_s: float, hang_timeout_s
     hang = None
     if hang_timeout_s is not None and not any(state.failed for state in states):
         hang = _hang([state for state in states if state.status is None], began_s, hang_timeout_s)
+        hang = hang and hang + "".join(
+            f", rank {each.number} is stopped (SIGSTOP)" for each in ranks if _is_stopped(each)
+        )
     return NodeReport(node=nodes.rank, ranks=states, hang=hang)
 
 
@@ -245,8 +249,16 @@ def _print_stacks(ranks: Sequence[_Rank]) -> None:
 def _why_no_stack(rank: _Rank) -> str:
     if rank.look() is not None:
         return f"it had ended with status {rank.status}"
-    state = Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return f"it showed no stack within {_STACKS_S:g} s; its process is in state {state} (T: stopped, D: in the kernel)"
+    return f"it showed no stack within {_STACKS_S:g} s; its process is in state {_process_state(rank)} ({_STATES})"
+
+
+def _is_stopped(rank: _Rank) -> bool:
+    return rank.look() is None and _process_state(rank) == "T"
+
+
+def _process_state(rank: _Rank) -> str:
+    """As proc(5) names it; a process that has ended is there until its status is asked for."""
+    return Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _fail(ranks: Sequence[_Rank], own: NodeReport, others: Exchange, signalled: bool) -> NoReturn:

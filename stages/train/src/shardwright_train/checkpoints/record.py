@@ -2,12 +2,15 @@
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value, sha256_of_value
 from shardwright_formats.types.limits import Bytes, Count, NonNegativeCount, Samples, Seconds, Sha256
 from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import Plan
 from shardwright_train.engine.learning_rate import LearningRateSchedule
+from shardwright_train.options import RunOptions
 
 _FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}$")]
 _Loss = Annotated[float, Meta(ge=-1e30, le=1e30)]
@@ -41,6 +44,20 @@ class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     settings: Settings
     weights_sha256: Sha256 | None = None
     """Of the files of the weights that it began with; None where all were drawn."""
+
+
+def run_identity(job: RunOptions, plan: Plan, data_sha256: str, weights_sha256: str | None = None) -> Identity:
+    """What the run that is asked for is a run of."""
+    asked = msgspec.structs.asdict(job)
+    return Identity(
+        plan_sha256=plan.sha256,
+        model_sha256=identity_of(plan.model),
+        weights_sha256=weights_sha256,
+        data_sha256=data_sha256,
+        seed=job.seed,
+        global_batch_size=plan.global_batch_size,
+        settings=Settings(**{name: asked[name] for name in Settings.__struct_fields__}),
+    )
 
 
 class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

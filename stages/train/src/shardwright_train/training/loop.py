@@ -24,7 +24,7 @@ from shardwright_train.checkpoints.choice import (
     read_whole,
 )
 from shardwright_train.checkpoints.folders import folder_of_run, folder_of_step
-from shardwright_train.checkpoints.record import Identity, Progress, Settings, identity_of, start
+from shardwright_train.checkpoints.record import Identity, Progress, run_identity, start
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.data.objectives import Batches
@@ -85,7 +85,7 @@ def train(job: RunOptions, world: World) -> None:
     folder = folder_of_run(job.checkpoints, plan.sha256, job.resume_from)
     check_shared(folder, world)
     weights = _weights(job, plan, world)
-    identity = _identity(job, plan, batches, None if weights is None else weights.sha256(world))
+    identity = run_identity(job, plan, batches.sha256, None if weights is None else weights.sha256(world))
     resumed = _resumed(job, identity, folder, world)
     (attention,) = settle_attention([plan], world)
     before = start(LossScale.for_compute(plan.precision.compute).value) if resumed is None else resumed.record.progress
@@ -124,26 +124,6 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> Batches:
     world.heartbeat.begin("before the first step")
     assert batches is not None
     return batches
-
-
-def _identity(job: RunOptions, plan: Plan, batches: Batches, weights_sha256: str | None) -> Identity:
-    return Identity(
-        plan_sha256=plan.sha256,
-        model_sha256=identity_of(plan.model),
-        weights_sha256=weights_sha256,
-        data_sha256=batches.sha256,
-        seed=job.seed,
-        global_batch_size=plan.global_batch_size,
-        settings=Settings(
-            learning_rate=job.learning_rate,
-            learning_rate_schedule=job.learning_rate_schedule,
-            warmup_steps=job.warmup_steps,
-            final_fraction=job.final_fraction,
-            decay_fraction=job.decay_fraction,
-            weight_decay=job.weight_decay,
-            clip_norm=job.clip_norm,
-        ),
-    )
 
 
 def _resumed(job: RunOptions, identity: Identity, folder: Path, world: World) -> Resumed | None:
