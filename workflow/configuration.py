@@ -14,14 +14,18 @@ from typing import Any
 from configuration_checks import Section, check_model_keys, check_references, converted, read_preset, typed
 from configuration_types import Configuration, ModelChoice, Profile, Select, Source
 from shardwright_estimate.settings import ProfileSettings
+from shardwright_formats.command.options import options_of
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import Document
 from shardwright_formats.types.cluster import Cluster
 from shardwright_search.space.request import SearchRequest
+from shardwright_train.options import RunOptions
 
 _GIB = 1024**3
 _NO_NAME = "(?!)"
 # Said in full: inside a job of Snakemake's plugin, srun finds no SLURM_* variable to take the numbers from.
+_OFF = {option.field: option.off for option in options_of(RunOptions) if option.off}
+"""What switches off what is on by itself."""
 _SRUN = "srun --nodes={0} --ntasks={0} --ntasks-per-node=1 --kill-on-bad-exit=1"
 
 
@@ -126,6 +130,15 @@ class Workflow:
         learned_from = self.of.searches[search].correction
         return None if learned_from is None else f"results/corrections/{learned_from}.json"
 
+    def exported_runs(self) -> tuple[str, ...]:
+        """The runs whose model is written as a folder."""
+        return tuple(name for name, run in self.of.runs.items() if run.export)
+
+    def copied_from(self, run: str) -> str:
+        """The folder whose tokenizer goes with a run's model: that of its weights, else of its data."""
+        of = self.of.runs[run]
+        return str(of.weights or f"results/data/{of.data}")
+
     def measured_searches(self) -> tuple[str, ...]:
         """The searches whose plan and runners-up are run for a few steps: those asked for, and those others rest on."""
         needed = {of.correction for of in self.of.searches.values()} | set(self.of.validate.searches)
@@ -201,7 +214,13 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
 
 
 def _options(said: Section) -> list[str]:
-    return [word for key, value in said.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    return [word for key, value in said.items() for word in _option(f"--{key.replace('_', '-')}", key, value)]
+
+
+def _option(name: str, key: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [name if value else _OFF.get(key) or name.replace("--", "--no-", 1)]
+    return [name, str(value)]
 
 
 def _any_of(names: Iterable[str]) -> str:

@@ -68,7 +68,8 @@ def _entry(section: str, name: object, entry: object, kind: type[_Type], file: s
 def converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
     """A value as its type; raises BadInput naming the place inside of `where`."""
     try:
-        return msgspec.convert(value, kind)
+        # The only type of the stages' own that a configuration spells is a path.
+        return msgspec.convert(value, kind, dec_hook=lambda path, text: path(text))
     except msgspec.ValidationError as error:
         what, _, inside = str(error).partition(" - at `")
         inside = inside.removeprefix("$").rstrip("`")

@@ -163,6 +163,8 @@ class Run(RunOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
     search: Name
     data: Name  # type: ignore[assignment]
     """The name of a text, where the command takes its folder."""
+    export: bool = False
+    """Write results/runs/<run>/model/, which transformers opens."""
     plan: Path = _UNSAID
     out: Path = _UNSAID
     checkpoints: Path = _UNSAID

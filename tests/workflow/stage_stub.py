@@ -48,6 +48,8 @@ def _outputs(called: str, out: Path, arguments: list[str]) -> dict[Path, bytes]:
         return {out: (Path(sample_results.__file__).parents[2] / "formats/examples/model_profile.h5").read_bytes()}
     if called == "shardwright-train prepare":
         return {out / name: name.encode() for name in _TOKEN_FILES}
+    if called == "shardwright-train convert":
+        return {out / "config.json": b"{}"}
     with tempfile.TemporaryDirectory() as folder:
         sample = Path(folder)
         write_sample_results(sample, search="roomy", run="demo")

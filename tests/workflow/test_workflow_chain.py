@@ -106,6 +106,27 @@ def test_what_one_search_taught_is_given_to_another_that_asks_for_it(finished):
     assert _options(search)["--correction"] == "results/corrections/roomy.json"
 
 
+def test_a_run_begins_with_weights_and_leaves_a_model_where_it_is_told_to(finished):
+    """A switch takes no value."""
+    said = {"weights": "/models/demo", "new_weights": True, "checkpoint_async": False, "export": True}
+    finished.configure(lambda config: config["runs"]["demo"].update(said))
+    done = finished.snakemake("runs")
+    assert (done.status, done.jobs) == (0, {"run": 1, "convert": 1}), done.output
+    run = _of(finished.calls(), "shardwright-train run")[-1]
+    (converted,) = _of(finished.calls(), "shardwright-train convert")
+    words = " ".join(run)
+    assert "--weights /models/demo --new-weights --checkpoint-sync" in words
+    assert "export" not in words
+    assert converted[0] == "results/runs/demo/DONE.json"
+    assert _options(converted) == {
+        "--plan": "results/plans/roomy.json", "--copy-from": "/models/demo", "--out": "results/runs/demo/model",
+    }  # fmt: skip
+    assert (finished.folder / "results" / "runs" / "demo" / "model" / "config.json").is_file()
+    finished.configure(lambda config: config["runs"]["demo-tight"].update(export=True))
+    assert finished.snakemake("runs").status == 0
+    assert _options(_of(finished.calls(), "shardwright-train convert")[-1])["--copy-from"] == "results/data/stdlib"
+
+
 def test_another_number_of_steps_trains_that_run_alone(finished):
     finished.configure(lambda config: config["runs"]["demo"].update(steps=300))
     assert finished.snakemake("runs", "-n").jobs == {"run": 1}

@@ -2,6 +2,7 @@
 rule runs:
     input:
         expand("results/runs/{run}/DONE.json", run=CONFIG.of.runs),
+        expand("results/runs/{run}/model", run=CONFIG.exported_runs()),
 
 
 rule prepare:
@@ -49,7 +50,7 @@ rule run:
         data=lambda wildcards, input: Path(input.data).parent,
         checkpoints=lambda wildcards: f"results/checkpoints/{wildcards.run}",
         options=lambda wildcards: CONFIG.options(
-            "runs", wildcards.run, without=("search", "data")
+            "runs", wildcards.run, without=("search", "data", "export")
         ),
         replan=replan_options,
         outliving=outliving_options,
@@ -59,6 +60,29 @@ rule run:
     shell:
         "{ROOT:q}/workflow/scripts/resume.sh 10 {resources.mpi} {params.outliving} shardwright-train run {input.plan}"
         " --data {params.data} --checkpoints {params.checkpoints} {params.options:q} {params.replan} --out {params.folder} 2> {log}"
+
+
+rule convert:
+    input:
+        plan=lambda wildcards: CONFIG.plan_of(CONFIG.of.runs[wildcards.run].search),
+        done="results/runs/{run}/DONE.json",
+    output:
+        model=directory("results/runs/{run}/model"),
+    log:
+        "results/logs/convert/{run}.log",
+    benchmark:
+        "results/benchmarks/convert/{run}.tsv"
+    threads: 1
+    resources:
+        mem_mb=16000,
+        runtime=240,
+    params:
+        copy_from=lambda wildcards: CONFIG.copied_from(wildcards.run),
+    message:
+        "write the model of {wildcards.run} as a folder that transformers opens"
+    shell:
+        "shardwright-train convert {input.done} --plan {input.plan} --copy-from {params.copy_from:q}"
+        " --out {output.model} 2> {log}"
 
 
 rule validate:
