@@ -13,6 +13,7 @@ from forked_ranks import run_worker
 from random_plans import random_plan
 from test_weights import published, tensors_of
 from tiny_models import tiny
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from shardwright_formats.io.errors import BadInput
@@ -91,6 +92,16 @@ def test_a_tokenizer_with_code_is_not_copied_along(work: Path) -> None:
     with pytest.raises(BadInput, match="auto_map names code"):
         converted(work, "copied", "hostile")
     assert sorted(work.rglob("*")) == before
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_not_copied_along(work: Path) -> None:
+    (work / "larger").mkdir()
+    tokenizer = Tokenizer.from_file(str(work / "model" / "tokenizer.json"))
+    tokenizer.add_tokens(["one too many"])
+    tokenizer.save(str(work / "larger" / "tokenizer.json"))
+    with pytest.raises(BadInput, match="has 261 tokens, the model 260"):
+        converted(work, "copied", "larger")
+    assert not (work / "copied").exists()
 
 
 def test_a_damaged_checkpoint_and_one_of_another_model_are_not_written_out(work: Path) -> None:

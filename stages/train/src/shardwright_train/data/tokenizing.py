@@ -11,6 +11,7 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_bytes, read_object
 from shardwright_train.data.description import END_OF_TEXT
 
+TOKENIZER = "tokenizer.json"
 _LEAST_VOCABULARY = 257  # every byte and the end of text
 _ENDS = ("eos_token", "sep_token")
 
@@ -24,7 +25,12 @@ class Tokenizing(NamedTuple):
     @property
     def vocab_size(self) -> int:
         """Every token is below it."""
-        return max(self.tokenizer.get_vocab().values()) + 1
+        return rows_of(self.tokenizer)
+
+
+def rows_of(tokenizer: Tokenizer) -> int:
+    """How many rows the tokens of a tokenizer take of a model's table."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def trained(texts: Iterator[str], count: int, vocab_size: int) -> Tokenizing:
@@ -49,8 +55,8 @@ def given(folder: Path) -> Tokenizing:
 
     Raises BadInput where tokenizer.json is none, or tokenizer_config.json names no token that can close a document.
     """
-    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    tokenizer = _read(file)
+    file, settings = folder / TOKENIZER, folder / "tokenizer_config.json"
+    tokenizer = read_tokenizer(file)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     named = (_text_of(read_object(settings).get(key)) for key in _ENDS)
@@ -61,7 +67,8 @@ def given(folder: Path) -> Tokenizing:
     return Tokenizing(tokenizer, ends[0])
 
 
-def _read(file: Path) -> Tokenizer:
+def read_tokenizer(file: Path) -> Tokenizer:
+    """A tokenizer of a file, which nobody need have looked at; BadInput where it is none."""
     read_object(file)
     try:
         return Tokenizer.from_str(read_bytes(file).decode())

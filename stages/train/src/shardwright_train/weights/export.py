@@ -20,6 +20,7 @@ from shardwright_formats.types.run import RunResult
 from shardwright_train.checkpoints.choice import damage, read_record
 from shardwright_train.checkpoints.record import identity_of
 from shardwright_train.checkpoints.tensors import read_tensors, saved_dtypes
+from shardwright_train.data.tokenizing import TOKENIZER, read_tokenizer, rows_of
 from shardwright_train.models.base import Family
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import ConvertOptions
@@ -29,7 +30,7 @@ from shardwright_train.weights.folder import CONFIG, INDEX, inside, read_config,
 
 _COPIED = (
     *("generation_config.json", "preprocessor_config.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("tokenizer.json", "vocab.json", "added_tokens.json"),
+    *(TOKENIZER, "vocab.json", "added_tokens.json"),
     *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
 )
 """What goes with a model beside its weights."""
@@ -60,7 +61,7 @@ def export(options: ConvertOptions) -> None:
     plan = read_document(options.plan, Plan)
     family = family_named(plan.model.family, options.plan)
     checkpoint = _checkpoint(options.checkpoint, plan.model)
-    copied = () if options.copy_from is None else tuple(_to_copy(options.copy_from))
+    copied = () if options.copy_from is None else tuple(_to_copy(options.copy_from, plan.model, family))
     asked = None if options.dtype is None else torch_dtype(options.dtype)
     parameters = tuple(_parameters(plan.model, family, saved_dtypes(checkpoint), asked))
     config = _config(plan.model, family, options.copy_from, parameters[0].dtype)
@@ -130,12 +131,15 @@ def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.d
     return {**kept, **counts, **labels, **named, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def _to_copy(folder: Path) -> Iterator[Path]:
+def _to_copy(folder: Path, model: Model, family: Family) -> Iterator[Path]:
+    rows = getattr(family.configuration(model), "vocab_size", 0)
     for name in _COPIED:
         if (folder / name).exists():
             file = inside(folder, name)
             if name.endswith("_config.json"):
                 refuse_code(file, read_object(file))
+            if name == TOKENIZER and (tokens := rows_of(read_tokenizer(file))) > rows:
+                raise BadInput(file, f"has {tokens} tokens, the model {rows}", "name the folder of its own tokenizer")
             yield file
 
 
