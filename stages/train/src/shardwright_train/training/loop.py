@@ -43,6 +43,7 @@ from shardwright_train.training.due import Due
 from shardwright_train.training.loss_scale import LossScale
 from shardwright_train.training.metrics import METRICS, Metrics
 from shardwright_train.training.nonfinite import first_nonfinite
+from shardwright_train.training.out_of_memory import lack_of_memory_explained
 from shardwright_train.training.stopping import NOTE, Grace, asked_to_stop, stop_note
 from shardwright_train.weights.reading import Weights
 
@@ -211,7 +212,9 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
         run.saver.check()
         started = time.perf_counter()
         work = replace(next(ready), loss_scale=scale.value)
-        outcome = run.engine.train_step(work, stop=bool(stop_asked) or due.to_stop(), save=due.by_time())
+        stops = bool(stop_asked) or due.to_stop()
+        with lack_of_memory_explained(job.plan, run.plan, run.engine):
+            outcome = run.engine.train_step(work, stop=stops, save=due.by_time())
         step_time_s = time.perf_counter() - started
         if run.plan.compile and run.world.rank == 0 and step == run.resumed.step + 1:
             say_compiled(run.plan, step_time_s)
