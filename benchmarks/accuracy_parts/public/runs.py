@@ -20,7 +20,7 @@ class Machine(NamedTuple):
     device: str
     """Key of the table of devices."""
     node_gbit_s: tuple[tuple[int, float], ...] = ()
-    """What a node sends in Gbit/s, by the number of nodes up to which that holds; reached already where `measured`."""
+    """What a node sends in Gbit/s, by the number of nodes that a group spans; reached already where `measured`."""
     measured: bool = False
     memory_gbyte_s: float | None = None
     """In place of the table's, where the source has another variant of the device."""

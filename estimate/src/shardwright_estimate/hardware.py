@@ -25,20 +25,20 @@ _MAX_BYTES = 1024**3
 
 
 class NodeRates(NamedTuple):
-    """What one node sends to others, in one direction and bytes/s, by the number of nodes that send at once."""
+    """What one node sends to others, in one direction and bytes/s, by the number of nodes that a group spans."""
 
     up_to: tuple[tuple[int, float], ...]
-    """Numbers of nodes, ascending, and the rate where no more send."""
+    """Numbers of nodes, ascending, and the rate of groups that span no more."""
 
     def of(self, nodes: int) -> float:
-        """The rate where so many nodes send: that of the next larger number that is told.
+        """The rate of groups over so many nodes: that of the next larger number that is told.
 
         Raises BadInput where none is.
         """
         for number, rate in self.up_to:
             if nodes <= number:
                 return rate
-        what = f"says what up to {self.up_to[-1][0]} nodes send, {nodes} of the cluster send at once"
+        what = f"says what up to {self.up_to[-1][0]} nodes send, groups of the cluster span {nodes}"
         raise BadInput(_OPTION, what, "give the rate of so many nodes, too")
 
     def scaled(self, factor: float) -> "NodeRates":
@@ -47,7 +47,7 @@ class NodeRates(NamedTuple):
 
 
 def node_rates(text: str) -> NodeRates:
-    """Of `400`, in Gbit/s, or of `2:400,4:300,16:150`: what each of up to 2, 4 and 16 nodes sends.
+    """Of `400`, in Gbit/s, or of `2:400,4:300,16:150`: what groups that span up to 2, 4 and 16 nodes get of each.
 
     Raises BadInput, naming the option, where the text says something else.
     """
@@ -107,8 +107,8 @@ def kind_times_s(kind: CollectiveKind, cluster: Cluster, network: Network, messa
     step_s = NETWORK_STEP_S if across else network.link.step_s
     moved = moved_bytes(collective, size, 1) / network.link.bytes_per_s
     if across and network.between is not None:
-        sending = len({cluster.node_of_rank[rank] for group in kind.groups for rank in group})
-        moved = max(moved, _leaving_share(kind, cluster) / network.between.of(sending))
+        spanned = -(-size // kind.key.ranks_per_node)
+        moved = max(moved, _leaving_share(kind, cluster) / network.between.of(spanned))
     return START_S + steps(collective, size) * step_s + moved * message_bytes
 
 

@@ -260,7 +260,7 @@ class AnalyticOptions(Options, frozen=True, kw_only=True):
     inter_node_gbit_s: str | None = None
     """What one node sends to others, all devices together, in Gbit/s.
 
-    As 2:400,4:300 by the number of nodes at most, where each of many sends less.
+    As 2:400,4:300 by the number of nodes that a group of ranks spans at most, where wide groups get less.
     """
     fused: bool = False
     """Norms and activation functions are one kernel each, as of flash-attn, Apex or Transformer Engine."""

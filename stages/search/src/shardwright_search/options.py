@@ -111,7 +111,7 @@ class AdviseOptions(Options, frozen=True, kw_only=True):
     inter_node_gbit_s: str | None = None
     """What one node sends to others, all GPUs together, in Gbit/s; by default that of NVIDIA's own nodes.
 
-    As 2:400,4:300 by the number of nodes at most, where each of many sends less.
+    As 2:400,4:300 by the number of nodes that a group of ranks spans at most, where wide groups get less.
     """
     time_limit: Seconds = 3.0
     """Seconds after which the best plan so far is taken, with its gap."""
