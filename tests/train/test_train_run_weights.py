@@ -80,6 +80,7 @@ def test_what_a_run_left_opens_in_transformers(work: Path) -> None:
     found, wanted = tensors_of(converted(work, "exported")), tensors_of(work / "model")
     assert found.keys() == wanted.keys() and all(torch.equal(found[key], x) for key, x in wanted.items())
     LlamaForCausalLM.from_pretrained(work / "exported")
+    assert len({file.stat().st_mode for file in (work / "exported").iterdir()}) == 1
     assert AutoTokenizer.from_pretrained(work / "exported")("the lazy dog")["input_ids"]
     with pytest.raises(BadInput, match="is there already"):
         converted(work, "exported")

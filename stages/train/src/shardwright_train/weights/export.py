@@ -66,8 +66,8 @@ def export(options: ConvertOptions) -> None:
     parameters = tuple(_parameters(plan.model, family, saved_dtypes(checkpoint), asked))
     config = _config(plan.model, family, options.copy_from, parameters[0].dtype)
     with _complete_or_none(options.out) as folder:
-        _write_tensors(folder, checkpoint, parameters, int(options.file_gib * 2**30))
         _write_json(folder / CONFIG, config)
+        _write_tensors(folder, checkpoint, parameters, int(options.file_gib * 2**30))
         for file in copied:
             shutil.copyfile(file, folder / file.name)
 
@@ -115,6 +115,7 @@ def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exporte
         tensors = {one.saved: torch.empty(one.saved_shape, dtype=one.dtype) for one in part}
         read_tensors(checkpoint, tensors)
         save_file({one.name: tensors[one.saved].view(one.shape) for one in part}, folder / file, {"format": "pt"})
+        shutil.copymode(folder / CONFIG, folder / file)  # safetensors leaves it to its owner alone
         sync_path(folder / file)
     if split.is_sharded:
         _write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
