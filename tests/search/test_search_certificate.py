@@ -63,9 +63,9 @@ def test_no_proof_confirms_more_than_the_best_of_all_plans(kind, block):
     assert tight >= (1 if kind == "equal" else 0)
 
 
-@pytest.mark.parametrize(("kind", "count", "most"), [("equal", 4, 0.2), ("unequal", 1, 0.5)])
-def test_what_is_made_is_confirmed_and_near_the_best_of_all_plans(kind, count, most):
-    """These problems are hard on it: their ends of a step are as long as a microbatch."""
+@pytest.mark.parametrize(("kind", "count"), [("equal", 4), ("unequal", 3)])
+def test_what_is_made_is_confirmed_and_near_the_best_of_all_plans(kind, count):
+    """These problems are hard on it: their ends of a step are as long as a microbatch, and some sends as a stage."""
     gaps = []
     for problem in [p for p in map(MADE[kind], range(20)) if np.isfinite(best_of(p))][:count]:
         best = best_of(problem)
@@ -73,7 +73,7 @@ def test_what_is_made_is_confirmed_and_near_the_best_of_all_plans(kind, count, m
         assert confirms(problem, proofs[0], best * (1 - gap))
         assert not confirms(problem, proofs[0], best * (1 + 1e-6))
         gaps.append(gap)
-    assert np.median(gaps) <= most
+    assert np.median(gaps) <= 0.01
 
 
 def test_nothing_fits_can_be_certified_too():
@@ -91,7 +91,7 @@ def test_middle_sized_problems_are_proven_to_a_gap_that_is_told(capsys):
         found.append(gap)
     with capsys.disabled():
         print(f" gaps {', '.join(f'{gap:.2%}' for gap in found)}", end="")
-    assert max(found) <= 0.05
+    assert max(found) <= 0.01
 
 
 def test_bands_that_leave_a_range_out_or_fit_no_stage_confirm_nothing():
@@ -117,6 +117,15 @@ def test_bands_that_leave_a_range_out_or_fit_no_stage_confirm_nothing():
         (replace(free, slowest_weights=(problem.num_microbatches * 9.0,)),),
     ):
         assert not bands or not confirms(problem, replace(proof, bands=bands), 1.0), bands
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_range_whose_ends_count_as_its_most_is_caught(monkeypatch, kind):
+    """What is confirmed then is above the best of all plans."""
+    within = check._within
+    monkeypatch.setattr(check, "_within", lambda *given: within(*given[:3], given[3] + [[0, 0], [100, 0]]))
+    problems = [p for p in map(MADE[kind], range(12)) if np.isfinite(best_of(p))]
+    assert any(proof_of(problem, "any", best_of(problem) * 1.001) is not None for problem in problems)
 
 
 def test_more_than_is_listed_confirms_nothing(monkeypatch):

@@ -79,11 +79,9 @@ def _without_layouts(problem: Problem) -> Problem:
         return replace(group, options=own, redistribution_ps=np.zeros((len(own), 1, 1)))
 
     sends = {cut: times.min((1, 2), keepdims=True) for cut, times in problem.sends_ps.items()}
-    least = {
-        name: getattr(problem, name).min(axis, keepdims=True)
-        for name, axis in (("boundary_bytes", 1), ("tie_ps", None))
-    }
-    return replace(problem, device_groups=tuple(map(merged, problem.device_groups)), sends_ps=sends, **least)
+    held, ties = problem.boundary_bytes.min(1, keepdims=True), problem.tie_ps.min(keepdims=True)
+    groups = tuple(map(merged, problem.device_groups))
+    return replace(problem, device_groups=groups, sends_ps=sends, boundary_bytes=held, tie_ps=ties)
 
 
 def phases_of(chain: Chain, stage: int) -> list[tuple[int, bool, bool]]:
@@ -91,9 +89,8 @@ def phases_of(chain: Chain, stage: int) -> list[tuple[int, bool, bool]]:
     count, m = chain.problem.in_flight[stage], chain.problem.num_microbatches
     if count == m:
         return [(count, True, False), (count - 1, chain.keeps_sums, True)][: max(1, min(2, count))]
-    return (
-        [(count, False, False), (count, True, True)] if chain.keeps_sums and count == m - 1 else [(count, False, True)]
-    )
+    one_more = chain.keeps_sums and count == m - 1
+    return [(count, False, False), (count, True, True)] if one_more else [(count, False, True)]
 
 
 class Duals(NamedTuple):

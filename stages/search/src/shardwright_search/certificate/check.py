@@ -3,7 +3,8 @@
 A plan takes T = sum A' + (m - 1) z + u + tie, with z the slowest stage's A' and u the largest U. For any weights
 mu, nu >= 0 of the stages T >= sum of ((1 + mu) A' + nu U) + (m - 1 - sum mu) z + (1 - sum nu) u + tie, with z in a
 band; `bounds` bounds the sum. Where that is below what is to be confirmed, the ways to treat a stage whose priced
-cost leaves room below it are listed with their exact memory, and the path is taken over these.
+cost leaves room below it are listed with their exact memory, and the path is taken over these, in ranges of z and u
+that are halved: a U below its range counts as the least of it, and a way above either range not at all.
 """
 
 from collections.abc import Sequence
@@ -13,23 +14,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from shardwright_formats.types.certificate import Band, ConfigurationProof, MemoryPrice
-from shardwright_search.certificate.bounds import (
-    Array,
-    Chain,
-    Duals,
-    Place,
-    Problem,
-    Run,
-    bounds_of,
-    chain_of,
-    duals_of,
-    moments,
-    paths,
-    phases_of,
-)
+from shardwright_search.certificate import bounds
+from shardwright_search.certificate.bounds import Array, Chain, Duals, Place, Problem, Run
 
 MAX_WAYS = 30_000
 """Ways to treat layers that are listed for one stage and band."""
+MAX_HALVINGS = 10
+"""Of the times of the slowest stage, and of the largest U, in a band whose ways are listed."""
 _ROUNDING = 1e-10
 _BY_STAGE = ("slowest_weights", "exposed_weights", "prices")
 
@@ -51,14 +42,15 @@ class Ways(NamedTuple):
         return Ways._make(column[rows] for column in self)
 
 
-def _listed(chain: Chain, place: Place, caps: Sequence[tuple[Duals, Array]]) -> Array:
-    """The least cost, by the first duals' weights, of ways that stay below every cap, as in `paths`; 0: too many."""
+def _listed(chain: Chain, place: Place, caps: Sequence[tuple[Duals, Array]]) -> Array | None:
+    """Ways that stay below every cap [ways; run, layout in, layout out, A, U]; None: too many."""
     known = [(duals, duals.of(place), _by_run(chain, cap)) for duals, cap in caps]
     slack = np.concatenate([_slack(cap, duals.whole[:, rows]) for duals, rows, cap in known], 1)
     prefixes = np.concatenate([duals.prefixes[:, rows] for duals, rows, _ in known], 1)
     priced = [(duals.weights[row], duals.rows[row][1]) for duals, rows, _ in known for row in rows]
     weights = np.array([duals.weights[rows[0]] for duals, rows, _ in known])
-    least, listed = np.full((len(chain.runs) + 1, chain.size, chain.size), np.inf), 0
+    single = np.array([[chain.problem.num_microbatches, 1.0]])
+    found, listed, weighed = [np.empty((0, 5))], 0, single if chain.problem.pp_size == 1 else np.eye(2)
     alive = [run for run, number in chain.runs.items() if (slack[number].max(1) > -np.inf).all()]
     waiting: list[tuple[Run, Ways]]
     waiting = [((before,), _entered(chain, place, before, len(priced))) for before in {run[0] for run in alive}]
@@ -71,16 +63,16 @@ def _listed(chain: Chain, place: Place, caps: Sequence[tuple[Duals, Array]]) -> 
                 own = longer.take(_ends(chain, place, longer, here[-1]))
                 for weight, (*_, cap) in zip(weights, known, strict=True):
                     own = own.take(own.cost @ weight < cap[number, own.entered, own.layout])
-                np.minimum.at(least[number], (own.entered, own.layout), own.cost @ weights[0])
+                found.append(np.column_stack([np.full(len(own.cost), number), own.entered, own.layout, own.cost]))
             if beyond := [chain.runs[run] for run in following if run[: len(here)] == here and run != here]:
                 above = longer.priced - prefixes[number][:, longer.entered, longer.layout].T
                 longer = longer.take((above < slack[beyond][:, :, longer.entered].transpose(0, 2, 1)).all(2).any(0))
-                longer = longer.take(_undominated(longer, weights))
+                longer = longer.take(_undominated(longer, weighed))
                 listed += len(longer.cost)
                 if listed > MAX_WAYS:
-                    return np.zeros_like(least[chain.number])  # no way costs less than nothing
+                    return None
                 waiting.append((here, longer))
-    return np.asarray(least[chain.number])
+    return np.concatenate(found)
 
 
 def _by_run(chain: Chain, caps: Array) -> Array:
@@ -97,7 +89,7 @@ def _slack(caps: Array, whole: Array) -> Array:
 
 def _entered(chain: Chain, place: Place, before: int, rows: int) -> Ways:
     """No layer yet, in every layout that can be received."""
-    count, phases = chain.size if before < 0 else chain.problem.num_layouts, phases_of(chain, place[0])
+    count, phases = chain.size if before < 0 else chain.problem.num_layouts, bounds.phases_of(chain, place[0])
     held = np.zeros(count) if before < 0 else chain.problem.boundary_bytes[before]
     memory = np.array([[(in_flight + 2) * held] * 2 for in_flight, *_ in phases]).transpose(2, 0, 1)
     return Ways(np.arange(count), np.arange(count), np.zeros((count, 2)), memory, np.zeros((count, rows)))
@@ -105,7 +97,7 @@ def _entered(chain: Chain, place: Place, before: int, rows: int) -> Ways:
 
 def _longer(chain: Chain, place: Place, ways: Ways, run: Run, priced: Sequence[tuple[Array, MemoryPrice]]) -> Ways:
     """With one more layer, the run's last, in every way that fits."""
-    group, phases, (*_, before, kind) = chain.problem.device_groups[place[1]], phases_of(chain, place[0]), run
+    group, phases, (*_, before, kind) = chain.problem.device_groups[place[1]], bounds.phases_of(chain, place[0]), run
     o, first = group.options[kind], len(run) == 2
     moves = np.where(np.eye(chain.size, dtype=bool), 0, np.inf) if before < 0 else group.redistribution_ps[before]
     taken = moves[ways.layout[:, None], o.input_layout]
@@ -113,18 +105,13 @@ def _longer(chain: Chain, place: Place, ways: Ways, run: Run, priced: Sequence[t
     cost, o = np.stack([o.time_ps[option] + taken[parent, option], o.exposed_ps[option]], 1), o.take(option)
     memory = []
     for phase, (resident, peak) in zip(phases, ways.memory[parent].transpose(1, 2, 0), strict=True):
-        inner, at = moments(1.0, o, *phase)[1:3]
-        after = moments(0.0, o, *phase)[1]
+        inner, at = bounds.moments(1.0, o, *phase)[1:3]
+        after = bounds.moments(0.0, o, *phase)[1]
         memory.append((resident + inner, np.maximum(peak + after, resident + at)))
-    counted = [moments(price.last_layer, o, *phases[price.phase])[0 if first else 1] for _, price in priced]
+    counted = [bounds.moments(price.last_layer, o, *phases[price.phase])[0 if first else 1] for _, price in priced]
     added = [cost @ weight + price.ps_per_byte * own for (weight, price), own in zip(priced, counted, strict=True)]
-    longer = Ways(
-        ways.entered[parent],
-        o.output_layout,
-        ways.cost[parent] + cost,
-        np.array(memory).transpose(2, 0, 1),
-        ways.priced[parent] + np.array(added).T,
-    )
+    held, cost = np.array(memory).transpose(2, 0, 1), ways.cost[parent] + cost
+    longer = Ways(ways.entered[parent], o.output_layout, cost, held, ways.priced[parent] + np.array(added).T)
     return longer.take((longer.memory[:, :, 1] <= group.budget_bytes).all(1))
 
 
@@ -145,54 +132,80 @@ def _undominated(ways: Ways, weights: Array) -> Array:
     return np.array(kept, int)
 
 
-def band_bound_ps(
-    chain: Chain, band: Band, from_ps: float, times: Duals | None, below_ps: float, listing: bool = True
-) -> float:
-    """What no plan of a band from `from_ps` on is below, up to `below_ps`; `times` bound A alone."""
-    weights = np.column_stack([1 + np.array(band.slowest_weights), band.exposed_weights])
-    to_ps, weight = band.slowest_below_ps or np.inf, chain.problem.num_microbatches - 1 - sum(band.slowest_weights)
-    margin = _ROUNDING * below_ps
-    if sum(band.exposed_weights) > 1 + _ROUNDING or (
-        weight < -_ROUNDING * chain.problem.num_microbatches and to_ps == np.inf
-    ):
-        return -np.inf
-    constant = weight * (from_ps if weight >= 0 or to_ps == np.inf else to_ps)
-    costs, tables = duals_of(chain, band.prices, weights), dict[Place, Array]()
+def band_holds(chain: Chain, band: Band, from_ps: float, times: Duals | None, below_ps: float, lists: bool) -> bool:
+    """Whether no plan of a band from `from_ps` on takes less than `below_ps`, as far as it is seen; `times` bound A.
+
+    Without `lists` no ways are listed.
+    """
+    weights, to_ps = np.column_stack([1 + np.array(band.slowest_weights), band.exposed_weights]), band.slowest_below_ps
+    steps, margin = chain.problem.num_microbatches - 1, _ROUNDING * below_ps
+    left = np.array([steps, 1]) - (weights - (1, 0)).sum(0)
+    ranges = np.array([(from_ps, to_ps or np.inf), (0.0, np.inf)])
+    if (left * (ranges[:, 1] == np.inf) < -_ROUNDING * np.array([steps + 1, 1])).any():
+        return False
+    costs, tables, within = bounds.duals_of(chain, band.prices, weights), dict[Place, Array](), dict[Place, Array]()
     for place, sent in chain.sent.items():
-        tables[place] = bounds_of(chain, costs, place)
-        if times is not None and to_ps < np.inf:
-            tables[place] = np.where(bounds_of(chain, times, place) + sent < to_ps, tables[place], np.inf)
-    least, others = paths(chain, tables, weights)
-    if constant + least - margin >= below_ps or not listing:
-        return float(min(constant + least - margin, below_ps))
-    for place, sent in chain.sent.items():
-        on, own = tables[place] < np.inf, below_ps + 2 * margin - constant - others[place]
-        caps = [(costs, np.where(on, own, -np.inf))]
-        if times is not None and to_ps < np.inf:
-            caps.append((times, np.where(on, to_ps - sent, -np.inf)))
-        tables[place] = np.where(on, _listed(chain, place, caps), np.inf)
-    return float(min(constant + paths(chain, tables, weights)[0] - margin, below_ps))
+        tables[place] = bounds.bounds_of(chain, costs, place)
+        if times is not None and to_ps is not None:
+            within[place] = to_ps - sent
+            tables[place] = np.where(bounds.bounds_of(chain, times, place) < within[place], tables[place], np.inf)
+    least, others = bounds.paths(chain, tables, weights)
+    room = below_ps + margin - _constant(left, ranges)
+    if least >= room or not lists:
+        return least >= room
+    listed = dict[Place, Array]()
+    for place, table in tables.items():
+        caps = [(costs, np.where(table < np.inf, room + margin - others[place], -np.inf))]
+        if times is not None and place in within:
+            caps.append((times, np.where(table < np.inf, within[place], -np.inf)))
+        if (ways := _listed(chain, place, caps)) is None:
+            return False
+        listed[place] = ways
+    ranges[1, 1] = np.nextafter(max(ways[:, 4].max(initial=0.0) for ways in listed.values()), np.inf)
+    waiting = [(ranges, 0)]
+    while waiting:
+        ranges, halvings = waiting.pop()
+        tables = {place: _within(chain, ways, weights[place[0]], ranges) for place, ways in listed.items()}
+        if _constant(left, ranges) + bounds.paths(chain, tables, weights)[0] >= below_ps + margin:
+            continue
+        if halvings == MAX_HALVINGS:
+            return False
+        number = int(ranges[0, 1] == np.inf or left[0] * np.ptp(ranges[0]) <= np.ptp(ranges[1]))
+        for end in range(2):
+            waiting.append((ranges.copy(), halvings + 1))
+            waiting[-1][0][number, end] = ranges[number].mean()
+    return True
+
+
+def _within(chain: Chain, ways: Array, weights: Array, ranges: Array) -> Array:
+    """The least cost of listed ways in ranges [2, 2] of A' and U, as in `paths`; a smaller U counts as the least."""
+    cost = np.column_stack([ways[:, 3], np.maximum(ways[:, 4], ranges[1, 0])]) @ weights
+    least, on = np.full((len(chain.runs) + 1, chain.size, chain.size), np.inf), (ways[:, 3:] < ranges[:, 1]).all(1)
+    np.minimum.at(least, tuple(ways[on, :3].astype(int).T), cost[on])
+    return np.asarray(least[chain.number])
+
+
+def _constant(left: Array, ranges: Array) -> float:
+    """The least that what the stages' weights leave of the slowest A' and the largest U adds."""
+    return float((left * np.where((left >= 0) | (ranges[:, 1] == np.inf), ranges[:, 0], ranges[:, 1])).sum())
 
 
 def confirms(problem: Problem, proof: ConfigurationProof, below_ps: float) -> bool:
     """Whether a proof shows that no plan of a configuration takes less than `below_ps`."""
     stages, ends = problem.pp_size, [band.slowest_below_ps or np.inf for band in proof.bands]
-    bands = [
-        replace(band, **{name: _by_stage(getattr(band, name), stages) for name in _BY_STAGE}) for band in proof.bands
-    ]
+    bands = [replace(own, **{key: _by_stage(getattr(own, key), stages) for key in _BY_STAGE}) for own in proof.bands]
     prices = [_by_stage(proof.time_prices, stages), *(band.prices for band in bands)]
     sized = all(len(getattr(band, name)) == stages for band in bands for name in _BY_STAGE) and len(prices[0]) == stages
     if not sized or ends[-1] < np.inf or ends.count(np.inf) > 1 or sorted(ends) != ends:
         return False
-    chain = chain_of(problem, proof.layouts)
-    phases = [len(phases_of(chain, stage)) for stage in range(stages)]
-    if any(
-        max((p.phase for p in own), default=n) >= n for every in prices for own, n in zip(every, phases, strict=True)
-    ):
+    chain = bounds.chain_of(problem, proof.layouts)
+    phases = [len(bounds.phases_of(chain, stage)) for stage in range(stages)]
+    pairs = [pair for every in prices for pair in zip(every, phases, strict=True)]
+    if any(max((price.phase for price in own), default=count) >= count for own, count in pairs):
         return False
-    times = duals_of(chain, prices[0], np.array([(1.0, 0.0)] * stages)) if len(ends) > 1 else None
+    times = bounds.duals_of(chain, prices[0], np.array([(1.0, 0.0)] * stages)) if len(ends) > 1 else None
     starts = zip((0.0, *ends), bands, strict=False)
-    return all(band_bound_ps(chain, band, start, times, below_ps) >= below_ps for start, band in starts)
+    return all(band_holds(chain, band, start, times, below_ps, True) for start, band in starts)
 
 
 def _by_stage(values: tuple[Any, ...], stages: int) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from shardwright_search.certificate.bounds import (
     paths,
     phases_of,
 )
-from shardwright_search.certificate.check import band_bound_ps
+from shardwright_search.certificate.check import band_holds
 
 GAPS = (1e-9, 1e-4, 3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 0.9)
 """Shares by which the bound that is confirmed may be below the best plan, tried in this order."""
@@ -86,7 +86,7 @@ class _Maker:
     def bands(self) -> tuple[Band, ...] | None:
         """Bands of all plans, each confirmed; None where one was not."""
         whole = self._band(float(self._steps), None, (_FREE,) * self._stages)
-        if self._bound(whole, 0.0, False) >= self._below:
+        if self._holds(whole, 0.0, False):
             return (whole,)
         if self._stages == 1 or self._steps == 0:
             return self._found(self._confirmed(0.0, None, 0))
@@ -116,7 +116,7 @@ class _Maker:
             weights = self._weights(1 + total / self._stages, 1 / self._stages)
             prices = self._useful(self._candidates(*weights[0]), weights, np.inf if high is None else high)
             band = self._band(total, high, prices)
-            if self._bound(band, low, self._listing) >= self._below:
+            if self._holds(band, low, self._listing):
                 yield band
                 return
         if halvings == 0 or high is None:
@@ -150,8 +150,8 @@ class _Maker:
         on = {place: times[place] + sent < below for place, sent in self._chain.sent.items()}
         return {place: np.where(on[place], table, np.inf) for place, table in found.items()}
 
-    def _bound(self, band: Band, low: float, listing: bool) -> float:
-        return band_bound_ps(self._chain, band, low, self._times, self._below, listing)
+    def _holds(self, band: Band, low: float, listing: bool) -> bool:
+        return band_holds(self._chain, band, low, self._times, self._below, listing)
 
     def _band(self, slowest_weight: float, high: float | None, prices: Prices) -> Band:
         return Band(
