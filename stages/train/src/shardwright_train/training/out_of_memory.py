@@ -30,10 +30,8 @@ def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator
     except OutOfMemory as error:
         held = _held(engine)
         needed = sum(held.values()) + (error.asked_bytes or 0)
-        asked = (
-            f"{(error.asked_bytes or 0) / _GIB:.2f} GiB asked for" if error.asked_bytes else str(error).split(". ")[0]
-        )
-        told = f"{asked}; held {_sizes(held)}"
+        told = f"{error.asked_bytes / _GIB:.2f} GiB asked for" if error.asked_bytes else str(error).split(". ")[0]
+        told += f"; held {_sizes(held)}"
         prediction = _prediction_of(file, plan)
         if prediction is None:
             told += "; no prediction stands beside the plan"
