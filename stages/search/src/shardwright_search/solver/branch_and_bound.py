@@ -18,8 +18,6 @@ from shardwright_search.solver.partition import Found
 _RELAXED = -1
 _GUESSED = 0.05
 """How far above its bound a plan of a configuration is guessed at most."""
-_WIDE = 2.0
-"""How far above it where no plan is known at all: so that a search that is stopped has a good one."""
 _AT_ONCE = 0.011
 """How far above its bound a limit may be that a configuration is solved below at once: labels grow fast with it."""
 _LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0)
@@ -128,8 +126,6 @@ def optimize(
     close = sorted((one for own in search.plans.values() for one in own if one.score <= limit), key=_score)
     if best is None:
         close = []
-    elif not close:
-        close = [best]
     return Optimum(best, tuple(close), bound, search.bounds(), search.looked_at, len(search.plans), stopped)
 
 
@@ -279,10 +275,6 @@ class _Search(Generic[C]):
             self.tick()
             most, enough = (target.time_ps(here.bound * (1 + above)) for above in (_GUESSED, _AT_ONCE))
             guessed = _guessed(solvable, min(target.time_ps(limit), most), enough)
-            if guessed is None and self.best is None:
-                limit = self._answer(target, here.bound, limit)
-                cuts = _cuts(here, limit)
-                cut = cuts[0]
             known = np.inf if guessed is None else target.score(guessed.objective_ps)
         wanted = next((cut for cut in cuts if known < cut), limit)
         if wanted <= here.bound * (1 + _AT_ONCE):
@@ -298,14 +290,6 @@ class _Search(Generic[C]):
             self.best = min((*plans[:1], *((self.best,) if self.best is not None else ())), key=_score)
         elif np.isfinite(cut):
             heapq.heappush(self.heap, _Open(cut, here.number, min(tries + 1, len(_LIMITS)), known))
-
-    def _answer(self, target: Target[C], bound: float, limit: float) -> float:
-        """Take some plan for the best until a better one is found; the limit that is then to be stayed below."""
-        guessed = _guessed(self._solvable(target.configuration), target.time_ps(bound * (1 + _WIDE)))
-        if guessed is None or not (score := target.score(guessed.objective_ps)) < limit:
-            return limit
-        self.best = Best(target, guessed, score)
-        return score
 
     def bounds(self) -> tuple[tuple[float, Target[C]], ...]:
         """Every configuration that a plan may fit in, with what is known of its least score, the least first."""

@@ -3,12 +3,9 @@
 With a, z and g the least of A, of (m - 1) A + U, and of (1 + (m - 1)/p) A + U/p of a stage:
 T >= sum a + max z, and T >= sum g, for no maximum is less than the mean. Both are minimised over the cuts by dynamic
 programmes forward and backward, which then bound T for every stage and every run of layers it may hold.
-With several node types few layers on the slow ones make the sum small and many make the largest z small. So plans are
-told apart by bands of their largest z: in a band no stage has a larger one, and the largest is no less than its floor.
 """
 
 from collections.abc import Callable, Iterator
-from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +16,6 @@ from shardwright_search.solver.pareto import Numbers
 from shardwright_search.solver.problem import DeviceGroup, Position, Problem, Start
 from shardwright_search.solver.stage_options import GroupCosts, weightings
 
-_MAX_BANDS = 8
-_NARROW = 1.02
-"""A band whose ends differ by less is not halved."""
-_WIDENED = 1.25
-"""Above the floor of a band without an end it is cut there."""
 CostsOf = Callable[[DeviceGroup, tuple[Phase, ...]], GroupCosts]
 """`GroupCosts`, or what remembers those that it made."""
 
@@ -73,45 +65,13 @@ class ConfigurationBounds:
         made = min_phases if rough else phases
         parts = [made(count, problem.num_microbatches, problem.keeps_sums) for count in counts]
         self._stages = [self._bounds_of_stage(stage, own) for stage, own in enumerate(parts)]
+        self._before = self._pass(range(problem.pp_size), forward=True)
+        self.after = self._pass(range(problem.pp_size - 1, -1, -1), forward=False)[::-1]
         self._min_tie = float(problem.tie_ps.min())
-        self._add_up(0.0)
-
-    def _add_up(self, floor: float) -> None:
-        """Bound what comes before and after every stage, where the largest z of a plan is no less than a floor."""
-        problem = self.problem
-        self._before = self._pass(range(problem.pp_size), True, floor)
-        self.after = self._pass(range(problem.pp_size - 1, -1, -1), False, floor)[::-1]
         whole = self.after[0].get(problem.start_position)
-        self.floor, self.lower_ps = floor, np.inf
+        self.lower_ps = np.inf
         if whole is not None:
-            self.floor = max(floor, float(whole.slowest[0]))
             self.lower_ps = float(max(whole.total[0] + whole.slowest[0], whole.mean[0])) + self._min_tie
-
-    def bands(self) -> tuple["ConfigurationBounds", ...]:
-        """The bounds in bands that have every plan together, the least first; the band with the least is halved."""
-        found = [(self.lower_ps, 0, self, np.inf)]
-        for number in range(1, _MAX_BANDS):
-            lower, _, least, high = found[0]
-            middle = (least.floor * high) ** 0.5 if np.isfinite(high) else _WIDENED * least.floor
-            if len(self.problem.start_position) == 1 or not np.isfinite(lower) or high <= least.floor * _NARROW:
-                break
-            halves = (least._within(least.floor, middle), middle), (least._within(middle, high), high)
-            found[:1] = [(max(lower, own.lower_ps), 2 * number + i, own, top) for i, (own, top) in enumerate(halves)]
-            found.sort(key=lambda band: band[:2])
-        return tuple(own for _, _, own, _ in found)
-
-    def _within(self, floor: float, high: float) -> "ConfigurationBounds":
-        """Of the plans whose largest z lies there."""
-        other = copy(self)
-        other._stages = [
-            {
-                group: Rest(*(np.where(own.slowest <= high, values, np.inf) for values in own))
-                for group, own in of.items()
-            }
-            for of in self._stages
-        ]
-        other._add_up(floor)
-        return other
 
     def targets(self, below_ps: float) -> dict[StageKind, list[Target]] | None:
         """What stages a plan with T < below_ps can have; None if some stage cannot be: there is no such plan."""
@@ -172,11 +132,11 @@ class ConfigurationBounds:
         into = min((time for (_, behind), time in least[0].items() if behind == group), default=0.0)
         return into + min((time for (before, _), time in least[1].items() if before == group), default=0.0)
 
-    def _pass(self, stages: range, forward: bool, floor: float) -> list[dict[Position, Rest]]:
+    def _pass(self, stages: range, forward: bool) -> list[dict[Position, Rest]]:
         """The bounds on the stages passed, before the first and after each, by the position there."""
         problem = self.problem
         nothing = np.where(np.arange(len(problem.layers) + 1) == (0 if forward else len(problem.layers)), 0.0, np.inf)
-        levels = [{at: Rest(nothing, nothing + floor, nothing) for at in problem.positions[0 if forward else -1]}]
+        levels = [{at: Rest(nothing, nothing, nothing) for at in problem.positions[0 if forward else -1]}]
         for stage in stages:
             level: dict[Position, Rest] = {}
             for position, group, after in self._moves(stage):

@@ -46,32 +46,19 @@ class Pipeline:
     @property
     def lower_ps(self) -> float:
         """A lower bound on T."""
-        bands = ConfigurationBounds(self._problem, self._costs_of, rough=True).bands()
-        return min(own.lower_ps for own in bands)
+        return ConfigurationBounds(self._problem, self._costs_of, rough=True).lower_ps
 
     def guess(self, below_ps: float) -> Found | None:
         """The best plan with T < below_ps among a few labels of each step; None: there is none among them."""
-        return next(iter(self._solve_below(below_ps, 1, lambda made: None, _FEW_LABELS)), None)
+        return next(iter(solve_below(self._bounds, below_ps, 1, lambda made: None, _FEW_LABELS)), None)
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """See the function."""
-        return self._solve_below(below_ps, most, tick)
-
-    def _solve_below(
-        self, below_ps: float, most: int, tick: Callable[[int], None], max_labels: int | None = None
-    ) -> tuple[Found, ...]:
-        """Of every band, the one with the least bound first; a plan may be found in several."""
-        found: dict[Solution, Found] = {}
-        for bounds in self._bands:
-            if bounds.lower_ps < below_ps:
-                found |= {one.solution: one for one in solve_below(bounds, below_ps, most, tick, max_labels)}
-                if len(found) >= most == 1:
-                    below_ps = min(one.objective_ps for one in found.values())
-        return tuple(sorted(found.values(), key=lambda one: one.objective_ps)[:most])
+        return solve_below(self._bounds, below_ps, most, tick)
 
     @cached_property
-    def _bands(self) -> tuple[ConfigurationBounds, ...]:
-        return ConfigurationBounds(self._problem, self._costs_of).bands()
+    def _bounds(self) -> ConfigurationBounds:
+        return ConfigurationBounds(self._problem, self._costs_of)
 
 
 class _At(NamedTuple):
