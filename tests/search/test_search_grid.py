@@ -94,6 +94,28 @@ def test_a_grid_that_is_interrupted_keeps_no_half_searched_plan(given, monkeypat
     assert not given["out"].exists() and not list(given["folder"].glob("*.json"))
 
 
+def test_a_cell_whose_time_was_up_before_a_plan_is_searched_again(given, monkeypatch):
+    def too_late(*_args):
+        raise search.StoppedEarly("grid", "no plan was found before the search was stopped", "give it more time")
+
+    monkeypatch.setattr(command, "find_best", too_late)
+    assert searched(given, "--time-limit", "5").exit_code == 0
+    (first, *_) = read_document(given["out"], GridAnswers).cells
+    assert first.reason == "no plan was found before the search was stopped: give it more time"
+    assert not list(given["folder"].glob("*"))
+    # Without a time limit it was Ctrl-C that stopped it.
+    given["out"].unlink()
+    assert searched(given).exit_code == 130
+    assert not given["out"].exists() and not list(given["folder"].glob("*"))
+
+
+def test_a_reason_that_is_no_text_is_no_traceback(given):
+    assert searched(given).exit_code == 0
+    for path in given["folder"].glob("*.reason.txt"):
+        path.write_bytes(b"\xff\xfe")
+    assert searched(given).exit_code == 0
+
+
 def test_two_cells_of_one_name_are_refused(given, make):
     raw = given["grid"].read_text().replace('"tiny"', '"fits"')
     given["grid"].write_text(raw)

@@ -45,6 +45,10 @@ _MAX_LABELS = 3_000
 Report = Callable[[str], None]
 
 
+class StoppedEarly(BadInput):
+    """A search that was stopped, by its time limit or Ctrl-C, knew no plan yet."""
+
+
 class Candidate(NamedTuple):
     """A plan and what it is predicted to take."""
 
@@ -115,7 +119,7 @@ def find_best(
     if optimum.best is None and optimum.stopped:
         promising = [target for _, target in optimum.bounds]
         if (plain := _plain(instance, promising or targets)) is None:
-            raise BadInput(file, "no plan was found before the search was stopped", "give it more time")
+            raise StoppedEarly(file, "no plan was found before the search was stopped", "give it more time")
         optimum = optimum._replace(best=plain, near=(plain,), bound=min(optimum.bound, plain.score))
     if optimum.best is None:
         return infeasible(instance, [target.configuration for target in targets], file)

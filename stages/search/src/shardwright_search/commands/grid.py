@@ -24,7 +24,7 @@ from shardwright_search.commands.inputs import Inputs, read_inputs
 from shardwright_search.commands.prediction import prediction_of_searched, prediction_path, written
 from shardwright_search.commands.progress import progress
 from shardwright_search.options import GridOptions
-from shardwright_search.search import Found, find_best
+from shardwright_search.search import Found, StoppedEarly, find_best
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages
 from shardwright_search.space.grid import CellAnswer, Grid, GridAnswers
 from shardwright_search.space.request import SearchRequest
@@ -56,7 +56,7 @@ class _Cells(msgspec.Struct, frozen=True, kw_only=True):
         if plan.exists() and prediction_path(plan).exists():
             return CellAnswer(name=search.name, key=key, reason=None)
         if reason.exists():
-            return CellAnswer(name=search.name, key=key, reason=read_bytes(reason, _MAX_REASON).decode())
+            return CellAnswer(name=search.name, key=key, reason=read_bytes(reason, _MAX_REASON).decode(errors="replace"))
         return None
 
     def searched(self, search: SearchRequest, report: Callable[[str], None]) -> CellAnswer:
@@ -69,8 +69,13 @@ class _Cells(msgspec.Struct, frozen=True, kw_only=True):
             reason = found.reason if isinstance(found, Infeasible) else None
         except BadInput as error:
             found, reason = None, ": ".join(map(str, error.args[1:]))
-        if isinstance(found, Found) and found.stopped and self.time_limit_s is None:
+            is_stopped = isinstance(error, StoppedEarly)
+        else:
+            is_stopped = isinstance(found, Found) and found.stopped
+        if is_stopped and self.time_limit_s is None:
             raise KeyboardInterrupt  # the search took it for the wish to have its best plan so far
+        if found is None and is_stopped:
+            return CellAnswer(name=search.name, key=key, reason=reason)  # not kept: there may be more time next time
         if not isinstance(found, Found):
             write_bytes(self._reason(key), str(reason).encode())
             return CellAnswer(name=search.name, key=key, reason=reason)
