@@ -56,7 +56,9 @@ class _Cells(msgspec.Struct, frozen=True, kw_only=True):
         if plan.exists() and prediction_path(plan).exists():
             return CellAnswer(name=search.name, key=key, reason=None)
         if reason.exists():
-            return CellAnswer(name=search.name, key=key, reason=read_bytes(reason, _MAX_REASON).decode(errors="replace"))
+            return CellAnswer(
+                name=search.name, key=key, reason=read_bytes(reason, _MAX_REASON).decode(errors="replace")
+            )
         return None
 
     def searched(self, search: SearchRequest, report: Callable[[str], None]) -> CellAnswer:
