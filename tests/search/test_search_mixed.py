@@ -9,12 +9,13 @@ import pytest
 from brute_force import mistakes
 from made_up import make_hardware, make_mixed_cluster, make_profile, make_request
 from msgspec.structs import replace
+from plans_by_hand import plans_on
 from random_problems import best_of, random_mixed
 from random_requests import random_model, random_solution
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
@@ -24,7 +25,7 @@ from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import Position, price
 from shardwright_search.space.budget import GIB
-from shardwright_search.space.configurations import configurations, narrowed, shardings
+from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.placements import Placements, placements
 from shardwright_search.space.request import SearchRequest, StageWidths
 
@@ -186,31 +187,10 @@ def walks(placed: Placements) -> Iterator[tuple[int, ...]]:
 
 def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterator[Plan]:
     """All plans, put together without the solver."""
-    request, layers = narrowed(request, cluster), len(model.layers)
+    request = narrowed(request, cluster)
     for configuration in configurations(request, model, cluster, FILE):
-        samples, p = configuration.microbatch_samples, configuration.pp_size
-        for ranks, cuts in product(by_hand(cluster, p, ANY), product(range(layers + 1), repeat=p - 1)):
-            bounds = list(pairwise((0, *cuts, layers)))
-            if any(low >= high + (stage in (0, p - 1)) for stage, (low, high) in enumerate(bounds)):
-                continue
-            stage_of = [i for i, (low, high) in enumerate(bounds) for _ in range(low, high)]
-            spaces = [
-                [s for s in shardings(request, model, name, len(ranks[stage])) if samples % s.dp_size == 0]
-                for name, stage in zip((EMBEDDING, *model.layers, HEAD), (0, *stage_of, p - 1), strict=True)
-            ]
-            for embedding, *blocks, head in product(*spaces):
-                yield Plan(
-                    name=request.name,
-                    model=model,
-                    cluster=cluster,
-                    global_batch_size=request.global_batch_size,
-                    num_microbatches=configuration.num_microbatches,
-                    schedule=configuration.schedule,
-                    stages=tuple(PipelineStage(ranks=r, layers=(b,)) for r, b in zip(ranks, bounds, strict=True)),
-                    embedding=embedding,
-                    head=head,
-                    layers=tuple(block for block in blocks if isinstance(block, LayerStrategy)),
-                )
+        for ranks in by_hand(cluster, configuration.pp_size, ANY):
+            yield from plans_on(ranks, configuration, request, model, cluster)
 
 
 @pytest.mark.parametrize("seed", range(6))

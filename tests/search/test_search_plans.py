@@ -1,18 +1,18 @@
 """From profiles to plans: the closed form by hand, the search against every plan, and what it tells beside the plan."""
 
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from plans_by_hand import plans_on
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.plan import PipelineStage, Plan
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.strategy import DataParallel, Recompute
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
@@ -20,7 +20,7 @@ from shardwright_search.explain.wording import layer_runs
 from shardwright_search.interop.uniform import even_cuts
 from shardwright_search.search import NEAR, Found, Infeasible, find_best, instance_of
 from shardwright_search.space.budget import GIB
-from shardwright_search.space.configurations import configurations, narrowed, shardings
+from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest
 
 FILE = Path("s.json")
@@ -46,33 +46,9 @@ def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterat
     """All plans of a request with a fixed batch size, put together without the solver."""
     request = narrowed(request, cluster)
     for configuration in configurations(request, model, cluster, FILE):
-        width, samples = (
-            cluster.num_devices // configuration.pp_size,
-            request.global_batch_size // configuration.num_microbatches,
-        )
-        spaces = [
-            [s for s in shardings(request, model, name, width) if samples % s.dp_size == 0]
-            for name in (EMBEDDING, *model.layers, HEAD)
-        ]
-        layers = len(model.layers)
-        for cut in range(layers + 1) if configuration.pp_size == 2 else (layers,):
-            bounds = ((0, cut), (cut, layers))[: configuration.pp_size]
-            for embedding, *blocks, head in product(*spaces):
-                yield Plan(
-                    name=request.name,
-                    model=model,
-                    cluster=cluster,
-                    global_batch_size=request.global_batch_size,
-                    num_microbatches=configuration.num_microbatches,
-                    schedule=configuration.schedule,
-                    stages=tuple(
-                        PipelineStage(ranks=tuple(range(i * width, (i + 1) * width)), layers=(bound,))
-                        for i, bound in enumerate(bounds)
-                    ),
-                    embedding=embedding,
-                    head=head,
-                    layers=tuple(block for block in blocks if isinstance(block, LayerStrategy)),
-                )
+        width = cluster.num_devices // configuration.pp_size
+        ranks = [tuple(range(i * width, (i + 1) * width)) for i in range(configuration.pp_size)]
+        yield from plans_on(ranks, configuration, request, model, cluster)
 
 
 def test_closed_form_of_one_stage_by_hand(make):

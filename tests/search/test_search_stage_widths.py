@@ -1,7 +1,7 @@
 """Pipeline stages of unequal width: priced as they are solved, searched against every plan, certified, told."""
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +10,16 @@ from brute_force import mistake, mistakes, solved
 from command_calls import call
 from made_up import make_cluster, make_model, make_profiles
 from msgspec.structs import replace
+from plans_by_hand import plans_on
 from random_problems import best_of, random_unequal
 from random_requests import World, random_solution, random_world
 
 from shardwright_formats.io.json import read_document
 from shardwright_formats.semantics.layout import Layout, sent_numel
 from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import EMBEDDING, HEAD, BoundaryTensor, Model
-from shardwright_formats.types.plan import PipelineStage, Plan
+from shardwright_formats.types.model import BoundaryTensor, Model
+from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
-from shardwright_formats.types.strategy import LayerStrategy
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.collectives import send_kind_time
 from shardwright_search.cost_model.communication import handover_time
@@ -31,7 +31,7 @@ from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import Problem, Start, price
 from shardwright_search.space.budget import GIB
-from shardwright_search.space.configurations import configurations, narrowed, shardings
+from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest, StageWidths
 
 FILE = Path("s.json")
@@ -92,38 +92,15 @@ def on_nodes(cluster: Cluster, ranks: Sequence[int]) -> bool:
 def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterator[Plan]:
     """All plans of any widths, put together without the solver."""
     request = narrowed(request, cluster)
-    layers = len(model.layers)
     for configuration in configurations(request, model, cluster, FILE):
-        samples, p = configuration.microbatch_samples, configuration.pp_size
+        p = configuration.pp_size
         for widths in product(range(1, cluster.num_devices + 1), repeat=p):
             ranks = [tuple(range(sum(widths[:i]), sum(widths[: i + 1]))) for i in range(p)]
             if sum(widths) != cluster.num_devices:
                 continue
             if len(set(widths)) > 1 and not all(on_nodes(cluster, own) for own in ranks):
                 continue
-            for cuts in product(range(layers + 1), repeat=p - 1):
-                bounds = list(pairwise((0, *cuts, layers)))
-                # The embedding may be alone, and the head.
-                if any(low >= high + (stage in (0, p - 1)) for stage, (low, high) in enumerate(bounds)):
-                    continue
-                stage_of = [i for i, (low, high) in enumerate(bounds) for _ in range(low, high)]
-                spaces = [
-                    [s for s in shardings(request, model, name, widths[stage]) if samples % s.dp_size == 0]
-                    for name, stage in zip((EMBEDDING, *model.layers, HEAD), (0, *stage_of, p - 1), strict=True)
-                ]
-                for embedding, *blocks, head in product(*spaces):
-                    yield Plan(
-                        name=request.name,
-                        model=model,
-                        cluster=cluster,
-                        global_batch_size=request.global_batch_size,
-                        num_microbatches=configuration.num_microbatches,
-                        schedule=configuration.schedule,
-                        stages=tuple(PipelineStage(ranks=r, layers=(b,)) for r, b in zip(ranks, bounds, strict=True)),
-                        embedding=embedding,
-                        head=head,
-                        layers=tuple(block for block in blocks if isinstance(block, LayerStrategy)),
-                    )
+            yield from plans_on(ranks, configuration, request, model, cluster)
 
 
 def searched(request: SearchRequest, model: Model, cluster: Cluster, profiles) -> Found | Infeasible:
