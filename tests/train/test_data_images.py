@@ -11,6 +11,7 @@ from tiny_models import tiny
 from shardwright_formats.io.errors import BadInput
 from shardwright_train.data.images import ImageForm, Images, open_images
 from shardwright_train.data.share import Share
+from shardwright_train.data.split import Fractions, Part, Split
 from shardwright_train.models.registry import family_named
 
 FORM = ImageForm(channels=1, height=2, width=3, classes=8)
@@ -154,3 +155,18 @@ def test_a_family_of_images_is_given_images(tmp_path: Path) -> None:
     assert batch["pixel_values"].shape == (4, 3, 12, 20)
     with pytest.raises(BadInput, match=r"labels\.npy: labels from 0 to 4, the model has 4 classes"):
         family_named("vit", "test").learns(tiny("vit", num_labels=4)).open(tmp_path, seed=0)
+
+
+def test_the_splits_share_out_all_images_whatever_the_seed(tmp_path: Path) -> None:
+    _written(tmp_path)
+    fractions, seen = Fractions(valid=0.25, test=0.25), []
+    for seed in (0, 1):
+        opened = [open_images(tmp_path, FORM, seed, Part(split, fractions)) for split in Split]
+        assert [images.per_epoch for images in opened] == [4, 2, 2]
+        seen.append([_labels(images, 1, images.per_epoch) for images in opened])
+        assert sorted(number for split in seen[-1] for number in split) == list(range(8))
+    assert seen[0][1:] == seen[1][1:]
+    assert sorted(seen[0][0]) == sorted(seen[1][0])
+    assert seen[0][0] != seen[1][0]
+    with pytest.raises(BadInput, match=r"8 images leave none to the valid split"):
+        open_images(tmp_path, FORM, 0, Part(Split.VALID))

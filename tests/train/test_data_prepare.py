@@ -38,8 +38,8 @@ def text(tmp_path: Path) -> Path:
 def _documents(folder: Path) -> list[list[int]]:
     files = DataFolder(folder)
     read = read_tokens(files.tokens, files.index)
-    ends = np.cumsum(read.lengths)
-    return [read.tokens[end - length : end].tolist() for end, length in zip(ends, read.lengths, strict=True)]
+    ends = np.cumsum(read.index.lengths)
+    return [read.tokens[end - length : end].tolist() for end, length in zip(ends, read.index.lengths, strict=True)]
 
 
 def test_every_file_is_a_document_that_decodes_to_its_text(text: Path, tmp_path: Path) -> None:

@@ -12,20 +12,21 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import write_document
 from shardwright_train.data.description import DataFolder, PreparedData
 from shardwright_train.data.sampling import Samples, open_samples
+from shardwright_train.data.split import Fractions, Part, Split
 from shardwright_train.data.tokens import write_tokens
 
 LENGTH = 5
 TOKENS = np.arange(1000, 1043)
 
 
-def _written(folder: Path, tokens: np.ndarray = TOKENS, vocab_size: int = 2000) -> Path:
+def _written(folder: Path, tokens: np.ndarray = TOKENS, vocab_size: int = 2000, documents: int = 1) -> Path:
     files = DataFolder(folder)
-    write_tokens(files.tokens, files.index, [tokens], max(vocab_size, 2000))
+    write_tokens(files.tokens, files.index, np.array_split(tokens, documents), max(vocab_size, 2000))
     description = PreparedData(
         text="here",
         glob="*",
         vocab_size=vocab_size,
-        documents=1,
+        documents=documents,
         text_bytes=1,
         tokens=len(tokens),
         tokenizer_sha256="a",
@@ -154,3 +155,46 @@ def test_the_identity_of_data_is_its_tokens_not_its_place(tmp_path: Path) -> Non
     description = DataFolder(second).description
     description.write_text(json.dumps(json.loads(description.read_text()) | {"tokens_sha256": "c"}))
     assert open_samples(first, LENGTH, 0).sha256 != open_samples(second, LENGTH, 0).sha256
+
+
+PARTS = [Part(split, Fractions(valid=0.2, test=0.1)) for split in Split]
+
+
+def _parts(folder: Path, seed: int = 0) -> list[Samples]:
+    _written(folder, np.arange(1000), documents=50)
+    return [open_samples(folder, LENGTH, seed, part) for part in PARTS]
+
+
+def test_splits_are_whole_documents_one_after_the_other(tmp_path: Path) -> None:
+    opened = _parts(tmp_path)
+    assert [samples.tokens.tolist() for samples in opened] == [
+        list(range(700)),
+        list(range(700, 900)),
+        list(range(900, 1000)),
+    ]
+    assert [samples.per_epoch for samples in opened] == [139, 39, 19]
+
+
+def test_a_split_begins_with_the_first_document_behind_its_share(tmp_path: Path) -> None:
+    _written(tmp_path, np.arange(1000), documents=3)
+    train = open_samples(tmp_path, LENGTH, 0, Part(Split.TRAIN, Fractions(valid=0.5)))
+    assert (len(train.tokens), train.first) == (667, 0)
+    with pytest.raises(BadInput, match=r"0 tokens of the valid split are less than one sample"):
+        open_samples(tmp_path, LENGTH, 0, Part(Split.VALID, Fractions(valid=0.1)))
+
+
+def test_evaluation_sees_its_samples_in_their_order_whatever_the_seed(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        _, valid, _ = _parts(tmp_path, seed)
+        first = valid.read(np.arange(valid.per_epoch + 2))[:, 0]
+        assert first[: valid.per_epoch].tolist() == list(range(700, 895, LENGTH))
+        assert first[valid.per_epoch :].tolist() == [700, 705]
+
+
+def test_no_split_is_another_ones_data(tmp_path: Path) -> None:
+    assert len({samples.sha256 for samples in [*_parts(tmp_path), open_samples(tmp_path, LENGTH, 0)]}) == 4
+
+
+def test_splits_that_leave_nothing_to_train_on_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"0\.5 of the data to validate and 0\.5 to test leave none"):
+        open_samples(_written(tmp_path), LENGTH, 0, Part(Split.TRAIN, Fractions(0.5, 0.5)))

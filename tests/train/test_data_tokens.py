@@ -1,6 +1,8 @@
 """Token files, against bytes written out by hand from Megatron-LM's indexed_dataset.py."""
 
 import struct
+import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_train.data.token_index import open_index, write_index
 from shardwright_train.data.tokens import read_tokens, token_dtype, write_tokens
 
 # Two documents: tokens 7, 300, 0 and tokens 65535, 1.
@@ -43,8 +46,8 @@ def test_documents_are_written_as_megatron_writes_them(tmp_path: Path) -> None:
 def test_the_golden_files_are_read(tmp_path: Path) -> None:
     read = read_tokens(*_golden(tmp_path))
     assert read.tokens.tolist() == [7, 300, 0, 65535, 1]
-    assert read.lengths.tolist() == [3, 2]
-    assert read.documents.tolist() == [0, 1, 2]
+    assert read.index.lengths.tolist() == [3, 2]
+    assert read.index.documents.tolist() == [0, 1, 2]
 
 
 def test_tokens_are_mapped_and_not_read(tmp_path: Path) -> None:
@@ -77,8 +80,8 @@ def test_documents_come_back_as_they_were_written(
     folder = tmp_path_factory.mktemp("tokens")
     write_tokens(folder / "t.bin", folder / "t.idx", (np.array(d, np.int64) for d in documents), vocab_size)
     read = read_tokens(folder / "t.bin", folder / "t.idx")
-    ends = np.cumsum(read.lengths)
-    assert [read.tokens[e - n : e].tolist() for e, n in zip(ends, read.lengths, strict=True)] == documents
+    ends = np.cumsum(read.index.lengths)
+    assert [read.tokens[e - n : e].tolist() for e, n in zip(ends, read.index.lengths, strict=True)] == documents
 
 
 def _patched(at: int, value: bytes) -> Callable[[bytes], bytes]:
@@ -134,3 +137,66 @@ def test_a_token_outside_the_vocabulary_is_not_written(token: int, tmp_path: Pat
     with pytest.raises(ValueError, match=r"document 1 has a token that is not in \[0, 10\)"):
         write_tokens(tmp_path / "t.bin", tmp_path / "t.idx", [np.array([9]), np.array([0, token])], 10)
     assert list(tmp_path.iterdir()) == []
+
+
+# The same two documents, before Megatron's index had the form above: all numbers are int64.
+OLD_INDEX = b"TNTIDX\x00\x00" + struct.pack(
+    "<17q",
+    *(1, 8, 2, 2, 2, 3),  # version, dtype code, bytes of a token, sequences, their dims, length of the document list
+    *(0, 1, 2),  # first dim of each sequence, and the number of dims
+    *(0, 3, 5),  # first token of each sequence, and the number of tokens
+    *(3, 2),  # lengths
+    *(0, 1, 2),  # document list
+)
+
+
+def test_the_older_index_is_read(tmp_path: Path) -> None:
+    bin_path, index_path = _golden(tmp_path)
+    index_path.write_bytes(OLD_INDEX)
+    read = read_tokens(bin_path, index_path)
+    assert read.tokens.tolist() == [7, 300, 0, 65535, 1]
+    assert (read.index.lengths.tolist(), read.index.documents.tolist()) == ([3, 2], [0, 1, 2])
+    assert [read.index.document_start(document) for document in range(3)] == [0, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda index: index[:30], "ends inside its header"),
+        (lambda index: index[:-8], "were announced"),
+        (_patched(24, b"\x04"), "2 dims of 4 bytes for 2 sequences of uint16 tokens"),
+        (_patched(88, b"\x02"), "do not follow one another"),
+    ],
+)
+def test_a_damaged_older_index_is_refused_in_one_line(
+    change: Callable[[bytes], bytes], fault: str, tmp_path: Path
+) -> None:
+    bin_path, index_path = _golden(tmp_path)
+    index_path.write_bytes(change(OLD_INDEX))
+    with pytest.raises(BadInput, match=fault):
+        read_tokens(bin_path, index_path)
+
+
+def test_documents_of_several_sequences_are_found_by_their_tokens(tmp_path: Path) -> None:
+    lengths, documents = np.array([2, 0, 3, 4, 1]), np.array([0, 2, 2, 4, 5])
+    write_index(tmp_path / "t.idx", lengths, np.dtype("<i4"), documents)
+    index = open_index(tmp_path / "t.idx")
+    assert index.num_documents == 4
+    assert [index.document_start(document) for document in range(5)] == [0, 2, 2, 9, 10]
+    assert [index.first_document_from(token) for token in (0, 1, 2, 3, 9, 10, 11)] == [0, 1, 1, 3, 3, 4, 4]
+
+
+def test_ten_million_documents_open_in_a_second_and_stay_in_their_file(tmp_path: Path) -> None:
+    lengths = np.arange(10_000_000, dtype=np.int32) % 7
+    write_index(tmp_path / "t.idx", lengths, np.dtype("<u2"))
+    tracemalloc.start()
+    began = time.process_time()
+    index = open_index(tmp_path / "t.idx")
+    took = time.process_time() - began
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (index.num_documents, index.total) == (len(lengths), int(lengths.sum()))
+    assert index.first_document_from(index.total // 2) in range(4_990_000, 5_010_000)
+    assert took < 1.0
+    assert peak < 16 << 20
+    assert all(isinstance(array.base, np.memmap) for array in (index.lengths, index.starts, index.documents))

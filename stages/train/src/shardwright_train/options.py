@@ -11,6 +11,7 @@ from shardwright_formats.command import POSITIONAL, Off, Options
 from shardwright_formats.types.limits import Count, Gib, NonNegativeCount, Seconds, Share
 from shardwright_launch.heartbeat import HANG_TIMEOUT_S
 from shardwright_launch.nodes import NodeOptions
+from shardwright_train.data.split import Fractions
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -131,6 +132,15 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Largest global 2-norm of gradients; 0: no clipping."""
     seed: NonNegativeCount = 0
     """Seed of initial weights and sample order."""
+    valid_fraction: Share = 0.0
+    """Share of the data, behind what is trained on, that is left to evaluation."""
+    test_fraction: Share = 0.0
+    """Share of the data, at its end, that no run sees."""
+
+    @property
+    def fractions(self) -> Fractions:
+        """How the data is divided."""
+        return Fractions(self.valid_fraction, self.test_fraction)
 
 
 class CheckOptions(Options, frozen=True, kw_only=True):

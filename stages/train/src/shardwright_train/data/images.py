@@ -17,8 +17,11 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import sha256_of_file, sha256_of_value
 from shardwright_train.data.order import samples_at
 from shardwright_train.data.share import Batch, Share
+from shardwright_train.data.split import WHOLE, Part, Split
 
 _BRIGHTEST = 255
+_ORDER_OF_SPLITS = 2**40
+"""A seed that no run has: which images a split has does not depend on the run."""
 
 
 class ImageForm(NamedTuple):
@@ -32,7 +35,10 @@ class ImageForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Images:
-    """Images in another order each epoch, as samples of text are."""
+    """A split of images: to train on, in another order each epoch; to evaluate, in one that no seed changes.
+
+    A folder often has its classes one after the other: the splits are those of one shuffled order of all images.
+    """
 
     pixels: NDArray[np.uint8]
     """[images, channels, height, width], mapped from the file."""
@@ -40,17 +46,36 @@ class Images:
     """[images]: the class of each."""
     seed: int
     sha256: str
-    """Identity of the contents of both files."""
+    """Identity of the contents of both files, and of the split."""
+    part: Part = WHOLE
+
+    @property
+    def per_epoch(self) -> int:
+        """Number of images of the split; in evaluation those from 0 to it are all of it once."""
+        first, end = self._bounds
+        return end - first
 
     def read(self, first: int, share: Share) -> Batch:
         """`pixel_values` [samples, channels, height, width] in [-1, 1] and `labels` [samples, 1], from a number on."""
         indices = first + share.rows
-        chosen = samples_at(indices, len(self.labels), self.seed)
+        chosen = self._chosen(indices)
         batch = {} if "labels" in share.left_out else {"labels": torch.from_numpy(self.labels[chosen])[:, None]}
         if "pixel_values" not in share.left_out:
             pixels = torch.from_numpy(self.pixels[chosen]).to(torch.float32)
             batch["pixel_values"] = pixels.div_(_BRIGHTEST / 2).sub_(1)
         return batch
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        begin, end = (round(share * len(self.labels)) for share in self.part.bounds)
+        return begin, end
+
+    def _chosen(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self.part.split is Split.TRAIN:
+            indices = samples_at(indices, self.per_epoch, self.seed)
+        if self.part == WHOLE:
+            return indices
+        return samples_at(self._bounds[0] + indices % self.per_epoch, len(self.labels), _ORDER_OF_SPLITS)
 
     def counted(self, first: int, samples: int) -> int:
         """Number of labels of a batch that count."""
@@ -60,8 +85,8 @@ class Images:
         """Their identity was read from the files themselves."""
 
 
-def open_images(folder: Path, form: ImageForm, seed: int) -> Images:
-    """Open a folder of images for a model; they are mapped, but read once for their identity.
+def open_images(folder: Path, form: ImageForm, seed: int, part: Part = WHOLE) -> Images:
+    """Open a split of a folder of images for a model; they are mapped, but read once for their identity.
 
     Raises BadInput when a file is absent or damaged, they do not belong together, or do not fit the model.
     """
@@ -79,8 +104,11 @@ def open_images(folder: Path, form: ImageForm, seed: int) -> Images:
     if not 0 <= labels.min() <= labels.max() < form.classes:
         what = f"labels from {labels.min()} to {labels.max()}, the model has {form.classes} classes, from 0"
         raise BadInput(label_file, what, "number the classes from 0, or describe a model with more")
-    identity = sha256_of_value([sha256_of_file(image_file), sha256_of_file(label_file)])
-    return Images(pixels, labels.astype(np.int64), seed, identity)
+    identity = sha256_of_value([sha256_of_file(image_file), sha256_of_file(label_file), *part.identity])
+    images = Images(pixels, labels.astype(np.int64), seed, identity, part)
+    if not images.per_epoch:
+        raise BadInput(label_file, f"{len(labels)} images leave none to the {part.split} split", "take more of them")
+    return images
 
 
 def _mapped(path: Path) -> NDArray[Any]:

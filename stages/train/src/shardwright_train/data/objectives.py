@@ -14,6 +14,7 @@ from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_train.data.images import ImageForm, Images, open_images
 from shardwright_train.data.sampling import Samples, open_samples
 from shardwright_train.data.share import Batch, Share
+from shardwright_train.data.split import WHOLE, Part
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.vocab import IGNORED
 
@@ -63,27 +64,32 @@ class Text:
         shape = (samples, self.stream_tokens + 1)
         return self.batch(torch.randint(0, self.vocab_size, shape, generator=generator), generator)
 
-    def open(self, folder: Path, seed: int) -> "TextBatches":
-        """Open a folder of prepared text.
+    def open(self, folder: Path, seed: int, part: Part = WHOLE) -> "TextBatches":
+        """Open a split of a folder of prepared text.
 
-        Raises BadInput when a file is damaged, holds less than one sample, or does not fit the model.
+        Raises BadInput when a file is damaged, the split holds less than one sample, or it does not fit the model.
         """
-        samples = open_samples(folder, self.stream_tokens, seed)
+        samples = open_samples(folder, self.stream_tokens, seed, part)
         samples.check_vocabulary(self.vocab_size)
         return TextBatches(samples, self)
 
 
 @dataclass(frozen=True)
 class TextBatches:
-    """The global batches of a run on a text: a function of data, seed and step alone, whatever the plan."""
+    """The global batches of a split of a text: a function of data, seed and step alone, whatever the plan."""
 
     samples: Samples
     objective: Text
 
     @property
     def sha256(self) -> str:
-        """Identity of the token stream."""
+        """Identity of the token stream and of the split."""
         return self.samples.sha256
+
+    @property
+    def per_epoch(self) -> int:
+        """Number of samples of the split; in evaluation those from 0 to it are all of it once, in their own order."""
+        return self.samples.per_epoch
 
     def read(self, first: int, share: Share) -> Batch:
         """A rank's share of the batch that begins with a sample's number; of a sample every rank makes the same."""
@@ -170,12 +176,12 @@ class Masked(Text):
             raise ValueError(f"mask_token_id and pad_token_id are both {mask}")
         return cls(config.vocab_size, sequence_length, mask, padding)
 
-    def open(self, folder: Path, seed: int) -> TextBatches:
+    def open(self, folder: Path, seed: int, part: Part = WHOLE) -> TextBatches:
         """As any text; BadInput where the mask token is not known."""
         if self.mask is None:
             remedy = "add the number of a token that no text holds ([MASK]'s), and describe the model again"
             raise BadInput("config.json", "mask_token_id is missing", remedy)
-        return super().open(folder, seed)
+        return super().open(folder, seed, part)
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
         """`tokens` [n, sequence_length] with some hidden, `labels`, and `attention_mask`, which is false on padding."""
@@ -260,9 +266,9 @@ class Classification:
         labels = torch.randint(0, form.classes, (samples, 1), generator=generator)
         return {"pixel_values": 2 * pixels - 1, "labels": labels}
 
-    def open(self, folder: Path, seed: int) -> Images:
-        """Open a folder of images."""
-        return open_images(folder, self.form, seed)
+    def open(self, folder: Path, seed: int, part: Part = WHOLE) -> Images:
+        """Open a split of a folder of images."""
+        return open_images(folder, self.form, seed, part)
 
 
 def _chosen_of(real: Tensor) -> Tensor:

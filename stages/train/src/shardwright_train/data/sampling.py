@@ -1,4 +1,4 @@
-"""Which tokens each step trains on: a function of data, seed and step alone, whatever the plan."""
+"""Which tokens each step works on: a function of data, seed and step alone, whatever the plan."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,27 +8,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.io.json import sha256_of_file, sha256_of_value
 from shardwright_train.data.description import DataFolder
 from shardwright_train.data.order import samples_at
-from shardwright_train.data.tokens import read_tokens
+from shardwright_train.data.split import WHOLE, Part, Split
+from shardwright_train.data.token_index import TokenIndex
+from shardwright_train.data.tokens import TokenFile, read_tokens
 
 
 @dataclass(frozen=True)
 class Samples:
-    """A token stream cut into samples, in another order each epoch.
+    """A split of a token stream cut into samples: to train on, in another order each epoch; to evaluate, in their own.
 
-    Sample i of the stream is its tokens [i * S, i * S + S], so that each token but the first is a label once an epoch.
+    Sample i of the split is its tokens [i * S, i * S + S], so that each token but the first is a label once an epoch.
     """
 
     folder: Path
     tokens: NDArray[Any]
-    """[all tokens], mapped from the file."""
+    """[tokens of the split], mapped from the file."""
     vocab_size: int
     sequence_length: int
     seed: int
     sha256: str
-    """Identity of the token stream."""
+    """Identity of the token stream and of the split."""
+    first: int = 0
+    """The split's first token in the file."""
+    shuffled: bool = True
 
     @property
     def per_epoch(self) -> int:
@@ -40,16 +45,17 @@ class Samples:
 
         Raises BadInput when the stream holds a token that is not in the vocabulary.
         """
-        firsts = samples_at(indices, self.per_epoch, self.seed) * self.sequence_length
+        firsts = self.numbers(indices) * self.sequence_length
         found = np.stack([self.tokens[first : first + self.sequence_length + 1] for first in firsts]).astype(np.int64)
         strange = (found < 0) | (found >= self.vocab_size)
         if strange.any():
-            raise BadInput(
-                DataFolder(self.folder).tokens,
-                f"a token after number {firsts[strange.any(1)][0]} is not in the vocabulary of {self.vocab_size}",
-                "prepare the data again",
-            )
+            what = f"a token after number {self.first + firsts[strange.any(1)][0]} is not in the vocabulary"
+            raise BadInput(DataFolder(self.folder).tokens, f"{what} of {self.vocab_size}", "prepare the data again")
         return found
+
+    def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples of the split, from 0, that have these numbers when they are counted over all epochs."""
+        return samples_at(indices, self.per_epoch, self.seed) if self.shuffled else indices % self.per_epoch
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise BadInput unless every token is below a model's vocabulary size."""
@@ -72,22 +78,39 @@ class Samples:
                 raise BadInput(file, f"its SHA-256 is not what {files.description.name} says", "prepare the data again")
 
 
-def open_samples(folder: Path, sequence_length: int, seed: int) -> Samples:
-    """Open a folder of prepared data; the tokens are mapped, not read.
+def open_samples(folder: Path, sequence_length: int, seed: int, part: Part = WHOLE) -> Samples:
+    """Open a split of a folder of prepared data; the tokens are mapped, not read.
 
-    Raises BadInput when a file is damaged, does not belong to the others, or holds less than one sample.
+    Raises BadInput when a file is damaged, does not belong to the others, or the split holds less than one sample.
     """
     files = DataFolder(folder)
     described = files.read_description()
-    tokens = read_tokens(files.tokens, files.index).tokens
-    if len(tokens) != described.tokens:
-        raise BadInput(
-            files.tokens, f"has {len(tokens)} tokens, data.json says {described.tokens}", "prepare the data again"
-        )
-    if len(tokens) <= sequence_length:
-        raise BadInput(
-            files.tokens,
-            f"{len(tokens)} tokens are less than one sample of {sequence_length} + 1",
-            "prepare more text or shorten the sequence",
-        )
-    return Samples(folder, tokens, described.vocab_size, sequence_length, seed, described.sha256)
+    opened = read_tokens(files.tokens, files.index)
+    if len(opened.tokens) != described.tokens:
+        what = f"has {len(opened.tokens)} tokens, data.json says {described.tokens}"
+        raise BadInput(files.tokens, what, "prepare the data again")
+    first, end = _tokens_of(opened, part)
+    if end - first <= sequence_length:
+        of_split = "" if part == WHOLE else f" of the {part.split} split"
+        what = f"{end - first} tokens{of_split} are less than one sample of {sequence_length} + 1"
+        raise BadInput(files.tokens, what, "prepare more text or shorten the sequence")
+    return Samples(
+        folder=folder,
+        tokens=opened.tokens[first:end],
+        vocab_size=described.vocab_size,
+        sequence_length=sequence_length,
+        seed=seed,
+        sha256=sha256_of_value([described.sha256, *part.identity]) if part.identity else described.sha256,
+        first=first,
+        shuffled=part.split is Split.TRAIN,
+    )
+
+
+def _tokens_of(opened: TokenFile, part: Part) -> tuple[int, int]:
+    """The tokens of a split: whole documents, from the first that begins where the split does."""
+    begin, end = (_document_start(opened.index, share) for share in part.bounds)
+    return begin, end
+
+
+def _document_start(index: TokenIndex, share: float) -> int:
+    return index.document_start(index.first_document_from(round(share * index.total)))

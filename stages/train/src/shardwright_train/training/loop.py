@@ -30,6 +30,7 @@ from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.data.objectives import Batches
 from shardwright_train.data.read_ahead import read_ahead
 from shardwright_train.data.share import on_host
+from shardwright_train.data.split import Part, Split
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
@@ -116,7 +117,7 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> Batches:
         check_device(plan, world, job.plan)
         family = family_named(plan.model.family, job.plan)
         check_kernels(plan, family, world.device, job.plan)
-        batches = family.learns(plan.model).open(job.data, job.seed)
+        batches = family.learns(plan.model).open(job.data, job.seed, Part(Split.TRAIN, job.fractions))
         if world.rank == 0:
             batches.check_contents()
     except ShardwrightError as error:

@@ -1,0 +1,178 @@
+"""The .idx of a token file: where each sequence lies in the .bin, in the two layouts that Megatron has written.
+
+`MMIDIDX`, little-endian: 9 bytes magic, version 1 (uint64), dtype code (uint8), number of sequences and length of the
+document list (uint64 each), then each sequence's length in tokens (int32) and first byte in the .bin (int64), then
+the document list (int64): the first sequence of each document, closed by the number of sequences.
+Source: megatron/core/datasets/indexed_dataset.py of Megatron-LM.
+
+`TNTIDX`, before it: 8 bytes magic, version 1, dtype code, bytes of a token, number of sequences, number of their dims,
+length of the document list (uint64 each), then the first dim of each sequence, closed by the number of dims, its first
+token in the .bin, closed by the number of tokens, the lengths of the dims, and the document list (int64 each).
+Source: megatron/data/indexed_dataset.py of Megatron-LM 2 and 3. It is read, not written.
+"""
+
+import struct
+from bisect import bisect_left
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright_formats.io.errors import BadInput, system_fault
+from shardwright_formats.io.json import atomic_path, check_regular
+
+_MAGIC, _OLD_MAGIC = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
+_VERSION = 1
+_HEADER, _OLD_HEADER = struct.Struct("<9sQBQQ"), struct.Struct("<8sQQQQQQ")
+_DTYPE_OF_CODE = {1: "uint8", 2: "int8", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_CODE_OF_DTYPE = {np.dtype(dtype): code for code, dtype in _DTYPE_OF_CODE.items()}
+_MAX_BYTES = 2**50
+_BLOCK = 1 << 16
+"""Sequences that are looked at together: what a check holds in memory stays so small."""
+AGAIN = "prepare the data again"
+
+
+class TokenIndex(NamedTuple):
+    """Where each sequence of a .bin lies; all arrays are mapped from the .idx, not read."""
+
+    dtype: np.dtype[Any]
+    """Of the tokens."""
+    lengths: NDArray[Any]
+    """[sequences], in tokens."""
+    starts: NDArray[np.int64]
+    """[sequences]: where each begins."""
+    start_unit: int
+    """What `starts` count in: bytes of a token, or 1 where they count tokens."""
+    documents: NDArray[np.int64]
+    """[documents + 1]: the first sequence of each, and the number of sequences."""
+    total: int
+    """Tokens in all."""
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.documents) - 1
+
+    def document_start(self, document: int) -> int:
+        """The first token of a document; of the number of documents, the number of tokens."""
+        sequence = int(self.documents[document])
+        return self.total if sequence == len(self.starts) else int(self.starts[sequence]) // self.start_unit
+
+    def first_document_from(self, token: int) -> int:
+        """The first document that begins at a token or behind it; the number of documents where none does."""
+        return bisect_left(range(self.num_documents), token, key=self.document_start)
+
+
+def open_index(path: Path) -> TokenIndex:
+    """Map an index, in either layout, and check it; BadInput where it is damaged.
+
+    It is looked through once, some sequences at a time.
+    """
+    raw = _mapped(path)
+    index = _old_index(path, raw) if raw[:8].tobytes() == _OLD_MAGIC else _index(path, raw)
+    total = _checked_total(path, index)
+    _check_documents(path, index.documents, len(index.lengths))
+    return index._replace(total=total)
+
+
+def write_index(
+    path: Path, lengths: NDArray[Any], dtype: np.dtype[Any], documents: NDArray[np.int64] | None = None
+) -> None:
+    """Write an index of sequences that follow one another, atomically; lengths [sequences], in tokens.
+
+    Where `documents` [documents + 1] is None each sequence is one. Raises ValueError for a length beyond 2^31 - 1.
+    """
+    if documents is None:
+        documents = np.arange(len(lengths) + 1, dtype=np.int64)
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        file.write(_HEADER.pack(_MAGIC, _VERSION, _CODE_OF_DTYPE[dtype], len(lengths), len(documents)))
+        for block in _blocks(len(lengths)):
+            if lengths[block].max() > np.iinfo(np.int32).max:
+                raise ValueError("a document has more than 2^31 - 1 tokens")
+            file.write(lengths[block].astype("<i4").tobytes())
+        end = 0
+        for block in _blocks(len(lengths)):
+            ends = end + np.cumsum(lengths[block], dtype=np.int64)
+            file.write(((ends - lengths[block]) * dtype.itemsize).astype("<i8").tobytes())
+            end = int(ends[-1])
+        for block in _blocks(len(documents)):
+            file.write(documents[block].astype("<i8").tobytes())
+
+
+def _blocks(count: int) -> Iterator[slice]:
+    return (slice(first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK))
+
+
+def _mapped(path: Path) -> NDArray[np.uint8]:
+    check_regular(path, _MAX_BYTES)
+    try:
+        return np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+    except OSError as error:
+        raise system_fault(error, path) from None
+
+
+def _index(path: Path, raw: NDArray[np.uint8]) -> TokenIndex:
+    if raw[: len(_MAGIC)].tobytes() != _MAGIC:
+        raise BadInput(path, f"does not begin with {_MAGIC!r}", "pass an index in Megatron's format")
+    _, version, code, sequences, listed = _header(path, raw, _HEADER)
+    dtype = _dtype(path, version, code)
+    _check_size(path, raw, _HEADER.size + 12 * sequences + 8 * listed)
+    lengths = np.frombuffer(raw, "<i4", sequences, _HEADER.size)
+    starts = np.frombuffer(raw, "<i8", sequences, _HEADER.size + 4 * sequences)
+    documents = np.frombuffer(raw, "<i8", listed, _HEADER.size + 12 * sequences)
+    return TokenIndex(dtype, lengths, starts, dtype.itemsize, documents, 0)
+
+
+def _old_index(path: Path, raw: NDArray[np.uint8]) -> TokenIndex:
+    _, version, code, itemsize, sequences, dims, listed = _header(path, raw, _OLD_HEADER)
+    dtype = _dtype(path, version, code)
+    if itemsize != dtype.itemsize or dims != sequences:
+        raise BadInput(path, f"{dims} dims of {itemsize} bytes for {sequences} sequences of {dtype} tokens", AGAIN)
+    _check_size(path, raw, _OLD_HEADER.size + 8 * (2 * (sequences + 1) + sequences + listed))
+    at = _OLD_HEADER.size + 8 * (sequences + 1)
+    starts = np.frombuffer(raw, "<i8", sequences, at)
+    lengths = np.frombuffer(raw, "<i8", sequences, at + 8 * (sequences + 1))
+    documents = np.frombuffer(raw, "<i8", listed, at + 8 * (2 * sequences + 1))
+    return TokenIndex(dtype, lengths, starts, 1, documents, 0)
+
+
+def _header(path: Path, raw: NDArray[np.uint8], header: struct.Struct) -> tuple[Any, ...]:
+    if len(raw) < header.size:
+        raise BadInput(path, "ends inside its header", AGAIN)
+    return header.unpack(raw[: header.size].tobytes())
+
+
+def _dtype(path: Path, version: int, code: int) -> np.dtype[Any]:
+    if version != _VERSION:
+        raise BadInput(path, f"version {version} is unknown here, only {_VERSION} is read", AGAIN)
+    if code not in _DTYPE_OF_CODE:
+        raise BadInput(path, f"dtype code {code} is none of integers", AGAIN)
+    return np.dtype(_DTYPE_OF_CODE[code])
+
+
+def _check_size(path: Path, raw: NDArray[np.uint8], expected: int) -> None:
+    if len(raw) != expected:
+        raise BadInput(path, f"has {len(raw)} bytes, {expected} were announced", AGAIN)
+
+
+def _checked_total(path: Path, index: TokenIndex) -> int:
+    """Tokens of all sequences; BadInput unless each begins where the one before ends."""
+    total = 0
+    for block in _blocks(len(index.lengths)):
+        lengths = index.lengths[block]
+        ends = total + np.cumsum(lengths, dtype=np.int64)
+        if (lengths < 0).any() or (index.starts[block] != (ends - lengths) * index.start_unit).any():
+            raise BadInput(path, "the sequences do not follow one another", AGAIN)
+        total = int(ends[-1])
+    return total
+
+
+def _check_documents(path: Path, documents: NDArray[np.int64], sequences: int) -> None:
+    ordered = len(documents) > 0 and documents[0] == 0 and documents[-1] == sequences
+    ordered = ordered and all(
+        (np.diff(documents[max(0, block.start - 1) : block.stop]) >= 0).all() for block in _blocks(len(documents))
+    )
+    if not ordered:
+        raise BadInput(path, "the documents do not cover the sequences", AGAIN)
