@@ -220,6 +220,8 @@ def _options(said: Section) -> list[str]:
 def _option(name: str, key: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [name if value else _OFF.get(key) or name.replace("--", "--no-", 1)]
+    if isinstance(value, list):
+        return [word for each in value for word in (name, str(each))]
     return [name, str(value)]
 
 

@@ -3,10 +3,12 @@
 import json
 import logging
 import math
+import re
 import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -22,6 +24,7 @@ from shardwright_formats.types.plan import Plan, Plans
 from shardwright_train.data.share import Batch
 from shardwright_train.engine import optimizer
 from shardwright_train.engine.learning_rate import Hyperparameters
+from shardwright_train.engine.parameter_groups import LearningRateFactor
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel import collectives, compiling, redistribute
 from shardwright_train.parallel import data as data_parallel
@@ -36,6 +39,24 @@ from shardwright_train.torch_private import compiled
 
 STEPS = 3
 SETTINGS = Hyperparameters(learning_rate=1e-2, warmup_steps=1, steps=STEPS, weight_decay=0.1, clip_norm=0.5)
+_FACTORS = ("*embed*=0.25", "*wte*=0.25", "shared.*=0.25", "*relative_attention_bias*=3", "*.[02].*=0.5")
+GROUPED = replace(
+    SETTINGS, decay_norms_and_biases=True, learning_rate_factors=tuple(map(LearningRateFactor.of, _FACTORS))
+)
+"""Embeddings, which the head may share, T5's biases, which blocks share, and some blocks learn at their own rates."""
+
+
+def settings_of(plan: Plan) -> Hyperparameters:
+    return GROUPED if plan.name.startswith("grouped") else SETTINGS
+
+
+def factor_of(name: str) -> float:
+    """The same of a stock model's parameter, said otherwise."""
+    if "embed" in name or "wte" in name or name == "shared.weight":
+        return 0.25
+    if "relative_attention_bias" in name:
+        return 3.0
+    return 0.5 if re.search(r"\.[02]\.", name) else 1.0
 
 
 def batches(plan: Plan) -> list[Batch]:
@@ -66,11 +87,15 @@ class Reference:
 
     def _train(self, plan: Plan, stock: nn.Module) -> None:
         named = dict(stock.named_parameters())
-        spared = [p for n, p in named.items() if p.dim() <= 1 or n.endswith("bias")]
-        decayed = [p for n, p in named.items() if p.dim() > 1 and not n.endswith("bias")]
+        settings = settings_of(plan)
+        grouped = settings is GROUPED
         groups = [
-            {"params": decayed, "weight_decay": SETTINGS.weight_decay},
-            {"params": spared, "weight_decay": 0.0},
+            {
+                "params": [parameter],
+                "weight_decay": 0.1 if grouped or (parameter.dim() > 1 and not name.endswith("bias")) else 0.0,
+                "factor": factor_of(name) if grouped else 1.0,
+            }
+            for name, parameter in named.items()
         ]
         stock_adamw = torch.optim.AdamW(groups, betas=SETTINGS.betas, eps=SETTINGS.eps)
         for step, batch in enumerate(batches(plan), start=1):
@@ -82,7 +107,7 @@ class Reference:
                 self.first_gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
             self.norms.append(nn.utils.clip_grad_norm_(named.values(), SETTINGS.clip_norm).item())
             for group in stock_adamw.param_groups:
-                group["lr"] = SETTINGS.learning_rate_at(step)
+                group["lr"] = SETTINGS.learning_rate_at(step) * group["factor"]
             stock_adamw.step()
             self.losses.append(loss.item())
         self.parameters = {n: p.detach() for n, p in named.items()}
@@ -114,7 +139,7 @@ def worst(pairs: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> dict[str, float]:
-    engine = engine_of(plan, world, groups, settings=SETTINGS)
+    engine = engine_of(plan, world, groups, settings=settings_of(plan))
     stage, parameters = engine.stage, engine.optimizer.parameters
     gradient_error = loss_error = norm_error = 0.0
     for step, batch in enumerate(batches(plan), start=1):
@@ -221,7 +246,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
             compiling.compiled = partial(compiled, backend=backend)
             torch.set_default_dtype(getattr(torch, plan.precision.parameters))
             key = f"{plan.model.architecture_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
-            key += f" {plan.global_batch_size}"
+            key += f" {plan.global_batch_size} {settings_of(plan)}"
             if key not in references:
                 references[key] = world.first_says(lambda plan=plan: Reference(plan))  # type: ignore[misc]
             results[plan.name] = compare(plan, references[key], groups, world)

@@ -54,6 +54,13 @@ def _compiled(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, name=f"compiled {plan.name}", compile=True)
 
 
+def _grouped_plans(world_size: int) -> list[Plan]:
+    """Every family, its embedding tied where it can be, with parameters that decay and learn otherwise."""
+    models = [tiny(family) for family in FAMILIES] + [tiny("llama", tie_word_embeddings=True)]
+    drawn = [random_plan(model, number, world_size) for number, model in enumerate(models)]
+    return [msgspec.structs.replace(plan, name=f"grouped {plan.name} {plan.model.tied}") for plan in drawn]
+
+
 def _mixed_plan() -> Plan:
     """A plan on two ranks of one stage that does everything at once, for the mutations to break."""
     plan = random_plan(tiny("llama", tie_word_embeddings=True), 1, 2, stages=1)
@@ -126,14 +133,16 @@ def _replicas_behind_a_cut() -> Plan:
 def two_ranks(compare: Compare) -> Errors:
     low_precision = [random_plan(tiny(family), 1, 2, dtype) for family in FAMILIES for dtype, _ in LOW_PRECISION]
     compiled = [_compiled(plan) for plan in _plans(2)[: len(FAMILIES)]]
-    return compare([*low_precision, *_plans(2), *compiled, _reduced_in_float32(), _mixed_plan()], MUTATIONS)
+    return compare(
+        [*low_precision, *_plans(2), *compiled, *_grouped_plans(2), _reduced_in_float32(), _mixed_plan()], MUTATIONS
+    )
 
 
 @pytest.fixture(scope="module")
 def more_ranks(compare: Compare) -> Errors:
-    return compare([*_plans(4), *_uneven_plans(), *_bare_plans(), _replicas_behind_a_cut(), *_in_groups(4)]) | compare(
-        [*_plans(8), *_in_groups(8)]
-    )
+    return compare(
+        [*_plans(4), *_uneven_plans(), *_bare_plans(), *_grouped_plans(4), _replicas_behind_a_cut(), *_in_groups(4)]
+    ) | compare([*_plans(8), *_in_groups(8)])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,6 +156,16 @@ def test_plans_on_two_ranks_train_exactly_as_one_process(two_ranks: Errors, fami
 def test_compiled_plans_train_exactly_as_one_process(two_ranks: Errors, family: str) -> None:
     exact = {name: errors for name, errors in two_ranks.items() if name.startswith(f"compiled {family}")}
     assert len(exact) == 1
+    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_parameters_that_decay_and_learn_otherwise_train_as_in_one_process(
+    two_ranks: Errors, more_ranks: Errors, world_size: int
+) -> None:
+    found = two_ranks if world_size == 2 else more_ranks
+    exact = {name: errors for name, errors in found.items() if name.startswith("grouped")}
+    assert len(exact) == len(FAMILIES) + 1
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 

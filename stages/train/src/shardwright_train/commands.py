@@ -22,6 +22,7 @@ from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
 from shardwright_launch.ranks import EXPANDABLE, allocator_setting, launch
+from shardwright_train.engine.parameter_groups import LearningRateFactor, check_patterns
 from shardwright_train.imports import without_collection
 from shardwright_train.models.describe import describe_folder
 from shardwright_train.models.support import check_installed, check_supported, without_devices
@@ -95,6 +96,8 @@ def start_run(options: RunOptions) -> None:
     _check_folder(options.checkpoints)
     if options.weights is not None:
         _check_weights(options, options.weights, plan)
+    if options.learning_rate_factor:
+        _check_learning_rates(options, plan)
     attempt = Attempt(options, plan, nodes)
     if options.on_node_loss is OnNodeLoss.REPLAN:
         check_replan(options, plan, attempt.folder, nodes)
@@ -228,6 +231,14 @@ def _check_weights(options: RunOptions, weights: Path, plan: Plan) -> None:
     found = agree(weights, plan.model, family_named(plan.model.family, options.plan), options.new_weights)
     for note in found.notes(plan.precision.parameters):
         print(f"{weights}: {note}", file=sys.stderr, flush=True)
+
+
+def _check_learning_rates(options: RunOptions, plan: Plan) -> None:
+    """BadInput where a factor is none, or is of no parameter of the model, before anything is started."""
+    factors = tuple(map(LearningRateFactor.of, options.learning_rate_factor))
+    with without_collection():
+        from shardwright_train.models.registry import family_named
+    check_patterns(factors, family_named(plan.model.family, options.plan).stock_names(plan.model))
 
 
 def _check_folder(folder: Path) -> None:

@@ -16,6 +16,7 @@ from shardwright_train.engine.learning_rate import LearningRateSchedule
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 _Rate = Annotated[float, Meta(ge=0, le=1e6)]
+_Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 
 
 class DescribeOptions(Options, frozen=True, kw_only=True):
@@ -126,8 +127,13 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Where cosine, linear and wsd end, as a share of the peak."""
     decay_fraction: Share = 0.1
     """How long wsd decays, as a share of all steps."""
+    learning_rate_factor: tuple[_Text, ...] = ()
+    """PATTERN=FACTOR: multiply the learning rate of the parameters whose names match, as `*.embed_tokens.weight=0.1`;
+    of several the first that matches decides; 0 leaves them as they are."""
     weight_decay: _Rate = 0.1
-    """AdamW's decay of matrices, per learning rate."""
+    """AdamW's decay, per learning rate: of matrices, not of norms and biases."""
+    decay_norms_and_biases: bool = False
+    """Decay those, too."""
     clip_norm: _Rate = 1.0
     """Largest global 2-norm of gradients; 0: no clipping."""
     seed: NonNegativeCount = 0

@@ -26,6 +26,8 @@ class Settings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     decay_fraction: float
     weight_decay: float
     clip_norm: float
+    decay_norms_and_biases: bool
+    learning_rate_factor: tuple[str, ...]
 
 
 class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,7 +95,7 @@ class Checkpoint(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The record of a complete checkpoint, the last of its files to be written."""
 
     FORMAT = "shardwright.checkpoint"
-    VERSION = 2
+    VERSION = 3
 
     identity: Identity
     progress: Progress

@@ -30,7 +30,7 @@ class Engine:
     def optimizer(self) -> ShardedAdamW:
         """Made when it is first asked for, once the parameters have memory."""
         parameters, replicas = self.stage.parameters_by_name(), self.stage.replicas()
-        return ShardedAdamW(parameters, self.settings, replicas, self.updates)
+        return ShardedAdamW(parameters, self.settings, replicas, self.updates, self.stage.stock_names())
 
     def forward_backward(self, step: Step, hook: StepHook = no_hook) -> Tensor:
         """Forward and backward of a global batch; see `run_step`."""

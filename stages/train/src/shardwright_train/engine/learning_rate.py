@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shardwright_train.engine.parameter_groups import LearningRateFactor
+
 
 class LearningRateSchedule(StrEnum):
     """What follows the warm-up."""
@@ -25,6 +27,9 @@ class Hyperparameters:
     steps: int
     weight_decay: float
     clip_norm: float
+    decay_norms_and_biases: bool = False
+    learning_rate_factors: tuple[LearningRateFactor, ...] = ()
+    """Of parameters that have a learning rate of their own; of several that match one the first decides."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.COSINE

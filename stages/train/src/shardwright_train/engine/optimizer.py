@@ -1,6 +1,8 @@
 """AdamW and gradient clipping over parameters that lie on different meshes."""
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright_train.engine.learning_rate import Hyperparameters
+from shardwright_train.engine.parameter_groups import ParameterGroup, group_of
 from shardwright_train.parallel.data import local_tensor, placed_as
 from shardwright_train.torch_private import foreach_mul_, foreach_norm, step_unless
 
@@ -17,9 +20,11 @@ class ShardedAdamW:
     """AdamW (Loshchilov & Hutter 2019) on each rank's shards.
 
     The update is element by element, so it needs no mesh: it runs fused over plain local tensors, which share their
-    memory with the DTensors. Weight decay spares norms and biases. `replicas` names the parameters that count in
-    the norm elsewhere: their gradients are those of the parameter they are replicas of. The moments begin as zeros,
-    and their bias correction continues after `updates` steps.
+    memory with the DTensors. Weight decay spares norms and biases unless it is told not to; a parameter's learning rate
+    is that of the step times its factor. Both go by its name in the stock model, which `stock_names` says of tied ones,
+    so that all replicas are in one group. `replicas` names the parameters that count in the norm elsewhere: their
+    gradients are those of the parameter they are replicas of. The moments begin as zeros, and their bias correction
+    continues after `updates` steps.
     """
 
     def __init__(
@@ -28,18 +33,21 @@ class ShardedAdamW:
         settings: Hyperparameters,
         replicas: frozenset[str] = frozenset(),
         updates: int = 0,
+        stock_names: Mapping[str, str] | None = None,
     ) -> None:
         self.parameters, self.settings = parameters, settings
         self._counted = [parameter for name, parameter in parameters.items() if name not in replicas]
         self._local = {name: nn.Parameter(local_tensor(p.detach())) for name, p in parameters.items()}
-        decayed = [self._local[n] for n, p in parameters.items() if _decays(n, p)]
-        spared = [self._local[n] for n, p in parameters.items() if not _decays(n, p)]
-        groups = [
-            {"params": decayed, "weight_decay": settings.weight_decay},
-            {"params": spared, "weight_decay": 0.0},
-        ]
+        groups = defaultdict[ParameterGroup, list[nn.Parameter]](list)
+        for name, parameter in parameters.items():
+            stock_name = (stock_names or {}).get(name, name)
+            asked = settings.learning_rate_factors, settings.decay_norms_and_biases
+            groups[group_of(stock_name, parameter.dim(), *asked)].append(self._local[name])
         self._adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
+            [
+                {"params": members, "weight_decay": settings.weight_decay * group.decays, "factor": group.factor}
+                for group, members in groups.items()
+            ],
             lr=settings.learning_rate,
             betas=settings.betas,
             eps=settings.eps,
@@ -112,7 +120,7 @@ class ShardedAdamW:
             else:
                 divisor = (loss_scale / scale).float()
         for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["factor"]
         step_unless(self._adamw, 1.0 - shared[:2].isfinite().all().float(), divisor)
         for local in self._local.values():
             local.grad = None
@@ -135,10 +143,6 @@ class StepOutcome:
     def finite(self) -> bool:
         """Whether loss and gradient norm are numbers to go on with."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
-def _decays(name: str, parameter: Tensor) -> bool:
-    return parameter.dim() > 1 and not name.endswith("bias")
 
 
 def _replicas(parameter: Tensor) -> int:

@@ -197,6 +197,21 @@ class Family:
         shared = self.shared.get(parameter) if kind in self.parts else None
         return self.full_name(model, layer, parameter) if shared is None else shared.format(kind=kind)
 
+    def owner_name(self, model: Model, layer: str, parameter: str) -> str:
+        """The same, where the head's tied matrices have the names of the embedding's, as in the stock model."""
+        name = self.hugging_face_name(model, layer, parameter)
+        return {tied: own for own, tied in model.tied}.get(name, name)
+
+    def stock_names(self, model: Model) -> tuple[str, ...]:
+        """All parameters of the stock model."""
+        layers = (
+            (EMBEDDING, EMBEDDING),
+            *((f"layers[{i}]", kind) for i, kind in enumerate(model.layers)),
+            (HEAD, HEAD),
+        )
+        names = (self.owner_name(model, name, p.name) for name, kind in layers for p in model.types[kind].parameters)
+        return tuple(dict.fromkeys(names))
+
     def described_name(self, kind: str, parameter: str) -> str:
         """What the model description calls a parameter of a layer: what transformers stores it as."""
         return self._stored.get(parameter, parameter)

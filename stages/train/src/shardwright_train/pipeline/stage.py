@@ -113,6 +113,15 @@ class Stage:
             for name, parameter in layer.parallel.parameters.items()
         }
 
+    def stock_names(self) -> dict[str, str]:
+        """What the stock model calls this rank's parameters, by their Hugging Face names: replicas as their owner."""
+        model, family = self.context.plan.model, self.context.family
+        return {
+            family.full_name(model, layer.name, name): family.owner_name(model, layer.name, name)
+            for layer in self.layers
+            for name in layer.parallel.parameters
+        }
+
     def replicas(self) -> frozenset[str]:
         """Names of the parameters that are replicas of what another layer owns."""
         full = zip(self.parameters(), self.parameters_by_name(), strict=True)
