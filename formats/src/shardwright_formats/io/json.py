@@ -105,8 +105,9 @@ def sha256_of_file(path: Path) -> str:
 def write_document(path: Path, document: Document) -> None:
     """Write a document as indented JSON, atomically; the same document gives the same bytes."""
     header = {"format": document.FORMAT, "version": document.VERSION}
-    text = json.dumps(header | msgspec.to_builtins(document), indent=1, allow_nan=False)
-    write_bytes(path, (text + "\n").encode())
+    # Not indented by json itself, which leaves its compiled encoder for that: a fifth of the time.
+    text = json.dumps(header | msgspec.to_builtins(document), allow_nan=False)
+    write_bytes(path, (msgspec.json.format(text, indent=1) + "\n").encode())
 
 
 def read_document(path: Path, kind: type[DocumentType]) -> DocumentType:

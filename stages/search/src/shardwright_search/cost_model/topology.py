@@ -32,12 +32,12 @@ def stage_topology(cluster: Cluster, ranks: Sequence[int]) -> StageTopology:
     Raises BadInput where the devices differ: the ranks' times would.
     """
     nodes, types = cluster.node_of_rank, cluster.node_type_of_rank
-    names = dict.fromkeys(types[rank] for rank in ranks)
+    runs = [tuple(run) for _, run in groupby(ranks, key=nodes.__getitem__)]
+    names = dict.fromkeys(types[run[0]] for run in runs)
     if len({cluster.node_types[name].device for name in names}) > 1:
         what = f"a pipeline stage lies on nodes of {' and '.join(names)}, whose devices differ"
         raise BadInput(f"cluster {cluster.name}", what, "plan stages on nodes of one type each")
-    runs = tuple(len(list(run)) for _, run in groupby(ranks, key=lambda rank: nodes[rank]))
-    return StageTopology(types[ranks[0]], runs)
+    return StageTopology(types[ranks[0]], tuple(map(len, runs)))
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,7 @@
 """Where the pipeline stages of a configuration can be: neighbouring ranks of one node type, types in any order."""
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from shardwright_formats.types.cluster import Cluster
@@ -94,8 +94,9 @@ def placements(cluster: Cluster, widths: Sequence[Collection[int]], by_nodes: bo
 def pools_of(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """The ranks of each node type, types in the order of their first ranks."""
     pools: dict[str, list[int]] = {}
-    for rank, name in enumerate(cluster.node_type_of_rank):
-        pools.setdefault(name, []).append(rank)
+    types = cluster.node_type_of_rank
+    for name, ranks in groupby(range(len(types)), key=types.__getitem__):
+        pools.setdefault(name, []).extend(ranks)
     return tuple(map(tuple, pools.values()))
 
 
