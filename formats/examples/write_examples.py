@@ -38,7 +38,7 @@ from shardwright_formats.types.prediction import (
     StagePrediction,
     TimelineEvent,
 )
-from shardwright_formats.types.run import RunResult
+from shardwright_formats.types.run import BestCheckpoint, RunResult
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 __all__ = ["write_examples"]
@@ -63,7 +63,9 @@ def write_examples(folder: Path) -> None:
             final_loss=1.25,
             attention="sdpa",
             wall_s=60.0,
-            checkpoint="checkpoints/example/step-100",
+            checkpoint="checkpoints/example/step-00000100",
+            best=BestCheckpoint(step=80, loss=1.5, checkpoint="checkpoints/example/step-00000080"),
+            predicted_step_time_s=0.5,
         ),
     }
     for name, document in documents.items():

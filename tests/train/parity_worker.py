@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from tiny_models import batch_of, engine_of, initial_layer, stock_logits, stock_model
+from tiny_models import batch_of, engine_of, initial_stock, stock_logits
 from torch import Tensor, nn
 
 from shardwright_formats.io.json import read_document
@@ -25,7 +25,6 @@ from shardwright_train.data.share import Batch
 from shardwright_train.engine import optimizer
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.engine.parameter_groups import LearningRateFactor
-from shardwright_train.models.registry import family_named
 from shardwright_train.parallel import collectives, compiling, redistribute
 from shardwright_train.parallel import data as data_parallel
 from shardwright_train.parallel.data import local_tensor
@@ -68,22 +67,11 @@ class Reference:
 
     def __init__(self, plan: Plan) -> None:
         model = plan.model
-        family = family_named(model.family, "plan")
-        stock = stock_model(model)
-        state: dict[str, Tensor] = {}
-        for name in ("embedding", *(f"layers[{i}]" for i in range(len(plan.layers))), "head"):
-            for local, values in initial_layer(model, name).items():
-                state.setdefault(family.hugging_face_name(model, name, local), values)
-        named = dict(stock.named_parameters())
-        assert set(named) <= set(state), set(named) - set(state)
-        with torch.no_grad():
-            for name, parameter in named.items():
-                parameter.copy_(state[name])
         self.aliases = {second: first for first, second in model.tied}
         self.first_gradients: dict[str, Tensor] = {}
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self._train(plan, stock)
+        self._train(plan, initial_stock(model))
 
     def _train(self, plan: Plan, stock: nn.Module) -> None:
         named = dict(stock.named_parameters())

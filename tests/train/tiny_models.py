@@ -126,6 +126,21 @@ def stock_model(model: Model, attention: str = "sdpa") -> nn.Module:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
+def initial_stock(model: Model) -> nn.Module:
+    """The stock model with the weights of seed 0."""
+    stock, family = stock_model(model), family_named(model.family, "test")
+    state: dict[str, Tensor] = {}
+    for layer in ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head"):
+        for local, values in initial_layer(model, layer).items():
+            state.setdefault(family.hugging_face_name(model, layer, local), values)
+    named = dict(stock.named_parameters())
+    assert set(named) <= set(state), set(named) - set(state)
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(state[name])
+    return stock
+
+
 def initial_layer(model: Model, layer: str, seed: int = 0) -> dict[str, Tensor]:
     """The initial weights of a layer, whole, by their names in it."""
     family = family_named(model.family, "test")

@@ -1,5 +1,6 @@
 """Results made up for tests of the report: a small model on two pipeline stages, as if searched, measured, trained."""
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from shardwright_formats.types.measurement import (
 from shardwright_formats.types.model import LayerType, Model, Parameter
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
-from shardwright_formats.types.run import RunResult, StepMetrics
+from shardwright_formats.types.run import BestCheckpoint, Evaluation, RunResult, StepMetrics
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 _MIB = 1024 * 1024
@@ -172,6 +173,9 @@ def _write_run(folder: Path, plan: Plan) -> None:
         StepMetrics(
             step=step, loss=loss, step_time_s=0.21, tokens_per_s=1e4, mfu=None, grad_norm=1.0, learning_rate=1e-3,
             peak_memory_bytes=(1,) * plan.world_size, time_utc="2026-01-01T00:00:00Z",
+            evaluation=None if step % 50 else Evaluation(
+                loss=loss + 0.25, perplexity=math.exp(loss + 0.25), labels=1600, samples=100, time_s=0.5
+            ),
         )
         for step, loss in enumerate(losses, start=1)
     ]  # fmt: skip
@@ -179,6 +183,7 @@ def _write_run(folder: Path, plan: Plan) -> None:
     (folder / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     done = RunResult(
         plan_sha256=plan.sha256, steps=100, first_loss=losses[0], final_loss=losses[-1], attention="sdpa", wall_s=30.0,
-        checkpoint="c",
+        checkpoint="c", best=BestCheckpoint(step=100, loss=losses[-1] + 0.25, checkpoint="c"),
+        predicted_step_time_s=0.2,
     )  # fmt: skip
     write_document(folder / "DONE.json", done)

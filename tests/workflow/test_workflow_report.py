@@ -15,10 +15,10 @@ from sample_results import a_plan, an_estimate, write_sample_results
 import grid
 import report
 import summary
-from loss_picture import draw_loss
+from loss_picture import draw_loss, draw_step_times
 from memory_picture import draw_memory
 from plan_picture import StrategyColours, draw_plan
-from results import layers_text, read_profile, read_run, read_search
+from results import evaluation_text, layers_text, read_profile, read_run, read_search
 from shardwright_formats.display.svg import document, ticks
 from shardwright_formats.display.timeline import draw_timeline
 from shardwright_formats.display.units import bytes_text, seconds_text
@@ -52,7 +52,7 @@ def _cells(page, number):
 def test_the_page_stands_alone_and_is_well_formed(results):
     page = report.page([read_search(results, "roomy")], [read_run(results, "demo")])
     assert not re.search(r"""(src|href)\s*=|@import|url\((?!#)|<script""", page)
-    assert page.count("<svg") == page.count("</svg>") == 4
+    assert page.count("<svg") == page.count("</svg>") == 5
     opened = []
 
     class Balance(HTMLParser):
@@ -224,6 +224,19 @@ def test_a_torn_line_of_metrics_is_refused_with_its_number(results):
     path.write_text(path.read_text().replace('"step":7,', '"step":'))
     with pytest.raises(BadInput, match=r"metrics\.jsonl: line 7"):
         read_run(results, "demo")
+
+
+def test_evaluations_and_the_predicted_step_time_are_drawn_beside_what_was_measured(results):
+    run = read_run(results, "demo")
+    titles = [title.text for title in ElementTree.fromstring(draw_loss(run)).iter(f"{SVG}title")]
+    found = [title for title in titles if title and title.startswith("validation loss")]
+    assert found == [f"validation loss after step {n}: {run.steps[n - 1].evaluation.loss:.3f}" for n in (50, 100)]
+    assert "predicted" in draw_step_times(run)
+    unpredicted = run._replace(result=msgspec.structs.replace(run.result, predicted_step_time_s=None))
+    assert "predicted" not in draw_step_times(unpredicted)
+    assert evaluation_text(run).startswith("Validation loss 1.9522 (perplexity 7.04") and "step 100: c." in report.page(
+        [], [run]
+    )
 
 
 def test_the_summary_names_plan_ratio_and_losses(results):

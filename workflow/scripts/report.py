@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from loss_picture import draw_loss
+from loss_picture import draw_loss, draw_step_times
 from memory_picture import draw_memory
 from plan_picture import StrategyColours, draw_plan
 from results import (
     ProfileOutcome,
     RunOutcome,
     SearchOutcome,
+    evaluation_text,
     plan_text,
     ratio_text,
     speed_text,
@@ -105,7 +106,18 @@ def _run_section(run: RunOutcome) -> str:
         f"median step {seconds_text(times[len(times) // 2])}; loss {run.result.first_loss:.3f} → "
         f"{run.result.final_loss:.3f} ({change:+.0%})"
     )
-    return f"<h2>Run: {escape(run.name)}</h2><p class='soft'>{escape(facts)}</p>{_figure('Loss', draw_loss(run))}"
+    if (predicted := run.result.predicted_step_time_s) is not None:
+        facts += f"; predicted step {seconds_text(predicted)}"
+    evaluated = [step for step in run.steps if step.evaluation is not None]
+    title = "Loss, and validation loss (dots)" if evaluated else "Loss"
+    return "".join(
+        (
+            f"<h2>Run: {escape(run.name)}</h2><p class='soft'>{escape(facts)}</p>",
+            f"<p>{escape(evaluation_text(run))}</p>" if evaluated else "",
+            _figure(title, draw_loss(run)),
+            _figure("Step time, measured and predicted" if predicted else "Step time", draw_step_times(run)),
+        )
+    )
 
 
 def _proof_and_warnings(search: SearchOutcome) -> str:

@@ -153,6 +153,15 @@ def speed_text(comparisons: Sequence[Comparison]) -> str | None:
     )
 
 
+def evaluation_text(run: RunOutcome) -> str:
+    """What the last evaluation of a run came to, and the best, where that was kept."""
+    step, found = next((s.step, s.evaluation) for s in reversed(run.steps) if s.evaluation is not None)
+    perplexity = "" if found.perplexity is None else f" (perplexity {found.perplexity:.6g})"
+    words = f"Validation loss {found.loss:.4f}{perplexity} after step {step}, over {found.labels:,} labels"
+    best = run.result.best
+    return words + (f"; the least {best.loss:.4f} after step {best.step}: {best.checkpoint}." if best else ".")
+
+
 def ratio_text(predicted: float, measured: float | None) -> str:
     """Measured over predicted with two decimals, or a dash where nothing was measured."""
     return "–" if measured is None or not predicted else f"{measured / predicted:.2f}"

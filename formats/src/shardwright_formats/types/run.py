@@ -4,6 +4,32 @@ from shardwright_formats.io.json import Document, Value
 from shardwright_formats.types.limits import Bytes, Count, NonNegativeNumber, Seconds, Sha256
 
 
+class Evaluation(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the model comes to on data that is not trained on."""
+
+    loss: float
+    """Mean cross entropy over all labels that count, with nothing dropped."""
+    perplexity: NonNegativeNumber | None
+    """exp(loss); null for images, or beyond 10^15."""
+    labels: Count
+    """How many counted."""
+    samples: Count
+    """Of how many samples."""
+    time_s: Seconds
+    """How long it took."""
+
+
+class BestCheckpoint(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The checkpoint with the least loss of all evaluations."""
+
+    step: Count
+    """After which it was saved."""
+    loss: float
+    """Of its evaluation."""
+    checkpoint: str
+    """Its folder."""
+
+
 class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line of metrics.jsonl."""
 
@@ -25,12 +51,15 @@ class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Per rank: the allocator's peak on CUDA, the peak resident set of the process on CPU."""
     time_utc: str
     """When the step ended, in ISO 8601."""
+    evaluation: Evaluation | None = None
+    """Of the weights after the step; null where there was none."""
 
 
 class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """DONE.json: the run reached its last step."""
 
     FORMAT = "shardwright.run"
+    VERSION = 2
 
     plan_sha256: Sha256
     """Identity of the plan: SHA-256 of its canonical JSON."""
@@ -46,3 +75,7 @@ class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Time of this process and of those it resumed, start-up and checkpoints included."""
     checkpoint: str
     """Folder of the last checkpoint."""
+    best: BestCheckpoint | None = None
+    """Null where the run was not asked to keep it."""
+    predicted_step_time_s: Seconds | None = None
+    """Of the prediction beside the plan; null where there is none."""

@@ -40,6 +40,8 @@ from shardwright_train.options import (
 from shardwright_train.supervision.replan import check_replan
 from shardwright_train.supervision.restarts import Attempt, run_with_restarts
 
+_DATA = "name one that `prepare` wrote, or one of images.npy and labels.npy"
+
 # Each imports what only it needs when it runs: several may run in one process.
 
 
@@ -89,9 +91,8 @@ def start_run(options: RunOptions) -> None:
     plan = read_document(options.plan, Plan)
     _check(plan, options.plan, nodes)
     if not options.data.is_dir():
-        raise BadInput(
-            options.data, "is no folder", "name one that `prepare` wrote, or one of images.npy and labels.npy"
-        )
+        raise BadInput(options.data, "is no folder", _DATA)
+    _check_evaluation(options)
     _check_folder(options.out)
     _check_folder(options.checkpoints)
     if options.weights is not None:
@@ -231,6 +232,19 @@ def _check_weights(options: RunOptions, weights: Path, plan: Plan) -> None:
     found = agree(weights, plan.model, family_named(plan.model.family, options.plan), options.new_weights)
     for note in found.notes(plan.precision.parameters):
         print(f"{weights}: {note}", file=sys.stderr, flush=True)
+
+
+def _check_evaluation(job: RunOptions) -> None:
+    """Raise BadInput where what is asked of an evaluation contradicts itself."""
+    if job.valid_data is not None and job.valid_fraction:
+        what = "a folder to evaluate on, and a share of the data"
+        raise BadInput("--valid-data, --valid-fraction", what, "give one of them")
+    if job.valid_data is not None and not job.valid_data.is_dir():
+        raise BadInput(job.valid_data, "is no folder", _DATA)
+    asked = {"--eval-every": job.eval_every, "--eval-samples": job.eval_samples, "--keep-best": job.keep_best}
+    if job.valid_data is None and not job.valid_fraction:
+        for option in (option for option, value in asked.items() if value):
+            raise BadInput(option, "there is nothing to evaluate on", "give --valid-fraction or --valid-data")
 
 
 def _check_learning_rates(options: RunOptions, plan: Plan) -> None:

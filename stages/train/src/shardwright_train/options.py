@@ -142,6 +142,14 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Share of the data, behind what is trained on, that is left to evaluation."""
     test_fraction: Share = 0.0
     """Share of the data, at its end, that no run sees."""
+    valid_data: Path | None = None
+    """Folder as `data`, to evaluate on in place of a share of it."""
+    eval_every: NonNegativeCount = 0
+    """Steps between evaluations of what there is to evaluate on; 0: after the last step alone."""
+    eval_samples: Count | None = None
+    """Evaluate on the first so many samples; on all if left out."""
+    keep_best: bool = False
+    """Keep the checkpoint with the least loss of all evaluations, too."""
 
     @property
     def fractions(self) -> Fractions:

@@ -41,13 +41,14 @@ def remove_unfinished(run: Path) -> None:
         shutil.rmtree(path)
 
 
-def prune(run: Path, keep_last: int, keep_every: int) -> None:
-    """Remove complete checkpoints but the latest ones and those of every `keep_every`-th step (0: no others).
+def prune(run: Path, keep_last: int, keep_every: int, best: int | None = None) -> None:
+    """Remove complete checkpoints but the latest, those of every `keep_every`-th step (0: no others) and the best one.
 
     A checkpoint's record goes first, so that no half of one is ever taken for a whole one.
     """
     for path in complete_checkpoints(run)[keep_last:]:
-        if not keep_every or int(path.name.removeprefix("step-")) % keep_every:
+        step = int(path.name.removeprefix("step-"))
+        if step != best and (not keep_every or step % keep_every):
             (path / RECORD).unlink()
             shutil.rmtree(path)
 

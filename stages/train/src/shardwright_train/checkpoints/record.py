@@ -62,6 +62,15 @@ def run_identity(job: RunOptions, plan: Plan, data_sha256: str, weights_sha256: 
     )
 
 
+class Best(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The least loss of a run's evaluations."""
+
+    step: Count
+    loss: _Loss
+    data_sha256: Sha256
+    """Identity of what was evaluated on."""
+
+
 class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How far a run has come."""
 
@@ -80,6 +89,8 @@ class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     loss_scale: Annotated[float, Meta(gt=0, le=2.0**64)]
     """By which the loss is multiplied before float16's backward pass."""
     steps_without_overflow: NonNegativeCount
+    best: Best | None = None
+    """Whose checkpoint is kept, where that is asked for."""
 
 
 class SavedFile(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

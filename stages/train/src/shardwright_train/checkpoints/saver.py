@@ -84,7 +84,8 @@ class Saver:
             files=self._files(unfinished),
         )
         self._first(lambda: _commit(unfinished, target, record))
-        self._first(lambda: prune(self.folder, self.keep_last, self.keep_every))
+        best = None if progress.best is None else progress.best.step
+        self._first(lambda: prune(self.folder, self.keep_last, self.keep_every, best))
         self.took_s.append(time.monotonic() - began)
         return target
 

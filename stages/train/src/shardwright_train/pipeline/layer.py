@@ -130,6 +130,8 @@ class Layer:
         recomputation = self.parallel.tensor_parallel.recomputation
         output: States | Tensor
         match getattr(self.strategy, "recompute", Recompute.NONE):
+            case _ if not torch.is_grad_enabled():
+                output = run(*states)
             case Recompute.FULL:
                 output = recomputed(run, *states)
             case Recompute.SELECTIVE if not self.compiled:

@@ -6,15 +6,17 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwright_formats.io.errors import BadInput, RunFailed, ShardwrightError, Stopped
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.run import RunResult
+from shardwright_formats.types.run import BestCheckpoint, RunResult
 from shardwright_train.checkpoints.choice import (
     Resumed,
     check_branch,
@@ -42,10 +44,11 @@ from shardwright_train.parallel.world import World, check_device
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.training.due import Due
+from shardwright_train.training.evaluation import Evaluator, ValidationData, best_so_far, better, open_validation
 from shardwright_train.training.loss_scale import LossScale
 from shardwright_train.training.metrics import METRICS, Metrics
 from shardwright_train.training.nonfinite import first_nonfinite
-from shardwright_train.training.out_of_memory import lack_of_memory_explained
+from shardwright_train.training.out_of_memory import lack_of_memory_explained, prediction_of
 from shardwright_train.training.stopping import NOTE, Grace, asked_to_stop, stop_note
 from shardwright_train.weights.reading import Weights
 
@@ -63,11 +66,18 @@ class _Run:
     saver: Saver
     resumed: Progress
     """Where this process goes on."""
+    evaluator: Evaluator | None
+    """None where there is nothing to evaluate on."""
 
     @property
     def metrics(self) -> Metrics:
         """The lines that its steps write."""
         return Metrics(self.saver.folder / METRICS, self.plan, self.world, self.job.steps)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether a step is one to evaluate after."""
+        every = self.job.eval_every
+        return step == self.job.steps or (every > 0 and step % every == 0)
 
     def read(self, step: int) -> Step:
         """What a step works on; called ahead of it."""
@@ -84,7 +94,7 @@ def train(job: RunOptions, world: World) -> None:
     norm is no number, Stopped when a rank was asked to stop: then the state is saved first.
     """
     plan = read_document(job.plan, Plan)
-    batches = _agreed_inputs(job, plan, world)
+    batches, validation = _agreed_inputs(job, plan, world)
     folder = folder_of_run(job.checkpoints, plan.sha256, job.resume_from)
     check_shared(folder, world)
     weights = _weights(job, plan, world)
@@ -95,8 +105,12 @@ def train(job: RunOptions, world: World) -> None:
     engine = _engine(job, plan, world, attention, before.updates, resumed is not None, weights)
     if resumed is not None:
         read_tensors(resumed.folder, engine.tensors())
+    evaluator = None if validation is None else Evaluator(engine, validation, world)
+    own = resumed is not None and resumed.folder.parent == folder
+    best = best_so_far(job, before.best if own else None, validation)
+    before = msgspec.structs.replace(before, best=best)
     with closing(_saver(job, folder, identity, engine.tensors())) as saver:
-        run = _Run(job, plan, world, attention, batches, engine, saver, before)
+        run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator)
         if world.rank == 0:
             run.metrics.keep_until(before.step, None if resumed is None else resumed.folder.parent)
             (job.out / NOTE).unlink(missing_ok=True)
@@ -105,28 +119,31 @@ def train(job: RunOptions, world: World) -> None:
             progress = _steps(run, ready, stop_asked)
     if world.rank == 0:
         checkpoint = folder_of_step(folder, progress.step)
-        if resumed is not None and resumed.record.progress == progress:
+        if resumed is not None and resumed.record.progress.step == progress.step:
             checkpoint = resumed.folder
         _finish(run, progress, checkpoint)
 
 
-def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> Batches:
+def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, ValidationData | None]:
     problem: ShardwrightError | None = None
-    batches = None
+    batches = validation = None
     world.heartbeat.begin("while the data is read through")
     try:
         check_device(plan, world, job.plan)
         family = family_named(plan.model.family, job.plan)
         check_kernels(plan, family, world.device, job.plan)
         batches = family.learns(plan.model).open(job.data, job.seed, Part(Split.TRAIN, job.fractions))
+        validation = open_validation(job, plan)
         if world.rank == 0:
             batches.check_contents()
+            if validation is not None:
+                validation.batches.check_contents()
     except ShardwrightError as error:
         problem = error
     world.agree(problem)
     world.heartbeat.begin("before the first step")
     assert batches is not None
-    return batches
+    return batches, validation
 
 
 def _resumed(job: RunOptions, identity: Identity, folder: Path, world: World) -> Resumed | None:
@@ -216,9 +233,9 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
         run.saver.check()
         started = time.perf_counter()
         work = replace(next(ready), loss_scale=scale.value)
-        stops = bool(stop_asked) or due.to_stop()
+        wants_to_stop = partial(_wants_to_stop, stop_asked, due)
         with lack_of_memory_explained(job.plan, run.plan, run.engine):
-            outcome = run.engine.train_step(work, stop=stops, save=due.by_time())
+            outcome = run.engine.train_step(work, stop=wants_to_stop(), save=due.by_time())
         step_time_s = time.perf_counter() - started
         if run.plan.compile and run.world.rank == 0 and step == run.resumed.step + 1:
             say_compiled(run.plan, step_time_s)
@@ -228,7 +245,14 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
             what = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
             raise RunFailed(f"step {step}: {what}: {where}: nothing of this step was saved")
         scale = scale.after(overflowed)
-        run.metrics.write(step, outcome, step_time_s)
+        evaluation, stops, best = None, outcome.stop, progress.best
+        if run.evaluator is not None and run.evaluates_after(step) and not stops:
+            with lack_of_memory_explained(job.plan, run.plan, run.engine):
+                evaluation = run.evaluator.evaluate(step, wants_to_stop)
+            stops = evaluation is None
+            best = better(best, evaluation, step, run.evaluator.data) if job.keep_best else None
+        run.metrics.write(step, outcome, step_time_s, evaluation)
+        is_best = best != progress.best
         progress = Progress(
             step=step,
             samples=progress.samples + run.plan.global_batch_size,
@@ -238,14 +262,15 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
             updates=progress.updates + outcome.finite,
             loss_scale=scale.value,
             steps_without_overflow=scale.steps_without_overflow,
+            best=best,
         )
-        ends = outcome.stop or step == job.steps
-        if ends or outcome.save or due.by_step(step):
+        ends = stops or step == job.steps
+        if ends or outcome.save or is_best or due.by_step(step):
             run.saver.save(run.engine.tensors(), progress, wait=ends)
             due = due.saved()
         if step > run.resumed.step + 1:  # the first takes longer
             grace = grace.after(step_time_s, run.saver.took_s)
-        if outcome.stop and step < job.steps:
+        if stops and step < job.steps:
             if run.world.rank == 0:
                 note = stop_note(step, job.steps, not due.to_stop(), folder_of_step(run.saver.folder, step))
                 write_document(job.out / NOTE, note)
@@ -253,9 +278,14 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
     return progress
 
 
+def _wants_to_stop(stop_asked: list[int], due: Due) -> bool:
+    return bool(stop_asked) or due.to_stop()
+
+
 def _finish(run: _Run, progress: Progress, checkpoint: Path) -> None:
     out = run.job.out
     out.mkdir(parents=True, exist_ok=True)
+    prediction = prediction_of(run.job.plan, run.plan)
     shutil.copyfile(run.saver.folder / METRICS, out / METRICS)
     result = RunResult(
         plan_sha256=run.plan.sha256,
@@ -265,5 +295,14 @@ def _finish(run: _Run, progress: Progress, checkpoint: Path) -> None:
         attention=run.attention,
         wall_s=progress.wall_s,
         checkpoint=str(checkpoint),
+        best=_best(run, progress),
+        predicted_step_time_s=None if prediction is None else prediction.estimate.simulated_step_time_s,
     )
     write_document(out / "DONE.json", result)
+
+
+def _best(run: _Run, progress: Progress) -> BestCheckpoint | None:
+    best = progress.best
+    if best is None:
+        return None
+    return BestCheckpoint(step=best.step, loss=best.loss, checkpoint=str(folder_of_step(run.saver.folder, best.step)))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardwright_formats.io.json import write_bytes
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.run import StepMetrics
+from shardwright_formats.types.run import Evaluation, StepMetrics
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World, peak_resident_bytes
 
@@ -48,7 +48,7 @@ class Metrics:
             print(f"{file}: {steps.count(None)} lines are no metrics of a step: dropped", file=sys.stderr)
         write_bytes(self.file, b"".join(kept))
 
-    def write(self, step: int, outcome: StepOutcome, step_time_s: float) -> None:
+    def write(self, step: int, outcome: StepOutcome, step_time_s: float, evaluation: Evaluation | None = None) -> None:
         """Write a step down, and print one in twenty; collective, for each rank's peak memory is in it."""
         plan, world = self.plan, self.world
         peak = torch.full((1,), _peak_memory_bytes(world.device), dtype=torch.int64, device=world.device)
@@ -67,12 +67,20 @@ class Metrics:
             learning_rate=outcome.learning_rate,
             peak_memory_bytes=tuple(peaks.tolist()),
             time_utc=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            evaluation=evaluation,
         )
         with self.file.open("ab") as file:
             file.write(msgspec.json.encode(metrics) + b"\n")
         if step == 1 or step % max(1, self.steps // 20) == 0 or step == self.steps:
             took = f"{step_time_s:.3f} s, {tokens_per_s:.0f} tokens/s"
             print(f"step {step}/{self.steps}: loss {outcome.loss:.4f}, {took}", flush=True)
+        if evaluation is not None:
+            print(f"step {step}/{self.steps}: {_evaluated(evaluation)}", flush=True)
+
+
+def _evaluated(found: Evaluation) -> str:
+    perplexity = "" if found.perplexity is None else f", perplexity {found.perplexity:.6g}"
+    return f"validation loss {found.loss:.4f}{perplexity} ({found.samples} samples, {found.time_s:.1f} s)"
 
 
 def _step_of(line: bytes) -> int | None:

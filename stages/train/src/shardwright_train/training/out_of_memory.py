@@ -32,7 +32,7 @@ def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator
         needed = sum(held.values()) + (error.asked_bytes or 0)
         told = f"{error.asked_bytes / _GIB:.2f} GiB asked for" if error.asked_bytes else str(error).split(". ")[0]
         told += f"; held {_sizes(held)}"
-        prediction = _prediction_of(file, plan)
+        prediction = prediction_of(file, plan)
         if prediction is None:
             told += "; no prediction stands beside the plan"
         else:
@@ -62,7 +62,8 @@ def _sizes(of: Mapping[str, int]) -> str:
     return f"{sum(of.values()) / _GIB:.2f} GiB ({parts})"
 
 
-def _prediction_of(file: Path, plan: Plan) -> Prediction | None:
+def prediction_of(file: Path, plan: Plan) -> Prediction | None:
+    """The prediction that stands beside a plan's file, if there is one and it is of this plan."""
     beside = file.with_suffix(".prediction.json")
     prediction = read_document(beside, Prediction) if beside.is_file() else None
     return prediction if prediction is not None and prediction.plan_sha256 == plan.sha256 else None

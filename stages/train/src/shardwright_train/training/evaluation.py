@@ -1,0 +1,127 @@
+"""The loss on data that is not trained on, under the plan of the training."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardwright_formats.io.errors import RunFailed
+from shardwright_formats.io.json import sha256_of_value
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.run import Evaluation
+from shardwright_train.checkpoints.record import Best
+from shardwright_train.data.objectives import Batches, TextBatches
+from shardwright_train.data.read_ahead import read_ahead
+from shardwright_train.data.share import Batch, Share, on_host
+from shardwright_train.data.split import Part, Split
+from shardwright_train.engine.engine import Engine
+from shardwright_train.models.registry import family_named
+from shardwright_train.options import RunOptions
+from shardwright_train.parallel.vocab import IGNORED
+from shardwright_train.parallel.world import World
+from shardwright_train.pipeline.forward import evaluating, run_forward
+
+_SEED = 0
+"""Of what is drawn in an evaluation, such as hidden tokens: the same for every run, whatever its own seed."""
+
+
+@dataclass(frozen=True)
+class ValidationData:
+    """What a run is evaluated on."""
+
+    batches: Batches
+    samples: int
+    """The first so many of the split; those that fill the last global batch up do not count."""
+
+    @property
+    def sha256(self) -> str:
+        """Identity of what is evaluated on: losses on others cannot be compared with these."""
+        return sha256_of_value([self.batches.sha256, self.samples])
+
+    def read(self, number: int, share: Share) -> Batch:
+        """A rank's share of a global batch, numbered from 0; labels past the last sample are IGNORED."""
+        first = number * share.global_samples
+        batch = self.batches.read(first, share)
+        if "labels" not in batch:
+            return batch
+        beyond = torch.from_numpy(first + share.rows >= self.samples)
+        labels = batch["labels"]
+        return batch | {"labels": labels.masked_fill(beyond.view(-1, *[1] * (labels.dim() - 1)), IGNORED)}
+
+
+def open_validation(job: RunOptions, plan: Plan) -> ValidationData | None:
+    """What a run is to be evaluated on, or None; BadInput where it cannot be."""
+    objective = family_named(plan.model.family, job.plan).learns(plan.model)
+    if job.valid_data is not None:
+        batches: Batches = objective.open(job.valid_data, _SEED)
+    elif job.valid_fraction:
+        batches = objective.open(job.data, _SEED, Part(Split.VALID, job.fractions))
+    else:
+        return None
+    return ValidationData(batches, min(job.eval_samples or batches.per_epoch, batches.per_epoch))
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates the weights of an engine; collective over the world."""
+
+    engine: Engine
+    data: ValidationData
+    world: World
+
+    def evaluate(self, step: int, stops: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        """Mean loss over all labels that count, after a step; None as soon as some rank wants to stop.
+
+        Parameters, gradients, moments and random states are left as they are. Raises RunFailed on all ranks where the
+        loss is no number or no label counts.
+        """
+        began, totals, stage = time.monotonic(), [0.0, 0.0], self.engine.stage
+        share, device = stage.context.share, self.world.device
+        number_of_batches = -(-self.data.samples // share.global_samples)
+        numbers = range(number_of_batches)
+
+        def read(number: int) -> Batch:
+            return on_host(self.data.read(number, share), device)
+
+        with evaluating(stage), read_ahead(read, numbers) as ready:
+            for number, batch in zip(numbers, ready, strict=True):
+                self.world.heartbeat.begin(f"in the evaluation after step {step}, batch {number + 1}")
+                own = run_forward(stage, self.engine.pipeline, batch)
+                shared = torch.cat([own, own.new_full((1,), float(stops()))])
+                dist.all_reduce(shared)
+                *sums, stopped = shared.tolist()
+                if stopped:
+                    return None
+                totals = [total + part for total, part in zip(totals, sums, strict=True)]
+        loss, labels = totals[0] / totals[1] if totals[1] else math.nan, round(totals[1])
+        if not math.isfinite(loss):
+            raise RunFailed(f"evaluation after step {step}: loss {loss} over {labels} labels")
+        return Evaluation(
+            loss=loss,
+            perplexity=_perplexity(loss) if isinstance(self.data.batches, TextBatches) else None,
+            labels=labels,
+            samples=self.data.samples,
+            time_s=time.monotonic() - began,
+        )
+
+
+def better(best: Best | None, found: Evaluation | None, step: int, data: ValidationData) -> Best | None:
+    """The least loss so far, an evaluation after a step included."""
+    if found is None or (best is not None and best.loss <= found.loss):
+        return best
+    return Best(step=step, loss=found.loss, data_sha256=data.sha256)
+
+
+def best_so_far(job: RunOptions, saved: Best | None, data: ValidationData | None) -> Best | None:
+    """The least loss that a run goes on with: none where it is not asked for, or was of other data."""
+    if saved is None or data is None or not job.keep_best:
+        return None
+    return saved if saved.data_sha256 == data.sha256 else None
+
+
+def _perplexity(loss: float) -> float | None:
+    """exp(loss), as far as there are numbers for it."""
+    return math.exp(loss) if loss < math.log(1e15) else None

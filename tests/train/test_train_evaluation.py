@@ -1,0 +1,89 @@
+"""An evaluation under any plan comes to the loss of one process, and leaves the training to the bit as it is."""
+
+import json
+from pathlib import Path
+
+import pytest
+from evaluation_worker import MUTATIONS
+from forked_ranks import run_worker
+from random_plans import bare_plan, random_plan, uneven_plan
+from tiny_models import CONFIGS, tiny
+
+from shardwright_formats.io.json import write_document
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import Plan, Plans, Schedule
+from shardwright_formats.types.strategy import DataParallel
+
+TOLERANCE = 1e-10
+_DROPOUT = {
+    "gpt2": dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.2),
+    "bert": dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.2),
+    "t5": {"dropout_rate": 0.2},
+}
+MODELS = [tiny(family, **_DROPOUT.get(family, {})) for family in CONFIGS]
+Errors = dict[str, dict[str, float]]
+
+
+def _numbered(models: list[Model], first: int, world_size: int) -> list[Plan]:
+    return [random_plan(model, first + number, world_size) for number, model in enumerate(models)]
+
+
+def plans_on(world_size: int) -> list[Plan]:
+    """Ten of all families; on four ranks with stages of unequal width and chunks without blocks.
+
+    The last on two ranks has dropout.
+    """
+    if world_size == 2:
+        return [*_numbered(MODELS, 40, 2), *_numbered(MODELS[:3], 50, 2), random_plan(MODELS[2], 60, 2)]
+    uneven = [uneven_plan(model, number, 4) for number, model in enumerate(MODELS[2:5])]
+    bare = [bare_plan(model, number, 4) for number, model in enumerate(MODELS[:2])]
+    return [*_numbered(MODELS[:5], 70, 4), *uneven, *bare]
+
+
+def _compared(world_size: int, folder: Path, mutations: tuple[str, ...] = ()) -> Errors:
+    plans_file, result = folder / "plans.json", folder / "errors.json"
+    write_document(plans_file, Plans(plans=tuple(plans_on(world_size))))
+    run_worker("evaluation_worker", [str(plans_file), str(result), *mutations], world_size)
+    errors: Errors = json.loads(result.read_bytes())
+    return errors
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Errors:
+    return _compared(2, tmp_path_factory.mktemp("two"), tuple(MUTATIONS))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Errors:
+    return _compared(4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ten_plans_evaluate_as_one_process(two_ranks: Errors, four_ranks: Errors, world_size: int) -> None:
+    found = two_ranks if world_size == 2 else four_ranks
+    exact = {plan.name: max(found[plan.name]["loss"], found[plan.name]["labels"]) for plan in plans_on(world_size)}
+    assert len(exact) == 10
+    assert {name: error for name, error in exact.items() if error > TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_evaluation_leaves_training_as_it_is_and_nothing_behind(
+    two_ranks: Errors, four_ranks: Errors, world_size: int
+) -> None:
+    found = two_ranks if world_size == 2 else four_ranks
+    errors = [found[plan.name] for plan in plans_on(world_size)]
+    assert [one["left"] for one in errors] == [0] * 10
+    assert [one["training"] for one in errors if "training" in one] == [0] * 5
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_broken_evaluation_is_seen(two_ranks: Errors, mutation: str) -> None:
+    assert two_ranks[mutation]["loss"] > 1e-6
+
+
+def test_the_evaluated_plans_cover_schedules_and_data_parallelism() -> None:
+    plans = plans_on(2) + plans_on(4)
+    assert {plan.schedule for plan in plans} == set(Schedule)
+    assert {layer.data_parallel for plan in plans for layer in plan.layers if layer.dp_size > 1} == set(DataParallel)
+    assert any(len({len(stage.ranks) for stage in plan.stages}) > 1 for plan in plans)
+    assert {plan.model.family for plan in plans} == set(CONFIGS)
