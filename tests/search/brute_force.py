@@ -20,7 +20,8 @@ NEAR = 0.01
 def solved(problem: Problem, deadline: float | None = None) -> Optimum[int]:
     """The solver's answer, with plans near the best one."""
     pipeline = pipeline_of(problem)
-    return optimize([Target(0, 0.0, 1.0)], lambda _: pipeline, NEAR, 8, deadline)
+    target = Target(0, 0.0, 1.0)
+    return optimize([target], lambda _: pipeline, NEAR, 8, deadline, wide=problem.is_mixed)
 
 
 def pipeline_of(problem: Problem) -> Pipeline:

@@ -9,6 +9,7 @@ from functools import partial
 
 from brute_force import mistakes
 from interleaved_problems import mistakes as interleaved_mistakes
+from random_fronts import front_mistakes
 from random_problems import random_mixed, random_unequal
 from simulated_optimum import too_slow
 
@@ -17,7 +18,7 @@ __all__ = ["main"]
 PROBLEMS = 10_000
 _BLOCK = 1000
 _FEWER = 10
-"""Of the problems whose plans are all simulated there are fewer by this factor."""
+"""Of the problems whose plans are all simulated, and of fronts over several, there are fewer by this factor."""
 
 
 def main(count: int) -> int:
@@ -29,10 +30,11 @@ def main(count: int) -> int:
         "several node types": partial(mistakes, made=random_mixed),
         "interleaved_1f1b": interleaved_mistakes,
         "simulated": too_slow,
+        "fronts of time against price": front_mistakes,
     }
     for name, wrong_of in kinds.items():
         started, here = time.process_time(), dict[int, str]()
-        total = count // _FEWER if wrong_of is too_slow else count
+        total = count // _FEWER if wrong_of in (too_slow, front_mistakes) else count
         for start in range(0, total, _BLOCK):
             here |= wrong_of(range(start, min(start + _BLOCK, total)))
         for seed, what in here.items():

@@ -4,6 +4,7 @@ from typing import NoReturn
 
 from shardwright_formats.command import Command, CommandLine, run
 from shardwright_search import options
+from shardwright_search.rent.options import RentOptions
 
 _COMMANDS = "shardwright_search.commands"
 
@@ -19,6 +20,7 @@ APP = CommandLine(
         "export": Command(options.ExportOptions, f"{_COMMANDS}.interop:export_plan"),
         "grid": Command(options.GridOptions, f"{_COMMANDS}.grid:grid"),
         "import galvatron": Command(options.ImportGalvatronOptions, f"{_COMMANDS}.interop:import_galvatron"),
+        "rent": Command(RentOptions, f"{_COMMANDS}.rent:rent"),
         "select": Command(options.SelectOptions, f"{_COMMANDS}.measured:select"),
         "simulate": Command(options.SimulateOptions, f"{_COMMANDS}.simulate:simulate_plan"),
         "uniform": Command(options.UniformOptions, f"{_COMMANDS}.evaluate:uniform"),

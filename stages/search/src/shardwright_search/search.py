@@ -1,7 +1,8 @@
 """The best plan of the asked space: every configuration bounded, the promising ones solved and compared."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from functools import partial
+from itertools import chain, islice, product
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from shardwright_formats.types.strategy import LayerStrategy
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
+from shardwright_search.cost_model.tied_weights import has_shared
 from shardwright_search.least_simulated import Simulated, changed, simulated
 from shardwright_search.solver.branch_and_bound import Best, Optimum, Target, guess, optimize, plans_below
 from shardwright_search.space.budget import Infeasible, budgets_of, infeasible
@@ -79,13 +81,23 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """Of the chosen plan and that plan's like for the profile as it is, where the search was a robust one."""
 
 
-def instance_of(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> Instance:
-    """A request with the cost model that prices it.
+def instance_of(
+    request: SearchRequest,
+    model: Model,
+    cluster: Cluster,
+    profiles: Profiles,
+    file: Path,
+    known: CostModel | None = None,
+) -> Instance:
+    """A request with the cost model that prices it; `known` is one of a cluster with the same node types, or more.
 
     Raises BadInput for profiles that do not fit the request, or a budget that no device has.
     """
     check_profiles(profiles, model, cluster, request.precision, request.attention, request.compile)
-    costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
+    if known is None:
+        costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
+    else:
+        costs = known.on(cluster)
     budgets = {
         name: _without_process(size, costs.profiles_on(name))
         for name, size in budgets_of(request, cluster, file).items()
@@ -167,8 +179,15 @@ def targets_of(instance: Instance, file: Path) -> tuple[Target[Configuration], .
 
     Raises BadInput where none has a plan, whatever the memory.
     """
+    if not (found := all_targets(instance, file)):
+        raise BadInput(file, "no strategy divides the batch, the model and the devices evenly", "allow other sizes")
+    return found
+
+
+def all_targets(instance: Instance, file: Path) -> tuple[Target[Configuration], ...]:
+    """The same; none where no configuration has a plan, whatever the memory."""
     request, costs = instance.request, instance.costs
-    found = tuple(
+    return tuple(
         Target(
             configuration=configuration,
             offset_ps=float(picoseconds(costs.step_overhead_s)),
@@ -176,14 +195,11 @@ def targets_of(instance: Instance, file: Path) -> tuple[Target[Configuration], .
         )
         for configuration in _expanded(instance, configurations(request, costs.model, costs.cluster, file))
     )
-    if not found:
-        raise BadInput(file, "no strategy divides the batch, the model and the devices evenly", "allow other sizes")
-    return found
 
 
 def _expanded(instance: Instance, every: Iterable[Configuration]) -> Iterator[Configuration]:
     """Those in which something has a plan, split where all layers share a strategy or a buffer is counted."""
-    for configuration in every:
+    for configuration in chain.from_iterable(map(partial(_by_ends, instance), every)):
         if not instance.choices.has_plans(configuration):
             continue
         shared: Sequence[LayerStrategy | None] = [None]
@@ -199,6 +215,16 @@ def _expanded(instance: Instance, every: Iterable[Configuration]) -> Iterator[Co
                     yield here
 
 
+def _by_ends(instance: Instance, configuration: Configuration) -> Iterator[Configuration]:
+    """Split by the node types of the first and last stage where what ties cost depends on them: bounds know one tie."""
+    model, names = instance.costs.model, tuple(instance.budgets)
+    if len(names) == 1 or configuration.num_chunks > 1 or not (model.tied or has_shared(model)):
+        yield configuration
+        return
+    for first, last in product(names, repeat=2):
+        yield configuration._replace(ends=(first, last))
+
+
 def _optimum(
     instance: Instance, targets: Sequence[Target[Configuration]], deadline: float | None, report: Report
 ) -> Optimum[Configuration]:
@@ -209,7 +235,14 @@ def _optimum(
 
     report(f"bounding {len(targets)} configurations")
     return optimize(
-        targets, instance.solvable, NEAR, _MAX_NEAR, deadline, progress, waits=lambda asked: asked.num_chunks > 1
+        targets,
+        instance.solvable,
+        NEAR,
+        _MAX_NEAR,
+        deadline,
+        progress,
+        waits=lambda asked: asked.num_chunks > 1,
+        wide=len(instance.budgets) > 1,
     )
 
 

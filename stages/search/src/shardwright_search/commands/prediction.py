@@ -130,6 +130,15 @@ def _scope(request: SearchRequest, found: Found) -> str:
         f"space {request.space}: no plan of it has a smaller closed form than objective_bound_s: any cut of the layers "
         f"into pipeline stages {_widths(request)} with a layer or more each (embedding and head are layers), {layers}, "
         f"the embedding and the head, {types}"
-        f"{listed}{interleaved}; of {found.near} plans found within {NEAR:.0%} of {aim} {found.simulated} were "
+        f"{listed}{interleaved}; {_chosen_by(found, aim, changes)}"
+    )
+
+
+def _chosen_by(found: Found, aim: str, changes: str) -> str:
+    """How the plan was chosen among those near the optimum."""
+    if not found.simulated:
+        return "plans were compared by their closed form alone"
+    return (
+        f"of {found.near} plans found within {NEAR:.0%} of {aim} {found.simulated} were "
         f"simulated, and the one with the least simulated time was taken{changes}"
     )

@@ -132,6 +132,12 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     time_model: TimeModel = TimeModel.INTERPOLATE
 
+    def on(self, cluster: Cluster) -> "CostModel":
+        """The same on some of its nodes; layers, whose costs are those of their node type, are priced once for both."""
+        other = msgspec.structs.replace(self, cluster=cluster)
+        vars(other)["_layer"] = self._layer
+        return other
+
     def layer(
         self,
         type_name: str,

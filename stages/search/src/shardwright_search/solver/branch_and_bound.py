@@ -18,6 +18,8 @@ from shardwright_search.solver.partition import Found
 _RELAXED = -1
 _GUESSED = 0.05
 """How far above its bound a plan of a configuration is guessed at most."""
+_WIDE = (_GUESSED, 0.1, 0.2, 0.5, 1.0, 3.0)
+"""How far it may be where bounds are known to be loose: one after another, until a plan is found."""
 _AT_ONCE = 0.011
 """How far above its bound a limit may be that a configuration is solved below at once: labels grow fast with it."""
 _LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0)
@@ -100,14 +102,16 @@ def optimize(
     report: Callable[[float, float, int], None] = lambda best, bound, left: None,
     max_labels: float = np.inf,
     waits: Callable[[C], bool] = lambda configuration: False,
+    wide: bool = False,
 ) -> Optimum[C]:
     """The best plan of all configurations, and up to `most` of each configuration within `near` of it.
 
     `deadline` is a time of `monotonic`; it and Ctrl-C end the search early. `report` hears the best score, the least
     bound and how many configurations are left. After `max_labels` labels it ends early, too. A configuration that
-    `waits` comes after the best plan of all others is found, which a search that is stopped then has.
+    `waits` comes after the best plan of all others is found, which a search that is stopped then has. `wide`: guesses
+    far above loose bounds are plans to be stayed below, too.
     """
-    search = _Search(targets, solvable, most, _Clock(deadline, max_labels))
+    search = Search(targets, solvable, most, Clock(deadline, max_labels), wide)
     stopped = False
     try:
         search.relax(waits)
@@ -126,6 +130,8 @@ def optimize(
     close = sorted((one for own in search.plans.values() for one in own if one.score <= limit), key=_score)
     if best is None:
         close = []
+    elif not close:
+        close = [best]  # a guess whose configuration was not solved before the search was stopped
     return Optimum(best, tuple(close), bound, search.bounds(), search.looked_at, len(search.plans), stopped)
 
 
@@ -155,7 +161,7 @@ def plans_below(
     max_labels: float,
 ) -> tuple[Best[C], ...]:
     """Up to `most` plans of each configuration below a limit, the best first; fewer where time or labels run out."""
-    search = _Search(targets, solvable, most, _Clock(deadline, max_labels))
+    search = Search(targets, solvable, most, Clock(deadline, max_labels))
     found: list[Best[C]] = []
     try:
         for target in targets:
@@ -179,19 +185,25 @@ class _Open(NamedTuple):
 _NOTHING = _Open(np.inf, -1, 0)
 
 
-class _Clock(NamedTuple):
+class Clock(NamedTuple):
     """What ends a search early."""
 
     deadline: float | None
     max_labels: float
 
 
-class _Search(Generic[C]):
+class Search(Generic[C]):
     """The configurations of a search, and what is known of each so far."""
 
     def __init__(
-        self, targets: Sequence[Target[C]], solvable: Callable[[C], Solvable], most: int, clock: _Clock
+        self,
+        targets: Sequence[Target[C]],
+        solvable: Callable[[C], Solvable],
+        most: int,
+        clock: Clock,
+        wide: bool = False,
     ) -> None:
+        self._wide = wide
         self._targets, self._solvable, self._most, self._clock = targets, solvable, most, clock
         self._labels = 0
         self._now = _Open(0.0, -1, 0)
@@ -199,6 +211,8 @@ class _Search(Generic[C]):
         self._waiting: list[_Open] = []
         self.plans: dict[int, tuple[Best[C], ...]] = {}
         """By configuration: those below the limit where some were found, none where none was."""
+        self.guesses: dict[int, Best[C]] = {}
+        """By configuration, where `wide`: those below their limits, which may be solved yet."""
         self.best: Best[C] | None = None
         self.looked_at = 0
 
@@ -230,6 +244,16 @@ class _Search(Generic[C]):
         self.heap, self._waiting = self._left, []
         heapq.heapify(self.heap)
         return self.has_better()
+
+    def drop(self) -> float:
+        """Leave out the most promising configuration; its bound."""
+        return heapq.heappop(self.heap).bound
+
+    def unsolved(self) -> dict[int, float]:
+        """By number of each configuration that is neither solved nor left out, its bound; 0: it was not looked at."""
+        known = {number: 0.0 for number in range(self.looked_at, len(self._targets))}
+        now = {self._now.number: self._now.bound} if self._now.number >= 0 else {}
+        return known | {one.number: one.bound for one in self._left} | now
 
     def tick(self, made: int = 0) -> None:
         """Raise Stopped when time or labels are spent."""
@@ -273,9 +297,11 @@ class _Search(Generic[C]):
         known, cut = here.guess, cuts[0]
         if known is None:
             self.tick()
-            most, enough = (target.time_ps(here.bound * (1 + above)) for above in (_GUESSED, _AT_ONCE))
-            guessed = _guessed(solvable, min(target.time_ps(limit), most), enough)
+            guessed = self._guess(here, target, limit)
             known = np.inf if guessed is None else target.score(guessed.objective_ps)
+            if self._wide and guessed is not None and known < limit:
+                self.guesses[here.number] = Best(target, guessed, known)
+                self.best = min((*self.guesses.values(), *self._best), key=_score)
         wanted = next((cut for cut in cuts if known < cut), limit)
         if wanted <= here.bound * (1 + _AT_ONCE):
             cut = wanted
@@ -287,9 +313,22 @@ class _Search(Generic[C]):
             plans = tuple(best for best in plans if best.score < narrowest)
         self.plans[here.number] = plans
         if plans:
-            self.best = min((*plans[:1], *((self.best,) if self.best is not None else ())), key=_score)
+            self.best = min((*plans[:1], *self._best), key=_score)
         elif np.isfinite(cut):
             heapq.heappush(self.heap, _Open(cut, here.number, min(tries + 1, len(_LIMITS)), known))
+
+    def _guess(self, here: "_Open", target: Target[C], limit: float) -> Found | None:
+        """The best that is guessed; where bounds are loose, ever further above them until some is."""
+        solvable, enough = self._solvable(target.configuration), target.time_ps(here.bound * (1 + _AT_ONCE))
+        for above in _WIDE if self._wide else (_GUESSED,):
+            below = min(limit, here.bound * (1 + above))
+            if (found := _guessed(solvable, target.time_ps(below), enough)) is not None or below == limit:
+                return found
+        return None
+
+    @property
+    def _best(self) -> tuple[Best[C], ...]:
+        return () if self.best is None else (self.best,)
 
     def bounds(self) -> tuple[tuple[float, Target[C]], ...]:
         """Every configuration that a plan may fit in, with what is known of its least score, the least first."""

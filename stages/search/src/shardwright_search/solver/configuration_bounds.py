@@ -2,18 +2,22 @@
 
 With a, z and g the least of A, of (m - 1) A + U, and of (1 + (m - 1)/p) A + U/p of a stage:
 T >= sum a + max z, and T >= sum g, for no maximum is less than the mean. Both are minimised over the cuts by dynamic
-programmes forward and backward, which then bound T for every stage and every run of layers it may hold.
+programmes forward and backward, which then bound T for every stage and every run of layers it may hold. With several
+node types `bands` bound sum and maximum together.
 """
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from shardwright_search.solver.bands import Bands, Known, Move, StageCosts, Sums
+from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.layer_ranges import runs_of
 from shardwright_search.solver.memory import Phase, min_phases, phases
 from shardwright_search.solver.pareto import Numbers
-from shardwright_search.solver.problem import DeviceGroup, Position, Problem, Start
+from shardwright_search.solver.problem import Cut, DeviceGroup, Position, Problem, Start
 from shardwright_search.solver.stage_options import GroupCosts, weightings
 
 CostsOf = Callable[[DeviceGroup, tuple[Phase, ...]], GroupCosts]
@@ -63,15 +67,20 @@ class ConfigurationBounds:
         counts = [_fewer(count) if rough else count for count in problem.in_flight]
         self.runs = runs_of(problem.layers)
         made = min_phases if rough else phases
-        parts = [made(count, problem.num_microbatches, problem.keeps_sums) for count in counts]
-        self._stages = [self._bounds_of_stage(stage, own) for stage, own in enumerate(parts)]
+        self._parts = [made(count, problem.num_microbatches, problem.keeps_sums) for count in counts]
         self._before = self._pass(range(problem.pp_size), forward=True)
         self.after = self._pass(range(problem.pp_size - 1, -1, -1), forward=False)[::-1]
         self._min_tie = float(problem.tie_ps.min())
         whole = self.after[0].get(problem.start_position)
         self.lower_ps = np.inf
-        if whole is not None:
-            self.lower_ps = float(max(whole.total[0] + whole.slowest[0], whole.mean[0])) + self._min_tie
+        self.bands: Bands | None = None
+        if whole is None:
+            return
+        lower = float(max(whole.total[0] + whole.slowest[0], whole.mean[0]))
+        if problem.is_mixed and np.isfinite(lower):
+            self.bands = Bands(problem, self._in_bands, float(whole.slowest[0]))
+            lower = max(lower, self.bands.lower_ps)
+        self.lower_ps = lower + self._min_tie
 
     def targets(self, below_ps: float) -> dict[StageKind, list[Target]] | None:
         """What stages a plan with T < below_ps can have; None if some stage cannot be: there is no such plan."""
@@ -83,7 +92,7 @@ class ConfigurationBounds:
                 for start in {problem.start(before, group) for before in problem.positions[stage][position]}:
                     kind = StageKind(group, problem.phases(stage), start)
                     known = caps.setdefault(kind, np.full((len(self.runs.runs), 3), -np.inf))
-                    some |= self._raise_caps(known, stage, group, self._before[stage][position], after, limit)
+                    some |= self._raise_caps(known, stage, group, position, after, limit)
             if not some:
                 return None
         return {
@@ -91,19 +100,30 @@ class ConfigurationBounds:
             for kind, own in caps.items()
         }
 
-    def _raise_caps(self, caps: Numbers, stage: int, group: int, before: Rest, after: Position, limit: float) -> bool:
+    def _raise_caps(
+        self, caps: Numbers, stage: int, group: int, position: Position, after: Position, limit: float
+    ) -> bool:
         """Raise the caps [runs, weightings] to those of one stage on one group; whether it can be there."""
-        costs, behind = self._stages[stage][group], self.after[stage + 1][after]
+        before = self._before[stage][position]
+        send = self._send(stage, position, group, after)
+        costs, behind = self._costs(stage, group, send), self.after[stage + 1][after]
         with np.errstate(invalid="ignore"):
             total = before.total[:, None] + behind.total
             slowest = np.maximum(before.slowest[:, None], behind.slowest)
             mean = before.mean[:, None] + behind.mean
             fits = total + costs.total + np.maximum(costs.slowest, slowest) < limit
             alive = fits & (mean + costs.mean < limit)
-            sums = np.stack([limit - total - slowest, limit - total, limit - mean], -1)[alive]
-        sends = self._min_sends(stage, group) * np.array([time for time, _ in weightings(self.problem, group)])
-        np.maximum.at(caps, self.runs.number[alive], sums - sends)
-        return bool(alive.any())
+        start, end = np.nonzero(alive)
+        sums = Sums(total[alive], total[alive] + slowest[alive])
+        if self.bands is not None:
+            own = costs.total[alive], np.maximum(costs.slowest, slowest)[alive]
+            known = Known(*own, slowest[alive], sums, limit)
+            sums = self.bands.sums(Move(stage, position, group, after), (start, end), known)
+        found = np.stack([limit - sums.with_largest, limit - sums.total, limit - mean[alive]], -1)
+        sends = send * np.array([time for time, _ in weightings(self.problem, group)])
+        possible = sums.total < np.inf
+        np.maximum.at(caps, self.runs.number[alive][possible], (found - sends)[possible])
+        return bool(possible.any())
 
     def _moves(self, stage: int) -> Iterator[tuple[Position, int, Position]]:
         """Every position before a stage, group that it can be on, and position then."""
@@ -111,20 +131,45 @@ class ConfigurationBounds:
             for group, after in moves:
                 yield position, group, after
 
-    def _bounds_of_stage(self, stage: int, parts: tuple[Phase, ...]) -> dict[int, Rest]:
-        """By device group: a, z and g [start, end]; infinity where the stage cannot hold that run."""
-        problem, total = self.problem, len(self.problem.layers)
+    @cached_method
+    def _costs(self, stage: int, group: int, send: float) -> Rest:
+        """a, z and g [start, end] of a stage whose sends take so long; infinity where it cannot hold that run."""
+        costs = self.costs_of(self.problem.device_groups[group], self._parts[stage])
+        a, both, g = (costs.least(self.problem.layers, w) + w[0] * send for w in weightings(self.problem, group))
+        z = both - np.where(np.isfinite(a), a, 0)
+        return Rest(*(np.where(self._able(stage), values[self.runs.number], np.inf) for values in (a, z, g)))
+
+    @cached_method
+    def _able(self, stage: int) -> NDArray[np.bool_]:
+        """[start, end]: the runs that leave each other stage a layer."""
+        total = len(self.problem.layers)
         able = np.zeros((total + 1, total + 1), bool)
         for start in (0,) if stage == 0 else range(stage, total):
-            ends = problem.ends(stage, start)
+            ends = self.problem.ends(stage, start)
             able[start, ends.start : ends.stop] = True
-        found = {}
-        for group in problem.groups_of(stage):
-            costs, send = self.costs_of(problem.device_groups[group], parts), self._min_sends(stage, group)
-            a, both, g = (costs.least(problem.layers, w) + w[0] * send for w in weightings(problem, group))
-            z = both - np.where(np.isfinite(a), a, 0)
-            found[group] = Rest(*(np.where(able, values[self.runs.number], np.inf) for values in (a, z, g)))
-        return found
+        return able
+
+    def _in_bands(self, move: Move) -> StageCosts:
+        """What bands need of a stage; the same object for the same costs."""
+        return self._banded(move.stage, move.group, self._send(*move))
+
+    @cached_method
+    def _banded(self, stage: int, group: int, send: float) -> StageCosts:
+        own, more = self._costs(stage, group, send), float(self.problem.num_microbatches - 1)
+        costs = self.costs_of(self.problem.device_groups[group], self._parts[stage])
+        largest = (costs.least(self.problem.layers, (more, 1.0)) + more * send)[self.runs.number]
+        return StageCosts(own.total, np.where(own.total < np.inf, largest, np.inf))
+
+    @cached_method
+    def _send(self, stage: int, position: Position, group: int, after: Position) -> float:
+        """The least that a stage's sends take, whatever its neighbours; of one pool wherever it is."""
+        problem, last = self.problem, self.problem.pp_size - 1
+        if not problem.is_mixed:
+            return self._min_sends(stage, group)
+        least, before = problem.least_send_ps, problem.positions[stage][position] if stage else ()
+        behind = [own for own, _ in problem.placements[stage + 1][after]] if stage < last else ()
+        into = min((least[Cut(position, own, group)] for own in before), default=0.0)
+        return into + min((least[Cut(after, group, own)] for own in behind), default=0.0)
 
     def _min_sends(self, stage: int, group: int) -> float:
         """The least that a stage's sends take, whatever its neighbours."""
@@ -141,7 +186,7 @@ class ConfigurationBounds:
             level: dict[Position, Rest] = {}
             for position, group, after in self._moves(stage):
                 here, there = (position, after) if forward else (after, position)
-                costs = self._stages[stage][group]
+                costs = self._costs(stage, group, self._send(stage, position, group, after))
                 costs = costs if forward else Rest(*(values.T for values in costs))
                 level[there] = levels[-1][here].with_stage(costs).or_(level.get(there))
             levels.append(level)

@@ -136,6 +136,7 @@ def _next_level(
         start = problem.start(at.group, at.following)
         known = labels_of.get(StageKind(at.following, problem.phases(stage), start), {})
         rest = bounds.after[stage + 1][position]
+        rests = None if bounds.bands is None else bounds.bands.after(stage + 1, position)
         for end in problem.ends(stage, at.end):
             own = known.get(int(bounds.runs.number[at.end, end]))
             if own is None or not len(own.time_ps) or not np.isfinite(rest.total[end]):
@@ -145,6 +146,9 @@ def _next_level(
                 total = appended.total_ps + rest.total[end]
                 least = step_time(total, appended.slowest_ps, appended.exposed_ps, m)
                 least = np.maximum(least, total + rest.slowest[end])
+                if rests is not None:
+                    largest = (m - 1) * appended.slowest_ps
+                    least = np.maximum(least, appended.total_ps + rests.least(end, largest))
                 rows = np.flatnonzero(least + problem.tie_ps.min() < below_ps)
                 if len(rows):
                     sources.append((at, own))

@@ -211,10 +211,21 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
             found.setdefault(group.width, []).extend((*given, *taken))
         return {width: np.unique(np.concatenate(layouts)) for width, layouts in found.items()}
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its device groups share several pools, such as node types."""
+        return len(self.start_position) > 1
+
+    @cached_property
+    def least_send_ps(self) -> dict[Cut, float]:
+        """The least that handing over takes; of one pool the head's are among them, which sends nothing."""
+        kinds = sorted(set(self.layers[:-1])) if self.is_mixed else range(len(self.device_groups[0].options))
+        return {cut: float(times[kinds].min()) for cut, times in self.sends_ps.items()}
+
     @cached_property
     def least_sends_ps(self) -> tuple[dict[tuple[int, int], float], ...]:
         """By cut: the least that handing over takes from a device group to another."""
-        least = {cut: float(times.min()) for cut, times in self.sends_ps.items()}
+        least = self.least_send_ps
         found: list[dict[tuple[int, int], float]] = []
         for stage in range(1, self.pp_size):
             own: dict[tuple[int, int], float] = {}

@@ -50,7 +50,8 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
     def has_plans(self, configuration: Configuration) -> bool:
         """Whether every layer of a configuration can be sharded in some way."""
         choice = self.choice(configuration)
-        return self._placements(self._alike(choice), configuration.pp_size, configuration.widths) is not None
+        shape = configuration.pp_size, configuration.widths, configuration.ends
+        return self._placements(self._alike(choice), *shape) is not None
 
     def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
         """What all layers can share: strategies that every type of layer has, told by the first type's."""
@@ -81,22 +82,24 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
     def placed(self, configuration: Configuration) -> Placements:
         """Where the stages can be; has_plans says whether they can at all."""
         choice = self._alike(self.choice(configuration))
-        found = self._placements(choice, configuration.pp_size, configuration.widths)
+        found = self._placements(choice, configuration.pp_size, configuration.widths, configuration.ends)
         if found is None:
             raise ValueError(f"no plan: {configuration}")
         return found
 
     @cached_method
-    def _placements(self, choice: Choice, pp_size: int, widths: Widths) -> Placements | None:
+    def _placements(
+        self, choice: Choice, pp_size: int, widths: Widths, ends: tuple[str, str] | None
+    ) -> Placements | None:
         """Stages only as wide as all types of layers can be sharded, the first's and last's with embedding and head."""
         known = self.shardings(choice).strategies
         asked = [(width,) for width in widths] if isinstance(widths, tuple) else [choice.widths] * pp_size
-        ends = [(EMBEDDING,), *[()] * (pp_size - 2), (HEAD,)] if pp_size > 1 else [(EMBEDDING, HEAD)]
+        outermost = [(EMBEDDING,), *[()] * (pp_size - 2), (HEAD,)] if pp_size > 1 else [(EMBEDDING, HEAD)]
         able = [
             [width for width in own if width in known and all(known[width][name] for name in outer)]
-            for own, outer in zip(asked, ends, strict=True)
+            for own, outer in zip(asked, outermost, strict=True)
         ]
-        return placements(self.costs.cluster, able, by_nodes=widths is StageWidths.ANY)
+        return placements(self.costs.cluster, able, by_nodes=widths is StageWidths.ANY, ends=ends)
 
     def shardings(self, choice: Choice) -> Shardings:
         """Of the widths over which every type of layer can be sharded, embedding and head aside."""

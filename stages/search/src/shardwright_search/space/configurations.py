@@ -33,6 +33,8 @@ class Configuration(NamedTuple):
     """Tokens that Megatron's gather buffer holds, which no layer may exceed; None: it is not counted."""
     widths: Widths = StageWidths.EQUAL
     """Ranks of the pipeline stages; a tuple where they are unequal."""
+    ends: tuple[str, str] | None = None
+    """The node types of the first and last stage, where what tied parameters cost depends on them; None: any."""
 
     @property
     def microbatch_samples(self) -> int:
@@ -44,9 +46,10 @@ class Configuration(NamedTuple):
         ranks = f" of {' + '.join(map(str, self.widths))} ranks" if isinstance(self.widths, tuple) else ""
         if self.widths is StageWidths.ANY:
             ranks = " of any widths"
+        ends = "" if self.ends is None else f" from {self.ends[0]} to {self.ends[1]}"
         return (
             f"batch {self.global_batch_size}, {self.num_microbatches} microbatches, "
-            f"pp_size {self.pp_size}{ranks}{chunks}, {self.schedule}"
+            f"pp_size {self.pp_size}{ranks}{ends}{chunks}, {self.schedule}"
         )
 
 

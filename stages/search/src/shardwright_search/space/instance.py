@@ -86,9 +86,10 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def solvable(self) -> Callable[[Configuration], Solvable]:
         """A configuration, ready to be bounded and solved; the last few are kept."""
-        return lru_cache(_MAX_RECENT)(self._solvable)
+        return lru_cache(_MAX_RECENT)(self.unkept_solvable)
 
-    def _solvable(self, configuration: Configuration) -> Solvable:
+    def unkept_solvable(self, configuration: Configuration) -> Solvable:
+        """The same, made anew."""
         if not self.choices.has_plans(configuration):
             return Nothing()
         if configuration.num_chunks > 1:
@@ -118,7 +119,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             in_flight=tuple(in_flight(configuration.schedule, p, m, stage) for stage in range(p)),
             num_microbatches=m,
             boundary_bytes=self._boundary(choice),
-            tie_ps=self._ties(self.choices.shardings(choice), p),
+            tie_ps=self._ties(self.choices.shardings(choice), p, configuration.ends),
         )
 
     def interleaved_problem(self, configuration: Configuration) -> "InterleavedProblem | None":
@@ -281,7 +282,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return np.array(held, float)
 
     @cached_method
-    def _ties(self, shardings: Shardings, pp_size: int) -> Numbers:
+    def _ties(self, shardings: Shardings, pp_size: int, types: tuple[str, str] | None = None) -> Numbers:
         """[classes of the embedding, of the head]: tied parameters, and those that layers share; infinity: no plan."""
         if not self.costs.model.tied and not has_shared(self.costs.model):
             return np.zeros((1, 1))
@@ -289,6 +290,8 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         found = np.full((len(first), len(last)), np.inf)
         for (i, (before, a)), (j, (behind, b)) in product(enumerate(first.values()), enumerate(last.values())):
             ends = before[: a.tp_size * a.dp_size], behind[-b.tp_size * b.dp_size :]
+            if types is not None and types != tuple(self.costs.cluster.node_type_of_rank[own[0]] for own in ends):
+                continue
             if pp_size == 1 or not set(ends[0]) & set(ends[1]):
                 found[i, j] = tie_cost_ps(self.costs, a, b, *ends) + self._shared_ps(*ends)
         return found

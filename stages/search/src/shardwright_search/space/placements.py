@@ -55,11 +55,13 @@ class _Stage(NamedTuple):
     behind: Position
 
 
-def placements(cluster: Cluster, widths: Sequence[Collection[int]], by_nodes: bool = False) -> Placements | None:
+def placements(
+    cluster: Cluster, widths: Sequence[Collection[int]], by_nodes: bool = False, ends: tuple[str, str] | None = None
+) -> Placements | None:
     """Every way to share out all ranks among stages, of which each has one of its own widths; None: there is none.
 
     A stage's ranks are of one node type. `by_nodes`: each stage is in one node, or takes up whole nodes, or is where it
-    is if all are equally wide.
+    is if all are equally wide. `ends`: the node types of the first and last stage, if these are given.
     """
     pools = pools_of(cluster)
     nodes, equal = cluster.node_of_rank, cluster.num_devices / len(widths)
@@ -72,9 +74,14 @@ def placements(cluster: Cluster, widths: Sequence[Collection[int]], by_nodes: bo
         alike = sum(position) == stage * equal and first % equal == 0 and end == first + equal
         return nodes[own[first]] == nodes[own[end - 1]] or {first, end} <= borders[pool] or alike
 
+    types = [cluster.node_type_of_rank[own[0]] for own in pools]
+    wanted = {} if ends is None else {len(widths) - 1: ends[1], 0: ends[0]}
+
     def following(stage: int, position: Position) -> Iterator[_Stage]:
         for pool, own in enumerate(pools):
             first = position[pool]
+            if wanted.get(stage, types[pool]) != types[pool]:
+                continue
             for end in (first + width for width in sorted(widths[stage])):
                 if end <= len(own) and (not by_nodes or allowed(stage, position, pool, end)):
                     yield _Stage(pool, own[first:end], _behind(position, pool, end - first))

@@ -1,4 +1,4 @@
-"""Writes the JSON Schemas of search and grid files, which are generated from their types.
+"""Writes the JSON Schemas of search, grid and offers files, which are generated from their types.
 
 python -m shardwright_search.space.schema            # write them, in the repository's root
 python -m shardwright_search.space.schema --check    # exit 1 if they are not up to date
@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from shardwright_formats.schema.generate import json_schema
 from shardwright_formats.schema.writing import write_or_check
 from shardwright_search.space.grid import Grid, GridAnswers
+from shardwright_search.space.offers import Offers
 from shardwright_search.space.request import SearchRequest
 
 _FOLDER = "stages/search/schemas"
-_KINDS = (SearchRequest, Grid, GridAnswers)
+_KINDS = (SearchRequest, Grid, GridAnswers, Offers)
 
 
 def generated() -> dict[str, str]:

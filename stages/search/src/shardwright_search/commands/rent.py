@@ -1,0 +1,174 @@
+"""`shardwright-search rent`: which nodes to rent, and what a faster run costs."""
+
+from contextlib import ExitStack
+from math import ceil
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwright_formats.command import show
+from shardwright_formats.io.errors import BadInput, NothingFits
+from shardwright_formats.io.hdf5 import write_profile
+from shardwright_formats.io.json import check_writable, read_document, write_bytes
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import Model
+from shardwright_search.commands.inputs import Inputs, read_inputs
+from shardwright_search.commands.prediction import prediction_of_searched, prediction_path, written
+from shardwright_search.commands.progress import progress
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.rent.front import Front, check_rentable, find_front
+from shardwright_search.rent.interruptions import Interruptions
+from shardwright_search.rent.options import RentOptions
+from shardwright_search.rent.sub_clusters import sub_clusters
+from shardwright_search.rent.table import Status, SubClusterRow, csv_of, front_file, picture_of, plan_name, rows_of
+from shardwright_search.search import Candidate, Found
+from shardwright_search.solver.branch_and_bound import Best, Target
+from shardwright_search.space.budget import budgets_of, budgets_of_stages
+from shardwright_search.space.offers import Offers
+from shardwright_search.space.request import SearchRequest
+
+
+class _Choice(NamedTuple):
+    """What a limit chooses of the front."""
+
+    limit: str
+    row: SubClusterRow
+
+
+def rent(options: RentOptions) -> None:
+    """Find the front, and write it with a plan for each of its points."""
+    request, model = read_document(options.search, SearchRequest), read_document(options.model, Model)
+    cluster, inputs = read_document(options.cluster, Cluster), read_inputs(options)
+    check_rentable(request, options.search)
+    steps = _steps(options, request, model)
+    offers = Offers() if options.offers is None else read_document(options.offers, Offers)
+    offered = sub_clusters(cluster, offers, options.cluster, options.offers or options.cluster)
+    _check_new(options.out)
+    spot = [Interruptions(o.interruptions_per_hour, offers.checkpoint_s or 0, offers.restart_s or 0) for o in offered]
+    with progress() as report:
+        given = request, model, offered, inputs.profiles, spot
+        front = find_front(*given, options.search, report, options.time_limit)
+    if not front.points:
+        why = "no plan was found before the search was stopped" if front.stopped else "no plan fits on any sub-cluster"
+        raise NothingFits(f"{options.search}: {why}: {'give it more time' if front.stopped else 'allow more memory'}")
+    simulated_s = _write_plans(front, request, inputs, options)
+    rows = rows_of(front, steps, simulated_s)
+    chosen = _chosen(options, rows)
+    write_bytes(options.out / "front.csv", csv_of(rows))
+    write_profile(options.out / "front.h5", front_file(rows, _proof(front)))
+    picture = picture_of(rows, frozenset(choice.row.nodes for choice in chosen))
+    write_bytes(options.out / "front.svg", picture.encode())
+    show("\n".join([*_table(rows, steps), _proof(front), *_told(chosen)]))
+    if missing := [choice.limit for choice in _missed(options, rows)]:
+        raise NothingFits("; ".join(missing))
+
+
+def _check_new(folder: Path) -> None:
+    """Plans of another front beside these would be taken for points of this one."""
+    if folder.is_dir() and any(folder.iterdir()):
+        raise BadInput(folder, "is not empty", "choose a new folder, or remove what is in it")
+    check_writable(folder / "front.csv")
+
+
+def _steps(options: RentOptions, request: SearchRequest, model: Model) -> int | None:
+    if options.steps is not None and options.tokens is not None:
+        raise BadInput("--tokens", "given beside --steps", "give one of them")
+    steps = options.steps
+    if options.tokens is not None and isinstance(request.global_batch_size, int):
+        steps = ceil(options.tokens / (request.global_batch_size * model.sequence_length))
+    if steps is None and (options.max_hours is not None or options.max_usd is not None):
+        name = "--max-usd" if options.max_hours is None else "--max-hours"
+        raise BadInput(name, "says nothing without the training's length", "give --steps or --tokens")
+    return steps
+
+
+def _write_plans(front: Front, request: SearchRequest, inputs: Inputs, options: RentOptions) -> dict[int, float]:
+    """The plan of every point with its prediction; the simulated time of each."""
+    files = {"cluster": options.cluster, "model": options.model, "search": options.search} | inputs.files
+    simulated_s = {}
+    with ExitStack() as all_or_none:
+        for number in front.points:
+            found = _found(front, number)
+            plan, evaluation = found.chosen
+            simulated_s[number] = evaluation.estimate.simulated_step_time_s
+            asked = front.instances[number].request
+            budgets = budgets_of_stages(plan, budgets_of(asked, plan.cluster, options.search))
+            prediction = prediction_of_searched(found, asked, budgets, files, inputs.warnings)
+            path = options.out / plan_name(front.answers[number])
+            check_writable(prediction_path(path))
+            all_or_none.enter_context(written(path, plan, prediction))
+    return simulated_s
+
+
+def _found(front: Front, number: int) -> Found:
+    """A point as a search that compared plans by their closed form alone."""
+    answer, instance = front.answers[number], front.instances[number]
+    assert answer.best is not None
+    target, plan_found, score = answer.best
+    configuration = target.configuration.configuration
+    plan = instance.plan(configuration, plan_found.solution)
+    return Found(
+        chosen=Candidate(plan, evaluate(plan, instance.costs.profiles, instance.costs)),
+        optimum_s=score * 1e-12,
+        bound_s=min(answer.bound_s, score * 1e-12),
+        runners_up=(),
+        examined=front.looked_at,
+        solved=front.solved,
+        near=1,
+        simulated=0,
+        stopped=front.stopped,
+        best=Best(Target(configuration, target.offset_ps, target.scale), plan_found, score),
+        regrets=(),
+    )
+
+
+def _chosen(options: RentOptions, rows: tuple[SubClusterRow, ...]) -> list[_Choice]:
+    """The cheapest and the fastest point within the limits, where there is one."""
+    points = [row for row in rows if row.status is Status.FRONT]
+    found = []
+    if options.max_hours is not None and (within := [row for row in points if row.hours <= options.max_hours]):
+        found.append(_Choice(f"cheapest within {options.max_hours:g} h", min(within, key=lambda row: row.usd)))
+    if options.max_usd is not None and (within := [row for row in points if row.usd <= options.max_usd]):
+        found.append(_Choice(f"fastest within {options.max_usd:g} USD", min(within, key=lambda row: row.hours)))
+    return found
+
+
+def _missed(options: RentOptions, rows: tuple[SubClusterRow, ...]) -> list[_Choice]:
+    """The limits that no point is within, and what comes nearest."""
+    points, found = [row for row in rows if row.status is Status.FRONT], []
+    fastest, cheapest = min(points, key=lambda row: row.hours), min(points, key=lambda row: row.usd)
+    if options.max_hours is not None and fastest.hours > options.max_hours:
+        what = f"the fastest, {fastest.nodes}, takes {fastest.hours - options.max_hours:.6g} h more"
+        found.append(_Choice(f"--max-hours {options.max_hours:g}: {what}", fastest))
+    if options.max_usd is not None and cheapest.usd > options.max_usd:
+        what = f"the cheapest, {cheapest.nodes}, costs {cheapest.usd - options.max_usd:.6g} USD more"
+        found.append(_Choice(f"--max-usd {options.max_usd:g}: {what}", cheapest))
+    return found
+
+
+def _told(chosen: list[_Choice]) -> list[str]:
+    return [f"{limit}: {row.nodes}, {row.hours:.6g} h, {row.usd:.6g} USD, {row.plan}" for limit, row in chosen]
+
+
+def _table(rows: tuple[SubClusterRow, ...], steps: int | None) -> list[str]:
+    """The points, and whether checkpoints and a training's length are told of."""
+    points = [row for row in rows if row.status is Status.FRONT]
+    widest = max(len(row.nodes) for row in points)
+    lines = []
+    for row in points:
+        told = f"{row.nodes:{widest}}  {row.expected_step_s:11.6g} s  {row.usd_per_step:11.6g} USD a step"
+        if row.checkpoint_steps:
+            told += f"  checkpoint every {row.checkpoint_steps} steps"
+        lines.append(told + (f"  {row.hours:.6g} h  {row.usd:.6g} USD" if steps else ""))
+    return lines
+
+
+def _proof(front: Front) -> str:
+    """What is proven."""
+    num_open = sum(answer.is_open for answer in front.answers)
+    pruned = sum(answer.best is None and answer.price.step_s < float("inf") for answer in front.answers)
+    told = f"{len(front.points)} points of {len(front.answers)} sub-clusters, {pruned} ruled out by bounds alone; "
+    told += f"{front.solved} of {front.looked_at} configurations were solved; "
+    if not num_open:
+        return told + "exact: no plan of the space is as fast and as cheap as a point and better in one"
+    least = min(answer.bound_s for answer in front.answers if answer.is_open)
+    return told + f"stopped: plans above {least:.6g} s a step of {num_open} sub-clusters may be missing"

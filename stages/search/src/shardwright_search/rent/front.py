@@ -1,0 +1,228 @@
+"""The exact front of step time against price per step over sub-clusters, each with its best plan.
+
+A sub-cluster's price falls with its step time, so one plan serves both: the fastest. A sub-cluster is solved only below
+the time from which on some point of the front is as fast and as cheap; most are ruled out by their bounds.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import Model
+from shardwright_search.cost_model.layer import CostModel
+from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.rent.interruptions import Interruptions
+from shardwright_search.rent.sub_clusters import SubCluster
+from shardwright_search.search import Report, all_targets, instance_of
+from shardwright_search.solver.branch_and_bound import Best, Solvable, Target
+from shardwright_search.solver.exhaust import exhaust
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.instance import Instance
+from shardwright_search.space.request import BatchRange, Objective, SearchRequest, StageWidths
+
+_MAX_RECENT = 6
+_HOUR_S = 3600.0
+_PS = 1e-12
+
+
+class Rented(NamedTuple):
+    """A configuration on one of the sub-clusters."""
+
+    sub_cluster: int
+    configuration: Configuration
+
+
+class Price(NamedTuple):
+    """Of a step on a sub-cluster, interruptions counted."""
+
+    step_s: float
+    usd: float
+    checkpoint_steps: int | None
+
+    def dominates(self, other: "Price") -> bool:
+        """Whether it is no worse, and better in one."""
+        return self.step_s <= other.step_s and self.usd <= other.usd and self[:2] != other[:2]
+
+
+class Answer(NamedTuple):
+    """What is known of a sub-cluster."""
+
+    sub_cluster: SubCluster
+    bound_s: float
+    """None of its plans has a closed form below this, or one that has is dominated; infinity: it has no plan."""
+    best: Best[Rented] | None
+    """The fastest plan, where it had to be found."""
+    price: Price
+    """Of the fastest plan; else what it would be at the bound, which is then dominated."""
+    on_front: bool
+    is_open: bool
+    """Whether the search was stopped before this was known."""
+
+
+class Front(NamedTuple):
+    """What is known of every sub-cluster, in their order."""
+
+    answers: tuple[Answer, ...]
+    instances: Mapping[int, Instance]
+    looked_at: int
+    solved: int
+    stopped: bool
+
+    @property
+    def points(self) -> list[int]:
+        """Numbers of the sub-clusters on the front, the fastest first."""
+        every = [number for number, answer in enumerate(self.answers) if answer.on_front]
+        return sorted(every, key=lambda number: self.answers[number].price)
+
+    def dominating(self, number: int) -> int | None:
+        """A point of the front that is as fast and as cheap as a sub-cluster's price, the nearest in time."""
+        own = self.answers[number].price
+        found = [point for point in self.points if self.answers[point].price.dominates(own)]
+        return max(found, key=lambda point: self.answers[point].price, default=None)
+
+
+def check_rentable(request: SearchRequest, file: Path) -> None:
+    """Raise BadInput, naming the search file, for what has no price per step or is said of one cluster."""
+    if isinstance(request.global_batch_size, BatchRange):
+        raise BadInput(file, "global_batch_size: a range has no price per step", "give one batch size")
+    if request.robust is not None:
+        raise BadInput(file, "robust: not known to rent", "leave it out, and plan the chosen sub-cluster with it")
+    if isinstance(request.stage_widths, tuple):
+        raise BadInput(file, "stage_widths: listed widths are of one cluster", "take equal or any")
+
+
+def find_front(
+    request: SearchRequest,
+    model: Model,
+    offered: Sequence[SubCluster],
+    profiles: Profiles,
+    interruptions: Sequence[Interruptions],
+    file: Path,
+    report: Report,
+    time_limit_s: float | None = None,
+) -> Front:
+    """The fastest plan of every sub-cluster that may be on the front; `interruptions`: of each."""
+    deadline = None if time_limit_s is None else monotonic() + time_limit_s
+    request = replace(request, objective=Objective.STEP_TIME)
+    instances = _instances(request, model, offered, profiles, file)
+    targets = [
+        Target(Rented(number, target.configuration), target.offset_ps, target.scale)
+        for number, instance in instances.items()
+        for target in all_targets(instance, file)
+    ]
+    search = Prices([own.usd_per_hour for own in offered], interruptions)
+    report(f"bounding {len(targets)} configurations of {len(instances)} sub-clusters")
+
+    def progress(bound: float, left: int) -> None:
+        report(f"{left} configurations left, {len(search.front)} points: above {bound * 1e-9:.6g} ms a step")
+
+    done = exhaust(targets, _solvable_of(instances), search.limit, search.take, deadline, progress)
+    bounds: dict[int, float] = {}
+    for target, bound in zip(targets, done.bounds, strict=True):
+        number = target.configuration.sub_cluster
+        bounds[number] = min(bounds.get(number, float("inf")), bound)
+    open_ = {targets[number].configuration.sub_cluster for number in done.open}
+    answers = tuple(
+        search.answer(number, own, bounds.get(number, float("inf")), number in open_)
+        for number, own in enumerate(offered)
+    )
+    return Front(answers, instances, done.looked_at, done.solved, done.stopped)
+
+
+class Prices:
+    """The points found so far, and what they leave to be found; prices and interruptions are by sub-cluster."""
+
+    def __init__(self, usd_per_hour: Sequence[float], interruptions: Sequence[Interruptions]) -> None:
+        self._usd_per_hour, self._interruptions = usd_per_hour, interruptions
+        self._best: dict[int, Best[Rented]] = {}
+        self._limits: dict[int, float] = {}
+        self.front: dict[int, Price] = {}
+
+    def price(self, number: int, score_ps: float) -> Price:
+        """Of a step on a sub-cluster that takes so long by itself."""
+        expected = self._interruptions[number].expected(score_ps * _PS)
+        usd = expected.step_s / _HOUR_S * self._usd_per_hour[number]
+        return Price(expected.step_s, usd, expected.checkpoint_steps)
+
+    def limit(self, target: Target[Rented]) -> float:
+        """From this score on a plan is dominated, or no better than what is known of its sub-cluster."""
+        number = target.configuration.sub_cluster
+        if number not in self._limits:
+            self._limits[number] = self._limit(number)
+        return self._limits[number]
+
+    def _limit(self, number: int) -> float:
+        usd_per_s = self._usd_per_hour[number] / _HOUR_S
+        within = float("inf")
+        for price in self.front.values():
+            as_dear = price.usd / usd_per_s if usd_per_s else (0.0 if price.usd == 0 else float("inf"))
+            within = min(within, max(price.step_s, as_dear))
+        limit = self._interruptions[number].longest_within(within) / _PS
+        return min(limit, self._best[number].score) if number in self._best else limit
+
+    def take(self, best: Best[Rented]) -> None:
+        """Put a plan on the front, and what it dominates off it."""
+        number = best.target.configuration.sub_cluster
+        self._best[number] = best
+        own = self.price(number, best.score)
+        others = {other: price for other, price in self.front.items() if other != number}
+        if not any(price.dominates(own) or price[:2] == own[:2] for price in others.values()):
+            self.front = {other: price for other, price in others.items() if not own.dominates(price)} | {number: own}
+        self._limits = {}
+
+    def answer(self, number: int, own: SubCluster, bound_ps: float, is_open: bool) -> Answer:
+        """What is known of a sub-cluster in the end."""
+        best = self._best.get(number)
+        price = self.price(number, bound_ps if best is None else best.score)
+        return Answer(own, bound_ps * _PS, best, price, number in self.front, is_open)
+
+
+def _instances(
+    request: SearchRequest, model: Model, offered: Sequence[SubCluster], profiles: Profiles, file: Path
+) -> dict[int, Instance]:
+    """Of each sub-cluster that the request leaves something on; what does not depend on the nodes is priced once."""
+    found: dict[int, Instance] = {}
+    for number, own in reversed(list(enumerate(offered))):
+        if (asked := _asked_of(request, own.cluster)) is not None:
+            costs = next((known.costs for known in found.values() if _has_types(known.costs, own.cluster)), None)
+            found[number] = instance_of(asked, model, own.cluster, profiles, file, costs)
+    return dict(sorted(found.items()))
+
+
+def _has_types(costs: CostModel, cluster: Cluster) -> bool:
+    return {own.node_type for own in cluster.nodes} <= {own.node_type for own in costs.cluster.nodes}
+
+
+def _asked_of(request: SearchRequest, cluster: Cluster) -> SearchRequest | None:
+    """The request without numbers that do not divide a sub-cluster's devices; None: nothing is left."""
+    devices, equal = cluster.num_devices, request.stage_widths is StageWidths.EQUAL
+
+    def fitting(numbers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if numbers is None:
+            return None
+        return tuple(number for number in numbers if (devices % number == 0 if equal else number <= devices))
+
+    lists = {name: fitting(getattr(request, name)) for name in ("pp_sizes", "tp_sizes", "shard_sizes")}
+    if () in (lists["pp_sizes"], lists["tp_sizes"]):
+        return None
+    memory = request.memory_gib
+    if isinstance(memory, Mapping):
+        used = {group.node_type for group in cluster.nodes}
+        memory = {name: gib for name, gib in memory.items() if name in used} or None
+    return replace(request, **lists | {"shard_sizes": lists["shard_sizes"] or None, "memory_gib": memory})
+
+
+def _solvable_of(instances: Mapping[int, Instance]) -> Callable[[Rented], Solvable]:
+    """A configuration on its sub-cluster; the last few of all are kept."""
+
+    @lru_cache(_MAX_RECENT)
+    def solvable(rented: Rented) -> Solvable:
+        return instances[rented.sub_cluster].unkept_solvable(rented.configuration)
+
+    return solvable

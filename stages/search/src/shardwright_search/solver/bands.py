@@ -1,0 +1,137 @@
+"""Bounds that tell plans apart by their largest Z, the (m - 1) A + U of a pipeline stage.
+
+With several node types few layers on the slow ones make the sum of A small and many make the largest Z small, so the
+least of each together bounds little. The largest Z of a plan lies between two edges of a scale. No stage of the plan
+then has a larger Z than the upper edge, which runs of layers whose least Z is above it cannot be in; and T is no less
+than the sum of A and the lower edge. The least over all bands holds for every plan.
+
+A stage's Z is bounded below by the least of (m - 1) A + U itself. (What `configuration_bounds` calls z, the least of
+m A + U less the least of A, is no bound on Z: it may be above it, and only adds up with the least sum of A.)
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwright_search.solver.pareto import Ints, Numbers
+from shardwright_search.solver.problem import Position, Problem
+
+_FIRST, _STEP, _COUNT = 0.9, 1.025, 32
+"""Edges: the lowest over what the largest z is at least, each over the one before it, and how many there are."""
+
+
+class StageCosts(NamedTuple):
+    """Lower bounds for a pipeline stage on one device group [start, end]; infinity: it cannot hold that run."""
+
+    time: Numbers
+    """A."""
+    largest: Numbers
+    """Z."""
+
+
+class Move(NamedTuple):
+    """A pipeline stage, the position before it, the device group that it is on, and the position behind it."""
+
+    stage: int
+    position: Position
+    group: int
+    after: Position
+
+
+class Sums(NamedTuple):
+    """What all stages but one add to T at least [runs of that one]."""
+
+    total: Numbers
+    """Of their A."""
+    with_largest: Numbers
+    """And the largest Z of all stages."""
+
+
+class Known(NamedTuple):
+    """What is known of a stage and of all others without bands [runs]."""
+
+    time: Numbers
+    """The stage's A."""
+    slowest: Numbers
+    """What comes to all A, of all stages; of the others alone."""
+    slowest_of_others: Numbers
+    sums: Sums
+    limit: float
+    """That T is to stay below."""
+
+
+class Rests(NamedTuple):
+    """What some stages add to T beside stages of a known largest Z, by the layer where they begin or end."""
+
+    sums: Numbers
+    """[bands, layers + 1]: of A; never larger in a higher band."""
+    floors: Numbers
+    """[bands]: the lower edges, ascending."""
+
+    def least(self, layer: int, largest: Numbers) -> Numbers:
+        """The least sum of A and largest Z, where that of the other stages is given [labels]."""
+        sums, floors = self.sums[:, layer], self.floors
+        above = np.minimum.accumulate((sums + floors)[::-1])[::-1]
+        band = np.searchsorted(floors, largest, side="right")
+        found: Numbers = np.minimum(sums[band - 1] + largest, np.append(above, np.inf)[band])
+        return found
+
+
+class Bands:
+    """The bounds of one configuration; `slowest`: what T is at least above any sum of A.
+
+    `costs_of` gives the same object where costs are the same.
+    """
+
+    def __init__(self, problem: Problem, costs_of: Callable[[Move], StageCosts], slowest: float) -> None:
+        edges = slowest * _FIRST * _STEP ** np.arange(_COUNT)
+        self.floors, self._ceilings = np.r_[0.0, edges], np.r_[edges, np.inf]
+        self._problem, self._costs_of, self._slowest = problem, costs_of, slowest
+        self._before = self._pass(range(problem.pp_size), forward=True)
+        self._after = self._pass(range(problem.pp_size - 1, -1, -1), forward=False)[::-1]
+
+    @property
+    def lower_ps(self) -> float:
+        """A lower bound on T, ties aside."""
+        whole = self._after[0].get(self._problem.start_position)
+        return np.inf if whole is None else float((whole[:, 0] + np.maximum(self.floors, self._slowest)).min())
+
+    def after(self, stage: int, position: Position) -> Rests:
+        """Of a stage and those behind it, where the stages before it take up `position`."""
+        return Rests(self._after[stage][position], self.floors)
+
+    def sums(self, move: Move, runs: tuple[Ints, Ints], known: Known) -> Sums:
+        """Raised for a stage that holds some runs, which start and end there; infinity: no plan is below the limit."""
+        (start, end), floors = runs, self.floors[:, None]
+        others = self._before[move.stage][move.position][:, start] + self._after[move.stage + 1][move.after][:, end]
+        largest = self._costs_of(move).largest[start, end]
+        least = others + known.time + np.maximum(floors, np.maximum(known.slowest, largest))
+        others[(largest > self._ceilings[:, None]) | (least >= known.limit)] = np.inf
+        with_largest = (others + np.maximum(floors, known.slowest_of_others)).min(0)
+        return Sums(*map(np.maximum, known.sums, (others.min(0), with_largest)))
+
+    def _pass(self, stages: range, forward: bool) -> list[dict[Position, Numbers]]:
+        """The least sums of A [bands, layers + 1] of the stages passed, before the first and after each."""
+        problem, count = self._problem, len(self.floors)
+        nothing = np.full((count, len(problem.layers) + 1), np.inf)
+        nothing[:, 0 if forward else -1] = 0.0
+        levels = [dict.fromkeys(problem.positions[0 if forward else -1], nothing)]
+        for stage in stages:
+            level: dict[Position, Numbers] = {}
+            known: dict[int, Numbers] = {}
+            for position, moves in problem.placements[stage].items():
+                for group, after in moves:
+                    here, there = (position, after) if forward else (after, position)
+                    own = self._costs_of(Move(stage, position, group, after))
+                    if id(own) not in known:
+                        known[id(own)] = self._in_bands(own, forward)
+                    found = (levels[-1][here][:, :, None] + known[id(own)]).min(1)
+                    level[there] = np.minimum(found, level[there]) if there in level else found
+            levels.append(level)
+        return levels
+
+    def _in_bands(self, own: StageCosts, forward: bool) -> Numbers:
+        """A [bands, passed to, passed from], where no Z is above the band."""
+        found = np.where(own.largest <= self._ceilings[:, None, None], own.time, np.inf)
+        return found if forward else found.swapaxes(1, 2)

@@ -1,0 +1,61 @@
+"""Every target is solved up to a limit of its own, which may fall as plans of others are found."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwright_search.solver.branch_and_bound import Best, C, Clock, Search, Solvable, Stopped, Target
+
+
+class Exhausted(NamedTuple):
+    """What is known in the end."""
+
+    bounds: tuple[float, ...]
+    """By target: no plan of it has a lower score, or its limit is no higher than this; infinity: it has no plan."""
+    open: tuple[int, ...]
+    """The targets that may have a plan below their bound and limit: none, unless the search was stopped."""
+    looked_at: int
+    solved: int
+    stopped: bool
+
+
+def exhaust(
+    targets: Sequence[Target[C]],
+    solvable: Callable[[C], Solvable],
+    limit_of: Callable[[Target[C]], float],
+    take: Callable[[Best[C]], None],
+    deadline: float | None = None,
+    report: Callable[[float, int], None] = lambda bound, left: None,
+) -> Exhausted:
+    """The best plan of every target that has one below its limit, told to `take` as soon as it is found.
+
+    Targets are worked on by ascending bound. So where limits come from plans with a lower score alone, a target is
+    solved no further than it must be: all plans below its bound are known. `deadline` is a time of `monotonic`; it and
+    Ctrl-C end the search early. `report` hears the least bound and how many targets are left.
+    """
+    search = Search(targets, solvable, 1, Clock(deadline, np.inf), wide=True)
+    bounds = np.full(len(targets), np.inf)
+    stopped = False
+    try:
+        search.relax(lambda _: False)
+        while search.heap:
+            here = search.heap[0]
+            limit = limit_of(targets[here.number])
+            if here.bound >= limit:
+                bounds[here.number] = search.drop()
+                continue
+            report(search.least_bound, search.num_left)
+            search.step(limit)
+            if (guessed := search.guesses.pop(here.number, None)) is not None:
+                take(guessed)
+            for best in search.plans.get(here.number, ()):
+                bounds[here.number] = best.score
+                take(best)
+    except (Stopped, KeyboardInterrupt):
+        stopped = True
+    left = search.unsolved() if stopped else {}
+    for number, bound in left.items():
+        bounds[number] = bound
+    open_ = tuple(sorted(number for number, bound in left.items() if bound < limit_of(targets[number])))
+    return Exhausted(tuple(bounds.tolist()), open_, search.looked_at, len(search.plans), stopped)

@@ -1,0 +1,238 @@
+"""Which nodes to rent: fronts against every plan, spot nodes against their formula, files and limits."""
+
+import csv
+import json
+from functools import partial
+from math import exp, inf
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_calls import call as call_app
+from made_up import make_hardware, make_mixed_cluster, make_request
+from random_fronts import front_mistakes
+from test_search_mixed import FILE, SLOWNESS, every_plan, profiles_of
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.hdf5 import read_profile
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.hardware_profile import write_hardware_profile
+from shardwright_formats.types.model_profile import write_model_profile
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Prediction
+from shardwright_search.cli import APP
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.rent.front import Prices, find_front
+from shardwright_search.rent.interruptions import Interruptions
+from shardwright_search.rent.sub_clusters import sub_clusters
+from shardwright_search.rent.table import FrontFile, Status
+from shardwright_search.space.budget import GIB
+from shardwright_search.space.offers import Offer, Offers
+
+call = partial(call_app, APP)
+
+
+@pytest.mark.parametrize("per_hour", [0.5, 20.0])
+def test_a_step_on_spot_nodes_takes_what_many_made_up_runs_take(per_hour):
+    """Each attempt at 5 steps and a checkpoint ends well or is interrupted, and so is each restart."""
+    rng, spot = np.random.default_rng(1), Interruptions(per_hour, 30.0, 120.0)
+    work, mean_s = 5 * 20.0 + 30.0, 3600 / per_hour
+    total, runs = 0.0, 4000
+    for _ in range(runs):
+        left, is_restart = work, False
+        while left:
+            gap = rng.exponential(mean_s)
+            total += min(gap, left)
+            if gap < left:
+                left, is_restart = 120.0, True
+            else:
+                left, is_restart = (work, False) if is_restart else (0.0, False)
+    assert spot.step_s(20.0, 5) == pytest.approx(total / runs / 5, rel=0.04)
+
+
+def test_the_best_number_of_steps_between_checkpoints_is_that_of_all():
+    rng = np.random.default_rng(2)
+    for _ in range(60):
+        spot = Interruptions(10 ** rng.uniform(-2, 1.5), 10 ** rng.uniform(0, 2), 10 ** rng.uniform(0, 3))
+        step_s = 10 ** rng.uniform(-1, 2)
+        every = [spot.step_s(step_s, number) for number in range(1, 3000)]
+        found = spot.expected(step_s)
+        assert found.step_s <= min(every) * (1 + 1e-12)
+        if found.checkpoint_steps < 3000:
+            assert every[found.checkpoint_steps - 1] == min(every)
+        assert spot.expected(spot.longest_within(found.step_s)).step_s >= found.step_s
+        assert spot.longest_within(found.step_s) == pytest.approx(step_s, rel=1e-9)
+
+
+def test_nodes_that_are_never_interrupted_need_no_checkpoint_and_others_may_never_finish():
+    assert Interruptions(0.0, 30.0, 100.0).expected(7.0) == (7.0, None)
+    assert Interruptions(1e9, 30.0, 100.0).expected(7.0).step_s == inf
+    rare = Interruptions(1e-6, 1.0, 0.0).expected(10.0)
+    # Young: the square root of twice the checkpoint's time over the rate.
+    assert rare.checkpoint_steps * 10 == pytest.approx((2 * 1.0 * 3600 / 1e-6) ** 0.5, rel=1e-3)
+    assert rare.step_s == pytest.approx(10.0, rel=1e-3) and rare.step_s > 10.0 * exp(0)
+
+
+def test_random_fronts_are_those_of_all_plans():
+    assert front_mistakes(range(6), kinds=12) == {}
+
+
+def test_a_front_that_takes_every_limit_for_that_of_the_fastest_is_caught(monkeypatch):
+    """Points that are slower and cheaper matter."""
+    monkeypatch.setattr(
+        Prices, "_limit", lambda self, _: min((p.step_s for p in self.front.values()), default=inf) * 1e12
+    )
+    assert front_mistakes(range(6), kinds=12)
+
+
+def priced(**nodes: tuple[int, int]) -> Cluster:
+    """A mixed cluster, each node type with a price by its speed and a half more for the fastest."""
+    cluster = make_mixed_cluster(**{name: (*own, GIB) for name, own in nodes.items()})
+    types = {
+        name: type_.__class__(
+            device=type_.device,
+            devices_per_node=type_.devices_per_node,
+            memory_bytes=type_.memory_bytes,
+            usd_per_hour=round(3.6 / SLOWNESS[name] ** 1.3, 3),
+        )
+        for name, type_ in cluster.node_types.items()
+    }
+    return Cluster(name="priced", nodes=cluster.nodes, node_types=types)
+
+
+def asked(**changes: object):
+    usual = {
+        "global_batch_size": 4,
+        "num_microbatches": [1, 4],
+        "schedules": ["1f1b"],
+        "data_parallel": ["ddp", "zero3"],
+        "recompute": ["none"],
+        "sequence_parallel": ["none"],
+        "tp_sizes": [1],
+        "stage_widths": "any",
+        "objective": "step_time",
+    }
+    return make_request(**usual | changes)
+
+
+@pytest.mark.parametrize(("seed", "interruptions"), [(0, 0.0), (1, 40.0), (2, 0.0)])
+def test_the_front_over_sub_clusters_is_that_of_all_plans_on_all_of_them(make, seed, interruptions):
+    nodes = [{"a": (2, 1), "b": (2, 1)}, {"a": (1, 1), "b": (1, 2)}, {"a": (1, 1), "b": (1, 1), "c": (1, 1)}][seed]
+    model, cluster, request = make.model(2, tied=bool(seed % 2)), priced(**nodes), asked()
+    profiles = profiles_of(model, cluster, dict.fromkeys(nodes, 1e8), tp_sizes=(1,))
+    offers = Offers(node_types={"b": Offer(interruptions_per_hour=interruptions)}, checkpoint_s=1e-3, restart_s=1e-2)
+    offered = sub_clusters(cluster, offers, FILE, FILE)
+    spot = [Interruptions(own.interruptions_per_hour, 1e-3, 1e-2) for own in offered]
+    front = find_front(request, model, offered, profiles, spot, FILE, lambda _: None)
+    points = []
+    for own, risk in zip(offered, spot, strict=True):
+        plans = every_plan(request, model, own.cluster)
+        best_s = min(evaluate(plan, profiles, timeline=False).objective_ps for plan in plans) * 1e-12
+        expected_s = risk.expected(best_s).step_s
+        points.append((expected_s, expected_s / 3600 * own.usd_per_hour))
+    on_front = [
+        number
+        for number, (time, usd) in enumerate(points)
+        if not any(t <= time and p <= usd and (t, p) != (time, usd) for t, p in points)
+    ]
+    assert sorted(front.points) == on_front and not front.stopped
+    for number in front.points:
+        assert front.answers[number].price[:2] == pytest.approx(points[number], rel=1e-9)
+    for number, answer in enumerate(front.answers):
+        assert answer.price.step_s <= points[number][0] * (1 + 1e-9)
+    assert len(on_front) > 1
+
+
+@pytest.fixture
+def given(make, tmp_path):
+    """Paths by role of a search over up to 2 and 1 nodes."""
+    model, cluster = make.model(3), priced(a=(2, 2), b=(1, 2))
+    paths = {"cluster": tmp_path / "c.json", "model": tmp_path / "model.json", "search": tmp_path / "s.json"}
+    write_document(paths["cluster"], cluster)
+    write_document(paths["model"], model)
+    write_document(paths["search"], asked(stage_widths="equal"))
+    for device in "ab":
+        write_hardware_profile(tmp_path / f"{device}-links.h5", make_hardware(cluster, device=device))
+        profile = make.profile(model, device=device, slow=SLOWNESS[device], tp_sizes=(1,))
+        write_model_profile(tmp_path / f"{device}.h5", profile)
+    return paths | {"out": tmp_path / "front"}
+
+
+def rented(given, *more: object):
+    folder = given["cluster"].parent
+    profiles = [x for d in "ab" for x in ("--hardware", folder / f"{d}-links.h5", "--profile", folder / f"{d}.h5")]
+    return call("rent", *[x for role, path in given.items() for x in (f"--{role}", path)], *profiles, *more)
+
+
+def test_the_front_is_written_with_a_plan_for_each_point(given):
+    result = rented(given, "--steps", 1000, "--max-hours", 10, "--max-usd", 10)
+    assert result.exit_code == 0, result.output
+    with (given["out"] / "front.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    table = read_profile(given["out"] / "front.h5", FrontFile).sub_clusters.rows
+    assert [row["nodes"] for row in rows] == [row.nodes for row in table]
+    assert sorted(row["nodes"] for row in rows) == ["1xa", "1xa+1xb", "1xb", "2xa", "2xa+1xb"]
+    points = [row for row in table if row.status is Status.FRONT]
+    assert points and result.stdout.count("USD a step") == len(points)
+    for row in points:
+        plan = read_document(given["out"] / row.plan, Plan)
+        prediction = read_document((given["out"] / row.plan).with_suffix(".prediction.json"), Prediction)
+        assert prediction.plan_sha256 == plan.sha256 and prediction.proof.gap == 0
+        assert prediction.proof.objective_s == row.step_s and "closed form alone" in prediction.proof.scope
+        assert prediction.estimate.simulated_step_time_s == row.simulated_step_s
+        assert row.usd_per_step == pytest.approx(row.step_s / 3600 * row.usd_per_hour)
+        assert row.hours == pytest.approx(row.step_s / 3.6)
+    others = [row for row in table if row.status is Status.DOMINATED]
+    by_name = {row.nodes: row for row in points}
+    assert others
+    for row in others:
+        by = by_name[row.dominated_by]
+        assert by.step_s <= row.step_s and by.usd_per_step <= row.usd_per_step
+    cheapest, fastest = min(points, key=lambda row: row.usd), min(points, key=lambda row: row.hours)
+    assert f"cheapest within 10 h: {cheapest.nodes}," in result.stdout
+    assert f"fastest within 10 USD: {fastest.nodes}," in result.stdout
+    assert (given["out"] / "front.svg").read_text().count("<title>") >= len(points)
+
+
+def test_a_limit_that_no_point_is_within_says_by_how_much(given):
+    result = rented(given, "--steps", 1000, "--max-hours", 1e-9)
+    assert result.exit_code == 3
+    assert "error: --max-hours 1e-09: the fastest, " in result.stderr and "h more" in result.stderr
+    assert (given["out"] / "front.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("offers", "message"),
+    [
+        ({"node_types": {"x": {}}}, "names 'x', cluster priced has a, b"),
+        ({"node_types": {"a": {"counts": [3]}}}, "counts of a: 3 nodes, cluster priced has 2"),
+        ({"node_types": {"a": {"counts": [0]}, "b": {"counts": [0]}}}, "no node can be had"),
+        ({"node_types": {"a": {"interruptions_per_hour": 1}}}, "needs checkpoint_s and restart_s"),
+    ],
+)
+def test_offers_that_cannot_be_are_refused(given, tmp_path, offers, message):
+    path = tmp_path / "offers.json"
+    path.write_text(json.dumps({"format": "shardwright.offers", "version": 1, **offers}))
+    result = rented(given, "--offers", path)
+    assert result.exit_code == 2 and message in result.stderr and result.stderr.count("error:") == 1
+    assert not given["out"].exists() or not any(given["out"].iterdir())
+
+
+def test_a_folder_with_another_front_and_limits_without_a_length_are_refused(given):
+    assert "--max-usd: says nothing without the training's length" in rented(given, "--max-usd", 1).stderr
+    given["out"].mkdir()
+    (given["out"] / "old.json").touch()
+    result = rented(given)
+    assert result.exit_code == 2 and "is not empty: choose a new folder" in result.stderr
+
+
+def test_a_node_type_without_a_price_is_refused():
+    cluster = priced(a=(1, 1))
+    (own,) = cluster.node_types.values()
+    free = own.__class__(device="a", devices_per_node=1, memory_bytes=GIB)
+    cluster = Cluster(name="free", nodes=cluster.nodes, node_types={"a": free})
+    with pytest.raises(BadInput, match=r"node type a has no usd_per_hour: add it"):
+        sub_clusters(cluster, Offers(), Path("c.json"), Path("o.json"))
+    (only,) = sub_clusters(cluster, Offers(node_types={"a": Offer(usd_per_hour=2.0)}), FILE, FILE)
+    assert (only.name, only.usd_per_hour) == ("1xa", 2.0)
