@@ -21,6 +21,7 @@ from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
 from shardwright_search.search import Found, Infeasible, find_best, instance_of, targets_of
+from shardwright_search.solver.bands import StageCosts
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import Position, price
@@ -253,6 +254,17 @@ def test_a_solver_for_which_a_position_is_the_number_of_ranks_is_caught(monkeypa
 
     monkeypatch.setattr(ConfigurationBounds, "_pass", adding_up)
     assert mistakes(range(60), random_mixed)
+
+
+def test_bands_of_what_only_adds_up_with_the_least_sum_are_caught(monkeypatch):
+    """The least of m A + U less the least of A is no bound on a stage's (m - 1) A + U."""
+
+    def wrong(self, stage, group, send):
+        own = self._costs(stage, group, send)
+        return StageCosts(own.total, own.slowest)
+
+    monkeypatch.setattr(ConfigurationBounds, "_banded", wrong)
+    assert mistakes(range(8), random_mixed)
 
 
 def test_highs_finds_the_best_plan_over_several_node_types():

@@ -119,7 +119,8 @@ class ConfigurationBounds:
             own = costs.total[alive], np.maximum(costs.slowest, slowest)[alive]
             known = Known(*own, slowest[alive], sums, limit)
             sums = self.bands.sums(Move(stage, position, group, after), (start, end), known)
-        found = np.stack([limit - sums.with_largest, limit - sums.total, limit - mean[alive]], -1)
+        with np.errstate(invalid="ignore"):
+            found = np.stack([limit - sums.with_largest, limit - sums.total, limit - mean[alive]], -1)
         sends = send * np.array([time for time, _ in weightings(self.problem, group)])
         possible = sums.total < np.inf
         np.maximum.at(caps, self.runs.number[alive][possible], (found - sends)[possible])
