@@ -15,17 +15,19 @@ rule prepare:
         "results/logs/prepare/{data}.log",
     benchmark:
         "results/benchmarks/prepare/{data}.tsv"
-    threads: 1
+    threads: lambda wildcards: CONFIG.of.data[wildcards.data].workers or 1
     resources:
         mem_mb=4000,
         runtime=60,
     params:
         folder=lambda wildcards, output: Path(output.data).parent,
-        options=lambda wildcards: CONFIG.options("data", wildcards.data),
+        options=lambda wildcards: CONFIG.options(
+            "data", wildcards.data, without=("workers",)
+        ),
     message:
         "tokenize the text {wildcards.data}"
     shell:
-        "shardwright-train prepare {params.options:q} --out {params.folder} 2> {log}"
+        "shardwright-train prepare {params.options:q} --workers {threads} --out {params.folder} 2> {log}"
 
 
 # Checkpoints are no outputs: Snakemake would delete them before a run goes on. They lie under the plan's identity, so

@@ -52,9 +52,10 @@ def describe(options: DescribeOptions) -> None:
 
 def prepare_text(options: PrepareOptions) -> None:
     """Write a tokenizer and the tokens of a text."""
-    from shardwright_train.data.prepare import prepare
+    from shardwright_train.data.prepare import How, prepare
 
-    prepare(options.text, options.glob, options.vocab_size, options.max_mib, options.out, options.tokenizer)
+    how = How(options.source, options.field, options.dataset_split, options.tokenizer_mib, options.workers)
+    prepare(options.text, options.glob, options.vocab_size, options.max_mib, options.out, options.tokenizer, how)
 
 
 def convert(options: ConvertOptions) -> None:

@@ -11,6 +11,7 @@ from shardwright_formats.command import POSITIONAL, Off, Options
 from shardwright_formats.types.limits import Count, Gib, NonNegativeCount, Seconds, Share
 from shardwright_launch.heartbeat import HANG_TIMEOUT_S
 from shardwright_launch.nodes import NodeOptions
+from shardwright_train.data.corpora.open import Source
 from shardwright_train.data.split import Fractions
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 
@@ -33,21 +34,35 @@ class DescribeOptions(Options, frozen=True, kw_only=True):
 
 
 class PrepareOptions(Options, frozen=True, kw_only=True):
-    """Write the tokens of a text in Megatron's indexed format: of a tokenizer trained on it, or of a model's own."""
+    """Write the tokens of a text in Megatron's indexed format: of a tokenizer trained on it, or of a model's own.
+
+    Killed and started again, it goes on where it was; the result is the same to the byte.
+    """
 
     text: str
-    """Text file, folder of them, or `python-stdlib`: Python's own sources."""
+    """Text file, folder of them, or `python-stdlib`: Python's own sources; what else it may be says --source."""
     out: Path
     """Folder for tokenizer.json, tokens.bin, tokens.idx, data.json."""
+    source: Source = Source.AUTO
+    """What the text lies in: files of text or JSON lines, a folder of `datasets`, dumps of Wikipedia without their
+    markup or with it (wikitext), or Megatron's .idx and .bin; auto: what the name says."""
     vocab_size: Annotated[int, Meta(ge=257, le=2**24)] | None = None
     """Tokens of the byte-level BPE to train; needed unless `tokenizer` is given."""
     tokenizer: Path | None = None
     """Folder of a model, with tokenizer.json and tokenizer_config.json: its tokenizer is used as it is, and its end of
     sequence, or else its separator, closes each document."""
-    glob: str = "*.py"
-    """Which files of the folder."""
-    max_mib: Annotated[float, Meta(ge=0.01, le=2**20)] = 8.0
-    """Most text to take, in MiB."""
+    tokenizer_mib: Annotated[float, Meta(ge=0.01, le=2**20)] = 64.0
+    """Most text to train a tokenizer on, from the beginning, in MiB."""
+    glob: str | None = None
+    """Which files of a folder; if left out *.txt, *.py of python-stdlib, *.jsonl* or *.xml.bz2."""
+    field: str = "text"
+    """Of JSON lines and data sets, which field is the document."""
+    dataset_split: str = "train"
+    """Of a folder of `datasets` with several splits, which."""
+    max_mib: Annotated[float, Meta(ge=0.01, le=2**20)] | None = None
+    """Most text to take, in MiB; all if left out."""
+    workers: Count | None = None
+    """Processes that make tokens; one for each core if left out."""
 
 
 class RankOptions(NodeOptions, frozen=True, kw_only=True):

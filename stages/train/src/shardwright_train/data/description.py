@@ -15,17 +15,20 @@ class PreparedData(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """data.json: what was made into tokens, and how many they are."""
 
     FORMAT = "shardwright.data"
+    VERSION = 2
 
     text: str
-    """The folder the text came from, or `python-stdlib`."""
+    """Where the text came from, or `python-stdlib`."""
+    source: str
+    """What it lay in: text, jsonl, datasets, wikipedia, wikitext or megatron."""
     glob: str
-    """Which of its files."""
+    """Which files of the folder."""
     vocab_size: Annotated[int, Meta(ge=1)]
     """Every token is below it."""
     documents: Annotated[int, Meta(ge=1)]
-    """Number of documents, one per file."""
-    text_bytes: Annotated[int, Meta(ge=0)]
-    """Their length before they were made into tokens."""
+    """Number of documents."""
+    text_bytes: Annotated[int, Meta(ge=0)] | None
+    """Their length before they were made into tokens; None where they came as tokens."""
     tokens: Annotated[int, Meta(ge=1)]
     """Number of tokens, the one that ends each document included."""
     tokenizer_sha256: str
@@ -47,6 +50,7 @@ class DataFolder:
         self.tokens = folder / "tokens.bin"
         self.index = folder / "tokens.idx"
         self.description = folder / "data.json"
+        self.unfinished = folder / "unfinished"
 
     def read_description(self) -> PreparedData:
         """Read data.json; raises BadInput."""

@@ -1,137 +1,206 @@
-"""Text into tokens: files, with a tokenizer that is trained on them or given, as a token file."""
+"""Text into tokens: a corpus, with a tokenizer that is trained on it or given, as a token file."""
 
-import re
+import os
 import sys
-import sysconfig
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import sha256_of_file, write_bytes, write_document
+from shardwright_formats.io.json import check_writable, sha256_of_file, sha256_of_value, write_document
+from shardwright_launch.lock import only_run
+from shardwright_launch.nodes import Nodes
+from shardwright_train.data.corpora.open import Source, glob_of, open_corpus, source_of
+from shardwright_train.data.corpora.piece import Corpus, Piece
 from shardwright_train.data.description import DataFolder, PreparedData
-from shardwright_train.data.tokenizing import Tokenizing, given, trained
-from shardwright_train.data.tokens import write_tokens
+from shardwright_train.data.encoding import Encoder, batches, check_plain, encoding, plain
+from shardwright_train.data.imported import import_megatron
+from shardwright_train.data.token_index import write_index
+from shardwright_train.data.tokenizing import SETTINGS, Tokenizing, given, learnable, trained
+from shardwright_train.data.tokens import token_dtype
+from shardwright_train.data.unfinished import Done, Unfinished
 
-_PYTHON_STDLIB = "python-stdlib"
-_NOT_STDLIB = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests"})
 _MIB = 1 << 20
-_MAX_WORD = 100_000
-"""The most characters in a row of one kind: learning tokens takes time with the square of them, here seconds."""
-_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # as ByteLevel tells them apart
+_FEW = 16
+"""Batches."""
+_SAY_EVERY_S = 10.0
 
 
-class _TextFile(NamedTuple):
-    path: Path
-    text_bytes: int
-    """How much of the file is taken, from its beginning."""
+class How(NamedTuple):
+    """What else is asked of `prepare`."""
+
+    source: Source = Source.AUTO
+    field: str = "text"
+    """Of JSON lines and rows."""
+    dataset_split: str = "train"
+    tokenizer_mib: float = 64.0
+    """Most text that a tokenizer is trained on."""
+    workers: int | None = None
+    """Processes; None: one for each core."""
+
+
+_USUAL = How()
 
 
 def prepare(
-    text: str, glob: str, vocab_size: int | None, max_mib: float, out: Path, tokenizer_folder: Path | None = None
+    text: str,
+    glob: str | None,
+    vocab_size: int | None,
+    max_mib: float | None,
+    out: Path,
+    tokenizer_folder: Path | None = None,
+    how: How = _USUAL,
 ) -> None:
-    """Write OUT/{tokenizer.json,tokens.bin,tokens.idx,data.json}: the same files and arguments give the same bytes.
+    """Write OUT/{tokenizer.json,tokens.bin,tokens.idx,data.json}: the same files and options give the same bytes.
 
-    `text` is a file; a folder, of which the files that match `glob` are taken in the order of their names; or
-    `python-stdlib`, the sources of Python's standard library without its tests. Each file is a document, held in
-    memory one at a time and closed by an end-of-text token. The file that goes beyond `max_mib` (MiB) is cut at the end
-    of a line, and those after it are left out. A text too short for `vocab_size` gives a smaller vocabulary, which
-    data.json says. With `tokenizer_folder` that model's tokenizer is taken, and none is trained.
+    Each document is closed by an end-of-text token; where `max_mib` (MiB) ends the text, the file that goes beyond is
+    cut at the end of a line, and other documents are left out. Killed and started again, it goes on with what has
+    reached the disk. A text too short for `vocab_size` gives a smaller vocabulary, which data.json says. With
+    `tokenizer_folder` that model's tokenizer is taken, and none is trained.
 
-    Raises BadInput when there is no text, a file is not UTF-8, or not one of vocabulary and tokenizer is given.
+    Raises BadInput when there is no text, it is damaged, or not one of vocabulary and tokenizer is given: then nothing
+    is left of what was written.
     """
+    source = source_of(text, glob) if how.source is Source.AUTO else how.source
+    if source is Source.MEGATRON:
+        import_megatron(Path(text), tokenizer_folder, out)
+        return
     if (vocab_size is None) == (tokenizer_folder is None):
         raise BadInput("prepare", "it takes either --vocab-size or --tokenizer", "train a tokenizer, or name a model's")
-    files = _files(text, glob, int(max_mib * _MIB))
-    text_bytes = sum(file.text_bytes for file in files)
-    targets = DataFolder(out)
-    if tokenizer_folder is not None:
-        tokenizing = given(tokenizer_folder)
+    glob = glob_of(text, source) if glob is None else glob
+    most_bytes = None if max_mib is None else int(max_mib * _MIB)
+    corpus = open_corpus(text, source, glob, how.field, how.dataset_split, most_bytes)
+    if corpus.is_wikitext:
+        check_plain(text)
+    asked = _Asked(text, source, glob, corpus, most_bytes, vocab_size, tokenizer_folder, how)
+    is_new, targets = not out.exists(), DataFolder(out)
+    check_writable(targets.description)
+    with only_run(out.with_name(f"{out.name}.lock"), Nodes()):
+        try:
+            _prepare(asked, targets, Unfinished(targets.unfinished))
+        except BadInput:
+            Unfinished(targets.unfinished).remove()
+            if is_new:
+                out.rmdir()
+            raise
+
+
+class _Asked(NamedTuple):
+    text: str
+    source: Source
+    glob: str
+    corpus: Corpus
+    most_bytes: int | None
+    vocab_size: int | None
+    tokenizer_folder: Path | None
+    how: How
+
+    @property
+    def identity(self) -> str:
+        """The same where the tokens will be the same."""
+        tokenizer: object = [self.vocab_size, self.how.tokenizer_mib]
+        if self.tokenizer_folder is not None:
+            files = [self.tokenizer_folder / name for name in SETTINGS]
+            tokenizer = [sha256_of_file(file) if file.is_file() else "" for file in files]
+        return sha256_of_value([self.corpus.identity, self.most_bytes, tokenizer])
+
+    def tokenizing(self) -> Tokenizing:
+        """The tokenizer that is given, or is trained."""
+        if self.tokenizer_folder is not None:
+            return given(self.tokenizer_folder)
+        assert self.vocab_size is not None
+        most = int(self.how.tokenizer_mib * _MIB)
+        _say(f"training a tokenizer on the first {most / _MIB:g} MiB at most")
+        return trained(learnable(self._texts(most), self.text), self.vocab_size)
+
+    def pieces(self) -> Iterator[Piece]:
+        """What is to be made into tokens: documents as long as they are not too much."""
+        room = self.most_bytes
+        for piece in self.corpus.pieces():
+            if room is not None:
+                room -= len(piece.text.encode())
+                if room < 0:
+                    return
+            yield piece
+
+    def _texts(self, most_bytes: int) -> Iterator[str]:
+        for piece in self.pieces():
+            text = plain(piece.text) if self.corpus.is_wikitext else piece.text
+            yield text
+            most_bytes -= len(text.encode())
+            if most_bytes <= 0:
+                return
+
+
+def _prepare(asked: _Asked, targets: DataFolder, unfinished: Unfinished) -> None:
+    done = unfinished.read(asked.identity)
+    if done is None:
+        tokenizing = asked.tokenizing()
+        done = unfinished.begin(asked.identity, tokenizing)
     else:
-        assert vocab_size is not None
-        _say(f"training a tokenizer on {len(files)} files, {text_bytes / _MIB:.1f} MiB")
-        tokenizing = trained(_texts(files), len(files), vocab_size)
-    write_bytes(targets.tokenizer, (tokenizing.tokenizer.to_str(pretty=True) + "\n").encode())
-    _say(f"writing {targets.tokens}")
-    tokens = write_tokens(targets.tokens, targets.index, _documents(tokenizing, files), tokenizing.vocab_size)
+        _say(f"going on behind document {done.documents}")
+    encoder = Encoder(unfinished.tokenizer, done.tokenizer_sha256, done.end, done.vocab_size, asked.corpus.is_wikitext)
+    done = _encoded(asked, unfinished, encoder, done)
+    if not done.documents:
+        within = "" if asked.most_bytes is None else f" within {asked.most_bytes} bytes"
+        what = f"no text in files {asked.glob!r}{within}" if asked.glob else f"no text{within}"
+        raise BadInput(asked.text, what, "check --text, --glob and --max-mib")
+    targets.description.unlink(missing_ok=True)
+    write_index(targets.index, unfinished.all_lengths(done.documents), token_dtype(done.vocab_size))
+    os.replace(unfinished.tokenizer, targets.tokenizer)
+    os.replace(unfinished.tokens, targets.tokens)
     description = PreparedData(
-        text=text,
-        glob=glob,
-        vocab_size=tokenizing.vocab_size,
-        documents=len(files),
-        text_bytes=text_bytes,
-        tokens=tokens,
-        tokenizer_sha256=sha256_of_file(targets.tokenizer),
+        text=asked.text,
+        source=asked.source.value,
+        glob=asked.glob,
+        vocab_size=done.vocab_size,
+        documents=done.documents,
+        text_bytes=done.text_bytes,
+        tokens=done.tokens,
+        tokenizer_sha256=done.tokenizer_sha256,
         tokens_sha256=sha256_of_file(targets.tokens),
     )
     write_document(targets.description, description)
-    _say(f"{tokens} tokens, vocabulary {description.vocab_size}")
+    unfinished.remove()
+    _say(f"{done.tokens} tokens of {done.documents} documents, vocabulary {done.vocab_size}")
 
 
-def _files(text: str, glob: str, most_bytes: int) -> list[_TextFile]:
-    source = Path(sysconfig.get_path("stdlib") if text == _PYTHON_STDLIB else text)
-    if not source.is_dir() and not source.is_file():
-        raise BadInput(source, "is no file and no folder", f"pass a text file, a folder of them, or {_PYTHON_STDLIB}")
-    unwanted = _NOT_STDLIB if text == _PYTHON_STDLIB else frozenset()
-    taken: list[_TextFile] = []
-    room = most_bytes
-    for path in [source] if source.is_file() else _matching(source, glob, unwanted):
-        size = path.stat().st_size
-        if size > room:
-            size = _last_line_end(path, room)
-        if size:
-            taken.append(_TextFile(path, size))
-        room -= size
-        if size < path.stat().st_size:
-            break
-    if not taken:
-        raise BadInput(
-            source, f"no text in files {glob!r} within {most_bytes} bytes", "check --text, --glob and --max-mib"
-        )
-    return taken
+def _encoded(asked: _Asked, unfinished: Unfinished, encoder: Encoder, done: Done) -> Done:
+    """Make tokens of what is left of the corpus."""
+    work = batches(islice(asked.pieces(), done.pieces, None))
+    # Few are made into tokens before worker processes would have started.
+    few = list(islice(work, _FEW))
+    workers = 1 if len(few) < _FEW else asked.how.workers or len(os.sched_getaffinity(0))
+    progress = _Progress(asked.corpus.size, done)
+    with (
+        unfinished.appended(done, token_dtype(done.vocab_size).itemsize) as appender,
+        encoding(encoder, workers) as encode,
+    ):
+        for encoded in encode(chain(few, work)):
+            appender.write(encoded)
+            progress.say(appender.done)
+    return appender.done
 
 
-def _matching(folder: Path, glob: str, unwanted: frozenset[str]) -> list[Path]:
-    try:
-        found = {path.relative_to(folder).parts: path for path in folder.rglob(glob) if path.is_file()}
-    except (NotImplementedError, ValueError) as error:
-        raise BadInput(
-            folder, f"--glob {glob!r} cannot be matched ({error})", "pass a pattern such as '*.txt'"
-        ) from None
-    return [found[parts] for parts in sorted(found) if not unwanted & set(parts)]
+class _Progress:
+    """How far preparing has come, and how long it will take, every few seconds on standard error."""
 
+    def __init__(self, size: int, begun: Done) -> None:
+        self._size, self._begun = max(size, 1), begun
+        self._began = self._said = time.monotonic()
 
-def _last_line_end(path: Path, most_bytes: int) -> int:
-    """Length of the file's whole lines within a number of bytes."""
-    with path.open("rb") as file:
-        return file.read(most_bytes).rfind(b"\n") + 1
-
-
-def _texts(files: Sequence[_TextFile]) -> Iterator[str]:
-    for path, text_bytes in files:
-        with path.open("rb") as file:
-            content = file.read(text_bytes)
-        try:
-            text = content.decode()
-        except UnicodeDecodeError as error:
-            what = f"not UTF-8 ({error.reason} at byte {error.start})"
-            raise BadInput(path, what, "convert it, or narrow --glob") from None
-        longest = max(_WORD.finditer(text), key=lambda word: word.end() - word.start(), default=None)
-        if longest is not None and longest.end() - longest.start() > _MAX_WORD:
-            what = f"a word of {longest.end() - longest.start()} characters from number {longest.start()} on"
-            raise BadInput(path, f"{what}, over {_MAX_WORD}", "break it up, or narrow --glob")
-        yield text
-
-
-def _documents(tokenizing: Tokenizing, files: Sequence[_TextFile]) -> Iterator[NDArray[Any]]:
-    # A text that spells a special token is text.
-    tokenizing.tokenizer.encode_special_tokens = True
-    for text in _texts(files):
-        tokens = tokenizing.tokenizer.encode(text, add_special_tokens=False).ids
-        yield np.array([*tokens, tokenizing.end], np.int64)
+    def say(self, done: Done) -> None:
+        """Say it where it is time to."""
+        now = time.monotonic()
+        if now - self._said < _SAY_EVERY_S:
+            return
+        self._said = now
+        rate = (done.tokens - self._begun.tokens) / (now - self._began)
+        left_s = (self._size - done.at) * (now - self._began) / max(done.at - self._begun.at, 1)
+        share = f"{100 * done.at / self._size:.1f} % of the text, {done.tokens / 1e6:.1f} million tokens"
+        _say(f"{share}, {rate / 1e6:.2f} million tokens/s, {left_s / 60:.0f} min left")
 
 
 def _say(line: str) -> None:

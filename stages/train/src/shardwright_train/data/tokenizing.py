@@ -1,5 +1,6 @@
 """Tokenizers: a byte-level BPE that is trained on a text, or the one that a model came with."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,12 @@ from shardwright_formats.io.json import read_bytes, read_object
 from shardwright_train.data.description import END_OF_TEXT
 
 TOKENIZER = "tokenizer.json"
+SETTINGS = (TOKENIZER, "tokenizer_config.json")
+"""The files of a model's tokenizer."""
 _LEAST_VOCABULARY = 257  # every byte and the end of text
+_MAX_WORD = 100_000
+"""The most characters in a row of one kind: learning tokens takes time with the square of them, here seconds."""
+_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # as ByteLevel tells them apart
 _ENDS = ("eos_token", "sep_token")
 
 
@@ -33,7 +39,7 @@ def rows_of(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
-def trained(texts: Iterator[str], count: int, vocab_size: int) -> Tokenizing:
+def trained(texts: Iterator[str], vocab_size: int) -> Tokenizing:
     """Train on some texts; BadInput where the vocabulary has no room for all bytes."""
     if vocab_size < _LEAST_VOCABULARY:
         raise BadInput("--vocab-size", f"{vocab_size} is too small for bytes", f"ask for {_LEAST_VOCABULARY} or more")
@@ -46,7 +52,7 @@ def trained(texts: Iterator[str], count: int, vocab_size: int) -> Tokenizing:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(texts, trainer, length=count)
+    tokenizer.train_from_iterator(texts, trainer)
     return Tokenizing(tokenizer, tokenizer.get_vocab()[END_OF_TEXT])
 
 
@@ -55,7 +61,7 @@ def given(folder: Path) -> Tokenizing:
 
     Raises BadInput where tokenizer.json is none, or tokenizer_config.json names no token that can close a document.
     """
-    file, settings = folder / TOKENIZER, folder / "tokenizer_config.json"
+    file, settings = (folder / name for name in SETTINGS)
     tokenizer = read_tokenizer(file)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -65,6 +71,17 @@ def given(folder: Path) -> Tokenizing:
         what = f"has no {' or '.join(_ENDS)} that is one of {file.name}"
         raise BadInput(settings, what, "name the token that closes a document")
     return Tokenizing(tokenizer, ends[0])
+
+
+def learnable(texts: Iterator[str], text: str) -> Iterator[str]:
+    """The texts to train on; BadInput where one has a word so long that learning from it would not end."""
+    for each in texts:
+        longest = max(_WORD.finditer(each), key=lambda word: word.end() - word.start(), default=None)
+        if longest is not None and longest.end() - longest.start() > _MAX_WORD:
+            beginning = each[longest.start() : longest.start() + 20]
+            what = f"a word of {longest.end() - longest.start()} characters, over {_MAX_WORD}: {beginning!r}..."
+            raise BadInput(text, what, "break it up, or leave it out")
+        yield each
 
 
 def read_tokenizer(file: Path) -> Tokenizer:

@@ -1,0 +1,72 @@
+"""Which corpus is meant."""
+
+from enum import StrEnum
+from pathlib import Path
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_train.data.corpora.arrow import is_saved, open_saved
+from shardwright_train.data.corpora.files import PYTHON_STDLIB, find_files
+from shardwright_train.data.corpora.jsonl import JsonLines
+from shardwright_train.data.corpora.piece import Corpus
+from shardwright_train.data.corpora.text import TextFiles
+from shardwright_train.data.corpora.wikipedia import WikipediaDump
+
+
+class Source(StrEnum):
+    """What a text lies in."""
+
+    AUTO = "auto"
+    """What its name says."""
+    TEXT = "text"
+    """Files of plain text, a document each."""
+    JSONL = "jsonl"
+    """Files of JSON lines, a document each."""
+    DATASETS = "datasets"
+    """A folder that `datasets` saved, a document each row."""
+    WIKIPEDIA = "wikipedia"
+    """Dumps of Wikipedia, an article each, without its markup."""
+    WIKITEXT = "wikitext"
+    """The same with its markup, as it was written."""
+    MEGATRON = "megatron"
+    """Megatron's .bin and .idx, tokens already."""
+
+
+_GLOBS = {
+    Source.TEXT: "*.txt",
+    Source.JSONL: "*.jsonl*",
+    Source.WIKIPEDIA: "*.xml.bz2",
+    Source.WIKITEXT: "*.xml.bz2",
+}
+_ENDINGS = {
+    Source.JSONL: (".jsonl", ".jsonl.gz", ".jsonl.bz2"),
+    Source.WIKIPEDIA: (".xml.bz2", ".xml"),
+    Source.MEGATRON: (".idx",),
+}
+
+
+def source_of(text: str, glob: str | None) -> Source:
+    """What `auto` stands for: the ending of the file or pattern says it, else it is plain text."""
+    if Path(text).is_dir() and is_saved(Path(text)):
+        return Source.DATASETS
+    name = text if glob is None or Path(text).is_file() else glob
+    return next((source for source, ends in _ENDINGS.items() if name.endswith(ends)), Source.TEXT)
+
+
+def glob_of(text: str, source: Source) -> str:
+    """Which files of a folder are meant where nothing is said."""
+    return "*.py" if text == PYTHON_STDLIB else _GLOBS.get(source, "")
+
+
+def open_corpus(text: str, source: Source, glob: str, field: str, split: str, most_bytes: int | None) -> Corpus:
+    """Open a corpus; BadInput where there is none."""
+    if source is Source.DATASETS:
+        return open_saved(Path(text), field, split)
+    files = find_files(text, glob)
+    match source:
+        case Source.JSONL:
+            return JsonLines(files, field)
+        case Source.WIKIPEDIA | Source.WIKITEXT:
+            return WikipediaDump(files, source is Source.WIKIPEDIA)
+        case Source.TEXT:
+            return TextFiles(files, most_bytes)
+    raise BadInput(text, f"is no text ({source})", "name its files")

@@ -1,0 +1,159 @@
+"""Tokens of a corpus that is being prepared: after a kill, preparing goes on with what has reached the disk."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright_formats.io.json import sha256_of_file, sync_path, write_bytes
+from shardwright_train.data.encoding import Encoded
+from shardwright_train.data.tokenizing import Tokenizing
+from shardwright_train.data.tokens import token_dtype
+
+_SAVE_EVERY_S = 5.0
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far preparing has come."""
+
+    request: str
+    """Identity of what is prepared, and how."""
+    tokenizer_sha256: str
+    """Of its file."""
+    end: int
+    """The token that closes a document."""
+    vocab_size: int
+    """Of the tokenizer."""
+    pieces: int = 0
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    open_tokens: int = 0
+    """Of these, in a document that has not ended."""
+    at: int = 0
+    """How far the corpus has been read."""
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """The folder that is written until the corpus has ended: tokens, the documents' lengths, and how far they reach."""
+
+    folder: Path
+
+    @property
+    def tokens(self) -> Path:
+        """The tokens so far, as they will lie in the .bin."""
+        return self.folder / "tokens"
+
+    @property
+    def lengths(self) -> Path:
+        """The documents' lengths so far, int64."""
+        return self.folder / "lengths"
+
+    @property
+    def tokenizer(self) -> Path:
+        """What tokenizer they are of."""
+        return self.folder / "tokenizer.json"
+
+    @property
+    def state(self) -> Path:
+        """What of both files counts."""
+        return self.folder / "state.json"
+
+    def read(self, request: str) -> Done | None:
+        """How far the same request had come; None where nothing of it is left, or it is damaged."""
+        try:
+            done = msgspec.json.decode(self.state.read_bytes(), type=Done)
+            sizes = self.tokens.stat().st_size, self.lengths.stat().st_size
+        except (OSError, msgspec.DecodeError):
+            return None
+        itemsize = token_dtype(done.vocab_size).itemsize
+        whole = sizes[0] >= itemsize * done.tokens and sizes[1] >= 8 * done.documents
+        return done if whole and done.request == request and self.tokenizer.is_file() else None
+
+    def begin(self, request: str, tokenizing: Tokenizing) -> Done:
+        """Start from the beginning; what lay there is removed."""
+        self.remove()
+        write_bytes(self.tokenizer, (tokenizing.tokenizer.to_str(pretty=True) + "\n").encode())
+        self.tokens.touch()
+        self.lengths.touch()
+        done = Done(
+            request=request,
+            tokenizer_sha256=sha256_of_file(self.tokenizer),
+            end=tokenizing.end,
+            vocab_size=tokenizing.vocab_size,
+        )
+        self.save(done)
+        return done
+
+    def all_lengths(self, documents: int) -> NDArray[np.int64]:
+        """[documents], mapped."""
+        return np.memmap(self.lengths, "<i8", mode="r", shape=(documents,))
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def save(self, done: Done) -> None:
+        """Say how far the files reach, which are on the disk."""
+        write_bytes(self.state, msgspec.json.encode(done))
+
+    @contextmanager
+    def appended(self, done: Done, itemsize: int) -> Iterator["Appender"]:
+        """Go on behind what is done; saved every few seconds, and when the block ends as it should."""
+        with self.tokens.open("r+b") as tokens, self.lengths.open("r+b") as lengths:
+            tokens.truncate(done.tokens * itemsize)
+            lengths.truncate(8 * done.documents)
+            tokens.seek(0, os.SEEK_END)
+            lengths.seek(0, os.SEEK_END)
+            appender = Appender(self, done, tokens, lengths)
+            yield appender
+            appender.save()
+
+
+class Appender:
+    """Writes what comes from the tokenizer."""
+
+    def __init__(self, unfinished: Unfinished, done: Done, tokens: BinaryIO, lengths: BinaryIO) -> None:
+        self.unfinished, self.done = unfinished, done
+        self._tokens, self._lengths = tokens, lengths
+        self._saved = time.monotonic()
+
+    def write(self, encoded: Encoded) -> None:
+        """Append some pieces."""
+        done, open_tokens = self.done, self.done.open_tokens
+        ends = np.cumsum(encoded.lengths)[encoded.ends]
+        lengths = np.diff(ends, prepend=0)
+        if len(lengths):
+            lengths[0] += open_tokens
+            open_tokens = 0
+        count = int(encoded.lengths.sum())
+        self._tokens.write(encoded.tokens)
+        self._lengths.write(lengths.astype("<i8").tobytes())
+        self.done = msgspec.structs.replace(
+            done,
+            pieces=done.pieces + len(encoded.lengths),
+            documents=done.documents + len(lengths),
+            tokens=done.tokens + count,
+            text_bytes=done.text_bytes + encoded.text_bytes,
+            open_tokens=open_tokens + count - (int(ends[-1]) if len(ends) else 0),
+            at=encoded.at,
+        )
+        if time.monotonic() - self._saved > _SAVE_EVERY_S:
+            self.save()
+
+    def save(self) -> None:
+        """Bring the files to the disk, then say so."""
+        for file in (self._tokens, self._lengths):
+            file.flush()
+            sync_path(Path(file.name))
+        self.unfinished.save(self.done)
+        self._saved = time.monotonic()
