@@ -23,10 +23,10 @@ from shardwright_train.options import RunOptions
 
 _GIB = 1024**3
 _NO_NAME = "(?!)"
-# Said in full: inside a job of Snakemake's plugin, srun finds no SLURM_* variable to take the numbers from.
 _OFF = {option.field: option.off for option in options_of(RunOptions) if option.off}
 """What switches off what is on by itself."""
-_SRUN = "srun --nodes={0} --ntasks={0} --ntasks-per-node=1 --kill-on-bad-exit=1"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""What gloo and NCCL are told the network interface by."""
 
 
 @dataclass(frozen=True)
@@ -157,14 +157,16 @@ class Workflow:
     def resources(self, node_type: str, num_nodes: int, runtime_min: int) -> dict[str, int | str]:
         """What a job that starts ranks on some nodes asks for, `runtime` in minutes and `mem_mb` for each node.
 
-        Several nodes are started by srun, one task each; on one node the command starts its ranks itself.
+        `mpi` tells the plugin that the job starts srun itself; `sockets` stands before the command.
         """
         slurm = self.of.node_types[node_type].slurm
+        interfaces = [f"{name}={slurm.socket_interface}" for name in _INTERFACES if slurm.socket_interface]
         gpus = f" --gpus-per-node={slurm.gpus_per_node}" if slurm.gpus_per_node else ""
         asked: dict[str, int | str] = {
             "nodes": num_nodes,
             "tasks": num_nodes,
-            "mpi": _SRUN.format(num_nodes) if num_nodes > 1 else "",
+            "mpi": "srun" if num_nodes > 1 else "",
+            "sockets": " ".join(["env", *interfaces]) if num_nodes > 1 and interfaces else "",
             "cpus_per_task": slurm.cpus_per_node,
             "mem_mb": slurm.mem_mb,
             "runtime": slurm.runtime_min or runtime_min,

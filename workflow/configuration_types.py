@@ -67,6 +67,8 @@ class Slurm(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cpus_per_node: Count = 1
     mem_mb: Count = 4000
     runtime_min: Count | None = None
+    socket_interface: Word | None = None
+    """Network interface of gloo and NCCL between nodes, such as `ib0`; where it is not said, they choose."""
 
 
 class NodeKind(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,9 +19,19 @@ STEP = {
 
 @pytest.fixture(autouse=True)
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for Slurm's command, which knows two hosts."""
+    """A stand-in for Slurm's command, which knows two hosts and an address of the first."""
     file = tmp_path / "scontrol"
-    file.write_text('#!/bin/sh\n[ "$*" = "show hostnames gpu[3-4]" ] && printf "gpu3\\ngpu4\\n"\n')
+    file.write_text(
+        """#!/bin/sh
+        case "$*" in
+        "--oneliner show hostnames gpu[3-4]") printf "gpu3\\ngpu4\\n" ;;
+        "--oneliner show node gpu3") echo "NodeName=gpu3 NodeAddr=10.0.0.3 NodeHostName=gpu3" ;;
+        "--oneliner show hostnames gpu5") echo gpu5 ;;
+        "--oneliner show node gpu5") echo "NodeName=gpu5 State=DOWN" ;;
+        *) exit 1 ;;
+        esac
+        """
+    )
     file.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     return file
@@ -29,8 +39,8 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_step_of_srun_says_all() -> None:
     nodes = nodes_of(None, None, None, STEP)
-    assert nodes == Nodes(2, 1, "gpu3:29134")
-    assert nodes.address == Address("gpu3", 29134)
+    assert nodes == Nodes(2, 1, "10.0.0.3:29134")
+    assert nodes.address == Address("10.0.0.3", 29134)
 
 
 def test_options_win_over_the_step_and_hold_without_one() -> None:
@@ -59,6 +69,7 @@ def test_jobs_and_steps_that_share_a_node_meet_at_ports_two_apart() -> None:
     ("changed", "words"),
     [
         ({"SLURM_STEP_NODELIST": "gpu[3-"}, r"scontrol does not resolve 'gpu\[3-' \(\): pass --rendezvous"),
+        ({"SLURM_STEP_NODELIST": "gpu5"}, r"'gpu5' \(it tells no NodeAddr of gpu5\): pass --rendezvous"),
         ({"SLURM_LOCALID": "1"}, "srun: it started several tasks on one node: pass --ntasks-per-node=1"),
         ({"SLURM_NODEID": "x"}, "SLURM_NODEID: is 'x', no number"),
         ({"SLURM_NNODES": ""}, "SLURM_NNODES: is '', no number"),

@@ -75,7 +75,12 @@ def test_a_bad_cluster_file_is_one_line_and_no_output(command, one_error_line, t
 @pytest.mark.parametrize(
     ("nodes", "device", "options", "problem"),
     [
-        ((2, 1), "cpu", (), "has 2 nodes, the sweep is started on 1"),
+        (
+            (2, 1),
+            "cpu",
+            ("--nnodes", "3", "--rendezvous", "h:1"),
+            "is for 2 nodes, --nnodes is 3: start it on every node with",
+        ),
         ((2, 1), "cpu", ("--nnodes", 2), "2 nodes need a place to meet"),
         ((2, 1), "cpu", ("--nnodes", 2, "--rendezvous", "h"), "--rendezvous: 'h' is no HOST:PORT: give a port of 1 to"),
         ((2, 1), "cpu", ("--nnodes", 2, "--rendezvous", "h:99999999"), "'h:99999999' is no HOST:PORT: give a port"),

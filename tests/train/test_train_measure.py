@@ -290,7 +290,7 @@ def _options(folder: Path, **more: Any) -> MeasureOptions:
 
 def test_a_plan_for_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
     write_document(tmp_path / "plan.json", _plan("kept"))
-    with pytest.raises(BadInput, match=r"plan\.json: the plan is for 1 nodes, --nnodes is 2"):
+    with pytest.raises(BadInput, match=r"plan\.json: is for 1 nodes, --nnodes is 2"):
         start_measure(_options(tmp_path, nnodes=2, rendezvous="127.0.0.1:1"))
     assert not (tmp_path / "out.json").exists()
 

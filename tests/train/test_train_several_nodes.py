@@ -1,6 +1,7 @@
 """A plan for two nodes is run and measured by two launchers, which meet as srun says or by address and number."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from command_calls import call
-from launchers import Place, by_address, by_slurm
+from launchers import Place, by_address, by_slurm, free_port
 from random_plans import random_plan
 from tiny_models import tiny
 
@@ -74,6 +75,22 @@ def test_two_nodes_measure_a_plan_under_srun(work: Path, tmp_path: Path) -> None
     (measured,) = read_document(out, Measurement).plans
     assert [rank.rank for rank in measured.ranks] == [0, 1]
     assert [path.name for path in out.parent.iterdir()] == ["out.json"]
+
+
+def test_the_line_of_each_node_is_printed_and_starts_it(work: Path, tmp_path: Path) -> None:
+    command = ["measure", work / "plan.json", "--out", tmp_path / "out.json", "--steps", 1, "--warmup-steps", 1]
+    asked = subprocess.run(
+        [sys.executable, "-m", "shardwright_train.cli", *map(str, command)], capture_output=True, text=True, timeout=60
+    )
+    assert (asked.returncode, asked.stderr.count("\n")) == (2, 1), asked.stderr
+    assert "plan.json: is for 2 nodes, --nnodes is 1: start it on every node: the lines are printed" in asked.stderr
+    lines = [shlex.split(line, comments=True) for line in asked.stdout.splitlines()[1:]]
+    assert [line[-1] for line in lines] == ["0", "1"]
+    words = " ".join(lines[0]).replace(":29500 ", f":{free_port()} ")  # whatever else runs on this machine
+    port = words.split("--rendezvous ")[1].split()[0]
+    told = [tuple(line[line.index("--nnodes") :]) for line in lines]
+    _both([(tuple(port if ":" in word else word for word in each), {}) for each in told], *command)
+    assert read_document(tmp_path / "out.json", Measurement).plans
 
 
 @pytest.mark.parametrize("command", ["run", "measure"])

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -209,22 +210,44 @@ def test_a_misspelt_key_is_one_line_and_exit_code_2(finished):
     assert "Traceback" not in done.output
 
 
-def test_a_cluster_of_several_nodes_is_started_by_srun(finished):
+def test_a_cluster_of_several_nodes_is_started_once_on_each(finished):
     def with_two_nodes(config):
+        config["node_types"]["cpu"]["slurm"] = {"socket_interface": "ib0", "cpus_per_node": 8}
         config["clusters"]["laptop"]["nodes"][0].update(count=2)
         config["runs"]["demo"].update(max_restarts=1)
 
     finished.configure(with_two_nodes)
     asked = finished.snakemake("all", "-n", "-p", "-F").output
-    assert len(re.findall(r"srun .+ --no-kill --kill-on-bad-exit=0 +shardwright-train run", asked)) == 1
-    started = (
-        r"srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1(?: --no-kill --kill-on-bad-exit=0)? +"
+    started = r"/on_nodes\.sh 2 8 +(--no-kill --kill-on-bad-exit=0)? *env GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0"
+    found = re.findall(rf"{started} (shardwright-\w+ \w+)", asked)
+    outliving = "--no-kill --kill-on-bad-exit=0"
+    assert sorted(found) == sorted(
+        [
+            ("", "shardwright-profile hardware"), ("", "shardwright-train run"), (outliving, "shardwright-train run"),
+            *[("", "shardwright-train measure")] * 2,
+        ]
+    )  # fmt: skip
+
+
+def _on_nodes(*words, **environment):
+    script = ROOT / "workflow/scripts/on_nodes.sh"
+    done = subprocess.run(
+        [script, *words], capture_output=True, text=True, check=True, timeout=60, env=os.environ | environment
     )
-    found = rf"^Shell command: (?:/\S+/resume\.sh 10 )?{started}(shardwright-\w+ \w+)"
-    srun = re.findall(found, asked, re.MULTILINE)
-    assert sorted(srun) == sorted(
-        ["shardwright-profile hardware", *["shardwright-train run"] * 2, *["shardwright-train measure"] * 2]
+    return done.stdout.strip()
+
+
+def test_ranks_are_started_by_srun_in_a_job_of_slurm_alone(tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "srun $*"\n')
+    srun.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert _on_nodes("2", "8", "--no-kill", "echo", "--here", **path) == "--here"
+    assert _on_nodes("2", "8", "--no-kill", "echo", "--here", **path, SLURM_JOB_ID="7") == (
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 --cpu-bind=none --kill-on-bad-exit=1"
+        " --no-kill echo --here"
     )
+    assert _on_nodes("2", "8", "echo", "--here", **path, SLURM_JOB_ID="7", SLURM_STEP_ID="0") == "--here"
 
 
 def test_the_documents_are_what_the_configuration_says(finished):
@@ -282,16 +305,38 @@ def test_a_run_that_stops_in_order_is_resumed(finished):
     assert again == [first, first]
 
 
-def test_a_run_is_resumed_a_number_of_times_and_only_where_it_stopped_in_order(tmp_path):
-    def ended(times, *command):
-        script = ROOT / "workflow/scripts/resume.sh"
-        return subprocess.run([script, str(times), *command], capture_output=True, text=True, check=False, timeout=60)
+def _resumed(tmp_path, times, *command, reason="max_time_s", **environment):
+    note = tmp_path / "STOPPED.json"
+    note.write_text(json.dumps({"reason": reason}))
+    script = ROOT / "workflow/scripts/resume.sh"
+    return subprocess.run(
+        [script, str(times), note, *command], capture_output=True, text=True, check=False, timeout=60,
+        env=os.environ | environment,
+    )  # fmt: skip
 
-    stops = ended(2, "bash", "-c", f"echo x >> {tmp_path}/calls; exit 75")
+
+def test_a_run_is_resumed_a_number_of_times_and_only_where_it_stopped_in_order(tmp_path):
+    stops = _resumed(tmp_path, 2, "bash", "-c", f"echo x >> {tmp_path}/calls; exit 75")
     assert (stops.returncode, (tmp_path / "calls").read_text()) == (75, "x\n" * 3)
     assert "time 2 of 2 at most" in stops.stderr and stops.stderr.count("\n") == 2
     for status in (0, 2, 4, 130):
-        once = ended(2, "bash", "-c", f"exit {status}")
+        once = _resumed(tmp_path, 2, "bash", "-c", f"exit {status}")
         assert (once.returncode, once.stderr) == (status, "")
-    signalled = ended(2, "bash", "-c", "kill -TERM $PPID; exit 75")
+    signalled = _resumed(tmp_path, 2, "bash", "-c", "kill -TERM $PPID; exit 75")
     assert (signalled.returncode, signalled.stderr) == (75, "")
+
+
+def test_a_run_that_slurm_signals_is_queued_again_where_slurm_lets_it(tmp_path):
+    """The stand-in ends the script, as Slurm does with a job that it takes back."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n[ -n "$REFUSED" ] && exit 1\nkill -TERM $PPID\n')
+    scontrol.chmod(0o755)
+    job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    stops = ("bash", "-c", f"echo x >> {tmp_path}/calls; exit 75")
+    queued = _resumed(tmp_path, 2, *stops, reason="signal", **job)
+    assert (queued.returncode, (tmp_path / "asked").read_text()) == (75, "requeue 7\n")
+    assert ((tmp_path / "calls").read_text(), "queued again" in queued.stderr) == ("x\n", True)
+    own_time = _resumed(tmp_path, 1, *stops, reason="max_time_s", **job)
+    assert ((tmp_path / "asked").read_text(), "resumed, time 1" in own_time.stderr) == ("requeue 7\n", True)
+    refused = _resumed(tmp_path, 1, *stops, reason="signal", REFUSED="yes", **job)
+    assert (refused.returncode, "resumed, time 1" in refused.stderr) == (75, True)

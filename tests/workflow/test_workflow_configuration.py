@@ -244,13 +244,15 @@ def test_a_search_is_not_touched_by_another_ones_budget():
 
 def test_a_job_asks_slurm_for_what_its_node_type_says():
     slurm = {"partition": "gpu", "gpus_per_node": "a100:8", "cpus_per_node": 16, "mem_mb": 64000, "runtime_min": 90}
+    slurm |= {"socket_interface": "ib0"}
     workflow = _load(node_types__cpu__slurm=slurm)
     assert workflow.resources("cpu", 2, 60) == {
-        "nodes": 2, "tasks": 2, "mpi": "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1",
+        "nodes": 2, "tasks": 2, "mpi": "srun", "sockets": "env GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0",
         "cpus_per_task": 16,
         "mem_mb": 64000, "runtime": 90, "slurm_extra": "--exclusive --gpus-per-node=a100:8", "slurm_partition": "gpu",
     }  # fmt: skip
-    assert workflow.resources("cpu", 1, 60)["mpi"] == ""
+    alone = workflow.resources("cpu", 1, 60)
+    assert (alone["mpi"], alone["sockets"]) == ("", "")
 
 
 def test_what_no_node_type_asks_for_is_left_to_the_clusters_profile():

@@ -12,6 +12,7 @@ CONFIG_FILE = (
 
 sys.path.insert(0, str(ROOT / "workflow"))
 from configuration import load_workflow  # noqa: E402
+from stopping import signal_lead_s  # noqa: E402
 from shardwright_formats.io.errors import one_line_errors  # noqa: E402
 
 with one_line_errors():
@@ -80,6 +81,20 @@ def profiles_of_search(wildcards):
 
 def cluster_of_run(wildcards):
     return CONFIG.of.searches[CONFIG.of.runs[wildcards.run].search].cluster
+
+
+def with_signal(runtime_min):
+    """`slurm_extra` of a run: also the signal at which it is to stop in order, while there is time for it."""
+
+    def asked(wildcards, input):
+        of = CONFIG.of.clusters[cluster_of_run(wildcards)]
+        job = CONFIG.resources(of.node_types[0], of.num_nodes, runtime_min)
+        grace_s = CONFIG.of.runs[wildcards.run].grace_s
+        files = Path(input.plan), Path(input.prediction)
+        lead_s = signal_lead_s(*files, grace_s, job["runtime"])
+        return f"{job['slurm_extra']} --signal=TERM@{lead_s}"
+
+    return asked
 
 
 def outliving_options(wildcards):

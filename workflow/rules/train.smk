@@ -37,6 +37,10 @@ rule run:
         plan=lambda wildcards: CONFIG.plan_of(CONFIG.of.runs[wildcards.run].search),
         data=lambda wildcards: f"results/data/{CONFIG.of.runs[wildcards.run].data}/data.json",
         tokens=lambda wildcards: f"results/data/{CONFIG.of.runs[wildcards.run].data}/tokens.bin",
+        # It says how long a step may take, and is no reason to train again.
+        prediction=lambda wildcards: ancient(
+            f"results/plans/{CONFIG.of.runs[wildcards.run].search}.prediction.json"
+        ),
     output:
         metrics="results/runs/{run}/metrics.jsonl",
         done="results/runs/{run}/DONE.json",
@@ -46,7 +50,10 @@ rule run:
         "results/benchmarks/run/{run}.tsv"
     threads: all_cores
     resources:
-        **on_cluster(cluster_of_run, runtime_min=1440),
+        **(
+            on_cluster(cluster_of_run, runtime_min=1440)
+            | {"slurm_extra": with_signal(runtime_min=1440)}
+        ),
     params:
         folder=lambda wildcards, output: Path(output.done).parent,
         data=lambda wildcards, input: Path(input.data).parent,
@@ -60,7 +67,9 @@ rule run:
     message:
         "train {wildcards.run}: {params.steps} steps"
     shell:
-        "{ROOT:q}/workflow/scripts/resume.sh 10 {resources.mpi} {params.outliving} shardwright-train run {input.plan}"
+        "{ROOT:q}/workflow/scripts/resume.sh 10 {params.folder}/STOPPED.json"
+        " {ROOT:q}/workflow/scripts/on_nodes.sh {resources.nodes} {resources.cpus_per_task} {params.outliving}"
+        " {resources.sockets} shardwright-train run {input.plan}"
         " --data {params.data} --checkpoints {params.checkpoints} {params.options:q} {params.replan} --out {params.folder} 2> {log}"
 
 
@@ -106,7 +115,8 @@ rule validate:
     message:
         "measure the plan {wildcards.search} and its runners-up"
     shell:
-        "{resources.mpi} shardwright-train measure {input.plan} {input.prediction} --steps {params.steps}"
+        "{ROOT:q}/workflow/scripts/on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
+        " {resources.sockets} shardwright-train measure {input.plan} {input.prediction} --steps {params.steps}"
         " --warmup-steps {params.warmup_steps} --out {output.measurement} 2> {log}"
 
 

@@ -1,21 +1,29 @@
 """Which node of how many this is, and where the nodes meet: by options, or by what srun tells its tasks."""
 
 import re
+import shlex
+import socket
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
 from shardwright_formats.command import Options
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.limits import Count
 
 _MAX_PORT = 65534
 """One below the largest: the launchers themselves meet at the port above that of the ranks."""
+_USUAL_PORT = 29500
+"""PyTorch's own default."""
 _FIRST_PORT, _PORT_PAIRS = 20000, 5000
 _SCONTROL_S = 60
+_NODE_ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+):(?P<port>[0-9]{1,5})")
 
 
@@ -71,20 +79,57 @@ def nodes_of(count: int | None, rank: int | None, rendezvous: str | None, enviro
     return Nodes(count, rank, rendezvous)
 
 
-def _rendezvous_of_step(environment: Mapping[str, str]) -> str:
-    """HOST:PORT of the step's first node; the port follows from job and step, so that all nodes know it."""
-    listed = environment["SLURM_STEP_NODELIST"]
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", listed], capture_output=True, text=True, timeout=_SCONTROL_S
+def check_all_nodes(cluster: Cluster, nodes: Nodes, file: object) -> None:
+    """BadInput where a command for all nodes of a cluster is started on another number of them.
+
+    One that was told nothing of nodes first prints the line to start on each, with this machine as node 0.
+    """
+    count = cluster.node_of_rank[-1] + 1
+    if nodes.count == count:
+        return
+    remedy = f"start it on every node with --nnodes {count}, --node-rank and --rendezvous"
+    if nodes == Nodes():
+        print(
+            f"# once on each node, of which node 0 is {socket.gethostname()} with port {_USUAL_PORT} and the one above:"
         )
+        print("\n".join(lines_of_nodes(cluster, sys.argv)), flush=True)
+        remedy = "start it on every node: the lines are printed"
+    raise BadInput(file, f"is for {count} nodes, --nnodes is {nodes.count}", remedy)
+
+
+def lines_of_nodes(cluster: Cluster, command: Sequence[str]) -> list[str]:
+    """A command as it is started on each node of a cluster, in the order of its nodes, with this machine as node 0."""
+    program = shlex.join([Path(command[0]).name, *command[1:]])
+    types = [group.node_type for group in cluster.nodes for _ in range(group.count)]
+    meeting = f"--nnodes {len(types)} --rendezvous {socket.gethostname()}:{_USUAL_PORT}"
+    return [f"{program} {meeting} --node-rank {node}  # a node of {of}" for node, of in enumerate(types)]
+
+
+def _rendezvous_of_step(environment: Mapping[str, str]) -> str:
+    """HOST:PORT of the step's first node; the port follows from job and step, so that all nodes know it.
+
+    The host is the node's address as Slurm itself reaches it: a node's name may be known to Slurm alone.
+    """
+    listed = environment["SLURM_STEP_NODELIST"]
+    first = _scontrol(listed, "hostnames", listed).split()[0]
+    address = _NODE_ADDRESS.search(_scontrol(listed, "node", first))
+    if address is None:
+        raise _unresolved(listed, f"it tells no NodeAddr of {first}")
+    job = _number(environment, "SLURM_JOB_ID") + _number(environment, "SLURM_STEP_ID", default=0)
+    host = f"[{address[1]}]" if ":" in address[1] else address[1]
+    return f"{host}:{_FIRST_PORT + 2 * (job % _PORT_PAIRS)}"
+
+
+def _scontrol(listed: str, *asked: str) -> str:
+    """What `scontrol show` tells; BadInput where that is nothing."""
+    command = ["scontrol", "--oneliner", "show", *asked]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _unresolved(listed, str(error)) from None
-    hosts = done.stdout.split()
-    if done.returncode or not hosts:
+    if done.returncode or not done.stdout.strip():
         raise _unresolved(listed, done.stderr)
-    job = _number(environment, "SLURM_JOB_ID") + _number(environment, "SLURM_STEP_ID", default=0)
-    return f"{hosts[0]}:{_FIRST_PORT + 2 * (job % _PORT_PAIRS)}"
+    return done.stdout
 
 
 def _unresolved(listed: str, why: str) -> BadInput:

@@ -20,7 +20,7 @@ from shardwright_formats.types.prediction import Prediction
 from shardwright_launch.accelerator import CPU, check_accelerator, device_type_of
 from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
-from shardwright_launch.nodes import Nodes
+from shardwright_launch.nodes import Nodes, check_all_nodes
 from shardwright_launch.ranks import EXPANDABLE, allocator_setting, launch
 from shardwright_train.engine.parameter_groups import LearningRateFactor, check_patterns
 from shardwright_train.imports import without_collection
@@ -215,9 +215,7 @@ def _plans_of(file: Path) -> tuple[Plan, ...]:
 def _check(plan: Plan, file: object, nodes: Nodes) -> None:
     """BadInput where these nodes cannot run a plan, before anything is started."""
     check_supported(plan, file)
-    count = plan.cluster.node_of_rank[-1] + 1
-    if nodes.count != count:
-        raise BadInput(file, f"the plan is for {count} nodes, --nnodes is {nodes.count}", "start it on all of them")
+    check_all_nodes(plan.cluster, nodes, file)
     device_type_of(plan.cluster, file)
     check_installed(plan, file)
     check_accelerator(plan.cluster, nodes.rank, file)

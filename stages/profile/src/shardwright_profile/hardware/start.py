@@ -14,7 +14,7 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_launch.accelerator import check_accelerator, device_type_of
 from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
-from shardwright_launch.nodes import Nodes
+from shardwright_launch.nodes import Nodes, check_all_nodes
 from shardwright_launch.ranks import launch
 from shardwright_profile.hardware.profile import JOURNAL, SweepIdentity, SweepJob
 from shardwright_profile.hardware.progress import shown_progress
@@ -68,12 +68,7 @@ def _identity(options: HardwareOptions, cluster: Cluster) -> SweepIdentity:
 
 def _check(options: HardwareOptions, cluster: Cluster, nodes: Nodes) -> None:
     device_type_of(cluster, options.cluster)
-    if (count := len(set(cluster.node_of_rank))) != nodes.count:
-        raise BadInput(
-            options.cluster,
-            f"has {count} nodes, the sweep is started on {nodes.count}",
-            f"start it on every node with --nnodes {count}, --node-rank and --rendezvous",
-        )
+    check_all_nodes(cluster, nodes, options.cluster)
     if options.max_bytes < options.min_bytes:
         raise BadInput("--max-bytes", f"{options.max_bytes} is below --min-bytes {options.min_bytes}", "raise it")
     memory_bytes = min(node_type.memory_bytes for node_type in cluster.node_types.values())

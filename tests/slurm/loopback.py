@@ -1,0 +1,103 @@
+"""Folders in which the workflow runs on the Slurm of loopback.sh, and what that Slurm says of its jobs."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+NODES = 2
+COMMAND_S = 60.0
+"""What a command of Slurm's may take."""
+
+
+def slurm(*command: str) -> str:
+    """What a command of Slurm's prints."""
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMMAND_S)
+    return done.stdout.strip()
+
+
+def until(holds: Callable[[], Any], what: str, at_most_s: float = 240.0) -> Any:
+    """Wait until something holds, and return it."""
+    end_s = time.monotonic() + at_most_s
+    while not (found := holds()):
+        assert time.monotonic() < end_s, f"not within {at_most_s:g} s: {what}"
+        time.sleep(0.2)
+    return found
+
+
+class Workspace:
+    """A folder in which the workflow of this repository runs on Slurm."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.results = folder / "results"
+
+    def configure(self, **run: Any) -> None:
+        """Write the configuration, with keys of its run changed."""
+        config = yaml.safe_load((HERE / "config.yaml").read_text())
+        config["runs"]["run"].update(run)
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+
+    def start(self, *arguments: str, into: str = "said.txt") -> "subprocess.Popen[str]":
+        """`snakemake --profile slurm`, as from a clone, beside the test; what it says goes into a file."""
+        command = [
+            "snakemake", "--profile", "slurm", "--snakefile", str(ROOT / "Snakefile"), "--configfile", "config.yaml",
+            "--slurm-init-seconds-before-status-checks", "1", "--slurm-no-account", *arguments,
+        ]  # fmt: skip
+        environment = os.environ | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "XDG_CACHE_HOME": str(self.folder / "cache"),
+        }
+        with (self.folder / into).open("w") as said:
+            return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=said, stderr=said, text=True)
+
+    def call(self, *arguments: str, at_most_s: float = 420.0) -> int:
+        """The same to its end: its exit status."""
+        return ended(self.start(*arguments), at_most_s)
+
+    def said(self) -> str:
+        """What the last call has said."""
+        return (self.folder / "said.txt").read_text()
+
+    def done(self) -> dict[str, Any]:
+        """DONE.json of the run."""
+        return json.loads((self.results / "runs/run/DONE.json").read_text())
+
+    def checkpoints(self) -> list[str]:
+        """Names of the run's whole checkpoints, oldest first."""
+        return sorted(path.parent.name for path in self.results.glob("checkpoints/run/*/step-*/checkpoint.json"))
+
+    def job(self) -> str:
+        """Number of the run's last job."""
+        return re.findall(r"SLURM jobid (\d+) \(log: \S+/rule_run/", self.said())[-1]
+
+
+def ended(process: "subprocess.Popen[str]", at_most_s: float = 420.0) -> int:
+    """The exit status of a call; where it takes too long it is interrupted, so that its jobs end too."""
+    try:
+        return process.wait(at_most_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+        raise
+
+
+def state(job: str) -> str:
+    """What Slurm says of a job."""
+    return slurm("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job)
+
+
+def detail(job: str, key: str) -> str:
+    """A value of `scontrol show job`."""
+    fields = slurm("scontrol", "--oneliner", "show", "job", job).split()
+    return next(field.partition("=")[2] for field in fields if field.startswith(f"{key}="))

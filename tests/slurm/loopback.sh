@@ -1,0 +1,149 @@
+#!/bin/bash
+# A real Slurm on this machine's loopback interface, without systemd and without accounting.
+#   loopback.sh install            Debian's slurm-wlm and munge, where they are not there yet
+#   loopback.sh up FOLDER [NODES]  munged, slurmctld and NODES (2) slurmd, each a node of 2 cores and 2 tasks' worth of memory
+#   loopback.sh down FOLDER        stop them, by their process ids, and everything that they started
+# Partitions: main (all nodes, jobs are requeued when preempted), high (all nodes, preempts main), first and last (one node each).
+# The configuration is in /etc/slurm/slurm.conf while it is up, because jobs of Snakemake's plugin do not inherit SLURM_CONF.
+set -euo pipefail
+
+CONF=/etc/slurm/slurm.conf
+MARK="# written by tests/slurm/loopback.sh"
+PROGRAMS=(munged slurmctld slurmd sbatch srun squeue scontrol sinfo scancel)
+
+refuse() {
+    echo "error: loopback.sh: $1: $2" >&2
+    exit 2
+}
+
+missing() {
+    for program in "${PROGRAMS[@]}"; do
+        command -v "$program" >/dev/null || echo "$program"
+    done
+}
+
+install() {
+    [ -z "$(missing)" ] && return
+    command -v apt-get >/dev/null || refuse "there is no apt-get here, and no $(missing | paste -sd' ')" "install Slurm and munge"
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends slurm-wlm munge; } >&2 ||
+        refuse "apt-get does not install slurm-wlm and munge" "see what it says above; it needs a package index"
+    [ -z "$(missing)" ] || refuse "slurm-wlm and munge lack $(missing | paste -sd' ')" "this script knows Debian 12's"
+}
+
+configuration() { # FOLDER NODES
+    local host
+    host=$(hostname -s)
+    cat <<C
+$MARK
+ClusterName=loopback
+SlurmctldHost=$host(127.0.0.1)
+SlurmctldPort=26817
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket=$1/run/munge.sock
+CredType=cred/munge
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+StateSaveLocation=$1/state
+SlurmdSpoolDir=$1/spool/%n
+SlurmctldPidFile=$1/run/slurmctld.pid
+SlurmdPidFile=$1/run/slurmd-%n.pid
+SlurmctldLogFile=$1/log/slurmctld.log
+SlurmdLogFile=$1/log/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,bf_interval=1
+MinJobAge=3600
+KillWait=10
+InactiveLimit=0
+JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+C
+    for node in $(seq "$2"); do
+        echo "NodeName=n$node NodeHostname=$host NodeAddr=127.0.0.1 Port=$((27000 + node)) CPUs=2 RealMemory=16000 State=UNKNOWN"
+    done
+    cat <<C
+PartitionName=main Nodes=n[1-$2] Default=YES MaxTime=60 State=UP PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=high Nodes=n[1-$2] MaxTime=60 State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=first Nodes=n1 MaxTime=60 State=UP PriorityTier=1
+PartitionName=last Nodes=n$2 MaxTime=60 State=UP PriorityTier=1
+C
+}
+
+up() { # FOLDER NODES
+    local folder=$1 nodes=${2:-2}
+    install
+    if [ -e $CONF ]; then
+        grep -qxF "$MARK" $CONF || refuse "$CONF is of another Slurm" "run this where no Slurm is configured"
+        refuse "a Slurm of this script is up, or was not taken down" "loopback.sh down $(sed -n 's/^StateSaveLocation=\(.*\)\/state$/\1/p' $CONF)"
+    fi
+    mkdir -p "$folder"/{run,log,state,munge,etc} /etc/slurm
+    for node in $(seq "$nodes"); do mkdir -p "$folder/spool/n$node"; done
+    chmod 755 "$folder" "$folder/run"
+    chmod 711 "$folder/munge"
+    configuration "$folder" "$nodes" >$CONF
+    # Slurm 22.05 wants to be told of a hierarchy of cgroups that nothing here uses.
+    printf '%s\nCgroupPlugin=cgroup/v1\nCgroupAutomount=no\nCgroupMountpoint=%s\n' "$MARK" "$folder/cgroup" >/etc/slurm/cgroup.conf
+    (umask 077 && head -c 1024 /dev/urandom >"$folder/munge/munge.key")
+    munged --force --key-file="$folder/munge/munge.key" --socket="$folder/run/munge.sock" \
+        --pid-file="$folder/run/munged.pid" --log-file="$folder/log/munged.log" --seed-file="$folder/munge/munge.seed"
+    slurmctld
+    for node in $(seq "$nodes"); do slurmd -N "n$node"; done
+    for _ in $(seq 300); do
+        if [ "$(timeout 10 sinfo -h -t idle -N -p main 2>/dev/null | wc -l)" = "$nodes" ]; then
+            echo "Slurm is up: $nodes nodes, in $folder" >&2
+            return
+        fi
+        sleep 0.1
+    done
+    tail -n 5 "$folder"/log/*.log >&2
+    down "$folder"
+    refuse "its nodes do not come up within 30 s" "the ends of its logs stand above"
+}
+
+ended() { # PID: wait until it is gone
+    for _ in $(seq 100); do
+        kill -0 "$1" 2>/dev/null || return 0
+        sleep 0.1
+    done
+    kill -KILL "$1"
+}
+
+down() { # FOLDER
+    local folder=$1 pid
+    if [ -e "$folder/run/slurmctld.pid" ]; then
+        timeout 20 scancel --signal=KILL --full --state=RUNNING --user=root || true
+        timeout 20 scancel --user=root || true
+        for _ in $(seq 100); do
+            [ -z "$(timeout 10 squeue -h -t RUNNING,COMPLETING 2>/dev/null)" ] && break
+            sleep 0.1
+        done
+    fi
+    for file in "$folder"/run/slurmd-*.pid "$folder"/run/slurmctld.pid "$folder"/run/munged.pid; do
+        [ -e "$file" ] || continue
+        pid=$(cat "$file")
+        if kill -TERM "$pid" 2>/dev/null; then ended "$pid"; fi
+        rm -f "$file"
+    done
+    for file in $CONF /etc/slurm/cgroup.conf; do
+        if [ -e "$file" ] && grep -qxF "$MARK" "$file"; then rm -f "$file"; fi
+    done
+}
+
+[ "$(id -u)" = 0 ] || refuse "a Slurm that starts jobs needs root" "run as root, in a container or a virtual machine"
+case "${1:-}" in
+install) install ;;
+up) up "$(realpath -m "${2:?a folder}")" "${3:-2}" ;;
+down) down "$(realpath -m "${2:?a folder}")" ;;
+*) refuse "'${1:-}' is no command" "install, up FOLDER [NODES] or down FOLDER" ;;
+esac

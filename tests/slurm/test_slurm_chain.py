@@ -1,0 +1,128 @@
+"""The workflow on a real Slurm: from the hardware profile to a trained model, and through what happens to jobs."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from loopback import detail, ended, slurm, state, until
+
+BEGINNING = "step 1/"
+"""What the first lines of a run's output hold alone."""
+LONG = 100_000
+
+
+def _ranks(folder):
+    """Process ids of the ranks that train in a folder, by rank."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"shardwright_train.worker" in (process / "cmdline").read_bytes() and (process / "cwd").samefile(folder):
+                lines = (process / "environ").read_text().split("\0")
+                found[int(dict(line.split("=", 1) for line in lines if "=" in line)["RANK"])] = int(process.name)
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def _losses(workspace):
+    """The loss of each step so far."""
+    (metrics,) = workspace.results.glob("checkpoints/run/*/metrics.jsonl")
+    return [json.loads(line)["loss"] for line in metrics.read_text().split("\n")[:-1]]
+
+
+def _said_by_run(workspace, job):
+    """What the job of the run has printed since it was started the last time."""
+    return (workspace.folder / f"slurm-logs/rule_run/run/{job}.log").read_text()
+
+
+def _training(workspace):
+    """The workflow in the middle of its training, with a checkpoint: its process and the number of that job."""
+    workflow = workspace.start("runs")
+    until(lambda: workspace.checkpoints() or workflow.poll() is not None, "a checkpoint is saved")
+    assert workflow.poll() is None, workspace.said()
+    return workflow, workspace.job()
+
+
+def _start_again(job):
+    """Let a job that was queued again begin at once: by itself Slurm has it wait for two minutes."""
+    until(lambda: state(job) == "PENDING", "the job is queued again")
+    slurm("scontrol", "update", f"jobid={job}", "starttime=now", "timelimit=20")
+
+
+def _same_end(workspace, chain, job):
+    """The run came, from a checkpoint, to the end that it has without a break."""
+    said = _said_by_run(workspace, job)
+    assert BEGINNING not in said and "step 600/600:" in said, said
+    assert workspace.done()["final_loss"] == chain.done()["final_loss"]
+
+
+def test_one_command_goes_from_the_hardware_profile_to_a_trained_model(chain):
+    assert chain.done()["steps"] == 600
+    job = chain.job()
+    assert (state(job), detail(job, "NumNodes")) == ("COMPLETED", "2")
+    assert BEGINNING in _said_by_run(chain, job)
+    submitted = {path.name.removeprefix("rule_") for path in (chain.folder / "slurm-logs").iterdir()}
+    assert submitted == {"describe", "hardware", "probes", "measure", "fit", "search", "prepare", "run"}
+
+
+def test_a_preempted_run_waits_for_its_nodes_and_comes_to_the_same_loss(chain, planned):
+    """Drained in training a node goes on; preempted, the run is queued again and waits for the node that is drained."""
+    workflow, job = _training(planned)
+    slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    assert state(job) == "RUNNING"
+    slurm("sbatch", "--partition=high", "--nodelist=n1", "--exclusive", "--output=/dev/null", "--wait", "--wrap=true")
+    _start_again(job)
+    until(lambda: "drained" in slurm("sinfo", "--noheader", "--nodes=n2", "--format=%T"), "n2 is drained")
+    second = planned.start("runs", into="second.txt")
+    assert (ended(second), state(job)) == (1, "PENDING")
+    assert "LockException" in (planned.folder / "second.txt").read_text()
+    slurm("scontrol", "update", "nodename=n2", "state=resume")
+    assert ended(workflow) == 0, planned.said()
+    assert detail(job, "Restarts") == "1"
+    _same_end(planned, chain, job)
+
+
+def test_a_run_whose_time_is_nearly_up_saves_and_is_queued_again(chain, planned):
+    """It is too long to end before: it is compared with the shorter one as far as that goes, and interrupted."""
+    planned.configure(steps=LONG)
+    workflow, job = _training(planned)
+    hours, minutes, _ = map(int, detail(job, "RunTime").split(":"))
+    slurm("scontrol", "update", f"jobid={job}", f"timelimit={60 * hours + minutes + 1}")
+    note = planned.results / "runs/run/STOPPED.json"
+    until(note.exists, "the signal has come", 120)
+    stopped = json.loads(note.read_text())
+    assert stopped["reason"] == "signal" and f"step-{stopped['step']:08}" in planned.checkpoints()
+    _start_again(job)
+    until(lambda: len(_losses(planned)) > max(stopped["step"], 600) + 1, "the run has gone on")
+    assert detail(job, "Restarts") == "1"
+    assert _losses(planned)[:600] == _losses(chain)
+    assert BEGINNING not in _said_by_run(planned, job)
+    workflow.send_signal(signal.SIGINT)
+    assert ended(workflow) == 1
+    until(lambda: not slurm("squeue", "--noheader"), "its job is cancelled", 60)
+
+
+def test_the_cause_of_a_failing_rank_is_in_the_log_and_no_task_outlives_it(chain, planned):
+    workflow, job = _training(planned)
+    os.kill(_ranks(planned.folder)[3], signal.SIGKILL)
+    assert ended(workflow) == 1
+    assert "error: rank 3" in planned.said(), planned.said()
+    assert state(job) == "FAILED"
+    until(lambda: not _ranks(planned.folder), "all ranks have ended", 30)
+    assert planned.call("runs") == 0, planned.said()
+    _same_end(planned, chain, planned.job())
+
+
+def test_what_is_cancelled_ends_and_goes_on_when_it_is_asked_for_again(chain, planned):
+    workflow, job = _training(planned)
+    slurm("scancel", job)
+    assert ended(workflow) == 1
+    assert "CANCELLED" in planned.said()
+    until(lambda: not _ranks(planned.folder), "all ranks have ended", 60)
+    workflow = planned.start("runs")
+    until(lambda: _ranks(planned.folder), "the ranks are started")
+    workflow.send_signal(signal.SIGINT)
+    assert ended(workflow) == 1
+    until(lambda: not slurm("squeue", "--noheader"), "its job is cancelled", 60)
+    assert planned.checkpoints(), "a cancelled run keeps its checkpoints"
