@@ -35,7 +35,7 @@ def signal_lead_s(plan: Path, prediction: Path, grace_s: float | None, runtime_m
         save_s = _STATE_BYTES * found.model.parameter_count / SAVE_BYTES_PER_S
         lead_s = START_S + _STEPS * _predicted_step_s(found, read_document(prediction, Prediction)) + _SAVES * save_s
     if lead_s > 30 * runtime_min:
-        what = f"a stop in order takes up to {lead_s:.0f} s of a job of {runtime_min} min"
+        what = f"a stop in order takes up to {ceil(lead_s)} s of a job of {runtime_min} min"
         raise BadInput(plan, what, "raise node_types.<name>.slurm.runtime_min")
     return ceil(lead_s)
 
