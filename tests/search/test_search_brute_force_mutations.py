@@ -192,14 +192,3 @@ def test_an_interleaved_bound_that_counts_too_much_is_caught(monkeypatch, kind, 
 
     monkeypatch.setattr(interleaved_bounds, kind, more)
     assert any(map(interleaved_mistake, map(random_interleaved, SEEDS)))
-
-
-@pytest.mark.parametrize("column", [0, -1])
-def test_interleaved_labels_that_are_not_compared_in_one_number_are_caught(monkeypatch, column):
-    compared = interleaved.Interleaved._compared
-
-    def fewer(self, labels):
-        return np.delete(compared(self, labels), column, 1)
-
-    monkeypatch.setattr(interleaved.Interleaved, "_compared", fewer)
-    assert any(map(interleaved_mistake, map(random_interleaved, SEEDS)))
