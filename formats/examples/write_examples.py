@@ -38,7 +38,7 @@ from shardwright_formats.types.prediction import (
     StagePrediction,
     TimelineEvent,
 )
-from shardwright_formats.types.run import BestCheckpoint, RunResult
+from shardwright_formats.types.run import BestCheckpoint, Replanned, RunResult, StopNote
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 __all__ = ["write_examples"]
@@ -66,6 +66,16 @@ def write_examples(folder: Path) -> None:
             checkpoint="checkpoints/example/step-00000100",
             best=BestCheckpoint(step=80, loss=1.5, checkpoint="checkpoints/example/step-00000080"),
             predicted_step_time_s=0.5,
+        ),
+        "stopped": StopNote(
+            step=40,
+            steps=100,
+            reason="signal",
+            checkpoint="checkpoints/example/step-00000040",
+            time_utc="2026-01-01T00:00:00+00:00",
+        ),
+        "replanned": Replanned(
+            plan=plan, resume_from="checkpoints/example/step-00000040", step_before_s=0.5, step_after_s=0.75
         ),
     }
     for name, document in documents.items():
@@ -304,31 +314,13 @@ def _model_profile(model: Model) -> ModelProfile:
     )
     types = ("embedding", "block", "head")
     time_s, size = (0.0001, "measured"), (4096, "measured", 0, "absent")
+    states = (2048, 2048, 4096, "measured", 0.0001, "derived", 0.0002, 2, "derived", 0.0001, 0.0001, 2, "derived")
     rows: dict[str, Iterable[tuple[object, ...]]] = {
         "layers": (
             (name, 1, "none", "none", 2, 16, 0.001 * number, *time_s, 0.002 * number, *time_s, *size)
             for number, name in enumerate(types, start=1)
         ),
-        "states": (
-            (
-                name,
-                1,
-                2048,
-                2048,
-                4096,
-                "measured",
-                0.0001,
-                "derived",
-                0.0002,
-                2,
-                "derived",
-                0.0001,
-                0.0001,
-                2,
-                "derived",
-            )
-            for name in types
-        ),
+        "states": ((name, 1, *states) for name in types),
         "process": [(0, "measured", 1 << 20, "measured", 0.001, "derived", 0.015625, "measured")],
         "fits": [("block", 1, "none", "none", "forward_s", "batch", 0, 16, -1e-4, 1e-3, 0.0, 3, 0.01, 0.02, 3, 0.03)],
     }

@@ -19,7 +19,7 @@ from shardwright_formats.types.measurement import (
 from shardwright_formats.types.model import BoundaryTensor, LayerType, Model, Parameter
 from shardwright_formats.types.plan import Attention, GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
 from shardwright_formats.types.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
-from shardwright_formats.types.run import RunResult
+from shardwright_formats.types.run import Replanned, RunResult, StopNote
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 names = st.text(min_size=1, max_size=8)
@@ -276,6 +276,18 @@ runs = st.builds(
     wall_s=seconds,
     checkpoint=names,
 )
+stops = st.builds(
+    StopNote,
+    step=st.integers(1, 10**6),
+    steps=st.integers(1, 10**6),
+    reason=st.sampled_from(["signal", "max_time_s"]),
+    checkpoint=names,
+    time_utc=names,
+)
+replanned = st.builds(
+    Replanned, plan=plans(), resume_from=st.none() | names, step_before_s=seconds, step_after_s=seconds
+)
 documents = st.one_of(
-    models(), clusters(), plans(), st.builds(Plans, plans=_lists(plans(), 1)), predictions, measurements(), runs
+    *(models(), clusters(), plans(), st.builds(Plans, plans=_lists(plans(), 1)), predictions, measurements(), runs),
+    *(stops, replanned),
 )

@@ -1,36 +1,45 @@
 """`make kills`: a run that is killed at random moments and started again comes to the same bits as one that is not.
 
-    python tests/train/run_kills.py [--kills 100] [--seed 0]
+    python tests/train/run_kills.py [--kills 100] [--seed 0] [--work FOLDER]
 
-A moment is drawn anew each time: in start-up, in a step, in a save, in the removal of an old checkpoint. Killed is one
-rank, or the launcher and with it all. After each kill every complete checkpoint is whole, and the newest is not older
-than the newest before.
+A moment is drawn anew each time: in start-up, or so many saves later in a step, in a save beside it, in the removal of
+an old checkpoint. Killed is one rank, or the launcher and with it all. After each kill every complete checkpoint is
+whole, and the newest is not older than the newest before. Cut off, the same command goes on in the same folder, which
+is removed at its end.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+from forked_command import forked_command
 from random_plans import random_plan
 from safetensors.torch import load
 from tiny_models import tiny
 
-from shardwright_formats.io.json import read_document, sha256_of_file, write_document
+from shardwright_formats.io.json import read_document, sha256_of_file, write_bytes, write_document
 from shardwright_formats.types.plan import Plan
 from shardwright_train.checkpoints.choice import read_record
 from shardwright_train.checkpoints.folders import complete_checkpoints, folder_of_run
 from shardwright_train.data.prepare import prepare
 
 STEPS = 40
+_SAVES_AHEAD = 6
+_POLL_S = 0.01
 _LONGEST_S = 300.0
+_PR_SET_CHILD_SUBREAPER = 36
+_PARENT = 1
+"""Place of the parent's number in /proc/*/stat, after the name."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,6 @@ class Run:
 
     work: Path
     name: str
-    draw: random.Random = field(default_factory=random.Random)
 
     @property
     def checkpoints(self) -> Path:
@@ -53,37 +61,9 @@ class Run:
 
     def start(self) -> "subprocess.Popen[str]":
         """Start it, or go on with it."""
-        command = [sys.executable, "-m", "shardwright_train.cli", "run", str(self.work / "plan.json")]
-        command += ["--data", str(self.work / "data"), "--steps", str(STEPS), "--checkpoint-every", "1"]
-        command += ["--checkpoints", str(self.out / "kept"), "--out", str(self.out), "--learning-rate", "0.01"]
-        environment = os.environ | {"STARTED_BY": str(self.out)}
-        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-    def kill(self, running: "subprocess.Popen[str]") -> str:
-        """Kill one of its processes, or let it end; says which."""
-        found = [process for process in self._processes() if process != running.pid]
-        ranks = sorted(found)
-        victim = self.draw.choice([running.pid, *ranks])
-        os.kill(victim, signal.SIGKILL)
-        return "the launcher" if victim == running.pid else f"process {ranks.index(victim)} of {len(ranks)}"
-
-    def _processes(self) -> list[int]:
-        found = []
-        for process in Path("/proc").iterdir():
-            try:
-                environment = (process / "environ").read_bytes() if process.name.isdigit() else b""
-            except OSError:
-                continue
-            if f"STARTED_BY={self.out}\0".encode() in environment + b"\0":
-                found.append(int(process.name))
-        return found
-
-    def gone(self) -> None:
-        """Wait until none of its processes is left."""
-        until = time.monotonic() + _LONGEST_S
-        while self._processes():
-            assert time.monotonic() < until, "a process outlived its launcher"
-            time.sleep(0.05)
+        arguments = ["run", str(self.work / "plan.json"), "--data", str(self.work / "data"), "--steps", str(STEPS)]
+        arguments += ["--checkpoint-every", "1", "--checkpoints", str(self.out / "kept"), "--out", str(self.out)]
+        return forked_command([*arguments, "--learning-rate", "0.01"])
 
     def newest(self) -> int:
         """The step of the newest checkpoint, once all were found whole; 0 where there is none."""
@@ -102,6 +82,29 @@ class Run:
         return bits, [json.loads(line)["loss"] for line in lines]
 
 
+@dataclass(frozen=True)
+class State:
+    """How far the kills have come, kept so that they can go on."""
+
+    seed: int
+    kills: int
+    """Asked for."""
+    start_s: float
+    """Until the run that is not killed saved its first step."""
+    step_s: float
+    """What each further step and its save took it."""
+    done: int = 0
+    runs: int = 1
+    """Begun; one that comes to its end is followed by another, in a folder of its own."""
+    newest: int = 0
+    """Step of the present run's newest checkpoint."""
+    spent_s: float = 0.0
+
+    def left(self) -> str:
+        """The time that the rest will take, were it as long as that so far."""
+        return f"{self.spent_s:.0f} s gone, about {self.spent_s / self.done * (self.kills - self.done):.0f} s left"
+
+
 def prepared(work: Path) -> Path:
     """A folder with data and a plan for two ranks, in two pipeline stages."""
     (work / "text").mkdir(parents=True)
@@ -114,39 +117,109 @@ def prepared(work: Path) -> Path:
 def survive(work: Path, kills: int, seed: int) -> int:
     """Kill a run that often, each time going on, and hold its end to that of an unbroken one; returns the kills.
 
-    A run that comes to its end before begins anew in another folder.
+    A run that comes to its end before is followed by another.
     """
+    _adopt_orphans()
     unbroken = Run(work, "unbroken")
-    process = unbroken.start()
-    began = time.monotonic()
-    error = process.communicate(timeout=_LONGEST_S)[1]
-    assert process.returncode == 0, error
-    draw, took_s, done, runs = random.Random(seed), time.monotonic() - began, 0, 0
-    while done < kills:
-        runs += 1
-        done += _survive_once(Run(work, f"killed{runs}", draw), unbroken, took_s, kills - done)
-    return done
-
-
-def _survive_once(run: Run, unbroken: Run, took_s: float, kills: int) -> int:
-    done, newest = 0, 0
+    state = _state(work, kills, seed) or _begun(unbroken, kills, seed)
     while True:
+        _keep(work, state)
+        run, began = Run(work, f"killed{state.runs}"), time.monotonic()
+        draw = random.Random(f"{seed}/{state.done}/{state.runs}")
         process = run.start()
-        try:
-            process.wait(run.draw.uniform(0.1, 0.9) * took_s if done < kills else _LONGEST_S)
-        except subprocess.TimeoutExpired:
-            victim = run.kill(process)
+        if state.done < kills and _runs_until(run, process, state, draw):
+            victim = _kill(process, draw)
             process.communicate(timeout=_LONGEST_S)
-            run.gone()
-            done += 1
-            before, newest = newest, run.newest()
-            assert newest >= before, f"step {before} was saved, {newest} is the newest"
-            print(f"kill {done}: {victim}; step {newest} of {STEPS} is saved", flush=True)
+            _until_all_are_gone()
+            newest = run.newest()
+            assert newest >= state.newest, f"step {state.newest} was saved, {newest} is the newest"
+            spent_s = state.spent_s + time.monotonic() - began
+            state = replace(state, done=state.done + 1, newest=newest, spent_s=spent_s)
+            told = f"{victim}; step {newest} of {STEPS} is saved; {state.left()}"
+            print(f"kill {state.done} of {kills}: {told}", flush=True)
             continue
-        error = process.communicate()[1]
+        error = process.communicate(timeout=_LONGEST_S)[1]
         assert process.returncode == 0, error
         assert run.outcome() == unbroken.outcome(), run.name
-        return done
+        print(f"run {state.runs} came to its end, and to the bits of the unbroken one", flush=True)
+        if state.done == kills:
+            return kills
+        spent_s = state.spent_s + time.monotonic() - began
+        state = replace(state, runs=state.runs + 1, newest=0, spent_s=spent_s)
+
+
+def _begun(unbroken: Run, kills: int, seed: int) -> State:
+    began, process = time.monotonic(), unbroken.start()
+    assert _saves(unbroken, process, 1)
+    start_s = time.monotonic() - began
+    error = process.communicate(timeout=_LONGEST_S)[1]
+    assert process.returncode == 0, error
+    took_s = time.monotonic() - began
+    print(f"the run that is not killed took {took_s:.1f} s, {start_s:.1f} s of them until its first save", flush=True)
+    return State(seed, kills, start_s, (took_s - start_s) / (STEPS - 1))
+
+
+def _runs_until(run: Run, process: "subprocess.Popen[str]", state: State, draw: random.Random) -> bool:
+    """Wait until a random moment of the present start or of one of the next saves; False where the run has ended."""
+    ahead = draw.randrange(_SAVES_AHEAD)
+    if not _saves(run, process, state.newest + ahead if ahead else 0):
+        return False
+    try:
+        process.wait(draw.uniform(0.0, 2 * state.step_s if ahead else state.start_s))
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+def _saves(run: Run, process: "subprocess.Popen[str]", step: int) -> bool:
+    """Wait until a run has saved a step; False where it has ended first."""
+    while step > max((int(path.name[5:]) for path in complete_checkpoints(run.checkpoints)), default=0):
+        if process.poll() is not None:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _state(work: Path, kills: int, seed: int) -> State | None:
+    file = work / "kills.json"
+    found = msgspec.json.decode(file.read_bytes(), type=State) if file.exists() else None
+    return found if found is not None and (found.kills, found.seed) == (kills, seed) else None
+
+
+def _keep(work: Path, state: State) -> None:
+    write_bytes(work / "kills.json", msgspec.json.encode(state))
+
+
+def _kill(running: "subprocess.Popen[str]", draw: random.Random) -> str:
+    """Kill the launcher or one of its ranks; says which."""
+    found = sorted(pid for pid, parent in _parents() if parent == running.pid)
+    victim = draw.choice([running.pid, *found])
+    os.kill(victim, signal.SIGKILL)
+    return "the launcher" if victim == running.pid else f"rank {found.index(victim)} of {len(found)}"
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of ranks whose launcher is gone, so that none can be overlooked."""
+    assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+def _until_all_are_gone() -> None:
+    until = time.monotonic() + _LONGEST_S
+    while [pid for pid, parent in _parents() if parent == os.getpid()]:
+        os.waitpid(-1, os.WNOHANG)
+        assert time.monotonic() < until, "a rank outlived its launcher"
+        time.sleep(0.01)
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    """The processes there are, each with its parent's number."""
+    for process in Path("/proc").iterdir():
+        try:
+            stat = (process / "stat").read_text() if process.name.isdigit() else ""
+        except OSError:
+            continue
+        if stat:
+            yield int(process.name), int(stat.rpartition(")")[2].split()[_PARENT])
 
 
 def main() -> None:
@@ -154,9 +227,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="how often a run is killed")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
+    parser.add_argument("--work", type=Path, default=Path("results/kills"), help="folder to work and to go on in")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        done = survive(prepared(Path(folder) / "work"), asked.kills, asked.seed)
+    if _state(asked.work, asked.kills, asked.seed) is None:
+        shutil.rmtree(asked.work, ignore_errors=True)
+        prepared(asked.work)
+    done = survive(asked.work, asked.kills, asked.seed)
+    shutil.rmtree(asked.work)
     print(f"{done} kills: every run came to the bits of the unbroken one, and no complete checkpoint was lost")
 
 

@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from test_checkpoints import progress_of, saver_of, tensors_of
 
 from shardwright_train.checkpoints.choice import newest_whole
+from shardwright_train.checkpoints.folders import RECORD, complete_checkpoints, remove_unfinished
 from shardwright_train.parallel.world import World
 
 _TOUCHES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
@@ -31,6 +33,15 @@ def _writes(folder: Path, path: object, _mode: object, flags: object) -> bool:
 
 def _killed(folder: Path, number: int, asynchronous: bool) -> bool:
     """Save in a child that is killed as it touches the file system for the so many-th time; whether it was."""
+
+    def save() -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        _save(folder, 4, asynchronous)
+
+    return _killed_as_it_touches(folder, number, save)
+
+
+def _killed_as_it_touches(folder: Path, number: int, do: Callable[[], None]) -> bool:
     child = os.fork()
     if child == 0:
         left = number
@@ -42,10 +53,9 @@ def _killed(folder: Path, number: int, asynchronous: bool) -> bool:
             if touches and left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         sys.addaudithook(count)
         try:
-            _save(folder, 4, asynchronous)
+            do()
             os._exit(0)
         finally:
             traceback.print_exc()
@@ -80,3 +90,22 @@ def _newest(folder: Path) -> int:
     dist.destroy_process_group()
     assert resumed is not None
     return resumed.record.progress.step
+
+
+def test_a_start_killed_in_its_clean_up_loses_nothing(tmp_path: Path) -> None:
+    """At each removal of what cut-off saves and removals have left; the next start ends it."""
+    whole, unfinished, headless = "step-00000002", "step-00000004.unfinished", "step-00000001"
+    for number in range(1, _MOST):
+        run = tmp_path / str(number)
+        for name in (whole, unfinished, headless):
+            (run / name).mkdir(parents=True)
+            (run / name / "shard.safetensors").write_bytes(b"x")
+        (run / whole / RECORD).write_text("{}")
+        killed = _killed_as_it_touches(run, number, lambda run=run: remove_unfinished(run))  # type: ignore[misc]
+        assert [path.name for path in complete_checkpoints(run)] == [whole]
+        remove_unfinished(run)
+        assert [path.name for path in run.iterdir()] == [whole]
+        assert (run / whole / "shard.safetensors").read_bytes() == b"x"
+        if not killed:
+            break
+    assert number > 4

@@ -57,8 +57,8 @@ def prediction(plan: Plan, own: Estimate, **others_gib: float) -> Prediction:
     )
 
 
-def plan_of(memory_gib: int) -> Plan:
-    plan = random_plan(tiny("llama", vocab_size=260), 1, 2, "float32", stages=1)
+def plan_of(memory_gib: int, stages: int = 1) -> Plan:
+    plan = random_plan(tiny("llama", vocab_size=260), 1, 2, "float32", stages=stages)
     (node,) = plan.cluster.node_types.values()
     node = msgspec.structs.replace(node, memory_bytes=memory_gib * GIB)
     return msgspec.structs.replace(plan, cluster=msgspec.structs.replace(plan.cluster, node_types={"cpu": node}))
@@ -81,13 +81,18 @@ def test_the_best_runner_up_that_would_fit_were_it_as_wrong_is_named(needed_gib:
     assert _what_fits(found, found.estimate.stages[0], needed_gib * GIB, plan, Path("p.json")) == named
 
 
-def test_a_run_that_lacks_memory_says_what_was_held_and_predicted_and_what_fits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stages", "where"), [(1, "in step "), (2, "while each pipeline stage is tried alone: ")])
+def test_a_run_that_lacks_memory_says_what_was_held_and_predicted_and_what_fits(
+    tmp_path: Path, stages: int, where: str
+) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     prepare(str(tmp_path / "text"), "*.txt", 260, 1.0, tmp_path / "data")
-    plan = plan_of(4)
+    plan = plan_of(4, stages)
+    assert stages == 1 or plan.num_microbatches > 1
     write_document(tmp_path / "plan.json", plan)
-    write_document(tmp_path / "plan.prediction.json", prediction(plan, estimate(2.0), large=3.0, small=1.0))
+    own = estimate(*(2.0 for _ in range(stages)))
+    write_document(tmp_path / "plan.prediction.json", prediction(plan, own, large=3.0, small=1.0))
     folders = {"data": tmp_path / "data", "checkpoints": tmp_path / "kept", "out": tmp_path / "out", "steps": 9}
     command = [sys.executable, str(Path(__file__).with_name("lacking_run.py")), "run", str(tmp_path / "plan.json")]
     command += [str(word) for name, value in folders.items() for word in (f"--{name}", value)]
@@ -95,6 +100,7 @@ def test_a_run_that_lacks_memory_says_what_was_held_and_predicted_and_what_fits(
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     last = ended.stderr.rstrip("\n").rpartition("\n")[2]
     assert (ended.returncode, ended.stderr.count("error: ")) == (4, 1), ended.stderr
-    assert last.startswith("error: rank 1: out of memory in step ") and ": 2.50 GiB asked for; held 0.00 GiB (" in last
+    assert last.startswith(f"error: rank 1: out of memory {where}") and ": 2.50 GiB asked for; held 0.00 GiB (" in last
     predicted = "predicted 2.00 GiB (parameters 0.40, gradients 0.40, optimizer 0.40, others 0.80)"
     assert f"{predicted}; runner-up 2 (small) of {tmp_path}/plan.prediction.json fits: predicted 1.00 GiB" in last
+    assert not list((tmp_path / "kept").rglob("step-*"))

@@ -187,6 +187,6 @@ def test_what_a_new_plan_would_be_searched_with_is_asked_for_before_anything_sta
 def test_without_the_first_node_there_is_nowhere_to_meet(work: Path, tmp_path: Path) -> None:
     plan = read_document(work / "three.json", Plan)
     options = RunOptions(plan=tmp_path, data=tmp_path, steps=1, out=tmp_path, checkpoints=tmp_path)
-    with pytest.raises(RunFailed, match=r"node 0, where the nodes meet, is gone.*--resume-from") as caught:
+    with pytest.raises(RunFailed, match=r"node 0, where .*is gone: start.*all nodes.*--resume-from") as caught:
         replanned(options, plan, Nodes(3, 1, "host:1"), (0,), tmp_path)
     assert not isinstance(caught.value, BadInput)

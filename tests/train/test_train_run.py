@@ -14,10 +14,10 @@ from tiny_models import tiny
 
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.run import RunResult
+from shardwright_formats.types.run import RunResult, StopNote
 from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
 from shardwright_train.data.prepare import prepare
-from shardwright_train.training.stopping import Grace, StopNote
+from shardwright_train.training.stopping import Grace
 
 STEPS = 6
 

@@ -19,10 +19,11 @@ from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan, Plans
 from shardwright_formats.types.prediction import Prediction
-from shardwright_formats.types.run import RunResult
+from shardwright_formats.types.run import Replanned, RunResult, StopNote
 
 DOCUMENTS: tuple[type[Document], ...] = (
-    *(Model, Cluster, Plan, Plans, Prediction, Certificate, Measurement, Correction, RunResult),
+    *(Model, Cluster, Plan, Plans, Prediction, Certificate, Measurement, Correction),
+    *(RunResult, StopNote, Replanned),
 )
 """Every kind of JSON file, in the order of the documentation."""
 

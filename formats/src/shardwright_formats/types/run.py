@@ -1,7 +1,10 @@
-"""What a training run leaves behind: a line per step and a last word."""
+"""What a training run leaves behind: a line per step, a last word, and what its nodes agree on when one is lost."""
+
+from typing import Literal
 
 from shardwright_formats.io.json import Document, Value
 from shardwright_formats.types.limits import Bytes, Count, NonNegativeNumber, Seconds, Sha256
+from shardwright_formats.types.plan import Plan
 
 
 class Evaluation(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,3 +82,35 @@ class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Null where the run was not asked to keep it."""
     predicted_step_time_s: Seconds | None = None
     """Of the prediction beside the plan; null where there is none."""
+
+
+class StopNote(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """STOPPED.json: the run ended with 75, and the same command goes on with it."""
+
+    FORMAT = "shardwright.stopped"
+
+    step: Count
+    """The last step that is saved."""
+    steps: Count
+    """Of how many."""
+    reason: Literal["signal", "max_time_s"]
+    """Why: it was signalled, or its own time was up."""
+    checkpoint: str
+    """Folder of the checkpoint."""
+    time_utc: str
+    """In ISO 8601."""
+
+
+class Replanned(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """replanned.json: what node 0 tells the other nodes that are left, through the run's folder."""
+
+    FORMAT = "shardwright.replanned"
+
+    plan: Plan
+    """For the nodes that are left."""
+    resume_from: str | None
+    """The checkpoint to go on from; null where the run had none yet."""
+    step_before_s: Seconds
+    """Predicted time of a step under the plan for all nodes."""
+    step_after_s: Seconds
+    """Predicted time of a step under this one."""

@@ -14,20 +14,21 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from shardwright_formats.io.errors import BadInput, system_fault
+from shardwright_train.checkpoints.writing import ShardWriter
 from shardwright_train.parallel.data import local_tensor
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     """Write the tensors of all ranks into a folder; collective over a group of the whole world."""
     try:
-        save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), process_group=group)
+        save(tensors, storage_writer=ShardWriter(str(folder), save_distributed=True), process_group=group)
     except CheckpointException as error:
         raise _cause(error, folder) from None
 

@@ -1,7 +1,7 @@
 """A plan on one rank, ready to train: what `run`, `measure` and `check` build, each with its own use of a step."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from shardwright_formats.types.plan import Plan
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.engine.optimizer import ShardedAdamW, StepOutcome
 from shardwright_train.models.attention_kernels import use_kernels
+from shardwright_train.pipeline.alone import StageAlone
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.p2p import Pipeline
 from shardwright_train.pipeline.runner import Step, StepHook, no_hook, run_step
@@ -46,6 +47,17 @@ class Engine:
         outcome = self.optimizer.step(step.number, loss, stop, step.loss_scale, save)
         hook("optimizer")
         return outcome
+
+    def try_alone(self, step: Step) -> int:
+        """Forward and backward of this rank's pipeline stage without the others, until it held the most it ever will.
+
+        Takes memory as a step does, gradients and optimizer included, and changes nothing: what it computes has no
+        meaning and is forgotten. Returns on how many microbatches; collective over the ranks of the stage.
+        """
+        alone = StageAlone.of_pipeline(self.pipeline)
+        run_step(replace(self.stage, tied=self.stage.tied.alone()), alone, step)
+        self.optimizer.forget_gradients()
+        return len({action.microbatch for action in alone.actions()})
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds: parameters and the optimizer's moments, by name."""

@@ -75,12 +75,16 @@ class ShardedAdamW:
         dist.all_reduce(shared)
         learning_rate = self.settings.learning_rate_at(step)
         self._update(shared, learning_rate, loss_scale)
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self.forget_gradients()
         # The one time in a step that the host waits for the device.
         mean_loss, squared, stops, saves = shared.tolist()
         norm = math.sqrt(squared) / loss_scale if squared >= 0 else math.nan
         return StepOutcome(mean_loss, norm, learning_rate, stops > 0, saves > 0)
+
+    def forget_gradients(self) -> None:
+        """Give back what gradients take."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Moments as DTensors that lie as their parameters do, under `optim.<parameter>.<moment>`."""

@@ -1,6 +1,7 @@
 """Parameters that several layers hold replicas of, on whatever ranks and in whatever layouts: one gradient for all."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,12 @@ class TiedParameters:
         )
         """Layer and parameter of what this rank holds but does not own: it counts once in a norm."""
         self._to_owners, self._from_owners = pieces_to_owners(tied), pieces_from_owners(tied)
+
+    def alone(self) -> "TiedParameters":
+        """The same replicas, which exchange nothing."""
+        found = copy(self)
+        found.group = None
+        return found
 
     def sum_gradients(self, gradients: Mapping[tuple[str, str], Tensor]) -> None:
         """Give every replica the sum of all replicas' gradients: local shards by layer and parameter, in place.

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 
 from shardwright_formats.io.errors import BadInput, RunFailed
-from shardwright_formats.io.json import Document, read_document, read_object, write_document
+from shardwright_formats.io.json import read_document, read_object, write_document
 from shardwright_formats.types.cluster import Cluster, NodeGroup
-from shardwright_formats.types.limits import Seconds
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.types.run import Replanned
 from shardwright_launch.nodes import Nodes
 from shardwright_launch.signals import relayed_signals
 from shardwright_train.checkpoints.folders import latest_checkpoint
@@ -27,19 +27,6 @@ _WAIT_S = 2 * _SEARCH_S
 """How long the other nodes wait for what node 0 has found."""
 _POLL_S = 0.2
 _FOLDER, _FOUND = "replanned", "replanned.json"
-
-
-class Replanned(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What node 0 tells the other nodes that are left, through the run's folder."""
-
-    FORMAT = "shardwright.replanned"
-
-    plan: Plan
-    resume_from: str | None
-    """The checkpoint to go on from; null where the run had none yet."""
-    step_before_s: Seconds
-    """Predicted, under the plan for all nodes."""
-    step_after_s: Seconds
 
 
 def check_replan(options: RunOptions, plan: Plan, run: Path, nodes: Nodes) -> None:
@@ -70,8 +57,9 @@ def replanned(
     Raises RunFailed where node 0 itself is gone, or none of the nodes left can hold the model.
     """
     if 0 in gone:
-        remedy = f"plan for the nodes that are left, and branch with --resume-from {latest_checkpoint(run)}"
-        raise RunFailed(f"node 0, where the nodes meet, is gone: {remedy}")
+        branch = f"plan for the others and branch with --resume-from {latest_checkpoint(run)}"
+        remedy = f"start the command on all nodes once it is back, or {branch}"
+        raise RunFailed(f"node 0, where the nodes meet and which no other can replace, is gone: {remedy}")
     folder = run / _FOLDER / "-".join(map(str, gone))
     if nodes.rank == 0:
         _search(options, plan, gone, run, folder)

@@ -45,6 +45,7 @@ from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.training.due import Due
 from shardwright_train.training.evaluation import Evaluator, ValidationData, best_so_far, better, open_validation
+from shardwright_train.training.first_step import try_stages
 from shardwright_train.training.loss_scale import LossScale
 from shardwright_train.training.metrics import METRICS, Metrics
 from shardwright_train.training.nonfinite import first_nonfinite
@@ -68,6 +69,13 @@ class _Run:
     """Where this process goes on."""
     evaluator: Evaluator | None
     """None where there is nothing to evaluate on."""
+    fresh: bool
+    """Whether it has no checkpoint of its own yet."""
+
+    @property
+    def tries(self) -> bool:
+        """Whether pipeline stages are tried alone before the first step."""
+        return self.job.trial and self.fresh and len(self.plan.stages) > 1
 
     @property
     def metrics(self) -> Metrics:
@@ -110,11 +118,13 @@ def train(job: RunOptions, world: World) -> None:
     best = best_so_far(job, before.best if own else None, validation)
     before = msgspec.structs.replace(before, best=best)
     with closing(_saver(job, folder, identity, engine.tensors())) as saver:
-        run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator)
+        run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator, not own)
         if world.rank == 0:
             run.metrics.keep_until(before.step, None if resumed is None else resumed.folder.parent)
             (job.out / NOTE).unlink(missing_ok=True)
         to_do = range(before.step + 1, job.steps + 1)
+        if to_do and run.tries:
+            try_stages(engine, run.read(to_do[0]), world, saver.group, job.plan)
         with asked_to_stop() as stop_asked, read_ahead(run.read, to_do) as ready:
             progress = _steps(run, ready, stop_asked)
     if world.rank == 0:
@@ -237,7 +247,7 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
         with lack_of_memory_explained(job.plan, run.plan, run.engine):
             outcome = run.engine.train_step(work, stop=wants_to_stop(), save=due.by_time())
         step_time_s = time.perf_counter() - started
-        if run.plan.compile and run.world.rank == 0 and step == run.resumed.step + 1:
+        if run.plan.compile and not run.tries and run.world.rank == 0 and step == run.resumed.step + 1:
             say_compiled(run.plan, step_time_s)
         overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite
         if not outcome.finite and not overflowed:

@@ -6,28 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Literal
 
-from shardwright_formats.io.json import Document
-from shardwright_formats.types.limits import Count
+from shardwright_formats.types.run import StopNote
 
 NOTE = "STOPPED.json"
-
-
-class StopNote(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """STOPPED.json: the run ended with 75, and the same command goes on with it."""
-
-    FORMAT = "shardwright.stopped"
-
-    step: Count
-    """The last step that is saved."""
-    steps: Count
-    """Of how many."""
-    reason: Literal["signal", "max_time_s"]
-    checkpoint: str
-    """Folder of the checkpoint."""
-    time_utc: str
-    """In ISO 8601."""
 
 
 def stop_note(step: int, steps: int, in_time: bool, checkpoint: object) -> StopNote:
