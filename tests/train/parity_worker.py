@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from shardwright_formats.io.json import read_document
 from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.types.plan import Plan, Plans
+from shardwright_train.data.boundaries import Boundaries
+from shardwright_train.data.packing import with_boundaries
 from shardwright_train.data.share import Batch
 from shardwright_train.engine import optimizer
 from shardwright_train.engine.learning_rate import Hyperparameters
@@ -59,7 +61,17 @@ def factor_of(name: str) -> float:
 
 
 def batches(plan: Plan) -> list[Batch]:
-    return [batch_of(plan.model, plan.global_batch_size, seed) for seed in range(STEPS)]
+    found = [batch_of(plan.model, plan.global_batch_size, seed) for seed in range(STEPS)]
+    if plan.name.startswith("packed"):
+        found = [packed(batch, seed, plan.model.family != "bert") for seed, batch in enumerate(found)]
+    return found
+
+
+def packed(batch: Batch, seed: int, predicts_next: bool) -> Batch:
+    """A batch whose samples are of several documents, some of one token."""
+    samples, length = batch["tokens"].shape
+    begins = torch.rand(samples, length + 1, generator=torch.Generator().manual_seed(seed)) < 0.3
+    return with_boundaries(batch, begins.long().cumsum(1), Boundaries(True, True), predicts_next=predicts_next)
 
 
 class Reference:
@@ -234,7 +246,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
             compiling.compiled = partial(compiled, backend=backend)
             torch.set_default_dtype(getattr(torch, plan.precision.parameters))
             key = f"{plan.model.architecture_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
-            key += f" {plan.global_batch_size} {settings_of(plan)}"
+            key += f" {plan.global_batch_size} {settings_of(plan)} {plan.name.startswith('packed')}"
             if key not in references:
                 references[key] = world.first_says(lambda plan=plan: Reference(plan))  # type: ignore[misc]
             results[plan.name] = compare(plan, references[key], groups, world)

@@ -24,6 +24,7 @@ def _written(folder: Path, tokens: np.ndarray = TOKENS, vocab_size: int = 2000, 
     write_tokens(files.tokens, files.index, np.array_split(tokens, documents), max(vocab_size, 2000))
     description = PreparedData(
         text="here",
+        source="text",
         glob="*",
         vocab_size=vocab_size,
         documents=documents,

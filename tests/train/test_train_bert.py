@@ -33,7 +33,8 @@ def opened(tmp_path: Path) -> Callable[[np.ndarray], TextBatches]:
     """The tiny BERT's batches of a text."""
     objective = family_named("bert", "test").learns(tiny("bert"))
     assert isinstance(objective, Masked)
-    return lambda text: TextBatches(Samples(tmp_path, text, 61, SEQUENCE_LENGTH, seed=0, sha256=""), objective)
+    known = {"seed": 0, "sha256": "", "index": None, "tokenizer_sha256": ""}
+    return lambda text: TextBatches(Samples(tmp_path, text, 61, SEQUENCE_LENGTH, **known), objective)
 
 
 @pytest.fixture(scope="module")

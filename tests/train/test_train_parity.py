@@ -16,6 +16,7 @@ Errors = dict[str, dict[str, float]]
 Compare = Callable[..., Errors]
 
 FAMILIES = ("llama", "qwen3", "gpt2", "bert", "t5", "vit")
+PACKED = ("llama", "gpt2", "bert")
 # Several launches of many processes on two cores.
 pytestmark = pytest.mark.timeout(900)
 
@@ -59,6 +60,13 @@ def _grouped_plans(world_size: int) -> list[Plan]:
     models = [tiny(family) for family in FAMILIES] + [tiny("llama", tie_word_embeddings=True)]
     drawn = [random_plan(model, number, world_size) for number, model in enumerate(models)]
     return [msgspec.structs.replace(plan, name=f"grouped {plan.name} {plan.model.tied}") for plan in drawn]
+
+
+def _packed_plans(world_size: int) -> list[Plan]:
+    """Families whose samples may be of several documents, which are told nothing of one another."""
+    numbers = range(3) if world_size == 2 else range(3, 5)
+    drawn = [random_plan(tiny(family), number, world_size) for number in numbers for family in PACKED]
+    return [msgspec.structs.replace(plan, name=f"packed {plan.name}") for plan in drawn]
 
 
 def _mixed_plan() -> Plan:
@@ -133,16 +141,15 @@ def _replicas_behind_a_cut() -> Plan:
 def two_ranks(compare: Compare) -> Errors:
     low_precision = [random_plan(tiny(family), 1, 2, dtype) for family in FAMILIES for dtype, _ in LOW_PRECISION]
     compiled = [_compiled(plan) for plan in _plans(2)[: len(FAMILIES)]]
-    return compare(
-        [*low_precision, *_plans(2), *compiled, *_grouped_plans(2), _reduced_in_float32(), _mixed_plan()], MUTATIONS
-    )
+    exact = [*_plans(2), *compiled, *_grouped_plans(2), *_packed_plans(2)]
+    return compare([*low_precision, *exact, _reduced_in_float32(), _mixed_plan()], MUTATIONS)
 
 
 @pytest.fixture(scope="module")
 def more_ranks(compare: Compare) -> Errors:
-    return compare(
-        [*_plans(4), *_uneven_plans(), *_bare_plans(), *_grouped_plans(4), _replicas_behind_a_cut(), *_in_groups(4)]
-    ) | compare([*_plans(8), *_in_groups(8)])
+    drawn = [*_plans(4), *_uneven_plans(), *_bare_plans(), *_grouped_plans(4), *_packed_plans(4)]
+    four = compare([*drawn, _replicas_behind_a_cut(), *_in_groups(4)])
+    return four | compare([*_plans(8), *_in_groups(8)])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -166,6 +173,16 @@ def test_parameters_that_decay_and_learn_otherwise_train_as_in_one_process(
     found = two_ranks if world_size == 2 else more_ranks
     exact = {name: errors for name, errors in found.items() if name.startswith("grouped")}
     assert len(exact) == len(FAMILIES) + 1
+    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_documents_of_one_sample_train_as_if_each_were_alone(
+    two_ranks: Errors, more_ranks: Errors, world_size: int
+) -> None:
+    found = two_ranks if world_size == 2 else more_ranks
+    exact = {name: errors for name, errors in found.items() if name.startswith("packed")}
+    assert len(exact) == len(_packed_plans(world_size))
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 

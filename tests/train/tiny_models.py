@@ -155,7 +155,9 @@ def initial_layer(model: Model, layer: str, seed: int = 0) -> dict[str, Tensor]:
 
 
 def stock_logits(stock: nn.Module, batch: Batch) -> Tensor:
-    """Logits whose last dim is classes, in the order of the batch's labels."""
+    """Logits whose last dim is classes, in the order of the batch's labels; each document of a sample by itself."""
+    if "documents" in batch:
+        return torch.stack([_logits_of_documents(stock, batch, sample) for sample in range(len(batch["documents"]))])
     match stock:
         case BertForMaskedLM():
             logits = stock(batch["tokens"], attention_mask=batch["attention_mask"]).logits
@@ -167,6 +169,14 @@ def stock_logits(stock: nn.Module, batch: Batch) -> Tensor:
         case _:
             logits = stock(batch["tokens"]).logits
     return logits
+
+
+def _logits_of_documents(stock: nn.Module, batch: Batch, sample: int) -> Tensor:
+    """Of one sample."""
+    lengths = batch["documents"][sample].unique_consecutive(return_counts=True)[1].tolist()
+    names = [name for name in ("tokens", "attention_mask") if name in batch]
+    parts = zip(*(batch[name][sample, None].split(lengths, 1) for name in names), strict=True)
+    return torch.cat([stock_logits(stock, dict(zip(names, part, strict=True)))[0] for part in parts])
 
 
 def batch_of(model: Model, samples: int, seed: int) -> Batch:

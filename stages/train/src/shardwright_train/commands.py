@@ -91,7 +91,7 @@ def start_run(options: RunOptions) -> None:
     nodes = options.nodes(os.environ)
     plan = read_document(options.plan, Plan)
     _check(plan, options.plan, nodes)
-    if not options.data.is_dir():
+    if not options.data.is_dir() and options.data != Path("random"):
         raise BadInput(options.data, "is no folder", _DATA)
     _check_evaluation(options)
     _check_folder(options.out)

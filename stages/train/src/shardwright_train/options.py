@@ -11,6 +11,7 @@ from shardwright_formats.command import POSITIONAL, Off, Options
 from shardwright_formats.types.limits import Count, Gib, NonNegativeCount, Seconds, Share
 from shardwright_launch.heartbeat import HANG_TIMEOUT_S
 from shardwright_launch.nodes import NodeOptions
+from shardwright_train.data.boundaries import Boundaries
 from shardwright_train.data.corpora.open import Source
 from shardwright_train.data.split import Fractions
 from shardwright_train.engine.learning_rate import LearningRateSchedule
@@ -92,7 +93,8 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     plan: Annotated[Path, POSITIONAL]
     """Plan to train with (JSON)."""
     data: Path
-    """Folder that `prepare` wrote, or one of images.npy and labels.npy."""
+    """Folder that `prepare` wrote, one with a blend.json, or one of images.npy and labels.npy; `random`: random
+    samples, for timing alone. See docs/data.md."""
     steps: Count
     """Steps in all, resumed ones included."""
     out: Path
@@ -160,6 +162,10 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Share of the data, behind what is trained on, that is left to evaluation."""
     test_fraction: Share = 0.0
     """Share of the data, at its end, that no run sees."""
+    reset_attention_mask: bool = False
+    """Attend to nothing of another document in a sample, and predict none from another (Megatron-LM's option)."""
+    reset_position_ids: bool = False
+    """Number positions from 0 in each document of a sample (Megatron-LM's option)."""
     valid_data: Path | None = None
     """Folder as `data`, to evaluate on in place of a share of it."""
     eval_every: NonNegativeCount = 0
@@ -168,6 +174,11 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Evaluate on the first so many samples; on all if left out."""
     keep_best: bool = False
     """Keep the checkpoint with the least loss of all evaluations, too."""
+
+    @property
+    def boundaries(self) -> Boundaries:
+        """What of one document another one in the same sample is told."""
+        return Boundaries(self.reset_attention_mask, self.reset_position_ids)
 
     @property
     def fractions(self) -> Fractions:

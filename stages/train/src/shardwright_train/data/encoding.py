@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -56,16 +57,18 @@ class Encoder:
     def __call__(self, pieces: list[Piece]) -> Encoded:
         """The tokens of some pieces; BadInput where the tokenizer cannot take one."""
         texts = [plain(piece.text) if self.is_wikitext else piece.text for piece in pieces]
-        parts: list[NDArray[Any]] = []
+        found, ends = array("i"), []
         for piece, encoding in zip(pieces, self._encodings(texts), strict=True):
-            tokens = encoding.ids
-            parts.append(np.array([*tokens, self.end] if piece.ends else tokens, np.int64))
-        tokens = np.concatenate(parts)
+            found.extend(encoding.ids)
+            if piece.ends:
+                found.append(self.end)
+            ends.append(len(found))
+        tokens = np.frombuffer(found, np.int32)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             raise BadInput("tokenizer.json", f"gives tokens that are not below {self.vocab_size}", "take another")
         return Encoded(
             tokens=tokens.astype(token_dtype(self.vocab_size)).tobytes(),
-            lengths=np.array([len(part) for part in parts], np.int64),
+            lengths=np.array(ends, np.int64) - np.array([0, *ends[:-1]], np.int64),
             ends=np.array([piece.ends for piece in pieces]),
             text_bytes=sum(len(text.encode()) for text in texts),
             at=pieces[-1].at,

@@ -10,14 +10,21 @@ import torch
 from torch import Tensor
 
 from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.io.json import sha256_of_value
 from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_train.data.blend import Blend, open_data
+from shardwright_train.data.boundaries import ACROSS, Boundaries
 from shardwright_train.data.images import ImageForm, Images, open_images
-from shardwright_train.data.sampling import Samples, open_samples
+from shardwright_train.data.packing import with_boundaries
+from shardwright_train.data.sampling import Samples
 from shardwright_train.data.share import Batch, Share
-from shardwright_train.data.split import WHOLE, Part
+from shardwright_train.data.split import WHOLE, Part, Split
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.vocab import IGNORED
 
+RANDOM = Path("random")
+"""Stands for a folder of data where none is to be read."""
+_RANDOM_EPOCH = 1 << 20
 # Devlin et al. 2019, section 3.1: the share of positions that are labels, and of these the shares that show the mask
 # token and a random one; the rest show themselves.
 _CHOSEN, _MASKED, _RANDOM = 0.15, 0.8, 0.1
@@ -33,6 +40,10 @@ class Text:
     """The tensors of a batch that one type of layer alone reads."""
     draws: ClassVar[bool] = False
     """Whether a batch has anything random in it."""
+    predicts_next: ClassVar[bool] = False
+    """Whether each label is the token behind its position."""
+    keeps_boundaries: ClassVar[bool] = True
+    """Whether the documents of a sample can be told apart in it."""
     vocab_size: int
     sequence_length: int
 
@@ -64,27 +75,36 @@ class Text:
         shape = (samples, self.stream_tokens + 1)
         return self.batch(torch.randint(0, self.vocab_size, shape, generator=generator), generator)
 
-    def open(self, folder: Path, seed: int, part: Part = WHOLE) -> "TextBatches":
-        """Open a split of a folder of prepared text.
+    def open(
+        self, folder: Path, seed: int, part: Part = WHOLE, boundaries: Boundaries = ACROSS
+    ) -> "TextBatches | RandomBatches":
+        """Open a split of a folder of prepared text, or of a blend of several; RANDOM gives random tokens.
 
         Raises BadInput when a file is damaged, the split holds less than one sample, or it does not fit the model.
         """
-        samples = open_samples(folder, self.stream_tokens, seed, part)
+        if any(boundaries) and not self.keeps_boundaries:
+            what = "the samples of this family are not told where documents meet"
+            raise BadInput("--reset-attention-mask, --reset-position-ids", what, "leave them out")
+        if folder == RANDOM:
+            return _random(self, seed, part)
+        samples = open_data(folder, self.stream_tokens, seed, part)
         samples.check_vocabulary(self.vocab_size)
-        return TextBatches(samples, self)
+        return TextBatches(samples, self, boundaries)
 
 
 @dataclass(frozen=True)
 class TextBatches:
     """The global batches of a split of a text: a function of data, seed and step alone, whatever the plan."""
 
-    samples: Samples
+    samples: Samples | Blend
     objective: Text
+    boundaries: Boundaries = ACROSS
 
     @property
     def sha256(self) -> str:
-        """Identity of the token stream and of the split."""
-        return self.samples.sha256
+        """Identity of the token stream, of the split, and of what is made of boundaries."""
+        sha256 = self.samples.sha256
+        return sha256_of_value([sha256, *self.boundaries]) if any(self.boundaries) else sha256
 
     @property
     def per_epoch(self) -> int:
@@ -100,12 +120,18 @@ class TextBatches:
             batch = {name: torch.cat([one[name] for one in made]) for name in made[0]}
         else:
             batch = self.objective.batch(text, torch.Generator())
+        if any(self.boundaries):
+            documents = torch.from_numpy(self.samples.documents(indices))
+            predicts_next = self.objective.predicts_next
+            batch = with_boundaries(batch, documents, self.boundaries, predicts_next=predicts_next)
         return {name: x for name, x in batch.items() if name not in share.left_out}
 
     def counted(self, first: int, samples: int) -> int:
         """Number of labels of a batch that count, on all ranks together; RunFailed where there are none."""
         indices = np.arange(first, first + samples)
         found = self.objective.counted(samples, lambda: torch.from_numpy(self.samples.read(indices)))
+        if self.boundaries.reset_attention_mask and self.objective.predicts_next:
+            found -= int(self.samples.documents(indices)[:, -1].sum())
         if not found:
             raise RunFailed("a batch is nothing but padding: shuffle the text or see what pad_token_id stands for")
         return found
@@ -119,8 +145,51 @@ class TextBatches:
         return self.objective.batch(text, generator)
 
 
+@dataclass(frozen=True)
+class RandomBatches:
+    """Random samples, for timing alone: no data is read."""
+
+    objective: "Text | Classification"
+    seed: int
+
+    @property
+    def sha256(self) -> str:
+        """Identity of the kind of samples."""
+        return sha256_of_value([str(RANDOM), repr(self.objective)])
+
+    @property
+    def per_epoch(self) -> int:
+        """There is no end to them; an epoch is this many."""
+        return _RANDOM_EPOCH
+
+    def read(self, first: int, share: Share) -> Batch:
+        """A rank's share of the batch that begins with a sample's number; of a sample every rank makes the same."""
+        made = [self._sample(first + int(row)) for row in share.rows]
+        return {name: torch.cat([one[name] for one in made]) for name in made[0] if name not in share.left_out}
+
+    def counted(self, first: int, samples: int) -> int:
+        """Number of labels of a batch that count."""
+        made = (self._sample(first + number)["labels"] for number in range(samples))
+        return sum(int((labels != IGNORED).sum().item()) for labels in made)
+
+    def check_contents(self) -> None:
+        """There are none."""
+
+    def _sample(self, index: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed_of(self.seed, "random sample", index))
+        return self.objective.random_batch(1, generator)
+
+
+def _random(objective: "Text | Classification", seed: int, part: Part) -> RandomBatches:
+    if part.split is not Split.TRAIN:
+        raise BadInput(RANDOM, f"random samples have no {part.split} split", "evaluate on data")
+    return RandomBatches(objective, seed)
+
+
 class Causal(Text):
     """Each token labels the one before."""
+
+    predicts_next: ClassVar[bool] = True
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
         """Nothing is drawn."""
@@ -131,6 +200,7 @@ class Causal(Text):
 class Prefix(Text):
     """Prefix language modelling (Raffel et al. 2020, section 3.2.3): an encoder reads, a decoder goes on."""
 
+    keeps_boundaries: ClassVar[bool] = False
     first_token: int
     """What the decoder starts with."""
 
@@ -176,12 +246,14 @@ class Masked(Text):
             raise ValueError(f"mask_token_id and pad_token_id are both {mask}")
         return cls(config.vocab_size, sequence_length, mask, padding)
 
-    def open(self, folder: Path, seed: int, part: Part = WHOLE) -> TextBatches:
+    def open(
+        self, folder: Path, seed: int, part: Part = WHOLE, boundaries: Boundaries = ACROSS
+    ) -> "TextBatches | RandomBatches":
         """As any text; BadInput where the mask token is not known."""
-        if self.mask is None:
+        if self.mask is None and folder != RANDOM:
             remedy = "add the number of a token that no text holds ([MASK]'s), and describe the model again"
             raise BadInput("config.json", "mask_token_id is missing", remedy)
-        return super().open(folder, seed, part)
+        return super().open(folder, seed, part, boundaries)
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
         """`tokens` [n, sequence_length] with some hidden, `labels`, and `attention_mask`, which is false on padding."""
@@ -266,8 +338,15 @@ class Classification:
         labels = torch.randint(0, form.classes, (samples, 1), generator=generator)
         return {"pixel_values": 2 * pixels - 1, "labels": labels}
 
-    def open(self, folder: Path, seed: int, part: Part = WHOLE) -> Images:
-        """Open a split of a folder of images."""
+    def open(
+        self, folder: Path, seed: int, part: Part = WHOLE, boundaries: Boundaries = ACROSS
+    ) -> "Images | RandomBatches":
+        """Open a split of a folder of images; RANDOM gives random ones."""
+        if any(boundaries):
+            what = "images have no documents"
+            raise BadInput("--reset-attention-mask, --reset-position-ids", what, "leave them out")
+        if folder == RANDOM:
+            return _random(self, seed, part)
         return open_images(folder, self.form, seed, part)
 
 
@@ -282,5 +361,5 @@ def _pair(size: int | Iterable[int]) -> tuple[int, int]:
     return height, width
 
 
-Batches = TextBatches | Images
+Batches = TextBatches | RandomBatches | Images
 """The global batches of a run."""

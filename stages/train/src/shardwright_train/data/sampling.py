@@ -31,6 +31,8 @@ class Samples:
     seed: int
     sha256: str
     """Identity of the token stream and of the split."""
+    index: TokenIndex
+    tokenizer_sha256: str
     first: int = 0
     """The split's first token in the file."""
     shuffled: bool = True
@@ -52,6 +54,22 @@ class Samples:
             what = f"a token after number {self.first + firsts[strange.any(1)][0]} is not in the vocabulary"
             raise BadInput(DataFolder(self.folder).tokens, f"{what} of {self.vocab_size}", "prepare the data again")
         return found
+
+    def documents(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n, S + 1]: which document each token of these samples is of, numbered from 0 in each sample."""
+        firsts = self.first + self.numbers(indices) * self.sequence_length
+        return np.stack([self._documents_from(int(first)) for first in firsts])
+
+    def _documents_from(self, first: int) -> NDArray[np.int64]:
+        begun = np.zeros(self.sequence_length + 1, np.int64)
+        document = self.index.first_document_from(first + 1)
+        while document < self.index.num_documents:
+            start = self.index.document_start(document)
+            if start > first + self.sequence_length:
+                break
+            begun[start - first] = 1
+            document += 1
+        return np.cumsum(begun)
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The samples of the split, from 0, that have these numbers when they are counted over all epochs."""
@@ -101,6 +119,8 @@ def open_samples(folder: Path, sequence_length: int, seed: int, part: Part = WHO
         sequence_length=sequence_length,
         seed=seed,
         sha256=sha256_of_value([described.sha256, *part.identity]) if part.identity else described.sha256,
+        index=opened.index,
+        tokenizer_sha256=described.tokenizer_sha256,
         first=first,
         shuffled=part.split is Split.TRAIN,
     )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import Attention
+from shardwright_train.data.boundaries import POSITIONS
 from shardwright_train.data.objectives import Causal, Classification, Text
 from shardwright_train.data.share import Batch
 from shardwright_train.models.configuration import Only, parse
@@ -97,7 +98,11 @@ class Family:
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States:
         """Run a block."""
         mask = mask_for(self.mask, states[0], batch, constants["kernel"])
-        return (block(states[0], attention_mask=mask, **constants["arguments"]),)
+        arguments = constants["arguments"]
+        if POSITIONS in batch and "every_angle" in constants:
+            own = batch[POSITIONS][:, constants["positions"]]
+            arguments = {"position_embeddings": tuple(angles[own] for angles in constants["every_angle"])}
+        return (block(states[0], attention_mask=mask, **arguments),)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
         """Correct what a stock block remembers of its whole size."""
@@ -149,8 +154,10 @@ class Family:
         rotary = type(self._skeleton(model, Attention.SDPA.value).get_submodule(self.rotary))(self.configuration(model))
         # Some kinds look at the length of the whole sequence, of which this rank may have a part.
         whole = torch.arange(model.sequence_length, device=example.device)[None]
-        angles = tuple(x[:, positions].clone() for x in rotary.to(example.device)(example, whole))
-        return {"kernel": kernel, "arguments": {"position_embeddings": angles}}
+        every = rotary.to(example.device)(example, whole)
+        angles = tuple(x[:, positions].clone() for x in every)
+        more = {"every_angle": tuple(x[0] for x in every), "positions": positions}
+        return {"kernel": kernel, "arguments": {"position_embeddings": angles}, **more}
 
     def build(self, model: Model, layer: str, attention: str) -> nn.Module:
         """The stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, without weights."""

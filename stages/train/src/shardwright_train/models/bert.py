@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from shardwright_train.data.boundaries import POSITIONS
 from shardwright_train.data.objectives import Masked
 from shardwright_train.data.share import Batch
 from shardwright_train.models.base import BLOCK, Family, States
@@ -49,7 +50,7 @@ class Bert(Family):
     def embed(self, pieces: Pieces, batch: Batch) -> States:
         """Vectors of token, position and type (always 0), summed and normed."""
         stock: Any = pieces.get_submodule("bert.embeddings")
-        positions = positions_of(batch["tokens"], pieces.tensor_parallel)
+        positions = positions_of(batch["tokens"], pieces.tensor_parallel, batch.get(POSITIONS))
         summed = token_embedding(stock.word_embeddings, batch["tokens"], pieces.tensor_parallel)
         summed = summed + stock.position_embeddings(positions)
         summed = summed + stock.token_type_embeddings(torch.zeros_like(positions))

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from shardwright_train.data.boundaries import POSITIONS
 from shardwright_train.data.share import Batch
 from shardwright_train.models.base import BLOCK, Family, States
 from shardwright_train.models.configuration import Only
@@ -44,4 +45,5 @@ class GPT2(Family):
         """A vector of the token and one of the position, which is learned."""
         stock: Any = pieces.transformer
         tokens = token_embedding(stock.wte, batch["tokens"], pieces.tensor_parallel)
-        return (stock.drop(tokens + stock.wpe(positions_of(batch["tokens"], pieces.tensor_parallel))),)
+        positions = positions_of(batch["tokens"], pieces.tensor_parallel, batch.get(POSITIONS))
+        return (stock.drop(tokens + stock.wpe(positions)),)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwright_formats.types.plan import Attention
+from shardwright_train.data.boundaries import DOCUMENTS
 
 
 class Mask(StrEnum):
@@ -20,6 +21,9 @@ class Mask(StrEnum):
 
 def mask_for(mask: Mask, states: Tensor, batch: dict[str, Tensor], kernel: str) -> Tensor | None:
     """The mask of a block for states [b, s, h] and a kernel; a causal one is of all positions of the batch's tokens."""
+    if DOCUMENTS in batch:
+        padding = batch["attention_mask"] if mask is Mask.PADDING else None
+        return document_mask(batch[DOCUMENTS], states.dtype, padding)
     if mask is Mask.PADDING:
         return padding_mask(batch["attention_mask"], states.dtype, kernel)
     return causal_mask(states, batch["tokens"], kernel) if mask is Mask.CAUSAL else None
@@ -32,6 +36,18 @@ def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
     length = tokens.shape[1]
     after = torch.full((length, length), torch.finfo(states.dtype).min, dtype=states.dtype, device=states.device)
     return after.triu(1)[None, None]
+
+
+def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None) -> Tensor:
+    """What is added to scores [b, heads, s, s] where each position attends to its own document alone.
+
+    documents [b, s] number them; causal where there is no `padding` [b, s], which is false on what stands for nothing.
+    """
+    seen = documents[:, None, :, None] == documents[:, None, None, :]
+    # A row that saw nothing would be no number: what stands for nothing sees itself.
+    itself = torch.eye(documents.shape[1], dtype=torch.bool, device=documents.device)
+    seen = seen.tril() if padding is None else seen & (padding[:, None, None] | itself)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 def padding_mask(mask: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:

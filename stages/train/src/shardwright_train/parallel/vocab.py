@@ -29,9 +29,14 @@ def token_embedding(embedding: nn.Embedding, tokens: Tensor, tensor_parallel: Te
     return tensor_parallel.leave(rows * mine[..., None].to(rows.dtype))
 
 
-def positions_of(tokens: Tensor, tensor_parallel: TensorParallel) -> Tensor:
-    """The numbers of the positions of tokens [b, s] that this rank holds between the matrix products."""
+def positions_of(tokens: Tensor, tensor_parallel: TensorParallel, given: Tensor | None = None) -> Tensor:
+    """The numbers of the positions of tokens [b, s] that this rank holds between the matrix products.
+
+    They count from 0 unless they are given [b, s].
+    """
     own = tensor_parallel.positions(tokens.shape[1])
+    if given is not None:
+        return given[:, own]
     return torch.arange(own.start, own.stop, device=tokens.device)
 
 

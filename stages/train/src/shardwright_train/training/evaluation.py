@@ -56,9 +56,9 @@ def open_validation(job: RunOptions, plan: Plan) -> ValidationData | None:
     """What a run is to be evaluated on, or None; BadInput where it cannot be."""
     objective = family_named(plan.model.family, job.plan).learns(plan.model)
     if job.valid_data is not None:
-        batches: Batches = objective.open(job.valid_data, _SEED)
+        batches: Batches = objective.open(job.valid_data, _SEED, boundaries=job.boundaries)
     elif job.valid_fraction:
-        batches = objective.open(job.data, _SEED, Part(Split.VALID, job.fractions))
+        batches = objective.open(job.data, _SEED, Part(Split.VALID, job.fractions), job.boundaries)
     else:
         return None
     return ValidationData(batches, min(job.eval_samples or batches.per_epoch, batches.per_epoch))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwright_formats.io.errors import BadInput, RunFailed, ShardwrightError, Stopped
 from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.plan import Attention, Plan
 from shardwright_formats.types.run import BestCheckpoint, RunResult
 from shardwright_train.checkpoints.choice import (
     Resumed,
@@ -109,6 +109,8 @@ def train(job: RunOptions, world: World) -> None:
     identity = run_identity(job, plan, batches.sha256, None if weights is None else weights.sha256(world))
     resumed = _resumed(job, identity, folder, world)
     (attention,) = settle_attention([plan], world)
+    if job.reset_attention_mask and attention == Attention.FLASH_ATTENTION_2.value:
+        raise BadInput(job.plan, f"{attention} knows no documents, which --reset-attention-mask asks for", "take sdpa")
     before = start(LossScale.for_compute(plan.precision.compute).value) if resumed is None else resumed.record.progress
     engine = _engine(job, plan, world, attention, before.updates, resumed is not None, weights)
     if resumed is not None:
@@ -142,7 +144,7 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, 
         check_device(plan, world, job.plan)
         family = family_named(plan.model.family, job.plan)
         check_kernels(plan, family, world.device, job.plan)
-        batches = family.learns(plan.model).open(job.data, job.seed, Part(Split.TRAIN, job.fractions))
+        batches = family.learns(plan.model).open(job.data, job.seed, Part(Split.TRAIN, job.fractions), job.boundaries)
         validation = open_validation(job, plan)
         if world.rank == 0:
             batches.check_contents()
