@@ -20,6 +20,7 @@ from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
+from shardwright_search.explain.node_types import node_type_uses, node_types_table
 from shardwright_search.search import Found, Infeasible, find_best, instance_of, targets_of
 from shardwright_search.solver.bands import StageCosts
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
@@ -301,3 +302,32 @@ def test_a_stage_that_spans_devices_is_refused(make):
     profiles = profiles_of(model, cluster, {"a": 1e9, "b": 1e9})
     with pytest.raises(BadInput, match="a pipeline stage lies on nodes of a and b, whose devices differ"):
         evaluate(plain(model, cluster, [(0,), (1, 2)]), profiles)
+
+
+def test_idle_time_is_told_by_node_type_with_its_price(make):
+    """Stages of two ranks: busy is what each pass takes; b is slower, has one stage more, and is not priced."""
+    model, cluster = make.model(6), make_mixed_cluster(a=(1, 2, GIB), b=(2, 2, GIB))
+    types = {name: replace(own, usd_per_hour=3.6 if name == "a" else None) for name, own in cluster.node_types.items()}
+    cluster = replace(cluster, node_types=types)
+    profiles = profiles_of(model, cluster, {"a": 1e9, "b": 1e9})
+    plan = plain(model, cluster, [(0, 1), (2, 3), (4, 5)])
+    estimate = evaluate(plan, profiles).estimate
+    end_s = max(event.end_s for event in estimate.timeline)
+    kinds = ("forward", "backward", "gradient_sync", "optimizer")
+    busy = [
+        sum(event.end_s - event.start_s for event in estimate.timeline if event.stage == stage and event.kind in kinds)
+        for stage in range(3)
+    ]
+    fast, slow = node_type_uses(plan, estimate)
+    assert (fast.name, fast.stages, fast.ranks, slow.name, slow.stages, slow.ranks) == ("a", 1, 2, "b", 2, 4)
+    assert fast.idle_share == pytest.approx(1 - busy[0] / end_s) and fast.busiest_s == pytest.approx(busy[0])
+    assert slow.idle_share == pytest.approx(1 - (busy[1] + busy[2]) / 2 / end_s)
+    assert slow.busiest_s == pytest.approx(max(busy[1:])) and slow.busiest_s > fast.busiest_s
+    # Two ranks are the node of 0.001 USD a second.
+    assert fast.idle_usd == pytest.approx((end_s - busy[0]) * 1e-3) and slow.idle_usd is None
+    shown = node_types_table(plan, estimate)
+    assert shown is not None and list(shown.columns[0].cells) == ["a", "b (binds)"]
+    assert list(shown.columns[5].cells) == [f"{fast.idle_usd:.6f}", "no price"]
+    alone = make_mixed_cluster(a=(2, 2, GIB))
+    there = plain(model, alone, [(0, 1), (2, 3)])
+    assert node_types_table(there, evaluate(there, profiles_of(model, alone, {"a": 1e9})).estimate) is None

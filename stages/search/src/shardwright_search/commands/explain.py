@@ -19,6 +19,7 @@ from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evalua
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.explain.binding import Change, Choices, binding_lines, faster_changes
 from shardwright_search.explain.difference import difference
+from shardwright_search.explain.node_types import node_types_table
 from shardwright_search.explain.tables import answers_shown, explanation, show_rich
 from shardwright_search.explain.what_if import Answer, Question, answer, neighbours, outlook
 from shardwright_search.options import ExplainOptions
@@ -51,6 +52,8 @@ def explain(options: ExplainOptions) -> None:
         raise BadInput(options.other, f"is for another model than {options.plan.name}", "compare plans for one model")
     evaluation = evaluate(plan, inputs.profiles, _costs(plan, inputs, asked))
     parts = [_why(plan, evaluation, inputs, asked, believed)]
+    if (types := node_types_table(plan, evaluation.estimate)) is not None:
+        parts.append(types)
     if asked is not None:
         parts += _further(plan, evaluation, inputs, asked, options.time_limit)
     if other is not None:

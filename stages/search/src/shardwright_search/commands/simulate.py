@@ -14,6 +14,7 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
 from shardwright_search.commands.inputs import read_inputs
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
+from shardwright_search.explain.node_types import node_types_table
 from shardwright_search.explain.tables import show_rich, table
 from shardwright_search.options import SimulateOptions
 from shardwright_search.simulation.chrome_trace import chrome_trace
@@ -59,7 +60,8 @@ def _report(plan: Plan, estimate: Estimate) -> RenderableType:
     headings = ("stage", *(kind.replace("_", " ") for kind in _KINDS), "idle", "idle share")
     rows = [_stage_row(estimate, stage, end_s) for stage in range(len(plan.stages))]
     title = f"ms until {end_ms}, when the last stage is done"
-    return Group(Text(f"{line}\n{step}"), table(title, headings, rows))
+    types = node_types_table(plan, estimate)
+    return Group(Text(f"{line}\n{step}"), table(title, headings, rows), *([] if types is None else [types]))
 
 
 def _stage_row(estimate: Estimate, stage: int, end_s: float) -> list[str]:
