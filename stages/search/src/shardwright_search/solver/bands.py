@@ -10,6 +10,7 @@ m A + U less the least of A, is no bound on Z: it may be above it, and only adds
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -88,8 +89,14 @@ class Bands:
         edges = slowest * _FIRST * _STEP ** np.arange(_COUNT)
         self.floors, self._ceilings = np.r_[0.0, edges], np.r_[edges, np.inf]
         self._problem, self._costs_of, self._slowest = problem, costs_of, slowest
-        self._before = self._pass(range(problem.pp_size), forward=True)
-        self._after = self._pass(range(problem.pp_size - 1, -1, -1), forward=False)[::-1]
+
+    @cached_property
+    def _before(self) -> list[dict[Position, Numbers]]:
+        return self._pass(range(self._problem.pp_size), forward=True)
+
+    @cached_property
+    def _after(self) -> list[dict[Position, Numbers]]:
+        return self._pass(range(self._problem.pp_size - 1, -1, -1), forward=False)[::-1]
 
     @property
     def lower_ps(self) -> float:
@@ -113,25 +120,36 @@ class Bands:
 
     def _pass(self, stages: range, forward: bool) -> list[dict[Position, Numbers]]:
         """The least sums of A [bands, layers + 1] of the stages passed, before the first and after each."""
-        problem, count = self._problem, len(self.floors)
-        nothing = np.full((count, len(problem.layers) + 1), np.inf)
+        problem, shape = self._problem, (len(self.floors), len(self._problem.layers) + 1)
+        nothing = np.full(shape, np.inf)
         nothing[:, 0 if forward else -1] = 0.0
         levels = [dict.fromkeys(problem.positions[0 if forward else -1], nothing)]
         for stage in stages:
             level: dict[Position, Numbers] = {}
             known: dict[int, Numbers] = {}
+            starts, ends = self._runs(stage)
+            passed, reached = (starts, ends) if forward else (ends, starts)
             for position, moves in problem.placements[stage].items():
                 for group, after in moves:
                     here, there = (position, after) if forward else (after, position)
                     own = self._costs_of(Move(stage, position, group, after))
                     if id(own) not in known:
-                        known[id(own)] = self._in_bands(own, forward)
-                    found = (levels[-1][here][:, :, None] + known[id(own)]).min(1)
-                    level[there] = np.minimum(found, level[there]) if there in level else found
+                        known[id(own)] = self._in_bands(own, starts, ends, forward)
+                    found = (levels[-1][here][:, None, passed] + known[id(own)]).min(2)
+                    into = level.setdefault(there, np.full(shape, np.inf))[:, reached]
+                    np.minimum(into, found, out=into)
             levels.append(level)
         return levels
 
-    def _in_bands(self, own: StageCosts, forward: bool) -> Numbers:
-        """A [bands, passed to, passed from], where no Z is above the band."""
-        found = np.where(own.largest <= self._ceilings[:, None, None], own.time, np.inf)
-        return found if forward else found.swapaxes(1, 2)
+    def _runs(self, stage: int) -> tuple[slice, slice]:
+        """Where a stage's runs can start and end, so that each stage gets a layer."""
+        total, later = len(self._problem.layers), self._problem.pp_size - 1 - stage
+        starts = slice(stage, total - later) if stage else slice(0, 1)
+        return starts, slice(stage + 1, total - later + 1) if later else slice(total, total + 1)
+
+    def _in_bands(self, own: StageCosts, starts: slice, ends: slice, forward: bool) -> Numbers:
+        """A [bands, reached, passed], where no Z is above the band."""
+        time, largest = (values[starts, ends] for values in own)
+        if forward:
+            time, largest = time.T, largest.T
+        return np.where(largest <= self._ceilings[:, None, None], time, np.inf)
