@@ -154,6 +154,11 @@ REFROZEN = (
         "*analytic*",
         "an estimate of a process holds 1.9 GiB, so that this search has 1.943 GiB of memory in place of 1.043",
     ),
+    (
+        "p*",
+        "probes say which of them are stepped in turns, and a plan says which of its layers' times have a standard "
+        "error of more than a fifth: the list of probes, and one plan with such a profile, whose numbers are the same",
+    ),
     ("simulated/*.svg", "one drawing module with another style sheet; the times it draws are in the trace beside it"),
 )
 """Outputs that were frozen again since the first time (`freeze PATTERN`), and why that is no change of a result."""

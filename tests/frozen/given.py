@@ -204,7 +204,7 @@ def _off(times: np.ndarray) -> np.ndarray:
 
 def measurement_of(plans: list[dict[str, Any]], paces: list[float]) -> dict[str, Any]:
     """What running plans took, as if measured: times of the layers that each has, times a pace of its own."""
-    head = {"format": "shardwright.measurement", "version": 5, "device": "toy", "backend": "gloo"}
+    head = {"format": "shardwright.measurement", "version": 6, "device": "toy", "backend": "gloo"}
     made = {"date": "2026-01-31", "versions": "torch 0", "attention": "sdpa", "allocator": ""}
     measured = [
         {"plan": plan, "ranks": [_rank(plan, rank, pace) for stage in plan["stages"] for rank in stage["ranks"]]}

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
@@ -92,4 +93,23 @@ def test_what_is_absent_is_told_once_for_each_kind(priced, make):
     assert priced(replace(profile, process=process)) == (
         "absent: optimizer_s: counted as 0",
         "absent: step_overhead_s: counted as 0",
+    )
+
+
+def test_a_block_whose_time_is_uncertain_is_told_where_the_plan_has_it(priced, make):
+    profile = make.profile(make.model())
+
+    def with_errors(share, rows):
+        errors = np.zeros_like(profile.layers["backward_s"])
+        errors[rows] = share * profile.layers["backward_s"][rows]
+        return replace(profile, layers=profile.layers.replace(backward_error_s=errors))
+
+    blocks, of_two = profile.layers["type"] == b"block", profile.layers["tp_size"] == 2
+    assert priced(with_errors(0.19, blocks)) == ()
+    assert priced(with_errors(0.5, ~blocks)) == (), "embedding and head are no differences of probes"
+    assert priced(with_errors(0.5, blocks & ~of_two)) == (), "the plan has no such layer"
+    (line,) = priced(with_errors(0.31, blocks & of_two))
+    assert line == (
+        "uncertain: time of block tp_size 2 sequence_parallel none recompute none of m.h5: a standard error of 31%: "
+        "measure it on a quieter machine or with a larger min_time_s"
     )

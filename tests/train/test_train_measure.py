@@ -127,7 +127,10 @@ def measured(folder: Path) -> Measured:
             for state in STATES
         ),
     )
-    write_document(folder / "plans.json", Plans(plans=plans))
+    names = [plan.name for plan in plans]
+    # What has fewer layers first; the second one's memory is measured when the others are gone, the last one's, too.
+    in_turns = tuple(names.index(name) for name in ("ddp float32 2 deferred", "zero2 float32 2 deferred", "kept"))
+    write_document(folder / "plans.json", Plans(plans=plans, in_turns=(in_turns,)))
     start_measure(
         MeasureOptions(
             plans=(folder / "plans.json",),
@@ -157,6 +160,17 @@ def test_every_rank_reports_every_segment_it_has(measured: Measured) -> None:
         assert REPEATS <= repeats == len(rank.optimizer_s) <= 3 * REPEATS
         assert all(len(s.forward_s) == len(s.backward_s) == repeats for s in rank.segments)
         assert [s.name for s in rank.memory.segments] == [s.name for s in rank.segments]
+
+
+def test_plans_in_turns_have_as_many_steps_each_and_name_one_another(measured: Measured) -> None:
+    turns = measured["kept"].in_turns
+    together = [found for found in measured.values() if found.in_turns]
+    assert [found.plan.name for found in sorted(together, key=lambda found: turns.index(found.plan.sha256))] == [
+        "ddp float32 2 deferred", "zero2 float32 2 deferred", "kept",
+    ]  # fmt: skip
+    assert {found.in_turns for found in together} == {turns}
+    (again,) = {found.measured_again for found in together}
+    assert {len(rank.step_s) for found in together for rank in found.ranks} == {(1 + again) * REPEATS}
 
 
 def test_the_parts_of_a_step_are_no_longer_than_the_step(measured: Measured) -> None:

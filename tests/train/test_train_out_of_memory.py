@@ -30,8 +30,9 @@ def _plan(name: str) -> Plan:
     return msgspec.structs.replace(plan, num_microbatches=2)
 
 
-def _measure(folder: Path, *names: str) -> tuple[Measurement, str]:
-    write_document(folder / "plans.json", Plans(plans=tuple(map(_plan, names))))
+def _measure(folder: Path, *names: str, in_turns: tuple[int, ...] = ()) -> tuple[Measurement, str]:
+    plans = Plans(plans=tuple(map(_plan, names)), in_turns=(in_turns,) if in_turns else ())
+    write_document(folder / "plans.json", plans)
     out = folder / "measured.json"
     command = [sys.executable, str(Path(__file__).with_name("lacking_train.py")), "measure", str(folder / "plans.json")]
     command += ["--out", str(out), "--steps", "1", "--warmup-steps", "2"]
@@ -42,13 +43,17 @@ def _measure(folder: Path, *names: str) -> tuple[Measurement, str]:
 
 
 def test_the_plans_before_and_after_one_that_lacks_memory_are_measured(tmp_path: Path) -> None:
-    found, said = _measure(tmp_path, "before", LACKING_PLAN, "after")
+    """Those that it was to be measured in turns with are measured one by one."""
+    found, said = _measure(tmp_path, "before", LACKING_PLAN, "after", in_turns=(0, 1))
     assert [one.plan.name for one in found.plans] == ["before", "after"]
     (failed,) = found.failed
     assert (failed.plan.name, failed.category, failed.rank) == (LACKING_PLAN, "out_of_memory", LACKING_RANK)
     assert (failed.where, failed.asked_bytes) == (f"in step 2 of {LACKING_PLAN}", int(2.5 * 2**30))
     assert f"{LACKING_PLAN} was not measured: rank 1: out of memory in step 2 of {LACKING_PLAN}: {WORDS}" in said
+    assert f"{LACKING_PLAN}: rank 1: out of memory in step 2 of {LACKING_PLAN}: {WORDS}" in said
+    assert "it and those that it is measured in turns with are measured one by one" in said
     assert "1 of 2 plans were measured before" in said
+    assert not any(one.in_turns for one in found.plans)
 
 
 def test_a_measurement_of_a_single_plan_that_lacks_memory_says_so(tmp_path: Path) -> None:

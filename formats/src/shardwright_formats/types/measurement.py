@@ -116,6 +116,11 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What was run."""
     ranks: Annotated[tuple[RankMeasurement, ...], Meta(min_length=1)]
     """Every rank of the plan, in order."""
+    in_turns: tuple[str, ...] = ()
+    """SHA-256 of the plans that were stepped in turns, this one among them, the one they are compared with first: their
+    steps of one number are of one round. Empty where it was measured alone."""
+    measured_again: NonNegativeCount = 0
+    """How many times as many rounds followed the first ones, for a difference was uncertain."""
 
     def __post_init__(self) -> None:
         if [r.rank for r in self.ranks] != list(range(self.plan.world_size)):
@@ -137,7 +142,12 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Of the slowest rank it would say more than a step feels: ranks wait for each other many times in a step, so that
         another process on one of two cores makes a step 1.4 times as long, not twice.
         """
-        return float(median(fmean(times) for times in zip(*(r.reference_s for r in self.ranks), strict=True)))
+        return float(median(self.reference_times_s))
+
+    @property
+    def reference_times_s(self) -> tuple[float, ...]:
+        """Before each step: the mean of the ranks."""
+        return tuple(fmean(times) for times in zip(*(r.reference_s for r in self.ranks), strict=True))
 
     def slowdown(self, reference_s: float) -> float:
         """How many times as slow the machine was as one that does the reference workload in so long; 1 if in 0 s."""
@@ -186,7 +196,7 @@ class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Plans that were run for some steps, on what and with what result."""
 
     FORMAT = "shardwright.measurement"
-    VERSION = 5
+    VERSION = 6
 
     device: str
     """The device's name as its driver gives it, or `cpu`."""

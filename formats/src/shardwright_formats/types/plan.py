@@ -239,6 +239,19 @@ class Plans(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Several plans in one file, such as the probes that a model profile is fitted to."""
 
     FORMAT = "shardwright.plans"
+    VERSION = 2
 
     plans: Annotated[tuple[Plan, ...], Meta(min_length=1)]
     """The plans, in the order they are to be run."""
+    in_turns: tuple[Annotated[tuple[NonNegativeCount, ...], Meta(min_length=2)], ...] = ()
+    """Places of plans that are subtracted from one another, the one that the others are compared with first: they are
+    stepped in turns, so that a slow moment of the machine meets them all."""
+
+    def __post_init__(self) -> None:
+        places = [place for group in self.in_turns for place in group]
+        if len(set(places)) != len(places) or max(places, default=0) >= len(self.plans):
+            raise ValueError(f"in_turns names {places}, not each of {len(self.plans)} plans once at most")
+        for group in self.in_turns:
+            built = {(p.world_size, p.precision, p.attention) for p in (self.plans[place] for place in group)}
+            if len(built) > 1:
+                raise ValueError(f"in_turns: plans {list(group)} differ in world size, precision or attention")

@@ -7,7 +7,6 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.model_profile import write_model_profile
-from shardwright_formats.types.plan import Plans
 from shardwright_profile.options import DevicesOptions, FitOptions, ProbesOptions, ShowOptions
 
 # Each imports what only it needs when it runs: several may run in one process.
@@ -26,7 +25,7 @@ def write_probes(options: ProbesOptions) -> None:
     )
     for sentence in made.left_out:
         print(f"left out: {sentence}", file=sys.stderr)
-    write_document(options.out, Plans(plans=made.plans))
+    write_document(options.out, made.document)
     print(f"{len(made.plans)} probes in {options.out}", file=sys.stderr)
 
 

@@ -113,19 +113,24 @@ def start_measure(options: MeasureOptions) -> None:
     measured. Each rank writes its traces into the folder `trace`, if there is one.
     """
     nodes, out = options.nodes(os.environ), options.out
-    plans = [(file, plan) for file in options.plans for plan in _plans_of(file)]
+    asked = [(file, _plans_of(file)) for file in options.plans]
+    plans = [(file, plan) for file, some in asked for plan in some.plans]
     for file, plan in plans:
         _check(plan, file, nodes)
     if options.trace is not None:
         _check_folder(options.trace)
     with only_run(out.with_name(f"{out.name}.lock"), nodes), tempfile.TemporaryDirectory() as scratch:
         sized = sorted((plan for _, plan in plans), key=lambda plan: plan.world_size)
-        found = _Found({}, {})
+        found, in_turns = _Found({}, {}), [_hashes(some, group) for _, some in asked for group in some.in_turns]
         for _, group in groupby(sized, key=lambda plan: plan.world_size):
-            _measure(tuple(group), options, nodes, Path(scratch), found)
+            _measure(tuple(group), in_turns, options, nodes, Path(scratch), found)
         if nodes.rank == 0:
             write_document(out, _in_order([plan for _, plan in plans], found))
             journal_path(out).unlink(missing_ok=True)
+
+
+_Turns = tuple[str, ...]
+"""Hashes of plans that are measured in turns."""
 
 
 class _Found(NamedTuple):
@@ -135,22 +140,31 @@ class _Found(NamedTuple):
     failed: dict[str, PlanFailure]
 
 
-def _measure(plans: tuple[Plan, ...], options: MeasureOptions, nodes: Nodes, scratch: Path, found: _Found) -> None:
-    """Measure plans of one world size, in one launch and one more after each plan that a device lacked memory for.
+def _measure(
+    plans: tuple[Plan, ...], in_turns: list[_Turns], options: MeasureOptions, nodes: Nodes, scratch: Path, found: _Found
+) -> None:
+    """Measure plans of one world size, in one launch and one more each time that a device lacked memory for a plan.
 
     Ranks that wait for one that ran out cannot be called back: they are started anew, and what is measured is kept.
+    What ran out beside plans that it was measured in turns with is measured by itself, and so are they.
     """
     together, result = scratch / "plans.json", scratch / "result.json"
     fields = msgspec.structs.asdict(options) | {"plans": (together,), "out": result}
+    apart: list[_Turns] = []
     while plans:
-        write_document(together, Plans(plans=plans))
+        write_document(together, _asked(plans, [group for group in in_turns if group not in apart]))
         job = MeasureJob(**fields, journal=journal_path(options.out).absolute())
         try:
-            _start(job, plans[0], nodes, f"after {len(found.failed)} that lacked memory")
+            _start(job, plans[0], nodes, f"after {len(found.failed) + len(apart)} that lacked memory")
         except OutOfMemory as error:
             lacking = [plan for plan in plans if plan.sha256 == error.subject]
             if not lacking:
                 raise
+            if beside := [group for group in in_turns if error.subject in group and group not in apart]:
+                told = "it and those that it is measured in turns with are measured one by one"
+                print(f"{lacking[0].name}: {error}: {told}", file=sys.stderr)
+                apart += beside
+                continue
             print(f"{lacking[0].name} was not measured: {error}", file=sys.stderr)
             found.failed[error.subject] = PlanFailure(
                 plan=lacking[0],
@@ -165,6 +179,17 @@ def _measure(plans: tuple[Plan, ...], options: MeasureOptions, nodes: Nodes, scr
             measurement = read_document(result, Measurement)
             found.measured.update({one.plan.sha256: measurement for one in measurement.plans})
         return
+
+
+def _asked(plans: tuple[Plan, ...], in_turns: Sequence[_Turns]) -> Plans:
+    """Some plans, and which of them are measured in turns."""
+    places = {plan.sha256: place for place, plan in enumerate(plans)}
+    groups = (tuple(places[one] for one in group if one in places) for group in in_turns)
+    return Plans(plans=plans, in_turns=tuple(group for group in groups if len(group) > 1))
+
+
+def _hashes(plans: Plans, places: Sequence[int]) -> _Turns:
+    return tuple(plans.plans[place].sha256 for place in places)
 
 
 def _in_order(plans: Sequence[Plan], found: _Found) -> Measurement:
@@ -200,15 +225,15 @@ def _of_failures(failed: tuple[PlanFailure, ...]) -> Measurement:
     )
 
 
-def _plans_of(file: Path) -> tuple[Plan, ...]:
+def _plans_of(file: Path) -> Plans:
     document: Document = read_any_document(file, Plan, Plans, Prediction)
     match document:
         case Plan():
-            return (document,)
+            return Plans(plans=(document,))
         case Plans():
-            return document.plans
+            return document
         case Prediction():
-            return tuple(runner_up.plan for runner_up in document.runners_up)
+            return Plans(plans=tuple(runner_up.plan for runner_up in document.runners_up))
     raise AssertionError(type(document))
 
 

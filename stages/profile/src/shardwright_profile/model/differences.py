@@ -5,7 +5,9 @@ from math import hypot
 from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_profile.model.probe_results import Duration, ProbeKey, ProbeResult
+from shardwright_formats.semantics.differences import Duration
+from shardwright_profile.model.probe_results import ProbeResult, Repeats
+from shardwright_profile.model.probes import ProbeKey
 
 
 class LayerPair(NamedTuple):
@@ -20,6 +22,11 @@ class LayerPair(NamedTuple):
         """How many layers they differ by."""
         return self.many.counts[self.type] - self.few.counts[self.type]
 
+    @property
+    def in_turns(self) -> bool:
+        """Whether their steps of one number are of one round."""
+        return bool(self.few.in_turns) and self.few.in_turns == self.many.in_turns
+
 
 def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
     """For every key and block type its pair: the fewest and the most layers of the type.
@@ -33,12 +40,21 @@ def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
     return tuple(_pair(group, name) for group in by_key.values() for name in group[0].counts)
 
 
-def seconds_per_layer(pair: LayerPair, what: str, seconds_of: Callable[[ProbeResult], Duration]) -> Duration:
-    """Seconds of one layer; BadInput names both probes where the longer one was not slower: no layer is free."""
-    few, many = seconds_of(pair.few), seconds_of(pair.many)
-    if many.median_s <= few.median_s:
-        raise _noisy(pair, what, f"{few.median_s:.6g} s", f"{many.median_s:.6g} s")
-    return Duration((many.median_s - few.median_s) / pair.layers, hypot(few.error_s, many.error_s) / pair.layers)
+def seconds_per_layer(pair: LayerPair, what: str, repeats_of: Callable[[ProbeResult], Repeats]) -> Duration:
+    """Seconds of one layer; BadInput names both probes where the longer one was not slower: no layer is free.
+
+    Of probes that were stepped in turns it is the median over the rounds, else the difference of two medians.
+    """
+    few, many = repeats_of(pair.few), repeats_of(pair.many)
+    more = many.beyond(few) if pair.in_turns else _difference(few.slowest, many.slowest)
+    if more.median_s <= 0:
+        raise _noisy(pair, what, *(f"{repeats.slowest.median_s:.6g} s" for repeats in (few, many)))
+    return more.scaled(1 / pair.layers)
+
+
+def _difference(few: Duration, many: Duration) -> Duration:
+    """Of two medians whose errors are independent."""
+    return Duration(many.median_s - few.median_s, hypot(few.error_s, many.error_s))
 
 
 def bytes_per_layer(pair: LayerPair, what: str, bytes_of: Callable[[ProbeResult], int]) -> int:

@@ -9,6 +9,7 @@ import msgspec
 
 from shardwright_estimate.curves import fits_table
 from shardwright_formats.io.table import Source, Table
+from shardwright_formats.semantics.differences import Duration
 from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProcessRow, StateRow
@@ -17,7 +18,9 @@ from shardwright_profile.model.differences import LayerPair, bytes_per_layer, la
 from shardwright_profile.model.fit_states import OptimizerLine, fit_optimizer_line, fit_states
 from shardwright_profile.model.fit_zero import zero_rates
 from shardwright_profile.model.monotonicity import falling_times
-from shardwright_profile.model.probe_results import LAYERS, Duration, ProbeKey, ProbeResult, read_probes
+from shardwright_profile.model.probe_results import LAYERS, ProbeResult, read_probes
+from shardwright_profile.model.probes import ProbeKey
+from shardwright_profile.model.uncertainty import uncertain_times
 
 
 def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfile:
@@ -34,7 +37,9 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
     states = sorted(fit_states(pairs, line, zero_rates(every)), key=lambda row: (row.type, row.tp_size))
     return ModelProfile(
         origin=origin,
-        provenance=msgspec.structs.replace(provenance, notes="\n".join(falling_times(layers))),
+        provenance=msgspec.structs.replace(
+            provenance, notes="\n".join((*uncertain_times(every, layers), *falling_times(layers)))
+        ),
         layers=Table.of(LayerRow, layers),
         states=Table.of(StateRow, states),
         process=Table.of(ProcessRow, [_process(probes, line)]),
@@ -64,8 +69,8 @@ def _end_rows(probes: Sequence[ProbeResult]) -> Iterator[LayerRow]:
             yield _row(
                 name,
                 key,
-                _mean([cost.forward for cost in costs]),
-                _mean([cost.backward for cost in costs]),
+                _mean([cost.forward.slowest for cost in costs]),
+                _mean([cost.backward.slowest for cost in costs]),
                 max(cost.activation_bytes for cost in costs),
                 max(cost.workspace_bytes for cost in costs),
             )

@@ -1,19 +1,19 @@
 """What each probe took, read out of measurements and checked to be comparable."""
 
 from collections.abc import Callable, Mapping, Sequence
-from math import sqrt
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
+from shardwright_formats.semantics.differences import Duration, median_of, paired_difference
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import ProfileOrigin
 from shardwright_formats.types.plan import Attention, GradientReduction, Plan, profiled_as
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
-from shardwright_profile.model.probes import NUM_MICROBATCHES, layer_counts
+from shardwright_profile.model.probes import NUM_MICROBATCHES, ProbeKey, key_of, layer_counts
 
 LAYERS = "layers"
 _SEGMENTS = (EMBEDDING, LAYERS, HEAD)
@@ -21,32 +21,31 @@ _SEGMENTS = (EMBEDDING, LAYERS, HEAD)
 Measured = tuple[Path, Measurement]
 
 
-class Duration(NamedTuple):
-    """A median over repeats and its standard error, in seconds."""
+class Repeats(NamedTuple):
+    """A time of every rank, one entry per repeat, in seconds."""
 
-    median_s: float
-    error_s: float
+    ranks: tuple[tuple[float, ...], ...]
 
-    def scaled(self, by: float) -> "Duration":
+    @property
+    def slowest(self) -> Duration:
+        """The median of the slowest rank, with its standard error."""
+        return max(map(median_of, self.ranks))
+
+    def beyond(self, other: "Repeats") -> Duration:
+        """What it takes more than the other, round by round, on the rank that is the slowest of both."""
+        slowest = max(zip(self.ranks, other.ranks, strict=True), key=lambda pair: sum(map(median, pair)))
+        return paired_difference(slowest[1], slowest[0])
+
+    def scaled(self, by: float) -> "Repeats":
         """So many times as long."""
-        return Duration(by * self.median_s, by * self.error_s)
-
-
-class ProbeKey(NamedTuple):
-    """What the probes have in common whose difference is one layer."""
-
-    tp_size: int
-    sequence_parallel: SequenceParallel
-    recompute: Recompute
-    micro_batch_size: int
-    sequence_length: int
+        return Repeats(tuple(tuple(by * time_s for time_s in rank) for rank in self.ranks))
 
 
 class SegmentCost(NamedTuple):
     """One microbatch's way through a segment, on the slowest or fullest rank."""
 
-    forward: Duration
-    backward: Duration
+    forward: Repeats
+    backward: Repeats
     activation_bytes: int
     workspace_bytes: int
 
@@ -70,6 +69,9 @@ class ProbeResult(NamedTuple):
     optimizer_s: float
     reference_s: float
     """Of the reference workload meanwhile."""
+    in_turns: tuple[str, ...]
+    """As in its measurement, `measured_again` too."""
+    measured_again: int
 
     @property
     def model(self) -> Model:
@@ -84,7 +86,7 @@ class ProbeResult(NamedTuple):
     @property
     def microbatch_s(self) -> float:
         """Forward and backward of the middle microbatch."""
-        return sum(cost.forward.median_s + cost.backward.median_s for cost in self.segments.values())
+        return sum(cost.forward.slowest.median_s + cost.backward.slowest.median_s for cost in self.segments.values())
 
     def at_speed(self, reference_s: float) -> "ProbeResult":
         """Its times as on a machine that does the reference workload in so long."""
@@ -156,7 +158,13 @@ def _origin(measurement: Measurement, found: PlanMeasurement) -> ProfileOrigin:
 
 
 def _reference_s(measured: Sequence[PlanMeasurement], place: int) -> float:
-    """Of the reference workload around the plan at a place: the median of it and its neighbours."""
+    """Of the reference workload around the plan at a place.
+
+    Of plans that were stepped in turns it is the median over the steps of all, the same for each of them; else the
+    median of the plan and its neighbours.
+    """
+    if turns := measured[place].in_turns:
+        return median(time_s for found in measured if found.in_turns == turns for time_s in found.reference_times_s)
     return median(found.reference_s for found in measured[max(0, place - 1) : place + 2])
 
 
@@ -164,7 +172,6 @@ def _result(file: Path, found: PlanMeasurement, reference_s: float) -> ProbeResu
     plan = found.plan
     if (problem := _no_probe(plan)) is not None:
         raise BadInput(file, f"plan {plan.name!r} is no probe: {problem}", "pass measurements of probes")
-    strategy = plan.layers[0]
 
     def largest(bytes_of: Callable[[int], int]) -> int:
         return max(bytes_of(rank) for rank in range(plan.world_size))
@@ -173,13 +180,7 @@ def _result(file: Path, found: PlanMeasurement, reference_s: float) -> ProbeResu
     return ProbeResult(
         file=file,
         plan=plan,
-        key=ProbeKey(
-            strategy.tp_size,
-            strategy.sequence_parallel,
-            strategy.recompute,
-            plan.microbatch_samples // strategy.dp_size,
-            plan.model.sequence_length,
-        ),
+        key=key_of(plan),
         counts=layer_counts(plan.model),
         segments={name: _segment(file, found, name) for name in _SEGMENTS},
         parameter_bytes=largest(lambda rank: memory[rank].parameters_bytes),
@@ -188,11 +189,11 @@ def _result(file: Path, found: PlanMeasurement, reference_s: float) -> ProbeResu
         process_bytes=largest(lambda rank: memory[rank].process_bytes),
         resident_bytes=largest(lambda rank: memory[rank].resident_bytes),
         step_s=median(found.step_times_s),
-        reduction_s=_slowest(
-            file, found, "gradient_reduction_s", [r.gradient_reduction_s for r in found.ranks]
-        ).median_s,
-        optimizer_s=_slowest(file, found, "optimizer_s", [r.optimizer_s for r in found.ranks]).median_s,
+        reduction_s=_slowest_s(file, found, "gradient_reduction_s", [r.gradient_reduction_s for r in found.ranks]),
+        optimizer_s=_slowest_s(file, found, "optimizer_s", [r.optimizer_s for r in found.ranks]),
         reference_s=reference_s,
+        in_turns=found.in_turns,
+        measured_again=found.measured_again,
     )
 
 
@@ -227,22 +228,18 @@ def _segment(file: Path, found: PlanMeasurement, name: str) -> SegmentCost:
         what = f"probe {found.plan.name!r} has no segment {name!r} of every rank, in time and in memory"
         raise BadInput(file, what, "measure it again")
     return SegmentCost(
-        forward=_slowest(file, found, f"forward_s of {name}", [segment.forward_s for segment in times]),
-        backward=_slowest(file, found, f"backward_s of {name}", [segment.backward_s for segment in times]),
+        forward=_repeats(file, found, f"forward_s of {name}", [segment.forward_s for segment in times]),
+        backward=_repeats(file, found, f"backward_s of {name}", [segment.backward_s for segment in times]),
         activation_bytes=max(segment.activation_bytes for segment in memory),
         workspace_bytes=max(max(s.forward_workspace_bytes, s.backward_workspace_bytes) for s in memory),
     )
 
 
-def _slowest(file: Path, found: PlanMeasurement, what: str, ranks: Sequence[Sequence[float]]) -> Duration:
+def _slowest_s(file: Path, found: PlanMeasurement, what: str, ranks: Sequence[tuple[float, ...]]) -> float:
+    return _repeats(file, found, what, ranks).slowest.median_s
+
+
+def _repeats(file: Path, found: PlanMeasurement, what: str, ranks: Sequence[tuple[float, ...]]) -> Repeats:
     if any(not repeats for repeats in ranks):
         raise BadInput(file, f"probe {found.plan.name!r} has no repeats of {what}", "measure it with more steps")
-    return max(Duration(median(repeats), _error_of_median(repeats)) for repeats in ranks)
-
-
-def _error_of_median(repeats: Sequence[float]) -> float:
-    """Standard error of a median, from the quartiles: 1.253 sigma / sqrt(n), sigma = IQR / 1.349 (normal scatter)."""
-    if len(repeats) < 2:
-        return 0.0
-    low, _, high = quantiles(repeats, n=4, method="inclusive")
-    return float(1.253 * (high - low) / 1.349 / sqrt(len(repeats)))
+    return Repeats(tuple(ranks))

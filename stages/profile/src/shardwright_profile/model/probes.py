@@ -10,8 +10,8 @@ from shardwright_estimate.settings import ProfileSettings, block_types, formatte
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster, NodeGroup
 from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
+from shardwright_formats.types.plan import PipelineStage, Plan, Plans, Schedule
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 NUM_MICROBATCHES = 3
 """The least with a middle one: it gathers no parameters, reduces no gradients, and adds to those that are there."""
@@ -21,7 +21,14 @@ class Probes(NamedTuple):
     """The plans to measure, and one sentence for each strategy that was left out."""
 
     plans: tuple[Plan, ...]
+    in_turns: tuple[tuple[int, ...], ...]
+    """Places of those that differ in the number of layers or under ZeRO alone, the one of the fewest layers first."""
     left_out: tuple[str, ...]
+
+    @property
+    def document(self) -> Plans:
+        """What is to be measured."""
+        return Plans(plans=self.plans, in_turns=self.in_turns)
 
 
 def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, settings: ProfileSettings) -> Probes:
@@ -67,7 +74,24 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
         for described in models
         if misfit_of(described, strategy) is not None
     ]
-    return Probes(plans, tuple(left_out))
+    return Probes(plans, tuple(_in_turns(plans)), tuple(left_out))
+
+
+class ProbeKey(NamedTuple):
+    """What the probes have in common whose difference is one layer."""
+
+    tp_size: int
+    sequence_parallel: SequenceParallel
+    recompute: Recompute
+    micro_batch_size: int
+    sequence_length: int
+
+
+def key_of(plan: Plan) -> ProbeKey:
+    """The key of a probe."""
+    own = plan.layers[0]
+    size = plan.microbatch_samples // own.dp_size
+    return ProbeKey(own.tp_size, own.sequence_parallel, own.recompute, size, plan.model.sequence_length)
 
 
 def layer_counts(model: Model) -> dict[str, int]:
@@ -87,6 +111,14 @@ def with_layers(model: Model, counts: Mapping[str, int]) -> Model:
         for number in range(count)
     )
     return msgspec.structs.replace(model, layers=tuple(name for _, _, name in order))
+
+
+def _in_turns(plans: Sequence[Plan]) -> Iterator[tuple[int, ...]]:
+    """Places of all probes of a key, in their order: the shortest one comes first."""
+    by_key: dict[ProbeKey, list[int]] = {}
+    for place, plan in enumerate(plans):
+        by_key.setdefault(key_of(plan), []).append(place)
+    yield from map(tuple, by_key.values())
 
 
 def _zero_probes(

@@ -12,7 +12,6 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.model_profile import write_model_profile
-from shardwright_formats.types.plan import Plans
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes
 from shardwright_profile.options import ModelOptions
@@ -39,7 +38,7 @@ def profile_model(options: ModelOptions) -> None:
     for sentence in made.left_out:
         _say(f"left out: {sentence}")
     probes, measurement = work / "probes.json", work / "measurement.json"
-    write_document(probes, Plans(plans=made.plans))
+    write_document(probes, made.document)
     _say(f"{len(made.plans)} probes")
     _train(
         "measure",

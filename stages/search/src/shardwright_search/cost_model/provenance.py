@@ -1,19 +1,20 @@
 """What a prediction must say of numbers that nobody measured: one line for each kind of them and each profile."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR
 from shardwright_formats.semantics.layout import parameter_layout
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
-from shardwright_search.cost_model.profiles import LayerKey, Profiles, Sources, sources_of
+from shardwright_search.cost_model.profiles import LayerKey, LayerPoints, Profiles, Sources, sources_of
 
 _TOLD = ("analytic", "assumed")
 
 
 def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
-    """Lines headed `analytic`, `assumed` or `absent` about the numbers that a plan's prediction leans on.
+    """Lines headed `analytic`, `assumed`, `absent` or `uncertain` about the numbers that a plan's prediction leans on.
 
     The first two repeat what the profile's own notes say of such numbers, such as the error that was seen.
     """
@@ -23,11 +24,12 @@ def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
 
 def _of_device(plan: Plan, profiles: Profiles) -> Iterator[str]:
     """Of the nodes with that device."""
-    layers = _used(plan, profiles)
+    layers, points = _used(plan, profiles), dict(_points(plan, profiles))
     messages = frozenset(("messages", str(point.source)) for point in profiles.hardware.points.rows)
     yield from _lines(layers, profiles.model_file, profiles.notes)
     yield from _lines(messages, profiles.hardware_file, profiles.hardware.provenance.notes)
     yield from _overlap_lines(plan, profiles)
+    yield from _uncertain_lines(points, profiles.model_file)
     for name in sorted({name for name, source in layers | messages if source == "absent"}):
         yield f"absent: {name}: counted as 0"
 
@@ -43,19 +45,33 @@ def _overlap_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
 
 def _used(plan: Plan, profiles: Profiles) -> Sources:
     """The numbers of the model profile that price the plan, with where they come from."""
-    found = set(profiles.sources)
+    found = set(profiles.sources).union(*(points.sources for _, points in _points(plan, profiles)))
     for name, strategy in dict.fromkeys(_layers_on(plan, profiles.origin.device)):
-        recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
-        tp_size = _profiled(profiles, name, strategy.tp_size)
-        key = LayerKey(name, tp_size, strategy.sequence_parallel, recompute, plan.model.sequence_length)
-        # A length that was never profiled leans on the lengths that were.
-        exact = profiles.layers.get(key)
-        points = [of for other, of in profiles.layers.items() if other[:4] == key[:4]] if exact is None else [exact]
-        found = found.union(*(of.sources for of in points))
         # A reduction that was not measured is counted by its messages.
         states = profiles.states[name, _profiled(profiles, name, parameter_layout(strategy).tp_size)]
         found |= sources_of(states, "optimizer_s")
     return frozenset(found)
+
+
+def _points(plan: Plan, profiles: Profiles) -> Iterator[tuple[LayerKey, LayerPoints]]:
+    """The curves that price the plan's layers."""
+    for name, strategy in dict.fromkeys(_layers_on(plan, profiles.origin.device)):
+        recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
+        tp_size = _profiled(profiles, name, strategy.tp_size)
+        key = LayerKey(name, tp_size, strategy.sequence_parallel, recompute, plan.model.sequence_length)
+        if (exact := profiles.layers.get(key)) is not None:
+            yield key, exact
+        else:  # A length that was never profiled leans on the lengths that were.
+            yield from ((other, of) for other, of in profiles.layers.items() if other[:4] == key[:4])
+
+
+def _uncertain_lines(points: Mapping[LayerKey, LayerPoints], file: Path) -> Iterator[str]:
+    """Where a block's time has an error of more than a fifth of it: the curve's largest."""
+    for key, of in points.items():
+        if key.type not in (EMBEDDING, HEAD) and (worst := float(of.errors.max())) > MAX_RELATIVE_ERROR:
+            what = f"{key.type} tp_size {key.tp_size} sequence_parallel {key.sequence_parallel}"
+            told = f"{what} recompute {key.recompute} of {file.name}: a standard error of {worst:.0%}"
+            yield f"uncertain: time of {told}: measure it on a quieter machine or with a larger min_time_s"
 
 
 def _profiled(profiles: Profiles, type_name: str, tp_size: int) -> int:

@@ -6,9 +6,9 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from shardwright_train.measurement.memory import record_memory, segments_of_memo
 from shardwright_train.measurement.reference import reference_time_s
 from shardwright_train.measurement.timing import StepTiming, clock_for, timing_of_step
 from shardwright_train.measurement.trace import trace_file, traced
+from shardwright_train.measurement.turns import MAX_AGAIN, Limits, measure_in_turns
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import MeasureJob
@@ -35,14 +36,13 @@ from shardwright_train.parallel.world import World, check_device, out_of_memory_
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import MicrobatchChunk, Step, StepHook, no_hook
 
-_SCATTER = 0.1
-_MOST_ROUNDS = 3
+_Places = tuple[int, ...]
 
 
 def measure_plans(job: MeasureJob, world: World) -> None:
     """Measure every plan of the job, on all ranks; rank 0 writes the measurement."""
-    plans = read_document(job.plans[0], Plans).plans
-    resident = peak_resident_bytes()
+    asked = read_document(job.plans[0], Plans)
+    plans, resident = asked.plans, peak_resident_bytes()
     kernels = _agreed_kernels(plans, world)
     taken = (kernel for plan, kernel in zip(plans, kernels, strict=True) if plan.attention is Attention.AUTO)
     versions = versions_text(("torch", "transformers"), on_gpu=world.device.type == "cuda")
@@ -50,16 +50,15 @@ def measure_plans(job: MeasureJob, world: World) -> None:
     measured = [journal.find(plan.sha256) for plan in plans]
     if (known := sum(found is not None for found in measured)) and world.rank == 0:
         print(f"{known} of {len(plans)} plans were measured before", file=sys.stderr)
-    for number, (plan, kernel) in enumerate(zip(plans, kernels, strict=True)):
-        if measured[number] is not None:
+    for places in _in_turns(asked):
+        if all(measured[place] is not None for place in places):
             continue
-        with out_of_memory_said(plan.sha256), _alone(world.device) as groups:
-            measured[number] = found = _measure(plan, kernel, job, world, groups, resident)
-        journal.add([found])
+        found = _measure([(plans[place], kernels[place]) for place in places], job, world, resident)
+        for place, one in zip(places, found, strict=True):
+            measured[place] = one
+        journal.add(found)
         if world.rank == 0:
-            step_s = statistics.median(found.step_times_s)
-            taken_s = f"{step_s * 1000:.1f} ms a step, the reference workload {found.reference_s * 1000:.1f} ms"
-            print(f"measured {number + 1}/{len(plans)} {plan.name}: {taken_s}", file=sys.stderr)
+            _say_measured(places, found, len(plans))
     if world.rank == 0:
         measurement = Measurement(
             device=world.device_name,
@@ -73,17 +72,23 @@ def measure_plans(job: MeasureJob, world: World) -> None:
         write_document(job.out, measurement)
 
 
-@contextmanager
-def _alone(device: torch.device) -> Iterator[Groups]:
-    """Groups for one plan; what it leaves behind on the device is given back before the next."""
-    groups = Groups(device.type)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    yield groups
-    gc.collect()
-    groups.close()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def _in_turns(asked: Plans) -> Iterator[_Places]:
+    """Places of plans that are measured together, by the first of them; most are alone."""
+    groups = {min(group): group for group in asked.in_turns}
+    others = {place for group in asked.in_turns for place in group} - groups.keys()
+    for place in range(len(asked.plans)):
+        if place not in others:
+            yield groups.get(place, (place,))
+
+
+def _say_measured(places: _Places, found: Sequence[PlanMeasurement], count: int) -> None:
+    for place, one in zip(places, found, strict=True):
+        step_s = statistics.median(one.step_times_s)
+        taken_s = f"{step_s * 1000:.1f} ms a step, the reference workload {one.reference_s * 1000:.1f} ms"
+        others = [str(other + 1) for other in places if other != place]
+        turns = f", in turns with {' and '.join(others)}" if others else ""
+        again = f", measured again {one.measured_again} of {MAX_AGAIN} times" if one.measured_again else ""
+        print(f"measured {place + 1}/{count} {one.plan.name}: {taken_s}{turns}{again}", file=sys.stderr)
 
 
 def _agreed_kernels(plans: Sequence[Plan], world: World) -> tuple[str, ...]:
@@ -100,53 +105,111 @@ def _agreed_kernels(plans: Sequence[Plan], world: World) -> tuple[str, ...]:
 
 @dataclass
 class _Runner:
-    """A plan built on this rank, with a batch to run it on."""
+    """A plan built on this rank in process groups of its own, with a batch to run it on, until it is closed."""
 
     engine: Engine
     work: Step
     world: World
+    groups: Groups
     standing_bytes: int
     """Tensor memory that building it has left on CPU."""
     steps: int = 0
 
     @classmethod
-    def build(cls, plan: Plan, kernel: str, world: World, groups: Groups) -> "_Runner":
+    def build(cls, plan: Plan, kernel: str, world: World, warmup_steps: int) -> "_Runner":
         world.heartbeat.begin(f"before the first step of {plan.name}")
+        groups = Groups(world.device.type)
+        if world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(world.device)
         family = family_named(plan.model.family, plan.name)
         generator = torch.Generator().manual_seed(0)
         context = RankContext(
             plan=plan, family=family, rank=world.rank, groups=groups, attention=kernel, device=world.device, seed=0
         )
-        batch = family.learns(plan.model).random_batch(plan.global_batch_size, generator)
-        work = Step.of(on_host(batch, world.device), context.share)
-        with record_memory(world.device) as record:
-            record.hook("start")
-            engine = build_engine(context)
-            assert engine.optimizer
-            record.hook("built")
-        return cls(engine, work, world, record.intervals[-1].after_bytes)
+        with out_of_memory_said(plan.sha256):
+            batch = family.learns(plan.model).random_batch(plan.global_batch_size, generator)
+            work = Step.of(on_host(batch, world.device), context.share)
+            with record_memory(world.device) as record:
+                record.hook("start")
+                engine = build_engine(context)
+                assert engine.optimizer
+                record.hook("built")
+        runner = cls(engine, work, world, groups, record.intervals[-1].after_bytes)
+        for _ in range(warmup_steps):
+            runner.step(no_hook)
+        return runner
+
+    @property
+    def plan(self) -> Plan:
+        return self.engine.stage.context.plan
 
     def step(self, hook: StepHook) -> None:
         self.steps += 1
-        self.world.heartbeat.begin(f"in step {self.steps} of {self.engine.stage.context.plan.name}")
+        plan = self.plan
+        self.world.heartbeat.begin(f"in step {self.steps} of {plan.name}")
         started = time.perf_counter()
-        self.engine.train_step(self.work, hook=hook)
-        plan = self.engine.stage.context.plan
+        with out_of_memory_said(plan.sha256):
+            self.engine.train_step(self.work, hook=hook)
         if plan.compile and self.world.rank == 0 and self.steps == 1:
             say_compiled(plan, time.perf_counter() - started)
 
+    def timed(self) -> StepTiming:
+        reference_s = reference_time_s(self.world.device)
+        dist.barrier()
+        clock = clock_for(self.world.device)
+        self.step(clock.hook)
+        return timing_of_step(clock.intervals(), reference_s)
 
-def _measure(plan: Plan, kernel: str, job: MeasureJob, world: World, groups: Groups, resident: int) -> PlanMeasurement:
-    runner = _Runner.build(plan, kernel, world, groups)
-    for _ in range(job.warmup_steps):
-        runner.step(no_hook)
+    def close(self) -> None:
+        """Give back what it has on the device, its communicators' buffers included."""
+        del self.engine, self.work
+        gc.collect()
+        self.groups.close()
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measure(
+    asked: Sequence[tuple[Plan, str]], job: MeasureJob, world: World, resident: int
+) -> tuple[PlanMeasurement, ...]:
+    """Measure plans with their kernels in turns, all of them built at once; memory is taken of each by itself."""
+    memory: dict[int, RankMemory] = {}
+    runners = [_Runner.build(*asked[0], world, job.warmup_steps)]
+    if len(asked) > 1:
+        memory[0] = _memory(runners[0], resident)
+    runners += [_Runner.build(plan, kernel, world, job.warmup_steps) for plan, kernel in asked[1:]]
     reference_time_s(world.device)  # the first one also loads kernels
-    steps = [_timed(runner) for _ in range(job.steps)]
-    while _too_short(steps, job, world) or (len(steps) < _MOST_ROUNDS * job.steps and _scatter_anywhere(steps, world)):
-        steps.append(_timed(runner))
-    mine = RankMeasurement(
+    limits = Limits(job.steps, job.min_time_s, lambda value: _of_all_ranks(value, world))
+    measured = measure_in_turns([runner.timed for runner in runners], limits)
+    if job.trace is not None:
+        for runner in runners:
+            _trace(runner, job.trace)
+    stages = [runner.engine.stage.context.stage_index for runner in runners]
+    last = runners.pop()
+    while runners:
+        runners.pop(0).close()
+    memory[len(asked) - 1] = _memory(last, resident)
+    last.close()
+    for place in range(1, len(asked) - 1):
+        alone = _Runner.build(*asked[place], world, job.warmup_steps)
+        memory[place] = _memory(alone, resident)
+        alone.close()
+    plans = tuple(plan for plan, _ in asked)
+    return tuple(
+        PlanMeasurement(
+            plan=plan,
+            ranks=_gathered(_of_rank(steps, stages[place], memory[place], world), world),
+            in_turns=tuple(other.sha256 for other in plans) if len(plans) > 1 else (),
+            measured_again=measured.again,
+        )
+        for place, (plan, steps) in enumerate(zip(plans, measured.steps, strict=True))
+    )
+
+
+def _of_rank(steps: Sequence[StepTiming], stage: int, memory: RankMemory, world: World) -> RankMeasurement:
+    return RankMeasurement(
         rank=world.rank,
-        stage=runner.engine.stage.context.stage_index,
+        stage=stage,
         step_s=tuple(step.step_s for step in steps),
         reference_s=tuple(step.reference_s for step in steps),
         segments=tuple(
@@ -160,39 +223,28 @@ def _measure(plan: Plan, kernel: str, job: MeasureJob, world: World, groups: Gro
         gradient_reduction_s=tuple(s.gradient_reduction_s for s in steps if s.gradient_reduction_s is not None),
         optimizer_s=tuple(step.optimizer_s for step in steps),
         passes=steps[_median_repeat(steps, world)].passes,
-        memory=_memory(runner, resident),
+        memory=memory,
     )
-    if job.trace is not None:
-        dist.barrier()
-        with traced(world.device, world.rank, trace_file(job.trace, plan, world.rank)) as hook:
-            runner.step(hook)
+
+
+def _gathered(mine: RankMeasurement, world: World) -> tuple[RankMeasurement, ...]:
     every: list[RankMeasurement | None] = [None] * world.size
     dist.all_gather_object(every, mine)
-    return PlanMeasurement(plan=plan, ranks=tuple(rank for rank in every if rank is not None))
+    return tuple(rank for rank in every if rank is not None)
 
 
-def _timed(runner: _Runner) -> StepTiming:
-    reference_s = reference_time_s(runner.world.device)
+def _trace(runner: _Runner, folder: Path) -> None:
+    world = runner.world
     dist.barrier()
-    clock = clock_for(runner.world.device)
-    runner.step(clock.hook)
-    return timing_of_step(clock.intervals(), reference_s)
+    with traced(world.device, world.rank, trace_file(folder, runner.plan, world.rank)) as hook:
+        runner.step(hook)
 
 
-def _too_short(steps: Sequence[StepTiming], job: MeasureJob, world: World) -> bool:
-    """Whether the slowest rank has not yet measured for as long as it was asked to."""
-    spent = torch.tensor(sum(step.step_s for step in steps), device=world.device)
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return spent.item() < job.min_time_s
-
-
-def _scatter_anywhere(steps: Sequence[StepTiming], world: World) -> bool:
-    """Whether on some rank the middle half of the step times spans more than a tenth of their median."""
-    times = sorted(step.step_s for step in steps)
-    span = times[(3 * len(times)) // 4] - times[len(times) // 4]
-    worst = torch.tensor(span / statistics.median(times), device=world.device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.item() > _SCATTER
+def _of_all_ranks(value: float, world: World) -> float:
+    """The largest of all ranks'."""
+    largest = torch.tensor(value, dtype=torch.float64, device=world.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
 
 
 def _median_repeat(steps: Sequence[StepTiming], world: World) -> int:

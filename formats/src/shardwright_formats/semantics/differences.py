@@ -1,0 +1,38 @@
+"""Medians over repeats, and differences of two plans that were stepped in turns, with their standard errors."""
+
+from collections.abc import Sequence
+from math import inf, sqrt
+from statistics import median, quantiles
+from typing import NamedTuple
+
+MAX_RELATIVE_ERROR = 0.2
+"""A difference whose standard error is a larger share of it is measured again, and told of where it stays so."""
+
+
+class Duration(NamedTuple):
+    """A median over repeats and its standard error, in seconds."""
+
+    median_s: float
+    error_s: float
+
+    @property
+    def relative_error(self) -> float:
+        """The standard error as a share of the median; infinity where that is not above 0."""
+        return self.error_s / self.median_s if self.median_s > 0 else inf
+
+    def scaled(self, by: float) -> "Duration":
+        """So many times as long."""
+        return Duration(by * self.median_s, by * self.error_s)
+
+
+def median_of(repeats: Sequence[float]) -> Duration:
+    """The median, and its error from the quartiles: 1.253 sigma / sqrt(n), sigma = IQR / 1.349 (normal scatter)."""
+    if len(repeats) < 2:
+        return Duration(median(repeats), 0.0)
+    low, _, high = quantiles(repeats, n=4, method="inclusive")
+    return Duration(median(repeats), 1.253 * (high - low) / 1.349 / sqrt(len(repeats)))
+
+
+def paired_difference(few: Sequence[float], many: Sequence[float]) -> Duration:
+    """What the second takes more than the first in the same round: what slows a whole round falls out of it."""
+    return median_of([more - less for less, more in zip(few, many, strict=True)])
