@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gpu_parts import record
 from gpu_parts.page import page_of
-from gpu_parts.parts import PARTS, run_part, run_rank
+from gpu_parts.parts import PARTS, part_named, run_part, run_rank
 from gpu_parts.setting import Setting, setting_of_gpus, setting_of_rehearsal
 
 from shardwright_formats.io.errors import BadInput, RunFailed, one_line_errors
@@ -50,7 +50,7 @@ def main() -> None:
 
 def _done(name: str, setting: Setting) -> bool:
     """Run a part, unless its result is there; whether there is one in the end."""
-    part = PARTS[name]
+    part = part_named(name, setting)
     if record.kept(setting, name) is not None:
         print(f"{name}: done before", flush=True)
         return True

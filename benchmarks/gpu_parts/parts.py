@@ -58,6 +58,16 @@ PARTS = {
 }
 
 
+_PATIENCE = 5
+"""A rehearsal ends by itself or shows where it hangs: how fast a shared processor is, is not what it is for."""
+
+
+def part_named(name: str, setting: Setting) -> Part:
+    """A part, with the time that it may take in this setting."""
+    part = PARTS[name]
+    return part._replace(limit_s=part.limit_s * setting.size(1, _PATIENCE))
+
+
 def run_part(part: Part, setting: Setting) -> Result:
     """Run a part to its end; RunFailed where it has none."""
     folder = setting.work / setting.slug
@@ -96,7 +106,7 @@ def run_rank(arguments: list[str]) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     setting = msgspec.json.decode(Path(job).read_bytes(), type=Setting, dec_hook=lambda kind, value: kind(value))
-    part = PARTS[name]
+    part = part_named(name, setting)
     work = import_module(f"gpu_parts.{part.module}").of_rank
     with end_quietly(), joined_world(setting.device_type, timeout_s=2 * part.limit_s) as world:
         result = work(setting, world)

@@ -31,6 +31,8 @@ MICRO_BATCH_SIZES = {1: 3, 4: 2}
 def of_commands(setting: Setting, part: Part) -> dict[str, Any]:
     """Predict every plan, then measure all in one launch."""
     deadline_s = time.monotonic() + part.limit_s
+    if missing := [of for of in (HARDWARE, *MODELS) if not profile_file(setting, of).is_file()]:
+        raise RunFailed(f"there is no profile of {', '.join(missing)}: the part of that name comes first")
     folder = setting.work / setting.slug / "predictions"
     plans = [plan for model in MODELS for plan in _plans(setting, model, folder, deadline_s)]
     measured, steps = folder / "measured.json", setting.size((10, 1.0), (1, 0.0))

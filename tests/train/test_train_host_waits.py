@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +26,11 @@ from shardwright_formats.types.plan import Plan
 from shardwright_train.engine.engine import build_engine
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.pipeline.stage import Stage
+from shardwright_train.training.metrics import METRICS, Metrics
 
 DEVICE = torch.device("meta")
 """It takes the place of a GPU: what is computed on it is not computed, and the host's tensors are the CPU's."""
@@ -97,7 +101,7 @@ def a_device_without_data() -> Iterator[None]:
 
 
 def waits_of_a_step(plan: Plan, rank: int) -> list[str]:
-    """What the host waits for in a rank's step."""
+    """What the host waits for in a rank's step, and to write it down."""
     with ExitStack() as stack:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
         stack.callback(dist.destroy_process_group)
@@ -114,9 +118,13 @@ def waits_of_a_step(plan: Plan, rank: int) -> list[str]:
         engine = build_engine(context)
         assert engine.optimizer
         step = Step.of(batch_of(plan.model, plan.global_batch_size, 0), context.share)
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        world = World(rank, plan.world_size, DEVICE, "fake", heartbeat=None)  # type: ignore[arg-type]
+        metrics = Metrics(folder / METRICS, plan, world, steps=1)
         copies = stack.enter_context(_Copies())
         stack.enter_context(_Made(copies.waits))
-        engine.train_step(step)
+        metrics.write(1, engine.train_step(step), step_time_s=1.0)
+        assert metrics.file.is_file() == (rank == 0)
         return list(copies.waits)
 
 
@@ -130,7 +138,7 @@ def longer(plan: Plan, times: int) -> Plan:
 
 
 ONCE = ["a copy to the host"]
-"""Loss, norm and who wants to stop, at the step's end."""
+"""Loss, norm, who wants to stop and every rank's peak memory, at the step's end; what is written down needs no more."""
 
 
 def test_the_host_waits_once_a_step_whatever_the_number_of_microbatches() -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.engine.parameter_groups import ParameterGroup, group_of
 from shardwright_train.parallel.data import local_tensor, placed_as
+from shardwright_train.parallel.world import peak_memory_bytes
 from shardwright_train.torch_private import foreach_mul_, foreach_norm, step_unless
 
 
@@ -67,19 +68,21 @@ class ShardedAdamW:
         """Clip by the global norm, update, and forget the gradients; `step` counts from 1.
 
         The gradients are those of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
-        the loss and whether any rank wants to stop or to save. When loss or norm is not finite nothing is updated.
+        the loss, whether any rank wants to stop or to save, and each rank's peak memory so far. When loss or norm is
+        not finite nothing is updated.
         """
         squares = self._squared_norm()
         # `full` hands its number over with the kernel; a tensor made of it on the host would be waited for.
-        shared = torch.stack([loss, squares, *(torch.full_like(squares, float(asked)) for asked in (stop, save))])
+        asked = (torch.full_like(squares, float(wish)) for wish in (stop, save))
+        shared = torch.cat([torch.stack([loss, squares, *asked]), self._peaks()])
         dist.all_reduce(shared)
         learning_rate = self.settings.learning_rate_at(step)
         self._update(shared, learning_rate, loss_scale)
         self.forget_gradients()
         # The one time in a step that the host waits for the device.
-        mean_loss, squared, stops, saves = shared.tolist()
+        mean_loss, squared, stops, saves, *peaks = shared.tolist()
         norm = math.sqrt(squared) / loss_scale if squared >= 0 else math.nan
-        return StepOutcome(mean_loss, norm, learning_rate, stops > 0, saves > 0)
+        return StepOutcome(mean_loss, norm, learning_rate, stops > 0, saves > 0, tuple(map(int, peaks)))
 
     def forget_gradients(self) -> None:
         """Give back what gradients take."""
@@ -98,6 +101,13 @@ class ShardedAdamW:
     def state_bytes(self) -> int:
         """Bytes of the moments on this rank."""
         return sum(2 * p.numel() * p.element_size() for p in self._local.values())
+
+    def _peaks(self) -> Tensor:
+        """This rank's peak memory in its place, 0 in those of the others: bytes that 64 bits hold exactly."""
+        device = self._replicas.device
+        peaks = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
+        peaks[dist.get_rank()].fill_(float(peak_memory_bytes(device)))
+        return peaks
 
     def _squared_norm(self) -> Tensor:
         """This rank's part of the squared norm of all gradients: over all ranks the parts sum up to it."""
@@ -142,6 +152,8 @@ class StepOutcome:
     """Whether some rank was asked to stop."""
     save: bool
     """Whether some rank finds a checkpoint due."""
+    peak_memory_bytes: tuple[int, ...]
+    """Of each rank, the most so far: of its device's tensors on a GPU, of the process on CPU."""
 
     @property
     def finite(self) -> bool:

@@ -113,3 +113,8 @@ def _device(device_type: str, local_rank: int) -> torch.device:
 def peak_resident_bytes() -> int:
     """The most host memory that this process has had resident so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that tensors took of a GPU so far, or this process of the host; the device is not waited for."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()

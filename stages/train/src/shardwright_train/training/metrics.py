@@ -6,15 +6,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-import torch
-import torch.distributed as dist
 
 from shardwright_formats.io.json import write_bytes
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.run import Evaluation, StepMetrics
 from shardwright_train.engine.optimizer import StepOutcome
-from shardwright_train.parallel.world import World, peak_resident_bytes
+from shardwright_train.parallel.world import World
 
 METRICS = "metrics.jsonl"
 
@@ -49,11 +47,8 @@ class Metrics:
         write_bytes(self.file, b"".join(kept))
 
     def write(self, step: int, outcome: StepOutcome, step_time_s: float, evaluation: Evaluation | None = None) -> None:
-        """Write a step down, and print one in twenty; collective, for each rank's peak memory is in it."""
+        """Write a step down, and print one in twenty: of what the step's end told the host, so that none is asked."""
         plan, world = self.plan, self.world
-        peak = torch.full((1,), _peak_memory_bytes(world.device), dtype=torch.int64, device=world.device)
-        peaks = peak.new_empty(world.size)
-        dist.all_gather_into_tensor(peaks, peak)
         if world.rank != 0:
             return
         tokens_per_s = plan.global_batch_size * plan.model.sequence_length / step_time_s
@@ -65,7 +60,7 @@ class Metrics:
             mfu=model_flops_utilization(plan, step_time_s, world.device_name),
             grad_norm=outcome.grad_norm if outcome.finite else None,
             learning_rate=outcome.learning_rate,
-            peak_memory_bytes=tuple(peaks.tolist()),
+            peak_memory_bytes=outcome.peak_memory_bytes,
             time_utc=datetime.now(UTC).isoformat(timespec="milliseconds"),
             evaluation=evaluation,
         )
@@ -106,7 +101,3 @@ def model_flops_utilization(plan: Plan, step_time_s: float, device_name: str) ->
 def peak_flops_per_s(device_name: str, compute_dtype: str) -> float | None:
     """The published peak of one device in a compute dtype, or None where it is not known here."""
     return _BFLOAT16.get(device_name) if compute_dtype == "bfloat16" else None
-
-
-def _peak_memory_bytes(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
