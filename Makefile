@@ -45,11 +45,11 @@ parity: $(STAMP) ## 312 random plans of six families on 2, 4 and 8 ranks against
 compiled: $(STAMP) ## plans of six families under torch.compile against one process, in float32 (minutes)
 	@python tests/train/run_compiled.py
 
-kills: $(STAMP) ## a run killed at 100 random moments and gone on with comes to the bits of an unbroken one (long)
+kills: $(STAMP) ## a run killed at 100 random moments and gone on with comes to the bits of an unbroken one (minutes; goes on where it was cut)
 	@python tests/train/run_kills.py
 
 resumes: $(STAMP) ## what plans save, others on 2, 4 and 8 ranks go on from, in float64 (minutes)
-	@python tests/train/run_resumes.py
+	@PYTHONPATH=tests python tests/train/run_resumes.py
 
 brute-force: $(STAMP) ## the planner against every plan of 40,000 tiny problems (minutes)
 	@python tests/search/run_brute_force.py

@@ -29,11 +29,11 @@ STEPS, BATCH = 10, 16
 JOB = RunOptions(plan=Path(), data=Path(), out=Path(), checkpoints=Path(), steps=1)
 
 
-def _window(ours: Ours, saver: Saver | None, number: int) -> float:
-    """Seconds of ten steps and, with a saver, of a checkpoint."""
+def _window(ours: Ours, saver: Saver | None, number: int) -> tuple[float, float]:
+    """Seconds of ten steps and, with a saver, of a checkpoint; those of the processor in this process."""
     generator = torch.Generator().manual_seed(number)
     dist.barrier()
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     if saver is not None:
         saver.save(ours.engine.tensors(), msgspec.structs.replace(start(1.0), step=number + 1))
     for _ in range(STEPS):
@@ -41,7 +41,7 @@ def _window(ours: Ours, saver: Saver | None, number: int) -> float:
     if saver is not None:
         saver.finish()
     dist.barrier()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - worked
 
 
 def worker(result: str, pairs: int) -> None:
@@ -63,23 +63,26 @@ def worker(result: str, pairs: int) -> None:
                 group=group,
                 bytes_in_all=total_bytes(ours.engine.tensors()),
             )
-            found[name] = [_pair(ours, saver, 2 * pairs * asynchronous + number) for number in range(pairs)]
+            both = [_pair(ours, saver, 2 * pairs * asynchronous + number) for number in range(pairs)]
+            found[name], found[f"{name}, processor"] = [wall for wall, _ in both], [cpu for _, cpu in both]
             saver.close()
             if world.rank == 0:
-                print(f"{name}: {_summary(found[name])}; {saver.bytes_in_all >> 20} MiB", flush=True)
+                print(f"{name}, {saver.bytes_in_all >> 20} MiB: {_summary(found[name])}", flush=True)
+                print(f"  of rank 0's processor: {_summary(found[f'{name}, processor'])}", flush=True)
         if world.rank == 0:
             Path(result).write_text(json.dumps(found))
 
 
-def _pair(ours: Ours, saver: Saver, number: int) -> tuple[float, float]:
-    """Seconds of a window with a save and of one without, which of them first by number."""
+def _pair(ours: Ours, saver: Saver, number: int) -> list[tuple[float, float]]:
+    """Seconds of a window with a save and of one without, which of them first by number; then the processor's."""
     times = {each is saver: _window(ours, each, number) for each in ((saver, None) if number % 2 else (None, saver))}
-    return times[True], times[False]
+    return list(zip(times[True], times[False], strict=True))
 
 
 def _summary(times: list[tuple[float, float]]) -> str:
     saving, plain = medians(times)
-    return f"{STEPS} steps and a save {saving:.2f} s, {STEPS} steps {plain:.2f} s, {ratio(times)}"
+    seen = f"{STEPS} steps and a save {saving:.2f} s, {STEPS} steps {plain:.2f} s, {ratio(times)}"
+    return f"{seen}: a save every {STEPS} steps adds {saving / plain - 1:+.1%}"
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from forked_ranks import run_worker
 from random_plans import random_plan, uneven_plan
-from run_parity import Start, launched
+from run_parity import Start
 from tiny_models import tiny
 
 from shardwright_formats.io.json import write_document
@@ -23,7 +24,8 @@ from shardwright_train.checkpoints.folders import complete_checkpoints
 TOLERANCE = 1e-11
 FAMILIES = ("llama", "gpt2")
 WORLDS = (2, 4, 8)
-_BATCH = 16
+_BATCH = 48
+"""Which all widths divide."""
 
 Told = Mapping[str, list[float]]
 """Loss and gradient norm of two steps, by plan."""
@@ -64,31 +66,49 @@ def plans_of(family: str, world: int, count: int) -> list[Plan]:
     """Plans for one model and batch, one more with stages of unequal width; tp 4 and 8 do not divide the vocabulary."""
     model = tiny(family, vocab_size=66)
     drawn = [random_plan(model, 2000 + number, world) for number in range(count)]
-    uneven = [uneven_plan(model, number, world) for number in range(8)] if world > 2 else []
-    drawn += [plan for plan in uneven if plan.global_batch_size == _BATCH][:1]
-    return [msgspec.structs.replace(plan, name=f"{plan.name} of {world}") for plan in drawn]
+    drawn += [uneven_plan(model, world // 4, world)] if world > 2 else []
+    return [msgspec.structs.replace(plan, name=f"{plan.name} of {world}", global_batch_size=_BATCH) for plan in drawn]
 
 
 def main(count: int) -> int:
     """Resume, say what was seen, and return how many differ."""
     found: list[Resume] = []
-    began = time.monotonic()
+    progress = _Progress(2 * len(FAMILIES) * len(WORLDS))
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             plans = {world: plans_of(family, world, count) for world in WORLDS}
             told: dict[str, list[float]] = {}
-            for own in plans.values():
-                told |= saved(Path(folder), launched, own[:1])
-            for own in plans.values():
-                found += resumed(Path(folder), launched, own, told)
+            for world, own in plans.items():
+                told |= saved(Path(folder), run_worker, own[:1])
+                progress.say(f"{family}: saved on {world} ranks")
+            for world, own in plans.items():
+                ended = list(resumed(Path(folder), run_worker, own, told))
+                found += ended
+                worst = max(one.error for one in ended)
+                progress.say(f"{family}: {len(ended)} resumes on {world} ranks, largest difference {worst:.1e}")
     different = [one for one in found if not one.error < TOLERANCE]
     for one in different:
         print(f"{one.saved_by} -> {one.resumed_by}: {one.error:.1e}")
+    others = sum(one.saved_by != one.resumed_by for one in found)
     worst = max(one.error for one in found)
-    told_s = f"largest difference {worst:.1e}; {time.monotonic() - began:.0f} s"
-    print(f"{len(found)} resumes under another plan, {len(different)} differ; {told_s}")
+    told_s = f"largest difference {worst:.1e}; {time.monotonic() - progress.began_s:.0f} s"
+    print(f"{len(found)} resumes, {others} of them under another plan, {len(different)} differ; {told_s}")
     return len(different)
 
 
+class _Progress:
+    """Says how far the launches have come, and how long the rest takes were it as fast."""
+
+    def __init__(self, launches: int) -> None:
+        self.began_s, self._launches, self._done = time.monotonic(), launches, 0
+
+    def say(self, what: str) -> None:
+        """One more launch has ended."""
+        self._done += 1
+        gone_s = time.monotonic() - self.began_s
+        left_s = gone_s / self._done * (self._launches - self._done)
+        print(f"{self._done} of {self._launches}: {what}; {gone_s:.0f} s gone, about {left_s:.0f} s left", flush=True)
+
+
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 3) > 0)
+    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 2) > 0)
