@@ -12,8 +12,9 @@ from tiny_models import tiny
 from shardwright_formats.io.errors import BadInput
 from shardwright_train.data.blend import BLEND, open_data
 from shardwright_train.data.boundaries import Boundaries
-from shardwright_train.data.objectives import RANDOM, Causal, TextBatches
+from shardwright_train.data.objectives import Causal, TextBatches
 from shardwright_train.data.packing import with_boundaries
+from shardwright_train.data.random_samples import RANDOM
 from shardwright_train.data.sampling import open_samples
 from shardwright_train.data.share import Share
 from shardwright_train.data.split import Fractions, Part, Split

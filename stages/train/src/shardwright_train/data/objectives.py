@@ -16,15 +16,13 @@ from shardwright_train.data.blend import Blend, open_data
 from shardwright_train.data.boundaries import ACROSS, Boundaries
 from shardwright_train.data.images import ImageForm, Images, open_images
 from shardwright_train.data.packing import with_boundaries
+from shardwright_train.data.random_samples import RANDOM, RandomBatches, random_batches
 from shardwright_train.data.sampling import Samples
 from shardwright_train.data.share import Batch, Share
-from shardwright_train.data.split import WHOLE, Part, Split
+from shardwright_train.data.split import WHOLE, Part
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.vocab import IGNORED
 
-RANDOM = Path("random")
-"""Stands for a folder of data where none is to be read."""
-_RANDOM_EPOCH = 1 << 20
 # Devlin et al. 2019, section 3.1: the share of positions that are labels, and of these the shares that show the mask
 # token and a random one; the rest show themselves.
 _CHOSEN, _MASKED, _RANDOM = 0.15, 0.8, 0.1
@@ -86,7 +84,7 @@ class Text:
             what = "the samples of this family are not told where documents meet"
             raise BadInput("--reset-attention-mask, --reset-position-ids", what, "leave them out")
         if folder == RANDOM:
-            return _random(self, seed, part)
+            return random_batches(self, seed, part)
         samples = open_data(folder, self.stream_tokens, seed, part)
         samples.check_vocabulary(self.vocab_size)
         return TextBatches(samples, self, boundaries)
@@ -143,47 +141,6 @@ class TextBatches:
     def _drawn(self, text: Tensor, index: int) -> Batch:
         generator = torch.Generator().manual_seed(seed_of(self.samples.seed, "sample", index))
         return self.objective.batch(text, generator)
-
-
-@dataclass(frozen=True)
-class RandomBatches:
-    """Random samples, for timing alone: no data is read."""
-
-    objective: "Text | Classification"
-    seed: int
-
-    @property
-    def sha256(self) -> str:
-        """Identity of the kind of samples."""
-        return sha256_of_value([str(RANDOM), repr(self.objective)])
-
-    @property
-    def per_epoch(self) -> int:
-        """There is no end to them; an epoch is this many."""
-        return _RANDOM_EPOCH
-
-    def read(self, first: int, share: Share) -> Batch:
-        """A rank's share of the batch that begins with a sample's number; of a sample every rank makes the same."""
-        made = [self._sample(first + int(row)) for row in share.rows]
-        return {name: torch.cat([one[name] for one in made]) for name in made[0] if name not in share.left_out}
-
-    def counted(self, first: int, samples: int) -> int:
-        """Number of labels of a batch that count."""
-        made = (self._sample(first + number)["labels"] for number in range(samples))
-        return sum(int((labels != IGNORED).sum().item()) for labels in made)
-
-    def check_contents(self) -> None:
-        """There are none."""
-
-    def _sample(self, index: int) -> Batch:
-        generator = torch.Generator().manual_seed(seed_of(self.seed, "random sample", index))
-        return self.objective.random_batch(1, generator)
-
-
-def _random(objective: "Text | Classification", seed: int, part: Part) -> RandomBatches:
-    if part.split is not Split.TRAIN:
-        raise BadInput(RANDOM, f"random samples have no {part.split} split", "evaluate on data")
-    return RandomBatches(objective, seed)
 
 
 class Causal(Text):
@@ -346,7 +303,7 @@ class Classification:
             what = "images have no documents"
             raise BadInput("--reset-attention-mask, --reset-position-ids", what, "leave them out")
         if folder == RANDOM:
-            return _random(self, seed, part)
+            return random_batches(self, seed, part)
         return open_images(folder, self.form, seed, part)
 
 
