@@ -52,7 +52,7 @@ class Workspace:
         """`snakemake --profile slurm`, as from a clone, beside the test; what it says goes into a file."""
         command = [
             "snakemake", "--profile", "slurm", "--snakefile", str(ROOT / "Snakefile"), "--configfile", "config.yaml",
-            "--slurm-init-seconds-before-status-checks", "1", "--slurm-no-account", *arguments,
+            "--slurm-init-seconds-before-status-checks", "1", *arguments,
         ]  # fmt: skip
         environment = os.environ | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -218,7 +218,7 @@ def test_a_cluster_of_several_nodes_is_started_once_on_each(finished):
 
     finished.configure(with_two_nodes)
     asked = finished.snakemake("all", "-n", "-p", "-F").output
-    started = r"/on_nodes\.sh 2 8 +(--no-kill --kill-on-bad-exit=0)? *env GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0"
+    started = r"on_nodes\.sh 2 8 +(--no-kill --kill-on-bad-exit=0)? *env GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0"
     found = re.findall(rf"{started} (shardwright-\w+ \w+)", asked)
     outliving = "--no-kill --kill-on-bad-exit=0"
     assert sorted(found) == sorted(

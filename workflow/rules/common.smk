@@ -1,5 +1,6 @@
 # The configuration, the small files that are written from it, and what every rule shares.
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from shardwright_formats.io.errors import one_line_errors  # noqa: E402
 
 with one_line_errors():
     CONFIG = load_workflow(config, CONFIG_FILE, ROOT)
+
+
+# Where rules find on_nodes.sh and resume.sh: in no rule's own text, so that a clone that is moved reruns nothing.
+shell.prefix(f"PATH={shlex.quote(str(ROOT / 'workflow/scripts'))}:$PATH; ")
 
 
 wildcard_constraints:

@@ -135,7 +135,7 @@ rule grid_measure:
         "measure the plans of {wildcards.model} on {wildcards.cluster}"
     shell:
         "( plans=$(python {input.script} plans {input.answers} --folder results/cells) &&"
-        " {ROOT:q}/workflow/scripts/on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
+        " on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
         " {resources.sockets} shardwright-train measure $plans --steps {params.of.steps}"
         " --warmup-steps {params.of.warmup_steps} --out {output.measurement} ) 2> {log}"
 

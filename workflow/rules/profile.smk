@@ -65,7 +65,7 @@ rule hardware:
     message:
         "measure collectives and device rates on {wildcards.cluster}, for {params.time_budget_s} s"
     shell:
-        "{ROOT:q}/workflow/scripts/on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
+        "on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
         " {resources.sockets} shardwright-profile hardware --cluster {input.cluster}"
         " --time-budget {params.time_budget_s} --out {output.hardware} 2> {log}"
 
@@ -166,7 +166,7 @@ rule measure:
     message:
         "measure {wildcards.model} on {wildcards.node_type}"
     shell:
-        "{ROOT:q}/workflow/scripts/on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
+        "on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
         " {resources.sockets} shardwright-train measure {input.probes} {params.options}"
         " --out {output.measurement} 2> {log}"
 

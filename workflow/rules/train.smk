@@ -67,8 +67,8 @@ rule run:
     message:
         "train {wildcards.run}: {params.steps} steps"
     shell:
-        "{ROOT:q}/workflow/scripts/resume.sh 10 {params.folder}/STOPPED.json"
-        " {ROOT:q}/workflow/scripts/on_nodes.sh {resources.nodes} {resources.cpus_per_task} {params.outliving}"
+        "resume.sh 10 {params.folder}/STOPPED.json"
+        " on_nodes.sh {resources.nodes} {resources.cpus_per_task} {params.outliving}"
         " {resources.sockets} shardwright-train run {input.plan}"
         " --data {params.data} --checkpoints {params.checkpoints} {params.options:q} {params.replan} --out {params.folder} 2> {log}"
 
@@ -115,7 +115,7 @@ rule validate:
     message:
         "measure the plan {wildcards.search} and its runners-up"
     shell:
-        "{ROOT:q}/workflow/scripts/on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
+        "on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
         " {resources.sockets} shardwright-train measure {input.plan} {input.prediction} --steps {params.steps}"
         " --warmup-steps {params.warmup_steps} --out {output.measurement} 2> {log}"
 
