@@ -306,8 +306,11 @@ def test_a_run_that_stops_in_order_is_resumed(finished):
 
 
 def _resumed(tmp_path, times, *command, reason="max_time_s", **environment):
+    """What the script makes of a command; it leaves a note where it ends with 75, or is told to."""
     note = tmp_path / "STOPPED.json"
-    note.write_text(json.dumps({"reason": reason}))
+    note.write_text("of a run before")
+    writes = f"echo '{json.dumps({'reason': reason})}' > {note}; exit"
+    command = [word.replace("exit 75", f"{writes} 75").replace("exit 143", f"{writes} 143") for word in command]
     script = ROOT / "workflow/scripts/resume.sh"
     return subprocess.run(
         [script, str(times), note, *command], capture_output=True, text=True, check=False, timeout=60,
@@ -322,6 +325,8 @@ def test_a_run_is_resumed_a_number_of_times_and_only_where_it_stopped_in_order(t
     for status in (0, 2, 4, 130):
         once = _resumed(tmp_path, 2, "bash", "-c", f"exit {status}")
         assert (once.returncode, once.stderr) == (status, "")
+    other_task = _resumed(tmp_path, 1, "bash", "-c", "exit 143")
+    assert (other_task.returncode, "time 1 of 1" in other_task.stderr) == (75, True)
     signalled = _resumed(tmp_path, 2, "bash", "-c", "kill -TERM $PPID; exit 75")
     assert (signalled.returncode, signalled.stderr) == (75, "")
 

@@ -1,13 +1,18 @@
 #!/bin/bash
 # resume.sh TIMES NOTE COMMAND...: run a command, and again while it ends with 75 (stopped in order), TIMES times more at
-# most. NOTE is the STOPPED.json that it leaves. Where this script is signalled as well, everything here is to end: then
+# most. NOTE is the STOPPED.json that it leaves: where it is there, srun's status of another task that it ended because
+# one had ended with 75 counts as 75, too. Where this script is signalled as well, everything here is to end: then
 # it is left stopped. A signal to the command alone, inside a job of Slurm, is Slurm's word that the job's time is nearly
 # up: then the job is queued again, and goes on from the checkpoint when it is started the next time.
 times=$1 note=$2 signalled=
 shift 2
 trap 'signalled=yes' TERM INT HUP USR1
 for ((resumed = 1; ; resumed++)); do
+    rm -f "$note"
     "$@" && status=0 || status=$?
+    if ((status > 128)) && [[ -e $note ]]; then
+        status=75
+    fi
     if ((status != 75)) || [[ $signalled ]]; then
         exit "$status"
     fi
