@@ -72,7 +72,8 @@ def test_lines_of_evaluated_steps_say_what_came_of_it(evaluated: list[dict[str, 
 
 
 def test_steps_are_to_the_bit_those_of_a_run_without_evaluations(work: Path, evaluated: list[dict[str, Any]]) -> None:
-    plain = run(work, "plain")
+    plain = run(work, "plain", log_to=("none",))
+    assert not (work / "plain" / "tensorboard").exists() and list((work / "evaluated" / "tensorboard").iterdir())
     assert [line["evaluation"] is not None for line in plain] == [False] * (STEPS - 1) + [True]
     assert plain[-1]["evaluation"]["samples"] > 21
     for name in ("loss", "grad_norm"):

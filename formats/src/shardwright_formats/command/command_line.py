@@ -140,7 +140,8 @@ def _add(parser: ArgumentParser, option: Option, meaning: str) -> None:
 
 def _help(option: Option, meaning: str) -> str:
     default = getattr(option.default, "value", option.default)
-    is_told = default is not None and default != ()
+    default = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    is_told = default is not None and default != ""
     notes = [option.limits, f"default {default}" if is_told else "", "required" if option.is_required else ""]
     told = "; ".join(note for note in notes if note)
     return f"{meaning} ({told})".replace("%", "%%") if told else meaning.replace("%", "%%")

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -94,6 +95,7 @@ def start_run(options: RunOptions) -> None:
     if not options.data.is_dir() and options.data != Path("random"):
         raise BadInput(options.data, "is no folder", _DATA)
     _check_evaluation(options)
+    _check_loggers(options)
     _check_folder(options.out)
     _check_folder(options.checkpoints)
     if options.weights is not None:
@@ -256,6 +258,14 @@ def _check_weights(options: RunOptions, weights: Path, plan: Plan) -> None:
     found = agree(weights, plan.model, family_named(plan.model.family, options.plan), options.new_weights)
     for note in found.notes(plan.precision.parameters):
         print(f"{weights}: {note}", file=sys.stderr, flush=True)
+
+
+def _check_loggers(options: RunOptions) -> None:
+    """BadInput where what a logger is written with is not installed."""
+    for name, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow")):
+        if name in options.log_to and find_spec(package) is None:
+            remedy = f"pip install 'shardwright-train[{name}]'" if name != "tensorboard" else f"pip install {package}"
+            raise BadInput(f"--log-to {name}", f"{package} is not installed", f"{remedy}, or log elsewhere")
 
 
 def _check_evaluation(job: RunOptions) -> None:

@@ -18,6 +18,8 @@ from shardwright_train.engine.learning_rate import LearningRateSchedule
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 _Rate = Annotated[float, Meta(ge=0, le=1e6)]
+LogTo = Literal["tensorboard", "wandb", "mlflow", "none"]
+"""Where the numbers of steps are sent, beside metrics.jsonl."""
 _Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 
 
@@ -174,6 +176,8 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Evaluate on the first so many samples; on all if left out."""
     keep_best: bool = False
     """Keep the checkpoint with the least loss of all evaluations, too."""
+    log_to: tuple[LogTo, ...] = ("tensorboard",)
+    """Where loss, times (s), memory (GiB) and the predicted ones of each step are sent; may be given several times."""
 
     @property
     def boundaries(self) -> Boundaries:

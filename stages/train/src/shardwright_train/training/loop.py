@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -46,6 +47,7 @@ from shardwright_train.pipeline.runner import Step
 from shardwright_train.training.due import Due
 from shardwright_train.training.evaluation import Evaluator, ValidationData, best_so_far, better, open_validation
 from shardwright_train.training.first_step import try_stages
+from shardwright_train.training.loggers import Loggers, RunNames, open_loggers
 from shardwright_train.training.loss_scale import LossScale
 from shardwright_train.training.metrics import METRICS, Metrics
 from shardwright_train.training.nonfinite import first_nonfinite
@@ -69,6 +71,8 @@ class _Run:
     """Where this process goes on."""
     evaluator: Evaluator | None
     """None where there is nothing to evaluate on."""
+    loggers: Loggers
+    """Open on rank 0 alone."""
     fresh: bool
     """Whether it has no checkpoint of its own yet."""
 
@@ -119,8 +123,9 @@ def train(job: RunOptions, world: World) -> None:
     own = resumed is not None and resumed.folder.parent == folder
     best = best_so_far(job, before.best if own else None, validation)
     before = msgspec.structs.replace(before, best=best)
-    with closing(_saver(job, folder, identity, engine.tensors())) as saver:
-        run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator, not own)
+    loggers = _loggers(job, plan, world, folder, before.step + 1)
+    with closing(_saver(job, folder, identity, engine.tensors())) as saver, closing(loggers):
+        run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator, loggers, not own)
         if world.rank == 0:
             run.metrics.keep_until(before.step, None if resumed is None else resumed.folder.parent)
             (job.out / NOTE).unlink(missing_ok=True)
@@ -169,6 +174,20 @@ def _resumed(job: RunOptions, identity: Identity, folder: Path, world: World) ->
     if found is not None and found.record.progress.step > job.steps:
         what = f"is at step {found.record.progress.step}, past --steps {job.steps}"
         raise BadInput(found.folder, what, "ask for more steps")
+    return found
+
+
+def _loggers(job: RunOptions, plan: Plan, world: World, folder: Path, first: int) -> Loggers:
+    """Those that were asked for on rank 0, none on the others."""
+    problem: ShardwrightError | None = None
+    found = Loggers(None)
+    try:
+        if world.rank == 0:
+            key = sha256(f"{folder.resolve()}".encode()).hexdigest()[:16]
+            found = open_loggers(job.log_to, RunNames(job.out, plan, key, first), prediction_of(job.plan, plan))
+    except ShardwrightError as error:
+        problem = error
+    world.agree(problem)
     return found
 
 
@@ -263,7 +282,9 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
                 evaluation = run.evaluator.evaluate(step, wants_to_stop)
             stops = evaluation is None
             best = better(best, evaluation, step, run.evaluator.data) if job.keep_best else None
-        run.metrics.write(step, outcome, step_time_s, evaluation)
+        written = run.metrics.write(step, outcome, step_time_s, evaluation)
+        if written is not None:
+            run.loggers.write(written)
         is_best = best != progress.best
         progress = Progress(
             step=step,

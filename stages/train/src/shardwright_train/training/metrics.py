@@ -46,11 +46,16 @@ class Metrics:
             print(f"{file}: {steps.count(None)} lines are no metrics of a step: dropped", file=sys.stderr)
         write_bytes(self.file, b"".join(kept))
 
-    def write(self, step: int, outcome: StepOutcome, step_time_s: float, evaluation: Evaluation | None = None) -> None:
-        """Write a step down, and print one in twenty: of what the step's end told the host, so that none is asked."""
+    def write(
+        self, step: int, outcome: StepOutcome, step_time_s: float, evaluation: Evaluation | None = None
+    ) -> StepMetrics | None:
+        """Write a step down, and print one in twenty: of what the step's end told the host, so that none is asked.
+
+        What rank 0 wrote; None on the others.
+        """
         plan, world = self.plan, self.world
         if world.rank != 0:
-            return
+            return None
         tokens_per_s = plan.global_batch_size * plan.model.sequence_length / step_time_s
         metrics = StepMetrics(
             step=step,
@@ -71,6 +76,7 @@ class Metrics:
             print(f"step {step}/{self.steps}: loss {outcome.loss:.4f}, {took}", flush=True)
         if evaluation is not None:
             print(f"step {step}/{self.steps}: {_evaluated(evaluation)}", flush=True)
+        return metrics
 
 
 def _evaluated(found: Evaluation) -> str:
