@@ -258,3 +258,21 @@ def test_a_job_asks_slurm_for_what_its_node_type_says():
 def test_what_no_node_type_asks_for_is_left_to_the_clusters_profile():
     assert "slurm_partition" not in _load().resource_names()
     assert "slurm_partition" in _load(node_types__cpu__slurm={"partition": "gpu"}).resource_names()
+
+
+def test_the_five_lines_of_fine_tuning_in_the_documentation_are_a_configuration_beside_the_default_one():
+    (lines,) = re.findall(
+        r"As `fine-tune.yaml`:\n\n```yaml\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.S
+    )
+    assert lines.count("\n") == 5
+    config = copy.deepcopy(DEFAULT)
+    for section, entries in yaml.safe_load(lines).items():
+        config[section] |= entries
+    workflow = load_workflow(config, "fine-tune.yaml", ROOT)
+    assert workflow.exported_runs() == ("tuned",) and workflow.copied_from("tuned") == "/models/bert"
+    said = workflow.options("runs", "tuned", without=("search", "data", "export"))
+    assert said[:4] == ["--steps", "500", "--weights", "/models/bert"] and said[-3:] == [
+        "--eval-every",
+        "100",
+        "--keep-best",
+    ]
