@@ -147,7 +147,7 @@ def test_a_bound_above_the_best_plan_is_caught(monkeypatch):
     costs = ConfigurationBounds._costs
 
     def bold(self, stage, group, send):
-        own = costs(self, stage, group, send)
+        own = costs.__get__(self, ConfigurationBounds)(stage, group, send)
         return own._replace(total=own.total * 1.5)
 
     monkeypatch.setattr(ConfigurationBounds, "_costs", bold)
