@@ -58,8 +58,8 @@ class Workspace:
         self.folder = folder
         self.calls_file = folder / "calls.jsonl"
 
-    def configure(self, change: Callable[[dict[str, Any]], None] | None = None) -> None:
-        config = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+    def configure(self, change: Callable[[dict[str, Any]], None] | None = None, file: str = "config.yaml") -> None:
+        config = yaml.safe_load((ROOT / "config" / file).read_text())
         if change is not None:
             change(config)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
@@ -78,7 +78,7 @@ class Workspace:
         self, *arguments: str, fails: str = "", stops: str = "", cores: tuple[str, ...] = ("--cores", "2")
     ) -> Called:
         command = [
-            "snakemake", *arguments, "--snakefile", str(ROOT / "Snakefile"), "--configfile", "config.yaml",
+            "snakemake", *arguments, "--snakefile", str(ROOT / "workflow" / "Snakefile"), "--configfile", "config.yaml",
             *cores, "--quiet", "host",
         ]  # fmt: skip
         return _forked(command, self.folder, self.environment(fails, stops))
@@ -108,3 +108,9 @@ def finished(_finished_folder: Path, tmp_path: Path) -> Workspace:
     folder = tmp_path / "workspace"
     shutil.copytree(_finished_folder, folder, symlinks=True)
     return Workspace(folder)
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Workspace:
+    """A workspace in which nothing was made yet, without the stub: for what runs no job."""
+    return Workspace(tmp_path)
