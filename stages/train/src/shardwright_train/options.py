@@ -205,11 +205,13 @@ class ConvertOptions(Options, frozen=True, kw_only=True):
     """Write the model of a checkpoint, saved under any plan, as a folder that transformers' from_pretrained opens."""
 
     checkpoint: Annotated[Path, POSITIONAL]
-    """Checkpoint (step-…), or the DONE.json of a run, which names its last."""
+    """Checkpoint (step-…), or the DONE.json of a run, which names its last and its best."""
     plan: Path
     """A plan for the same model (JSON)."""
     out: Path
     """Folder to write: config.json, safetensors, and their index where there are several."""
+    best: bool = False
+    """Take the checkpoint that DONE.json names as the best, of a run with --keep-best, in place of its last."""
     copy_from: Path | None = None
     """Folder whose tokenizer, generation configuration and names of classes are copied along."""
     dtype: Dtype | None = None
