@@ -188,7 +188,9 @@ def test_a_split_that_boundaries_of_documents_leave_empty_is_refused_whichever_i
 ) -> None:
     _written(tmp_path, np.arange(1000), documents=3)
     for part in (Part(Split.TRAIN, fractions), Part(Split.VALID, fractions)):
-        with pytest.raises(BadInput, match=rf"0\.1 of 3 documents, .* no tokens to the {split} split: .*--source jsonl"):
+        with pytest.raises(
+            BadInput, match=rf"0\.1 of 3 documents, .* no tokens to the {split} split: .*--source jsonl"
+        ):
             open_samples(tmp_path, LENGTH, 0, part)
     assert open_samples(tmp_path, LENGTH, 0, Part(Split.VALID, Fractions(valid=0.4))).first == 667
 

@@ -20,6 +20,8 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 _Rate = Annotated[float, Meta(ge=0, le=1e6)]
 LogTo = Literal["tensorboard", "wandb", "mlflow", "none"]
 """Where the numbers of steps are sent, beside metrics.jsonl."""
+Objective = Literal["span-corruption", "prefix"]
+"""What T5 may be trained on."""
 _Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 
 
@@ -160,6 +162,8 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Largest global 2-norm of gradients; 0: no clipping."""
     seed: NonNegativeCount = 0
     """Seed of initial weights and sample order."""
+    objective: Objective | None = None
+    """What T5 learns of a text: the spans that are cut out of it (if left out), or how it goes on behind a prefix."""
     valid_fraction: Share = 0.0
     """Share of the data, behind what is trained on, that is left to evaluation."""
     test_fraction: Share = 0.0
