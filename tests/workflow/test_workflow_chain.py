@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 from itertools import pairwise
 from pathlib import Path
@@ -200,6 +201,27 @@ def test_a_failed_run_keeps_its_checkpoints_and_shows_its_error(finished):
     assert "error: some.json: something is wrong: do something" in done.output
     assert (finished.folder / "results" / "checkpoints" / "demo" / "metrics.jsonl").exists()
     assert not (finished.folder / "results" / "runs" / "demo" / "DONE.json").exists()
+
+
+def test_a_killed_snakemake_is_unlocked_and_goes_on_from_the_checkpoints(finished):
+    results, target = finished.folder / "results", "results/runs/demo/DONE.json"
+    kept = results / "checkpoints" / "demo"
+    shutil.rmtree(kept)
+    shutil.rmtree(results / "runs" / "demo")
+    killed = finished.snakemake(target, kills="shardwright-train run")
+    assert killed.status == -signal.SIGKILL
+    (kept / "mark").write_text("of the run that was killed")
+    refused = finished.snakemake(target)
+    assert refused.status == 1 and "--rerun-incomplete" in refused.output
+    locked = finished.snakemake(target, "--rerun-incomplete")
+    assert locked.status == 1 and "--unlock" in locked.output
+    assert finished.snakemake("--unlock").status == 0
+    calls = len(_of(finished.calls(), "shardwright-train run"))
+    done = finished.snakemake(target, "--rerun-incomplete")
+    assert done.status == 0, done.output
+    (again,) = _of(finished.calls(), "shardwright-train run")[calls:]
+    assert _options(again)["--checkpoints"] == "results/checkpoints/demo"
+    assert (kept / "mark").read_text() == "of the run that was killed"
 
 
 def test_a_misspelt_key_is_one_line_and_exit_code_2(finished):
