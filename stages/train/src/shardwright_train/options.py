@@ -47,10 +47,13 @@ class PrepareOptions(Options, frozen=True, kw_only=True):
     text: str
     """Text file, folder of them, or `python-stdlib`: Python's own sources; what else it may be says --source."""
     out: Path
-    """Folder for tokenizer.json, tokens.bin, tokens.idx, data.json."""
+    """Folder for tokenizer.json, tokens.bin, tokens.idx, data.json; of images images.npy, labels.npy, classes.json."""
     source: Source = Source.AUTO
     """What the text lies in: files of text or JSON lines, a folder of `datasets`, dumps of Wikipedia without their
-    markup or with it (wikitext), or Megatron's .idx and .bin; auto: what the name says."""
+    markup or with it (wikitext), or Megatron's .idx and .bin; auto: what the name says. images: a folder with one of
+    JPEG and PNG files for each class, for ViT."""
+    image_size: Annotated[int, Meta(ge=1, le=2**14)] | None = None
+    """Of images: height and width in pixels that they are brought to, the model's image_size."""
     vocab_size: Annotated[int, Meta(ge=257, le=2**24)] | None = None
     """Tokens of the byte-level BPE to train; needed unless `tokenizer` is given."""
     tokenizer: Path | None = None
