@@ -25,7 +25,15 @@ def _options(arguments):
 
 
 def test_everything_that_is_asked_for_comes_out(finished):
-    for path in ("report.html", "summary.txt", "grid.csv", "runs/demo/DONE.json", "plans/tight.prediction.json"):
+    files = (
+        "report.html",
+        "report.json",
+        "summary.txt",
+        "grid.csv",
+        "runs/demo/DONE.json",
+        "plans/tight.prediction.json",
+    )
+    for path in files:
         assert (finished.folder / "results" / path).stat().st_size > 0
     rows = list(csv.DictReader((finished.folder / "results" / "grid.csv").open()))
     assert [row["search"] for row in rows] == ["roomy", "tight"]
