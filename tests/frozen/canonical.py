@@ -159,6 +159,11 @@ REFROZEN = (
         "probes say which of them are stepped in turns, and a plan says which of its layers' times have a standard "
         "error of more than a fifth: the list of probes, and one plan with such a profile, whose numbers are the same",
     ),
+    (
+        "[pu]*",
+        "a chunk's gradients count from its first backward pass on: memory of interleaved plans with as many "
+        "micro-batches as stages is lower, of others a workspace at most; no plan differs; seven outputs",
+    ),
     ("simulated/*.svg", "one drawing module with another style sheet; the times it draws are in the trace beside it"),
 )
 """Outputs that were frozen again since the first time (`freeze PATTERN`), and why that is no change of a result."""

@@ -42,7 +42,7 @@ def random_interleaved(seed: int) -> InterleavedProblem:
     def options(kind: int) -> Options:
         n = int(rng.integers(1, 4))
         times, ends, states, activations, transients = rng.integers(0, sharding, (5, n)).astype(float)
-        late = rng.integers(0, sharding if count == 1 else 1, n).astype(float)
+        late = rng.integers(0, sharding, n).astype(float)
         (apart,) = rng.spawn(1)
         sums = apart.integers(0, 2, n) * late
         layout = rng.integers(0, layouts, n)
@@ -154,12 +154,12 @@ def _time_ps(problem: InterleavedProblem, chosen: tuple[int, ...]) -> float:
     return max(full, few) + max(end) + float(tie)
 
 
-def _states(own: Options, option: int) -> int:
-    return int(own.state_bytes[option] + own.late_bytes[option] + own.sum_bytes[option])
+def _gradients(own: Options, option: int) -> int:
+    return int(own.late_bytes[option] + own.sum_bytes[option])
 
 
 def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
-    """The most that any stage holds at any action; gradients that come late count as there from the start.
+    """The most that any stage holds at any action; a chunk's first backward pass makes its gradients layer by layer.
 
     A chunk keeps what it received of each microbatch; beside that there is the largest message of each direction, and
     one that comes for the next pass.
@@ -173,16 +173,23 @@ def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
         received = [0 if (stage, chunk) == (0, 0) else message for chunk in range(v)]
         given = [0 if (stage, chunk) == (p - 1, v - 1) else message for chunk in range(v)]
         kept = [received[c] + sum(int(options[k].activation_bytes[o]) for k, o in chains[c]) for c in range(v)]
-        static = sum(_states(options[k], o) for c in chains for k, o in c)
+        gradients = [[_gradients(options[k], o) for k, o in chain] for chain in chains]
+        static = sum(int(options[k].state_bytes[o]) for c in chains for k, o in c)
         static += max(received) + max(given) + message
         flying: set[tuple[int, int]] = set()
+        made: set[int] = set()
         for action in actions(Schedule.INTERLEAVED_1F1B, p, m, stage, v):
             own = action.microbatch, action.chunk
             flying.discard(own)
             resident = static + sum(kept[chunk] for _, chunk in flying) + received[action.chunk]
-            for kind, option in chains[action.chunk]:
+            resident += sum(sum(gradients[chunk]) for chunk in made)
+            makes = action.kind is Pass.BACKWARD and action.chunk not in made
+            for number, (kind, option) in enumerate(chains[action.chunk]):
                 resident += int(options[kind].activation_bytes[option])
-                most = max(most, resident + int(options[kind].workspace_bytes[option]))
+                behind = sum(gradients[action.chunk][number:]) if makes else 0
+                most = max(most, resident + int(options[kind].workspace_bytes[option]) + behind)
             if action.kind is Pass.FORWARD:
                 flying.add(own)
+            else:
+                made.add(action.chunk)
     return most

@@ -167,7 +167,7 @@ def test_an_interleaved_solver_that_drops_a_term_is_caught(monkeypatch, dropped)
 
 
 def test_an_interleaved_solver_that_never_looks_at_the_last_stage_is_caught(monkeypatch):
-    made, nothing = interleaved.Interleaved.__init__, InFlight(0, 0, False)
+    made, nothing = interleaved.Interleaved.__init__, InFlight(0, 0, False, 0, False, False)
 
     def forgetful(self, problem):
         fields = {name: getattr(problem, name) for name in type(problem).__struct_fields__}

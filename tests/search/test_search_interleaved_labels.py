@@ -1,60 +1,126 @@
 """A label of the interleaved schedule replaces another only where no plan through the other is better for it."""
 
+from collections import Counter
+from typing import NamedTuple
+
 import numpy as np
 import pytest
-from interleaved_problems import random_interleaved
-from msgspec.structs import replace
+from interleaved_problems import random_interleaved, with_budget
+from numpy.typing import NDArray
 
-from shardwright_search.solver.interleaved import Interleaved, _Labels
+from shardwright_search.solver.interleaved import Interleaved, _Labels, _memory_of
 from shardwright_search.solver.interleaved_problem import InterleavedProblem
+from shardwright_search.solver.problem import Options
 
-LABELS, BUDGETS, LARGEST = 60, 40, 12
-SEEDS = range(80)
+PAIRS, TIMED, OUTERS = 20_000, 1_000, 8
+SEEDS = range(60)
 
-
-def random_labels(problem: InterleavedProblem, rng: np.random.Generator) -> _Labels:
-    """Of a whole chunk: small numbers, so that often one is no larger than another in all of them."""
-    numbers = rng.integers(0, LARGEST, (5, LABELS)).astype(float)
-    layouts = problem.group.redistribution_ps.shape[1]
-    return _Labels(*numbers, *rng.integers(0, layouts, (2, LABELS)), *np.zeros((2, LABELS), int))
+Numbers = NDArray[np.float64]
 
 
-def varied(problem: InterleavedProblem, budget_bytes: float, head_bytes: float) -> Interleaved:
-    """With another budget and a larger head, which makes the last stage the fullest."""
-    *layers, head = problem.group.options
-    options = *layers, head._replace(state_bytes=head.state_bytes + head_bytes)
-    fields = {name: getattr(problem, name) for name in InterleavedProblem.__struct_fields__}
-    group = replace(problem.group, options=options, budget_bytes=int(budget_bytes))
-    return Interleaved(InterleavedProblem(**fields | {"group": group}))
+class Lost(NamedTuple):
+    """How many labels would be replaced by one that a plan is slower with, or holds more with."""
+
+    by_all: int
+    """Where all columns are compared."""
+    without: Counter[str]
+    """Where one of them is not, by its name."""
 
 
-def lost(seed: int) -> int:
-    """How many labels would be replaced by one that a plan is slower with, or with which it does not fit."""
-    rng, problem = np.random.default_rng(seed), random_interleaved(seed)
-    labels, head_bytes = random_labels(problem, rng), 200 * (seed % 2)
-    compared = Interleaved(problem)._compared(labels)
-    layouts = np.stack([labels.input_layout, labels.output_layout], 1)
-    replaces = (layouts[:, None] == layouts).all(2) & (compared[:, None] <= compared).all(2)
-    found = 0
-    for budget in head_bytes + np.linspace(LARGEST, 40 * LARGEST, BUDGETS):
-        times = varied(problem, budget, head_bytes)._whole(labels, np.arange(LABELS)).objective_ps
-        worse = (times.reshape(LABELS, 1, -1) > times.reshape(1, LABELS, -1)).any(2)
-        found += int((replaces & worse).sum())
+def labels_of(numbers: Numbers, layouts: NDArray[np.int64]) -> _Labels:
+    """What labels hold is related: a peak has the activations, and making gradients costs no more than they do."""
+    time, exposed, state, activation, gradient, above, making = np.maximum(0, numbers)
+    peak = activation + above
+    none = np.zeros((2, numbers.shape[1]), int)
+    making = peak + np.minimum(making, gradient)
+    return _Labels(time, exposed, state, activation, gradient, peak, making, *layouts, *none)
+
+
+def random_pairs(problem: InterleavedProblem, rng: np.random.Generator) -> tuple[_Labels, _Labels]:
+    """Labels and others that differ a little; the first ones of them in time, most others in memory."""
+    ones = rng.integers(0, 30, (7, PAIRS)) * rng.choice([1, 1, 1, 10], (7, PAIRS))
+    changes = rng.integers(-6, 7, (7, PAIRS)) * rng.choice([0, 1, 1, 5], (7, PAIRS))
+    changes[2:, :TIMED] = 0
+    changes[:2, TIMED:] *= rng.random(PAIRS - TIMED) < 0.2
+    layouts = rng.integers(0, problem.group.redistribution_ps.shape[1], (2, PAIRS))
+    return labels_of(ones.astype(float), layouts), labels_of((ones + changes).astype(float), layouts)
+
+
+def random_options(own: Options, rng: np.random.Generator) -> Options:
+    """As many as there are pairs, with layouts of one; often something is large."""
+    names = "state_bytes", "late_bytes", "activation_bytes", "workspace_bytes"
+    held = {name: rng.integers(0, 9, PAIRS) * rng.choice([0.0, 1.0, 30.0, 300.0], PAIRS) for name in names}
+    return own.take(np.zeros(PAIRS, int))._replace(sum_bytes=np.zeros(PAIRS), **held)
+
+
+def longer(solver: Interleaved, labels: _Labels, position: Options) -> _Labels:
+    """With another position behind."""
+    memory = _memory_of(labels).then(solver._on_its_way(position))
+    return labels._replace(
+        state_bytes=labels.state_bytes + position.state_bytes,
+        activation_bytes=memory.resident[:, 0],
+        gradient_bytes=labels.gradient_bytes + position.late_bytes,
+        peak_bytes=memory.peak[:, 0],
+        making_bytes=memory.peak[:, 1],
+    )
+
+
+def hold_more(
+    problem: InterleavedProblem, ones: _Labels, others: _Labels, rng: np.random.Generator
+) -> NDArray[np.bool_]:
+    """Whether some plan through the other label holds more than that through the one, whole chunks or parts of them."""
+    solver, found = Interleaved(problem), np.zeros(PAIRS, bool)
+    kinds = problem.embedding, problem.head, problem.positions[-1]
+    for number in range(OUTERS):
+        embedding, head, position = (random_options(problem.group.options[kind], rng) for kind in kinds)
+        pair = [longer(solver, labels, position) if number % 2 else labels for labels in (others, ones)]
+        more, less = (solver._most_held(labels, embedding, head) for labels in pair)
+        found |= more > less
     return found
 
 
-def test_a_label_that_is_no_larger_in_any_number_is_never_the_worse_one() -> None:
-    assert sum(map(lost, SEEDS)) == 0
+def are_slower(problem: InterleavedProblem, ones: _Labels, others: _Labels) -> NDArray[np.bool_]:
+    """Whether some plan through the other label takes longer; of the first labels."""
+    solver, rows = Interleaved(with_budget(problem, 1 << 40)), np.arange(TIMED)
+    more, less = (solver._whole(labels, rows).objective_ps.reshape(TIMED, -1) for labels in (others, ones))
+    return np.pad((more > less).any(1), (0, PAIRS - TIMED))
 
 
-@pytest.mark.parametrize("column", range(6))
-def test_labels_that_are_not_compared_in_one_number_are_caught(monkeypatch: pytest.MonkeyPatch, column: int) -> None:
-    """Of one time or two, what is held at two moments, and the peak at these."""
-    compared = Interleaved._compared
+def names_of(solver: Interleaved, columns: int) -> list[str]:
+    """Of times, and of corners of what is held without a peak, with one, and with one that makes gradients."""
+    times, numbers = columns - len(solver._held), Counter[int]()
+    names = [f"time {number}" for number in range(times)]
+    for peak, *_ in solver._held:
+        names.append(f"peak {peak}, corner {numbers[peak]}")
+        numbers[peak] += 1
+    return names
 
-    def fewer(self: Interleaved, labels: _Labels) -> np.ndarray:
-        columns = compared(self, labels)
-        return np.delete(columns, max(column - 6, -columns.shape[1]), 1)
 
-    monkeypatch.setattr(Interleaved, "_compared", fewer)
-    assert any(map(lost, SEEDS))
+def lost(seed: int) -> Lost:
+    """Of pairs of labels of a random problem."""
+    rng, problem = np.random.default_rng(seed), random_interleaved(seed)
+    solver, (ones, others) = Interleaved(problem), random_pairs(problem, rng)
+    compared = solver._compared(_Labels._make(np.concatenate(both) for both in zip(ones, others, strict=True)))
+    larger = compared[PAIRS:] > compared[:PAIRS]
+    count = larger.sum(1)
+    worse = hold_more(problem, ones, others, rng) | are_slower(problem, ones, others)
+    alone = (larger & (worse & (count == 1))[:, None]).sum(0)
+    names = names_of(solver, compared.shape[1])
+    return Lost(int((worse & (count == 0)).sum()), Counter(dict(zip(names, alone.tolist(), strict=True))))
+
+
+@pytest.fixture(scope="module")
+def every() -> list[Lost]:
+    return [lost(seed) for seed in SEEDS]
+
+
+def test_a_label_that_is_no_larger_in_any_number_is_never_the_worse_one(every: list[Lost]) -> None:
+    assert sum(one.by_all for one in every) == 0
+
+
+def test_each_number_that_is_compared_is_needed(every: list[Lost]) -> None:
+    """Labels that are not compared in it replace others that a plan is better with."""
+    names = {name for one in every for name in one.without}
+    without = sum((one.without for one in every), Counter[str]())
+    assert {"time 0", "time 1", "peak 0, corner 4", "peak 1, corner 2", "peak 2, corner 1"} <= names
+    assert {name for name in names if not without[name]} == set()

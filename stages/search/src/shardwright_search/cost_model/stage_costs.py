@@ -199,7 +199,7 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
     """A pipeline stage's ranges, and the most that it holds at once beside its states.
 
     While a microbatch is on its way through a range, that range's own peak comes on top of what others hold. One range
-    alone has the phases of the solver; of several ranges, gradients count as there from the start.
+    alone has the phases of the solver; of several, each range's gradients are made by its first backward pass.
     """
     own = tuple(ranges[stage :: len(plan.stages)])
     shape = plan.schedule, len(plan.stages), plan.num_microbatches, stage
@@ -208,20 +208,23 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
         count, keeps_sums = in_flight(*shape), own[0].sum_of("memory.gradient_sums") > 0
         peak = own[0].memory(phases(count, plan.num_microbatches, keeps_sums)).peak.max() + own[0].after_bytes
         return StageCosts(ranges=own, activation_bytes=count * kept[0], working_bytes=int(peak))
-    gradients = sum(here.gradient_bytes for here in own)
-    peaks = [_peak_of_one(here) for here in own]
-    held = max_held = most = 0
+    peaks, making = [_peak_of_one(here) for here in own], [_peak_that_makes(here) for here in own]
+    held = max_held = made = most = 0
+    unmade = set(range(len(own)))
     for action in actions(*shape, len(own)):
-        if action.kind is Pass.BACKWARD:
-            held -= kept[action.chunk]
-        most = max(most, held + peaks[action.chunk])
-        if action.kind is Pass.FORWARD:
-            held += kept[action.chunk]
+        chunk, backward = action.chunk, action.kind is Pass.BACKWARD
+        held -= kept[chunk] * backward
+        makes = backward and chunk in unmade
+        most = max(most, held + made + (making if makes else peaks)[chunk])
+        if makes:
+            unmade.remove(chunk)
+            made += own[chunk].gradient_bytes
+        held += kept[chunk] * (not backward)
         max_held = max(max_held, held)
     # The gradient that comes in, the one that goes out, and what comes for the next pass.
     before, after = max(here.before_bytes for here in own), max(here.after_bytes for here in own)
     most += before + after + max(before, after)
-    return StageCosts(ranges=own, activation_bytes=max_held, working_bytes=gradients + most)
+    return StageCosts(ranges=own, activation_bytes=max_held, working_bytes=most)
 
 
 @lru_cache(maxsize=4096)
@@ -234,6 +237,19 @@ def _peak_of_one(own: RangeCosts) -> int:
     """The most that one microbatch holds on its way through a range, gradients apart."""
     memory = own.memory((Phase(1),))
     return int(memory.peak.max()) - own.gradient_bytes - 2 * own.before_bytes
+
+
+def _peak_that_makes(own: RangeCosts) -> int:
+    """The most of a range's first backward pass, with the gradients that it makes layer by layer.
+
+    Sums of later passes count as theirs.
+    """
+    making = (Phase(1, late=True, summed=False),)
+    layers = (
+        _held(making, o.memory.gradients + o.memory.gradient_sums, 0, o.activation_bytes, o.workspace_bytes)
+        for o in own.layers
+    )
+    return int(reduce(StageMemory.then, layers, no_layers(making, own.before_bytes)).peak.max()) - 2 * own.before_bytes
 
 
 def _moves(

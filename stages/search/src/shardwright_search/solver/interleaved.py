@@ -1,16 +1,15 @@
 """The best plan of an interleaved schedule in a stated space: equal chunks, the same strategies at each position.
 
 All stages lie alike, every chunk holds the same types of layers, and layer j of every chunk has the same option;
-embedding and head are free. A label is one way to treat the positions so far: time, U, state, activations and the most
-that a microbatch holds on its way through the chunk, with the layouts of its first and its last position. Everything
-that matters grows with each of these numbers, so non-dominated labels are enough.
+embedding and head are free. A label is one way to treat the positions so far: time, U, state, activations, gradients
+and the most that a microbatch holds on its way through the chunk, with the layouts of its first and its last position.
+Everything that matters grows with each of these numbers, so non-dominated labels are enough.
 """
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwright_search.solver.interleaved_bounds import InterleavedBounds
 from shardwright_search.solver.interleaved_problem import InFlight, InterleavedProblem
@@ -21,6 +20,7 @@ from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import Options, Solution
 
 _MAX_AT_ONCE = 100_000
+_MAKING = Phase(1, late=True, summed=False)
 _GUESSED = 200
 """Labels of a guess that are extended to the next position."""
 
@@ -32,8 +32,12 @@ class _Labels(NamedTuple):
     exposed_ps: Numbers
     state_bytes: Numbers
     activation_bytes: Numbers
+    gradient_bytes: Numbers
+    """Once they are made, with the sums that are kept beside them."""
     peak_bytes: Numbers
     """The most that one microbatch holds on its way."""
+    making_bytes: Numbers
+    """The same of a backward pass that makes the gradients on its way."""
     input_layout: Ints
     output_layout: Ints
     parent: Ints
@@ -41,6 +45,16 @@ class _Labels(NamedTuple):
 
     def take(self, rows: Ints) -> "_Labels":
         return _Labels._make(column[rows] for column in self)
+
+
+class _Outer(NamedTuple):
+    """What the embedding or the head adds to a stage and to the chunk that it is with."""
+
+    state_bytes: Numbers
+    activation_bytes: Numbers
+    gradient_bytes: Numbers
+    peaks: tuple[Numbers, Numbers]
+    """Of that chunk, as the peaks of labels."""
 
 
 class _Whole(NamedTuple):
@@ -59,6 +73,7 @@ class Interleaved:
         self._problem, options = problem, problem.group.options
         self._embedding, self._head = options[problem.embedding], options[problem.head]
         self._bounds = InterleavedBounds(problem)
+        self._held = _sums_held([moment for moments in problem.moments_in_flight for moment in moments])
 
     @property
     def relaxed_bound_ps(self) -> float:
@@ -81,7 +96,7 @@ class Interleaved:
     def _levels(self, below_ps: float, tick: Callable[[int], None], extended: int | None = None) -> list[_Labels]:
         """Labels of the first positions, from none on; of each only so many are extended, if not all."""
         none, zero = np.zeros(1), np.zeros(1, np.int64)
-        levels = [_Labels(none, none, none, none, none, zero, zero, zero, zero)]
+        levels = [_Labels(none, none, none, none, none, none, none, zero, zero, zero, zero)]
         for position in range(len(self._problem.positions)):
             tick(len(levels[-1].time_ps))
             levels.append(self._next(levels[-1], position, below_ps, extended))
@@ -101,29 +116,10 @@ class Interleaved:
         return tuple(sorted(found, key=lambda plan: plan.objective_ps)[:most])
 
     def _next(self, before: _Labels, position: int, below_ps: float, extended: int | None) -> _Labels:
-        """Every label with every option of the next position; gradients count as there from the start."""
-        problem = self._problem
-        own = problem.group.options[problem.positions[position]]
-        parent, option = pairs(np.arange(len(before.time_ps)), len(own.time_ps))
-        time = before.time_ps[parent] + own.time_ps[option]
-        if position:
-            moves = problem.group.redistribution_ps[problem.positions[position - 1]]
-            time = time + moves[before.output_layout[parent], own.input_layout[option]]
-        memory = StageMemory(before.activation_bytes[:, None], before.peak_bytes[:, None]).take(parent)
-        memory = memory.then(self._on_its_way(own).take(option))
-        labels = _Labels(
-            time,
-            before.exposed_ps[parent] + own.exposed_ps[option],
-            before.state_bytes[parent] + (own.state_bytes + own.late_bytes + own.sum_bytes)[option],
-            memory.resident[:, 0],
-            memory.peak[:, 0],
-            before.input_layout[parent] if position else own.input_layout[option],
-            own.output_layout[option],
-            parent,
-            option,
-        )
+        """Labels with the next position that may be part of the best plan."""
+        problem, labels = self._problem, self._extended(before, position)
         fits = self._memory(labels, problem.moments_in_flight[1]) <= problem.group.budget_bytes
-        least = self._bounds.after(position + 1, np.stack(labels[:4]), labels.input_layout, labels.output_layout)
+        least = self._bounds.after(position + 1, np.stack(labels[:5]), labels.input_layout, labels.output_layout)
         rows = np.flatnonzero(fits & (least < below_ps))
         if extended is not None and len(rows) > extended:
             rows = np.sort(rows[np.argpartition(least[rows], extended)[:extended]])
@@ -131,42 +127,70 @@ class Interleaved:
         key = labels.input_layout * problem.group.redistribution_ps.shape[1] + labels.output_layout
         return labels.take(np.sort(non_dominated(self._compared(labels), key)))
 
+    def _extended(self, before: _Labels, position: int) -> _Labels:
+        """Every label with every option of the next position."""
+        problem = self._problem
+        own = problem.group.options[problem.positions[position]]
+        parent, option = pairs(np.arange(len(before.time_ps)), len(own.time_ps))
+        time = before.time_ps[parent] + own.time_ps[option]
+        if position:
+            moves = problem.group.redistribution_ps[problem.positions[position - 1]]
+            time = time + moves[before.output_layout[parent], own.input_layout[option]]
+        memory = _memory_of(before).take(parent).then(self._on_its_way(own).take(option))
+        return _Labels(
+            time,
+            before.exposed_ps[parent] + own.exposed_ps[option],
+            before.state_bytes[parent] + own.state_bytes[option],
+            memory.resident[:, 0],
+            before.gradient_bytes[parent] + (own.late_bytes + own.sum_bytes)[option],
+            memory.peak[:, 0],
+            memory.peak[:, 1],
+            before.input_layout[parent] if position else own.input_layout[option],
+            own.output_layout[option],
+            parent,
+            option,
+        )
+
     def _compared(self, labels: _Labels) -> Numbers:
         """[labels, columns]: numbers of which none may be larger for a label to replace another.
 
         A plan's T is a number times a chunk's time, v times its U, and a rest, or another such sum if that is larger.
-        What a stage holds at a moment is some times the chunk's activations, its states, and the peak or what follows.
+        What a stage holds at a moment is v times a chunk's states, some times its activations and its gradients, and a
+        peak or what follows.
         """
         p, v, m = self._problem.pp_size, self._problem.num_chunks, self._problem.num_microbatches
-        counts = [moment.chunks for moments in self._problem.moments_in_flight for moment in moments]
-        states, activations = v * labels.state_bytes, labels.activation_bytes
-        held = [states + count * activations for count in (min(counts), max(counts))]
         # Of long steps with as many microbatches as stages or more, the first sum is the larger one.
         few = m < p or bool((labels.time_ps < 2 * m).any())
         times = [p - 1 + m * v, *[p * v + m - 1] * few]
         costs = [time * labels.time_ps + v * labels.exposed_ps for time in times]
-        peaks = [memory + labels.peak_bytes for memory in held]
-        return np.stack([*costs, held[0], held[1] + activations, *peaks], 1)
+        beside = (0.0, labels.peak_bytes, labels.making_bytes)
+        held = [
+            v * labels.state_bytes + count * labels.activation_bytes + made * labels.gradient_bytes + beside[peak]
+            for peak, count, made in self._held
+        ]
+        return np.stack([*costs, *held], 1)
 
     def _on_its_way(self, options: Options) -> LayerMemory:
-        """What one microbatch holds; states and gradients are counted apart."""
+        """What one microbatch holds, and what it holds on a backward pass that makes gradients; states apart."""
         none = np.zeros_like(options.time_ps)
-        return layer_memory((Phase(1),), none, none, none, options.activation_bytes, options.workspace_bytes)
+        plain, making = (
+            layer_memory((phase,), none, made, none, options.activation_bytes, options.workspace_bytes)
+            for phase, made in ((Phase(1), none), (_MAKING, options.late_bytes + options.sum_bytes))
+        )
+        return LayerMemory._make(np.concatenate(both, -1) for both in zip(plain, making, strict=True))
 
-    def _memory(
-        self,
-        labels: _Labels,
-        moments: Sequence[InFlight],
-        outer_state: Numbers | float = 0.0,
-        outer_activation: Numbers | float = 0.0,
-        outer_peak: Numbers | None = None,
-    ) -> Numbers:
-        """The most that a stage holds; `outer_peak` is the peak of the chunk that the embedding or the head is with."""
+    def _memory(self, labels: _Labels, moments: Sequence[InFlight], outer: "_Outer | None" = None) -> Numbers:
+        """The most that a stage holds; `outer` is what the embedding or the head adds to the chunk that it is with."""
         most = np.zeros(1)
         for moment in moments:
-            peak = labels.peak_bytes if outer_peak is None or not moment.at_outer else outer_peak
-            most = np.maximum(most, moment.chunks * labels.activation_bytes + moment.outer * outer_activation + peak)
-        return np.asarray(self._problem.num_chunks * labels.state_bytes + outer_state + most)
+            held = moment.chunks * labels.activation_bytes + moment.made * labels.gradient_bytes
+            peaks = labels.peak_bytes, labels.making_bytes
+            if outer is not None:
+                held = held + moment.outer * outer.activation_bytes + moment.outer_made * outer.gradient_bytes
+                peaks = outer.peaks if moment.at_outer else peaks
+            most = np.maximum(most, held + peaks[moment.makes])
+        states = self._problem.num_chunks * labels.state_bytes
+        return np.asarray(states + most + (0.0 if outer is None else outer.state_bytes))
 
     def _whole(self, chains: _Labels, rows: Ints) -> _Whole:
         """Some labels with every embedding and head that fit."""
@@ -180,7 +204,7 @@ class Interleaved:
         shape = problem.num_microbatches, problem.num_chunks
         objective = step_time(times.sum(0), times.max(0), exposed, *shape)
         objective = objective + problem.tie_ps[embedding.input_layout[first], head.output_layout[last]]
-        fits = self._fits(labels, embedding.take(first), head.take(last))
+        fits = self._most_held(labels, embedding.take(first), head.take(last)) <= problem.group.budget_bytes
         return _Whole(np.where(fits, objective, np.inf), label, first, last)
 
     def _stage_times(self, labels: _Labels, first: Ints, last: Ints) -> Numbers:
@@ -198,28 +222,37 @@ class Interleaved:
         times[-1] += moves[kind][labels.output_layout, head.input_layout[last]]
         return np.asarray(times)
 
-    def _fits(self, labels: _Labels, embedding: Options, head: Options) -> NDArray[np.bool_]:
-        """Whether the first, the last and all other stages stay within the budget, by label.
+    def _most_held(self, labels: _Labels, embedding: Options, head: Options) -> Numbers:
+        """Bytes, the most of the first, the last and all other stages, by label.
 
         Every chunk but the very first holds what it received of each microbatch in flight, and every stage what it is
         receiving for the next pass and, of one microbatch, the gradients of what it received and of what it gave out.
         """
         problem = self._problem
         received = problem.boundary_bytes[problem.positions[-1]][labels.output_layout]
-        ahead = embedding.activation_bytes + np.maximum(embedding.workspace_bytes, labels.peak_bytes)
+        ahead = self._ahead(embedding, labels)
         labels = labels._replace(
-            activation_bytes=labels.activation_bytes + received, peak_bytes=labels.peak_bytes + received
+            activation_bytes=labels.activation_bytes + received,
+            peak_bytes=labels.peak_bytes + received,
+            making_bytes=labels.making_bytes + received,
         )
-        behind = StageMemory(labels.activation_bytes[:, None], labels.peak_bytes[:, None]).then(self._on_its_way(head))
+        behind = _memory_of(labels).then(self._on_its_way(head))
         first, middle, last = problem.moments_in_flight
-        states = [own.state_bytes + own.late_bytes + own.sum_bytes for own in (embedding, head)]
         needs = (
-            self._memory(labels, first, states[0], embedding.activation_bytes - received, ahead),
+            self._memory(labels, first, _outer(embedding, ahead, received)),
             # Of two stages none is between the others.
             self._memory(labels, middle if problem.pp_size > 2 else ()),
-            self._memory(labels, last, states[1], head.activation_bytes, behind.peak[:, 0]),
+            self._memory(labels, last, _outer(head, behind)),
         )
-        return np.asarray(np.maximum.reduce(needs) + 3 * received <= problem.group.budget_bytes)
+        return np.asarray(np.maximum.reduce(needs) + 3 * received)
+
+    def _ahead(self, embedding: Options, labels: _Labels) -> StageMemory:
+        """The embedding with a chunk behind it."""
+        nothing = np.zeros((len(labels.time_ps), 2))
+        before, chunk = StageMemory(nothing, nothing).then(self._on_its_way(embedding)), _memory_of(labels)
+        made = np.stack([np.zeros_like(labels.gradient_bytes), labels.gradient_bytes], -1)
+        peak = np.maximum(before.peak + made, before.resident + chunk.peak)
+        return StageMemory(before.resident + chunk.resident, peak)
 
     def _decoded(self, levels: Sequence[_Labels], whole: _Whole, row: int) -> Solution:
         problem = self._problem
@@ -232,3 +265,49 @@ class Interleaved:
         ends = tuple(1 + share * (stage + 1) for stage in range(problem.pp_size - 1))
         options = (int(whole.embedding[row]), *layers, int(whole.head[row]))
         return Solution((*ends, len(options)), options, (0,) * problem.pp_size)
+
+
+def _memory_of(labels: _Labels) -> StageMemory:
+    """[labels, kinds of passes]: those that make no gradients, and those that do."""
+    peaks = np.stack([labels.peak_bytes, labels.making_bytes], -1)
+    return StageMemory(np.broadcast_to(labels.activation_bytes[:, None], peaks.shape), peaks)
+
+
+def _outer(options: Options, memory: StageMemory, received: Numbers | float = 0.0) -> _Outer:
+    """Of options of the embedding, whose chunk receives nothing, or of the head."""
+    return _Outer(
+        state_bytes=options.state_bytes,
+        activation_bytes=options.activation_bytes - received,
+        gradient_bytes=options.late_bytes + options.sum_bytes,
+        peaks=(memory.peak[:, 0], memory.peak[:, 1]),
+    )
+
+
+def _sums_held(moments: Sequence[InFlight]) -> list[tuple[int, int, int]]:
+    """What is held at moments beside v times the states: a peak, so many chunks' activations, and gradients.
+
+    Of peaks 0 is none: activations count once more, where a workspace comes behind a chunk, and gradients, where one
+    comes ahead of it. Sums between others are left out: what is no larger in those is no larger in these.
+    """
+    behind = {(one.chunks + 1, one.made) for one in moments}
+    ahead = {(one.chunks, one.made + one.makes) for one in moments if one.at_outer}
+    peaks = [{(one.chunks, one.made) for one in moments if one.makes is makes} for makes in (False, True)]
+    return [(peak, *corner) for peak, points in enumerate((behind | ahead, *peaks)) for corner in _corners(points)]
+
+
+def _corners(points: set[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of the convex hull, in order."""
+    halves = []
+    for ordered in (sorted(points), sorted(points, reverse=True)):
+        half: list[tuple[int, int]] = []
+        for point in ordered:
+            while len(half) > 1 and _turn(half[-2], half[-1], point) <= 0:
+                half.pop()
+            half.append(point)
+        halves += half
+    return sorted(set(halves))
+
+
+def _turn(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> int:
+    """More than 0: the way from a to b to c turns left."""
+    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])

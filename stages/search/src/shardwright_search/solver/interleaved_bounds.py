@@ -28,7 +28,7 @@ class _Sum(NamedTuple):
     """How often each number of a plan counts; of several sums with an axis for them in front."""
 
     options: Numbers
-    """[embedding, position, last position, head; time, U, state, activations, workspace]."""
+    """[embedding, position, last position, head; time, U, state, activations, gradients, workspace]."""
     wrap: Numbers
     """Redistribution from a chunk's last layout to its first."""
     sends: Numbers
@@ -89,11 +89,11 @@ class InterleavedBounds:
     def after(self, count: int, chain: Numbers, input_layout: Ints, output_layout: Ints) -> Numbers:
         """A lower bound on T behind so many positions; infinity: none fits.
 
-        chain: time, U, state and activations of these positions [4, labels].
+        chain: time, U, state, activations and gradients of these positions [5, labels].
         """
         layouts = self._layouts
         rest = self._rest[count][:, np.searchsorted(layouts, output_layout), np.searchsorted(layouts, input_layout)]
-        return self._bound(self._sums.options[:, _INNER, :4] @ chain + rest)
+        return self._bound(self._sums.options[:, _INNER, :5] @ chain + rest)
 
     def _bound(self, priced: Numbers) -> Numbers:
         """From sums [rows, labels]."""
@@ -155,9 +155,10 @@ class InterleavedBounds:
 
 
 def _numbers(own: Options) -> Numbers:
-    """[time, U, state, activations, workspace; options]: gradients count as there from the start."""
-    state = own.state_bytes + own.late_bytes + own.sum_bytes
-    return np.array([own.time_ps, own.exposed_ps, state, own.activation_bytes, own.workspace_bytes])
+    """[time, U, state, activations, gradients, workspace; options]."""
+    gradients = own.late_bytes + own.sum_bytes
+    numbers = own.time_ps, own.exposed_ps, own.state_bytes, own.activation_bytes, gradients, own.workspace_bytes
+    return np.array(numbers)
 
 
 def _time(problem: InterleavedProblem, slowest: int) -> _Sum:
@@ -166,7 +167,7 @@ def _time(problem: InterleavedProblem, slowest: int) -> _Sum:
     every, more = (1 / v, m - 1 / v) if m >= p else (1.0, (m - 1) / v)
     at_first = slowest == _EMBEDDING
     chain = v * (every * p + more)
-    options = np.zeros((4, 5))
+    options = np.zeros((4, 6))
     options[:, 0] = every + more * at_first, chain, chain, every + more * (not at_first)
     options[:, 1] = 0.5, v, v, 0.5  # no maximum is less than the mean
     sends = 2 * every * np.array([*[v] * (p - 1), v - 1.0])
@@ -177,11 +178,11 @@ def _time(problem: InterleavedProblem, slowest: int) -> _Sum:
 
 def _memory(problem: InterleavedProblem, moment: InFlight, at: int) -> _Sum:
     """No more than what the stage of the embedding or of the head holds at a moment."""
-    chunks, outer, at_outer = moment
-    options = np.zeros((4, 5))
-    options[_INNER : _LAST + 1, 2:4] = problem.num_chunks, chunks + 1
-    options[at, 2:4] = 1, outer + at_outer
-    options[_LAST if at == _EMBEDDING or not at_outer else _HEAD, 4] = 1
+    chunks, outer, at_outer = moment.chunks, moment.outer, moment.at_outer
+    options = np.zeros((4, 6))
+    options[_INNER : _LAST + 1, 2:5] = problem.num_chunks, chunks + 1, moment.made
+    options[at, 2:5] = 1, outer + at_outer, moment.outer_made
+    options[_LAST if at == _EMBEDDING or not at_outer else _HEAD, 5] = 1
     # Of one microbatch the gradients of both ends, what comes next, and the pass's own; the first chunk receives none.
     received = 4 + chunks - (outer + at_outer if at == _EMBEDDING else 0)
     none = np.zeros(())

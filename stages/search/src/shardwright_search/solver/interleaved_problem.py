@@ -17,6 +17,12 @@ class InFlight(NamedTuple):
     """How many of them are of the chunk that the embedding or the head is with."""
     at_outer: bool
     """Whether that chunk is the one worked on."""
+    made: int
+    """Chunks whose gradients are there: they have been through a backward pass before."""
+    outer_made: bool
+    """Whether that chunk is one of them."""
+    makes: bool
+    """Whether this is the first backward pass of the chunk worked on, which makes its gradients layer by layer."""
 
 
 class InterleavedProblem(msgspec.Struct, frozen=True, eq=False):
