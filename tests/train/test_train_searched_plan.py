@@ -6,37 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_calls import call
+from estimated import DEVICES, PLAIN, command
 from tiny_models import tiny
 
 from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.command import CommandLine
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.cli import APP as PROFILE
 from shardwright_search.cli import APP as SEARCH
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.data.prepare import prepare
-
-DEVICES = """
-revised = "2026-11-22"
-[devices.processor]
-names = ["cpu"]
-peaks = { float32 = 5e10 }
-peaks_source = "taken for the test"
-memory_bytes = 4_294_967_296
-memory_bytes_source = "taken for the test"
-memory_bytes_per_s = 1e10
-memory_bytes_per_s_source = "taken for the test"
-link = "pcie"
-link_bytes_per_s = 1e9
-link_bytes_per_s_source = "taken for the test"
-pcie_bytes_per_s = 1e9
-pcie_bytes_per_s_source = "taken for the test"
-"""
-PLAIN = {"recompute": (Recompute.NONE,), "sequence_parallel": (SequenceParallel.NONE,)}
 
 
 def cluster_of(devices: int) -> Cluster:
@@ -61,13 +41,6 @@ def work(tmp_path: Path) -> Path:
     )  # fmt: skip
     write_document(tmp_path / "search.json", request)
     return tmp_path
-
-
-def command(app: CommandLine, work: Path, line: str) -> None:
-    """Words that end in a suffix of a file are files of the folder."""
-    words = [work / word if Path(word).suffix else word for word in line.split()]
-    ended = call(app, *words)
-    assert ended.exit_code == 0, ended.stderr
 
 
 def losses(work: Path, plan: str) -> list[float]:

@@ -10,14 +10,13 @@ if not workflow.overwrite_configfiles:
     configfile: "config/config.yaml"
 
 
-include: "rules/common.smk"
-include: "rules/documents.smk"
-include: "rules/profile.smk"
-include: "rules/search.smk"
-include: "rules/train.smk"
-include: "rules/report.smk"
-include: "rules/reference.smk"
-include: "rules/grids.smk"
+include: "workflow/rules/common.smk"
+include: "workflow/rules/profile.smk"
+include: "workflow/rules/search.smk"
+include: "workflow/rules/train.smk"
+include: "workflow/rules/report.smk"
+include: "workflow/rules/reference.smk"
+include: "workflow/rules/grids.smk"
 
 
 rule all:
