@@ -107,6 +107,11 @@ class Workflow:
         model, _, length = described.partition("@")
         return _options({"name": model, "sequence_length": length or self.sequence_length(model)})
 
+    def described(self, model: str) -> list[str]:
+        """The descriptions of a model at each length that it is profiled at, its own first."""
+        names = (model, *(f"{model}@{length}" for length in self.further_lengths(model)))
+        return [f"results/models/{name}.json" for name in names]
+
     def measure_options(self, model: str) -> list[str]:
         """How long the probes of a model are measured, as options of `shardwright-train measure`."""
         known = ("steps", "warmup_steps", "min_time_s")

@@ -181,7 +181,7 @@ class Validate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Configuration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sections of a configuration; all but `validate` are named entries."""
+    """The sections of a configuration; all but the last three are named entries."""
 
     node_types: dict[Name, NodeKind]
     clusters: dict[Name, ClusterNodes]
@@ -191,6 +191,10 @@ class Configuration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     searches: dict[Name, Search]
     runs: dict[Name, Run]
     validate: Validate
+    pictures: tuple[Text, ...] = ()
+    """Further pictures of the report, SVG, of grids and rent fronts: `results/grids/laptop.svg` is made for it."""
+    container: Text | None = None
+    """The image that every job runs in under `--sdm apptainer`, such as `shardwright.sif`: `docs/containers.md`."""
 
 
 DECIDED: dict[str, dict[str, str]] = {

@@ -126,6 +126,15 @@ class GridFile:
         """Every model with each of its clusters."""
         return tuple((model, cluster) for model, of in self.of.models.items() for cluster in of.clusters)
 
+    def parts(self, folder: str) -> list[str]:
+        """A file of every pair in one of the grid's folders."""
+        return [f"{self.folder}/{folder}/{model}@{cluster}.json" for model, cluster in self.pairs]
+
+    @property
+    def measurements(self) -> list[str]:
+        """The measurements of the grid, where its plans are run."""
+        return self.parts("measured") if self.of.measure else []
+
     def cells_json(self, model: str, cluster: str) -> str:
         """The grid file of a model on a cluster."""
         of = self.of.models[model]

@@ -180,8 +180,19 @@ def test_a_split_begins_with_the_first_document_behind_its_share(tmp_path: Path)
     _written(tmp_path, np.arange(1000), documents=3)
     train = open_samples(tmp_path, LENGTH, 0, Part(Split.TRAIN, Fractions(valid=0.5)))
     assert (len(train.tokens), train.first) == (667, 0)
-    with pytest.raises(BadInput, match=r"0 tokens of the valid split are less than one sample"):
-        open_samples(tmp_path, LENGTH, 0, Part(Split.VALID, Fractions(valid=0.1)))
+
+
+@pytest.mark.parametrize(("fractions", "split"), [(Fractions(valid=0.1), "valid"), (Fractions(test=0.1), "test")])
+def test_a_split_that_boundaries_of_documents_leave_empty_is_refused_whichever_is_opened(
+    fractions: Fractions, split: str, tmp_path: Path
+) -> None:
+    _written(tmp_path, np.arange(1000), documents=3)
+    for part in (Part(Split.TRAIN, fractions), Part(Split.VALID, fractions)):
+        with pytest.raises(
+            BadInput, match=rf"0\.1 of 3 documents, .* no tokens to the {split} split: .*--source jsonl"
+        ):
+            open_samples(tmp_path, LENGTH, 0, part)
+    assert open_samples(tmp_path, LENGTH, 0, Part(Split.VALID, Fractions(valid=0.4))).first == 667
 
 
 def test_evaluation_sees_its_samples_in_their_order_whatever_the_seed(tmp_path: Path) -> None:

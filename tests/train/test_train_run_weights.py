@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from forked_ranks import run_worker
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.run import RunResult
+from shardwright_formats.types.run import BestCheckpoint, RunResult
 from shardwright_train.commands import convert, start_run
 from shardwright_train.data.prepare import prepare
 from shardwright_train.options import ConvertOptions, RunOptions, encode_job
@@ -117,6 +118,22 @@ def test_a_damaged_checkpoint_and_one_of_another_model_are_not_written_out(work:
     with pytest.raises(BadInput, match="its SHA-256 is not what was saved"):
         convert(ConvertOptions(checkpoint=damaged, plan=work / "plan.json", out=work / "never"))
     assert not (work / "never").exists()
+
+
+def test_the_best_checkpoint_is_written_out_where_it_is_asked_for(work: Path) -> None:
+    done = read_document(work / "out" / "DONE.json", RunResult)
+    asked = {"checkpoint": work / "best.json", "plan": work / "plan.json", "best": True}
+    for checkpoint, what in (("best.json", "names no best checkpoint"), ("out", "is asked of a run, not")):
+        write_document(work / "best.json", done)
+        with pytest.raises(BadInput, match=what):
+            convert(ConvertOptions(**asked | {"checkpoint": work / checkpoint}, out=work / "never"))
+    best = BestCheckpoint(step=1, loss=1.0, checkpoint=done.checkpoint)
+    write_document(work / "best.json", msgspec.structs.replace(done, best=best, checkpoint=str(work / "gone")))
+    convert(ConvertOptions(**asked, out=work / "best"))
+    found, wanted = tensors_of(work / "best"), tensors_of(work / "model")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], x) for key, x in wanted.items())
+    with pytest.raises(BadInput, match="gone"):
+        convert(ConvertOptions(**asked | {"best": False}, out=work / "never"))
 
 
 def test_a_branch_takes_no_other_weights(work: Path) -> None:

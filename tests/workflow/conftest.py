@@ -39,7 +39,7 @@ def _forked(command: list[str], folder: Path, environment: dict[str, str]) -> Ca
                 os.dup2(file.fileno(), 2)
             sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
             os.chdir(folder)
-            os.environ.update(environment)
+            os.environ.update(environment | {"SNAKEMAKE_PID": str(os.getpid())})
             sys.argv = command
             snakemake.cli.main()
         except SystemExit as end:
@@ -58,30 +58,36 @@ class Workspace:
         self.folder = folder
         self.calls_file = folder / "calls.jsonl"
 
-    def configure(self, change: Callable[[dict[str, Any]], None] | None = None) -> None:
-        config = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+    def configure(self, change: Callable[[dict[str, Any]], None] | None = None, file: str = "config.yaml") -> None:
+        config = yaml.safe_load((ROOT / "config" / file).read_text())
         if change is not None:
             change(config)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
 
-    def environment(self, fails: str = "", stops: str = "") -> dict[str, str]:
+    def environment(self, fails: str = "", stops: str = "", kills: str = "") -> dict[str, str]:
         return os.environ | {
             "PATH": f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(HERE),
             "STUB_CALLS": str(self.calls_file),
             "STUB_FAILS": fails,
             "STUB_STOPS": stops,
+            "STUB_KILLS": kills,
             "XDG_CACHE_HOME": str(self.folder / "cache"),
         }
 
     def snakemake(
-        self, *arguments: str, fails: str = "", stops: str = "", cores: tuple[str, ...] = ("--cores", "2")
+        self,
+        *arguments: str,
+        fails: str = "",
+        stops: str = "",
+        kills: str = "",
+        cores: tuple[str, ...] = ("--cores", "2"),
     ) -> Called:
         command = [
-            "snakemake", *arguments, "--snakefile", str(ROOT / "Snakefile"), "--configfile", "config.yaml",
+            "snakemake", *arguments, "--snakefile", str(ROOT / "workflow" / "Snakefile"), "--configfile", "config.yaml",
             *cores, "--quiet", "host",
         ]  # fmt: skip
-        return _forked(command, self.folder, self.environment(fails, stops))
+        return _forked(command, self.folder, self.environment(fails, stops, kills))
 
     def calls(self) -> list[list[str]]:
         return [json.loads(line) for line in self.calls_file.read_text().splitlines()]
@@ -108,3 +114,9 @@ def finished(_finished_folder: Path, tmp_path: Path) -> Workspace:
     folder = tmp_path / "workspace"
     shutil.copytree(_finished_folder, folder, symlinks=True)
     return Workspace(folder)
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Workspace:
+    """A workspace in which nothing was made yet, without the stub: for what runs no job."""
+    return Workspace(tmp_path)

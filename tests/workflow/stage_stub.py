@@ -6,6 +6,7 @@ Run as the program shardwright-train, shardwright-profile or shardwright-search.
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from itertools import pairwise
@@ -41,6 +42,9 @@ def main() -> None:
     for target, content in _outputs(called, out, arguments).items():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)
+        if called == os.environ.get("STUB_KILLS"):
+            os.kill(int(os.environ["SNAKEMAKE_PID"]), signal.SIGKILL)
+            sys.exit(1)
 
 
 def _outputs(called: str, out: Path, arguments: list[str]) -> dict[Path, bytes]:

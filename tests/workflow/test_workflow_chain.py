@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,15 @@ def _options(arguments):
 
 
 def test_everything_that_is_asked_for_comes_out(finished):
-    for path in ("report.html", "summary.txt", "grid.csv", "runs/demo/DONE.json", "plans/tight.prediction.json"):
+    files = (
+        "report.html",
+        "report.json",
+        "summary.txt",
+        "grid.csv",
+        "runs/demo/DONE.json",
+        "plans/tight.prediction.json",
+    )
+    for path in files:
         assert (finished.folder / "results" / path).stat().st_size > 0
     rows = list(csv.DictReader((finished.folder / "results" / "grid.csv").open()))
     assert [row["search"] for row in rows] == ["roomy", "tight"]
@@ -202,6 +211,27 @@ def test_a_failed_run_keeps_its_checkpoints_and_shows_its_error(finished):
     assert not (finished.folder / "results" / "runs" / "demo" / "DONE.json").exists()
 
 
+def test_a_killed_snakemake_is_unlocked_and_goes_on_from_the_checkpoints(finished):
+    results, target = finished.folder / "results", "results/runs/demo/DONE.json"
+    kept = results / "checkpoints" / "demo"
+    shutil.rmtree(kept)
+    shutil.rmtree(results / "runs" / "demo")
+    killed = finished.snakemake(target, kills="shardwright-train run")
+    assert killed.status == -signal.SIGKILL
+    (kept / "mark").write_text("of the run that was killed")
+    refused = finished.snakemake(target)
+    assert refused.status == 1 and "--rerun-incomplete" in refused.output
+    locked = finished.snakemake(target, "--rerun-incomplete")
+    assert locked.status == 1 and "--unlock" in locked.output
+    assert finished.snakemake("--unlock").status == 0
+    calls = len(_of(finished.calls(), "shardwright-train run"))
+    done = finished.snakemake(target, "--rerun-incomplete")
+    assert done.status == 0, done.output
+    (again,) = _of(finished.calls(), "shardwright-train run")[calls:]
+    assert _options(again)["--checkpoints"] == "results/checkpoints/demo"
+    assert (kept / "mark").read_text() == "of the run that was killed"
+
+
 def test_a_misspelt_key_is_one_line_and_exit_code_2(finished):
     finished.configure(lambda config: config["searches"]["tight"].update(memory_gb=1))
     done = finished.snakemake("plans", "-n")
@@ -265,7 +295,7 @@ def _demo(workspace):
 
 
 def test_the_demo_says_what_it_does_what_came_of_it_and_why_it_fails(finished):
-    for name in ("Snakefile", "workflow", "config", "profiles"):
+    for name in ("workflow", "config"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, finished.folder / name)
     status, said, _ = _demo(finished)

@@ -3,6 +3,7 @@
 import base64
 import csv
 import io
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,11 +16,13 @@ from sample_results import a_plan, an_estimate, write_sample_results
 import grid
 import report
 import summary
+from given_picture import read_picture
 from loss_picture import draw_loss, draw_step_times
 from memory_picture import draw_memory
 from plan_picture import StrategyColours, draw_plan
+from report_numbers import numbers
 from results import evaluation_text, layers_text, read_profile, read_run, read_search
-from shardwright_formats.display.svg import document, ticks
+from shardwright_formats.display.svg import bar, document, picture, ticks
 from shardwright_formats.display.timeline import draw_timeline
 from shardwright_formats.display.units import bytes_text, seconds_text
 from shardwright_formats.io.errors import BadInput
@@ -51,7 +54,7 @@ def _cells(page, number):
 
 def test_the_page_stands_alone_and_is_well_formed(results):
     page = report.page([read_search(results, "roomy")], [read_run(results, "demo")])
-    assert not re.search(r"""(src|href)\s*=|@import|url\((?!#)|<script""", page)
+    assert not re.search(r"""src\s*=|href\s*=(?!"#)|@import|url\((?!#)|<script""", page)
     assert page.count("<svg") == page.count("</svg>") == 5
     opened = []
 
@@ -131,6 +134,72 @@ def test_what_other_plans_taught_is_not_shown(results):
     assert "What was learned" not in report.page([read_search(results, "roomy")], [])
 
 
+def test_the_page_begins_with_the_answer(results):
+    search = read_search(results, "roomy")
+    cards = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", report.page([search], [read_run(results, "demo")]))
+    said = dict(cards)
+    assert list(said) == ["Plan", "Time", "Memory", "Price", "How sure"]
+    assert said["Plan"].startswith("demo on laptop, 8 ranks: pp 2 (1f1b), 4 microbatches")
+    assert said["Time"] == "210 ms a step, measured: 152 samples/s"
+    assert said["Memory"] == "60 MiB on the fullest device, measured: fits 64 MiB, 4 MiB to spare"
+    assert "it was run, and took 1.05 × as long as predicted" in said["How sure"]
+    page = report.page([search], [])
+    assert page.index("<h1>") < page.index("<dt>Plan") < page.index("<nav>") < page.index("<h2>")
+    tight = search._replace(prediction=msgspec.structs.replace(search.prediction, memory_budget_bytes=50 * MIB))
+    assert "measured: does not fit 50 MiB, by 10 MiB" in report.page([tight], [])
+
+
+def test_the_table_of_contents_leads_to_every_part(results):
+    page = report.page([read_search(results, "roomy")], [read_run(results, "demo")])
+    assert re.findall(r'href="#(.*?)">(.*?)<', page) == [("part-1", "Plan: roomy"), ("part-2", "Run: demo")]
+    assert re.findall(r'id="(part-.)"><h2>(.*?)<', page) == [("part-1", "Plan: roomy"), ("part-2", "Run: demo")]
+
+
+def test_no_picture_and_no_table_is_wider_than_the_page(results):
+    """Pictures scale by their viewBox, tables scroll in a box of their own, so that 420 pixels are enough."""
+    page = report.page([read_search(results, "roomy")], [read_run(results, "demo")])
+    assert page.count("<svg") == len(re.findall(r'<label class="wide"><input [^>]*/><svg [^>]*viewBox=[^>]*>', page))
+    assert page.count("<table>") == page.count('<div class="wide"><table>') > 0
+    css = page.partition("<style>")[2].partition("</style>")[0]
+    scaled = "label.wide > svg, label.wide > img { display: block; width: 100%; max-width: 100%; height: auto; }"
+    assert scaled in css and "min-width: 660px" not in css
+
+
+def test_the_numbers_beside_the_page_are_those_of_the_page(results):
+    said = json.loads(numbers([read_search(results, "roomy")], [read_run(results, "demo")]))
+    plans = said["searches"]["roomy"]["plans"]
+    assert list(plans) == ["chosen", "runner-up 1", "runner-up 2"]
+    chosen = plans["chosen"]
+    assert (chosen["predicted"]["simulated_step_time_s"], chosen["measured_step_time_s"]) == (0.2, 0.21)
+    assert (chosen["measured_memory_bytes"], chosen["fits_by_bytes"]) == (60 * MIB, 4 * MIB)
+    assert plans["runner-up 2"]["measured"] is None
+    assert len(said["runs"]["demo"]["steps"]) == 100
+
+
+def test_a_picture_that_is_given_is_shown_with_its_hover_text(results):
+    path = results / "laptop.svg"
+    path.write_text(document(picture(bar(1, 2, 3, 4, "tp: 1.2 times as long"), 100, 50, "a grid")))
+    given = read_picture(path)
+    page = report.page([], [], [], [given])
+    assert "<h2>Picture: laptop</h2>" in page and "<title>tp: 1.2 times as long</title></rect>" in page
+    root = ElementTree.fromstring(given.drawing)
+    assert (root.get("width"), root.get("height")) == ("100%", None) and root.get("viewBox")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<svg", "<p/>", '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"><script/></svg>',
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"><rect onclick="x"/></svg>',
+        '<svg xmlns="http://www.w3.org/2000/svg"><rect/></svg>',
+    ],
+)  # fmt: skip
+def test_a_picture_that_could_do_more_than_be_looked_at_is_refused(tmp_path, content):
+    (tmp_path / "odd.svg").write_text(content)
+    with pytest.raises(BadInput, match=r"odd\.svg: is no"):
+        read_picture(tmp_path / "odd.svg")
+
+
 def test_text_from_files_cannot_become_markup(results):
     page = report.page([read_search(results, "roomy")], [])
     assert "&lt;beyond&gt;" in page
@@ -149,7 +218,8 @@ def test_numbers_that_nobody_measured_are_marked_where_they_stand(results):
     assert "<p><strong>absent</strong>: optimizer_s: counted as &lt;0&gt;</p>" in page
     assert page.count("predicted step, analytic, absent") == 1
     alone = before._replace(prediction=prediction, comparisons=(before.comparisons[0]._replace(measured=None),))
-    assert "roomy: predicted step, analytic, absent, not measured" in report.page([alone], [])
+    said = report.page([alone], [])
+    assert "it was not run; not all was measured that it is predicted from: analytic, absent; 3 warnings" in said
 
 
 def test_the_same_results_give_the_same_page(results):

@@ -1,10 +1,10 @@
-# The configuration, the small files that are written from it, and what every rule shares.
+# The configuration, and what every rule shares.
 import os
 import shlex
 import sys
 from pathlib import Path
 
-ROOT = Path(workflow.basedir)
+ROOT = Path(workflow.basedir).parent
 CONFIG_FILE = (
     os.path.relpath(workflow.overwrite_configfiles[-1])
     if workflow.overwrite_configfiles
@@ -18,6 +18,10 @@ from shardwright_formats.io.errors import one_line_errors  # noqa: E402
 
 with one_line_errors():
     CONFIG = load_workflow(config, CONFIG_FILE, ROOT)
+
+
+# Of --sdm apptainer; none is published, so that a site names its own.
+container: CONFIG.of.container
 
 
 # Where rules find on_nodes.sh and resume.sh: in no rule's own text, so that a clone that is moved reruns nothing.
@@ -124,28 +128,3 @@ def replan_options(wildcards):
         f"--replan-search results/searches/{run.search}.json",
         *profiles,
     ]
-
-
-# Each of these is written again only when its own part of the configuration changes.
-for kind, path, text_of in (
-    ("cluster", "clusters/{name}.json", CONFIG.cluster_json),
-    (
-        "unpriced_cluster",
-        "clusters/unpriced/{name}.json",
-        CONFIG.unpriced_cluster_json,
-    ),
-    ("model_config", "models/{name}/config.json", CONFIG.model_config_json),
-    ("profile_settings", "settings/{name}.json", CONFIG.profile_json),
-    ("search", "searches/{name}.json", CONFIG.search_json),
-):
-
-    rule:
-        name:
-            f"write_{kind}"
-        output:
-            f"results/{path}",
-        localrule: True
-        params:
-            text=lambda wildcards, of=text_of: of(wildcards.name),
-        shell:
-            "printf '%s\\n' {params.text:q} > {output}"

@@ -5,26 +5,6 @@ with one_line_errors():
     GRIDS = read_grids(ROOT, CONFIG)
 
 
-def grid_parts(folder):
-    """A file of every pair of a grid."""
-    return lambda wildcards: [
-        f"results/grids/{wildcards.grid}/{folder}/{model}@{cluster}.json"
-        for model, cluster in GRIDS[wildcards.grid].pairs
-    ]
-
-
-def grid_published(wildcards):
-    """The published plans of a grid."""
-    grid = GRIDS[wildcards.grid]
-    return [path for pair in grid.pairs for path, _ in grid.published(*pair)]
-
-
-def grid_measured(wildcards):
-    """The measurements of a grid, where its plans are run."""
-    grid = GRIDS[wildcards.grid]
-    return grid_parts("measured")(wildcards) if grid.of.measure else []
-
-
 wildcard_constraints:
     grid="|".join(GRIDS) or "(?!)",
 
@@ -41,23 +21,27 @@ rule grids:
 rule write_grid_cells:
     output:
         "results/grids/{grid}/asked/{model}@{cluster}.json",
+    log:
+        "results/logs/grids/{grid}/asked/{model}@{cluster}.log",
     localrule: True
     params:
         text=lambda wildcards: GRIDS[wildcards.grid].cells_json(
             wildcards.model, wildcards.cluster
         ),
     shell:
-        "printf '%s\\n' {params.text:q} > {output}"
+        "printf '%s\\n' {params.text:q} > {output} 2> {log}"
 
 
 rule write_grid_cluster:
     output:
         "results/grids/{grid}/clusters/{cluster}.json",
+    log:
+        "results/logs/grids/{grid}/clusters/{cluster}.log",
     localrule: True
     params:
         text=lambda wildcards: GRIDS[wildcards.grid].cluster_json(wildcards.cluster),
     shell:
-        "printf '%s\\n' {params.text:q} > {output}"
+        "printf '%s\\n' {params.text:q} > {output} 2> {log}"
 
 
 # All cells of a model on a cluster are one job. Answers are kept by what they rest on, beyond what Snakemake deletes.
@@ -142,14 +126,14 @@ rule grid_measure:
 
 rule grid_table:
     input:
-        cells=grid_parts("asked"),
-        answers=grid_parts("answers"),
+        cells=lambda wildcards: GRIDS[wildcards.grid].parts("asked"),
+        answers=lambda wildcards: GRIDS[wildcards.grid].parts("answers"),
         published=lambda wildcards: [
             f"results/grids/{wildcards.grid}/published/{model}@{cluster}"
             for model, cluster in GRIDS[wildcards.grid].pairs
             if GRIDS[wildcards.grid].published(model, cluster)
         ],
-        measured=grid_measured,
+        measured=lambda wildcards: GRIDS[wildcards.grid].measurements,
         scripts=sorted((ROOT / "workflow/scripts").glob("*.py")),
     output:
         multiext("results/grids/{grid}", ".csv", ".h5", ".md", ".svg"),

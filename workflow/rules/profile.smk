@@ -15,15 +15,6 @@ rule profiles:
         ],
 
 
-def described(wildcards):
-    """The descriptions of a model at each length that it is profiled at, its own first."""
-    further = CONFIG.further_lengths(wildcards.model)
-    return [
-        f"results/models/{wildcards.model}.json",
-        *(f"results/models/{wildcards.model}@{length}.json" for length in further),
-    ]
-
-
 # A model, or as MODEL@LENGTH the same at another sequence length, for its profile.
 rule describe:
     input:
@@ -99,7 +90,7 @@ rule analytic_hardware:
 
 rule analytic_profile:
     input:
-        models=described,
+        models=lambda wildcards: CONFIG.described(wildcards.model),
         cluster="results/clusters/1x{node_type}.json",
         settings=lambda wildcards: f"results/settings/{CONFIG.of.models[wildcards.model].profile}.json",
     output:
@@ -124,7 +115,7 @@ rule analytic_profile:
 
 rule probes:
     input:
-        models=described,
+        models=lambda wildcards: CONFIG.described(wildcards.model),
         cluster="results/clusters/1x{node_type}.json",
         settings=lambda wildcards: f"results/settings/{CONFIG.of.models[wildcards.model].profile}.json",
     output:

@@ -27,8 +27,10 @@ rule report:
             for model, node_type in CONFIG.profiled_pairs()
             for folder, kind in (("profiles", "h5"), ("pictures", "svg"))
         ],
+        pictures=list(CONFIG.of.pictures),
     output:
         page="results/report.html",
+        numbers="results/report.json",
         summary="results/summary.txt",
     log:
         "results/logs/report.log",
@@ -49,8 +51,9 @@ rule report:
             *(f"--run={run}" for run in CONFIG.of.runs),
         ],
         profiles=[f"--profile={'@'.join(pair)}" for pair in CONFIG.profiled_pairs()],
+        pictures=[f"--picture={path}" for path in CONFIG.of.pictures],
     message:
         "write the report"
     shell:
-        "( python {params.script} page {params.of} {params.profiles} --out {output.page}"
+        "( python {params.script} page {params.of} {params.profiles} {params.pictures:q} --out {output.page}"
         " && python {params.script} summary {params.of} > {output.summary} ) 2> {log}"

@@ -1,10 +1,13 @@
-"""The report: one HTML page about searches, runs and profiles that opens offline."""
+"""The report: one HTML page about searches, runs and profiles that opens offline, with the answer first."""
 
 import base64
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
+from answer import answer, provenance
+from given_picture import GivenPicture
 from loss_picture import draw_loss, draw_step_times
 from memory_picture import draw_memory
 from plan_picture import StrategyColours, draw_plan
@@ -14,7 +17,6 @@ from results import (
     SearchOutcome,
     evaluation_text,
     plan_text,
-    ratio_text,
     speed_text,
 )
 from shardwright_formats.display.svg import STYLE
@@ -23,38 +25,60 @@ from shardwright_formats.display.units import bytes_text, seconds_text
 from tables import correction_table, fits_table, html_list, plans_table, ranks_table
 
 
-def page(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome], profiles: Sequence[ProfileOutcome] = ()) -> str:
+class Section(NamedTuple):
+    """A part of the page."""
+
+    title: str
+    content: str
+    """HTML, its heading not included."""
+
+
+def page(
+    searches: Sequence[SearchOutcome],
+    runs: Sequence[RunOutcome],
+    profiles: Sequence[ProfileOutcome] = (),
+    pictures: Sequence[GivenPicture] = (),
+) -> str:
     """The whole page."""
     colours = StrategyColours(search.plan for search in searches)
     css = STYLE + (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     sections = [
-        *(_search_section(search, colours) for search in searches),
-        *(_run_section(run) for run in runs),
-        *(_profile_section(profile) for profile in profiles),
+        *(Section(f"Plan: {search.name}", _search_section(search, colours)) for search in searches),
+        *(Section(f"Run: {run.name}", _run_section(run)) for run in runs),
+        *(Section(f"Picture: {given.name}", _drawing(given.drawing)) for given in pictures),
+        *(Section(f"Profile: {profile.name}", _profile_section(profile)) for profile in profiles),
     ]
+    parts = "".join(_part(number, *section) for number, section in enumerate(sections, start=1))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Shardwright report</title><style>{css}</style></head><body><main>"
-        f"<h1>Shardwright report</h1>{_summary(searches, runs)}{''.join(sections)}</main></body></html>\n"
+        f"<h1>Shardwright report</h1>{''.join(map(answer, searches))}{_losses(runs)}{_contents(sections)}{parts}"
+        "</main></body></html>\n"
     )
 
 
-def _summary(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> str:
-    tiles = []
-    for search in searches:
-        chosen = search.comparisons[0]
-        time_s = chosen.estimate.simulated_step_time_s
-        if chosen.measured_time_s is None:
-            words = "".join(f", {kind}" for kind in _provenance(search))
-            tiles.append((seconds_text(time_s), f"{search.name}: predicted step{words}, not measured"))
-        else:
-            words = f"{search.name}: measured step, {ratio_text(time_s, chosen.measured_time_s)} × predicted"
-            tiles.append((seconds_text(chosen.measured_time_s), words))
-    for run in runs:
-        first, last = run.result.first_loss, run.result.final_loss
-        tiles.append((f"{first:.2f} → {last:.2f}", f"{run.name}: loss over {run.result.steps} steps"))
-    return '<div class="tiles">' + "".join(_tile(*tile) for tile in tiles) + "</div>"
+def _part(number: int, title: str, content: str) -> str:
+    return f'<section id="part-{number}"><h2>{escape(title)}</h2>{content}</section>'
+
+
+def _contents(sections: Sequence[Section]) -> str:
+    listed = "".join(
+        f'<li><a href="#part-{number}">{escape(section.title)}</a></li>'
+        for number, section in enumerate(sections, start=1)
+    )
+    numbers = "All numbers of this page are in the file of its name that ends in .json, beside it."
+    return f'<nav><ol>{listed}</ol><p class="soft">{numbers} Pictures grow when they are clicked.</p></nav>'
+
+
+def _losses(runs: Sequence[RunOutcome]) -> str:
+    tiles = [
+        _tile(
+            f"{of.result.first_loss:.2f} → {of.result.final_loss:.2f}", f"{of.name}: loss over {of.result.steps} steps"
+        )
+        for of in runs
+    ]
+    return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
 
 
 def _search_section(search: SearchOutcome, colours: StrategyColours) -> str:
@@ -67,7 +91,7 @@ def _search_section(search: SearchOutcome, colours: StrategyColours) -> str:
     )
     estimate = prediction.estimate
     tiles = [
-        (seconds_text(estimate.simulated_step_time_s), ", ".join(("predicted step", *_provenance(search)))),
+        (seconds_text(estimate.simulated_step_time_s), ", ".join(("predicted step", *provenance(search)))),
         (f"{estimate.samples_per_s:.3g}/s", "samples, predicted"),
         (bytes_text(estimate.memory_bytes), f"memory of {bytes_text(budget)}" if budget else "memory of a rank"),
     ]
@@ -75,9 +99,9 @@ def _search_section(search: SearchOutcome, colours: StrategyColours) -> str:
         tiles.append((f"${1000 * estimate.usd_per_step:.3g}", "for a thousand steps"))
     return "".join(
         (
-            f"<h2>Plan: {escape(search.name)}</h2><p class='soft'>{escape(facts)}</p>",
+            f"<p class='soft'>{escape(facts)}</p>",
             f"<p>{escape(plan_text(plan))}</p>",
-            "".join(f"<p><strong>{kind}</strong>{escape(words)}</p>" for kind, words in _provenance(search).items()),
+            "".join(f"<p><strong>{kind}</strong>{escape(words)}</p>" for kind, words in provenance(search).items()),
             '<div class="tiles">' + "".join(_tile(*tile) for tile in tiles) + "</div>",
             _figure("Layers and pipeline stages", draw_plan(plan, colours)),
             _figure("Predicted memory of a rank, by pipeline stage", draw_memory(estimate, budget)),
@@ -86,16 +110,6 @@ def _search_section(search: SearchOutcome, colours: StrategyColours) -> str:
             _proof_and_warnings(search),
         )
     )
-
-
-def _provenance(search: SearchOutcome) -> dict[str, str]:
-    """What of a prediction nobody measured, by kind: the first warning of each, which says how far that may be off."""
-    found: dict[str, str] = {}
-    for warning in search.prediction.warnings:
-        for kind in ("analytic", "assumed", "absent"):
-            if warning.startswith(f"{kind}: "):
-                found.setdefault(kind, warning.removeprefix(kind))
-    return found
 
 
 def _run_section(run: RunOutcome) -> str:
@@ -112,7 +126,7 @@ def _run_section(run: RunOutcome) -> str:
     title = "Loss, and validation loss (dots)" if evaluated else "Loss"
     return "".join(
         (
-            f"<h2>Run: {escape(run.name)}</h2><p class='soft'>{escape(facts)}</p>",
+            f"<p class='soft'>{escape(facts)}</p>",
             f"<p>{escape(evaluation_text(run))}</p>" if evaluated else "",
             _figure(title, draw_loss(run)),
             _figure("Step time, measured and predicted" if predicted else "Step time", draw_step_times(run)),
@@ -161,16 +175,21 @@ def _profile_section(found: ProfileOutcome) -> str:
     explained = "How well curves explain the points (relative errors; medians over the curves)"
     return "".join(
         (
-            f"<h2>Profile: {escape(found.name)}</h2><p class='soft'>{escape(facts)}</p>",
+            f"<p class='soft'>{escape(facts)}</p>",
             html_list(provenance.notes.splitlines()),
             f"<h3>{explained}</h3>{fits}" if fits else "",
-            f'<div class="wide"><img alt="points and curves" src="data:image/svg+xml;base64,{encoded}"></div>',
+            _drawing(f'<img alt="points and curves" src="data:image/svg+xml;base64,{encoded}"/>'),
         )
     )
 
 
 def _figure(title: str, drawing: str) -> str:
-    return f'<h3>{title}</h3><div class="wide">{drawing}</div>'
+    return f"<h3>{title}</h3>{_drawing(drawing)}"
+
+
+def _drawing(drawing: str) -> str:
+    """As wide as the page; clicked, as wide as it was drawn, to be scrolled, without a script."""
+    return f'<label class="wide"><input type="checkbox" aria-label="larger"/>{drawing}</label>'
 
 
 def _tile(value: str, words: str) -> str:

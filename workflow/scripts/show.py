@@ -7,9 +7,11 @@ python workflow/scripts/show.py picture results/plans/tight.json --out docs/imag
 from pathlib import Path
 from typing import Annotated
 
+from given_picture import read_picture
 from grid import table
 from plan_picture import StrategyColours, draw_plan
 from report import page
+from report_numbers import numbers
 from results import RunOutcome, SearchOutcome, read_profile, read_run, read_search
 from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run, show
 from shardwright_formats.display.svg import document
@@ -44,8 +46,10 @@ class PageOptions(ResultsOptions, frozen=True, kw_only=True):
 
     profile: tuple[str, ...] = ()
     """Names of profiles, MODEL@NODE_TYPE."""
+    picture: tuple[Path, ...] = ()
+    """Further pictures to show, SVG: of grids and of rent fronts."""
     out: Path
-    """The page to write."""
+    """The page to write; its numbers go beside it, with the ending .json."""
 
 
 class GridOptions(ResultsOptions, frozen=True, kw_only=True):
@@ -67,7 +71,10 @@ class PictureOptions(Options, frozen=True, kw_only=True):
 def write_page(options: PageOptions) -> None:
     """Write the report."""
     profiles = [read_profile(options.results, name) for name in options.profile]
-    write_bytes(options.out, page(options.searches(), options.runs(), profiles).encode())
+    searches, runs = options.searches(), options.runs()
+    pictures = [read_picture(path) for path in options.picture]
+    write_bytes(options.out, page(searches, runs, profiles, pictures).encode())
+    write_bytes(options.out.with_suffix(".json"), numbers(searches, runs, profiles))
 
 
 def print_summary(options: ResultsOptions) -> None:

@@ -23,6 +23,7 @@ from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes, check_all_nodes
 from shardwright_launch.ranks import EXPANDABLE, allocator_setting, launch
+from shardwright_train.data.corpora.open import Source
 from shardwright_train.engine.parameter_groups import LearningRateFactor, check_patterns
 from shardwright_train.imports import without_collection
 from shardwright_train.models.describe import describe_folder
@@ -52,11 +53,27 @@ def describe(options: DescribeOptions) -> None:
 
 
 def prepare_text(options: PrepareOptions) -> None:
-    """Write a tokenizer and the tokens of a text."""
+    """Write a tokenizer and the tokens of a text, or images as arrays."""
+    if options.source is Source.IMAGES:
+        _prepare_images(options)
+        return
+    if options.image_size is not None:
+        raise BadInput("--image-size", "a text has none", "leave it out, or say --source images")
     from shardwright_train.data.prepare import How, prepare
 
     how = How(options.source, options.field, options.dataset_split, options.tokenizer_mib, options.workers)
     prepare(options.text, options.glob, options.vocab_size, options.max_mib, options.out, options.tokenizer, how)
+
+
+def _prepare_images(options: PrepareOptions) -> None:
+    from shardwright_train.data.image_folder import prepare_images
+
+    of_text = {"--vocab-size": options.vocab_size, "--tokenizer": options.tokenizer, "--max-mib": options.max_mib}
+    for option in (option for option, value in of_text.items() if value is not None):
+        raise BadInput(option, "images have no tokens", "leave it out")
+    if options.image_size is None:
+        raise BadInput("--image-size", "is missing", "say the model's image_size, in pixels")
+    prepare_images(Path(options.text), options.image_size, options.out, options.workers)
 
 
 def convert(options: ConvertOptions) -> None:

@@ -20,6 +20,8 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 _Rate = Annotated[float, Meta(ge=0, le=1e6)]
 LogTo = Literal["tensorboard", "wandb", "mlflow", "none"]
 """Where the numbers of steps are sent, beside metrics.jsonl."""
+Objective = Literal["span-corruption", "prefix"]
+"""What T5 may be trained on."""
 _Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 
 
@@ -45,10 +47,13 @@ class PrepareOptions(Options, frozen=True, kw_only=True):
     text: str
     """Text file, folder of them, or `python-stdlib`: Python's own sources; what else it may be says --source."""
     out: Path
-    """Folder for tokenizer.json, tokens.bin, tokens.idx, data.json."""
+    """Folder for tokenizer.json, tokens.bin, tokens.idx, data.json; of images images.npy, labels.npy, classes.json."""
     source: Source = Source.AUTO
     """What the text lies in: files of text or JSON lines, a folder of `datasets`, dumps of Wikipedia without their
-    markup or with it (wikitext), or Megatron's .idx and .bin; auto: what the name says."""
+    markup or with it (wikitext), or Megatron's .idx and .bin; auto: what the name says. images: a folder with one of
+    JPEG and PNG files for each class, for ViT."""
+    image_size: Annotated[int, Meta(ge=1, le=2**14)] | None = None
+    """Of images: height and width in pixels that they are brought to, the model's image_size."""
     vocab_size: Annotated[int, Meta(ge=257, le=2**24)] | None = None
     """Tokens of the byte-level BPE to train; needed unless `tokenizer` is given."""
     tokenizer: Path | None = None
@@ -160,6 +165,8 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Largest global 2-norm of gradients; 0: no clipping."""
     seed: NonNegativeCount = 0
     """Seed of initial weights and sample order."""
+    objective: Objective | None = None
+    """What T5 learns of a text: the spans that are cut out of it (if left out), or how it goes on behind a prefix."""
     valid_fraction: Share = 0.0
     """Share of the data, behind what is trained on, that is left to evaluation."""
     test_fraction: Share = 0.0
@@ -205,11 +212,13 @@ class ConvertOptions(Options, frozen=True, kw_only=True):
     """Write the model of a checkpoint, saved under any plan, as a folder that transformers' from_pretrained opens."""
 
     checkpoint: Annotated[Path, POSITIONAL]
-    """Checkpoint (step-…), or the DONE.json of a run, which names its last."""
+    """Checkpoint (step-…), or the DONE.json of a run, which names its last and its best."""
     plan: Path
     """A plan for the same model (JSON)."""
     out: Path
     """Folder to write: config.json, safetensors, and their index where there are several."""
+    best: bool = False
+    """Take the checkpoint that DONE.json names as the best, of a run with --keep-best, in place of its last."""
     copy_from: Path | None = None
     """Folder whose tokenizer, generation configuration and names of classes are copied along."""
     dtype: Dtype | None = None

@@ -55,6 +55,11 @@ class Text:
         """Positions of a sample that the head computes a loss for."""
         return self.sequence_length
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What tells its samples of a text from those that the model learns by itself; empty where they are these."""
+        return ()
+
     def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
         """Number of labels that count in so many samples; `text` reads them where that depends on it."""
         return samples * self.labels
@@ -100,9 +105,9 @@ class TextBatches:
 
     @property
     def sha256(self) -> str:
-        """Identity of the token stream, of the split, and of what is made of boundaries."""
-        sha256 = self.samples.sha256
-        return sha256_of_value([sha256, *self.boundaries]) if any(self.boundaries) else sha256
+        """Identity of the token stream, of the split, and of what is made of boundaries and samples."""
+        made = [*(self.boundaries if any(self.boundaries) else ()), *self.objective.identity]
+        return sha256_of_value([self.samples.sha256, *made]) if made else self.samples.sha256
 
     @property
     def per_epoch(self) -> int:

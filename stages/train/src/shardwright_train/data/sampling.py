@@ -108,6 +108,7 @@ def open_samples(folder: Path, sequence_length: int, seed: int, part: Part = WHO
         what = f"has {len(opened.tokens)} tokens, data.json says {described.tokens}"
         raise BadInput(files.tokens, what, "prepare the data again")
     first, end = _tokens_of(opened, part)
+    _check_splits(files, opened, part)
     if end - first <= sequence_length:
         of_split = "" if part == WHOLE else f" of the {part.split} split"
         what = f"{end - first} tokens{of_split} are less than one sample of {sequence_length} + 1"
@@ -124,6 +125,19 @@ def open_samples(folder: Path, sequence_length: int, seed: int, part: Part = WHO
         first=first,
         shuffled=part.split is Split.TRAIN,
     )
+
+
+def _check_splits(files: DataFolder, opened: TokenFile, part: Part) -> None:
+    """BadInput where the boundaries of documents leave nothing to a split that is asked for."""
+    for split in Split:
+        each = Part(split, part.fractions)
+        begin, end = each.bounds
+        first, last = _tokens_of(opened, each)
+        if begin < end and first == last:
+            share = f"{end - begin:.3g} of {opened.index.num_documents} documents, which are not cut,"
+            what = f"{share} leave no tokens to the {split} split"
+            remedy = "prepare it in more documents (files, or lines with --source jsonl), or give --valid-data"
+            raise BadInput(files.tokens, what, remedy)
 
 
 def _tokens_of(opened: TokenFile, part: Part) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import Attention
 from shardwright_train.data.boundaries import POSITIONS
@@ -69,7 +70,9 @@ class Family:
     rotary: str | None = None
     """The module that makes rotary cosines and sines."""
     objective: type[Text | Classification] = Causal
-    """What it learns."""
+    """What it learns, where a run cannot choose, and what its inputs and labels are counted by."""
+    objectives: Mapping[str, type[Text]] = {}
+    """What a run may choose to learn, of the same inputs and labels; the first where it names none."""
     kernels: tuple[Attention, ...] = tuple(kernel for kernel in Attention if kernel is not Attention.AUTO)
     """The attention kernels that its blocks can use; flash_attention_2 adds nothing to the scores."""
     states: Mapping[str, str] = {"hidden_states": "tokens"}
@@ -137,6 +140,18 @@ class Family:
     def learns(self, model: Model) -> Text | Classification:
         """What the samples of a described model are."""
         return self.objective.of(self.configuration(model), model.sequence_length)
+
+    def trained_on(self, model: Model, asked: str | None) -> Text | Classification:
+        """What the samples of a run are that asks for this objective; BadInput where the model has none such."""
+        if asked is not None and asked not in self.objectives:
+            raise BadInput(f"--objective {asked}", f"a {self.name} model is not trained so", "leave it out")
+        if not self.objectives:
+            return self.learns(model)
+        name = asked or next(iter(self.objectives))
+        try:
+            return self.objectives[name].of(self.configuration(model), model.sequence_length)
+        except ValueError as error:
+            raise BadInput(f"--objective {name}", str(error), "describe another model, or train otherwise") from None
 
     def configuration(self, model: Model) -> Any:
         """The transformers configuration of a described model, number of layers included."""

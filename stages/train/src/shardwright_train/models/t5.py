@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from shardwright_formats.types.plan import Attention
 from shardwright_train.data.objectives import Prefix
 from shardwright_train.data.share import Batch
+from shardwright_train.data.span_corruption import SpanCorruption
 from shardwright_train.models.base import Family, States
 from shardwright_train.models.masks import Mask, causal_mask
 from shardwright_train.models.stock import Pieces
@@ -36,6 +37,7 @@ class T5(Family):
     states = {"encoder_states": "tokens", "decoder_states": "decoder_tokens"}
     shared = {_BIAS: f"{{kind}}.block.0.{_BIAS}", "final_layer_norm.weight": "{kind}.final_layer_norm.weight"}
     objective = Prefix
+    objectives = {"span-corruption": SpanCorruption, "prefix": Prefix}
     counted_per_rank = ("n_heads",)
     divided = ("num_heads", "d_ff")
     dropouts = ("dropout_rate",)

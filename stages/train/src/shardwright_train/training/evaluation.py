@@ -54,7 +54,7 @@ class ValidationData:
 
 def open_validation(job: RunOptions, plan: Plan) -> ValidationData | None:
     """What a run is to be evaluated on, or None; BadInput where it cannot be."""
-    objective = family_named(plan.model.family, job.plan).learns(plan.model)
+    objective = family_named(plan.model.family, job.plan).trained_on(plan.model, job.objective)
     if job.valid_data is not None:
         batches: Batches = objective.open(job.valid_data, _SEED, boundaries=job.boundaries)
     elif job.valid_fraction:

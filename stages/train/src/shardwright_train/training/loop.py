@@ -149,7 +149,8 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, 
         check_device(plan, world, job.plan)
         family = family_named(plan.model.family, job.plan)
         check_kernels(plan, family, world.device, job.plan)
-        batches = family.learns(plan.model).open(job.data, job.seed, Part(Split.TRAIN, job.fractions), job.boundaries)
+        objective = family.trained_on(plan.model, job.objective)
+        batches = objective.open(job.data, job.seed, Part(Split.TRAIN, job.fractions), job.boundaries)
         validation = open_validation(job, plan)
         if world.rank == 0:
             batches.check_contents()

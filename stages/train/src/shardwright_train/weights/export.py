@@ -60,7 +60,7 @@ def export(options: ConvertOptions) -> None:
     """
     plan = read_document(options.plan, Plan)
     family = family_named(plan.model.family, options.plan)
-    checkpoint = _checkpoint(options.checkpoint, plan.model)
+    checkpoint = _checkpoint(_folder(options.checkpoint, best=options.best), plan.model)
     copied = () if options.copy_from is None else tuple(_to_copy(options.copy_from, plan.model, family))
     asked = None if options.dtype is None else torch_dtype(options.dtype)
     parameters = tuple(_parameters(plan.model, family, saved_dtypes(checkpoint), asked))
@@ -72,8 +72,21 @@ def export(options: ConvertOptions) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _checkpoint(given: Path, model: Model) -> Path:
-    checkpoint = Path(read_document(given, RunResult).checkpoint) if given.is_file() else given
+def _folder(given: Path, *, best: bool) -> Path:
+    """The checkpoint that is meant, of a run its last or its best."""
+    if not given.is_file():
+        if best:
+            raise BadInput(given, "--best is asked of a run, not of a checkpoint", "name the run's DONE.json")
+        return given
+    done = read_document(given, RunResult)
+    if not best:
+        return Path(done.checkpoint)
+    if done.best is None:
+        raise BadInput(given, "names no best checkpoint", "train with --keep-best, or leave out --best")
+    return Path(done.best.checkpoint)
+
+
+def _checkpoint(checkpoint: Path, model: Model) -> Path:
     record = read_record(checkpoint)
     if record.identity.model_sha256 != identity_of(model):
         raise BadInput(checkpoint, "was saved under another model than the plan's", "name a plan for the same model")

@@ -29,6 +29,8 @@ class Source(StrEnum):
     """The same with its markup, as it was written."""
     MEGATRON = "megatron"
     """Megatron's .bin and .idx, tokens already."""
+    IMAGES = "images"
+    """No text: a folder of classes, JPEG and PNG files in each."""
 
 
 _GLOBS = {

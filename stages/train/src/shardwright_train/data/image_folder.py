@@ -1,0 +1,125 @@
+"""A folder of classes, JPEG and PNG files in each, as images.npy and labels.npy: decoded once, not in every step."""
+
+import json
+import os
+import struct
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.lib.format import write_array_header_1_0
+from numpy.typing import NDArray
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import atomic_path, write_bytes
+from shardwright_launch.lock import only_run
+from shardwright_launch.nodes import Nodes
+
+_ENDINGS = (".jpg", ".jpeg", ".png")
+_FORMATS = ("JPEG", "PNG")
+_AT_ONCE = 256
+_SAY_EVERY_S = 10.0
+
+
+class _Found(NamedTuple):
+    """The files of a folder, class after class, each in the order of names."""
+
+    classes: tuple[str, ...]
+    files: tuple[Path, ...]
+    labels: NDArray[np.int64]
+
+
+def prepare_images(folder: Path, size: int, out: Path, workers: int | None = None) -> None:
+    """Write OUT/{images.npy,labels.npy,classes.json}: the same files and size give the same bytes.
+
+    Each subfolder is a class, numbered from 0 in the order of names. Images become RGB of size x size: scaled
+    (bilinear) until they cover it, and cut around their middle. Memory does not grow with their number.
+
+    Raises BadInput where a file is damaged, a class is empty, or Pillow is not installed: then nothing is left.
+    """
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        what, remedy = "decoding images takes the package `pillow`", "pip install 'shardwright-train[images]'"
+        raise BadInput(folder, what, remedy) from None
+    found, is_new = _find(folder), not out.exists()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with only_run(out.with_name(f"{out.name}.lock"), Nodes()):
+        try:
+            _write(found, size, out, workers or len(os.sched_getaffinity(0)))
+        except BadInput:
+            if is_new and out.is_dir():
+                out.rmdir()
+            raise
+    print(f"{len(found.files)} images of {len(found.classes)} classes", file=sys.stderr, flush=True)
+
+
+def _find(folder: Path) -> _Found:
+    if not folder.is_dir():
+        raise BadInput(folder, "is no folder", "name one with a folder of images for each class")
+    classes = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    if not classes:
+        raise BadInput(folder, "has no folders of classes", "put the images of each class into one")
+    files = [sorted(file for file in each.iterdir() if file.suffix.lower() in _ENDINGS) for each in classes]
+    for each, some in zip(classes, files, strict=True):
+        if not some:
+            raise BadInput(each, "holds no .jpg, .jpeg or .png file", "remove the folder, or fill it")
+    labels = np.repeat(np.arange(len(classes)), [len(some) for some in files])
+    return _Found(tuple(each.name for each in classes), tuple(file for some in files for file in some), labels)
+
+
+def _write(found: _Found, size: int, out: Path, workers: int) -> None:
+    with atomic_path(out / "images.npy") as temporary:
+        with temporary.open("wb") as file:
+            _header(file, "|u1", (len(found.files), 3, size, size))
+            for image in _decoded(found.files, size, workers):
+                file.write(image.tobytes())
+        # A folder of before is none any more until both belong together.
+        (out / "images.npy").unlink(missing_ok=True)
+        with atomic_path(out / "labels.npy") as labels, labels.open("wb") as file:
+            _header(file, "<i8", found.labels.shape)
+            file.write(found.labels.astype("<i8").tobytes())
+        names = {str(number): name for number, name in enumerate(found.classes)}
+        write_bytes(out / "classes.json", (json.dumps({"id2label": names}, indent=1) + "\n").encode())
+
+
+def _header(file: BinaryIO, dtype: str, shape: tuple[int, ...]) -> None:
+    write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+
+
+def _decoded(files: tuple[Path, ...], size: int, workers: int) -> Iterator[NDArray[np.uint8]]:
+    """Images [3, size, size] in the order of their files; Pillow decodes outside of Python's lock."""
+    began = said = time.monotonic()
+    with ThreadPoolExecutor(workers) as pool:
+        for first in range(0, len(files), _AT_ONCE):
+            some = files[first : first + _AT_ONCE]
+            yield from pool.map(_image, some, [size] * len(some))
+            done, now = first + len(some), time.monotonic()
+            if now - said >= _SAY_EVERY_S:
+                said, left_s = now, (len(files) - done) * (now - began) / done
+                print(f"{done} of {len(files)} images, {left_s / 60:.0f} min left", file=sys.stderr, flush=True)
+
+
+def _image(file: Path, size: int) -> NDArray[np.uint8]:
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(file, formats=_FORMATS) as opened:
+            fitted = ImageOps.fit(opened.convert("RGB"), (size, size), Image.Resampling.BILINEAR)
+    # What Pillow's decoders raise where a file is cut short, damaged, of another kind, or far too large.
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        EOFError,
+        struct.error,
+        zlib.error,
+        Image.DecompressionBombError,
+    ) as error:
+        raise BadInput(file, f"is no whole JPEG or PNG ({error})", "replace it, or remove it") from None
+    return np.asarray(fitted).transpose(2, 0, 1)

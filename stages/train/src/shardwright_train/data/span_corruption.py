@@ -1,0 +1,174 @@
+"""Span corruption (Raffel et al. 2020, section 3.1.4): spans are cut out of a text, and are what the decoder says."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_train.data.blend import Blend
+from shardwright_train.data.boundaries import ACROSS, Boundaries
+from shardwright_train.data.description import DataFolder
+from shardwright_train.data.objectives import Prefix, Text, TextBatches
+from shardwright_train.data.random_samples import RANDOM, RandomBatches
+from shardwright_train.data.sampling import Samples
+from shardwright_train.data.share import Batch
+from shardwright_train.data.split import WHOLE, Part
+from shardwright_train.data.tokenizing import read_tokenizer
+from shardwright_train.parallel.vocab import IGNORED
+
+# Raffel et al. 2020, section 3.3.4: what T5 was trained with.
+_NOISE_DENSITY, _MEAN_SPAN = 0.15, 3
+
+
+class Lengths(NamedTuple):
+    """Of one sample, in tokens."""
+
+    noise: int
+    """Cut out of it."""
+    spans: int
+    """In how many pieces."""
+    kept: int
+
+    @property
+    def inputs(self) -> int:
+        """What is kept, a sentinel for each span, and the end of sequence."""
+        return self.kept + self.spans + 1
+
+    @property
+    def targets(self) -> int:
+        """What is cut out, a sentinel before each span, and the end of sequence."""
+        return self.noise + self.spans + 1
+
+    @property
+    def tokens(self) -> int:
+        """Of the text."""
+        return self.noise + self.kept
+
+    @classmethod
+    def of(cls, tokens: int) -> Self:
+        """As T5's random_spans_noise_mask rounds them."""
+        noise = min(max(round(tokens * _NOISE_DENSITY), 1), tokens - 1)
+        return cls(noise, max(round(noise / _MEAN_SPAN), 1), tokens - noise)
+
+
+@cache
+def lengths_filling(inputs: int) -> Lengths:
+    """Those of the longest text whose inputs are no longer; ValueError where there is none."""
+    found = Lengths.of(2)
+    if found.inputs > inputs:
+        raise ValueError(f"sequence length {inputs} is too short for span corruption: {found.inputs} at least")
+    while (longer := Lengths.of(found.tokens + 1)).inputs <= inputs:
+        found = longer
+    return found
+
+
+@dataclass(frozen=True)
+class SpanCorruption(Text):
+    """15 % of a text are cut out in spans of 3 tokens on average, a sentinel stands for each, the decoder says them.
+
+    The encoder's positions are filled; the decoder's are as many, and those behind the targets are padding whose labels
+    do not count.
+    """
+
+    draws: ClassVar[bool] = True
+    keeps_boundaries: ClassVar[bool] = False
+    first_token: int
+    """What the decoder starts with."""
+    end: int
+    """The end of sequence, which closes inputs and targets."""
+    sentinels: tuple[int, ...] = ()
+    """Of the first span, the second...; known once the data is."""
+
+    @classmethod
+    def of(cls, config: Any, sequence_length: int) -> Self:
+        """The decoder starts as with a prefix; ValueError where there is no eos_token_id."""
+        lengths_filling(sequence_length)
+        if config.eos_token_id is None:
+            raise ValueError("there is no eos_token_id to close inputs and targets with")
+        first = Prefix.of(config, sequence_length).first_token
+        return cls(config.vocab_size, sequence_length, first, config.eos_token_id)
+
+    @property
+    def lengths(self) -> Lengths:
+        """Of each sample: they are all alike."""
+        return lengths_filling(self.sequence_length)
+
+    @property
+    def stream_tokens(self) -> int:
+        """What the inputs are made of: more than they are."""
+        return self.lengths.tokens
+
+    def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
+        """The targets."""
+        return samples * self.lengths.targets
+
+    def open(
+        self, folder: Path, seed: int, part: Part = WHOLE, boundaries: Boundaries = ACROSS
+    ) -> TextBatches | RandomBatches:
+        """As any text; BadInput where vocabulary or tokenizer have too few sentinels for the spans of a sample."""
+        if folder == RANDOM:
+            return super().open(folder, seed, part, boundaries)
+        opened = super().open(folder, seed, part, boundaries)
+        assert isinstance(opened, TextBatches)
+        found = sentinels_of(opened.samples, self.vocab_size)
+        if len(found) < self.lengths.spans:
+            what = f"{len(found)} sentinel tokens for the {self.lengths.spans} spans of a sample"
+            remedy = "raise the model's vocab_size beyond the tokenizer's, or train with --objective prefix"
+            raise BadInput(folder, what, remedy)
+        return replace(opened, objective=replace(self, sentinels=found[: self.lengths.spans]))
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What tells its samples from those of a prefix."""
+        return ("span corruption", _NOISE_DENSITY, _MEAN_SPAN, self.end, self.sentinels)
+
+    def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
+        """`tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each; a sample's last token is not read."""
+        made = [self._corrupted(text[: self.stream_tokens], generator) for text in samples]
+        tokens, labels = (torch.stack(each) for each in zip(*made, strict=True))
+        start = torch.full_like(labels[:, :1], self.first_token)
+        before = torch.cat((start, labels[:, :-1]), 1)
+        return {"tokens": tokens, "decoder_tokens": before.where(before != IGNORED, self.first_token), "labels": labels}
+
+    def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
+        """On random tokens, sentinels among them."""
+        ends = tuple(range(self.vocab_size - 1, max(self.vocab_size - 1 - self.lengths.spans, -1), -1))
+        return Text.random_batch(replace(self, sentinels=ends), samples, generator)
+
+    def _corrupted(self, text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of one sample."""
+        lengths = self.lengths
+        kept = _segments(lengths.kept, lengths.spans, generator)
+        noise = _segments(lengths.noise, lengths.spans, generator)
+        pieces = text.split([length for pair in zip(kept, noise, strict=True) for length in pair])
+        signs, end = torch.tensor(self.sentinels)[:, None], torch.tensor([self.end])
+        inputs = [each for pair in zip(pieces[::2], signs, strict=True) for each in pair]
+        targets = [each for pair in zip(signs, pieces[1::2], strict=True) for each in pair]
+        padding = torch.full((self.sequence_length - lengths.targets,), IGNORED)
+        return torch.cat((*inputs, end)), torch.cat((*targets, end, padding))
+
+
+def sentinels_of(samples: Samples | Blend, vocab_size: int) -> tuple[int, ...]:
+    """The sentinel tokens, in order: <extra_id_0> and on of the data's tokenizer, as T5's has them.
+
+    Where it has none they are the rows of the model behind the tokenizer's, from the end of the vocabulary downwards.
+    """
+    parts = samples.parts if isinstance(samples, Blend) else (samples,)
+    tokenizer = read_tokenizer(DataFolder(parts[0].folder).tokenizer)
+    named: list[int] = []
+    while (number := tokenizer.token_to_id(f"<extra_id_{len(named)}>")) is not None:
+        named.append(number)
+    return tuple(named or range(vocab_size - 1, max(part.vocab_size for part in parts) - 1, -1))
+
+
+def _segments(items: int, segments: int, generator: torch.Generator) -> list[int]:
+    """Lengths of so many segments, one or more each: where they begin is drawn among all ways."""
+    starts = torch.randperm(items - 1, generator=generator)[: segments - 1].sort().values + 1
+    edges = [0, *starts.tolist(), items]
+    return [end - begin for begin, end in pairwise(edges)]

@@ -1,0 +1,89 @@
+"""What the report begins with: each search's plan, its step time, memory and price, and how sure that is."""
+
+from collections.abc import Iterator
+from html import escape
+
+from results import Comparison, SearchOutcome, plan_text, ratio_text
+from shardwright_formats.display.units import bytes_text, seconds_text
+
+_KINDS = ("analytic", "assumed", "absent")
+
+
+def answer(search: SearchOutcome) -> str:
+    """One card: a search's answer in five lines."""
+    chosen = next((of for of in search.comparisons if of.taken), search.comparisons[0])
+    lines = "".join(f"<dt>{name}</dt><dd>{escape(words)}</dd>" for name, words in _lines(search, chosen))
+    return f'<div class="answer"><b>{escape(search.name)}</b><dl>{lines}</dl></div>'
+
+
+def provenance(search: SearchOutcome) -> dict[str, str]:
+    """What of a prediction nobody measured, by kind: the first warning of each, which says how far that may be off."""
+    found: dict[str, str] = {}
+    for warning in search.prediction.warnings:
+        for kind in _KINDS:
+            if warning.startswith(f"{kind}: "):
+                found.setdefault(kind, warning.removeprefix(kind))
+    return found
+
+
+def fits_by(search: SearchOutcome, of: Comparison) -> int | None:
+    """What is left of the budget of the search's fullest device, in bytes, as measured or else as predicted.
+
+    Negative where it does not fit; nothing where no budget was set.
+    """
+    budget = search.prediction.memory_budget_bytes
+    held = of.estimate.memory_bytes if of.measured_bytes is None else of.measured_bytes
+    return None if budget is None else budget - held
+
+
+def _lines(search: SearchOutcome, of: Comparison) -> Iterator[tuple[str, str]]:
+    model, cluster = of.plan.model, of.plan.cluster
+    yield "Plan", f"{model.name} on {cluster.name}, {of.plan.world_size} ranks: {plan_text(of.plan)}"
+    yield "Time", _time(of)
+    yield "Memory", _memory(search, of)
+    yield "Price", _price(of)
+    yield "How sure", "; ".join(_sure(search, of))
+
+
+def _time(of: Comparison) -> str:
+    predicted_s, measured_s = of.estimate.simulated_step_time_s, of.measured_time_s
+    if measured_s is None:
+        return f"{seconds_text(predicted_s)} a step, predicted: {of.estimate.samples_per_s:.3g} samples/s"
+    samples_per_s = of.plan.global_batch_size / measured_s
+    return f"{seconds_text(measured_s)} a step, measured: {samples_per_s:.3g} samples/s"
+
+
+def _memory(search: SearchOutcome, of: Comparison) -> str:
+    measured = of.measured_bytes is not None
+    held = of.measured_bytes if of.measured_bytes is not None else of.estimate.memory_bytes
+    words = f"{bytes_text(held)} on the fullest device, {'measured' if measured else 'predicted'}"
+    left, budget = fits_by(search, of), search.prediction.memory_budget_bytes
+    if left is None or budget is None:
+        return f"{words}; no budget was set"
+    if left < 0:
+        return f"{words}: does not fit {bytes_text(budget)}, by {bytes_text(-left)}"
+    return f"{words}: fits {bytes_text(budget)}, {bytes_text(left)} to spare"
+
+
+def _price(of: Comparison) -> str:
+    usd = of.estimate.usd_per_step
+    return "none is known of these nodes" if usd is None else f"${1000 * usd:.3g} for a thousand steps, predicted"
+
+
+def _sure(search: SearchOutcome, of: Comparison) -> Iterator[str]:
+    if of.taken:
+        yield "taken for its measured time"
+    elif (proof := search.prediction.proof) is None:
+        yield "not searched, so that nothing is proven"
+    else:
+        found = "optimal" if proof.gap == 0 else f"within {proof.gap:.2%} of the optimum"
+        yield f"{found} in the space that was searched, by the cost model"
+    if of.measured_time_s is None:
+        yield "it was not run"
+    else:
+        ratio = ratio_text(of.estimate.simulated_step_time_s, of.measured_time_s)
+        yield f"it was run, and took {ratio} × as long as predicted"
+    if kinds := provenance(search):
+        yield f"not all was measured that it is predicted from: {', '.join(kinds)}"
+    if warnings := len(search.prediction.warnings):
+        yield f"{warnings} warning{'s' if warnings > 1 else ''} below"
