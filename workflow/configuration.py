@@ -13,6 +13,7 @@ from typing import Any
 
 from configuration_checks import Section, check_model_keys, check_references, converted, read_preset, typed
 from configuration_types import Configuration, ModelChoice, Profile, Select, Source
+from data_files import DataFiles, check_data
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.command.options import options_of
 from shardwright_formats.io.errors import BadInput
@@ -139,10 +140,43 @@ class Workflow:
         """The runs whose model is written as a folder."""
         return tuple(name for name, run in self.of.runs.items() if run.export)
 
-    def copied_from(self, run: str) -> str:
-        """The folder whose tokenizer goes with a run's model: that of its weights, else of its data."""
+    def copied_from(self, run: str) -> str | None:
+        """The folder whose tokenizer goes with a run's model: that of its weights, else of its data; None: none."""
         of = self.of.runs[run]
-        return str(of.weights or f"results/data/{of.data}")
+        return self.data_files.tokenizer_folder(str(of.data)) if of.weights is None else str(of.weights)
+
+    def convert_options(self, run: str) -> list[str]:
+        """What `shardwright-train convert` is told of a run beside its files."""
+        copied = self.copied_from(run)
+        best = ["--best"] if self.of.runs[run].export == "best" else []
+        return best if copied is None else ["--copy-from", copied, *best]
+
+    def run_options(self, run: str) -> list[str]:
+        """What `shardwright-train run` is told beside its plan, data and folders."""
+        said, valid = (
+            self.options("runs", run, ("search", "data", "valid_data", "export")),
+            self.of.runs[run].valid_data,
+        )
+        return said if valid is None else [*said, "--valid-data", self.data_files.folder(str(valid))]
+
+    @property
+    def data_files(self) -> DataFiles:
+        """Where the data lies."""
+        return DataFiles(self.of.data)
+
+    def blend_json(self, name: str) -> str:
+        """The document of a blend."""
+        from shardwright_train.data.blend import BlendedData
+
+        return _document(BlendedData, self.data_files.blend(name))
+
+    def text_data(self) -> str:
+        """A regular expression of the data that are texts."""
+        return _any_of(self.data_files.texts())
+
+    def image_data(self) -> str:
+        """A regular expression of the data that are images."""
+        return _any_of(self.data_files.images())
 
     def measured_searches(self) -> tuple[str, ...]:
         """The searches whose plan and runners-up are run for a few steps: those asked for, and those others rest on."""
@@ -211,10 +245,12 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
     workflow = Workflow(of, config, presets)
     for name in of.clusters:
         converted(workflow.cluster(name), Cluster, f"clusters.{name}", file)
+    check_data(of, config, file)
     for name, run in of.runs.items():
         rows = json.loads(workflow.model_config_json(of.searches[run.search].model)).get("vocab_size")
-        tokens = of.data[run.data].vocab_size
-        if isinstance(rows, int) and tokens is not None and tokens > rows:
+        parts = (part for data in (run.data, run.valid_data) if data for part in workflow.data_files.parts(str(data)))
+        tokens = max((of.data[part].vocab_size or 0 for part in parts), default=0)
+        if isinstance(rows, int) and tokens > rows:
             what = f"runs.{name}: its data has {tokens} tokens, its model's vocabulary {rows}"
             raise BadInput(file, what, "raise the model's vocab_size or lower the data's")
     return workflow

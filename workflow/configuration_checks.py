@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, get_args
 import msgspec
 import yaml
 
-from configuration_types import DECIDED, Configuration, ModelChoice, Name, Search, Validate, components
+from configuration_types import DECIDED, RANDOM, Configuration, ModelChoice, Name, Search, Validate, components
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_bytes
 
@@ -27,6 +27,7 @@ _REFERENCES = (
     ("searches", "correction", "searches"),
     ("runs", "search", "searches"),
     ("runs", "data", "data"),
+    ("runs", "valid_data", "data"),
 )
 """Section, key, and the section that its value is a name of."""
 
@@ -105,8 +106,11 @@ def check_references(config: Configuration, file: str) -> None:
 def _references(config: Configuration) -> Iterator[tuple[str, str, str]]:
     for section, key, of in _REFERENCES:
         for name, entry in getattr(config, section).items():
-            if (referred := getattr(entry, key)) is not None:
+            referred = getattr(entry, key)
+            if referred is not None and not (of == "data" and referred == RANDOM):
                 yield f"{section}.{name}.{key}", referred, of
+    for name, data in config.data.items():
+        yield from ((f"data.{name}.blend", part, "data") for part in data.blend or ())
     for name, cluster in config.clusters.items():
         yield from ((f"clusters.{name}.nodes", node_type, "node_types") for node_type in cluster.node_types)
     yield from (("validate.searches", search, "searches") for search in config.validate.searches)

@@ -8,7 +8,7 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -34,6 +34,8 @@ Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 Word = Annotated[str, Meta(pattern=r"""^[^\s;'"`$\\]+$""", max_length=200)]
 """What Slurm is given: neither spaces nor quotes."""
 
+RANDOM = "random"
+"""Stands for random samples where a run names its data."""
 _UNSAID: Path = msgspec.field(default_factory=Path)
 """What the workflow decides by itself: see DECIDED."""
 
@@ -142,8 +144,11 @@ class Profile(ProfileSettings, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Data(PrepareOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Text to make tokens of."""
+    """Text to make tokens of, images to decode, or a blend of texts."""
 
+    text: str = ""
+    blend: dict[Name, Annotated[float, Meta(gt=0, le=1e9)]] | None = None
+    """In place of a text: other entries, and the weight of each."""
     out: Path = _UNSAID
 
 
@@ -164,9 +169,11 @@ class Run(RunOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
 
     search: Name
     data: Name  # type: ignore[assignment]
-    """The name of a text, where the command takes its folder."""
-    export: bool = False
-    """Write results/runs/<run>/model/, which transformers opens."""
+    """The name of an entry of `data`, where the command takes its folder; `random`: random samples."""
+    valid_data: Name | None = None  # type: ignore[assignment]
+    """The same, to evaluate on."""
+    export: bool | Literal["best"] = False
+    """Write results/runs/<run>/model/, which transformers opens: of the last checkpoint, or of the best."""
     plan: Path = _UNSAID
     out: Path = _UNSAID
     checkpoints: Path = _UNSAID

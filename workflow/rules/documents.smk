@@ -10,6 +10,7 @@ for kind, path, text_of in (
     ("model_config", "models/{name}/config.json", CONFIG.model_config_json),
     ("profile_settings", "settings/{name}.json", CONFIG.profile_json),
     ("search", "searches/{name}.json", CONFIG.search_json),
+    ("blend", "data/{name}/blend.json", CONFIG.blend_json),
 ):
 
     rule:

@@ -15,6 +15,8 @@ rule prepare:
         "results/logs/prepare/{data}.log",
     benchmark:
         "results/benchmarks/prepare/{data}.tsv"
+    wildcard_constraints:
+        data=CONFIG.text_data(),
     threads: lambda wildcards: CONFIG.of.data[wildcards.data].workers or 1
     resources:
         mem_mb=4000,
@@ -30,13 +32,38 @@ rule prepare:
         "shardwright-train prepare {params.options:q} --workers {threads} --out {params.folder} 2> {log}"
 
 
+rule prepare_images:
+    output:
+        images="results/data/{data}/images.npy",
+        labels="results/data/{data}/labels.npy",
+        classes="results/data/{data}/classes.json",
+    log:
+        "results/logs/prepare_images/{data}.log",
+    benchmark:
+        "results/benchmarks/prepare_images/{data}.tsv"
+    wildcard_constraints:
+        data=CONFIG.image_data(),
+    threads: lambda wildcards: CONFIG.of.data[wildcards.data].workers or 1
+    resources:
+        mem_mb=4000,
+        runtime=60,
+    params:
+        folder=lambda wildcards, output: Path(output.images).parent,
+        options=lambda wildcards: CONFIG.options(
+            "data", wildcards.data, without=("workers",)
+        ),
+    message:
+        "decode the images {wildcards.data}"
+    shell:
+        "shardwright-train prepare {params.options:q} --workers {threads} --out {params.folder} 2> {log}"
+
+
 # Checkpoints are no outputs: Snakemake would delete them before a run goes on. They lie under the plan's identity, so
 # that another plan starts afresh. A run that stops in order (75) is resumed, ten times at most.
 rule run:
     input:
         plan=lambda wildcards: CONFIG.plan_of(CONFIG.of.runs[wildcards.run].search),
-        data=lambda wildcards: f"results/data/{CONFIG.of.runs[wildcards.run].data}/data.json",
-        tokens=lambda wildcards: f"results/data/{CONFIG.of.runs[wildcards.run].data}/tokens.bin",
+        data=lambda wildcards: CONFIG.data_files.of_run(CONFIG.of.runs[wildcards.run]),
         # It says how long a step may take, and is no reason to train again.
         prediction=lambda wildcards: ancient(
             f"results/plans/{CONFIG.of.runs[wildcards.run].search}.prediction.json"
@@ -56,11 +83,11 @@ rule run:
         ),
     params:
         folder=lambda wildcards, output: Path(output.done).parent,
-        data=lambda wildcards, input: Path(input.data).parent,
-        checkpoints=lambda wildcards: f"results/checkpoints/{wildcards.run}",
-        options=lambda wildcards: CONFIG.options(
-            "runs", wildcards.run, without=("search", "data", "export")
+        data=lambda wildcards: CONFIG.data_files.folder(
+            CONFIG.of.runs[wildcards.run].data
         ),
+        checkpoints=lambda wildcards: f"results/checkpoints/{wildcards.run}",
+        options=lambda wildcards: CONFIG.run_options(wildcards.run),
         replan=replan_options,
         outliving=outliving_options,
         steps=lambda wildcards: CONFIG.of.runs[wildcards.run].steps,
@@ -88,11 +115,11 @@ rule convert:
         mem_mb=16000,
         runtime=240,
     params:
-        copy_from=lambda wildcards: CONFIG.copied_from(wildcards.run),
+        options=lambda wildcards: CONFIG.convert_options(wildcards.run),
     message:
         "write the model of {wildcards.run} as a folder that transformers opens"
     shell:
-        "shardwright-train convert {input.done} --plan {input.plan} --copy-from {params.copy_from:q}"
+        "shardwright-train convert {input.done} --plan {input.plan} {params.options:q}"
         " --out {output.model} 2> {log}"
 
 

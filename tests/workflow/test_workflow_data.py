@@ -1,0 +1,87 @@
+"""What a run trains on: blends, random samples, images and data of its own to evaluate on, and what is refused."""
+
+import copy
+import json
+
+import pytest
+from test_workflow_chain import _of, _options
+from test_workflow_configuration import DEFAULT, ROOT, _load
+
+from configuration import load_workflow
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document
+from shardwright_train.data.blend import BlendedData
+
+OTHER = {"text": "/texts/other.jsonl", "vocab_size": 300}
+PHOTOS = {"text": "/photos", "source": "images", "image_size": 224}
+BOTH = {"blend": {"stdlib": 3, "other": 1.5}}
+
+
+def test_a_blend_and_data_to_evaluate_on_are_prepared_before_the_run(finished):
+    def change(config):
+        config["data"] |= {"other": OTHER, "held": OTHER, "unused": OTHER, "both": BOTH}
+        config["runs"]["demo"] |= {"data": "both", "valid_data": "held", "keep_best": True, "export": "best"}
+
+    finished.configure(change)
+    done = finished.snakemake("runs")
+    assert (done.status, done.jobs) == (0, {"write_blend": 1, "prepare": 2, "run": 1, "convert": 1}), done.output
+    run = _options(_of(finished.calls(), "shardwright-train run")[-1])
+    assert (run["--data"], run["--valid-data"]) == ("results/data/both", "results/data/held")
+    blend = read_document(finished.folder / "results" / "data" / "both" / "blend.json", BlendedData)
+    assert [(each.folder, each.weight) for each in blend.datasets] == [("../stdlib", 3.0), ("../other", 1.5)]
+    converted = _of(finished.calls(), "shardwright-train convert")[-1]
+    assert "--best" in converted and _options(converted)["--copy-from"] == "results/data/stdlib"
+
+
+def test_random_samples_need_no_data_and_images_are_decoded(finished):
+    def change(config):
+        config["data"]["photos"] = PHOTOS
+        config["runs"]["demo"] |= {"data": "random", "export": True}
+        config["runs"]["demo-tight"]["data"] = "photos"
+
+    finished.configure(change)
+    done = finished.snakemake("runs", "-n", "--printshellcmds")
+    assert done.jobs == {"prepare_images": 1, "run": 2, "convert": 1}, done.output
+    assert "--data random " in done.output and "--copy-from" not in done.output
+    prepare = "prepare --text /photos --source images --image-size 224 --workers 1 --out results/data/photos"
+    assert prepare in done.output
+
+
+def _changed(**entries):
+    """The default configuration with more data, and other keys of its first run."""
+    config = copy.deepcopy(DEFAULT)
+    config["data"] |= {"other": OTHER, "photos": PHOTOS, **entries.pop("data", {})}
+    config["runs"]["demo"] |= entries
+    return load_workflow(config, "config.yaml", ROOT)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"data": {"random": OTHER}}, "data.random: the name stands for random samples: choose another"),
+        ({"data": {"x": {"vocab_size": 300}}}, "data.x holds either text or blend"),
+        ({"data": {"x": OTHER | BOTH}}, "data.x holds either text or blend"),
+        ({"data": {"x": BOTH | {"vocab_size": 300}}}, "data.x.vocab_size: a blend has none"),
+        ({"data": {"x": {"blend": {}}}}, "data.x.blend names no data"),
+        ({"data": {"x": {"blend": {"othr": 1}}}}, "data.x.blend: 'othr' is not under data: did you mean other?"),
+        ({"data": {"x": {"blend": {"other": 0}}}}, r"data.x.blend\[...\]: Expected `float` > 0.0"),
+        ({"data": {"x": {"blend": {"photos": 1}}}}, "data.x.blend: photos is no text"),
+        ({"data": {"x": BOTH, "y": {"blend": {"x": 1}}}}, "data.y.blend: x is no text"),
+        ({"valid_data": "othr"}, "runs.demo.valid_data: 'othr' is not under data: did you mean other?"),
+        ({"valid_data": "random"}, "runs.demo.valid_data: random samples are none to evaluate on"),
+        ({"export": "best"}, "runs.demo.export: there is no best checkpoint: say keep_best: true, too"),
+        ({"export": "last"}, "runs.demo.export: Invalid"),
+    ],
+)
+def test_data_that_contradicts_itself_is_refused_with_its_place(entries, message):
+    with pytest.raises(BadInput, match=message):
+        _changed(**entries)
+
+
+def test_tokens_of_all_that_a_run_reads_must_fit_its_model():
+    large = {"large": OTHER | {"vocab_size": 4096}, "x": {"blend": {"other": 1, "large": 1}}}
+    for entries in ({"data": large, "valid_data": "large"}, {"data": large, "valid_data": "x"}):
+        with pytest.raises(BadInput, match="its data has 4096 tokens, its model's vocabulary 2048"):
+            _changed(**entries)
+    assert json.loads(_changed(data={"x": BOTH}).blend_json("x"))["version"] == 1
+    assert _load().run_options("demo") == _load().options("runs", "demo", ("search", "data"))
