@@ -23,7 +23,7 @@ PACKAGES = {
 }
 LIBRARIES = ("shardwright-formats", "shardwright-launch", "shardwright-estimate")
 # What a name of an import is called where it is installed from, when these differ.
-DISTRIBUTIONS = {"yaml": "pyyaml"}
+DISTRIBUTIONS = {"PIL": "pillow", "mlflow": "mlflow-skinny", "yaml": "pyyaml"}
 LONGEST = 350
 
 
