@@ -8,7 +8,7 @@ VENV := .venv
 STAMP := $(VENV)/.ready
 PACKAGES := formats launch estimate $(patsubst %/pyproject.toml,%,$(sort $(wildcard stages/*/pyproject.toml)))
 SOURCES := $(wildcard $(addsuffix /src,$(PACKAGES)))
-WORKFLOW := workflow/Snakefile $(wildcard workflow/rules/*.smk)
+WORKFLOW := Snakefile workflow/Snakefile $(wildcard workflow/rules/*.smk)
 
 # Extra arguments, such as CORES=2 or PYTEST="-k search -x".
 CORES ?= all

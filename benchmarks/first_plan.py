@@ -182,7 +182,7 @@ def _check_workflow(made: Mapping[str, Files], place: Path) -> None:
     run(
         "snakemake",
         "--snakefile",
-        ROOT / "workflow" / "Snakefile",
+        ROOT / "Snakefile",
         "--cores",
         1,
         "--configfile",

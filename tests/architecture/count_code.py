@@ -61,7 +61,7 @@ def main() -> int:
         long_files += [path for path, source in sources.items() if len(source.splitlines()) > MAX_FILE_LINES]
         if files:
             print(f"{count:7,} code lines in {len(files):3} files of {package}")
-    rules = [ROOT / "workflow" / "Snakefile", *sorted((ROOT / "workflow/rules").glob("*.smk"))]
+    rules = [ROOT / "Snakefile", *sorted((ROOT / "workflow/rules").glob("*.smk"))]
     lines = [line.strip() for path in rules for line in path.read_text().splitlines()]
     count = sum(bool(line) and not line.startswith("#") for line in lines)
     total += count

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from probe_plans import probe_settings
 
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.measurement import (
@@ -21,6 +22,7 @@ from shardwright_formats.types.measurement import (
 from shardwright_formats.types.model import LayerType, Model, Parameter
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import DataParallel
+from shardwright_profile.model.probes import make_probes
 
 
 class Constants(NamedTuple):
@@ -209,3 +211,9 @@ def one_error_line() -> Callable[..., str]:
         return line
 
     return checked
+
+
+@pytest.fixture(scope="session")
+def plans(make_model, make_cluster):
+    """Probes of a small model on two ranks."""
+    return make_probes([make_model()], make_cluster((1, 2)), "cpu-2", probe_settings()).plans

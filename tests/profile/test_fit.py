@@ -9,35 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from probe_plans import probe_settings
 
-from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.table import Row, Table
-from shardwright_formats.types.measurement import Measurement, RankMeasurement
+from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.model_profile import StateRow, read_model_profile, write_model_profile
 from shardwright_formats.types.plan import GradientReduction, Precision
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.types.strategy import DataParallel, SequenceParallel
 from shardwright_profile.model.fit import fit_profile
-from shardwright_profile.model.probes import key_of, make_probes
+from shardwright_profile.model.probes import make_probes
 
 _SECONDS = st.floats(1e-6, 1.0)
 _BYTES = st.integers(0, 10**9)
-
-
-def _settings(**changed: Any) -> ProfileSettings:
-    usual: dict[str, Any] = {
-        "tp_sizes": (1, 2),
-        "sequence_parallel": (SequenceParallel.NONE, SequenceParallel.MEGATRON),
-        "recompute": (Recompute.NONE, Recompute.FULL),
-        "micro_batch_sizes": (1, 4),
-    }
-    return ProfileSettings(**(usual | changed))
-
-
-@pytest.fixture(scope="session")
-def plans(make_model, make_cluster):
-    return make_probes([make_model()], make_cluster((1, 2)), "cpu-2", _settings()).plans
 
 
 def _rows(table: Table[Row], name: str) -> NDArray[Any]:
@@ -86,7 +71,7 @@ def test_fit_recovers_the_constants_of_a_linear_world(
         overhead_s=overhead_s,
     )
     model = make_model(("encoder", "encoder", "decoder"))
-    plans = make_probes([model], make_cluster((1, 2)), "cpu-2", _settings(layers=layers)).plans
+    plans = make_probes([model], make_cluster((1, 2)), "cpu-2", probe_settings(layers=layers)).plans
     profile = fit_profile([(Path("m.json"), make_measurement(plans, constants))])
     table = profile.layers
     for name in layer_s:
@@ -157,7 +142,7 @@ def test_sources_are_measured_for_layers_and_derived_elsewhere(plans, make_measu
 
 
 def test_tied_weights_are_updated_once(make_model, make_cluster, make_measurement, make_constants):
-    plans = make_probes([make_model(tied=True)], make_cluster((1, 2)), "cpu-2", _settings()).plans
+    plans = make_probes([make_model(tied=True)], make_cluster((1, 2)), "cpu-2", probe_settings()).plans
     profile = fit_profile([(Path("m.json"), make_measurement(plans, make_constants(overhead_s=0.0)))])
     assert profile.process["step_overhead_s"][0] == pytest.approx(4e-3, rel=1e-6)
     parameters = [plans[0].model.types["block"].parameter_count(tp_size) for tp_size in (1, 2)]
@@ -182,7 +167,7 @@ def test_a_negative_start_of_the_optimizer_line_is_no_time_given_back(plans, mak
 def test_probes_under_ulysses_cost_layers_but_tell_nothing_of_split_parameters(
     make_model, make_cluster, make_measurement, make_constants
 ):
-    asked = _settings(sequence_parallel=(SequenceParallel.ULYSSES,))
+    asked = probe_settings(sequence_parallel=(SequenceParallel.ULYSSES,))
     plans = make_probes([make_model()], make_cluster((1, 2)), "cpu-2", asked).plans
     profile = fit_profile([(Path("m.json"), make_measurement(plans, make_constants()))])
     assert set(profile.layers["sequence_parallel"]) == {b"none", b"ulysses"}
@@ -226,15 +211,15 @@ def test_measurements_that_cannot_be_compared_are_refused(
     plans, make_model, make_cluster, make_measurement, make_constants
 ):
     measured = make_measurement(plans, make_constants())
-    other = make_probes([make_model(("other",) * 4)], make_cluster((1, 2)), "cpu-2", _settings()).plans
+    other = make_probes([make_model(("other",) * 4)], make_cluster((1, 2)), "cpu-2", probe_settings()).plans
     assert "architecture_sha256 is" in _refusal([measured, make_measurement(other, make_constants())])
     other_device = make_measurement(plans, make_constants(), device="gpu")
     assert _refusal([measured, other_device]).startswith("1.json: device is 'gpu', but 'cpu' in 0.json")
-    halved = _settings(precision=Precision(compute="bfloat16"))
+    halved = probe_settings(precision=Precision(compute="bfloat16"))
     in_bfloat16 = make_probes([make_model()], make_cluster((1, 2)), "cpu-2", halved).plans
     message = _refusal([measured, make_measurement(in_bfloat16, make_constants())])
     assert "precision is 'float32/bfloat16/float32', but 'float32/float32/float32' in 0.json" in message
-    compiled = make_probes([make_model()], make_cluster((1, 2)), "cpu-2", _settings(compile=True)).plans
+    compiled = make_probes([make_model()], make_cluster((1, 2)), "cpu-2", probe_settings(compile=True)).plans
     message = _refusal([measured, make_measurement(compiled, make_constants())])
     assert "precision is 'float32/float32/float32 compiled', but 'float32/float32/float32' in 0.json" in message
 
@@ -267,7 +252,7 @@ def test_every_combination_asked_for_is_in_the_profile(plans, make_measurement, 
 def test_reduction_time_is_shared_out_by_gradient_bytes(make_model, make_cluster, make_measurement, make_constants):
     """Every probe reduces for base_s / 3: the line through zero over the probes' bytes, by least squares."""
     constants = make_constants(base_s=0.3)
-    plans = make_probes([make_model()], make_cluster((1, 2)), "cpu-2", _settings()).plans
+    plans = make_probes([make_model()], make_cluster((1, 2)), "cpu-2", probe_settings()).plans
     measured = make_measurement(plans, constants)
     states = fit_profile([(Path("m.json"), measured)]).states
     for tp_size in (1, 2):
@@ -318,7 +303,7 @@ def test_zero_is_probed_once_for_gathers_and_reductions(
         base_s=0.3, gather_s=6e-3, layer_s=dict.fromkeys(names, 2e-3), layer_bytes=dict.fromkeys(names, 640)
     )
     model = make_model(types)
-    plans = make_probes([model], make_cluster((1, 2)), "cpu-2", _settings()).plans
+    plans = make_probes([model], make_cluster((1, 2)), "cpu-2", probe_settings()).plans
     zero = [plan for plan in plans if plan.embedding.data_parallel is not DataParallel.DDP]
     assert [(str(p.embedding.data_parallel), p.embedding.dp_size, len(p.layers)) for p in zero] == [
         ("zero2", 2, 3 * len(names)), ("zero3", 2, 3 * len(names)),
@@ -333,72 +318,3 @@ def test_zero_is_probed_once_for_gathers_and_reductions(
     plain = [plan for plan in plans if plan not in zero]
     without = fit_profile([(Path("m.json"), make_measurement(plain, constants))]).states
     assert {(row.gather_s, row.scatter_s, str(row.zero_source)) for row in without.rows} == {(0.0, 0.0, "absent")}
-
-
-def _in_turns(measured: Measurement, again: int = 0, slow: float = 1.0) -> Measurement:
-    """The same, stepped in turns by pairs, five rounds of which the last two were so many times as slow."""
-    by_key: dict[Any, list[str]] = {}
-    for found in measured.plans:
-        by_key.setdefault(key_of(found.plan), []).append(found.plan.sha256)
-    pace = (1.0, 1.0, 1.0, slow, slow)
-
-    def repeated(times_s: tuple[float, ...], offset: float = 0.0) -> tuple[float, ...]:
-        return tuple(times_s[1] * by + offset * number for number, by in enumerate(pace))
-
-    def of_rank(rank: RankMeasurement) -> RankMeasurement:
-        segments = tuple(
-            msgspec.structs.replace(one, forward_s=repeated(one.forward_s), backward_s=repeated(one.backward_s))
-            for one in rank.segments
-        )
-        return msgspec.structs.replace(
-            rank,
-            step_s=repeated(rank.step_s),
-            reference_s=repeated(rank.reference_s),
-            segments=segments,
-            gradient_reduction_s=repeated(rank.gradient_reduction_s),
-            optimizer_s=repeated(rank.optimizer_s),
-        )
-
-    return msgspec.structs.replace(
-        measured,
-        plans=tuple(
-            msgspec.structs.replace(
-                found,
-                ranks=tuple(map(of_rank, found.ranks)),
-                in_turns=tuple(by_key[key_of(found.plan)]),
-                measured_again=again,
-            )
-            for found in measured.plans
-        ),
-    )
-
-
-def test_of_probes_in_turns_a_slow_moment_changes_no_layer(plans, make_measurement, make_constants):
-    measured = make_measurement(plans, make_constants(overhead_s=0.0))
-    even, slowed = (fit_profile([(Path("m.json"), _in_turns(measured, slow=slow))]) for slow in (1.0, 1.7))
-    np.testing.assert_allclose(slowed.layers["forward_s"], even.layers["forward_s"], rtol=1e-9)
-    np.testing.assert_allclose(slowed.layers["backward_s"], even.layers["backward_s"], rtol=1e-9)
-    assert (slowed.process["reference_s"] == even.process["reference_s"]).all()
-    assert even.provenance.notes == "" and not even.layers["forward_error_s"].any()
-
-
-def test_a_profile_says_what_was_measured_again_and_what_is_uncertain(plans, make_measurement, make_constants):
-    measured = _in_turns(make_measurement(plans, make_constants(overhead_s=0.0)), again=2, slow=4.0)
-    profile = fit_profile([(Path("m.json"), measured)])
-    again, *uncertain = profile.provenance.notes.splitlines()
-    assert again == "measured again: 12 of 12 groups of probes in turns, up to 2 times"
-    blocks = [row for row in profile.layers.rows if row.type == "block"]
-    assert len(uncertain) == 2 * len(blocks), "embedding and head are no differences"
-    assert uncertain[0] == (
-        "uncertain: forward time of block (tp_size 1, sequence_parallel none, recompute full, micro_batch_size 1, "
-        "sequence_length 32) has a standard error of 125%"
-    )
-
-
-def test_probes_of_a_key_are_asked_for_in_turns_the_shortest_first(make_model, make_cluster):
-    made = make_probes([make_model(("encoder", "decoder"))], make_cluster((1, 2)), "cpu-2", _settings())
-    for group in made.document.in_turns:
-        assert len({key_of(made.plans[place]) for place in group}) == 1
-        assert min(group, key=lambda place: len(made.plans[place].layers)) == group[0]
-    assert sorted(place for group in made.in_turns for place in group) == list(range(len(made.plans)))
-    assert {len(group) for group in made.in_turns} == {3, 5}, "one has ZeRO's probes, too"

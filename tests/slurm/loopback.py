@@ -51,7 +51,7 @@ class Workspace:
     def start(self, *arguments: str, into: str = "said.txt") -> "subprocess.Popen[str]":
         """`snakemake --profile slurm`, as from a clone, beside the test; what it says goes into a file."""
         command = [
-            "snakemake", "--profile", "slurm", "--snakefile", str(ROOT / "workflow" / "Snakefile"),
+            "snakemake", "--profile", "slurm", "--snakefile", str(ROOT / "Snakefile"),
             "--configfile", "config.yaml",
             "--slurm-init-seconds-before-status-checks", "1", *arguments,
         ]  # fmt: skip

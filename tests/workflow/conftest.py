@@ -84,7 +84,7 @@ class Workspace:
         cores: tuple[str, ...] = ("--cores", "2"),
     ) -> Called:
         command = [
-            "snakemake", *arguments, "--snakefile", str(ROOT / "workflow" / "Snakefile"), "--configfile", "config.yaml",
+            "snakemake", *arguments, "--snakefile", str(ROOT / "Snakefile"), "--configfile", "config.yaml",
             *cores, "--quiet", "host",
         ]  # fmt: skip
         return _forked(command, self.folder, self.environment(fails, stops, kills))

@@ -11,20 +11,16 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from sample_results import a_plan, an_estimate, write_sample_results
+from sample_results import a_plan, write_sample_results
 
 import grid
 import report
 import summary
 from given_picture import read_picture
 from loss_picture import draw_loss, draw_step_times
-from memory_picture import draw_memory
-from plan_picture import StrategyColours, draw_plan
 from report_numbers import numbers
 from results import evaluation_text, layers_text, read_profile, read_run, read_search
-from shardwright_formats.display.svg import bar, document, picture, ticks
-from shardwright_formats.display.timeline import draw_timeline
-from shardwright_formats.display.units import bytes_text, seconds_text
+from shardwright_formats.display.svg import bar, document, picture
 from shardwright_formats.io.errors import BadInput
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -35,15 +31,6 @@ MIB = 1024 * 1024
 def results(tmp_path):
     write_sample_results(tmp_path)
     return tmp_path
-
-
-def _rectangles(drawing):
-    root = ElementTree.fromstring(drawing)
-    return [
-        (rectangle.find(f"{SVG}title").text, float(rectangle.get("x")), float(rectangle.get("width")))
-        for rectangle in root.iter(f"{SVG}rect")
-        if rectangle.find(f"{SVG}title") is not None
-    ]
 
 
 def _cells(page, number):
@@ -227,54 +214,6 @@ def test_the_same_results_give_the_same_page(results):
     assert report.page(*outcomes) == report.page(*outcomes)
 
 
-def test_a_plans_picture_shows_each_layer_once_in_order():
-    plan = a_plan()
-    cells = _rectangles(draw_plan(plan, StrategyColours([plan])))
-    shown = sorted({(x, title) for title, x, _ in cells})
-    names = [title.partition(":")[0] for _, title in shown]
-    assert names == ["embedding", *(f"layer {i}" for i in range(8)), "head"]
-    assert shown[1][1] == "layer 0: ZeRO-3 dp 4, recomputed"
-
-
-def test_the_plans_picture_can_stand_in_a_file_of_its_own():
-    plan = a_plan()
-    root = ElementTree.fromstring(document(draw_plan(plan, StrategyColours([plan]))))
-    assert "--c0" in root.find(f"{SVG}style").text
-
-
-def test_memory_bars_are_as_long_as_their_bytes():
-    bars = _rectangles(draw_memory(an_estimate(a_plan(), 0.2), 64 * MIB))
-    lengths = {title.partition(":")[0]: width for title, _, width in bars[:5]}
-    assert lengths["optimizer"] == pytest.approx(2 * lengths["gradients"], rel=0.01)
-    assert lengths["activations"] == pytest.approx(2.5 * lengths["parameters"], rel=0.01)
-
-
-def test_a_budget_out_of_reach_is_said_in_words():
-    estimate = an_estimate(a_plan(), 0.2)
-    assert "off the scale" in draw_memory(estimate, 6000 * MIB)
-    assert "off the scale" not in draw_memory(estimate, 64 * MIB)
-
-
-def test_the_timeline_shows_every_event_whatever_its_kind():
-    plan = a_plan()
-    estimate = an_estimate(plan, 0.2)
-    assert len(_rectangles(draw_timeline(plan, estimate))) == len(estimate.timeline)
-    odd = msgspec.structs.replace(estimate.timeline[0], kind="reshard")
-    drawing = draw_timeline(plan, msgspec.structs.replace(estimate, timeline=(odd, *estimate.timeline[1:])))
-    assert "reshard" in drawing
-
-
-def test_a_reduction_beside_a_backward_pass_hides_nothing():
-    plan = a_plan()
-    estimate = an_estimate(plan, 0.2)
-    (*_, backward) = (event for event in estimate.timeline if event.kind == "backward")
-    beside = msgspec.structs.replace(backward, kind="gradient_sync")
-    drawing = draw_timeline(plan, msgspec.structs.replace(estimate, timeline=(backward, beside)))
-    bars = [bar for bar in ElementTree.fromstring(drawing).iter(f"{SVG}rect") if bar.find(f"{SVG}title") is not None]
-    one, other = ((float(bar.get("y")), float(bar.get("height"))) for bar in bars)
-    assert sum(one) <= other[0] < sum(other)
-
-
 def test_the_loss_curve_falls_when_the_loss_falls(results):
     line = ElementTree.fromstring(draw_loss(read_run(results, "demo"))).find(f"{SVG}polyline").get("points").split()
     heights = [float(point.partition(",")[2]) for point in line]
@@ -326,24 +265,6 @@ def test_equal_neighbours_are_counted_together():
     assert layers_text(a_plan()) == (
         "3 ZeRO-3 dp 4, recomputed + 1 DDP dp 4 | 2 DDP dp 4 + 2 tp 2, Megatron SP, ZeRO-2 dp 2"
     )
-
-
-@pytest.mark.parametrize(("time_s", "words"), [(0.2, "200 ms"), (1.5, "1.5 s"), (1234.6, "1235 s"), (3e-5, "30 µs")])
-def test_times_have_a_unit(time_s, words):
-    assert seconds_text(time_s) == words
-
-
-@pytest.mark.parametrize(("size", "words"), [(512, "512 B"), (1536, "1.5 KiB"), (5 << 40, "5120 GiB")])
-def test_sizes_have_a_unit(size, words):
-    assert bytes_text(size) == words
-
-
-@pytest.mark.parametrize("largest", [0.013, 1.0, 7.7, 999.0])
-def test_ticks_start_at_nothing_and_stay_within(largest):
-    found = ticks(largest)
-    assert found[0] == 0
-    assert 3 <= len(found) <= 7
-    assert found[-1] <= largest * (1 + 1e-9)
 
 
 def test_a_profile_is_told_with_its_sources_and_how_well_curves_explain_it(tmp_path):

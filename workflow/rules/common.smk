@@ -4,7 +4,8 @@ import shlex
 import sys
 from pathlib import Path
 
-ROOT = Path(workflow.basedir).parent
+# From this file: the workflow is called by the Snakefile of the clone or by workflow/Snakefile.
+ROOT = Path(str(workflow.current_basedir)).parents[1]
 CONFIG_FILE = (
     os.path.relpath(workflow.overwrite_configfiles[-1])
     if workflow.overwrite_configfiles
