@@ -295,7 +295,7 @@ def _demo(workspace):
 
 
 def test_the_demo_says_what_it_does_what_came_of_it_and_why_it_fails(finished):
-    for name in ("workflow", "config"):
+    for name in ("Snakefile", "workflow", "config", "profiles"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, finished.folder / name)
     status, said, _ = _demo(finished)
