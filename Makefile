@@ -46,7 +46,7 @@ compiled: $(STAMP) ## plans of six families under torch.compile against one proc
 	@python tests/train/run_compiled.py
 
 kills: $(STAMP) ## a run killed at 100 random moments and gone on with comes to the bits of an unbroken one (minutes; goes on where it was cut)
-	@python tests/train/run_kills.py
+	@PYTHONPATH=tests python tests/train/run_kills.py
 
 resumes: $(STAMP) ## what plans save, others on 2, 4 and 8 ranks go on from, in float64 (minutes)
 	@PYTHONPATH=tests python tests/train/run_resumes.py

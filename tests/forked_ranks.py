@@ -14,12 +14,13 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from shardwright_launch.heartbeat import RankFiles
 
-__all__ = ["run_worker"]
+__all__ = ["forking", "run_worker"]
 
 _END_S = 5.0
 """What the others have to end when a rank has failed."""
@@ -30,9 +31,7 @@ def run_worker(worker: str, arguments: Sequence[str], world_size: int, method: s
 
     `method` `fork` forks this process itself, which must have no threads.
     """
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        _start_server()
+    context = multiprocessing.get_context(method) if method != "forkserver" else forking()
     with tempfile.TemporaryDirectory() as folder:
         shared = {
             "WORLD_SIZE": str(world_size),
@@ -51,8 +50,8 @@ def run_worker(worker: str, arguments: Sequence[str], world_size: int, method: s
         assert not any(rank.exitcode for rank in ranks), "\n".join(traces) or [rank.exitcode for rank in ranks]
 
 
-def _start_server() -> None:
-    """Start the process that ranks are forked from, unless it runs: one a test session."""
+def forking() -> BaseContext:
+    """What forks processes from one that has imported everything, which is started unless it runs: one a session."""
     kept = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONWARNINGS", "OMP_NUM_THREADS")}
     os.environ |= {
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -63,6 +62,7 @@ def _start_server() -> None:
     forkserver.ensure_running()
     for name, value in kept.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return multiprocessing.get_context("forkserver")
 
 
 def _free_port() -> int:

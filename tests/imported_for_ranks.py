@@ -7,3 +7,7 @@ with without_collection():
     import loss_scale_worker  # noqa: F401
     import parity_worker  # noqa: F401
     import pytest  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
+
+    from shardwright_train.measurement import measure  # noqa: F401
+    from shardwright_train.training import loop  # noqa: F401

@@ -61,7 +61,7 @@ AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
 ReturnToService=2
 SlurmdParameters=config_overrides
-SchedulerParameters=batch_sched_delay=0,bf_interval=1
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=1
 MinJobAge=3600
 KillWait=10
 InactiveLimit=0

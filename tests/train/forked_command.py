@@ -1,67 +1,169 @@
-"""`shardwright-train` forked from this process, which has imported everything, and its ranks forked from that.
+"""`shardwright-train` in a process forked from one that has imported everything, its ranks forked from that.
 
 Starting as users do takes each process 4 s of a core before it does anything. All else is as it is for users: the
-launcher starts, watches and ends ranks, which are children of its own that can be killed and end with it.
+launcher starts, watches and ends ranks, which are children of its own that can be killed and end with it. Tests of the
+start itself (test_train_several_nodes.py, the first of test_train_run.py, the workflow's and the profiler's) start as
+users do.
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from forked_ranks import forking
+
 from shardwright_launch import ranks
+from shardwright_launch.heartbeat import RankFiles
 from shardwright_train import cli, commands, worker
-from shardwright_train.imports import without_collection
 
-with without_collection():
-    from transformers.models.llama import modeling_llama  # noqa: F401
-
-    from shardwright_train.training import loop  # noqa: F401
-
-__all__ = ["commands", "forked_command"]
+__all__ = ["Command", "Fault", "commands", "forked_command"]
 
 _FIRST_OWN_FD, _MANY_FDS = 3, 1 << 16
-_STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-def forked_command(arguments: Sequence[str]) -> "subprocess.Popen[str]":
-    """The command with these arguments; standard error is piped."""
-    return _Forked(lambda: _command(arguments), os.environ, **_STREAMS)
+@dataclass(frozen=True)
+class Fault:
+    """What is done in a rank before it begins its work."""
+
+    rank: int
+    make: Callable[[], None]
+    """A function of a module that can be imported."""
 
 
-class _Forked(subprocess.Popen[Any]):
-    """A child that calls something in place of executing a program."""
+class Command:
+    """A command that was started: what the tests use of subprocess.Popen, and its ranks."""
 
-    def __init__(self, do: Callable[[], None], environment: Mapping[str, str], **options: Any) -> None:
-        super().__init__([sys.executable], preexec_fn=lambda: _become(do, environment), **options)
+    def __init__(self, arguments: Sequence[object], environment: Mapping[str, str], fault: Fault | None) -> None:
+        self._kept = tempfile.TemporaryDirectory()
+        self._folder = Path(self._kept.name)
+        words = ["shardwright-train", *map(str, arguments)]
+        self._process = forking().Process(target=_command, args=(words, dict(environment), self._folder, fault))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """The launcher's process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, the negative number of the signal that ended it; None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """The same."""
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Exit status; raises TimeoutExpired."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("shardwright-train", timeout)
+        return self.returncode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it has said until its end, on standard output and standard error."""
+        self.wait(timeout)
+        said = [self._folder / name for name in _STREAMS]
+        return said[0].read_text(), said[1].read_text()
+
+    def send_signal(self, number: int) -> None:
+        """Signal the launcher alone."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the launcher alone, at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def ranks(self) -> dict[int, tuple[int, RankFiles]]:
+        """Process and files of every living rank, by number."""
+        started = self._folder / "ranks"
+        lines = started.read_text().splitlines() if started.exists() else []
+        found = {rank: (pid, RankFiles(Path(files))) for rank, pid, files in map(json.loads, lines) if _lives(pid)}
+        return found
 
 
-def _command(arguments: Sequence[str]) -> None:
+_STREAMS = ("stdout", "stderr")
+
+
+def forked_command(
+    arguments: Sequence[object], environment: Mapping[str, str] | None = None, fault: Fault | None = None
+) -> Command:
+    """The command with these arguments, in this process's environment and what is given of one."""
+    return Command(arguments, os.environ | (environment or {}), fault)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _command(words: list[str], environment: dict[str, str], folder: Path, fault: Fault | None) -> None:
+    for number, name in enumerate(_STREAMS, start=1):
+        said = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(said, number)
+        os.close(said)
     names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE")}
-    ranks.subprocess = SimpleNamespace(Popen=_rank, **names)  # type: ignore[assignment]
-    sys.argv = ["shardwright-train", *arguments]
+    start = partial(_rank, folder / "ranks", fault)
+    ranks.subprocess = SimpleNamespace(Popen=start, **names)  # type: ignore[assignment]
+    _as_if_executed(environment)
+    sys.argv = words
     cli.main()
 
 
-def _rank(command: Sequence[str], *, env: Mapping[str, str], **options: Any) -> "subprocess.Popen[bytes]":
+def _rank(
+    started: Path, fault: Fault | None, command: Sequence[str], *, env: Mapping[str, str], **options: Any
+) -> "_Forked":
     assert command[1:3] == ["-m", worker.__name__], command
-    return _Forked(lambda: worker.main(*command[3:]), env, **options)
+    process = _Forked(partial(_work, command[3:], env, fault), **options)
+    with started.open("a") as file:
+        file.write(json.dumps([int(env["RANK"]), process.pid, env["SHARDWRIGHT_RANK_FILES"]]) + "\n")
+    return process
 
 
-def _become(do: Callable[[], None], environment: Mapping[str, str]) -> None:
+def _work(arguments: Sequence[str], environment: Mapping[str, str], fault: Fault | None) -> None:
+    _as_if_executed(environment)
+    if fault is not None and environment["RANK"] == str(fault.rank):
+        fault.make()
+    worker.main(*arguments)
+
+
+def _as_if_executed(environment: Mapping[str, str]) -> None:
+    """Streams, signals and environment as a program that has just been executed has them."""
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+class _Forked(subprocess.Popen[bytes]):
+    """A child that calls something in place of executing a program."""
+
+    def __init__(self, do: Callable[[], None], **options: Any) -> None:
+        super().__init__([sys.executable], preexec_fn=partial(_become, do), **options)
+
+
+def _become(do: Callable[[], None]) -> None:
     """Do something and end, in a child whose standard streams are in place and whose parent waits for it to execute."""
     status = 1
     try:
         os.closerange(_FIRST_OWN_FD, _MANY_FDS)  # as executing would; the parent waits for that
-        sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        os.environ.clear()
-        os.environ.update(environment)
         do()
         status = 0
     except SystemExit as end:

@@ -1,6 +1,6 @@
 """`make kills`: a run that is killed at random moments and started again comes to the same bits as one that is not.
 
-    python tests/train/run_kills.py [--kills 100] [--seed 0] [--work FOLDER]
+    PYTHONPATH=tests python tests/train/run_kills.py [--kills 100] [--seed 0] [--work FOLDER]
 
 A moment is drawn anew each time: in start-up, or so many saves later in a step, in a save beside it, in the removal of
 an old checkpoint. Killed is one rank, or the launcher and with it all. After each kill every complete checkpoint is
@@ -17,12 +17,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-from forked_command import forked_command
+from forked_command import Command, forked_command
+from forked_ranks import forking
 from random_plans import random_plan
 from safetensors.torch import load
 from tiny_models import tiny
@@ -59,7 +60,7 @@ class Run:
         """The folder of what it says."""
         return self.work / self.name
 
-    def start(self) -> "subprocess.Popen[str]":
+    def start(self) -> Command:
         """Start it, or go on with it."""
         arguments = ["run", str(self.work / "plan.json"), "--data", str(self.work / "data"), "--steps", str(STEPS)]
         arguments += ["--checkpoint-every", "1", "--checkpoints", str(self.out / "kept"), "--out", str(self.out)]
@@ -120,6 +121,8 @@ def survive(work: Path, kills: int, seed: int) -> int:
     A run that comes to its end before is followed by another.
     """
     _adopt_orphans()
+    forking()
+    own = [pid for pid, parent in _parents() if parent == os.getpid()]
     unbroken = Run(work, "unbroken")
     state = _state(work, kills, seed) or _begun(unbroken, kills, seed)
     while True:
@@ -130,7 +133,7 @@ def survive(work: Path, kills: int, seed: int) -> int:
         if state.done < kills and _runs_until(run, process, state, draw):
             victim = _kill(process, draw)
             process.communicate(timeout=_LONGEST_S)
-            _until_all_are_gone()
+            _until_all_are_gone(own)
             newest = run.newest()
             assert newest >= state.newest, f"step {state.newest} was saved, {newest} is the newest"
             spent_s = state.spent_s + time.monotonic() - began
@@ -159,7 +162,7 @@ def _begun(unbroken: Run, kills: int, seed: int) -> State:
     return State(seed, kills, start_s, (took_s - start_s) / (STEPS - 1))
 
 
-def _runs_until(run: Run, process: "subprocess.Popen[str]", state: State, draw: random.Random) -> bool:
+def _runs_until(run: Run, process: Command, state: State, draw: random.Random) -> bool:
     """Wait until a random moment of the present start or of one of the next saves; False where the run has ended."""
     ahead = draw.randrange(_SAVES_AHEAD)
     if not _saves(run, process, state.newest + ahead if ahead else 0):
@@ -171,7 +174,7 @@ def _runs_until(run: Run, process: "subprocess.Popen[str]", state: State, draw: 
     return False
 
 
-def _saves(run: Run, process: "subprocess.Popen[str]", step: int) -> bool:
+def _saves(run: Run, process: Command, step: int) -> bool:
     """Wait until a run has saved a step; False where it has ended first."""
     while step > max((int(path.name[5:]) for path in complete_checkpoints(run.checkpoints)), default=0):
         if process.poll() is not None:
@@ -190,7 +193,7 @@ def _keep(work: Path, state: State) -> None:
     write_bytes(work / "kills.json", msgspec.json.encode(state))
 
 
-def _kill(running: "subprocess.Popen[str]", draw: random.Random) -> str:
+def _kill(running: Command, draw: random.Random) -> str:
     """Kill the launcher or one of its ranks; says which."""
     found = sorted(pid for pid, parent in _parents() if parent == running.pid)
     victim = draw.choice([running.pid, *found])
@@ -203,9 +206,9 @@ def _adopt_orphans() -> None:
     assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
-def _until_all_are_gone() -> None:
+def _until_all_are_gone(own: Collection[int]) -> None:
     until = time.monotonic() + _LONGEST_S
-    while [pid for pid, parent in _parents() if parent == os.getpid()]:
+    while [pid for pid, parent in _parents() if parent == os.getpid() and pid not in own]:
         os.waitpid(-1, os.WNOHANG)
         assert time.monotonic() < until, "a rank outlived its launcher"
         time.sleep(0.01)

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from command_calls import call
+from faults import hang_in_step_3, kill_in_step_3
+from forked_command import Fault, forked_command
 from random_plans import random_plan
 from tiny_models import tiny
 from torch.distributed import distributed_c10d
@@ -26,9 +26,8 @@ from shardwright_train import cli, commands
 from shardwright_train.data.prepare import prepare
 from shardwright_train.parallel.world import joined_world
 
-COMMAND = ("-m", "shardwright_train.cli")
-HANGING_COMMAND = (str(Path(__file__).with_name("hanging_train.py")),)
 START_UP_S, END_S = 90.0, 20.0
+HANG, KILL = Fault(1, hang_in_step_3), Fault(1, kill_in_step_3)
 
 
 @pytest.fixture(scope="module")
@@ -44,33 +43,15 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Started:
-    """A command that runs, and its ranks, which are known by a name in their environment."""
+    """A command that runs, and its ranks."""
 
-    def __init__(self, work: Path, name: str, program: tuple[str, ...], subcommand: str, *options: str) -> None:
-        self.name = f"STARTED_BY={work / name}".encode()
-        command = [sys.executable, *program, subcommand, str(work / "plan.json"), "--steps", "100000", *options]
-        self.process = subprocess.Popen(
-            command,
-            env=os.environ | {"STARTED_BY": str(work / name)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, work: Path, subcommand: str, *options: str, fault: Fault | None = None) -> None:
+        command = (subcommand, work / "plan.json", "--steps", 100_000, *options)
+        self.process = forked_command(command, {"KILLS": str(work / "kills")}, fault)
 
     def ranks(self) -> dict[int, tuple[int, RankFiles]]:
         """Process and files of every living rank."""
-        found = {}
-        for process in Path("/proc").iterdir():
-            try:
-                pairs = (process / "environ").read_bytes().split(b"\0") if process.name.isdigit() else []
-            except OSError:
-                continue
-            if self.name in pairs:
-                environment = dict(pair.decode().split("=", 1) for pair in pairs if b"=" in pair)
-                if "RANK" in environment:
-                    files = RankFiles(Path(environment["SHARDWRIGHT_RANK_FILES"]))
-                    found[int(environment["RANK"])] = (int(process.name), files)
-        return found
+        return self.process.ranks()
 
     def until_step(self, number: int) -> dict[int, tuple[int, RankFiles]]:
         """The ranks, once all are in a step of this number or a later one."""
@@ -111,7 +92,7 @@ def run_options(work: Path, name: str, *more: str) -> tuple[str, ...]:
 def killed(work: Path) -> Ended:
     """A run whose rank 1 was killed in mid-run, with a schedule of its own."""
     schedule = ("--learning-rate", "0.01", "--warmup-steps", "1", "--learning-rate-schedule", "inverse_sqrt")
-    started = Started(work, "killed", COMMAND, "run", *run_options(work, "killed", *schedule))
+    started = Started(work, "run", *run_options(work, "killed", *schedule))
     process, _ = started.until_step(6)[1]
     os.kill(process, signal.SIGKILL)
     ended = started.end()
@@ -134,7 +115,7 @@ def test_a_run_learns_at_the_rates_of_its_schedule(work: Path, killed: Ended) ->
 
 
 def test_a_hang_prints_the_stacks_of_all_ranks_and_ends_them(work: Path) -> None:
-    started = Started(work, "hung", HANGING_COMMAND, "run", *run_options(work, "hung", "--hang-timeout-s", "10"))
+    started = Started(work, "run", *run_options(work, "hung", "--hang-timeout-s", "10"), fault=HANG)
     ended = started.end()
     assert started.ranks() == {}
     words = "error: ranks 0 to 1, in step 3: no step ended within 10 s: the stacks of all ranks stand above"
@@ -153,9 +134,7 @@ def test_a_rank_killed_in_a_send_and_in_a_collective_is_started_anew_and_a_stopp
     options = run_options(
         work, "stopped", "--max-restarts", "2", "--hang-timeout-s", "20", "--checkpoint-every", "1", "--checkpoint-sync"
     )
-    os.environ["KILLS"] = str(work / "kills")
-    started = Started(work, "stopped", (str(Path(__file__).with_name("killed_train.py")),), "run", *options)
-    del os.environ["KILLS"]
+    started = Started(work, "run", *options, fault=KILL)
     while len(list((work / "kills").iterdir())) < 3:
         assert started.process.poll() is None, started.end().error
         time.sleep(0.05)
@@ -180,7 +159,7 @@ def test_a_measurement_is_watched_as_its_option_says(monkeypatch: pytest.MonkeyP
 
 def test_a_killed_launcher_takes_its_ranks_with_it(work: Path) -> None:
     out = work / "orphaned.json"
-    started = Started(work, "orphaned", COMMAND, "measure", "--out", str(out), "--hang-timeout-s", "60")
+    started = Started(work, "measure", "--out", str(out), "--hang-timeout-s", "60")
     started.until_step(4)
     started.process.kill()
     deadline = time.monotonic() + END_S

@@ -1,11 +1,11 @@
 """A run that a device lacks memory for ends in one line: what was held, what was predicted, which plan would fit."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from faults import lack_memory_in_backward_2
+from forked_command import Fault, forked_command
 from random_plans import random_plan
 from tiny_models import tiny
 
@@ -94,12 +94,12 @@ def test_a_run_that_lacks_memory_says_what_was_held_and_predicted_and_what_fits(
     own = estimate(*(2.0 for _ in range(stages)))
     write_document(tmp_path / "plan.prediction.json", prediction(plan, own, large=3.0, small=1.0))
     folders = {"data": tmp_path / "data", "checkpoints": tmp_path / "kept", "out": tmp_path / "out", "steps": 9}
-    command = [sys.executable, str(Path(__file__).with_name("lacking_run.py")), "run", str(tmp_path / "plan.json")]
-    command += [str(word) for name, value in folders.items() for word in (f"--{name}", value)]
-    command += ["--max-restarts", "3"]  # it would come again
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    last = ended.stderr.rstrip("\n").rpartition("\n")[2]
-    assert (ended.returncode, ended.stderr.count("error: ")) == (4, 1), ended.stderr
+    options = [word for name, value in folders.items() for word in (f"--{name}", value)]
+    options += ["--max-restarts", 3]  # it would come again
+    run = forked_command(["run", tmp_path / "plan.json", *options], fault=Fault(1, lack_memory_in_backward_2))
+    said = run.communicate(200)[1]
+    last = said.rstrip("\n").rpartition("\n")[2]
+    assert (run.wait(0), said.count("error: ")) == (4, 1), said
     assert last.startswith(f"error: rank 1: out of memory {where}") and ": 2.50 GiB asked for; held 0.00 GiB (" in last
     predicted = "predicted 2.00 GiB (parameters 0.40, gradients 0.40, optimizer 0.40, others 0.80)"
     assert f"{predicted}; runner-up 2 (small) of {tmp_path}/plan.prediction.json fits: predicted 1.00 GiB" in last

@@ -1,12 +1,11 @@
 """A loss that is no number stops all ranks together, says where it came from, and is saved nowhere."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
-from poisoned_train import POISONED_LAYER, POISONED_RANK, POISONED_STEP
+from faults import BAD_STEP, POISONED_LAYER, poison_a_layer
+from forked_command import Fault, forked_command
 from random_plans import random_plan
 from tiny_models import tiny
 
@@ -31,19 +30,17 @@ def test_a_loss_that_is_no_number_stops_all_ranks_before_anything_is_saved(tmp_p
     plan = replicated(random_plan(tiny("llama", vocab_size=260), 1, 2, "float32", stages=1))
     write_document(tmp_path / "plan.json", plan)
     checkpoints = tmp_path / "checkpoints"
-    command = [sys.executable, str(Path(__file__).with_name("poisoned_train.py")), "run", str(tmp_path / "plan.json")]
-    command += ["--data", str(tmp_path / "data"), "--steps", "6", "--checkpoint-every", "1"]
-    command += ["--checkpoints", str(checkpoints), "--out", str(tmp_path / "out")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
-    assert ended.returncode == 4, ended.stderr
-    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    where = f"first in the output of layers[{POISONED_LAYER}] on rank {POISONED_RANK}, microbatch 0"
-    assert errors == [
-        f"error: step {POISONED_STEP}: loss nan, gradient norm nan: {where}: nothing of this step was saved"
-    ]
+    command = ("run", tmp_path / "plan.json", "--data", tmp_path / "data", "--steps", 6, "--checkpoint-every", 1)
+    options = ("--checkpoints", checkpoints, "--out", tmp_path / "out")
+    run = forked_command((*command, *options), fault=Fault(1, poison_a_layer))
+    said = run.communicate(170)[1]
+    assert run.wait(0) == 4, said
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    where = f"first in the output of layers[{POISONED_LAYER}] on rank 1, microbatch 0"
+    assert errors == [f"error: step {BAD_STEP}: loss nan, gradient norm nan: {where}: nothing of this step was saved"]
     folder = folder_of_run(checkpoints, plan.sha256)
     latest = latest_checkpoint(folder)
-    assert latest is not None and latest.name == f"step-{POISONED_STEP - 1:08d}"
+    assert latest is not None and latest.name == f"step-{BAD_STEP - 1:08d}"
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, POISONED_STEP))
+    assert steps == list(range(1, BAD_STEP))
     assert not (tmp_path / "out" / "DONE.json").exists()

@@ -1,14 +1,13 @@
 """A device that lacks memory for a plan ends that plan's measurement, not the command's."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from lacking_train import LACKING_PLAN, LACKING_RANK, WORDS
+from faults import LACKING_PLAN, WORDS, lack_memory_for_a_plan
+from forked_command import Fault, forked_command
 from random_plans import random_plan
 from tiny_models import tiny
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -34,12 +33,12 @@ def _measure(folder: Path, *names: str, in_turns: tuple[int, ...] = ()) -> tuple
     plans = Plans(plans=tuple(map(_plan, names)), in_turns=(in_turns,) if in_turns else ())
     write_document(folder / "plans.json", plans)
     out = folder / "measured.json"
-    command = [sys.executable, str(Path(__file__).with_name("lacking_train.py")), "measure", str(folder / "plans.json")]
-    command += ["--out", str(out), "--steps", "1", "--warmup-steps", "2"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert ended.returncode == 0, ended.stderr
+    command = ("measure", folder / "plans.json", "--out", out, "--steps", 1, "--warmup-steps", 2)
+    measuring = forked_command(command, fault=Fault(1, lack_memory_for_a_plan))
+    said = measuring.communicate(200)[1]
+    assert measuring.wait(0) == 0, said
     assert sorted(path.name for path in folder.iterdir()) == ["measured.json", "plans.json"], "no journal is left"
-    return read_document(out, Measurement), ended.stderr
+    return read_document(out, Measurement), said
 
 
 def test_the_plans_before_and_after_one_that_lacks_memory_are_measured(tmp_path: Path) -> None:
@@ -47,7 +46,7 @@ def test_the_plans_before_and_after_one_that_lacks_memory_are_measured(tmp_path:
     found, said = _measure(tmp_path, "before", LACKING_PLAN, "after", in_turns=(0, 1))
     assert [one.plan.name for one in found.plans] == ["before", "after"]
     (failed,) = found.failed
-    assert (failed.plan.name, failed.category, failed.rank) == (LACKING_PLAN, "out_of_memory", LACKING_RANK)
+    assert (failed.plan.name, failed.category, failed.rank) == (LACKING_PLAN, "out_of_memory", 1)
     assert (failed.where, failed.asked_bytes) == (f"in step 2 of {LACKING_PLAN}", int(2.5 * 2**30))
     assert f"{LACKING_PLAN} was not measured: rank 1: out of memory in step 2 of {LACKING_PLAN}: {WORDS}" in said
     assert f"{LACKING_PLAN}: rank 1: out of memory in step 2 of {LACKING_PLAN}: {WORDS}" in said

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from command_calls import call
-from launchers import by_address, started_by
+from forked_command import Command, forked_command
+from launchers import by_address
 from random_plans import random_plan
 from test_train_searched_plan import DEVICES, PLAIN
 from tiny_models import tiny
@@ -86,12 +85,14 @@ class Run:
         self.command = list(map(str, ("run", work / plan, *folders, *options)))
         self.nodes = [self.start(node) for node in range(nodes)]
 
-    def start(self, node: int) -> "subprocess.Popen[str]":
+    def start(self, node: int) -> Command:
         """Start the command on a node."""
         options, variables = self.places[node]
-        environment = os.environ | variables | {"STARTED_BY": str(self.out)}
-        program = [sys.executable, "-m", "shardwright_train.cli", *self.command, *options]
-        return subprocess.Popen(program, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        return forked_command([*self.command, *options], variables)
+
+    def ranks(self) -> dict[int, int]:
+        """The processes of all living ranks."""
+        return {rank: process for node in self.nodes for rank, (process, _) in node.ranks().items()}
 
     def until_saved(self, folder: Path) -> Path:
         """A checkpoint of a folder, once there is one."""
@@ -123,8 +124,7 @@ def test_nodes_that_are_left_go_on_under_a_plan_for_them_and_a_lost_rank_is_star
         assert time.monotonic() < until and None in [node.poll() for node in run.nodes[:2]], run.ends()
         time.sleep(0.02)
     run.until_saved(branches[0])
-    (victim,) = (process for process, variables in started_by(run.out).items() if variables["RANK"] == "1")
-    os.kill(victim, signal.SIGKILL)
+    os.kill(run.ranks()[1], signal.SIGKILL)
     (first, told), (second, _), _ = run.ends()
     assert (first, second) == (0, 0), told
     assert "node 2: its launcher is gone, and its ranks with it: starting anew from the newest checkpoint" in told
@@ -136,7 +136,7 @@ def test_nodes_that_are_left_go_on_under_a_plan_for_them_and_a_lost_rank_is_star
     alone = Run(work, "unbroken", "three.json", 3, 24)
     assert {status for status, _ in alone.ends()} == {0}
     assert run.losses() == pytest.approx(alone.losses(), rel=1e-4)
-    assert started_by(run.out) == {}
+    assert run.ranks() == {}
 
 
 @pytest.mark.timeout(900)
@@ -144,7 +144,7 @@ def test_a_node_that_comes_back_meets_those_that_waited_for_it(work: Path) -> No
     run = Run(work, "back", "two.json", 2, 12, "--max-restarts", 1)
     run.until_saved(run.checkpoints)
     run.nodes[1].kill()
-    run.nodes[1].communicate()
+    run.nodes[1].wait(LIMIT_S)
     run.nodes[1] = run.start(1)
     assert [status for status, _ in run.ends()] == [0, 0], run.ends()
     assert read_document(run.out / "DONE.json", RunResult).steps == 12

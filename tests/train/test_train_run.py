@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked_command import Command, forked_command
 from random_plans import random_plan
 from tiny_models import tiny
 
@@ -39,14 +40,22 @@ def plan_file(work: Path) -> Path:
     return work / "plan.json"
 
 
-def start(work: Path, plan: Path, name: str, *more: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "shardwright_train.cli", "run", str(plan), "--data", str(work / "data")]
-    command += ["--steps", str(STEPS), "--checkpoint-every", "2", "--learning-rate", "0.01"]
-    command += ["--checkpoints", str(work / name / "checkpoints"), "--out", str(work / name), *more]
+def arguments(work: Path, plan: Path, name: str, *more: str) -> list[str]:
+    command = ["run", str(plan), "--data", str(work / "data"), "--steps", str(STEPS), "--checkpoint-every", "2"]
+    command += ["--learning-rate", "0.01", "--checkpoints", str(work / name / "checkpoints")]
+    return [*command, "--out", str(work / name), *more]
+
+
+def start(work: Path, plan: Path, name: str, *more: str) -> Command:
+    return forked_command(arguments(work, plan, name, *more))
+
+
+def as_users_do(work: Path, plan: Path, name: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "shardwright_train.cli", *arguments(work, plan, name)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+def finish(process: "subprocess.Popen[str] | Command") -> tuple[int, str, str]:
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
 
@@ -57,7 +66,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def unbroken(work: Path, plan_file: Path) -> Path:
-    status, _, err = finish(start(work, plan_file, "unbroken"))
+    status, _, err = finish(as_users_do(work, plan_file, "unbroken"))
     assert status == 0, err
     return work / "unbroken"
 

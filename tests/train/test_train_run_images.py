@@ -1,13 +1,12 @@
 """The command trains a family of images on a folder of them, and goes on from a checkpoint bit for bit."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from forked_command import forked_command
 from random_plans import random_plan
 from tiny_models import tiny
 
@@ -38,11 +37,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(work: Path, *more: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "shardwright_train.cli", "run", str(work / "plan.json"), "--data", str(work)]
-    command += ["--steps", str(STEPS), "--checkpoint-every", str(MIDDLE), "--learning-rate", "0.01"]
-    command += ["--checkpoints", str(work / "checkpoints"), "--out", str(work / "out"), *more]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    return ended.returncode, ended.stderr
+    asked = ["run", work / "plan.json", "--data", work, "--steps", STEPS, "--checkpoint-every", MIDDLE]
+    asked += ["--learning-rate", 0.01, "--checkpoints", work / "checkpoints", "--out", work / "out", *more]
+    command = forked_command(asked)
+    error = command.communicate(300)[1]
+    return command.wait(0), error
 
 
 def metrics(work: Path) -> list[dict[str, Any]]:

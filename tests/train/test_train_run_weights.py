@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from forked_command import forked_command
 from forked_ranks import run_worker
 from random_plans import random_plan
 from test_weights import published, tensors_of
@@ -37,8 +36,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     published(MODEL, work / "model", max_shard_size="50KB")
     (work / "model" / "tokenizer.json").write_bytes((work / "data" / "tokenizer.json").read_bytes())
     write_document(work / "plan.json", random_plan(MODEL, 3, 2, "float32"))
-    ended = run(work, "model")
-    assert ended.returncode == 0, ended.stderr
+    status, error = run(work, "model")
+    assert status == 0, error
     return work
 
 
@@ -54,11 +53,12 @@ def options_of(work: Path, weights: str, **more: Any) -> RunOptions:
     )
 
 
-def run(work: Path, weights: str) -> "subprocess.CompletedProcess[str]":
+def run(work: Path, weights: str) -> tuple[int, str]:
     files = ("--data", work / "data", "--checkpoints", work / "checkpoints", "--out", work / "out")
     asked = (work / "plan.json", *files, "--steps", "1", "--learning-rate", "0", "--weights", work / weights)
-    command = [sys.executable, "-m", "shardwright_train.cli", "run", *map(str, asked)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = forked_command(["run", *asked])
+    error = command.communicate(120)[1]
+    return command.wait(0), error
 
 
 def converted(work: Path, out: str, copy_from: str = "model") -> Path:

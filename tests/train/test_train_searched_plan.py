@@ -1,12 +1,11 @@
 """A plan of stages of unequal width, from estimated profiles to a run by the commands, trains like one rank."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from estimated import DEVICES, PLAIN, command
+from forked_command import forked_command
 from tiny_models import tiny
 
 from shardwright_estimate.settings import ProfileSettings
@@ -44,11 +43,11 @@ def work(tmp_path: Path) -> Path:
 
 
 def losses(work: Path, plan: str) -> list[float]:
-    program = [sys.executable, "-m", "shardwright_train.cli", "run", str(work / f"{plan}.json")]
     options = {"data": work / "data", "steps": 3, "checkpoints": work / "kept", "out": work / plan}
-    program += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=200, check=False)
-    assert ended.returncode == 0, ended.stderr
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    run = forked_command(["run", work / f"{plan}.json", *words])
+    said = run.communicate(200)[1]
+    assert run.wait(0) == 0, said
     return [json.loads(line)["loss"] for line in (work / plan / "metrics.jsonl").read_text().splitlines()]
 
 

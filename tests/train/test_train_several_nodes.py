@@ -121,3 +121,23 @@ def test_a_file_where_a_folder_is_wanted_is_one_line(work: Path, tmp_path: Path,
     nodes = ("--nnodes", 2, "--node-rank", 1, "--rendezvous", "127.0.0.1:1")
     ended = call(APP, "run", work / "plan.json", *given, "--steps", 1, *nodes)
     assert (ended.exit_code, ended.stderr.count("\n"), "file: is no folder: name " in ended.stderr) == (2, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("data.json", '{"format": ', "data.json: "),
+        ("blend.json", '{"format": "shardwright.blend", "version": 1, "datasets": []}', "blend.json: "),
+        ("notes.txt", "mine", "data.json: "),
+    ],
+)
+def test_data_that_cannot_be_read_is_one_line_and_leaves_nothing(
+    work: Path, tmp_path: Path, file: str, content: str, message: str
+) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / file).write_text(content)
+    given = ("--data", tmp_path / "bad", "--steps", 1, "--out", tmp_path / "o", "--checkpoints", tmp_path / "c")
+    nodes = ("--nnodes", 2, "--node-rank", 1, "--rendezvous", "127.0.0.1:1")
+    ended = call(APP, "run", work / "plan.json", *given, *nodes)
+    assert (ended.exit_code, ended.stderr.count("\n"), message in ended.stderr) == (2, 1, True), ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["bad"]

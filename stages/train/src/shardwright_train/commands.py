@@ -109,8 +109,8 @@ def start_run(options: RunOptions) -> None:
     nodes = options.nodes(os.environ)
     plan = read_document(options.plan, Plan)
     _check(plan, options.plan, nodes)
-    if not options.data.is_dir() and options.data != Path("random"):
-        raise BadInput(options.data, "is no folder", _DATA)
+    if options.data != Path("random"):
+        _check_data(options.data)
     _check_evaluation(options)
     _check_loggers(options)
     _check_folder(options.out)
@@ -265,6 +265,15 @@ def _check(plan: Plan, file: object, nodes: Nodes) -> None:
     check_accelerator(plan.cluster, nodes.rank, file)
 
 
+def _check_data(folder: Path) -> None:
+    """BadInput where a folder says nothing of the data in it, before anything is started."""
+    if not folder.is_dir():
+        raise BadInput(folder, "is no folder", _DATA)
+    from shardwright_train.data.blend import check_described
+
+    check_described(folder)
+
+
 def _check_weights(options: RunOptions, weights: Path, plan: Plan) -> None:
     """BadInput where a run cannot begin with the weights of a folder, before anything is started; says what is odd."""
     if options.resume_from is not None:
@@ -290,8 +299,8 @@ def _check_evaluation(job: RunOptions) -> None:
     if job.valid_data is not None and job.valid_fraction:
         what = "a folder to evaluate on, and a share of the data"
         raise BadInput("--valid-data, --valid-fraction", what, "give one of them")
-    if job.valid_data is not None and not job.valid_data.is_dir():
-        raise BadInput(job.valid_data, "is no folder", _DATA)
+    if job.valid_data is not None:
+        _check_data(job.valid_data)
     asked = {"--eval-every": job.eval_every, "--eval-samples": job.eval_samples, "--keep-best": job.keep_best}
     if job.valid_data is None and not job.valid_fraction:
         for option in (option for option, value in asked.items() if value):

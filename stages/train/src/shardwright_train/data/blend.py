@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import Document, Value, read_document, sha256_of_value
+from shardwright_train.data.description import DataFolder
 from shardwright_train.data.sampling import Samples, open_samples
 from shardwright_train.data.split import WHOLE, Part, Split
 
@@ -122,6 +123,16 @@ class Blend:
         for number in np.unique(chosen):
             found[chosen == number] = read(self.parts[number], numbers[chosen == number])
         return found
+
+
+def check_described(folder: Path) -> None:
+    """BadInput where blend.json, or the data.json of a folder, cannot be read; a folder of images needs neither."""
+    file = folder / BLEND
+    if file.is_file():
+        for part in read_document(file, BlendedData).datasets:
+            DataFolder(folder / part.folder).read_description()
+    elif not (files := DataFolder(folder)).images.exists():
+        files.read_description()
 
 
 def open_data(folder: Path, sequence_length: int, seed: int, part: Part = WHOLE) -> Samples | Blend:

@@ -43,13 +43,14 @@ class PreparedData(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class DataFolder:
-    """The files of a folder of prepared data."""
+    """The files of a folder of data: of tokens, or of images."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = folder / "tokenizer.json"
         self.tokens = folder / "tokens.bin"
         self.index = folder / "tokens.idx"
         self.description = folder / "data.json"
+        self.images = folder / "images.npy"
         self.unfinished = folder / "unfinished"
 
     def read_description(self) -> PreparedData:
