@@ -9,5 +9,6 @@ with without_collection():
     import pytest  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
 
+    from shardwright_profile.hardware import worker  # noqa: F401
     from shardwright_train.measurement import measure  # noqa: F401
     from shardwright_train.training import loop  # noqa: F401

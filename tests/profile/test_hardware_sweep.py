@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked_command import PROFILE, Command, forked_command
 from launchers import by_address, by_slurm
 
 from shardwright_formats.io.json import write_document
@@ -19,45 +20,27 @@ from shardwright_launch.ranks import launch
 
 _RATES = {"matrix_flops_per_s", "memory_bytes_per_s"}
 _ONE_MIB = 1024 * 1024
-_Process = subprocess.Popen[str]
 
 
-def _start(folder: Path, *arguments: object, **variables: str) -> _Process:
+def _start(folder: Path, *arguments: object, **variables: str) -> Command:
+    return forked_command(["hardware", *arguments], {"TMPDIR": str(folder)} | variables, package=PROFILE)
+
+
+def _as_users_do(*arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", "from shardwright_profile.cli import main; main()", "hardware"]
-    environment = os.environ | {"TMPDIR": str(folder)} | variables
-    return subprocess.Popen(
-        [*command, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=150)
 
 
-def _start_long_sweep(folder: Path, cluster: Cluster) -> _Process:
+def _start_long_sweep(folder: Path, cluster: Cluster) -> Command:
     write_document(folder / "cluster.json", cluster)
     return _start(folder, "--cluster", folder / "cluster.json", "--time-budget", 60, "--out", folder / "hardware.h5")
-
-
-def _children(process: _Process) -> dict[int, int]:
-    """Process ids of the started ranks by their number."""
-    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    variables = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in found}
-    return {int(next(v for v in names if v.startswith(b"RANK="))[5:]): pid for pid, names in variables.items()}
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return _state(pid) != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 def test_two_ranks_measure_every_kind_of_message_to_one_mebibyte(make_cluster, tmp_path):
     write_document(tmp_path / "cluster.json", make_cluster((1, 2)))
     out = tmp_path / "made" / "hardware.h5"
-    finished = _start(tmp_path, "--cluster", tmp_path / "cluster.json", "--time-budget", 0.5, "--out", out)
-    _, progress = finished.communicate(timeout=150)
+    finished = _as_users_do("--cluster", tmp_path / "cluster.json", "--time-budget", 0.5, "--out", out)
+    progress = finished.stderr
     assert finished.returncode == 0, progress
     profile = read_hardware_profile(out)
     assert (profile.cluster, profile.device, profile.backend) == ("toys", "cpu", "gloo")
@@ -157,60 +140,44 @@ def test_two_launchers_of_one_rank_each_measure_across_nodes(make_cluster, tmp_p
 
 
 def test_a_killed_rank_ends_the_others_and_is_named(make_cluster, tmp_path):
-    write_document(tmp_path / "cluster.json", make_cluster((1, 2)))
-    sweep = _start(
-        tmp_path, "--cluster", tmp_path / "cluster.json", "--time-budget", 60, "--out", tmp_path / "hardware.h5"
-    )
-    assert sweep.stderr is not None
-    sweep.stderr.readline()  # the first line of progress: the ranks have met
-    ranks = _children(sweep)
+    sweep = _start_long_sweep(tmp_path, make_cluster((1, 2)))
+    sweep.until_said("1/11 devices", 60)  # the ranks have met
     started = time.monotonic()
-    os.kill(ranks[1], signal.SIGKILL)
+    os.kill(sweep.ranks()[1][0], signal.SIGKILL)
     _, errors = sweep.communicate(timeout=30)
     assert time.monotonic() - started < 10
     assert sweep.returncode == 4
     line = r"error: rank 1: was killed by SIGKILL (timing|measuring|before) .*: the other ranks were ended"
     assert re.fullmatch(line, errors.splitlines()[-1])
-    assert not any(map(_alive, ranks.values()))
+    assert sweep.ranks() == {}
     assert not (tmp_path / "hardware.h5").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_launcher_ends_all_ranks_in_order(make_cluster, tmp_path, number):
-    write_document(tmp_path / "cluster.json", make_cluster((1, 2)))
-    sweep = _start(
-        tmp_path, "--cluster", tmp_path / "cluster.json", "--time-budget", 60, "--out", tmp_path / "hardware.h5"
-    )
-    ranks = _wait_for_ranks(sweep, 2)
+    sweep = _start_long_sweep(tmp_path, make_cluster((1, 2)))
+    _wait_for_ranks(sweep, 2)
     sweep.send_signal(number)
     _, errors = sweep.communicate(timeout=30)
     assert sweep.returncode == 75
     assert re.fullmatch(r"error: stopped .*: run the same command again", errors.splitlines()[-1])
-    assert not any(map(_alive, ranks.values()))
-    assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
+    assert sweep.ranks() == {}
+    assert {path.name for path in tmp_path.iterdir()} <= {"cluster.json", "hardware.h5.journal"}
 
 
 def test_ranks_end_when_their_launcher_is_killed(make_cluster, tmp_path):
-    write_document(tmp_path / "cluster.json", make_cluster((1, 1)))
-    sweep = _start(
-        tmp_path, "--cluster", tmp_path / "cluster.json", "--time-budget", 60, "--out", tmp_path / "hardware.h5"
-    )
-    ranks = _wait_for_ranks(sweep, 1)
+    sweep = _start_long_sweep(tmp_path, make_cluster((1, 1)))
+    _wait_for_ranks(sweep, 1)
     sweep.kill()
     sweep.communicate(timeout=30)
     until = time.monotonic() + 20
-    while any(map(_alive, ranks.values())) and time.monotonic() < until:
+    while sweep.ranks() and time.monotonic() < until:
         time.sleep(0.1)
-    assert not any(map(_alive, ranks.values()))
+    assert sweep.ranks() == {}
 
 
-def _wait_for_ranks(sweep: _Process, count: int) -> dict[int, int]:
+def _wait_for_ranks(sweep: Command, count: int) -> None:
     until = time.monotonic() + 20
-    while time.monotonic() < until:
-        try:
-            if len(ranks := _children(sweep)) == count:
-                return ranks
-        except (StopIteration, FileNotFoundError, ProcessLookupError):
-            pass  # a rank between fork and exec
+    while len(sweep.ranks()) < count:
+        assert time.monotonic() < until, "the ranks were not started"
         time.sleep(0.05)
-    raise AssertionError("the ranks were not started")

@@ -1,13 +1,11 @@
 """A sweep that is killed goes on, and its file is as one of an unbroken sweep."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import h5py
 import pytest
+from forked_command import PROFILE, Command, forked_command
 
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.io.versions import versions_text
@@ -30,35 +28,29 @@ def cluster(make_cluster, tmp_path_factory):
     return path
 
 
-def _start(cluster: Path, out: Path, *options: object) -> "subprocess.Popen[str]":
-    code = "from shardwright_profile.cli import main; main()"
+def _start(cluster: Path, out: Path, *options: object) -> Command:
     # 64 KiB and 5 repeats: whatever the machine does, every sweep has the same points and repeats.
     arguments = ["--cluster", cluster, "--time-budget", 0.1, "--max-bytes", 65536, "--max-repeats", 5, "--out", out]
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "hardware", *map(str, (*arguments, *options))],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(out.parent)},
-    )
+    variables = {"OMP_NUM_THREADS": "1", "TMPDIR": str(out.parent)}
+    return forked_command(["hardware", *arguments, *options], variables, package=PROFILE)
 
 
-def _finished(sweep: "subprocess.Popen[str]") -> str:
+def _finished(sweep: Command) -> str:
     _, errors = sweep.communicate(timeout=150)
     assert sweep.returncode == 0, errors
     return errors
 
 
-def _killed_after(sweep: "subprocess.Popen[str]", journal: Path, lines: int) -> bytes:
+def _killed_after(sweep: Command, journal: Path, lines: int) -> bytes:
     """Kill the launcher when the journal has so many lines, and return what is in it when its ranks are gone too."""
     until = time.monotonic() + 150
     while not journal.exists() or journal.read_bytes().count(b"\n") < lines:
         assert sweep.poll() is None
         assert time.monotonic() < until
         time.sleep(0.0005)
-    ranks = Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()
     sweep.kill()
     sweep.communicate(timeout=30)
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+    while sweep.ranks():
         assert time.monotonic() < until
         time.sleep(0.01)
     return journal.read_bytes()

@@ -3,8 +3,11 @@
 python tests/search/run_brute_force.py [PROBLEMS]
 """
 
+import os
 import sys
 import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 from brute_force import mistakes
@@ -16,15 +19,17 @@ from simulated_optimum import too_slow
 __all__ = ["main"]
 
 PROBLEMS = 10_000
-_BLOCK = 1000
+_BLOCK = 100
 _FEWER = 10
 """Of the problems whose plans are all simulated, and of fronts over several, there are fewer by this factor."""
 
+Mistakes = Callable[[Iterable[int]], dict[int, str]]
+
 
 def main(count: int) -> int:
-    """Compare, say what was seen, and return the number of problems that the solver gets wrong."""
+    """Compare on all cores, say what was seen, and return the number of problems that the solver gets wrong."""
     wrong = 0
-    kinds = {
+    kinds: dict[str, Mistakes] = {
         "gpipe and 1f1b": mistakes,
         "stages of unequal width": partial(mistakes, made=random_unequal),
         "several node types": partial(mistakes, made=random_mixed),
@@ -32,16 +37,27 @@ def main(count: int) -> int:
         "simulated": too_slow,
         "fronts of time against price": front_mistakes,
     }
-    for name, wrong_of in kinds.items():
-        started, here = time.process_time(), dict[int, str]()
-        total = count // _FEWER if wrong_of in (too_slow, front_mistakes) else count
-        for start in range(0, total, _BLOCK):
-            here |= wrong_of(range(start, min(start + _BLOCK, total)))
-        for seed, what in here.items():
-            print(f"  problem {seed}: {what}")
-        print(f"{name}: {total} problems, {len(here)} wrong, {time.process_time() - started:.0f} CPU s", flush=True)
-        wrong += len(here)
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for name, wrong_of in kinds.items():
+            total = count // _FEWER if wrong_of in (too_slow, front_mistakes) else count
+            blocks = [range(start, min(start + _BLOCK, total)) for start in range(0, total, _BLOCK)]
+            here, spent_s, done, began_s = dict[int, str](), 0.0, 0, time.monotonic()
+            for block, (found, took_s) in zip(blocks, pool.map(partial(_timed, wrong_of), blocks), strict=True):
+                here, spent_s, done = here | found, spent_s + took_s, done + len(block)
+                left_s = (time.monotonic() - began_s) / done * (total - done)
+                told = f"{name}: {done} of {total}, {len(here)} wrong, about {left_s:.0f} s left"
+                print(told, end="\r", file=sys.stderr, flush=True)
+            for seed, what in here.items():
+                print(f"  problem {seed}: {what}")
+            print(f"{name}: {total} problems, {len(here)} wrong, {spent_s:.0f} CPU s", flush=True)
+            wrong += len(here)
     return wrong
+
+
+def _timed(wrong_of: Mistakes, problems: range) -> tuple[dict[int, str], float]:
+    """What is wrong, and the CPU seconds that it took to see."""
+    began_s = time.process_time()
+    return wrong_of(problems), time.process_time() - began_s
 
 
 if __name__ == "__main__":

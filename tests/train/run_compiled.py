@@ -1,9 +1,10 @@
 """`make compiled`: a random plan of every family on 2 ranks, compiled by torch.compile's own backend, in float32.
 
 Each is held against one process that compiles nothing. Parameters are printed and not held: Adam divides by gradients
-however small they are, so that they say little of float32's rounding.
+however small they are, so that they say little of float32's rounding. Two are evaluated, too, in float64.
 """
 
+import json
 import sys
 import tempfile
 import time
@@ -11,26 +12,44 @@ from pathlib import Path
 
 import msgspec
 from random_plans import random_plan
-from run_parity import compare, launched
+from run_parity import Errors, compare, launched
 from tiny_models import CONFIGS, tiny
 
-TOLERANCE = 1e-5
+from shardwright_formats.io.json import write_document
+from shardwright_formats.types.plan import Plan, Plans
+
+TOLERANCE, EVALUATED = 1e-5, 1e-10
 HELD = ("loss", "gradient", "norm")
 
 
 def main() -> int:
     """Compare, say what was seen, and return the number of plans that differ."""
     started = time.monotonic()
-    plans = [random_plan(tiny(family), 2000, 2, "float32") for family in CONFIGS]
-    plans = [msgspec.structs.replace(plan, name=f"inductor {plan.name}", compile=True) for plan in plans]
+    plans = [_compiled(random_plan(tiny(family), 2000, 2, "float32")) for family in CONFIGS]
     with tempfile.TemporaryDirectory() as folder:
         errors = compare(plans, Path(folder), launched)
-    for name, found in errors.items():
+        evaluated = _evaluated(Path(folder))
+    for name, found in (errors | evaluated).items():
         print(f"{name}: {', '.join(f'{what} {error:.1e}' for what, error in found.items())}")
     wrong = [name for name, found in errors.items() if max(found[what] for what in HELD) > TOLERANCE]
-    took = time.monotonic() - started
-    print(f"{len(errors)} compiled plans, {len(wrong)} differ by more than {TOLERANCE}, {took:.0f} s")
+    wrong += [name for name, found in evaluated.items() if max(found.values()) > EVALUATED]
+    told = f"differ by more than {TOLERANCE}, evaluated by more than {EVALUATED}"
+    count, took = len(errors) + len(evaluated), time.monotonic() - started
+    print(f"{count} compiled plans, {len(wrong)} {told}, {took:.0f} s")
     return len(wrong)
+
+
+def _compiled(plan: Plan) -> Plan:
+    return msgspec.structs.replace(plan, name=f"inductor {plan.name}", compile=True)
+
+
+def _evaluated(folder: Path) -> Errors:
+    """Largest errors of an evaluation between steps, and of the training that goes on."""
+    plans = [_compiled(random_plan(tiny(family), 40, 2)) for family in ("llama", "t5")]
+    write_document(folder / "plans.json", Plans(plans=tuple(plans)))
+    launched("evaluation_worker", [str(folder / "plans.json"), str(folder / "evaluated.json")], 2)
+    errors: Errors = json.loads((folder / "evaluated.json").read_bytes())
+    return errors
 
 
 if __name__ == "__main__":

@@ -57,10 +57,9 @@ def test_a_pattern_of_no_parameter_is_refused_before_anything_starts(tmp_path: P
     from shardwright_train.options import RunOptions
 
     write_document(tmp_path / "plan.json", random_plan(tiny("llama"), 1, 2))
-    (tmp_path / "data").mkdir()
     job = RunOptions(
         plan=tmp_path / "plan.json",
-        data=tmp_path / "data",
+        data=Path("random"),
         steps=1,
         out=tmp_path / "out",
         checkpoints=tmp_path / "checkpoints",

@@ -2,13 +2,12 @@
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from estimated import predicted_bytes
+from forked_command import forked_command
 from random_plans import cluster_of
 from tiny_models import tiny
 
@@ -320,16 +319,17 @@ def test_a_plan_for_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
 def test_a_measurement_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     write_document(tmp_path / "plans.json", Plans(plans=(_plan("first", ONE_LAYER), _plan("second", ONE_LAYER))))
     out = tmp_path / "out.json"
-    code = "from shardwright_train.cli import main; main()"
-    command = [sys.executable, "-c", code, "measure", str(tmp_path / "plans.json"), "--out", str(out), "--steps", "1"]
-    with subprocess.Popen([*command, "--warmup-steps", "1"], stderr=subprocess.PIPE, text=True) as cut_off:
-        assert cut_off.stderr is not None
-        assert any("measured 1/2" in line for line in cut_off.stderr)
-        cut_off.kill()
+    command = ["measure", tmp_path / "plans.json", "--out", out, "--steps", 1, "--warmup-steps", 1]
+    cut_off = forked_command(command)
+    cut_off.until_said("measured 1/2", 120)
+    cut_off.kill()
+    cut_off.wait(20)
     assert not out.exists()
-    again = subprocess.run([*command, "--warmup-steps", "1"], capture_output=True, text=True, check=True, timeout=120)
-    assert "1 of 2 plans were measured before" in again.stderr
-    assert "measured 1/2" not in again.stderr
+    again = forked_command(command)
+    said = again.communicate(120)[1]
+    assert again.returncode == 0, said
+    assert "1 of 2 plans were measured before" in said
+    assert "measured 1/2" not in said
     assert [found.plan.name for found in read_document(out, Measurement).plans] == ["first", "second"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "plans.json"]
 

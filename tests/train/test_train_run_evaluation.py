@@ -80,6 +80,17 @@ def test_steps_are_to_the_bit_those_of_a_run_without_evaluations(work: Path, eva
         assert [line[name] for line in plain] == [line[name] for line in evaluated]
 
 
+def test_t5_learns_and_is_evaluated_on_corrupted_spans_alike_under_two_plans(work: Path) -> None:
+    """The rows of the model behind the tokenizer's are its sentinels."""
+    found = []
+    for number in (1, 4):
+        write_document(work / "t5.json", random_plan(tiny("t5", vocab_size=300), number, 2, "float32"))
+        found.append(run(work, f"t5-{number}", plan=work / "t5.json", eval_every=EVERY, eval_samples=21))
+    losses = [[(line["loss"], (line["evaluation"] or {"loss": 0.0})["loss"]) for line in lines] for lines in found]
+    assert losses[0] == [pytest.approx(pair, rel=1e-4) for pair in losses[1]]
+    assert losses[0][-1] < losses[0][EVERY - 1]
+
+
 def test_the_best_checkpoint_is_kept_and_named_and_outlives_a_resume(
     work: Path, evaluated: list[dict[str, Any]]
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from command_calls import call
+from forked_command import forked_command
 from launchers import Place, by_address, by_slurm, free_port
 from random_plans import random_plan
 from tiny_models import tiny
@@ -42,8 +43,15 @@ def _placed(plan: Plan, device: str) -> Plan:
     return msgspec.structs.replace(plan, cluster=cluster)
 
 
-def _both(places: list[Place], *arguments: object) -> list[str]:
-    """Run a command on both nodes, to its good end; what each said on standard error."""
+def _both(places: list[Place], *arguments: object) -> None:
+    """Run a command on both nodes, to its good end."""
+    started = [forked_command((*arguments, *options), variables) for options, variables in places]
+    errors = [command.communicate(timeout=150)[1] for command in started]
+    assert [command.returncode for command in started] == [0, 0], errors
+
+
+def _both_as_users_do(places: list[Place], *arguments: object) -> None:
+    """The same, each from its own line."""
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "shardwright_train.cli", *map(str, (*arguments, *options))],
@@ -55,7 +63,6 @@ def _both(places: list[Place], *arguments: object) -> list[str]:
     ]
     errors = [process.communicate(timeout=150)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], errors
-    return errors
 
 
 def test_a_run_of_two_nodes_starts_under_srun_and_goes_on_by_address(work: Path, tmp_path: Path) -> None:
@@ -89,7 +96,7 @@ def test_the_line_of_each_node_is_printed_and_starts_it(work: Path, tmp_path: Pa
     words = " ".join(lines[0]).replace(":29500 ", f":{free_port()} ")  # whatever else runs on this machine
     port = words.split("--rendezvous ")[1].split()[0]
     told = [tuple(line[line.index("--nnodes") :]) for line in lines]
-    _both([(tuple(port if ":" in word else word for word in each), {}) for each in told], *command)
+    _both_as_users_do([(tuple(port if ":" in word else word for word in each), {}) for each in told], *command)
     assert read_document(tmp_path / "out.json", Measurement).plans
 
 

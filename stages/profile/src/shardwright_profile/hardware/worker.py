@@ -31,10 +31,10 @@ from shardwright_profile.hardware.sweep import sweep
 from shardwright_profile.hardware.timing import Stopwatch
 
 
-def main() -> None:
-    """Take part in the sweep of the job named on the command line; rank 0 writes its profile."""
+def main(job_file: str) -> None:
+    """Take part in the sweep of a job; rank 0 writes its profile."""
     start_rank()
-    job = read_document(Path(sys.argv[1]), SweepJob)
+    job = read_document(Path(job_file), SweepJob)
     heartbeat = Heartbeat.of_environment()
     with end_quietly(), ExitStack() as stack:
         stack.push(heartbeat.note)
@@ -103,4 +103,4 @@ def _say_nothing(_: Progress | Remark) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

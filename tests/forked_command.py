@@ -1,17 +1,19 @@
-"""`shardwright-train` in a process forked from one that has imported everything, its ranks forked from that.
+"""Commands in a process forked from one that has imported everything, and their ranks, forked from that.
 
 Starting as users do takes each process 4 s of a core before it does anything. All else is as it is for users: the
 launcher starts, watches and ends ranks, which are children of its own that can be killed and end with it. Tests of the
-start itself (test_train_several_nodes.py, the first of test_train_run.py, the workflow's and the profiler's) start as
-users do.
+start itself (the first of test_train_run.py, one each of test_train_several_nodes.py and test_hardware_sweep.py, the
+workflow's) start as users do.
 """
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +26,11 @@ from forked_ranks import forking
 
 from shardwright_launch import ranks
 from shardwright_launch.heartbeat import RankFiles
-from shardwright_train import cli, commands, worker
 
-__all__ = ["Command", "Fault", "commands", "forked_command"]
+__all__ = ["PROFILE", "TRAIN", "Command", "Fault", "forked_command"]
+
+PROFILE, TRAIN = "shardwright_profile", "shardwright_train"
+"""The packages whose commands start ranks."""
 
 _FIRST_OWN_FD, _MANY_FDS = 3, 1 << 16
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -44,11 +48,12 @@ class Fault:
 class Command:
     """A command that was started: what the tests use of subprocess.Popen, and its ranks."""
 
-    def __init__(self, arguments: Sequence[object], environment: Mapping[str, str], fault: Fault | None) -> None:
+    def __init__(self, package: str, arguments: Sequence[object], environment: Mapping[str, str], fault: Fault | None):
         self._kept = tempfile.TemporaryDirectory()
         self._folder = Path(self._kept.name)
-        words = ["shardwright-train", *map(str, arguments)]
-        self._process = forking().Process(target=_command, args=(words, dict(environment), self._folder, fault))
+        self.args = [package.replace("_", "-"), *map(str, arguments)]
+        given = (package, self.args, dict(environment), self._folder, fault)
+        self._process = forking().Process(target=_command, args=given)
         self._process.start()
 
     @property
@@ -70,14 +75,21 @@ class Command:
         """Exit status; raises TimeoutExpired."""
         self._process.join(timeout)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired("shardwright-train", timeout)
+            raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
 
     def communicate(self, timeout: float) -> tuple[str, str]:
         """What it has said until its end, on standard output and standard error."""
         self.wait(timeout)
-        said = [self._folder / name for name in _STREAMS]
-        return said[0].read_text(), said[1].read_text()
+        stdout, stderr = ((self._folder / name).read_text() for name in _STREAMS)
+        return stdout, stderr
+
+    def until_said(self, words: str, timeout: float) -> None:
+        """Wait until it has said something on standard error."""
+        said, until = self._folder / _STREAMS[1], time.monotonic() + timeout
+        while not said.exists() or words not in said.read_text():
+            assert self.poll() is None and time.monotonic() < until, self.communicate(timeout)
+            time.sleep(0.01)
 
     def send_signal(self, number: int) -> None:
         """Signal the launcher alone."""
@@ -91,18 +103,20 @@ class Command:
         """Process and files of every living rank, by number."""
         started = self._folder / "ranks"
         lines = started.read_text().splitlines() if started.exists() else []
-        found = {rank: (pid, RankFiles(Path(files))) for rank, pid, files in map(json.loads, lines) if _lives(pid)}
-        return found
+        return {rank: (pid, RankFiles(Path(files))) for rank, pid, files in map(json.loads, lines) if _lives(pid)}
 
 
 _STREAMS = ("stdout", "stderr")
 
 
 def forked_command(
-    arguments: Sequence[object], environment: Mapping[str, str] | None = None, fault: Fault | None = None
+    arguments: Sequence[object],
+    environment: Mapping[str, str] | None = None,
+    fault: Fault | None = None,
+    package: str = TRAIN,
 ) -> Command:
-    """The command with these arguments, in this process's environment and what is given of one."""
-    return Command(arguments, os.environ | (environment or {}), fault)
+    """The command of a package with these arguments, in this process's environment and what is given of one."""
+    return Command(package, arguments, os.environ | (environment or {}), fault)
 
 
 def _lives(pid: int) -> bool:
@@ -112,7 +126,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def _command(words: list[str], environment: dict[str, str], folder: Path, fault: Fault | None) -> None:
+def _command(package: str, words: list[str], environment: dict[str, str], folder: Path, fault: Fault | None) -> None:
     for number, name in enumerate(_STREAMS, start=1):
         said = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(said, number)
@@ -122,24 +136,25 @@ def _command(words: list[str], environment: dict[str, str], folder: Path, fault:
     ranks.subprocess = SimpleNamespace(Popen=start, **names)  # type: ignore[assignment]
     _as_if_executed(environment)
     sys.argv = words
-    cli.main()
+    importlib.import_module(f"{package}.cli").main()
 
 
 def _rank(
     started: Path, fault: Fault | None, command: Sequence[str], *, env: Mapping[str, str], **options: Any
 ) -> "_Forked":
-    assert command[1:3] == ["-m", worker.__name__], command
-    process = _Forked(partial(_work, command[3:], env, fault), **options)
+    executed, option, module, *arguments = command
+    assert (executed, option) == (sys.executable, "-m"), command
+    process = _Forked(partial(_work, module, arguments, env, fault), **options)
     with started.open("a") as file:
         file.write(json.dumps([int(env["RANK"]), process.pid, env["SHARDWRIGHT_RANK_FILES"]]) + "\n")
     return process
 
 
-def _work(arguments: Sequence[str], environment: Mapping[str, str], fault: Fault | None) -> None:
+def _work(module: str, arguments: Sequence[str], environment: Mapping[str, str], fault: Fault | None) -> None:
     _as_if_executed(environment)
     if fault is not None and environment["RANK"] == str(fault.rank):
         fault.make()
-    worker.main(*arguments)
+    importlib.import_module(module).main(*arguments)
 
 
 def _as_if_executed(environment: Mapping[str, str]) -> None:
@@ -148,6 +163,7 @@ def _as_if_executed(environment: Mapping[str, str]) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    tempfile.tempdir = None
     os.environ.clear()
     os.environ.update(environment)
 
