@@ -4,6 +4,7 @@ from typing import NoReturn
 
 from shardwright_formats.command import Command, CommandLine, run
 from shardwright_search import options
+from shardwright_search.fasop.options import FasopOptions
 from shardwright_search.rent.options import RentOptions
 
 _COMMANDS = "shardwright_search.commands"
@@ -18,6 +19,7 @@ APP = CommandLine(
         "correct": Command(options.CorrectOptions, f"{_COMMANDS}.measured:correct"),
         "explain": Command(options.ExplainOptions, f"{_COMMANDS}.explain:explain"),
         "export": Command(options.ExportOptions, f"{_COMMANDS}.interop:export_plan"),
+        "fasop": Command(FasopOptions, f"{_COMMANDS}.fasop:fasop"),
         "grid": Command(options.GridOptions, f"{_COMMANDS}.grid:grid"),
         "import galvatron": Command(options.ImportGalvatronOptions, f"{_COMMANDS}.interop:import_galvatron"),
         "rent": Command(RentOptions, f"{_COMMANDS}.rent:rent"),

@@ -69,6 +69,12 @@ def narrowed(request: SearchRequest, cluster: Cluster, profiled: Collection[int]
         Space.DP_TP: {"pp_sizes": (1,), **_PLAIN},
         Space.DP_PP: {"tp_sizes": (1,), **_PLAIN},
         Space.THREE_D: {"fine_grained": False, **_PLAIN},
+        Space.FASOP: {
+            "fine_grained": False,
+            "max_tp_size": min(4, request.max_tp_size or 4),
+            "sequence_parallel": (SequenceParallel.NONE,),
+            **_PLAIN,
+        },
     }
     without: dict[Dimension, dict[str, object]] = {
         Dimension.DATA_PARALLEL: {"max_dp_size": 1},

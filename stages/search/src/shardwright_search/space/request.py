@@ -36,6 +36,8 @@ class Space(StrEnum):
     """Plain data and pipeline parallelism."""
     THREE_D = "3d"
     """Plain data, tensor and pipeline parallelism, one strategy for all layers."""
+    FASOP = "fasop"
+    """The same with tensor parallelism up to 4 and no sequence parallelism; the command `fasop` has its own table."""
 
 
 class Dimension(StrEnum):

@@ -1,0 +1,102 @@
+"""`shardwright-search fasop`: FASOP's table of its own search space."""
+
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+
+from shardwright_formats.command import show
+from shardwright_formats.io.errors import BadInput, NothingFits
+from shardwright_formats.io.json import check_writable, read_document, write_bytes
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import Model
+from shardwright_search.commands.inputs import Inputs, read_inputs
+from shardwright_search.commands.prediction import prediction_of_evaluated, prediction_path, written
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.explain.wording import plan_summary
+from shardwright_search.fasop.estimate import Estimate, batches, estimates
+from shardwright_search.fasop.exhaustive import MAX_PARTITIONS, check
+from shardwright_search.fasop.inputs import problem_of
+from shardwright_search.fasop.options import FasopOptions
+from shardwright_search.fasop.plan import plan_of
+from shardwright_search.fasop.problem import Problem
+from shardwright_search.fasop.space import Candidate, candidates
+from shardwright_search.fasop.table import csv_of
+from shardwright_search.rent.sub_clusters import MAX_SUB_CLUSTERS
+from shardwright_search.space.request import SearchRequest
+
+
+def fasop(options: FasopOptions) -> None:
+    """Write the table, and the plan that is asked for."""
+    request = read_document(options.search, SearchRequest)
+    cluster, model = read_document(options.cluster, Cluster), read_document(options.model, Model)
+    inputs = read_inputs(options)
+    problem = problem_of(request, model, cluster, inputs.profiles, options.cluster, options.search)
+    for path in (options.out, *_plan_files(options)):
+        check_writable(path)
+    every = _candidates(problem, cluster, options)
+    if not every:
+        what = "no candidate: no degrees divide the devices, the batch and the layers"
+        raise BadInput(options.search, what, "change global_batch_size, or profile more tp_sizes")
+    told = [_checked(problem, every)] if options.exhaustive_partition else []
+    found = estimates(problem, every)
+    fitting = [estimate for estimate in found if not estimate.memory.is_oom]
+    table = csv_of(problem, found, list(cluster.node_types), options.steps)
+    told.insert(0, f"{len(found)} candidates, {len(found) - len(fitting)} out of memory")
+    told += [_told(problem, fitting[0])] if fitting else []
+    plans = (plan_of(problem, estimate, request, model, cluster) for estimate in fitting)
+    numbered = ((number, plan) for number, plan in enumerate(plans) if plan is not None)
+    number, plan = next(numbered, (0, None)) if options.plan is not None else (0, None)
+    with ExitStack() as all_or_none:
+        if options.plan is not None and plan is not None:
+            prediction = prediction_of_evaluated(plan, evaluate(plan, inputs.profiles), _files(options, inputs))
+            all_or_none.enter_context(written(options.plan, plan, prediction))
+            told += [f"{number} faster ones have a stage on several node types: no plan says that"] if number else []
+            told.append(plan_summary(plan, prediction))
+        write_bytes(options.out, table)
+        show("\n".join(told))
+    if options.plan is not None and plan is None:
+        why = "a stage on several node types" if fitting else "too little memory"
+        raise NothingFits(f"{options.search}: no plan is written: every candidate has {why}: see {options.out}")
+
+
+def _files(options: FasopOptions, inputs: Inputs) -> dict[str, Path]:
+    return {"cluster": options.cluster, "model": options.model, "search": options.search} | inputs.files
+
+
+def _plan_files(options: FasopOptions) -> list[Path]:
+    return [] if options.plan is None else [options.plan, prediction_path(options.plan)]
+
+
+def _candidates(problem: Problem, cluster: Cluster, options: FasopOptions) -> list[Candidate]:
+    most = [sum(g.count for g in cluster.nodes if g.node_type == own.name) for own in problem.node_types]
+    if not options.sub_clusters:
+        return list(candidates(problem, most))
+    number = 1
+    for count in most:
+        number *= count + 1
+    if number > MAX_SUB_CLUSTERS:
+        what = f"{number} sub-clusters, more than {MAX_SUB_CLUSTERS}"
+        raise BadInput(options.cluster, what, "take a cluster of fewer nodes")
+    chosen = product(*(range(count + 1) for count in most))
+    return [own for counts in chosen if any(counts) for own in candidates(problem, counts)]
+
+
+def _checked(problem: Problem, every: list[Candidate]) -> str:
+    """What trying all partitions told; AssertionError, with the first of them, where one is better than the chosen."""
+    results = [check(problem, batch) for batch in batches(problem, every)]
+    wrong = [what for result in results for what in result.wrong]
+    if wrong:
+        raise AssertionError(f"{len(wrong)} partitions are not the best: {wrong[0]}")
+    tried, left = sum(result.tried for result in results), sum(result.left for result in results)
+    return (
+        f"{tried} partitions are the best of all; {left} candidates have more than {MAX_PARTITIONS} and were not tried"
+    )
+
+
+def _told(problem: Problem, best: Estimate) -> str:
+    own = best.candidate
+    nodes = "+".join(problem.node_types[kind].name for kind in own.nodes)
+    return (
+        f"{best.step_s:.6g} s a step, {best.memory.gib:.4g} GiB: tp {own.tp_size}, dp {own.dp_size}, pp {own.pp_size}, "
+        f"micro-batch {own.micro_batch_size}, layers {'+'.join(map(str, best.partition))} on {nodes}"
+    )

@@ -1,0 +1,214 @@
+"""The exact partition of layers over the stages of many pipelines at once.
+
+The least bottleneck: stages that take as many layers as a limit allows meet it wherever every stage can do with the
+next layer. Limits that fail are raised to the next one at which any stage could take more, those that succeed lowered
+to what was reached, by bisection. A stage that needs a layer may be too slow for the next one and not for an earlier
+one: so the limit just below is tried over all cuts that can be reached, and where it can be met, the bisection goes on
+that way. All are integers, so this is exact. The least sum within a limit: a dynamic programme over stages and layers,
+of equal ones the most even.
+
+A pipeline of m microbatches takes sum + (m - 1) bottleneck. Where S is the least sum within a limit, no partition
+within it whose bottleneck is above (T - S) / (m - 1) is faster than a known T. Limits are tried from above, each at or
+under that and the bottleneck found last.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_NONE = 1 << 62
+
+
+class Pipelines(NamedTuple):
+    """Pipelines of equally many stages; times in picoseconds."""
+
+    table: NDArray[Any]
+    """Time of the first layers [rows, layers + 1], one row for each speed that stages run at."""
+    rows: NDArray[Any]
+    """Of each stage [pipelines, stages]."""
+    sends: NDArray[Any]
+    """What sending adds to a stage, wherever it begins and ends [pipelines, stages]."""
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return int(self.table.shape[1]) - 1
+
+    def some(self, chosen: NDArray[Any]) -> "Pipelines":
+        """The chosen pipelines."""
+        return self._replace(rows=self.rows[chosen], sends=self.sends[chosen])
+
+
+def is_exact(layers: int, total_ps: int) -> bool:
+    """Whether 64 bits hold what partitions of so many layers are compared by, if a microbatch takes so long."""
+    return total_ps * (layers * layers + 1) < _NONE // 2
+
+
+def fastest_partitions(pipelines: Pipelines, num_microbatches: NDArray[Any]) -> NDArray[Any]:
+    """Where each is cut: the first layer of every stage, and the number of layers [pipelines, stages + 1].
+
+    Of the least pipeline time; every stage has a layer, and there are at least as many layers as stages.
+    """
+    further = np.asarray(num_microbatches) - 1
+    least = least_bottlenecks(pipelines)
+    best = least_sums(pipelines, least)
+    shortest, floor = pipeline_times(pipelines, best, further), _sums_at_least(pipelines)
+    limit = np.full(len(least), _NONE // 2)
+    while True:
+        below = np.where(further > 0, (shortest - floor) // np.maximum(further, 1), _NONE // 2)
+        limit = np.minimum(limit, below)
+        open_ = np.flatnonzero((limit > least) & (shortest > floor + further * least))
+        if not len(open_):
+            return best
+        some = pipelines.some(open_)
+        found = least_sums(some, limit[open_])
+        own = best[open_], shortest[open_]
+        best[open_], shortest[open_] = _better(*own, found, pipeline_times(some, found, further[open_]))
+        times = stage_times(some, found)
+        limit[open_], floor[open_] = times.max(axis=1) - 1, times.sum(axis=1)
+
+
+def _sums_at_least(pipelines: Pipelines) -> NDArray[Any]:
+    """The least sum of stages that each take what they like: the best cut before a stage is the same for all ends."""
+    table, rows, sends = pipelines
+    best = np.full((len(rows), pipelines.layers + 1), _NONE)
+    best[:, 0] = 0
+    for stage in range(rows.shape[1]):
+        own = table[rows[:, stage]]
+        before = np.minimum.accumulate(best - own, axis=1)[:, :-1]
+        best = np.pad(before, ((0, 0), (1, 0)), constant_values=_NONE)
+        best[:, 1:] += own[:, 1:]
+    return np.asarray(best[:, -1] + sends.sum(axis=1))
+
+
+def _better(
+    known: NDArray[Any], known_ps: NDArray[Any], other: NDArray[Any], other_ps: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    return np.where((other_ps < known_ps)[:, None], other, known), np.minimum(known_ps, other_ps)
+
+
+def pipeline_times(pipelines: Pipelines, cuts: NDArray[Any], further: NDArray[Any]) -> NDArray[Any]:
+    """All stages once, and the slowest once more for every further microbatch [pipelines]."""
+    times = stage_times(pipelines, cuts)
+    return np.asarray(times.sum(axis=1) + further * times.max(axis=1))
+
+
+def stage_times(pipelines: Pipelines, cuts: NDArray[Any]) -> NDArray[Any]:
+    """Of every stage with its sends [pipelines, stages]."""
+    ends = pipelines.table[pipelines.rows, cuts[:, 1:]]
+    return np.asarray(ends - pipelines.table[pipelines.rows, cuts[:, :-1]] + pipelines.sends)
+
+
+def least_bottlenecks(pipelines: Pipelines) -> NDArray[Any]:
+    """The least that the longest stage of any partition takes [pipelines]."""
+    high = _by_taking_the_most(pipelines)
+    low = pipelines.sends.max(axis=1)  # no layer takes no time
+    open_ = np.flatnonzero(_can_be_met(pipelines, high - 1))
+    high[open_] -= 1
+    while len(open_):
+        middle = (low[open_] + high[open_]) // 2
+        met = _can_be_met(pipelines.some(open_), middle)
+        high[open_], low[open_] = np.where(met, middle, high[open_]), np.where(met, low[open_], middle + 1)
+        open_ = open_[low[open_] < high[open_]]
+    return high
+
+
+def _can_be_met(pipelines: Pipelines, limit: NDArray[Any]) -> NDArray[Any]:
+    """Whether some partition's stages all take no more: from the last cut before each layer that can be reached."""
+    table, rows, sends = pipelines
+    reached = np.zeros((len(rows), pipelines.layers + 1), bool)
+    reached[:, 0] = True
+    every = np.arange(pipelines.layers + 1)
+    for stage in range(rows.shape[1]):
+        own = table[rows[:, stage]]
+        last = np.maximum.accumulate(np.where(reached, every, -1), axis=1)[:, :-1]
+        begun = np.take_along_axis(own, np.maximum(last, 0), axis=1)
+        reached = np.pad((last >= 0) & (own[:, 1:] - begun <= (limit - sends[:, stage])[:, None]), ((0, 0), (1, 0)))
+    return np.asarray(reached[:, -1])
+
+
+def _by_taking_the_most(pipelines: Pipelines) -> NDArray[Any]:
+    """A bottleneck that can be reached, mostly the least."""
+    low = pipelines.sends.max(axis=1)
+    high = pipelines.table[:, -1].max() + low
+    open_ = np.flatnonzero(low < high)
+    while len(open_):
+        middle = (low[open_] + high[open_]) // 2
+        met, reached, raised = _taking_the_most(pipelines.some(open_), middle)
+        high[open_] = np.where(met, reached, high[open_])
+        low[open_] = np.where(met, low[open_], np.minimum(raised, high[open_]))
+        open_ = open_[low[open_] < high[open_]]
+    return np.asarray(high)
+
+
+def _taking_the_most(pipelines: Pipelines, limit: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Whether a limit is met, what the longest stage then takes, and else the next limit that changes anything."""
+    table, rows, sends = pipelines
+    layers, stages = pipelines.layers, rows.shape[1]
+    apart = 2 * int(table[:, -1].max() + limit.max()) + 2
+    flat = (table + apart * np.arange(len(table))[:, None]).ravel()
+    start, met = np.zeros(len(rows), int), np.ones(len(rows), bool)
+    reached, raised = np.zeros(len(rows), np.int64), np.full(len(rows), _NONE)
+    for stage in range(stages):
+        row, last = rows[:, stage], layers - (stages - 1 - stage)
+        begun = table[row, start] - sends[:, stage]
+        bound = np.maximum(begun + limit, 0) + apart * row
+        end = np.searchsorted(flat, bound, side="right") - 1 - row * (layers + 1)
+        more = table[row, np.minimum(np.maximum(end, start) + 1, layers)] - begun
+        raised = np.where(end < last, np.minimum(raised, more), raised)
+        met &= end > start
+        end = np.minimum(np.maximum(end, start + 1), last)
+        reached = np.maximum(reached, table[row, end] - begun)
+        start = end
+    return met & (start == layers), reached, raised
+
+
+def least_sums(pipelines: Pipelines, limit: NDArray[Any]) -> NDArray[Any]:
+    """The cuts of the least sum of stages that each take no more than a limit that can be met, then the most even."""
+    table, rows, sends = pipelines
+    (number, stages), layers = rows.shape, pipelines.layers
+    weight = layers**2 + 1  # of a picosecond: more than the sums of squares can differ by
+    best = np.full((number, layers + 1), _NONE)
+    best[:, 0] = 0
+    taken = np.zeros((stages, number, layers + 1), np.int16)
+    first, last = _reaches(pipelines, limit)
+    for stage in range(stages):
+        own, room = table[rows[:, stage]], (limit - sends[:, stage])[:, None]
+        after = np.full((number, layers + 1), _NONE)
+        low, high = first[stage + 1], last[stage + 1]
+        for count in range(1, high - first[stage] + 1):
+            begin, end = max(low, first[stage] + count), min(high, last[stage] + count) + 1
+            time = own[:, begin:end] - own[:, begin - count : end - count]
+            if begin < end and (time > room).all():
+                break
+            total = best[:, begin - count : end - count] + time * weight + count * count
+            better = (time <= room) & (total < after[:, begin:end])
+            np.copyto(after[:, begin:end], total, where=better)
+            np.copyto(taken[stage, :, begin:end], count, where=better)
+        best = after
+    return _traced(taken, number, layers)
+
+
+def _reaches(pipelines: Pipelines, limit: NDArray[Any]) -> tuple[list[int], list[int]]:
+    """The least and the most layers before each stage, and at the end, over all pipelines."""
+    table, rows, sends = pipelines
+    (number, stages), layers = rows.shape, pipelines.layers
+    first, last = [layers], [0]
+    low, high, every = np.full(number, layers), np.zeros(number, int), np.arange(number)
+    for stage in range(stages):
+        own, room = table[rows[:, stage]], limit - sends[:, stage]
+        high = np.minimum((own <= (own[every, high] + room)[:, None]).sum(axis=1) - 1, layers - stages + stage + 1)
+        last.append(int(high.max()))
+    for stage in reversed(range(stages)):
+        own, room = table[rows[:, stage]], limit - sends[:, stage]
+        low = np.maximum((own < (own[every, low] - room)[:, None]).sum(axis=1), stage)
+        first.append(int(low.min()))
+    return first[::-1], last
+
+
+def _traced(taken: NDArray[Any], number: int, layers: int) -> NDArray[Any]:
+    cuts = np.full((number, len(taken) + 1), layers)
+    for stage in reversed(range(len(taken))):
+        cuts[:, stage] = cuts[:, stage + 1] - taken[stage, np.arange(number), cuts[:, stage + 1]]
+    return cuts
