@@ -1,7 +1,8 @@
 """`make compiled`: a random plan of every family on 2 ranks, compiled by torch.compile's own backend, in float32.
 
 Each is held against one process that compiles nothing. Parameters are printed and not held: Adam divides by gradients
-however small they are, so that they say little of float32's rounding. Two are evaluated, too, in float64.
+however small they are, so that they say little of float32's rounding. Two are evaluated, too, in float64, in which the
+compiler's own arithmetic is off by some 1e-10; its graphs under `aot_eager` are off by 1e-15.
 """
 
 import json
@@ -18,7 +19,7 @@ from tiny_models import CONFIGS, tiny
 from shardwright_formats.io.json import write_document
 from shardwright_formats.types.plan import Plan, Plans
 
-TOLERANCE, EVALUATED = 1e-5, 1e-10
+TOLERANCE, EVALUATED = 1e-5, 1e-8
 HELD = ("loss", "gradient", "norm")
 
 

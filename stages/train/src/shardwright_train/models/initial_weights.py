@@ -115,8 +115,12 @@ def _fill(target: Tensor, distribution: Distribution, shape: Sequence[int], box:
         drawn = _drawn(distribution, runs, key)
         flat[first : first + len(drawn)].copy_(drawn)
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        list(threads.map(draw, _blocks(_runs(shape, box))))
+    blocks = list(_blocks(_runs(shape, box)))
+    if (count := min(torch.get_num_threads(), len(blocks))) > 1:
+        with ThreadPoolExecutor(count) as threads:
+            list(threads.map(draw, blocks))
+    else:  # starting threads takes longer than drawing the parameters of a small layer
+        list(map(draw, blocks))
     if not target.is_contiguous():
         target.copy_(flat.view(target.shape))
 
