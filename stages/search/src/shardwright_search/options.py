@@ -275,6 +275,10 @@ class ExportOptions(Options, frozen=True, kw_only=True):
     """The system that is to run the plan."""
     out: Path
     """Its file: JSON, command-line arguments or TOML."""
+    launch: Path | None = None
+    """Folder of scripts to write, too, that start Megatron-LM on the plan's nodes: by hand, in Docker, on Slurm."""
+    hosts: Path | None = None
+    """Hosts for --launch, one host name and its node type a line; those of a type in the order of the pipeline."""
 
 
 class GalvatronRun(Options, frozen=True, kw_only=True):

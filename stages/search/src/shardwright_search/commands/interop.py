@@ -1,16 +1,24 @@
 """`shardwright-search import` and `export`: plans from and for other systems."""
 
+from contextlib import ExitStack
+from os.path import realpath
+
 from shardwright_formats.command import show
+from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import atomic_path, read_document, write_bytes, write_document
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan
 from shardwright_search.interop.galvatron import galvatron_file, plan_of_galvatron
 from shardwright_search.interop.galvatron_file import read_galvatron
+from shardwright_search.interop.launch import Launch, launch_of
 from shardwright_search.interop.megatron import megatron_arguments
+from shardwright_search.interop.node_order import in_pipeline_order, nodes_of, read_hosts
+from shardwright_search.interop.target import Exported
 from shardwright_search.interop.torchtitan import torchtitan_toml
 from shardwright_search.options import ExportOptions, ImportGalvatronOptions, System
 
+_EXECUTABLE = 0o755
 _EXPORTERS = {
     System.GALVATRON: galvatron_file,
     System.MEGATRON: megatron_arguments,
@@ -27,8 +35,31 @@ def import_galvatron(options: ImportGalvatronOptions) -> None:
 
 
 def export_plan(options: ExportOptions) -> None:
-    """Write another system's file, and show what that file cannot hold."""
-    exported = _EXPORTERS[options.to](read_document(options.plan, Plan), options.plan)
-    with atomic_path(options.out) as path:
-        write_bytes(path, exported.text.encode())
-        show("\n".join(exported.notes))
+    """Write another system's file and, if asked, the scripts that start it; show what these cannot hold."""
+    plan = read_document(options.plan, Plan)
+    if options.launch is None:
+        if options.hosts is not None:
+            raise BadInput("--hosts", "names the hosts of scripts", "pass --launch too")
+        exported, launch = _EXPORTERS[options.to](plan, options.plan), Launch({}, ())
+    else:
+        exported, launch = _launch(options, plan)
+    files = {options.launch / name: text for name, text in launch.files.items()} if options.launch else {}
+    if realpath(options.out) in map(realpath, files):
+        raise BadInput(options.out, "is a file of --launch too", "choose another name")
+    with ExitStack() as stack:  # Each file is complete before the first gets its name.
+        for path, text in {**files, options.out: exported.text}.items():
+            temporary = stack.enter_context(atomic_path(path))
+            write_bytes(temporary, text.encode())
+            if path.suffix == ".sh" and path in files:
+                temporary.chmod(_EXECUTABLE)
+        show("\n".join((*exported.notes, *launch.notes)))
+
+
+def _launch(options: ExportOptions, plan: Plan) -> tuple[Exported, Launch]:
+    """What is exported of a plan whose ranks are numbered as its pipeline takes up nodes, and the scripts for it."""
+    if options.to is not System.MEGATRON:
+        raise BadInput("--launch", f"there are no scripts for {options.to}", "leave it out, or pass --to megatron")
+    ordered = in_pipeline_order(plan, options.plan)
+    exported = megatron_arguments(ordered, options.plan)
+    hosts = None if options.hosts is None else read_hosts(options.hosts, ordered.cluster)
+    return exported, launch_of(ordered, exported, nodes_of(ordered.cluster, hosts), options.plan)

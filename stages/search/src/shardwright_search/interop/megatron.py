@@ -47,7 +47,7 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
     said = {option: value for option, value in options.items() if value is not False}
     words = ([option] if value is True else [option, str(value)] for option, value in said.items())
     text = "".join(f"{shlex.join(option)}\n" for option in words)
-    return Exported(text, tuple(_notes(plan, degrees, said)))
+    return Exported(text, tuple(_notes(plan, degrees, said)), _environment(degrees, said))
 
 
 def _partition(degrees: Degrees) -> Options:
@@ -102,6 +102,13 @@ def _notes(plan: Plan, degrees: Degrees, options: Options) -> Iterator[str]:
         yield "its distributed optimizer holds whole gradients with one microbatch too, 4 bytes a parameter"
     yield from model_notes(plan.model)
     yield from kernel_notes(plan)
+
+
+def _environment(degrees: Degrees, options: Options) -> tuple[str, ...]:
+    """The variable that some settings want to be 1 and another one not: what the user has set counts where it may."""
+    if _FSDP in options:
+        return ("unset CUDA_DEVICE_MAX_CONNECTIONS",)
+    return ('export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"',) if degrees.tp_size > 1 else ()
 
 
 def _recompute(plan: Plan, degrees: Degrees, target: Target) -> Options:

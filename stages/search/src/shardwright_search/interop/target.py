@@ -17,6 +17,8 @@ class Exported(NamedTuple):
     """The file."""
     notes: tuple[str, ...]
     """What the file cannot hold and the user has to see to, a line each."""
+    environment: tuple[str, ...] = ()
+    """What the system's processes need of their environment, lines of a shell."""
 
 
 class Target(NamedTuple):
