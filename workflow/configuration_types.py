@@ -212,7 +212,7 @@ DECIDED: dict[str, dict[str, str]] = {
         "compile": "it is that of the model's profile",
     },
     "data": {"out": "the workflow names its files"},
-    "runs": dict.fromkeys(("plan", "out", "checkpoints"), "the workflow names its files")
+    "runs": dict.fromkeys(("plan", "out", "checkpoints", "log_dir"), "the workflow names its files")
     | dict.fromkeys(("nnodes", "node_rank", "rendezvous"), "the cluster says it")
     | dict.fromkeys(("replan_hardware", "replan_profile", "replan_search"), "they are those of the run's search"),
 }

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -33,6 +34,20 @@ def act(action: str, folder: Path) -> None:
             raise ValueError(words)
         case ["lose"]:
             raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:50372")
+        case ["say", words]:
+            say(words)
+        case ["say_and_wait", words]:
+            say(words)
+            time.sleep(1000)
+        case ["say_and_die", words]:
+            say(words)
+            os.kill(os.getpid(), signal.SIGKILL)
+        case ["flood", count]:
+            for i in range(int(count)):
+                print(f"{i:100}")
+                print(f"{i:100}", file=sys.stderr)
+        case ["leave_a_child", seconds]:
+            subprocess.Popen(["sleep", seconds], env={}, start_new_session=True)
         case ["refuse"]:
             raise BadInput("plan.json", "is odd", "write another")
         case ["stop"]:
@@ -45,6 +60,13 @@ def act(action: str, folder: Path) -> None:
             os.kill(os.getpid(), signal.Signals[name])
         case _:
             raise AssertionError(action)
+
+
+def say(words: str) -> None:
+    """Say something on both streams, the second time without an end of the line, and flush neither."""
+    for line in words.split("|"):
+        print(line)
+    print(f"{words.split('|')[-1]} in vain", end="", file=sys.stderr)
 
 
 def print_until_stopped(folder: Path) -> None:

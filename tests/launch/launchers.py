@@ -130,7 +130,8 @@ def main(nodes: int, node: int, port: int, actions: Sequence[str]) -> None:
     hang_timeout_s = HANG_S if any(re.fullmatch("sleep|hang", action) for action in actions) and nodes > 1 else None
     with one_line_errors():
         command, ranks = [sys.executable, str(RANK), *actions], range(first, first + len(actions))
-        launch(command, ranks, nodes * len(actions), where, hang_timeout_s=hang_timeout_s)
+        kept = Path(os.environ["KEPT_IN"]) if "KEPT_IN" in os.environ else None
+        launch(command, ranks, nodes * len(actions), where, hang_timeout_s=hang_timeout_s, log_folder=kept)
 
 
 if __name__ == "__main__":

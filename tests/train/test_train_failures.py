@@ -131,9 +131,8 @@ def test_a_rank_killed_in_a_send_and_in_a_collective_is_started_anew_and_a_stopp
     (work / "kills").mkdir()
     plan = random_plan(tiny("llama", vocab_size=260), 1, 2, "float32", stages=2)
     write_document(work / "plan.json", plan)
-    options = run_options(
-        work, "stopped", "--max-restarts", "2", "--hang-timeout-s", "20", "--checkpoint-every", "1", "--checkpoint-sync"
-    )
+    kept = ("--checkpoint-every", "1", "--checkpoint-sync", "--log-dir", str(work / "logs"))
+    options = run_options(work, "stopped", "--max-restarts", "2", "--hang-timeout-s", "20", *kept)
     started = Started(work, "run", *options, fault=KILL)
     while len(list((work / "kills").iterdir())) < 3:
         assert started.process.poll() is None, started.end().error
@@ -148,6 +147,13 @@ def test_a_rank_killed_in_a_send_and_in_a_collective_is_started_anew_and_a_stopp
         assert f"{words} checkpoint, start {start} of 2 at most\n" in ended.error
     words = r"error: ranks 0 to 1, in step \d+: no step ended within 20 s, rank 1 is stopped \(SIGSTOP\): the stacks of"
     assert ended.status == 4 and re.match(words, ended.last_line), ended.error
+    # What was printed is kept, each start behind the one before.
+    for rank in range(2):
+        log = (work / "logs" / f"rank-{rank}.log").read_text()
+        headings = re.findall(r"^=== start (\d) at .*: rank (\d) of 2 ===$", log, re.MULTILINE)
+        assert headings == [(start, str(rank)) for start in "012"]
+        steps = r"^=== start 0 .*^step 1/100000: .*^=== start 1 "
+        assert (re.search(steps, log, re.DOTALL | re.MULTILINE) is not None) == (rank == 0)
 
 
 def test_a_measurement_is_watched_as_its_option_says(monkeypatch: pytest.MonkeyPatch) -> None:

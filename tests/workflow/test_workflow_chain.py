@@ -58,6 +58,7 @@ def test_the_stages_are_called_with_what_the_configuration_says(finished):
     runs = {_options(run)["--out"]: _options(run) for run in _of(calls, "shardwright-train run")}
     assert runs["results/runs/demo"]["--steps"] == str(config["runs"]["demo"]["steps"])
     assert runs["results/runs/demo-tight"]["--checkpoints"] == "results/checkpoints/demo-tight"
+    assert runs["results/runs/demo-tight"]["--log-dir"] == "results/logs/ranks/demo-tight"
     (prepare,) = _of(calls, "shardwright-train prepare")
     assert _options(prepare)["--glob"] == "*.py"
 

@@ -87,6 +87,7 @@ rule run:
             CONFIG.of.runs[wildcards.run].data
         ),
         checkpoints=lambda wildcards: f"results/checkpoints/{wildcards.run}",
+        logs=lambda wildcards: f"results/logs/ranks/{wildcards.run}",
         options=lambda wildcards: CONFIG.run_options(wildcards.run),
         replan=replan_options,
         outliving=outliving_options,
@@ -97,7 +98,8 @@ rule run:
         "resume.sh 10 {params.folder}/STOPPED.json"
         " on_nodes.sh {resources.nodes} {resources.cpus_per_task} {params.outliving}"
         " {resources.sockets} shardwright-train run {input.plan}"
-        " --data {params.data} --checkpoints {params.checkpoints} {params.options:q} {params.replan} --out {params.folder} 2> {log}"
+        " --data {params.data} --checkpoints {params.checkpoints} --log-dir {params.logs} {params.options:q}"
+        " {params.replan} --out {params.folder} 2> {log}"
 
 
 rule convert:

@@ -89,6 +89,8 @@ class FailureReport:
     """Whether ranks ended that reported no error in order: they may not when they are started anew."""
     gone: tuple[int, ...] = ()
     """The nodes whose launchers are gone."""
+    failed: int | None = None
+    """The rank whose last lines may say more: it failed first, or has gone on for longest where ranks hang."""
 
 
 def shifted(report: NodeReport, now_s: float) -> NodeReport:
@@ -127,7 +129,8 @@ def _first_failure(reports: Sequence[NodeReport]) -> FailureReport:
         if hanging := [report for report in reports if report.hang]:
             return _hang(hanging, [rank for report in reports for rank in report.ranks])
     assert first is not None
-    return _failure(first, reports)
+    found = _failure(first, reports)
+    return replace(found, failed=first.rank) if found.exit_code == RunFailed.exit_code else found
 
 
 def _hang(hanging: Sequence[NodeReport], ranks: Sequence[RankState]) -> FailureReport:
@@ -136,7 +139,8 @@ def _hang(hanging: Sequence[NodeReport], ranks: Sequence[RankState]) -> FailureR
     named = f"ranks {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"rank {numbers[0]}"
     running = [rank for rank in ranks if rank.status is None] or ranks
     stuck = min(running, key=lambda rank: (rank.step is not None, rank.step.began_s if rank.step else 0.0))
-    return FailureReport(f"{named}, {stuck.where}: {hanging[0].hang}: the stacks of all ranks stand above")
+    text = f"{named}, {stuck.where}: {hanging[0].hang}: the stacks of all ranks stand above"
+    return FailureReport(text, failed=stuck.rank)
 
 
 def _failure(first: RankState, reports: Sequence[NodeReport]) -> FailureReport:

@@ -7,9 +7,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +20,7 @@ from shardwright_launch.exchange import Exchange, exchange
 from shardwright_launch.failure_report import NodeReport, RankState, failure_report
 from shardwright_launch.heartbeat import STACKS_SIGNAL, START_UP_S, RankFiles
 from shardwright_launch.nodes import Address, Nodes
+from shardwright_launch.rank_output import OnLine, RankOutput, rank_output
 from shardwright_launch.signals import relayed_signals
 
 _POLL_S = 0.05
@@ -33,7 +33,6 @@ _STACKS_S = 2.0
 """What the ranks have to show their stacks."""
 _GATHER_S = _ORDERLY_END_S + 10.0
 """What the launchers of other nodes have to tell how theirs ended."""
-_LINES_S = 5.0
 # PyTorch 2.13 renames two collectives; the old names are the only ones that 2.11 has.
 _RENAMED = "ignore::FutureWarning:torch.distributed.c10d_logger"
 EXPANDABLE = "expandable_segments:True"
@@ -45,9 +44,9 @@ _HOST_ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOL
 
 A rank keeps what it has freed in place of taking the same pages anew in every step; 32 MiB is the most that can be set.
 """
+_UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+"""For ranks that print into a pipe: what they have printed is out of their hands when they are killed."""
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-
-OnLine = Callable[[bytes], None]
 
 
 @dataclass
@@ -57,8 +56,6 @@ class _Rank:
     number: int
     files: RankFiles
     process: "subprocess.Popen[bytes]"
-    reader: threading.Thread | None = None
-    """Hands on what it prints."""
     status: int | None = None
     """How it ended, unless the launcher ended it."""
     seen_s: float = 0.0
@@ -87,6 +84,7 @@ def launch(
     *,
     hang_timeout_s: float | None = None,
     on_line: OnLine | None = None,
+    log_folder: Path | None = None,
     name: str = "",
     start: int = 0,
 ) -> None:
@@ -96,7 +94,8 @@ def launch(
     last report for a new one.
 
     The cores this process may use are shared out evenly among the ranks' threads. Lines that rank 0 prints go to
-    `on_line`, if there is one.
+    `on_line`, if there is one. What each rank prints is kept in `rank-<number>.log` of `log_folder`, if there is one,
+    and shown all the same; the last lines of the rank that failed are shown once more at the end.
 
     SIGINT, SIGTERM, SIGUSR1 and SIGHUP are relayed to every process as SIGTERM; a second one ends them at once. When a
     process fails on any node, the others get a short time to end and are killed; no process outlives this one. With
@@ -114,22 +113,24 @@ def launch(
         tempfile.TemporaryDirectory(prefix="shardwright-") as folder,
         relayed_signals(lambda: _ask_to_stop(started)) as signals,
         exchange(nodes, f"{world_size} {name}", start) as others,
+        rank_output(log_folder, ranks, world_size, start, on_line) as output,
     ):
         try:
-            environment = _environment(nodes, len(ranks), world_size)
+            environment = _environment(nodes, len(ranks), world_size) | (_UNBUFFERED if log_folder else {})
             for local_rank, number in enumerate(ranks):
                 files = RankFiles.of_rank(Path(folder), number)
                 place = {"RANK": str(number), "LOCAL_RANK": str(local_rank)} | files.environment
-                started.append(_start(command, number, files, environment | place, on_line))
+                started.append(_start(command, number, files, environment | place, output))
             if signals:  # while some were yet to be started
                 _ask_to_stop(started)
             report = _watch(started, nodes, others, hang_timeout_s)
         finally:
             _kill(started)
+            output.join()
         if report is None:
             others.tell(NodeReport(node=nodes.rank, ended=True))
         else:
-            _fail(started, report, others, bool(signals))
+            _fail(started, report, others, output, bool(signals))
 
 
 def allocator_setting(environment: Mapping[str, str]) -> str:
@@ -161,27 +162,20 @@ def _free_port() -> int:
 
 
 def _start(
-    command: Sequence[str], number: int, files: RankFiles, environment: dict[str, str], on_line: OnLine | None
+    command: Sequence[str], number: int, files: RankFiles, environment: dict[str, str], output: RankOutput
 ) -> _Rank:
-    piped = on_line is not None and number == 0
+    pipes = [subprocess.PIPE if taken else None for taken in output.takes(number)]
     process = subprocess.Popen(
         command,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if piped else None,
+        stdout=pipes[0],
+        stderr=pipes[1],
         # In a session of its own: a terminal's Ctrl-C reaches the launcher alone, which relays it in order.
         start_new_session=True,
     )
-    rank = _Rank(number, files, process)
-    if piped:
-        rank.reader = threading.Thread(target=_hand_on, args=(process.stdout, on_line), daemon=True)
-        rank.reader.start()
-    return rank
-
-
-def _hand_on(lines: Iterable[bytes], on_line: OnLine) -> None:
-    for line in lines:
-        on_line(line)
+    output.follow(number, process.stdout, process.stderr)
+    return _Rank(number, files, process)
 
 
 def _watch(ranks: Sequence[_Rank], nodes: Nodes, others: Exchange, hang_timeout_s: float | None) -> NodeReport | None:
@@ -261,19 +255,22 @@ def _process_state(rank: _Rank) -> str:
     return Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def _fail(ranks: Sequence[_Rank], own: NodeReport, others: Exchange, signalled: bool) -> NoReturn:
+def _fail(ranks: Sequence[_Rank], own: NodeReport, others: Exchange, output: RankOutput, signalled: bool) -> NoReturn:
     states = tuple(rank.state() for rank in ranks)
     last = msgspec.structs.replace(own, ranks=states, signalled=signalled, ended=True)
     found = failure_report(others.gather(last, _GATHER_S))
     if found.out_of_memory is not None:
+        output.show_last_lines(found.out_of_memory.rank)
         raise found.out_of_memory
     if found.exit_code != RunFailed.exit_code:
         if own.node == 0 or not found.agreed:  # what all ranks agreed on is said once, by node 0
             print(f"error: {found.text}", file=sys.stderr)
         raise SystemExit(found.exit_code)
     # A rank that was ended before it could print its traceback itself.
-    cut_off = [state for state in states if state.rank == found.rank and state.status is None]
-    print("".join(state.error.trace for state in cut_off if state.error), end="", file=sys.stderr)
+    for state in (state for state in states if state.rank == found.rank and state.status is None):
+        output.show(state.rank, state.error.trace if state.error else "")
+    if found.failed is not None:
+        output.show_last_lines(found.failed)
     if found.lost:
         raise RanksLost(found.text, nodes=found.gone, start=others.start)
     raise RunFailed(found.text)
@@ -291,5 +288,3 @@ def _kill(ranks: Sequence[_Rank]) -> None:
             rank.process.kill()
     for rank in ranks:
         rank.process.wait()
-        if rank.reader is not None:
-            rank.reader.join(_LINES_S)  # a child of the rank could hold the pipe open for ever

@@ -113,8 +113,8 @@ def start_run(options: RunOptions) -> None:
         _check_data(options.data)
     _check_evaluation(options)
     _check_loggers(options)
-    _check_folder(options.out)
-    _check_folder(options.checkpoints)
+    for folder in filter(None, (options.out, options.checkpoints, options.log_dir)):
+        _check_folder(folder)
     if options.weights is not None:
         _check_weights(options, options.weights, plan)
     if options.learning_rate_factor:
@@ -136,8 +136,8 @@ def start_measure(options: MeasureOptions) -> None:
     plans = [(file, plan) for file, some in asked for plan in some.plans]
     for file, plan in plans:
         _check(plan, file, nodes)
-    if options.trace is not None:
-        _check_folder(options.trace)
+    for folder in filter(None, (options.trace, options.log_dir)):
+        _check_folder(folder)
     with only_run(out.with_name(f"{out.name}.lock"), nodes), tempfile.TemporaryDirectory() as scratch:
         sized = sorted((plan for _, plan in plans), key=lambda plan: plan.world_size)
         found, in_turns = _Found({}, {}), [_hashes(some, group) for _, some in asked for group in some.in_turns]
@@ -328,4 +328,13 @@ def _start(job: RunOptions | MeasureJob, plan: Plan, nodes: Nodes, name: str = "
         device_type = device_type_of(plan.cluster, job_file)
         command = [sys.executable, "-m", "shardwright_train.worker", str(job_file), device_type]
         ranks = range(on_node[0], on_node[-1] + 1)
-        launch(command, ranks, plan.world_size, nodes, hang_timeout_s=job.hang_timeout_s, name=name, start=start)
+        launch(
+            command,
+            ranks,
+            plan.world_size,
+            nodes,
+            hang_timeout_s=job.hang_timeout_s,
+            log_folder=job.log_dir,
+            name=name,
+            start=start,
+        )

@@ -79,6 +79,9 @@ class RankOptions(NodeOptions, frozen=True, kw_only=True):
     hang_timeout_s: Annotated[float, Meta(ge=1, le=1e9)] = HANG_TIMEOUT_S
     """Longest time of one step in s, of the first one with building and loading, of any with saving; after it all
     ranks' stacks are printed. Start-up has 600 s of its own."""
+    log_dir: Path | None = None
+    """Folder that keeps what each rank prints, rank-<number>.log, every start behind the last. A rank that fails shows
+    its last lines once more at the end."""
 
 
 class OnNodeLoss(StrEnum):
