@@ -60,6 +60,20 @@ def test_candidates_are_the_same_and_the_fastest_is_no_slower(peer, table_of, na
     assert tops.ours_s <= tops.theirs_s
 
 
+def test_with_its_partitions_joined_no_row_is_slower_than_in_its_table(table_of):
+    """Four of T5's are faster with FASOP's, by their all-reduce at the end."""
+    from shardwright_search.fasop.estimate import estimate_of, estimates
+    from shardwright_search.fasop.foreign import joined
+
+    table = table_of("T5")
+    theirs = {row.own: row.layers for row in table.rows}
+    before = estimates(table.problem, theirs)
+    after = joined(table.problem, before, theirs)
+    of = {own: estimate_of(table.problem, own, layers).step_s for own, layers in theirs.items()}
+    assert sum(own.step_s > of[own.candidate] * (1 + 1e-9) for own in before) == 4
+    assert all(own.step_s <= of[own.candidate] for own in after)
+
+
 def test_partitions_of_mixed_bert_miss_the_least_bottleneck_in_89_of_284_in_its_own_measure(peer, table_of):
     found = peer.partitions_of(table_of("bert_het"))
     assert (found.rows, len(found.missed), len(found.slower)) == (284, 88, 0)

@@ -22,6 +22,7 @@ from shardwright_formats.types.prediction import Prediction
 from shardwright_search.cli import APP
 from shardwright_search.fasop.estimate import batches, estimate_of, estimates
 from shardwright_search.fasop.exhaustive import check
+from shardwright_search.fasop.foreign import joined
 from shardwright_search.fasop.partition import (
     Pipelines,
     fastest_partitions,
@@ -272,6 +273,46 @@ def test_the_command_writes_the_table_and_a_plan(world):
         stage.layers[0][1] for stage in plan.stages[:-1]
     ]
     assert read_document(folder / "p.prediction.json", Prediction).plan_sha256 == plan.sha256
+
+
+def test_a_foreign_partition_is_taken_where_it_is_faster():
+    """The own one has both blocks whose gradients are large on one stage: it does not look at the all-reduce."""
+    reduced = np.array([6e6, 3e9, 3e9, 4e6, 6e6])
+    own = problem(tied=0, outer_once=False, reduced={tp: reduced / tp for tp in (1, 2)})
+    candidate = Candidate((1, 1), 1, 2, 2, 4)
+    (mine,) = estimates(own, [candidate])
+    every = [estimate_of(own, candidate, np.diff(cuts)) for cuts in all_cuts(5, 2)]
+    best, worst = (pick(every, key=lambda e: e.step_s) for pick in (min, max))
+    assert best.step_s < mine.step_s < worst.step_s
+    assert joined(own, [mine], {candidate: best.partition}) == [best]
+    assert joined(own, [mine], {candidate: worst.partition}) == [mine]
+
+
+def test_a_table_joins_itself_and_what_is_no_row_is_refused(world):
+    folder, options = world
+    assert call("fasop", *options, "--out", folder / "t.csv").exit_code == 0
+    again = call("fasop", *options, "--out", folder / "u.csv", "--foreign", folder / "t.csv")
+    assert again.exit_code == 0 and "0 of" in again.stdout and "are faster, and taken" in again.stdout
+    table = (folder / "t.csv").read_text()
+    assert (folder / "u.csv").read_text() == table
+    head, first, *_ = table.splitlines()
+    names, cells = head.split(","), next(csv.reader([first]))
+    for name, value, told in (
+        ("partition", "[1, 2]", "does not cut 8 layers"),
+        ("partition", "[1, 2", "is no row"),
+        ("node placement", "['h100']", "is no row of FASOP's fields with nodes of a100 and a10"),
+        ("mbs", "3", "is no candidate"),
+        ("tp", "", "is no row"),
+    ):
+        changed = [value if own == name else cell for own, cell in zip(names, cells, strict=True)]
+        with (folder / "bad.csv").open("w") as lines:
+            csv.writer(lines).writerows([names, changed])
+        called = call("fasop", *options, "--out", folder / "v.csv", "--foreign", folder / "bad.csv")
+        assert called.exit_code == 2 and called.stderr.count("\n") == 1, called.stderr
+        assert "bad.csv: line 2 " in called.stderr and told in called.stderr and not (folder / "v.csv").exists()
+    (folder / "bad.csv").write_text("mbs,tp\n1,1\n")
+    called = call("fasop", *options, "--out", folder / "v.csv", "--foreign", folder / "bad.csv")
+    assert called.exit_code == 2 and "has no column 'dp'" in called.stderr
 
 
 def test_sub_clusters_are_all_there_and_a_type_without_nodes_has_its_column(world):

@@ -1,20 +1,25 @@
 """`shardwright-search fasop`: FASOP's table of its own search space."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from shardwright_formats.command import show
 from shardwright_formats.io.errors import BadInput, NothingFits
 from shardwright_formats.io.json import check_writable, read_document, write_bytes
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.prediction import Prediction
 from shardwright_search.commands.inputs import Inputs, read_inputs
 from shardwright_search.commands.prediction import prediction_of_evaluated, prediction_path, written
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.wording import plan_summary
 from shardwright_search.fasop.estimate import Estimate, batches, estimates
 from shardwright_search.fasop.exhaustive import MAX_PARTITIONS, check
+from shardwright_search.fasop.foreign import joined, read_foreign
 from shardwright_search.fasop.inputs import problem_of
 from shardwright_search.fasop.options import FasopOptions
 from shardwright_search.fasop.plan import plan_of
@@ -25,8 +30,39 @@ from shardwright_search.rent.sub_clusters import MAX_SUB_CLUSTERS
 from shardwright_search.space.request import SearchRequest
 
 
+class _Asked(NamedTuple):
+    """What is to be estimated, read from the files that the options name."""
+
+    request: SearchRequest
+    cluster: Cluster
+    model: Model
+    inputs: Inputs
+    problem: Problem
+    every: list[Candidate]
+
+
 def fasop(options: FasopOptions) -> None:
     """Write the table, and the plan that is asked for."""
+    asked = _read(options)
+    checked = [_checked(asked.problem, asked.every)] if options.exhaustive_partition else []
+    found, joins = _estimated(asked, options.foreign)
+    fitting = [estimate for estimate in found if not estimate.memory.is_oom]
+    told = [f"{len(found)} candidates, {len(found) - len(fitting)} out of memory", *checked, *joins]
+    told += [_told(asked.problem, fitting[0])] if fitting else []
+    plan = None if options.plan is None else _first_plan(asked, fitting)
+    with ExitStack() as all_or_none:
+        if options.plan is not None and plan is not None:
+            prediction = _prediction(plan.plan, asked, options)
+            told += [*plan.told, plan_summary(plan.plan, prediction)]
+            all_or_none.enter_context(written(options.plan, plan.plan, prediction))
+        write_bytes(options.out, csv_of(asked.problem, found, list(asked.cluster.node_types), options.steps))
+        show("\n".join(told))
+    if options.plan is not None and plan is None:
+        why = "a stage on several node types" if fitting else "too little memory"
+        raise NothingFits(f"{options.search}: no plan is written: every candidate has {why}: see {options.out}")
+
+
+def _read(options: FasopOptions) -> _Asked:
     request = read_document(options.search, SearchRequest)
     cluster, model = read_document(options.cluster, Cluster), read_document(options.model, Model)
     inputs = read_inputs(options)
@@ -37,30 +73,39 @@ def fasop(options: FasopOptions) -> None:
     if not every:
         what = "no candidate: no degrees divide the devices, the batch and the layers"
         raise BadInput(options.search, what, "change global_batch_size, or profile more tp_sizes")
-    told = [_checked(problem, every)] if options.exhaustive_partition else []
-    found = estimates(problem, every)
-    fitting = [estimate for estimate in found if not estimate.memory.is_oom]
-    table = csv_of(problem, found, list(cluster.node_types), options.steps)
-    told.insert(0, f"{len(found)} candidates, {len(found) - len(fitting)} out of memory")
-    told += [_told(problem, fitting[0])] if fitting else []
-    plans = (plan_of(problem, estimate, request, model, cluster) for estimate in fitting)
-    numbered = ((number, plan) for number, plan in enumerate(plans) if plan is not None)
-    number, plan = next(numbered, (0, None)) if options.plan is not None else (0, None)
-    with ExitStack() as all_or_none:
-        if options.plan is not None and plan is not None:
-            prediction = prediction_of_evaluated(plan, evaluate(plan, inputs.profiles), _files(options, inputs))
-            all_or_none.enter_context(written(options.plan, plan, prediction))
-            told += [f"{number} faster ones have a stage on several node types: no plan says that"] if number else []
-            told.append(plan_summary(plan, prediction))
-        write_bytes(options.out, table)
-        show("\n".join(told))
-    if options.plan is not None and plan is None:
-        why = "a stage on several node types" if fitting else "too little memory"
-        raise NothingFits(f"{options.search}: no plan is written: every candidate has {why}: see {options.out}")
+    return _Asked(request, cluster, model, inputs, problem, every)
 
 
-def _files(options: FasopOptions, inputs: Inputs) -> dict[str, Path]:
-    return {"cluster": options.cluster, "model": options.model, "search": options.search} | inputs.files
+def _estimated(asked: _Asked, foreign: Sequence[Path]) -> tuple[list[Estimate], list[str]]:
+    """The fastest first, with what came of foreign tables."""
+    found, told = estimates(asked.problem, asked.every), []
+    for file in foreign:
+        others = read_foreign(file, asked.problem, asked.every)
+        before, found = found, joined(asked.problem, found, others)
+        taken = {(own.candidate, own.partition) for own in found} - {(own.candidate, own.partition) for own in before}
+        told.append(f"{len(taken)} of {len(others)} partitions of {file.name} are faster, and taken")
+    return found, told
+
+
+class _Planned(NamedTuple):
+    plan: Plan
+    told: list[str]
+
+
+def _first_plan(asked: _Asked, fitting: Sequence[Estimate]) -> _Planned | None:
+    """Of the fastest candidate that a plan can say."""
+    for number, estimate in enumerate(fitting):
+        plan = plan_of(asked.problem, estimate, asked.request, asked.model, asked.cluster)
+        if plan is not None:
+            told = [_told(asked.problem, estimate), "the plan is of that one: those before it span node types"]
+            return _Planned(plan, told if number else [])
+    return None
+
+
+def _prediction(plan: Plan, asked: _Asked, options: FasopOptions) -> Prediction:
+    files = {"cluster": options.cluster, "model": options.model, "search": options.search} | asked.inputs.files
+    evaluation = evaluate(plan, asked.inputs.profiles)
+    return prediction_of_evaluated(plan, evaluation, files, asked.inputs.warnings)
 
 
 def _plan_files(options: FasopOptions) -> list[Path]:

@@ -120,7 +120,7 @@ def priced(problem: Problem, batch: Batch, cuts: NDArray[Any]) -> Iterator[Estim
     held = memory(problem, some, on, cuts)
     layers = np.diff(cuts, axis=1).tolist()
     for number, own in enumerate(some):
-        tied_s = problem.tied * BYTES / own.tp_size * links[number].tied
+        tied_s = float(problem.tied * BYTES / own.tp_size * links[number].tied)
         seconds = float(pipeline_s[number]), float(reduction_s[number]), tied_s
         yield Estimate(own, tuple(layers[number]), *seconds, _usd(problem, own, sum(seconds)), held[number])
 

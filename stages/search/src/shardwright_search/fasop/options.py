@@ -23,6 +23,8 @@ class FasopOptions(ProfileOptions, frozen=True, kw_only=True):
     """Table to write (CSV), the fastest candidate first."""
     plan: Path | None = None
     """Plan file to write: the fastest candidate that fits and that a plan can say, with its prediction beside it."""
+    foreign: tuple[Path, ...] = ()
+    """Tables of the same fields (CSV), such as FASOP's own: where their partition is faster it is taken."""
     sub_clusters: bool = False
     """Estimate every sub-cluster, from no node of a type to all of them, not the whole cluster alone."""
     exhaustive_partition: bool = False
