@@ -203,7 +203,7 @@ def test_every_candidate_stays_the_fastest_first_and_all_partitions_agree():
     """Those out of memory among them; no partition of any candidate gives less than the chosen one."""
     little = tuple(replace(own, limit_gib=0.3) for own in problem().node_types)
     own = problem(node_types=little, parameters={tp: 2 * of for tp, of in problem().parameters.items()})
-    every = list(candidates(own, (2, 1)))
+    every = [*candidates(own, (2, 1)), *candidates(own, (1, 0))]  # of two and three stages, and of one and two
     found = estimates(own, every)
     assert sorted(e.candidate for e in found) == sorted(every)
     assert [e.step_s for e in found] == sorted(e.step_s for e in found)

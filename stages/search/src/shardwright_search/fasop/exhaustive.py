@@ -11,8 +11,8 @@ from shardwright_search.fasop.estimate import Batch, num_microbatches
 from shardwright_search.fasop.partition import fastest_partitions, least_bottlenecks, pipeline_times, stage_times
 from shardwright_search.fasop.problem import Problem
 
-MAX_PARTITIONS = 200_000
-"""Of one candidate: all ways to cut 50 layers into up to 4 stages, and 26 into up to 6."""
+MAX_PARTITIONS = 500_000
+"""Of one candidate: all ways to cut 50 layers into up to 5 stages, and 26 into up to 8."""
 
 
 class Check(NamedTuple):
@@ -41,5 +41,6 @@ def check(problem: Problem, batch: Batch) -> Check:
 
 
 def _all_cuts(layers: int, stages: int) -> NDArray[Any]:
-    inner = np.array(list(combinations(range(1, layers), stages - 1)), int).reshape(-1, stages - 1)
+    chosen = list(combinations(range(1, layers), stages - 1))
+    inner = np.array(chosen, int).reshape(len(chosen), stages - 1)
     return np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (0, layers)))

@@ -28,6 +28,6 @@ class FasopOptions(ProfileOptions, frozen=True, kw_only=True):
     sub_clusters: bool = False
     """Estimate every sub-cluster, from no node of a type to all of them, not the whole cluster alone."""
     exhaustive_partition: bool = False
-    """Try every partition of candidates that have up to 200000, and end with an error where a better one is found."""
+    """Try every partition of candidates that have up to 500000, and end with an error where a better one is found."""
     steps: Count = 12_500_000
     """Of the training whose cost the table has; FASOP's own number by default."""
