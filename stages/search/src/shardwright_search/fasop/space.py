@@ -1,6 +1,7 @@
 """FASOP's candidates: one tensor-, data- and pipeline-parallel degree and micro-batch for all, nodes in rotation."""
 
 from collections.abc import Iterator, Sequence
+from math import isqrt
 from typing import NamedTuple
 
 from shardwright_search.fasop.problem import Problem
@@ -53,4 +54,5 @@ def _shapes(problem: Problem, num_nodes: int) -> Iterator[tuple[int, int, int, i
 
 def divisors(number: int) -> tuple[int, ...]:
     """Ascending."""
-    return tuple(size for size in range(1, number + 1) if number % size == 0)
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))
