@@ -52,6 +52,8 @@ class Command:
         self._kept = tempfile.TemporaryDirectory()
         self._folder = Path(self._kept.name)
         self.args = [package.replace("_", "-"), *map(str, arguments)]
+        for name in _STREAMS:  # it may be killed before it has said anything
+            (self._folder / name).touch()
         given = (package, self.args, dict(environment), self._folder, fault)
         self._process = forking().Process(target=_command, args=given)
         self._process.start()
