@@ -7,7 +7,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -46,6 +46,13 @@ class GridCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     devices_per_node: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
     memory_gib: Gib
     """Of one device; budgets are at most that."""
+
+
+class MixedCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Nodes of several of the grid's other clusters."""
+
+    nodes_of: Annotated[dict[Name, Annotated[int, Meta(ge=1, le=MAX_DEVICES)]], Meta(min_length=2)]
+    """How many nodes of each, in this order; links and profiles are those of these clusters."""
 
 
 class Published(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,6 +96,8 @@ class GridSettings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     models: Annotated[dict[Name, GridModel], Meta(min_length=1)]
     clusters: dict[Name, GridCluster] = msgspec.field(default_factory=dict)
     """Of reference grids."""
+    mixed_clusters: dict[Name, MixedCluster] = msgspec.field(default_factory=dict)
+    """The same, of several devices."""
     memory_gib: Gibs
     global_batch_size: Counts
     spaces: Annotated[tuple[str, ...], Meta(min_length=1)]
@@ -96,6 +105,23 @@ class GridSettings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Further keys of every search."""
     measure: Measured | None = None
     """Run every plan for some steps."""
+
+
+class Inputs(NamedTuple):
+    """The files that a search of a model on a cluster reads."""
+
+    cluster: str
+    model: str
+    hardware: tuple[str, ...]
+    """A profile of each device's links."""
+    profile: tuple[str, ...]
+    """A profile of the model on each device."""
+
+    @property
+    def profiles(self) -> list[str]:
+        """The options that name both kinds of profile."""
+        named = {"--hardware": self.hardware, "--profile": self.profile}
+        return [word for option, paths in named.items() for path in paths for word in (option, path)]
 
 
 class GridFile:
@@ -148,32 +174,37 @@ class GridFile:
 
     def cluster_json(self, name: str) -> str:
         """The cluster that published tables are of."""
-        of = self.of.clusters[name]
-        node = {
-            "device": of.device, "devices_per_node": of.devices_per_node, "memory_bytes": int(of.memory_gib * _GIB),
-            "usd_per_hour": None,
-        }  # fmt: skip
-        nodes = [{"node_type": "node", "count": of.nodes}]
-        return _document(Cluster, {"name": name, "nodes": nodes, "node_types": {"node": node}}, str(self.file))
+        parts = self._nodes_of(name)
+        nodes = [{"node_type": self._node_type(part), "count": count} for part, count in parts.items()]
+        node_types = {self._node_type(part): _node_of(self.of.clusters[part]) for part in parts}
+        return _document(Cluster, {"name": name, "nodes": nodes, "node_types": node_types}, str(self.file))
 
-    def inputs(self, model: str, cluster: str) -> dict[str, str]:
-        """What a search of a pair reads, by option."""
+    def _nodes_of(self, cluster: str) -> Mapping[str, int]:
+        """Nodes by the cluster that is of their device alone."""
+        mixed = self.of.mixed_clusters.get(cluster)
+        return mixed.nodes_of if mixed else {cluster: self.of.clusters[cluster].nodes}
+
+    def _node_type(self, cluster: str) -> str:
+        return self.of.clusters[cluster].device.lower()
+
+    def inputs(self, model: str, cluster: str) -> Inputs:
+        """What a search of a pair reads."""
         if self._own:
             (node_type,) = self._workflow.of.clusters[cluster].node_types
-            return {
-                "cluster": f"results/clusters/{cluster}.json",
-                "model": f"results/models/{model}.json",
-                "hardware": f"results/hardware/{cluster}.h5",
-                "profile": f"results/profiles/{model}@{node_type}.h5",
-            }
-        of = self.of.models[model]
-        profile = (of.profile or model).replace("{device}", self.of.clusters[cluster].device)
-        return {
-            "cluster": f"{self.folder}/clusters/{cluster}.json",
-            "model": f"{_REFERENCE}/models/{of.description or model}.json",
-            "hardware": f"{_REFERENCE}/hardware/{cluster}.h5",
-            "profile": f"{_REFERENCE}/profiles/{profile}.h5",
-        }
+            return Inputs(
+                cluster=f"results/clusters/{cluster}.json",
+                model=f"results/models/{model}.json",
+                hardware=(f"results/hardware/{cluster}.h5",),
+                profile=(f"results/profiles/{model}@{node_type}.h5",),
+            )
+        of, parts = self.of.models[model], self._nodes_of(cluster)
+        profiles = [(of.profile or model).replace("{device}", self.of.clusters[part].device) for part in parts]
+        return Inputs(
+            cluster=f"{self.folder}/clusters/{cluster}.json",
+            model=f"{_REFERENCE}/models/{of.description or model}.json",
+            hardware=tuple(f"{_REFERENCE}/hardware/{part}.h5" for part in parts),
+            profile=tuple(f"{_REFERENCE}/profiles/{profile}.h5" for profile in profiles),
+        )
 
     def published(self, model: str, cluster: str) -> list[tuple[str, Published]]:
         """The published plans of a pair, each with the path of its plan as it is imported."""
@@ -190,14 +221,12 @@ class GridFile:
         for path, each in self.published(model, cluster):
             further = [] if each.num_microbatches is None else ["--num-microbatches", str(each.num_microbatches)]
             yield shlex.join([
-                "import", "galvatron", f"{_PUBLISHED}/{each.file}", "--cluster", files["cluster"],
-                "--model", files["model"], "--sequence-parallel", each.sequence_parallel,
+                "import", "galvatron", f"{_PUBLISHED}/{each.file}", "--cluster", files.cluster,
+                "--model", files.model, "--sequence-parallel", each.sequence_parallel,
                 "--precision-reduce", "float32", *further, "--out", path,
             ])  # fmt: skip
             prediction = path.removesuffix(".json") + ".prediction.json"
-            yield shlex.join([
-                "evaluate", path, "--hardware", files["hardware"], "--profile", files["profile"], "--out", prediction,
-            ])  # fmt: skip
+            yield shlex.join(["evaluate", path, *files.profiles, "--out", prediction])
 
     def _search(self, model: str, memory_gib: float, batch: int, space: str) -> Mapping[str, Any]:
         name = f"{_size_name(memory_gib, batch)}-{space.replace('+', '.')}"
@@ -206,13 +235,28 @@ class GridFile:
         return own | self.of.search | self.of.models[model].search | asked
 
     def _check(self) -> None:
-        known = self._workflow.of.clusters if self._own else self.of.clusters
+        for name, mixed in self.of.mixed_clusters.items():
+            for cluster in mixed.nodes_of.keys() - self.of.clusters.keys():
+                raise BadInput(
+                    self.file, f"mixed_clusters.{name}: there is no cluster {cluster!r}", "add it to clusters"
+                )
+            for model, of in self.of.models.items():
+                if any(each.cluster == name for each in of.published):
+                    raise BadInput(self.file, f"models.{model}: published plans are of one device", "name its cluster")
+        reference = self.of.clusters.keys() | self.of.mixed_clusters.keys()
+        known = self._workflow.of.clusters.keys() if self._own else reference
         for model, of in self.of.models.items():
             for cluster in (*of.clusters, *(each.cluster for each in of.published)):
                 if cluster not in known:
                     raise BadInput(self.file, f"models.{model}: there is no cluster {cluster!r}", "add it to clusters")
         for model, cluster in self.pairs:
             self.cells_json(model, cluster)
+
+
+def _node_of(cluster: GridCluster) -> dict[str, Any]:
+    memory_bytes = int(cluster.memory_gib * _GIB)
+    found = {"device": cluster.device, "devices_per_node": cluster.devices_per_node, "memory_bytes": memory_bytes}
+    return found | {"usd_per_hour": None}
 
 
 def read_grids(root: Path, workflow: Workflow) -> dict[str, GridFile]:

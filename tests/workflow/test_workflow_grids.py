@@ -52,6 +52,18 @@ def test_clusters_of_published_tables_are_clusters():
     assert msgspec.convert({k: v for k, v in raw.items() if k not in ("format", "version")}, Cluster).num_devices == 16
 
 
+def test_a_mixed_cluster_has_the_nodes_links_and_profiles_of_its_parts():
+    grid = GRIDS["fasop"]
+    raw = json.loads(grid.cluster_json("fasop-4a100-4a10"))
+    cluster = msgspec.convert({k: v for k, v in raw.items() if k not in ("format", "version")}, Cluster)
+    assert [(group.node_type, group.count) for group in cluster.nodes] == [("a100", 4), ("a10", 4)]
+    assert cluster.node_types["a10"].device == "A10" and cluster.num_devices == 32
+    inputs = grid.inputs("bert", "fasop-4a100-4a10")
+    assert [Path(path).stem for path in inputs.hardware] == ["fasop-a100-8x4", "fasop-a10-8x4"]
+    assert [Path(path).stem for path in inputs.profile] == ["fasop-bert@A100", "fasop-bert@A10"]
+    assert inputs.profiles[::2] == ["--hardware"] * 2 + ["--profile"] * 2
+
+
 def test_published_plans_are_imported_and_priced_by_commands_that_exist():
     for line in GRIDS["galvatron"].published_lines("llama-7b-hf", "a100-1x8"):
         words = [word.strip("'") for word in line.split(" ")]
@@ -62,6 +74,16 @@ def test_published_plans_are_imported_and_priced_by_commands_that_exist():
 def test_grids_of_own_models_need_a_configuration_that_has_them():
     other = json.loads(json.dumps(CONFIG).replace('"demo"', '"other"'))
     assert sorted(read_grids(ROOT, load_workflow(other, "other.yaml", ROOT))) == ["fasop", "galvatron"]
+
+
+def test_a_mixed_cluster_of_unknown_ones_is_one_line(tmp_path):
+    folder = tmp_path / "config" / "grids"
+    folder.mkdir(parents=True)
+    good = yaml.safe_load((ROOT / "config" / "grids" / "fasop.yaml").read_text())
+    mixed = {"m": {"nodes_of": {"fasop-a10-8x4": 1, "nowhere": 1}}}
+    (folder / "mine.yaml").write_text(yaml.safe_dump(good | {"mixed_clusters": mixed}))
+    with pytest.raises(BadInput, match=r"mixed_clusters\.m: there is no cluster 'nowhere'"):
+        GridFile("mine", tmp_path, WORKFLOW)
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,9 @@ rule write_grid_cluster:
 rule grid_searches:
     input:
         unpack(
-            lambda wildcards: GRIDS[wildcards.grid].inputs(
-                wildcards.model, wildcards.cluster
-            )
+            lambda wildcards: GRIDS[wildcards.grid]
+            .inputs(wildcards.model, wildcards.cluster)
+            ._asdict()
         ),
         cells="results/grids/{grid}/asked/{model}@{cluster}.json",
     output:
@@ -63,20 +63,24 @@ rule grid_searches:
     resources:
         mem_mb=4000,
         runtime=240,
+    params:
+        profiles=lambda wildcards: GRIDS[wildcards.grid]
+        .inputs(wildcards.model, wildcards.cluster)
+        .profiles,
     message:
         "search the cells of {wildcards.model} on {wildcards.cluster}"
     shell:
         "shardwright-search grid {input.cells} --cluster {input.cluster} --model {input.model}"
-        " --hardware {input.hardware} --profile {input.profile} --folder results/cells"
+        " {params.profiles:q} --folder results/cells"
         " --out {output.answers} > {log} 2>&1"
 
 
 rule grid_published_plans:
     input:
         unpack(
-            lambda wildcards: GRIDS[wildcards.grid].inputs(
-                wildcards.model, wildcards.cluster
-            )
+            lambda wildcards: GRIDS[wildcards.grid]
+            .inputs(wildcards.model, wildcards.cluster)
+            ._asdict()
         ),
         "results/reference/hetu-galvatron",
     output:
