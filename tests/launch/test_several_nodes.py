@@ -138,7 +138,7 @@ def test_a_launcher_that_came_back_takes_the_number_of_starts_from_the_one_that_
         for node in (0, 1):
             both[node].tell(NodeReport(node=node, ended=node != new))
         until = time.monotonic() + STARTED_S
-        while [each.start for each in both] != [2, 2] or not all(each.heard() for each in both):
+        while [each.start for each in both] != [2, 2] or not any(told.ended for told in both[new].heard()):
             assert time.monotonic() < until
             time.sleep(0.02)
         (heard,) = both[new].heard()
