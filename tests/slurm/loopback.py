@@ -35,6 +35,11 @@ def until(holds: Callable[[], Any], what: str, at_most_s: float = 240.0) -> Any:
     return found
 
 
+def _heed_ctrl_c() -> None:
+    """A shell has what it starts in the background ignore SIGINT, and so what that starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Workspace:
     """A folder in which the workflow of this repository runs on Slurm."""
 
@@ -60,7 +65,9 @@ class Workspace:
             "XDG_CACHE_HOME": str(self.folder / "cache"),
         }
         with (self.folder / into).open("w") as said:
-            return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=said, stderr=said, text=True)
+            return subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=said, stderr=said, text=True, preexec_fn=_heed_ctrl_c
+            )
 
     def call(self, *arguments: str, at_most_s: float = 420.0) -> int:
         """The same to its end: its exit status."""

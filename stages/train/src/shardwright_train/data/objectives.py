@@ -1,5 +1,6 @@
 """What a model learns to predict: how a text, or images, become the inputs and labels of each step."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ _CHOSEN, _MASKED, _RANDOM = 0.15, 0.8, 0.1
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(ABC):
     """A text cut into samples."""
 
     no_inputs: ClassVar[int] = 0
@@ -69,9 +70,9 @@ class Text:
         """How many tokens of the text a sample takes; one more is read, as the last label."""
         return self.sequence_length
 
+    @abstractmethod
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
         """Inputs and labels of samples [n, stream_tokens + 1]."""
-        raise NotImplementedError
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
         """As `batch`, on random tokens."""
