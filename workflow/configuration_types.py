@@ -77,7 +77,7 @@ class NodeKind(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kind of node."""
 
     device: Text
-    """The device's name as its driver gives it, or `cpu`."""
+    """The device's name as its driver gives it, or `cpu`; or `cpu/2`, which takes twice as long."""
     devices_per_node: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
     """Each device is one rank."""
     memory_gib: Gib
@@ -95,6 +95,8 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     hardware: Source = Source.MEASURED
     hardware_time_budget_s: PositiveSeconds | None = None
     """How long the collectives are measured."""
+    all_nodes_here: bool = False
+    """One machine stands for all nodes, to try a cluster's plans where there is no such cluster."""
     inter_node_gbit_s: PositiveNumber | Annotated[str, Meta(pattern="^[0-9]")] | None = None
     """What one node sends to others, or `2:400,4:300`: where analytic and several nodes."""
 
@@ -110,6 +112,11 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def num_nodes(self) -> int:
         """Number of nodes."""
         return sum(group.count for group in self.nodes)
+
+    @property
+    def num_machines(self) -> int:
+        """On how many machines the commands for all its nodes are started."""
+        return 1 if self.all_nodes_here else self.num_nodes
 
     @property
     def node_types(self) -> tuple[str, ...]:

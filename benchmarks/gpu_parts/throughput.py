@@ -84,7 +84,7 @@ def of_rank(setting: Setting, world: World) -> dict[str, Any]:
             gc.collect()  # before the memory is given back: engines and compiled models hold cycles
     for row in rows.values():
         row["tokens_per_s"] = samples * length / row["step_s"]
-        row["mfu"] = model_flops_utilization(plan, row["step_s"], setting.device)
+        row["mfu"] = model_flops_utilization(plan, row["step_s"])
     kinds = (EMBEDDING, *model.layers, HEAD)
     parameters = sum(prod(p.shape) for kind in kinds for p in model.types[kind].parameters)
     shape = {"parameters": parameters, "samples": samples, "sequence_length": length, "steps": steps}

@@ -111,6 +111,10 @@ PLANS: dict[str, tuple[Change, str]] = {
     "unknown data parallelism": (lambda p: _block(p, data_parallel="zero1"), "'zero1'"),
     "unknown number format": (lambda p: p["precision"].update(compute="float8"), "'float8'"),
     "negative price": (lambda p: p["cluster"]["node_types"]["example-2"].update(usd_per_hour=-1), "usd_per_hour"),
+    "a CPU slowed by nothing": (
+        lambda p: p["cluster"]["node_types"]["example-2"].update(device="cpu/1"),
+        "a slowed CPU is cpu/2 to cpu/99",
+    ),
     "too few ranks": (lambda p: p["stages"].pop(), "2 ranks, the cluster has 4 devices"),
     "a rank used twice": (lambda p: p["stages"][1].update(ranks=[1, 2]), "exactly once"),
     "a rank that is not there": (lambda p: p["stages"][1].update(ranks=[3, 4]), "exactly once"),

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_launch.nodes import Address, Nodes, nodes_of
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_launch.nodes import Address, NodeOptions, Nodes, check_all_nodes, nodes_of
 
 STEP = {
     "SLURM_JOB_ID": "1234567",
@@ -107,3 +108,20 @@ def test_several_nodes_need_a_place_to_meet_and_a_number_each() -> None:
         Nodes(2, 0)
     with pytest.raises(BadInput, match="--node-rank: 2 is not below --nnodes 2"):
         Nodes(2, 2, "h:1")
+
+
+def test_one_machine_stands_for_all_nodes_where_it_is_told_to() -> None:
+    types = {
+        name: NodeType(device="cpu", devices_per_node=count, memory_bytes=1) for name, count in (("a", 1), ("b", 2))
+    }
+    groups = (NodeGroup(node_type="b", count=2), NodeGroup(node_type="a", count=1))
+    cluster = Cluster(name="five", nodes=groups, node_types=types)
+    each = [Nodes(3, rank, "here:7").ranks_here(cluster) for rank in range(3)]
+    assert each == [range(2), range(2, 4), range(4, 5)]
+    here = NodeOptions(all_nodes_here=True).nodes({})
+    assert here.ranks_here(cluster) == range(5)
+    check_all_nodes(cluster, here, "plan.json")
+    with pytest.raises(BadInput, match="is for 3 nodes, --nnodes is 1"):
+        check_all_nodes(cluster, Nodes(), "plan.json")
+    with pytest.raises(BadInput, match="--all-nodes-here: --nnodes is 3: give one of the two"):
+        NodeOptions(all_nodes_here=True, nnodes=3).nodes({})

@@ -74,9 +74,19 @@ def on_cluster(cluster_of, runtime_min):
     """Resources of a job that runs on all of a cluster."""
     return on_nodes(
         lambda wildcards: CONFIG.of.clusters[cluster_of(wildcards)].node_types,
-        lambda wildcards: CONFIG.of.clusters[cluster_of(wildcards)].num_nodes,
+        lambda wildcards: CONFIG.of.clusters[cluster_of(wildcards)].num_machines,
         runtime_min,
     )
+
+
+def nodes_options(cluster_of):
+    """What a command that starts ranks on all of a cluster is told of its nodes."""
+
+    def said(wildcards):
+        here = CONFIG.of.clusters[cluster_of(wildcards)].all_nodes_here
+        return "--all-nodes-here" if here else ""
+
+    return said
 
 
 def cluster_of_search(wildcards):
@@ -98,7 +108,7 @@ def with_signal(runtime_min):
 
     def asked(wildcards, input):
         of = CONFIG.of.clusters[cluster_of_run(wildcards)]
-        job = CONFIG.resources(of.node_types[0], of.num_nodes, runtime_min)
+        job = CONFIG.resources(of.node_types[0], of.num_machines, runtime_min)
         grace_s = CONFIG.of.runs[wildcards.run].grace_s
         files = Path(input.plan), Path(input.prediction)
         lead_s = signal_lead_s(*files, grace_s, job["runtime"])
@@ -109,7 +119,7 @@ def with_signal(runtime_min):
 
 def outliving_options(wildcards):
     """What srun is told besides where a run starts lost nodes anew: not to end the others."""
-    several = CONFIG.of.clusters[cluster_of_run(wildcards)].num_nodes > 1
+    several = CONFIG.of.clusters[cluster_of_run(wildcards)].num_machines > 1
     restarts = CONFIG.of.runs[wildcards.run].max_restarts
     return "--no-kill --kill-on-bad-exit=0" if several and restarts else ""
 

@@ -118,13 +118,14 @@ rule grid_measure:
     resources:
         **on_cluster(lambda wildcards: wildcards.cluster, 240),
     params:
+        nodes=nodes_options(lambda wildcards: wildcards.cluster),
         of=lambda wildcards: GRIDS[wildcards.grid].of.measure,
     message:
         "measure the plans of {wildcards.model} on {wildcards.cluster}"
     shell:
         "( plans=$(python {input.script} plans {input.answers} --folder results/cells) &&"
         " on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
-        " {resources.sockets} shardwright-train measure $plans --steps {params.of.steps}"
+        " {resources.sockets} shardwright-train measure $plans {params.nodes} --steps {params.of.steps}"
         " --warmup-steps {params.of.warmup_steps} --out {output.measurement} ) 2> {log}"
 
 

@@ -50,6 +50,7 @@ rule hardware:
     resources:
         **on_cluster(lambda wildcards: wildcards.cluster, runtime_min=60),
     params:
+        nodes=nodes_options(lambda wildcards: wildcards.cluster),
         time_budget_s=lambda wildcards: CONFIG.sections["clusters"][wildcards.cluster][
             "hardware_time_budget_s"
         ],
@@ -57,7 +58,7 @@ rule hardware:
         "measure collectives and device rates on {wildcards.cluster}, for {params.time_budget_s} s"
     shell:
         "on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
-        " {resources.sockets} shardwright-profile hardware --cluster {input.cluster}"
+        " {resources.sockets} shardwright-profile hardware {params.nodes} --cluster {input.cluster}"
         " --time-budget {params.time_budget_s} --out {output.hardware} 2> {log}"
 
 
@@ -79,7 +80,7 @@ rule analytic_hardware:
         network=lambda wildcards: CONFIG.options(
             "clusters",
             wildcards.cluster,
-            without=("nodes", "hardware", "hardware_time_budget_s"),
+            without=("nodes", "hardware", "hardware_time_budget_s", "all_nodes_here"),
         ),
     message:
         "estimate collectives and device rates on {wildcards.cluster}: analytic, not measured"

@@ -89,6 +89,7 @@ rule run:
         checkpoints=lambda wildcards: f"results/checkpoints/{wildcards.run}",
         logs=lambda wildcards: f"results/logs/ranks/{wildcards.run}",
         options=lambda wildcards: CONFIG.run_options(wildcards.run),
+        nodes=nodes_options(cluster_of_run),
         replan=replan_options,
         outliving=outliving_options,
         steps=lambda wildcards: CONFIG.of.runs[wildcards.run].steps,
@@ -99,7 +100,7 @@ rule run:
         " on_nodes.sh {resources.nodes} {resources.cpus_per_task} {params.outliving}"
         " {resources.sockets} shardwright-train run {input.plan}"
         " --data {params.data} --checkpoints {params.checkpoints} --log-dir {params.logs} {params.options:q}"
-        " {params.replan} --out {params.folder} 2> {log}"
+        " {params.nodes} {params.replan} --out {params.folder} 2> {log}"
 
 
 rule convert:
@@ -139,14 +140,15 @@ rule validate:
     resources:
         **on_cluster(cluster_of_search, runtime_min=60),
     params:
+        nodes=nodes_options(cluster_of_search),
         steps=CONFIG.of.validate.steps,
         warmup_steps=CONFIG.of.validate.warmup_steps,
     message:
         "measure the plan {wildcards.search} and its runners-up"
     shell:
         "on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
-        " {resources.sockets} shardwright-train measure {input.plan} {input.prediction} --steps {params.steps}"
-        " --warmup-steps {params.warmup_steps} --out {output.measurement} 2> {log}"
+        " {resources.sockets} shardwright-train measure {input.plan} {input.prediction} {params.nodes}"
+        " --steps {params.steps} --warmup-steps {params.warmup_steps} --out {output.measurement} 2> {log}"
 
 
 # For searches with `select: measured`: what their runs train with.

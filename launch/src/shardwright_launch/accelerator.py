@@ -7,14 +7,14 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
 
 CPU = "cpu"
-"""The device name of nodes that compute on their processors."""
+"""What torch calls the processors of a node."""
 DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvgpu", "/dev/dxg", "/dev/kfd")
 """Files that drivers make: NVIDIA's on Linux, on Jetson, on WSL; AMD's."""
 
 
 def device_type_of(cluster: Cluster, file: object) -> str:
     """What torch calls a cluster's devices, `cpu` or `cuda`; BadInput for a mixture, which exchanges no collectives."""
-    on_cpu = {cluster.node_types[group.node_type].device == CPU for group in cluster.nodes}
+    on_cpu = {cluster.node_types[group.node_type].on_cpu for group in cluster.nodes}
     if len(on_cpu) > 1:
         raise BadInput(file, "cpu and other devices in one cluster exchange no collectives", "describe them apart")
     return CPU if on_cpu.pop() else "cuda"
@@ -22,7 +22,9 @@ def device_type_of(cluster: Cluster, file: object) -> str:
 
 def check_accelerator(cluster: Cluster, node_rank: int, file: object) -> None:
     """BadInput where a node of the cluster has accelerators and this machine has no driver of any."""
-    device = cluster.node_types[cluster.node_type_of_rank[cluster.node_of_rank.index(node_rank)]].device
-    if device == CPU or any(Path(driver).exists() for driver in DRIVERS) or shutil.which("nvidia-smi"):
+    node_type = cluster.of_rank(cluster.node_of_rank.index(node_rank))
+    if node_type.on_cpu or any(Path(driver).exists() for driver in DRIVERS) or shutil.which("nvidia-smi"):
         return
-    raise BadInput(file, f"is for {device}, this machine has no driver of a GPU", "start it on the cluster's own nodes")
+    raise BadInput(
+        file, f"is for {node_type.device}, this machine has no driver of a GPU", "start it on the cluster's own nodes"
+    )

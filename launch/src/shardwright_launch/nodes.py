@@ -41,13 +41,24 @@ class Nodes:
     count: int = 1
     rank: int = 0
     rendezvous: str | None = None
+    all_here: bool = False
+    """Whether this machine stands for all nodes of the cluster."""
 
     def __post_init__(self) -> None:
+        if self.all_here and self.count > 1:
+            raise BadInput("--all-nodes-here", f"--nnodes is {self.count}", "give one of the two")
         if self.count > 1 and self.rendezvous is None:
             raise BadInput("--rendezvous", f"{self.count} nodes need a place to meet", "give HOST:PORT of node 0")
         if not 0 <= self.rank < self.count:
             raise BadInput("--node-rank", f"{self.rank} is not below --nnodes {self.count}", "number nodes from 0")
         _ = self.address
+
+    def ranks_here(self, cluster: Cluster) -> range:
+        """The ranks that are started on this machine."""
+        if self.all_here:
+            return range(cluster.num_devices)
+        first = cluster.node_of_rank.index(self.rank)
+        return range(first, first + cluster.of_rank(first).devices_per_node)
 
     @property
     def address(self) -> Address | None:
@@ -84,8 +95,8 @@ def check_all_nodes(cluster: Cluster, nodes: Nodes, file: object) -> None:
 
     One that was told nothing of nodes first prints the line to start on each, with this machine as node 0.
     """
-    count = cluster.node_of_rank[-1] + 1
-    if nodes.count == count:
+    count = cluster.num_nodes
+    if nodes.all_here or nodes.count == count:
         return
     remedy = f"start it on every node with --nnodes {count}, --node-rank and --rendezvous"
     if nodes == Nodes():
@@ -157,6 +168,11 @@ class NodeOptions(Options, frozen=True, kw_only=True):
     rendezvous: Annotated[str, Meta(max_length=300)] | None = None
     """HOST:PORT of node 0 where several nodes meet; the port above it is used too. Not needed under srun."""
 
+    all_nodes_here: bool = False
+    """Start the ranks of all nodes on this machine, to try a cluster's plans where there is no such cluster."""
+
     def nodes(self, environment: Mapping[str, str]) -> Nodes:
         """The nodes that are meant."""
+        if self.all_nodes_here:
+            return Nodes(self.nnodes or 1, all_here=True)
         return nodes_of(self.nnodes, self.node_rank, self.rendezvous, environment)

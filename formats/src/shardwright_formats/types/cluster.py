@@ -1,5 +1,6 @@
 """The machines a plan is made for."""
 
+import re
 from functools import cached_property
 from typing import Annotated
 
@@ -8,18 +9,36 @@ from msgspec import Meta
 from shardwright_formats.io.json import Document, Value
 from shardwright_formats.types.limits import MAX_DEVICES, Name, NonNegativeNumber, PositiveBytes, Ranks
 
+_CPU = re.compile(r"cpu(?:/([2-9]|[1-9][0-9]))?")
+
 
 class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kind of node: its devices, their memory and its price."""
 
     device: Annotated[str, Meta(min_length=1)]
-    """The device's name as its driver gives it, or `cpu`."""
+    """The device's name as its driver gives it, or `cpu`; or `cpu/2` to `cpu/99`, a CPU whose ranks take so many times
+    as long for what they compute, to try plans for several node types where there is one."""
     devices_per_node: Ranks
     """Number of devices, and so of ranks, of one node."""
     memory_bytes: PositiveBytes
     """Memory of one device."""
     usd_per_hour: NonNegativeNumber | None = None
     """Price of one node, where it has one."""
+
+    def __post_init__(self) -> None:
+        if self.device.startswith("cpu/") and not self.on_cpu:
+            raise ValueError(f"device {self.device!r}: a slowed CPU is cpu/2 to cpu/99")
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its ranks compute on their node's processors."""
+        return _CPU.fullmatch(self.device) is not None
+
+    @property
+    def slowdown(self) -> int:
+        """How many times as long its ranks take for what they compute: 1 but for a slowed CPU."""
+        found = _CPU.fullmatch(self.device)
+        return int(found[1]) if found and found[1] else 1
 
 
 class NodeGroup(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,6 +79,15 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, d
         """The node each rank runs on, counted from 0 in the order of `nodes`."""
         sizes = [self.node_types[g.node_type].devices_per_node for g in self.nodes for _ in range(g.count)]
         return tuple(node for node, size in enumerate(sizes) for _ in range(size))
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return sum(group.count for group in self.nodes)
+
+    def of_rank(self, rank: int) -> NodeType:
+        """The node type that a rank runs on."""
+        return self.node_types[self.node_type_of_rank[rank]]
 
     @cached_property
     def node_type_of_rank(self) -> tuple[str, ...]:

@@ -233,7 +233,7 @@ def _of_failures(failed: tuple[PlanFailure, ...]) -> Measurement:
     plan = failed[0].plan
     on_gpu = device_type_of(plan.cluster, plan.name) != CPU
     return Measurement(
-        device=plan.cluster.node_types[plan.cluster.node_type_of_rank[0]].device,
+        device=plan.cluster.of_rank(0).device,
         backend="nccl" if on_gpu else "gloo",
         date=datetime.now(UTC).date().isoformat(),
         versions=versions_text(("torch", "transformers"), on_gpu=on_gpu),
@@ -321,16 +321,14 @@ def _check_folder(folder: Path) -> None:
 
 
 def _start(job: RunOptions | MeasureJob, plan: Plan, nodes: Nodes, name: str = "", start: int = 0) -> None:
-    on_node = [rank for rank, node in enumerate(plan.cluster.node_of_rank) if node == nodes.rank]
     with tempfile.TemporaryDirectory() as scratch:
         job_file = Path(scratch) / "job.json"
         job_file.write_bytes(encode_job(job))
         device_type = device_type_of(plan.cluster, job_file)
         command = [sys.executable, "-m", "shardwright_train.worker", str(job_file), device_type]
-        ranks = range(on_node[0], on_node[-1] + 1)
         launch(
             command,
-            ranks,
+            nodes.ranks_here(plan.cluster),
             plan.world_size,
             nodes,
             hang_timeout_s=job.hang_timeout_s,

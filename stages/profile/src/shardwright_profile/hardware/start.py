@@ -36,7 +36,6 @@ def start_sweep(options: HardwareOptions) -> None:
     nodes = options.nodes(os.environ)
     _check(options, cluster, nodes)
     identity = _identity(options, cluster)
-    ranks = [rank for rank, node in enumerate(cluster.node_of_rank) if node == nodes.rank]
     with only_run(options.out.with_name(f"{options.out.name}.lock"), nodes), tempfile.TemporaryDirectory() as scratch:
         if nodes.rank == 0:
             JOURNAL.read(journal_path(options.out), identity)
@@ -50,7 +49,7 @@ def start_sweep(options: HardwareOptions) -> None:
         write_document(job_file, job)
         command = [sys.executable, "-m", _WORKER, str(job_file)]
         with shown_progress() as on_line:
-            ours = range(ranks[0], ranks[-1] + 1)
+            ours = nodes.ranks_here(cluster)
             launch(command, ours, cluster.num_devices, nodes, hang_timeout_s=_HANG_S, on_line=on_line)
 
 

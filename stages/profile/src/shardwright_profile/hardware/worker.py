@@ -81,9 +81,10 @@ def _write(job: SweepJob, entries: list[Entry]) -> None:
 def _device(identity: SweepIdentity) -> torch.device:
     """The device of this rank, which must be the one that the cluster names."""
     cluster, local_rank = identity.cluster, int(os.environ["LOCAL_RANK"])
-    name = cluster.node_types[cluster.node_type_of_rank[int(os.environ["RANK"])]].device
-    if name == CPU:
+    wanted = cluster.of_rank(int(os.environ["RANK"]))
+    if wanted.on_cpu:
         return torch.device(CPU)
+    name = wanted.device
     if (found := torch.cuda.device_count()) <= local_rank:
         what = f"it has a device {local_rank} ({name}), this node {found} CUDA devices"
         raise BadInput("--cluster", what, "correct it")

@@ -67,7 +67,7 @@ def launch_of(plan: Plan, exported: Exported, nodes: Sequence[Node], plan_file: 
 
 def _check_types(cluster: Cluster, nodes: Sequence[Node], plan_file: object) -> None:
     for name in {node.node_type: None for node in nodes}:
-        if cluster.node_types[name].device == "cpu":
+        if cluster.node_types[name].on_cpu:
             raise BadInput(plan_file, f"node type {name} has no GPU, which Megatron-LM needs", "plan for GPUs")
         if nodes[0].host is None and len(cluster.nodes) > 1 and _FEATURE.fullmatch(name) is None:
             raise BadInput(plan_file, f"node type {name!r} is no name of a feature of Slurm's", "pass --hosts")

@@ -21,7 +21,7 @@ def print_checks(plan: Plan, checks: Sequence[RoleCheck], console: Console) -> N
         traffic.add_column(column, justify="left" if column in ("ranks", "why", "collective") else "right")
     for check in checks:
         stage, ranks = str(check.role.stage), _spans(check.role.ranks)
-        node_type = plan.cluster.node_types[plan.cluster.node_type_of_rank[check.role.ranks[0]]]
+        node_type = plan.cluster.of_rank(check.role.ranks[0])
         sizes = (check.parameters_bytes, check.gradients_bytes, check.optimizer_bytes, check.peak_bytes)
         memory.add_row(stage, ranks, *map(_mib, (*sizes, node_type.memory_bytes)))
         for (cause, kind), (count, size) in check.messages.items():

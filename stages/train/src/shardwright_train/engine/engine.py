@@ -9,6 +9,7 @@ from torch import Tensor
 from shardwright_formats.types.plan import Plan
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.engine.optimizer import ShardedAdamW, StepOutcome
+from shardwright_train.engine.slowdown import slowed
 from shardwright_train.models.attention_kernels import use_kernels
 from shardwright_train.pipeline.alone import StageAlone
 from shardwright_train.pipeline.layer import RankContext
@@ -41,6 +42,8 @@ class Engine:
         self, step: Step, *, stop: bool = False, save: bool = False, hook: StepHook = no_hook
     ) -> StepOutcome:
         """Forward, backward and the optimizer's update; `stop` and `save` tell all ranks what this one wants."""
+        context = self.stage.context
+        hook = slowed(hook, context.plan.cluster.of_rank(context.rank).slowdown)
         hook("start")
         loss = self.forward_backward(step, hook)
         hook("reduced")

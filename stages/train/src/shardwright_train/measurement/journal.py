@@ -27,13 +27,15 @@ _KIND: JournalKind[MeasureIdentity, PlanMeasurement] = JournalKind(
 )
 
 
-def open_journal(job: MeasureJob, world: World, versions: str) -> Journal[MeasureIdentity, PlanMeasurement]:
+def open_journal(
+    job: MeasureJob, world: World, device: str, versions: str
+) -> Journal[MeasureIdentity, PlanMeasurement]:
     """The journal of a measurement, the same on every rank; one of other settings, device or versions starts anew."""
     identity = MeasureIdentity(
         steps=job.steps,
         warmup_steps=job.warmup_steps,
         min_time_s=job.min_time_s,
-        device=world.device_name,
+        device=device,
         backend=world.backend,
         versions=versions,
     )

@@ -46,7 +46,8 @@ def measure_plans(job: MeasureJob, world: World) -> None:
     kernels = _agreed_kernels(plans, world)
     taken = (kernel for plan, kernel in zip(plans, kernels, strict=True) if plan.attention is Attention.AUTO)
     versions = versions_text(("torch", "transformers"), on_gpu=world.device.type == "cuda")
-    journal = open_journal(job, world, versions)
+    device = plans[0].cluster.of_rank(0).device
+    journal = open_journal(job, world, device, versions)
     measured = [journal.find(plan.sha256) for plan in plans]
     if (known := sum(found is not None for found in measured)) and world.rank == 0:
         print(f"{known} of {len(plans)} plans were measured before", file=sys.stderr)
@@ -61,7 +62,7 @@ def measure_plans(job: MeasureJob, world: World) -> None:
             _say_measured(places, found, len(plans))
     if world.rank == 0:
         measurement = Measurement(
-            device=world.device_name,
+            device=device,
             backend=world.backend,
             date=datetime.now(UTC).date().isoformat(),
             versions=versions,

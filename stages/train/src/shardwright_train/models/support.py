@@ -85,4 +85,4 @@ def _fused_obstacle(plan: Plan) -> str | None:
 
 
 def _on_cpu(plan: Plan) -> bool:
-    return any(plan.cluster.node_types[name].device == "cpu" for name in plan.cluster.node_type_of_rank)
+    return any(plan.cluster.node_types[name].on_cpu for name in plan.cluster.node_type_of_rank)

@@ -31,11 +31,6 @@ class World:
     backend: str
     heartbeat: Heartbeat
 
-    @property
-    def device_name(self) -> str:
-        """The device's name as its driver gives it, or `cpu`."""
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-
     def first_says(self, ask: Callable[[], T]) -> T:
         """What rank 0 finds, on all ranks."""
         found = [ask() if self.rank == 0 else None]
@@ -76,10 +71,10 @@ def joined_world(device_type: str, timeout_s: float = START_UP_S) -> Iterator[Wo
 
 def check_device(plan: Plan, world: World, file: object) -> None:
     """Raise BadInput where this rank's device is not the one that its plan is for."""
-    cluster = plan.cluster
-    wanted = cluster.node_types[cluster.node_type_of_rank[world.rank]].device
-    if wanted != world.device_name:
-        what = f"rank {world.rank} is planned for {wanted} and runs on {world.device_name}"
+    wanted, on_cpu = plan.cluster.of_rank(world.rank), world.device.type == CPU
+    here = CPU if on_cpu else torch.cuda.get_device_name(world.device)
+    if not (wanted.on_cpu if on_cpu else wanted.device == here):
+        what = f"rank {world.rank} is planned for {wanted.device} and runs on {here}"
         raise BadInput(file, what, "start it on the plan's cluster")
 
 

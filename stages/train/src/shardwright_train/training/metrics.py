@@ -62,7 +62,7 @@ class Metrics:
             loss=outcome.loss,
             step_time_s=step_time_s,
             tokens_per_s=tokens_per_s,
-            mfu=model_flops_utilization(plan, step_time_s, world.device_name),
+            mfu=model_flops_utilization(plan, step_time_s),
             grad_norm=outcome.grad_norm if outcome.finite else None,
             learning_rate=outcome.learning_rate,
             peak_memory_bytes=outcome.peak_memory_bytes,
@@ -92,16 +92,18 @@ def _step_of(line: bytes) -> int | None:
         return None
 
 
-def model_flops_utilization(plan: Plan, step_time_s: float, device_name: str) -> float | None:
+def model_flops_utilization(plan: Plan, step_time_s: float) -> float | None:
     """Share of the devices' peak that the model's own operations use (Chowdhery et al. 2022); None if that is unknown.
 
     A backward pass counts twice a forward pass; what is recomputed does not count.
     """
-    peak = peak_flops_per_s(device_name, plan.precision.compute)
-    if peak is None:
+    cluster = plan.cluster
+    every = [peak_flops_per_s(cluster.of_rank(rank).device, plan.precision.compute) for rank in range(plan.world_size)]
+    peaks = [peak for peak in every if peak is not None]
+    if len(peaks) < len(every):
         return None
     forward = sum(plan.model.types[name].forward_flops_per_sample for name in (EMBEDDING, *plan.model.layers, HEAD))
-    return 3 * forward * plan.global_batch_size / step_time_s / (peak * plan.world_size)
+    return 3 * forward * plan.global_batch_size / step_time_s / sum(peaks)
 
 
 def peak_flops_per_s(device_name: str, compute_dtype: str) -> float | None:

@@ -1,0 +1,114 @@
+"""A plan for two node types trains on one machine that stands for both, and slowed ranks take the time they are to."""
+
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from forked_command import forked_command
+from random_plans import random_plan
+from tiny_models import tiny
+
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.types.plan import Plan
+from shardwright_train.engine import slowdown
+
+MICROBATCH = (0, 0)
+
+
+def _on(plan: Plan, *devices: str) -> Plan:
+    """The same plan on nodes of one rank each."""
+    types = {f"n{i}": NodeType(device=d, devices_per_node=1, memory_bytes=1 << 30) for i, d in enumerate(devices)}
+    groups = tuple(NodeGroup(node_type=name, count=1) for name in types)
+    cluster = Cluster(name="two", nodes=groups, node_types=types)
+    return msgspec.structs.replace(plan, cluster=cluster)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """Two pipeline stages of one rank each."""
+    return random_plan(tiny("llama"), 3, 2, "float32", 2)
+
+
+def _train(folder: Path, plan: Plan, *more: str) -> list[float]:
+    folder.mkdir()
+    write_document(folder / "plan.json", plan)
+    command = ["run", folder / "plan.json", "--data", "random", "--steps", "3", *more]
+    done = forked_command([*command, "--checkpoints", folder / "kept", "--out", folder / "out"])
+    _, err = done.communicate(timeout=120)
+    assert done.returncode == 0, err
+    return [json.loads(line)["loss"] for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_plan_for_two_node_types_trains_as_it_does_on_one(plan: Plan, tmp_path: Path) -> None:
+    mixed = _train(tmp_path / "mixed", _on(plan, "cpu", "cpu/3"), "--all-nodes-here")
+    assert mixed == _train(tmp_path / "one", plan)
+    assert len(mixed) == 3
+
+
+def test_a_measurement_on_a_slowed_node_type_is_of_that_type(plan: Plan, tmp_path: Path) -> None:
+    write_document(tmp_path / "plan.json", _on(plan, "cpu/3", "cpu/3"))
+    command = ["measure", tmp_path / "plan.json", "--all-nodes-here", "--steps", "1", "--warmup-steps", "1"]
+    done = forked_command([*command, "--out", tmp_path / "measured.json"])
+    _, err = done.communicate(timeout=120)
+    assert done.returncode == 0, err
+    assert read_document(tmp_path / "measured.json", Measurement).device == "cpu/3"
+
+
+def test_without_the_option_the_line_of_each_node_is_printed(plan: Plan, tmp_path: Path) -> None:
+    write_document(tmp_path / "plan.json", _on(plan, "cpu", "cpu/3"))
+    done = forked_command(["measure", tmp_path / "plan.json", "--out", tmp_path / "measured.json"])
+    out, err = done.communicate(timeout=60)
+    assert done.returncode == 2 and "is for 2 nodes, --nnodes is 1" in err
+    assert out.count("--node-rank") == 2
+
+
+class _Clocks:
+    """Time that passes only where it is told to: of this thread's work, and asleep."""
+
+    def __init__(self) -> None:
+        self.worked_s = self.slept_s = 0.0
+
+    def thread_time(self) -> float:
+        return self.worked_s
+
+    def sleep(self, time_s: float) -> None:
+        self.slept_s += time_s
+
+
+def test_a_slowed_rank_sleeps_for_what_it_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks, seen = _Clocks(), list[tuple[str, float]]()
+    monkeypatch.setattr(slowdown, "time", clocks)
+
+    def hook(name: str, at: tuple[int, int] | None = None) -> None:
+        assert at == MICROBATCH
+        seen.append((name, clocks.slept_s))
+        clocks.worked_s += 100.0  # what the hook itself does is no part of the step
+
+    slowed = slowdown.slowed(hook, 3)
+    for name, worked_s in (
+        ("forward.begin", 0.0),
+        ("forward.wait", 0.0),
+        ("layers.forward", 2.0),
+        ("forward.end", 1.0),
+    ):
+        clocks.worked_s += worked_s
+        slowed(name, MICROBATCH)
+    assert seen == [("forward.begin", 0.0), ("forward.wait", 0.0), ("layers.forward", 4.0), ("forward.end", 6.0)]
+    assert slowdown.slowed(hook, 1) is hook
+
+
+def test_computing_takes_so_many_times_as_long() -> None:
+    """In real time: a machine that is busy with other work makes it longer, never shorter."""
+    slowed = slowdown.slowed(lambda _name, _at=None: None, 4)
+    factors = np.random.default_rng(0).random((200, 200))
+    slowed("start")
+    began_s, worked_s = time.perf_counter(), time.thread_time()
+    while time.thread_time() - worked_s < 0.05:
+        factors @ factors
+    slowed("optimizer")
+    assert time.perf_counter() - began_s >= 0.19
