@@ -22,7 +22,7 @@ from shardwright_search.solver.problem import Problem, price
 BLOCK = 200
 
 
-@pytest.mark.parametrize("block", range(3))
+@pytest.mark.parametrize("block", range(2))
 def test_solver_equals_brute_force_on_every_tiny_case(block):
     assert mistakes(range(BLOCK * block, BLOCK * (block + 1))) == {}
 
@@ -35,7 +35,7 @@ def test_interleaved_solver_equals_brute_force_of_its_space(block):
 def test_labels_compared_across_layouts_leave_the_solver_exact(monkeypatch):
     """Tiny cases have few labels: too few to be compared without this."""
     monkeypatch.setattr(labels_of, "_FEW", 1)
-    assert mistakes(range(5000, 5150)) == {}
+    assert mistakes(range(5000, 5100)) == {}
 
 
 def test_price_equals_the_enumeration():

@@ -13,7 +13,7 @@ from shardwright_search.solver.problem import Cut, DeviceGroup, Options, Problem
 
 SEEDS = st.integers(0, 1_000_000)
 PROBLEMS = SEEDS.flatmap(lambda seed: st.sampled_from([random_problem, random_unequal]).map(lambda made: made(seed)))
-MANY = settings(deadline=None, max_examples=60, derandomize=True)
+MANY = settings(deadline=None, max_examples=40, derandomize=True)
 
 
 def changed(problem: Problem, **changes: object) -> Problem:

@@ -39,7 +39,7 @@ PROFILES = make_profiles(make_model(), make_cluster(8))
 ANY = StageWidths.ANY
 
 
-@pytest.mark.parametrize("block", range(3))
+@pytest.mark.parametrize("block", range(2))
 def test_the_solver_equals_brute_force_over_stages_of_unequal_width(block):
     assert mistakes(range(100 * block, 100 * (block + 1)), random_unequal) == {}
 

@@ -22,7 +22,8 @@ COMPILED = ("llama", "t5")
 # Several launches of many processes on two cores.
 pytestmark = pytest.mark.timeout(900)
 
-NUMBERS = {2: range(3), 4: range(5), 8: range(1)}
+NUMBERS = {2: range(2), 4: range(3), 8: range(1)}
+"""`make parity` has 45 of each family."""
 LOW_PRECISION = (("float32", 1e-5), ("bfloat16", 0.1))
 MUTATIONS = (
     "norm_gradients_not_summed",
@@ -44,13 +45,13 @@ def _plans(world_size: int) -> list[Plan]:
 
 
 def _uneven_plans() -> list[Plan]:
-    """Every family twice, every kind of unequal widths three times."""
-    return [uneven_plan(tiny(family), number, 4) for number, family in enumerate(2 * FAMILIES)]
+    """Every family, and every kind of unequal widths."""
+    return [uneven_plan(tiny(family), number, 4) for number, family in enumerate(FAMILIES)]
 
 
 def _bare_plans() -> list[Plan]:
     """Embedding and head alone, in stages and in model chunks."""
-    return [bare_plan(tiny(family), start + i, 4) for start in (7, 14) for i, family in enumerate(FAMILIES)]
+    return [bare_plan(tiny(family), 7 + i, 4) for i, family in enumerate(FAMILIES)]
 
 
 def _compiled(plan: Plan) -> Plan:
