@@ -13,6 +13,7 @@ from plans_by_hand import plans_on
 from random_problems import best_of, random_mixed
 from random_requests import random_model, random_solution
 
+from shardwright_formats.display.node_types import node_type_uses
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
@@ -20,7 +21,7 @@ from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
-from shardwright_search.explain.node_types import node_type_uses, node_types_table
+from shardwright_search.explain.node_types import node_types_table
 from shardwright_search.search import Found, Infeasible, find_best, instance_of, targets_of
 from shardwright_search.solver.bands import StageCosts
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds

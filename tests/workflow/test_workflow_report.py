@@ -22,6 +22,7 @@ from report_numbers import numbers
 from results import evaluation_text, layers_text, read_profile, read_run, read_search
 from shardwright_formats.display.svg import bar, document, picture
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 1024 * 1024
@@ -279,3 +280,21 @@ def test_a_profile_is_told_with_its_sources_and_how_well_curves_explain_it(tmp_p
     row = '<tr><td>forward</td><td>line in the micro-batch size</td><td class="number">1</td>'
     assert row + '<td class="number">1.0%</td><td class="number">2.0%</td><td class="number">3.0%</td></tr>' in page
     assert f'src="data:image/svg+xml;base64,{base64.b64encode(b"<svg>&</svg>").decode()}"' in page
+
+
+def test_of_several_node_types_it_is_told_which_binds_and_what_idle_ranks_cost(results):
+    search = read_search(results, "roomy")
+    node = NodeType(device="cpu", devices_per_node=4, memory_bytes=1 << 30, usd_per_hour=2.0)
+    slow = msgspec.structs.replace(node, device="cpu/2", usd_per_hour=None)
+    groups = (NodeGroup(node_type="fast", count=1), NodeGroup(node_type="slow", count=1))
+    mixed = Cluster(name="mixed", nodes=groups, node_types={"fast": node, "slow": slow})
+    chosen = search.comparisons[0]
+    own = chosen._replace(plan=msgspec.structs.replace(chosen.plan, cluster=mixed), taken=True)
+    of = search._replace(comparisons=(own, *search.comparisons[1:]))
+    said = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", report.page([of], [])))["Node types"]
+    fast, last = json.loads(numbers([of], []))["searches"]["roomy"]["plans"]["chosen"]["node_types"]
+    assert (fast["name"], fast["ranks"], fast["stages"], last["idle_usd"]) == ("fast", 4, 1, None)
+    end_s = max(event.end_s for event in own.estimate.timeline)
+    assert fast["idle_usd"] == pytest.approx(fast["idle_share"] * 2.0 / 3600 * end_s)
+    assert said.count("(binds)") == 1 and f"idle {last['idle_share']:.1%}" in said
+    assert f"which costs ${1000 * fast['idle_usd']:.3g} in a thousand steps" in said.partition("slow")[0]

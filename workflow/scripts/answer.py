@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from html import escape
 
 from results import Comparison, SearchOutcome, plan_text, ratio_text
+from shardwright_formats.display.node_types import NodeTypeUse, binding, node_type_uses
 from shardwright_formats.display.units import bytes_text, seconds_text
 
 _KINDS = ("analytic", "assumed", "absent")
@@ -42,6 +43,8 @@ def _lines(search: SearchOutcome, of: Comparison) -> Iterator[tuple[str, str]]:
     yield "Time", _time(of)
     yield "Memory", _memory(search, of)
     yield "Price", _price(of)
+    if uses := node_type_uses(of.plan, of.estimate):
+        yield "Node types", "; ".join(_node_type(use, use is binding(uses)) for use in uses)
     yield "How sure", "; ".join(_sure(search, of))
 
 
@@ -68,6 +71,12 @@ def _memory(search: SearchOutcome, of: Comparison) -> str:
 def _price(of: Comparison) -> str:
     usd = of.estimate.usd_per_step
     return "none is known of these nodes" if usd is None else f"${1000 * usd:.3g} for a thousand steps, predicted"
+
+
+def _node_type(use: NodeTypeUse, binds: bool) -> str:
+    idle = f"{use.ranks} ranks in {use.stages} stage{'s' if use.stages > 1 else ''}, idle {use.idle_share:.1%}"
+    cost = "" if use.idle_usd is None else f", which costs ${1000 * use.idle_usd:.3g} in a thousand steps"
+    return f"{use.name}{' (binds)' if binds else ''}: {idle}{cost}"
 
 
 def _sure(search: SearchOutcome, of: Comparison) -> Iterator[str]:

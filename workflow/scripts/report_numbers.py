@@ -7,6 +7,7 @@ import msgspec
 
 from answer import fits_by, provenance
 from results import Comparison, ProfileOutcome, RunOutcome, SearchOutcome, layers_text
+from shardwright_formats.display.node_types import node_type_uses
 
 
 def numbers(
@@ -49,4 +50,5 @@ def _plan(search: SearchOutcome, of: Comparison) -> dict[str, Any]:
         "measured_memory_bytes": of.measured_bytes,
         "slowdown": of.slowdown,
         "fits_by_bytes": fits_by(search, of),
+        "node_types": [use._asdict() for use in node_type_uses(of.plan, of.estimate)],
     }

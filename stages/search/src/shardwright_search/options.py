@@ -92,7 +92,8 @@ class AdviseOptions(Options, frozen=True, kw_only=True):
     model: Annotated[str, POSITIONAL]
     """A Hugging Face config.json, its folder, or a preset such as llama-3-8b."""
     gpus: str
-    """NODESxGPUS:DEVICE, such as 8x8:H100-SXM (`shardwright-profile devices` lists the devices)."""
+    """NODESxGPUS:DEVICE, such as 8x8:H100-SXM; of several types 2x8:A100-40+2x8:A10G. `shardwright-profile devices`
+    lists the devices."""
     batch: Samples
     """Samples of a step, of all GPUs together."""
     seq: Tokens | None = None

@@ -12,6 +12,7 @@ from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.prediction import Estimate
 from shardwright_search.advise.question import Question
 from shardwright_search.explain.difference import plan_differences, time_changes
+from shardwright_search.explain.node_types import node_types_table
 from shardwright_search.explain.tables import table
 from shardwright_search.explain.wording import layer_runs, sample_s, strategy_words
 from shardwright_search.search import Found
@@ -46,9 +47,11 @@ def report(question: Question, found: Found, rules: Sequence[Beside], choices: S
     others += [(rule.plan, rule.estimate, rule.name) for rule in rules]
     parts: list[RenderableType] = [
         Text("\n".join(_answer(question, plan, evaluation.estimate, found))),
-        _memory_table(question, evaluation.estimate),
+        _memory_table(question, plan, evaluation.estimate),
         _plans_table(question, [(plan, evaluation.estimate, "the best"), *others]),
     ]
+    if (of_types := node_types_table(plan, evaluation.estimate)) is not None:
+        parts.insert(1, of_types)
     parts += [Text("\n".join(_against(question, plan, evaluation.estimate, beside))) for beside in choices]
     lines = ["assumed", *(f"  {line}" for line in question.assumed), *_assumptions(evaluation.warnings), SEEN]
     return Group(*parts, Text("\n".join(lines)))
@@ -56,10 +59,12 @@ def report(question: Question, found: Found, rules: Sequence[Beside], choices: S
 
 def mfu(question: Question, plan: Plan, estimate: Estimate) -> float | None:
     """Model FLOP/s over the devices' peak (Chowdhery et al. 2022): what is recomputed does not count."""
-    peak = next((rate for name, rate in question.device.peaks.items() if name == plan.precision.compute), None)
+    on = question.cluster.node_type_of_rank
+    known = [{str(of): rate for of, rate in question.devices[name].peaks.items()} for name in on]
+    peaks = [rates[plan.precision.compute] for rates in known if plan.precision.compute in rates]
     types = question.model.types
     forward = sum(types[name].forward_flops_per_sample for name in (EMBEDDING, *question.model.layers, HEAD))
-    return None if peak is None else 3 * forward * estimate.samples_per_s / (peak * question.cluster.num_devices)
+    return 3 * forward * estimate.samples_per_s / sum(peaks) if len(peaks) == len(on) else None
 
 
 def usd_per_billion_tokens(plan: Plan, estimate: Estimate) -> float | None:
@@ -83,7 +88,7 @@ def _answer(question: Question, plan: Plan, estimate: Estimate, found: Found) ->
     model, tokens_per_s = question.model, estimate.samples_per_s * question.model.sequence_length
     yield (
         f"{model.name} ({model.parameter_count / 1e9:.3g} B parameters, {model.sequence_length} tokens a sample) on "
-        f"{question.cluster.name}, batch {plan.global_batch_size}: fits in {question.budget_bytes / _GIB:.1f} GiB a GPU"
+        f"{question.cluster.name}, batch {plan.global_batch_size}: fits in {question.budget_words}"
     )
     yield f"best plan: {plan_words(plan)}"
     yield f"  layers of each pipeline stage: {_layer_counts(plan)}"
@@ -103,17 +108,20 @@ def _answer(question: Question, plan: Plan, estimate: Estimate, found: Found) ->
 
 def _layer_counts(plan: Plan) -> str:
     counts = [sum(high - low for low, high in stage.layers) for stage in plan.stages]
+    types = [plan.cluster.node_type_of_rank[stage.ranks[0]] for stage in plan.stages]
+    if len(set(types)) > 1:
+        return " + ".join(f"{count} on {name}" for count, name in zip(counts, types, strict=True))
     return str(counts[0]) if len(set(counts)) == 1 else " + ".join(map(str, counts))
 
 
-def _memory_table(question: Question, estimate: Estimate) -> RenderableType:
+def _memory_table(question: Question, plan: Plan, estimate: Estimate) -> RenderableType:
     """Of a rank of the fullest pipeline stage."""
-    number, stage = max(enumerate(estimate.stages), key=lambda one: one[1].memory_bytes)
+    left, number = min((own, number) for number, own in enumerate(question.left_bytes(plan, estimate)))
+    stage = estimate.stages[number]
     terms = sorted(stage.memory_terms_bytes.items(), key=lambda term: -term[1])
     rows = [
         (name, f"{size / _GIB:.2f}", f"{size / stage.memory_bytes:.0%}", _LESS_BY[name]) for name, size in terms if size
     ]
-    left = question.budget_bytes - stage.memory_bytes
     last = [("together", f"{stage.memory_bytes / _GIB:.2f}", "100%", ""), ("left", f"{left / _GIB:.2f}", "", "")]
     title = f"memory of the fullest rank (pipeline stage {number})"
     return table(title, ("what", "GiB", "share", "less of it by"), rows, last)
@@ -128,7 +136,7 @@ def _plans_table(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]
             f"{own.simulated_step_time_s:.4g}",
             f"{sample_s(each, own) / sample_s(plan, estimate):.2f}",
             f"{own.memory_bytes / _GIB:.1f}",
-            "yes" if own.memory_bytes <= question.budget_bytes else "no",
+            "yes" if question.fits(each, own) else "no",
         )
         for each, own, name in plans
     ]
@@ -140,13 +148,13 @@ def _against(question: Question, plan: Plan, estimate: Estimate, beside: Beside)
     """One choice against the best plan: time, memory, what differs, and the terms that gain the most."""
     yield f"against {beside.name}" + (f": {beside.source}" if beside.source else "")
     own = beside.estimate
-    lacks = own.memory_bytes - question.budget_bytes
+    lacks = -min(question.left_bytes(beside.plan, own))
     yield f"  it is {plan_words(beside.plan)}"
     more = (own.memory_bytes - estimate.memory_bytes) / _GIB
     ratio = sample_s(beside.plan, own) / sample_s(plan, estimate)
     yield f"  yours takes {ratio:.2f} times as long, {abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"
     if lacks > 0:
-        yield f"  it does not fit: it lacks {lacks / _GIB:.2f} GiB a rank of {question.budget_bytes / _GIB:.1f}"
+        yield f"  it does not fit: it lacks {lacks / _GIB:.2f} GiB a rank of {question.budget_words}"
     yield "  here is what differs, best plan → yours:"
     yield from (f"    {line}" for line in plan_differences(plan, beside.plan) or ("nothing that is done",))
     changes = sorted(time_changes(plan, estimate, beside.plan, own), key=lambda change: -abs(change.binding.gain))

@@ -51,9 +51,8 @@ _TABLE = (
 
 def _tp_sizes(question: Question) -> list[int]:
     """Powers of two within a node that divide the heads, ascending."""
-    (node,) = question.cluster.node_types.values()
     heads = [length for kind in question.model.types.values() for length in kind.tp_must_divide.values()]
-    return [t for t in (1, 2, 4, _NODE) if node.devices_per_node % t == 0 and not any(h % t for h in heads)]
+    return [t for t in question.tp_sizes if t <= _NODE and not any(h % t for h in heads)]
 
 
 def _pp_sizes(question: Question, tp_size: int) -> list[int]:

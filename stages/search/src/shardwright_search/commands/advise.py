@@ -70,8 +70,8 @@ def _never_worse(found: Found, besides: Sequence[Beside], question: Question) ->
     for beside in besides if found.stopped else ():
         evaluation = _priced(beside.plan, question)
         quicker = evaluation.estimate.simulated_step_time_s < best.evaluation.estimate.simulated_step_time_s
-        if quicker and evaluation.estimate.memory_bytes <= question.budget_bytes:
-            best = Candidate(beside.plan, evaluation)
+        if quicker and question.fits(beside.plan, evaluation.estimate):
+            best = Candidate(beside.plan, evaluate(beside.plan, question.profiles))
     if best is found.chosen:
         return found
     return replace(found, chosen=best, optimum_s=min(found.optimum_s, best.evaluation.estimate.objective_s))
@@ -82,7 +82,7 @@ def _priced(plan: Plan, question: Question) -> Evaluation:
 
 
 def _fits(plan: Plan, question: Question) -> bool:
-    return _priced(plan, question).estimate.memory_bytes <= question.budget_bytes
+    return question.fits(plan, _priced(plan, question).estimate)
 
 
 def _nothing_fits(question: Question, found: Infeasible) -> str:
@@ -90,6 +90,6 @@ def _nothing_fits(question: Question, found: Infeasible) -> str:
     lacks = f"{'' if found.exact else 'more than '}{found.missing_bytes / _GIB:.2f} GiB a rank"
     least = f"{'' if found.exact else 'more than '}{found.min_bytes / _GIB:.2f} GiB"
     return (
-        f"{question.model.name} on {question.cluster.name}: no plan fits in {question.budget_bytes / _GIB:.1f} GiB a "
-        f"GPU, even the leanest lacks {lacks}: take more GPUs, GPUs that leave {least}, a smaller --batch or --seq"
+        f"{question.model.name} on {question.cluster.name}: no plan fits in {question.budget_words}, "
+        f"even the leanest lacks {lacks}: take more GPUs, GPUs that leave {least}, a smaller --batch or --seq"
     )

@@ -1,55 +1,19 @@
-"""What each node type of a mixed cluster does in a step: which one binds, how long it idles, and what that costs."""
-
-from typing import NamedTuple
+"""Node types of a mixed cluster as a table."""
 
 from rich.table import Table
 
-from shardwright_formats.display.timeline import idle_s
+from shardwright_formats.display.node_types import binding, node_type_uses
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
 from shardwright_search.explain.tables import table
 
 
-class NodeTypeUse(NamedTuple):
-    """Of the stages on one node type."""
-
-    name: str
-    stages: int
-    ranks: int
-    busiest_s: float
-    """The longest that one of its stages computes or reduces."""
-    idle_share: float
-    """Of its ranks' time until the last stage is done."""
-    idle_usd: float | None
-    """Price of that in a step; None: the type has no price."""
-
-
-def node_type_uses(plan: Plan, estimate: Estimate) -> tuple[NodeTypeUse, ...]:
-    """Of each node type that a stage is on, in the order of the ranks."""
-    end_s = max(event.end_s for event in estimate.timeline)
-    types, found = plan.cluster.node_type_of_rank, dict[str, list[tuple[int, float]]]()
-    for stage, own in enumerate(plan.stages):
-        idle = idle_s((event for event in estimate.timeline if event.stage == stage), stage, end_s)
-        found.setdefault(types[own.ranks[0]], []).append((len(own.ranks), idle))
-    order = [name for name in dict.fromkeys(types) if name in found]
-    return tuple(_use(plan, name, found[name], end_s) for name in order)
-
-
-def _use(plan: Plan, name: str, stages: list[tuple[int, float]], end_s: float) -> NodeTypeUse:
-    """`stages`: ranks and idle time of each."""
-    ranks, idle_rank_s = sum(width for width, _ in stages), sum(width * idle for width, idle in stages)
-    node = plan.cluster.node_types[name]
-    usd = None if node.usd_per_hour is None else idle_rank_s / 3600 * node.usd_per_hour / node.devices_per_node
-    busiest_s = end_s - min(idle for _, idle in stages)
-    return NodeTypeUse(name, len(stages), ranks, busiest_s, idle_rank_s / (ranks * end_s), usd)
-
-
 def node_types_table(plan: Plan, estimate: Estimate) -> Table | None:
     """One row for each node type; None where there is one only."""
     uses = node_type_uses(plan, estimate)
-    if len(uses) < 2:
+    if not uses:
         return None
-    binds = max(uses, key=lambda use: use.busiest_s).name
+    binds = binding(uses).name
     headings = ("node type", "stages", "ranks", "busiest stage", "idle share", "idle USD a step")
     rows = [
         [
