@@ -335,16 +335,14 @@ def test_a_measurement_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{}, {"warmup_steps": 2}, {"steps": 2}, {"min_time_s": 1.0}, {"versions": "torch 1"}, {"device": "cpu/2"}],
+    "changed", [{}, {"warmup_steps": 2}, {"steps": 2}, {"min_time_s": 1.0}, {"versions": "1"}, {"device": "cpu/2"}]
 )
 def test_what_was_measured_otherwise_is_measured_anew(
     measured: Measured, tmp_path: Path, one_rank: World, changed: dict[str, Any]
 ) -> None:
-    def opened(
-        versions: str = "torch 0", device: str = "cpu", **more: Any
-    ) -> Journal[MeasureIdentity, PlanMeasurement]:
+    def opened(device: str = "cpu", **more: Any) -> Journal[MeasureIdentity, PlanMeasurement]:
         options = {"steps": 1, "warmup_steps": 1} | more
+        versions = options.pop("versions", "torch 0")
         job = MeasureJob(plans=(), out=tmp_path / "o.json", journal=tmp_path / "o.journal", **options)
         return open_journal(job, one_rank, device, versions)
 
