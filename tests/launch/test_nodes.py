@@ -125,3 +125,5 @@ def test_one_machine_stands_for_all_nodes_where_it_is_told_to() -> None:
         check_all_nodes(cluster, Nodes(), "plan.json")
     with pytest.raises(BadInput, match="--all-nodes-here: --nnodes is 3: give one of the two"):
         NodeOptions(all_nodes_here=True, nnodes=3).nodes({})
+    with pytest.raises(BadInput, match="--node-rank: 1 is not below --nnodes 1"):
+        NodeOptions(all_nodes_here=True, node_rank=1).nodes({})

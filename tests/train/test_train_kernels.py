@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from command_calls import call
+from forked_command import forked_command
 from random_plans import random_plan
 from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 from torch import Tensor
@@ -21,13 +22,11 @@ from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.plan import Attention, Plan, Plans, Precision
 from shardwright_formats.types.strategy import SequenceParallel, Strategy
 from shardwright_train.cli import APP
-from shardwright_train.commands import start_measure
 from shardwright_train.models import attention_kernels as kernels
 from shardwright_train.models import support
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention, use_kernels
 from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import check_installed, check_supported, without_devices
-from shardwright_train.options import MeasureOptions
 from shardwright_train.parallel import sequence
 from shardwright_train.parallel.sequence import ULYSSES_ATTENTION, apply_ulysses
 from shardwright_train.parallel.world import World
@@ -253,14 +252,14 @@ def test_factors_are_rounded_to_tf32_where_the_plan_says_so_alone(cpu_kernels: N
         assert torch.backends.cudnn.allow_tf32 is tf32, "convolutions too"
 
 
-def test_a_measurement_names_what_auto_took(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_measurement_names_what_auto_took(tmp_path: Path) -> None:
     cpu = {"device": "cpu", "precision": Precision(), "num_microbatches": 1, "global_batch_size": 1}
     plans = (planned(attention=EAGER, **cpu), planned(**cpu))
     write_document(tmp_path / "plans.json", Plans(plans=plans))
-    start_measure(
-        MeasureOptions(plans=(tmp_path / "plans.json",), out=tmp_path / "measurement.json", steps=1, warmup_steps=1)
-    )
-    assert "attention: eager, sdpa (auto)\n" in capfd.readouterr().err
+    asked = ["--steps", 1, "--warmup-steps", 1, "--out", tmp_path / "measurement.json"]
+    done = forked_command(["measure", tmp_path / "plans.json", *asked])
+    _, err = done.communicate(timeout=120)
+    assert done.returncode == 0 and "attention: eager, sdpa (auto)\n" in err, err
     assert read_document(tmp_path / "measurement.json", Measurement).attention == "sdpa"
 
 

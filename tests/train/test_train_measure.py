@@ -131,15 +131,10 @@ def measured(folder: Path) -> Measured:
     # What has fewer layers first; the second one's memory is measured when the others are gone, the last one's, too.
     in_turns = tuple(names.index(name) for name in ("ddp float32 2 deferred", "zero2 float32 2 deferred", "kept"))
     write_document(folder / "plans.json", Plans(plans=plans, in_turns=(in_turns,)))
-    start_measure(
-        MeasureOptions(
-            plans=(folder / "plans.json",),
-            out=folder / "out.json",
-            steps=REPEATS,
-            warmup_steps=1,
-            trace=folder / "traces",
-        )
-    )
+    asked = ["--steps", REPEATS, "--warmup-steps", 1, "--trace", folder / "traces", "--out", folder / "out.json"]
+    done = forked_command(["measure", folder / "plans.json", *asked])
+    _, err = done.communicate(timeout=170)
+    assert done.returncode == 0, err
     return {m.plan.name: m for m in read_document(folder / "out.json", Measurement).plans}
 
 

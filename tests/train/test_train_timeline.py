@@ -4,6 +4,7 @@ from itertools import pairwise
 from statistics import median
 
 import pytest
+from forked_command import forked_command
 from random_plans import cluster_of
 from tiny_models import tiny
 
@@ -12,8 +13,6 @@ from shardwright_formats.types.measurement import Measurement, PassTime, PlanMea
 from shardwright_formats.types.plan import PipelineStage, Plan, Plans, Precision, Schedule
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_search.simulation.simulator import Simulation, StageTimes, simulate
-from shardwright_train.commands import start_measure
-from shardwright_train.options import MeasureOptions
 
 DeviceGroup = tuple[str, int, int]
 """Of a pass in the pipeline: its kind, microbatch and layer range, counted through all stages and chunks."""
@@ -50,7 +49,10 @@ def _plan(name: str) -> Plan:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PlanMeasurement]:
     folder = tmp_path_factory.mktemp("timeline")
     write_document(folder / "plans.json", Plans(plans=tuple(map(_plan, PLANS))))
-    start_measure(MeasureOptions(plans=(folder / "plans.json",), out=folder / "out.json", steps=3, warmup_steps=1))
+    asked = ["--steps", 3, "--warmup-steps", 1, "--out", folder / "out.json"]
+    done = forked_command(["measure", folder / "plans.json", *asked])
+    _, err = done.communicate(timeout=170)
+    assert done.returncode == 0, err
     return {found.plan.name: found for found in read_document(folder / "out.json", Measurement).plans}
 
 

@@ -174,5 +174,5 @@ class NodeOptions(Options, frozen=True, kw_only=True):
     def nodes(self, environment: Mapping[str, str]) -> Nodes:
         """The nodes that are meant."""
         if self.all_nodes_here:
-            return Nodes(self.nnodes or 1, all_here=True)
+            return Nodes(self.nnodes or 1, self.node_rank or 0, all_here=True)
         return nodes_of(self.nnodes, self.node_rank, self.rendezvous, environment)
