@@ -124,7 +124,7 @@ def test_one_command_profiles_a_model_at_two_lengths(make_cluster: Callable[...,
     write_document(tmp_path / "settings.json", settings)
     asked = (
         *("--name", "tiny", "--sequence-length", 16, "--cluster", tmp_path / "cluster.json", "--node-type", "cpu-2"),
-        *("--settings", tmp_path / "settings.json", "--steps", 2, "--warmup-steps", 2, "--min-time-s", 0.5),
+        *("--settings", tmp_path / "settings.json", "--steps", 2, "--warmup-steps", 2, "--min-time-s", 0.1),
         *("--out", tmp_path / "profile.h5"),
     )
     told = _command("profile", "model", tmp_path / "model", *asked)
