@@ -22,8 +22,9 @@ COMPILED = ("llama", "t5")
 # Several launches of many processes on two cores.
 pytestmark = pytest.mark.timeout(900)
 
-NUMBERS = {2: range(2), 4: range(3), 8: range(1)}
-"""`make parity` has 45 of each family."""
+NUMBERS = {2: range(2), 4: range(3)}
+ON_EIGHT = ("llama", "t5", "vit")
+"""`make parity` has 45 plans of each family, 5 of them on 8 ranks."""
 LOW_PRECISION = (("float32", 1e-5), ("bfloat16", 0.1))
 MUTATIONS = (
     "norm_gradients_not_summed",
@@ -40,6 +41,8 @@ MUTATIONS = (
 
 
 def _plans(world_size: int) -> list[Plan]:
+    if world_size == 8:
+        return [random_plan(tiny(family), 0, 8) for family in ON_EIGHT]
     models = [tiny(family) for family in FAMILIES]
     return [random_plan(model, number, world_size) for number in NUMBERS[world_size] for model in models]
 
@@ -202,7 +205,7 @@ def test_replicated_layers_that_fsdp_holds_train_as_one_process(two_ranks: Error
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plans_on_more_ranks_train_exactly_as_one_process(more_ranks: Errors, family: str) -> None:
     exact = {name: errors for name, errors in more_ranks.items() if name.startswith(family) and "+" not in name}
-    assert len(exact) == len(NUMBERS[4]) + len(NUMBERS[8])
+    assert len(exact) == len(NUMBERS[4]) + (family in ON_EIGHT)
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
@@ -245,7 +248,7 @@ def test_a_broken_runtime_is_seen(two_ranks: Errors, mutation: str) -> None:
 
 def test_the_compared_plans_cover_every_value_of_every_field() -> None:
     assert set(FAMILIES) <= set(CONFIGS)
-    plans = [plan for world_size in NUMBERS for plan in _plans(world_size)]
+    plans = [plan for world_size in (2, 4, 8) for plan in _plans(world_size)]
     layers = [layer for plan in plans for layer in plan.layers]
     assert {layer.tp_size for layer in layers} == {1, 2, 4, 8}
     assert {layer.data_parallel for layer in layers if layer.dp_size > 1} == set(DataParallel)
