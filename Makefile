@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slurm parity compiled kills resumes brute-force grids frozen versions check bench gpu gpu-rehearsal clean
+.PHONY: help setup demo test test-long test-slurm parity compiled kills resumes brute-force grids frozen versions check bench gpu gpu-rehearsal clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready
@@ -22,7 +22,7 @@ TORCH_INDEX ?=
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Several processes share the cores here; without this, each would start a thread for every core.
-demo test test-slurm parity compiled kills resumes brute-force grids frozen bench: export OMP_NUM_THREADS := 1
+demo test test-long test-slurm parity compiled kills resumes brute-force grids frozen bench: export OMP_NUM_THREADS := 1
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -32,8 +32,11 @@ setup: $(STAMP) ## make .venv with everything in it (the other commands do it by
 demo: $(STAMP) ## measure this machine and a small model, plan, train, report: results/report.html
 	@workflow/scripts/demo.sh $(CORES)
 
-test: $(STAMP) ## run all tests
-	@python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
+test: $(STAMP) ## run all tests but the long ones
+	@python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not long" $(PYTEST)
+
+test-long: $(STAMP) ## the long ones: parity on 4 and 8 ranks, real profiles of every family, saves and trials of many plans (minutes)
+	@python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder -m long $(PYTEST)
 
 test-slurm: $(STAMP) ## the workflow on a real Slurm on loopback, of Debian's packages, which it installs (root; minutes)
 	@tests/slurm/loopback.sh install

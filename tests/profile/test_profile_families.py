@@ -77,6 +77,7 @@ def _of(measured: object, family: str) -> bool:
     return measured.plan.model.family == family  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_type_has_its_time_and_memory(profiles: dict[str, ModelProfile], family: str) -> None:
     model, profile = tiny(family), profiles[family]
@@ -98,10 +99,12 @@ def test_every_layer_type_has_its_time_and_memory(profiles: dict[str, ModelProfi
             assert states["parameter_bytes"][row] == 4 * count
 
 
+@pytest.mark.long
 def test_t5_has_two_block_types(profiles: dict[str, ModelProfile]) -> None:
     assert {b"encoder", b"decoder"} <= set(profiles["t5"].layers["type"].tolist())
 
 
+@pytest.mark.long
 def test_a_profile_is_drawn_and_drawn_alike_again(profiles: dict[str, ModelProfile], tmp_path: Path) -> None:
     from shardwright_formats.types.model_profile import write_model_profile
 

@@ -55,10 +55,12 @@ def test_the_page_adds_a_model_in_few_lines() -> None:
     assert 0 < len(file.splitlines()) <= MOST_LINES and row.count("\n") == 1
 
 
+@pytest.mark.long
 def test_the_copy_with_the_added_file_is_what_ran(added: Path) -> None:
     assert json.loads((added / "package.json").read_bytes()) == str(added / "shardwright_train")
 
 
+@pytest.mark.long
 def test_the_added_model_trains_exactly_as_the_stock_model(added: Path) -> None:
     plans = read_document(added / "plans.json", Plans).plans
     errors: dict[str, dict[str, float]] = json.loads((added / "errors.json").read_bytes())

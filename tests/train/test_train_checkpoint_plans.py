@@ -39,6 +39,7 @@ PLANS = (
 """66 tokens are not the same on four ranks each."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_replicas_of_shards_are_saved_once_and_other_plans_go_on_from_them(tmp_path: Path) -> None:
     told = saved(tmp_path, run_worker, PLANS[:2])

@@ -51,6 +51,7 @@ def step_of(plan: Plan, world: World) -> None:
     engine.forward_backward(Step.of(batch, engine.stage.context.share))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_no_strategy_breaks_the_graph_of_a_block(world: World, family: str) -> None:
     plan = plan_of(family)

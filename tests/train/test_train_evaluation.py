@@ -58,19 +58,19 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Errors:
     return _compared(4, tmp_path_factory.mktemp("four"))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ten_plans_evaluate_as_one_process(two_ranks: Errors, four_ranks: Errors, world_size: int) -> None:
-    found = two_ranks if world_size == 2 else four_ranks
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ten_plans_evaluate_as_one_process(request: pytest.FixtureRequest, world_size: int) -> None:
+    found: Errors = request.getfixturevalue("two_ranks" if world_size == 2 else "four_ranks")
     exact = {plan.name: max(found[plan.name]["loss"], found[plan.name]["labels"]) for plan in plans_on(world_size)}
     assert len(exact) == 10
     assert {name: error for name, error in exact.items() if error > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_an_evaluation_leaves_training_as_it_is_and_nothing_behind(
-    two_ranks: Errors, four_ranks: Errors, world_size: int
+    request: pytest.FixtureRequest, world_size: int
 ) -> None:
-    found = two_ranks if world_size == 2 else four_ranks
+    found: Errors = request.getfixturevalue("two_ranks" if world_size == 2 else "four_ranks")
     errors = [found[plan.name] for plan in plans_on(world_size)]
     assert [one["left"] for one in errors] == [0] * 10
     assert [one["training"] for one in errors if "training" in one] == [0] * 5

@@ -172,21 +172,19 @@ def test_compiled_plans_train_exactly_as_one_process(two_ranks: Errors, family: 
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_parameters_that_decay_and_learn_otherwise_train_as_in_one_process(
-    two_ranks: Errors, more_ranks: Errors, world_size: int
+    request: pytest.FixtureRequest, world_size: int
 ) -> None:
-    found = two_ranks if world_size == 2 else more_ranks
+    found: Errors = request.getfixturevalue("two_ranks" if world_size == 2 else "more_ranks")
     exact = {name: errors for name, errors in found.items() if name.startswith("grouped")}
     assert len(exact) == len(FAMILIES) + 1
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_documents_of_one_sample_train_as_if_each_were_alone(
-    two_ranks: Errors, more_ranks: Errors, world_size: int
-) -> None:
-    found = two_ranks if world_size == 2 else more_ranks
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_documents_of_one_sample_train_as_if_each_were_alone(request: pytest.FixtureRequest, world_size: int) -> None:
+    found: Errors = request.getfixturevalue("two_ranks" if world_size == 2 else "more_ranks")
     exact = {name: errors for name, errors in found.items() if name.startswith("packed")}
     assert len(exact) == len(_packed_plans(world_size))
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
@@ -202,6 +200,7 @@ def test_replicated_layers_that_fsdp_holds_train_as_one_process(two_ranks: Error
     assert max(errors["loss"], errors["gradient"], errors["norm"]) < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plans_on_more_ranks_train_exactly_as_one_process(more_ranks: Errors, family: str) -> None:
     exact = {name: errors for name, errors in more_ranks.items() if name.startswith(family) and "+" not in name}
@@ -209,6 +208,7 @@ def test_plans_on_more_ranks_train_exactly_as_one_process(more_ranks: Errors, fa
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
+@pytest.mark.long
 def test_pipeline_stages_of_unequal_width_train_exactly_as_one_process(more_ranks: Errors) -> None:
     uneven = {name: errors for name, errors in more_ranks.items() if "+" in name}
     assert len(uneven) == len(_uneven_plans())
@@ -217,6 +217,7 @@ def test_pipeline_stages_of_unequal_width_train_exactly_as_one_process(more_rank
     assert {name: errors for name, errors in uneven.items() if max(errors.values()) > TOLERANCE} == {}
 
 
+@pytest.mark.long
 def test_stages_and_chunks_without_blocks_train_exactly_as_one_process(more_ranks: Errors) -> None:
     bare = {name: errors for name, errors in more_ranks.items() if name.startswith("bare")}
     assert {len(plan.stages) for plan in _bare_plans()} == {2, 4} and len(bare) == len(_bare_plans())
@@ -224,10 +225,12 @@ def test_stages_and_chunks_without_blocks_train_exactly_as_one_process(more_rank
     assert {name: errors for name, errors in bare.items() if max(errors.values()) > TOLERANCE} == {}
 
 
+@pytest.mark.long
 def test_replicated_layers_behind_a_pipeline_cut_train_exactly_as_one_process(more_ranks: Errors) -> None:
     assert max(more_ranks["replicas behind a cut"].values()) < TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_replicas_of_shards_train_exactly_as_one_process(more_ranks: Errors, world_size: int) -> None:
     exact = {name: more_ranks[name] for name in (plan.name for plan in _in_groups(world_size))}

@@ -36,10 +36,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return read
 
 
+@pytest.mark.long
 def test_losses_gradients_weights_moments_and_random_state_are_the_same_bits(found: dict[str, Any]) -> None:
     assert {name: one["equal"] for name, one in found.items()} == dict.fromkeys(found, True) != {}
 
 
+@pytest.mark.long
 def test_a_stage_alone_takes_the_memory_of_the_first_step(found: dict[str, Any]) -> None:
     """But for what messages on their way take, and those of tied parameters."""
     ratios = [tried / peak for one in found.values() for tried, peak in one["memory"]]
