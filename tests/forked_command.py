@@ -165,6 +165,7 @@ def _as_if_executed(environment: Mapping[str, str]) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python starts; subprocess has set it back
     tempfile.tempdir = None
     os.environ.clear()
     os.environ.update(environment)
