@@ -30,10 +30,10 @@ SETTINGS = ProfileSettings(
     recompute=(Recompute.NONE,),
     # So far apart that the larger one takes longer on a busy machine, too.
     micro_batch_sizes=(1, 32),
-    layers=(1, 3),
+    layers=(1, 5),
 )
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 
 def _command(stage: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
