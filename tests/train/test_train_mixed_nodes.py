@@ -2,6 +2,8 @@
 
 import json
 import time
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -9,13 +11,16 @@ import numpy as np
 import pytest
 from forked_command import forked_command
 from random_plans import random_plan
-from tiny_models import tiny
+from tiny_models import batch_of, engine_of, tiny
 
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.plan import Plan
 from shardwright_train.engine import slowdown
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.world import World
+from shardwright_train.pipeline.runner import Step
 
 MICROBATCH = (0, 0)
 
@@ -100,6 +105,21 @@ def test_a_slowed_rank_sleeps_for_what_it_has_computed(monkeypatch: pytest.Monke
         slowed(name, MICROBATCH)
     assert seen == [("forward.begin", 0.0), ("forward.wait", 0.0), ("layers.forward", 4.0), ("forward.end", 6.0)]
     assert slowdown.slowed(hook, 1) is hook
+
+
+@pytest.mark.parametrize(("device", "slept"), [("cpu", False), ("cpu/3", True)])
+def test_the_steps_of_a_slowed_rank_are_slowed(
+    one_rank: World, monkeypatch: pytest.MonkeyPatch, device: str, slept: bool
+) -> None:
+    clocks = _Clocks()
+    monkeypatch.setattr(slowdown, "time", clocks)
+    alone = _on(random_plan(tiny("llama"), 0, 1, "float32"), device)
+    engine = engine_of(alone, one_rank, Groups("cpu"))
+
+    monkeypatch.setattr(clocks, "thread_time", partial(next, count()))
+    batch = batch_of(alone.model, alone.global_batch_size, 0)
+    engine.train_step(Step.of(batch, engine.stage.context.share))
+    assert (clocks.slept_s > 0) is slept
 
 
 def test_computing_takes_so_many_times_as_long() -> None:
