@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import lcm
 
+import msgspec
+
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Precision, Schedule, misfit
@@ -128,3 +130,10 @@ def _cuts(layers: int, parts: int, draw: random.Random) -> Sequence[tuple[int, i
     inner = sorted(draw.sample(range(1, layers), parts - 1))
     edges = [0, *inner, layers]
     return list(pairwise(edges))
+
+
+def on_devices(plan: Plan, *devices: str) -> Plan:
+    """The same plan on nodes of one rank each, with these devices."""
+    types = {f"n{i}": NodeType(device=d, devices_per_node=1, memory_bytes=1 << 30) for i, d in enumerate(devices)}
+    groups = tuple(NodeGroup(node_type=name, count=1) for name in types)
+    return msgspec.structs.replace(plan, cluster=Cluster(name="apart", nodes=groups, node_types=types))

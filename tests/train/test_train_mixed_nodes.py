@@ -6,15 +6,13 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from forked_command import forked_command
-from random_plans import random_plan
+from random_plans import on_devices, random_plan
 from tiny_models import batch_of, engine_of, tiny
 
 from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.plan import Plan
 from shardwright_train.engine import slowdown
@@ -23,14 +21,6 @@ from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.runner import Step
 
 MICROBATCH = (0, 0)
-
-
-def _on(plan: Plan, *devices: str) -> Plan:
-    """The same plan on nodes of one rank each."""
-    types = {f"n{i}": NodeType(device=d, devices_per_node=1, memory_bytes=1 << 30) for i, d in enumerate(devices)}
-    groups = tuple(NodeGroup(node_type=name, count=1) for name in types)
-    cluster = Cluster(name="two", nodes=groups, node_types=types)
-    return msgspec.structs.replace(plan, cluster=cluster)
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +40,13 @@ def _train(folder: Path, plan: Plan, *more: str) -> list[float]:
 
 
 def test_a_plan_for_two_node_types_trains_as_it_does_on_one(plan: Plan, tmp_path: Path) -> None:
-    mixed = _train(tmp_path / "mixed", _on(plan, "cpu", "cpu/3"), "--all-nodes-here")
+    mixed = _train(tmp_path / "mixed", on_devices(plan, "cpu", "cpu/3"), "--all-nodes-here")
     assert mixed == _train(tmp_path / "one", plan)
     assert len(mixed) == 3
 
 
 def test_a_measurement_on_a_slowed_node_type_is_of_that_type(plan: Plan, tmp_path: Path) -> None:
-    write_document(tmp_path / "plan.json", _on(plan, "cpu/3", "cpu/3"))
+    write_document(tmp_path / "plan.json", on_devices(plan, "cpu/3", "cpu/3"))
     command = ["measure", tmp_path / "plan.json", "--all-nodes-here", "--steps", "1", "--warmup-steps", "1"]
     done = forked_command([*command, "--out", tmp_path / "measured.json"])
     _, err = done.communicate(timeout=120)
@@ -65,7 +55,7 @@ def test_a_measurement_on_a_slowed_node_type_is_of_that_type(plan: Plan, tmp_pat
 
 
 def test_without_the_option_the_line_of_each_node_is_printed(plan: Plan, tmp_path: Path) -> None:
-    write_document(tmp_path / "plan.json", _on(plan, "cpu", "cpu/3"))
+    write_document(tmp_path / "plan.json", on_devices(plan, "cpu", "cpu/3"))
     done = forked_command(["measure", tmp_path / "plan.json", "--out", tmp_path / "measured.json"])
     out, err = done.communicate(timeout=60)
     assert done.returncode == 2 and "is for 2 nodes, --nnodes is 1" in err
@@ -113,7 +103,7 @@ def test_the_steps_of_a_slowed_rank_are_slowed(
 ) -> None:
     clocks = _Clocks()
     monkeypatch.setattr(slowdown, "time", clocks)
-    alone = _on(random_plan(tiny("llama"), 0, 1, "float32"), device)
+    alone = on_devices(random_plan(tiny("llama"), 0, 1, "float32"), device)
     engine = engine_of(alone, one_rank, Groups("cpu"))
 
     monkeypatch.setattr(clocks, "thread_time", partial(next, count()))

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import torch
 from command_calls import call
+from random_plans import on_devices
 from tiny_models import CONFIGS, stock_model, tiny
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.plan import Plan
 from shardwright_train.cli import APP
 from shardwright_train.models.registry import family_named
@@ -29,21 +29,13 @@ def test_utilization_is_known_only_where_the_peak_is(random_plan: PlanMaker) -> 
     assert peak is not None and peak_flops_per_s("NVIDIA H200", "float32") is None
     names = ("embedding", *plan.model.layers, "head")
     flops = 3 * plan.global_batch_size * sum(plan.model.types[n].forward_flops_per_sample for n in names)
-    assert model_flops_utilization(_on(plan, "NVIDIA H200"), 0.5) == pytest.approx(flops / 0.5 / (2 * peak))
+    alike = on_devices(plan, "NVIDIA H200", "NVIDIA H200")
+    assert model_flops_utilization(alike, 0.5) == pytest.approx(flops / 0.5 / (2 * peak))
     slow = peak_flops_per_s("NVIDIA A100-SXM4-80GB", "bfloat16")
     assert slow is not None and slow < peak
-    mixed = _on(plan, "NVIDIA H200", "NVIDIA A100-SXM4-80GB")
+    mixed = on_devices(plan, "NVIDIA H200", "NVIDIA A100-SXM4-80GB")
     assert model_flops_utilization(mixed, 0.5) == pytest.approx(flops / 0.5 / (peak + slow))
-    assert model_flops_utilization(_on(plan, "NVIDIA H200", "unheard of"), 0.5) is None
-
-
-def _on(plan: Plan, *devices: str) -> Plan:
-    """The same plan on nodes of one rank each (two of one device each where there is but one device)."""
-    names = devices if len(devices) > 1 else devices * 2
-    types = {f"n{i}": NodeType(device=d, devices_per_node=1, memory_bytes=1 << 30) for i, d in enumerate(names)}
-    groups = tuple(NodeGroup(node_type=name, count=1) for name in types)
-    cluster = Cluster(name="two", nodes=groups, node_types=types)
-    return msgspec.structs.replace(plan, cluster=cluster)
+    assert model_flops_utilization(on_devices(plan, "NVIDIA H200", "unheard of"), 0.5) is None
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
