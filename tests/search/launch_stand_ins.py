@@ -19,10 +19,10 @@ ARGUMENTS = ("--data-path", "a b", "--title", "$(exit 9)'*")
 """A user's own."""
 
 PROGRAMS = {
-    # A line for each node: its name and the arguments, each between unit separators.
+    # A line for each node: its name and the arguments, each between unit separators; in one write, for nodes start at once.
     "torchrun": """#!/bin/bash
-        printf '%s\\x1f' "${NODE_NAME:-${SLURMD_NODENAME:-}}" "${CUDA_DEVICE_MAX_CONNECTIONS-unset}" "$@" >>"$SAID"
-        echo >>"$SAID"
+        printf -v line '%s\\x1f' "${NODE_NAME:-${SLURMD_NODENAME:-}}" "${CUDA_DEVICE_MAX_CONNECTIONS-unset}" "$@"
+        echo "$line" >>"$SAID"
     """,
     # The command once for each node of the groups that are asked for, last node first, as Slurm promises no order.
     "srun": """#!/bin/bash
