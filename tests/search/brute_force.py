@@ -6,11 +6,12 @@ from functools import cache
 import numpy as np
 from random_problems import best_of, random_problem
 
-from shardwright_search.solver.branch_and_bound import Optimum, Target, optimize
+from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.solver.relaxed_bound import dual_of
 from shardwright_search.solver.stage_options import GroupCosts
+from shardwright_search.solver.targets import Optimum, Target
 
 __all__ = ["NEAR", "mistake", "mistakes", "pipeline_of", "solved"]
 

@@ -9,10 +9,11 @@ from msgspec.structs import replace
 
 from shardwright_formats.semantics.schedule import Pass, actions
 from shardwright_formats.types.plan import Schedule
-from shardwright_search.solver.branch_and_bound import Target, optimize
+from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.interleaved import Interleaved
 from shardwright_search.solver.interleaved_problem import InterleavedProblem
 from shardwright_search.solver.problem import DeviceGroup, Options
+from shardwright_search.solver.targets import Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.in_flight import moments_in_flight
 

@@ -19,7 +19,7 @@ ARGUMENTS = ("--data-path", "a b", "--title", "$(exit 9)'*")
 """A user's own."""
 
 PROGRAMS = {
-    # A line for each node: its name and the arguments, each between unit separators; in one write, for nodes start at once.
+    # A line for each node, in one write, for nodes start at once: its name and the arguments, between unit separators.
     "torchrun": """#!/bin/bash
         printf -v line '%s\\x1f' "${NODE_NAME:-${SLURMD_NODENAME:-}}" "${CUDA_DEVICE_MAX_CONNECTIONS-unset}" "$@"
         echo "$line" >>"$SAID"

@@ -4,10 +4,11 @@ import numpy as np
 from brute_force import pipeline_of
 from random_problems import counted, handed_as_given, with_budgets
 
-from shardwright_search.solver.branch_and_bound import Target, optimize
+from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.min_memory import min_memory
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem, price
+from shardwright_search.solver.targets import Target
 
 __all__ = ["middle_problem", "solved"]
 

@@ -6,8 +6,8 @@ from random_problems import best_of, random_mixed
 
 from shardwright_search.rent.front import Price, Prices, Rented
 from shardwright_search.rent.interruptions import Interruptions
-from shardwright_search.solver.branch_and_bound import Target
 from shardwright_search.solver.exhaust import Exhausted, exhaust
+from shardwright_search.solver.targets import Target
 
 _PROBLEMS = 6
 

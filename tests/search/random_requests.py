@@ -14,8 +14,8 @@ from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.search import instance_of, targets_of
-from shardwright_search.solver.branch_and_bound import Target
 from shardwright_search.solver.problem import Problem, Solution
+from shardwright_search.solver.targets import Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest

@@ -14,10 +14,10 @@ from random_problems import best_of, every_plan, random_problem, with_budgets
 
 from shardwright_search.solver import branch_and_bound as optimize
 from shardwright_search.solver import stage_labels as labels_of
-from shardwright_search.solver.branch_and_bound import Target
 from shardwright_search.solver.interleaved import Interleaved
 from shardwright_search.solver.min_memory import min_memory
 from shardwright_search.solver.problem import Problem, price
+from shardwright_search.solver.targets import Target
 
 BLOCK = 200
 

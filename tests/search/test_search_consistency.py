@@ -13,9 +13,10 @@ from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.search import NEAR
-from shardwright_search.solver.branch_and_bound import Target, optimize
+from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.problem import Solution, price
+from shardwright_search.solver.targets import Target
 from shardwright_search.space.choices import Choices
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance

@@ -1,11 +1,14 @@
 """Guesses decide which limits a configuration is solved below, and never what is found."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from shardwright_search.solver.branch_and_bound import Target, optimize
+from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import Solution
+from shardwright_search.solver.targets import Target
 
 PLANS = (100.45, 100.49, 100.6, 103.0)
 NEAREST_LIMIT = 100.0 * 1.001 * 1.0015 * 1.0025
@@ -17,14 +20,15 @@ class Made:
 
     relaxed_bound_ps = lower_ps = 100.0
 
-    def __init__(self, guesses: tuple[float, ...]) -> None:
-        self.guesses, self.limits = guesses, list[float]()
+    def __init__(self, guesses: tuple[float, ...], labels: int = 0) -> None:
+        self.guesses, self.labels, self.limits = guesses, labels, list[float]()
 
     def guess(self, below_ps: float) -> Found | None:
         return next((_found(plan) for plan in self.guesses if plan < below_ps), None)
 
-    def solve_below(self, below_ps: float, most: int, tick: object) -> tuple[Found, ...]:
+    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         self.limits.append(below_ps)
+        tick(self.labels)
         return tuple(_found(plan) for plan in PLANS if plan < below_ps)[:most]
 
 
@@ -46,9 +50,16 @@ def test_what_is_found_does_not_depend_on_the_guess(guesses, tries):
     made = Made(guesses)
     optimum = optimize([Target(0, 0.0, 1.0)], lambda _: made, near=0.0015, most=8)
     assert optimum.best is not None and optimum.best.score == optimum.bound == 100.45
-    assert [best.score for best in optimum.near] == [100.45, 100.49]
-    assert len(made.limits) == tries
+    assert [best.score for best in optimum.near] == [100.45, 100.49, 100.6]
+    assert len(made.limits) == tries + 1, "once more up to where plans are near"
     assert max(made.limits) < 100.0 * 1.0111
+
+
+def test_plans_past_the_limit_of_the_best_are_left_out_where_they_are_much_work():
+    made = Made((100.45,), labels=10**6)
+    optimum = optimize([Target(0, 0.0, 1.0)], lambda _: made, near=0.0015, most=8)
+    assert [best.score for best in optimum.near] == [100.45, 100.49] and len(made.limits) == 2
+    assert not optimum.stopped
 
 
 def test_a_configuration_without_a_plan_below_a_near_incumbent_is_ruled_out_at_once():

@@ -19,9 +19,10 @@ from shardwright_search import certify as prove
 from shardwright_search.certify import certificate
 from shardwright_search.cli import APP
 from shardwright_search.solver import milp as integer_programme
-from shardwright_search.solver.branch_and_bound import Best, Target, optimize
+from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.milp import Answer, solve
 from shardwright_search.solver.problem import Problem, price
+from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 

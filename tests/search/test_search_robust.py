@@ -19,9 +19,9 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import LayerKey, Profiles, index_profiles
 from shardwright_search.robust import NOMINAL, longer, scenarios
 from shardwright_search.search import find_best
-from shardwright_search.solver.branch_and_bound import Best, Target
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import Solution
+from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.request import Robust, SearchRequest
 

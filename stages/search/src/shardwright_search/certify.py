@@ -12,9 +12,9 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.search import Found, instance_of, targets_of
-from shardwright_search.solver.branch_and_bound import Best, Target
 from shardwright_search.solver.milp import Answer, highs_version, solve
 from shardwright_search.solver.problem import Problem, price
+from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest

@@ -11,9 +11,9 @@ from time import monotonic
 from typing import NamedTuple
 
 from shardwright_search.cost_model.plan import simulated_step_ps
-from shardwright_search.solver.branch_and_bound import Best, Target
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import Problem, Solution, price
+from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 

@@ -22,7 +22,8 @@ from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.tied_weights import has_shared
 from shardwright_search.least_simulated import Simulated, changed, simulated
-from shardwright_search.solver.branch_and_bound import Best, Optimum, Target, guess, optimize, plans_below
+from shardwright_search.solver.branch_and_bound import guess, optimize, plans_below
+from shardwright_search.solver.targets import Best, Optimum, Target
 from shardwright_search.space.budget import Infeasible, budgets_of, infeasible
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
 from shardwright_search.space.instance import Instance

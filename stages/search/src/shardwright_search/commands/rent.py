@@ -21,7 +21,7 @@ from shardwright_search.rent.options import RentOptions
 from shardwright_search.rent.sub_clusters import sub_clusters
 from shardwright_search.rent.table import Status, SubClusterRow, csv_of, front_file, picture_of, plan_name, rows_of
 from shardwright_search.search import Candidate, Found
-from shardwright_search.solver.branch_and_bound import Best, Target
+from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.budget import budgets_of, budgets_of_stages
 from shardwright_search.space.offers import Offers
 from shardwright_search.space.request import SearchRequest

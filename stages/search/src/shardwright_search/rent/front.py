@@ -20,8 +20,8 @@ from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import SubCluster
 from shardwright_search.search import Report, all_targets, instance_of
-from shardwright_search.solver.branch_and_bound import Best, Solvable, Target
 from shardwright_search.solver.exhaust import exhaust
+from shardwright_search.solver.targets import Best, Solvable, Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import BatchRange, Objective, SearchRequest, StageWidths

@@ -9,11 +9,12 @@ import heapq
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from time import monotonic
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple
 
 import numpy as np
 
 from shardwright_search.solver.partition import Found
+from shardwright_search.solver.targets import Best, C, Optimum, Solvable, Target
 
 _RELAXED = -1
 _GUESSED = 0.05
@@ -22,71 +23,9 @@ _WIDE = (_GUESSED, 0.1, 0.2, 0.5, 1.0, 3.0)
 """How far it may be where bounds are known to be loose: one after another, until a plan is found."""
 _AT_ONCE = 0.011
 """How far above its bound a limit may be that a configuration is solved below at once: labels grow fast with it."""
+_MAX_WIDER_LABELS = 20_000
+"""Work on a configuration's plans past the limit that it was solved below."""
 _LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0)
-
-
-class Solvable(Protocol):
-    """A configuration that can be bounded, and solved below a limit."""
-
-    @property
-    def relaxed_bound_ps(self) -> float:
-        """A quick lower bound on T."""
-        ...
-
-    @property
-    def lower_ps(self) -> float:
-        """A lower bound on T."""
-        ...
-
-    def guess(self, below_ps: float) -> Found | None:
-        """A good plan with T < below_ps, found with little work; None: none was found."""
-        ...
-
-    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
-        """As `partition.solve_below`."""
-        ...
-
-
-C = TypeVar("C")
-
-
-class Target(NamedTuple, Generic[C]):
-    """A configuration and how its T becomes the number that configurations are compared by: (T + offset_ps) * scale."""
-
-    configuration: C
-    offset_ps: float
-    scale: float
-
-    def score(self, time_ps: float) -> float:
-        """What is minimised."""
-        return (time_ps + self.offset_ps) * self.scale
-
-    def time_ps(self, score: float) -> float:
-        """The T of a score."""
-        return score / self.scale - self.offset_ps
-
-
-class Best(NamedTuple, Generic[C]):
-    """A plan of a configuration, and its score."""
-
-    target: Target[C]
-    found: Found
-    score: float
-
-
-class Optimum(NamedTuple, Generic[C]):
-    """What the search knows in the end."""
-
-    best: Best[C] | None
-    near: tuple[Best[C], ...]
-    """Plans of a score within the asked share of the best, the best first."""
-    bound: float
-    """No plan of any configuration has a lower score."""
-    bounds: tuple[tuple[float, Target[C]], ...]
-    """Every configuration that a plan may fit in, with what is known of its least score, the least first."""
-    looked_at: int
-    solved: int
-    stopped: bool
 
 
 class Stopped(Exception):
@@ -127,6 +66,8 @@ def optimize(
             search.step(float(np.nextafter(limit, np.inf)))
     except (Stopped, KeyboardInterrupt):
         stopped = True
+    if not stopped:
+        search.widen(limit)
     close = sorted((one for own in search.plans.values() for one in own if one.score <= limit), key=_score)
     if best is None:
         close = []
@@ -213,6 +154,8 @@ class Search(Generic[C]):
         """By configuration: those below the limit where some were found, none where none was."""
         self.guesses: dict[int, Best[C]] = {}
         """By configuration, where `wide`: those below their limits, which may be solved yet."""
+        self._reach: dict[int, float] = {}
+        """Of configurations with plans: all that are below are known, but for those past the most that are asked."""
         self.best: Best[C] | None = None
         self.looked_at = 0
 
@@ -311,11 +254,20 @@ class Search(Generic[C]):
         if plans:
             narrowest = next(cut for cut in cuts if plans[0].score < cut)
             plans = tuple(best for best in plans if best.score < narrowest)
+            self._reach[here.number] = narrowest
         self.plans[here.number] = plans
         if plans:
             self.best = min((*plans[:1], *self._best), key=_score)
         elif np.isfinite(cut):
             heapq.heappush(self.heap, _Open(cut, here.number, min(tries + 1, len(_LIMITS)), known))
+
+    def widen(self, limit: float) -> None:
+        """Know all plans up to a limit of what was solved below a nearer one, as far as that is little work."""
+        for number, reach in self._reach.items():
+            plans, above = self.plans[number], float(np.nextafter(limit, np.inf))
+            if reach < above:
+                known = [plans[0].target], self._solvable, above, self._most, self._clock.deadline, _MAX_WIDER_LABELS
+                self.plans[number] = plans_below(*known) or plans
 
     def _guess(self, here: "_Open", target: Target[C], limit: float) -> Found | None:
         """The best that is guessed; where bounds are loose, ever further above them until some is."""

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.branch_and_bound import Best, C, Clock, Search, Solvable, Stopped, Target
+from shardwright_search.solver.branch_and_bound import Clock, Search, Stopped
+from shardwright_search.solver.targets import Best, C, Solvable, Target
 
 
 class Exhausted(NamedTuple):

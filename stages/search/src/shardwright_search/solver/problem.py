@@ -218,8 +218,8 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def least_send_ps(self) -> dict[Cut, float]:
-        """The least that handing over takes; of one pool the head's are among them, which sends nothing."""
-        kinds = sorted(set(self.layers[:-1])) if self.is_mixed else range(len(self.device_groups[0].options))
+        """The least that handing over takes, of what can be handed over: the head's outputs are not."""
+        kinds = sorted(set(self.layers[:-1]))
         return {cut: float(times[kinds].min()) for cut, times in self.sends_ps.items()}
 
     @cached_property

@@ -18,7 +18,6 @@ from shardwright_search.cost_model.communication import Nodes
 from shardwright_search.cost_model.layer import CostModel, Link
 from shardwright_search.cost_model.tied_weights import has_shared, shared_cost_ps, tie_class, tie_cost_ps
 from shardwright_search.cost_model.topology import StageTopology
-from shardwright_search.solver.branch_and_bound import Solvable
 from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.pareto import Ints, Numbers
@@ -26,6 +25,7 @@ from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Cut, DeviceGroup, Options, Problem, Solution
 from shardwright_search.solver.relaxed_bound import DualOf, dual_of
 from shardwright_search.solver.stage_options import GroupCosts
+from shardwright_search.solver.targets import Solvable
 from shardwright_search.space.choices import Choice, Choices, Shardings
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.placements import Placements, pools_of
