@@ -118,6 +118,10 @@ class Workflow:
         known = ("steps", "warmup_steps", "min_time_s")
         return _options({key: getattr(self.profile_of(model), key) for key in known})
 
+    def estimate_options(self, model: str) -> list[str]:
+        """What `shardwright-profile analytic` is told of the devices that a model's profile is estimated for."""
+        return _options(self.sections["profiles"][self.of.models[model].profile].get("estimate") or {})
+
     def options(self, section: str, name: str, without: Iterable[str] = ()) -> list[str]:
         """The keys of an entry as options of a command."""
         entry = self.sections[section][name]

@@ -21,6 +21,7 @@ from shardwright_formats.types.limits import (
     MAX_DEVICES,
     Count,
     Gib,
+    NonNegativeCount,
     NonNegativeNumber,
     PositiveNumber,
     PositiveSeconds,
@@ -34,6 +35,7 @@ Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 Word = Annotated[str, Meta(pattern=r"""^[^\s;'"`$\\]+$""", max_length=200)]
 """What Slurm is given: neither spaces nor quotes."""
 
+_Efficiency = Annotated[float, Meta(ge=1e-3, le=1)]
 RANDOM = "random"
 """Stands for random samples where a run names its data."""
 _UNSAID: Path = msgspec.field(default_factory=Path)
@@ -134,10 +136,29 @@ class ModelChoice(Value, frozen=True, kw_only=True, forbid_unknown_fields=False)
     """Tokens of one sample."""
 
 
+class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an analytic profile is told of its devices, as options of `shardwright-profile analytic`."""
+
+    fused: bool = False
+    """Norms and activation functions are one kernel each."""
+    context_mib: NonNegativeCount | None = None
+    """Memory of CUDA's context on a device."""
+    communicator_mib: NonNegativeCount | None = None
+    """Buffers of one NCCL communicator."""
+    allocator_slack_mib: NonNegativeCount | None = None
+    """What the allocator keeps unused."""
+    matrix_efficiency: _Efficiency | None = None
+    """Reached over published rate of matrix products."""
+    memory_efficiency: _Efficiency | None = None
+    """Reached over published memory bandwidth."""
+
+
 class Profile(ProfileSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is measured of a model, and for how long."""
 
     source: Source = Source.MEASURED
+    estimate: Estimate | None = None
+    """Where analytic: what is known better than by default."""
     steps: Count | None = None
     """Measured steps of each probe."""
     warmup_steps: Count | None = None
@@ -148,6 +169,8 @@ class Profile(ProfileSettings, frozen=True, kw_only=True, forbid_unknown_fields=
         super().__post_init__()
         if self.source is Source.MEASURED and None in (self.steps, self.warmup_steps):
             raise ValueError("steps and warmup_steps are missing: how long each probe is measured")
+        if self.source is Source.MEASURED and self.estimate is not None:
+            raise ValueError("estimate is told of what is measured: leave it out, or say `source: analytic`")
 
 
 class Data(PrepareOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -155,7 +155,8 @@ def test_a_new_model_leaves_what_is_there_alone(finished):
 
 def test_what_is_analytic_is_estimated_and_not_measured(finished):
     def planned(config):
-        config["profiles"]["cpu"] |= {"source": "analytic", "sequence_lengths": [64]}
+        told = {"fused": True, "context_mib": 0, "communicator_mib": 1, "allocator_slack_mib": 2048}
+        config["profiles"]["cpu"] |= {"source": "analytic", "sequence_lengths": [64], "estimate": told}
         config["clusters"]["laptop"] |= {"hardware": "analytic", "inter_node_gbit_s": 400}
 
     finished.configure(planned)
@@ -168,6 +169,8 @@ def test_what_is_analytic_is_estimated_and_not_measured(finished):
     (profile,) = [options for options in calls if "--out" in options]
     assert (hardware["--hardware-out"], hardware["--inter-node-gbit-s"]) == ("results/hardware/laptop.h5", "400")
     assert (profile["--out"], profile["--node-type"]) == ("results/profiles/demo@cpu.h5", "cpu")
+    assert [profile[f"--{key}-mib"] for key in ("context", "communicator", "allocator-slack")] == ["0", "1", "2048"]
+    assert "--fused" in profile and not any("mib" in option for option in hardware)
     assert profile["--settings"] == "results/settings/cpu.json" and profile["--model"] == "results/models/demo@64.json"
     finished.configure()
     assert {"hardware", "probes", "measure", "fit"} <= set(finished.snakemake("plans", "-n").jobs)

@@ -80,6 +80,8 @@ def _read(text: str, kind: type[Document]):
         ({"models__demo__num_hidden_layer": 4}, "num_hidden_layer is no known key: did you mean num_hidden_layers?"),
         ({"clusters__laptop": {"nodes": DEFAULT["clusters"]["laptop"]["nodes"]}}, "hardware_time_budget_s is missing"),
         ({"profiles__cpu": _without("steps")}, "profiles.cpu: steps and warmup_steps are missing"),
+        ({"profiles__cpu__estimate": {"context_mib": 1}}, "profiles.cpu: estimate is told of what is measured"),
+        ({"profiles__cpu__estimate": {"context_gib": 1}}, "profiles.cpu.estimate.context_gib is no known key"),
         ({"profiles__cpu__source": "guessed"}, "profiles.cpu.source: Invalid enum value 'guessed'"),
         (
             {"clusters__laptop": {"nodes": [{"node_type": "cpu", "count": 2}], "hardware": "analytic"}},

@@ -107,11 +107,12 @@ rule analytic_profile:
         **LIGHT,
     params:
         models=lambda wildcards, input: [f"--model {path}" for path in input.models],
+        told=lambda wildcards: CONFIG.estimate_options(wildcards.model),
     message:
         "estimate the profile of {wildcards.model} on {wildcards.node_type}: analytic, not measured"
     shell:
         "shardwright-profile analytic {params.models} --settings {input.settings} --cluster {input.cluster}"
-        " --node-type {wildcards.node_type} --out {output.profile} 2> {log}"
+        " --node-type {wildcards.node_type} {params.told} --out {output.profile} 2> {log}"
 
 
 rule probes:
