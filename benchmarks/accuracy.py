@@ -34,7 +34,11 @@ def main() -> None:
             _own(asked)
         if "sailor" in asked.parts:
             folder, variants = _reference(asked, "sailor"), ("validation", "planner")
-            _keep(asked, "sailor", [row for variant in variants for row in sailor.compared(folder, variant)])
+            _keep(
+                asked,
+                "sailor",
+                [row for variant in variants for row in sailor.compared(folder, variant, asked.process_gib)],
+            )
         if "aceso" in asked.parts:
             _keep(asked, "aceso", list(aceso.compared(_reference(asked, "aceso"))))
         if "public" in asked.parts:
@@ -95,6 +99,9 @@ def _reference(asked: argparse.Namespace, name: str) -> Path:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Hold predictions against measured step times and memory.")
+    parser.add_argument(
+        "--process-gib", type=float, default=5.0, help="sailor: of a GH200's process beside its tensors, as given"
+    )
     parser.add_argument("parts", nargs="*", metavar="own|sailor|aceso|public", help="default: own")
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the figures")

@@ -8,7 +8,8 @@ last backward pass is over. Gathers, the gradients' all_reduce and that of tied 
 which each GPU of a node that sends at once has its share. Memory is DDP in float32 (`costs.memory`), with Sailor's
 count of activations for each microbatch in flight. Nothing is fitted.
 
-What cannot be expressed: memory outside of tensors (nvidia-smi counts it, no profile says how much), and the
+What cannot be expressed: memory outside of tensors (nvidia-smi counts it, no profile says how much; of GH200 it is
+given: 3 GiB of CUDA's context and NCCL's buffers, 2 GiB that the allocator keeps), and the
 optimizer's time of a whole stage: a profile has one number for it, taken once a step, as Sailor does.
 """
 
@@ -80,8 +81,10 @@ class SailorPlan(NamedTuple):
     measured_bytes: int
 
 
-def compared(folder: Path, variant: str) -> Iterator[Compared]:
+def compared(folder: Path, variant: str, process_gib: float) -> Iterator[Compared]:
     """Step time in s and memory of the fullest GPU in bytes of each plan, with and without outliers.
+
+    Of GH200 also the memory with what a process takes beside its tensors, which is given, not predicted.
 
     `variant` is `validation` (the profiles that Sailor's simulator validates with, of which some look hand-entered) or
     `planner` (its planner's copy of the one with such entries).
@@ -90,12 +93,16 @@ def compared(folder: Path, variant: str) -> Iterator[Compared]:
     for plan in _plans(folder):
         odd = next((what for name, what in OUTLIERS.items() if plan.name.endswith(name)), None)
         place = "RTX" if plan.name.startswith("mit") else "GH200"
-        ranges = _ranges(plan, tables)
-        for kind, how, measured, predicted in (
+        ranges, tensors_bytes = _ranges(plan, tables), memory_bytes(plan, tables)
+        rows = [
             ("time", "time, simulated", plan.measured_s, simulated_s(plan, ranges)),
             ("time", "time, closed form", plan.measured_s, closed_form_s(plan, ranges)),
-            ("memory", "memory", plan.measured_bytes, memory_bytes(plan, tables)),
-        ):
+            ("memory", "memory", plan.measured_bytes, tensors_bytes),
+        ]
+        if place == "GH200":
+            given = f"memory with {process_gib:g} GiB of process given"
+            rows.append(("memory", given, plan.measured_bytes, tensors_bytes + process_gib * 2**30))
+        for kind, how, measured, predicted in rows:
             yield Compared(f"Sailor ({variant}) {how}", plan.name, measured, predicted)
             if odd != kind:
                 yield Compared(f"Sailor ({variant}) {how}, no outliers", plan.name, measured, predicted)
