@@ -2,7 +2,8 @@
 
 import numpy as np
 from brute_force import pipeline_of
-from random_problems import counted, handed_as_given, with_budgets
+from random_problems import with_budgets
+from stage_moves import counted, handed_as_given
 
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.min_memory import min_memory

@@ -1,12 +1,13 @@
 """Tiny random problems of the solver, and every plan of them priced with formulas written a second time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
+from stage_moves import counted, cuts_of, handed_as_given, moves_of
 
 from shardwright_search.solver.problem import Cut, DeviceGroup, Moves, Options, Position, Problem, Solution
 
@@ -125,13 +126,13 @@ def random_unequal(seed: int) -> Problem:
     layouts = {width: np.arange(i * per_width, (i + 1) * per_width) for i, width in enumerate(widths)}
     count, lies = int(rng.choice([1, 2, 3, 8])), int(rng.integers(1, 3))
     groups = tuple(_group(rng, scale, layouts[width], width) for width in widths for _ in range(lies))
-    ways = [(own, list(accumulate(own, initial=0))) for own in product(widths, repeat=pp_size) if sum(own) == devices]
-    found: list[dict[Position, dict[tuple[int, Position], None]]] = [{} for _ in range(pp_size)]
-    for own, ranks in ways:
-        for stage, (width, start, end) in enumerate(zip(own, ranks, ranks[1:], strict=False)):
-            group = (width - 1) * lies + start % lies
-            found[stage].setdefault((start,), {})[group, (end,)] = None
-    moves = tuple({position: tuple(each) for position, each in stage.items()} for stage in found)
+    ways = []
+    for own in product(widths, repeat=pp_size):
+        ranks = list(accumulate(own, initial=0))
+        if ranks[-1] == devices:
+            on = [(width - 1) * lies + start % lies for width, start in zip(own, ranks, strict=False)]
+            ways.append((on, [(rank,) for rank in ranks]))
+    moves = moves_of(pp_size, ways)
     return _with_sends(rng, scale, layers, groups, moves, layouts, count)
 
 
@@ -139,28 +140,51 @@ def random_unequal(seed: int) -> Problem:
 def random_mixed(seed: int) -> Problem:
     """2 to 4 stages on 2 or 3 node types in any order, each of 1 to 3 ranks that their stages share out in any way."""
     rng = np.random.default_rng(seed)
+    ranks = _node_types(rng)
+    pp_size = int(rng.integers(len(ranks), min(4, sum(ranks)) + 1))
+    return _on_node_types(rng, ranks, pp_size, [])
+
+
+@lru_cache(maxsize=2_000)
+def random_spanning(seed: int) -> Problem:
+    """The same with 1 to 4 stages, of which some may, or must, have ranks of several types."""
+    rng = np.random.default_rng(seed)
+    ranks = _node_types(rng)
+    pp_size = int(rng.integers(1, min(4, sum(ranks)) + 1))
+    stages = rng.permutation([*range(pp_size), *rng.integers(0, pp_size, sum(ranks) - pp_size)])
+    of = np.repeat(np.arange(len(ranks)), ranks)
+    some = [np.bincount(of[stages == stage], minlength=len(ranks)) for stage in range(pp_size)]
+    some += [np.array([int(rng.integers(0, most + 1)) for most in ranks]) for _ in range(2)]
+    spanning = dict.fromkeys(tuple(own.tolist()) for own in some if (own > 0).sum() > 1)
+    return _on_node_types(rng, ranks, pp_size, list(spanning))
+
+
+def _node_types(rng: np.random.Generator) -> list[int]:
+    """The ranks of each."""
     types = int(rng.integers(2, 4))
-    ranks = [int(n) for n in rng.integers(1, 4 if types == 2 else 3, types)]
-    pp_size = int(rng.integers(types, min(4, sum(ranks)) + 1))
+    return [int(n) for n in rng.integers(1, 4 if types == 2 else 3, types)]
+
+
+def _on_node_types(rng: np.random.Generator, ranks: list[int], pp_size: int, spanning: list[Position]) -> Problem:
+    """Stages have any ranks of one type, or as many of each as is listed."""
     layers, per_width = _chain(rng, pp_size), int(rng.integers(1, 3))
-    widths = range(1, max(ranks) + 1)
+    widths = sorted({*range(1, max(ranks) + 1), *map(sum, spanning)})
     scale = _scale(rng, per_width * len(widths))
     layouts = {width: np.arange(i * per_width, (i + 1) * per_width) for i, width in enumerate(widths)}
-    kinds = [(of, width) for of in range(types) for width in range(1, ranks[of] + 1)]
-    weights = rng.choice([1, 2, 7], types)
+    of_one = [
+        tuple(n * (of == i) for i in range(len(ranks))) for of, most in enumerate(ranks) for n in range(1, most + 1)
+    ]
+    kinds, weights = [*of_one, *spanning], rng.choice([1, 2, 7], len(ranks))
     groups = tuple(
-        replace(_group(rng, scale, layouts[width], width), rank_weight=int(weights[of])) for of, width in kinds
+        replace(_group(rng, scale, layouts[sum(own)], sum(own)), weight=int(weights @ np.array(own))) for own in kinds
     )
-    found: list[dict[Position, dict[tuple[int, Position], None]]] = [{} for _ in range(pp_size)]
-    for own in product(range(len(kinds)), repeat=pp_size):
-        used = [
-            tuple(sum(kinds[group][1] for group in own[:i] if kinds[group][0] == of) for of in range(types))
-            for i in range(pp_size + 1)
-        ]
+    ways = []
+    for on in product(range(len(kinds)), repeat=pp_size):
+        each = zip(*(kinds[group] for group in on), strict=True)
+        used = list(zip(*(accumulate(own, initial=0) for own in each), strict=True))
         if list(used[-1]) == ranks:
-            for stage, group in enumerate(own):
-                found[stage].setdefault(used[stage], {})[group, used[stage + 1]] = None
-    moves = tuple({position: tuple(each) for position, each in stage.items()} for stage in found)
+            ways.append((on, used))
+    moves = moves_of(pp_size, ways)
     return _with_sends(rng, scale, layers, groups, moves, layouts, int(rng.choice([1, 2, 3, 8])))
 
 
@@ -193,34 +217,6 @@ def _with_sends(
         tie_ps=rng.integers(0, 1 + scale.costs // 2, (scale.classes, scale.classes)).astype(float),
     )
     return _with_tight_budgets(rng, problem)
-
-
-def counted(allowed: Sequence[Sequence[int]], available: Sequence[int]) -> tuple[Moves, ...]:
-    """Placements where a position is how many stages are on each group, of which there are so many."""
-    ways = [groups for groups in product(*allowed) if all(groups.count(i) <= most for i, most in enumerate(available))]
-    found: list[dict[Position, dict[tuple[int, Position], None]]] = [{} for _ in allowed]
-    for groups in ways:
-        positions = [tuple(groups[:i].count(group) for group in range(len(available))) for i in range(len(groups) + 1)]
-        for stage, moves in enumerate(found):
-            moves.setdefault(positions[stage], {})[groups[stage], positions[stage + 1]] = None
-    return tuple({position: tuple(own) for position, own in moves.items()} for moves in found)
-
-
-def cuts_of(moves: Sequence[Moves]) -> Iterator[tuple[int, Cut]]:
-    """Everything that can be between two stages, with the number of the first."""
-    for stage, (own, following) in enumerate(pairwise(moves)):
-        for before, position in {move for each in own.values() for move in each}:
-            for behind, _ in following[position]:
-                yield stage, Cut(position, before, behind)
-
-
-def handed_as_given(moves: Sequence[Moves], sends: np.ndarray) -> dict[Cut, np.ndarray]:
-    """Sends [cuts, groups, groups, types, layouts] that change no layout."""
-    return {cut: _diagonal(sends[stage, cut.before, cut.behind]) for stage, cut in cuts_of(moves)}
-
-
-def _diagonal(sends: np.ndarray) -> np.ndarray:
-    return np.where(np.eye(sends.shape[-1], dtype=bool), sends[..., None], np.inf)
 
 
 def with_budgets(problem: Problem, budgets: list[int]) -> Problem:

@@ -13,7 +13,7 @@ from functools import partial
 from brute_force import mistakes
 from interleaved_problems import mistakes as interleaved_mistakes
 from random_fronts import front_mistakes
-from random_problems import random_mixed, random_unequal
+from random_problems import random_mixed, random_spanning, random_unequal
 from simulated_optimum import too_slow
 
 __all__ = ["main"]
@@ -33,6 +33,7 @@ def main(count: int) -> int:
         "gpipe and 1f1b": mistakes,
         "stages of unequal width": partial(mistakes, made=random_unequal),
         "several node types": partial(mistakes, made=random_mixed),
+        "stages that span node types": partial(mistakes, made=random_spanning),
         "interleaved_1f1b": interleaved_mistakes,
         "simulated": too_slow,
         "fronts of time against price": front_mistakes,

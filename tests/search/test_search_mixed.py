@@ -7,69 +7,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 from brute_force import mistakes
-from made_up import make_hardware, make_mixed_cluster, make_profile, make_request
+from made_up import make_mixed_cluster, make_request
+from mixed_worlds import MIB, SLOWNESS, mixed_world, plain, profiles_of, walks
 from msgspec.structs import replace
 from plans_by_hand import plans_on
 from random_problems import best_of, random_mixed
-from random_requests import random_model, random_solution
+from random_requests import random_solution
 
 from shardwright_formats.display.node_types import node_type_uses
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
-from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_formats.types.plan import Plan
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
+from shardwright_search.cost_model.profiles import together
 from shardwright_search.explain.node_types import node_types_table
 from shardwright_search.search import Found, Infeasible, find_best, instance_of, targets_of
 from shardwright_search.solver.bands import StageCosts
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.milp import solve
-from shardwright_search.solver.problem import Position, price
+from shardwright_search.solver.problem import price
 from shardwright_search.space.budget import GIB
 from shardwright_search.space.configurations import configurations, narrowed
-from shardwright_search.space.placements import Placements, placements
+from shardwright_search.space.placements import placements
 from shardwright_search.space.request import SearchRequest, StageWidths
 
-FILE, ANY, MIB = Path("s.json"), StageWidths.ANY, 1 << 20
-SLOWNESS = {"a": 1.0, "b": 2.5, "c": 0.6}
-
-
-def profiles_of(model: Model, cluster: Cluster, rates: dict[str, float], **changes: object) -> Profiles:
-    """Of each device; `rates`: bytes/s of its links."""
-    return together(
-        [
-            index_profiles(
-                make_hardware(cluster, bytes_per_s=rate, device=device),
-                Path(f"{device}-links.h5"),
-                make_profile(model, device=device, slow=SLOWNESS[device], **changes),
-                Path(f"{device}.h5"),
-            )
-            for device, rate in rates.items()
-        ]
-    )
-
-
-def mixed_world(seed: int) -> tuple[SearchRequest, Model, Cluster, Profiles]:
-    """Two or three types of 1 or 2 nodes with 1, 2 or 4 devices each."""
-    rng = np.random.default_rng(seed)
-    devices = list("abc")[: int(rng.integers(2, 4))]
-    rng.shuffle(devices)
-    cluster = make_mixed_cluster(
-        **{name: (int(rng.integers(1, 3)), int(rng.choice([1, 2, 4])), GIB) for name in devices}
-    )
-    model = random_model(rng, int(rng.integers(2, 6)), bool(rng.random() < 0.5))
-    rates = {name: float(rng.choice([1e8, 1e9, 4e9])) for name in devices}
-    profiles = profiles_of(model, cluster, rates, tp_sizes=(1, 2, 4), process_bytes=int(rng.integers(1, 4)) * MIB)
-    request = make_request(
-        global_batch_size=int(rng.choice([4, 8])),
-        schedules=["1f1b", "gpipe"] if rng.random() < 0.5 else ["1f1b"],
-        data_parallel=["ddp", "zero2", "zero3"],
-        stage_widths="any" if rng.random() < 0.7 else "equal",
-        max_pp_size=5,
-    )
-    return request, model, cluster, profiles
+FILE, ANY = Path("s.json"), StageWidths.ANY
 
 
 @pytest.mark.parametrize("block", range(2))
@@ -98,25 +61,6 @@ def test_plans_on_several_node_types_cost_the_same_to_the_solver_and_to_evaluate
             crossings += sum(a != b for a, b in pairwise(types))
             orders += plan.stages[0].ranks[0] != 0
     assert crossings > 50 and orders > 20
-
-
-def plain(model: Model, cluster: Cluster, ranks: list[tuple[int, ...]]) -> Plan:
-    """Plain data parallelism in every stage, the blocks shared out evenly, two microbatches."""
-    layers = len(model.layers)
-    bounds = list(pairwise(layers * i // len(ranks) for i in range(len(ranks) + 1)))
-    widths = [len(own) for own, (low, high) in zip(ranks, bounds, strict=True) for _ in range(low, high)]
-    return Plan(
-        name="plain",
-        model=model,
-        cluster=cluster,
-        global_batch_size=8,
-        num_microbatches=2,
-        schedule=Schedule.ONE_F_ONE_B,
-        stages=tuple(PipelineStage(ranks=own, layers=(b,)) for own, b in zip(ranks, bounds, strict=True)),
-        embedding=Strategy(tp_size=1, dp_size=len(ranks[0])),
-        head=Strategy(tp_size=1, dp_size=len(ranks[-1])),
-        layers=tuple(LayerStrategy(type=t, tp_size=1, dp_size=w) for t, w in zip(model.layers, widths, strict=True)),
-    )
 
 
 def test_a_message_between_node_types_takes_as_long_as_its_slower_end(make):
@@ -178,14 +122,6 @@ def test_stages_can_be_wherever_they_can_by_hand(nodes, widths):
         assert every == by_hand(cluster, p, widths) if sizes else not every
         seen += len(every)
     assert seen >= 1 + 10 * (widths is ANY)
-
-
-def walks(placed: Placements) -> Iterator[tuple[int, ...]]:
-    """The device groups of the stages of every plan."""
-    ways: list[tuple[tuple[int, ...], Position]] = [((), next(iter(placed.moves[0])))]
-    for moves in placed.moves:
-        ways = [((*groups, group), behind) for groups, at in ways for group, behind in moves[at]]
-    yield from (groups for groups, _ in ways)
 
 
 def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterator[Plan]:
@@ -295,13 +231,6 @@ def test_profiles_of_two_models_or_precisions_are_refused(make):
     for bad, message in ((other, "profiled layers of"), (half, "profiled in float32/bfloat16/float32")):
         with pytest.raises(BadInput, match=f"^b.h5: {message}"):
             evaluate(plan, together([good, bad]))
-
-
-def test_a_stage_that_spans_devices_is_refused(make):
-    model, cluster = make.model(), make_mixed_cluster(a=(1, 2, GIB), b=(1, 1, GIB))
-    profiles = profiles_of(model, cluster, {"a": 1e9, "b": 1e9})
-    with pytest.raises(BadInput, match="a pipeline stage lies on nodes of a and b, whose devices differ"):
-        evaluate(plain(model, cluster, [(0,), (1, 2)]), profiles)
 
 
 def test_idle_time_is_told_by_node_type_with_its_price(make):

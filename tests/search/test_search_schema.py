@@ -26,6 +26,7 @@ FULL = {
     "pp_sizes": [1, 2],
     "max_pp_size": 2,
     "stage_widths": [[4, 4], [6, 2]],
+    "span_node_types": True,
     "tp_sizes": None,
     "max_tp_size": 4,
     "max_dp_size": None,

@@ -1,5 +1,6 @@
 """What each node type of a mixed cluster does in a step: which one binds, how long it idles, and what that costs."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from shardwright_formats.types.prediction import Estimate
 
 
 class NodeTypeUse(NamedTuple):
-    """Of the stages on one node type."""
+    """Of the stages on one node type; one that spans several is a stage of each."""
 
     name: str
     stages: int
@@ -25,13 +26,14 @@ class NodeTypeUse(NamedTuple):
 def node_type_uses(plan: Plan, estimate: Estimate) -> tuple[NodeTypeUse, ...]:
     """Of each node type that a stage is on, in the order of the ranks; none of one type, or without a timeline."""
     types = plan.cluster.node_type_of_rank
-    if len({types[stage.ranks[0]] for stage in plan.stages}) == 1 or not estimate.timeline:
+    if len(set(types)) == 1 or not estimate.timeline:
         return ()
     end_s = max(event.end_s for event in estimate.timeline)
     found = dict[str, list[tuple[int, float]]]()
     for stage, own in enumerate(plan.stages):
         idle = idle_s((event for event in estimate.timeline if event.stage == stage), stage, end_s)
-        found.setdefault(types[own.ranks[0]], []).append((len(own.ranks), idle))
+        for name, ranks in Counter(types[rank] for rank in own.ranks).items():
+            found.setdefault(name, []).append((ranks, idle))
     order = [name for name in dict.fromkeys(types) if name in found]
     return tuple(_use(plan, name, found[name], end_s) for name in order)
 

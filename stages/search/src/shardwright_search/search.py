@@ -218,7 +218,7 @@ def _expanded(instance: Instance, every: Iterable[Configuration]) -> Iterator[Co
 
 def _by_ends(instance: Instance, configuration: Configuration) -> Iterator[Configuration]:
     """Split by the node types of the first and last stage where what ties cost depends on them: bounds know one tie."""
-    model, names = instance.costs.model, tuple(instance.budgets)
+    model, names = instance.costs.model, instance.stage_types
     if len(names) == 1 or configuration.num_chunks > 1 or not (model.tied or has_shared(model)):
         yield configuration
         return

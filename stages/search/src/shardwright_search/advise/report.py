@@ -108,8 +108,9 @@ def _answer(question: Question, plan: Plan, estimate: Estimate, found: Found) ->
 
 def _layer_counts(plan: Plan) -> str:
     counts = [sum(high - low for low, high in stage.layers) for stage in plan.stages]
-    types = [plan.cluster.node_type_of_rank[stage.ranks[0]] for stage in plan.stages]
-    if len(set(types)) > 1:
+    of_rank = plan.cluster.node_type_of_rank
+    types = [" and ".join(dict.fromkeys(of_rank[rank] for rank in stage.ranks)) for stage in plan.stages]
+    if len(set(of_rank)) > 1:
         return " + ".join(f"{count} on {name}" for count, name in zip(counts, types, strict=True))
     return str(counts[0]) if len(set(counts)) == 1 else " + ".join(map(str, counts))
 

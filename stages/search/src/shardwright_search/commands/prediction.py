@@ -99,6 +99,12 @@ def _widths(request: SearchRequest) -> str:
             return f"of {', '.join(' + '.join(map(str, each)) for each in listed)} ranks"
 
 
+def _spanning(request: SearchRequest) -> str:
+    """Which stages over several node types there are."""
+    alike = "listed" if isinstance(request.stage_widths, tuple) else "equal"
+    return f"whole nodes of each or, of {alike} width, all that is left of them but for one type's"
+
+
 def _scope(request: SearchRequest, found: Found) -> str:
     def names(field: str) -> str:
         every = "every profiled divisor" if field == "tp_sizes" else "every divisor"
@@ -120,8 +126,9 @@ def _scope(request: SearchRequest, found: Found) -> str:
     )
     types = ""
     if len(set(found.chosen.plan.cluster.node_type_of_rank)) > 1:
+        each = "one type" if not request.span_node_types else f"one type or of several ({_spanning(request)})"
         types = (
-            "node types in any order along the pipeline, each stage on ranks of one type, and the stages of a type on "
+            f"node types in any order along the pipeline, each stage on ranks of {each}, and the stages of a type on "
             "its ranks in their order, "
         )
     changes = ", or a changed one with still less" if request.robust is None else ""

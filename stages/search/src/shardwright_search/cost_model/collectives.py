@@ -53,6 +53,11 @@ def send_kind_time(profiles: Profiles, consecutive: bool, across_nodes: bool, nu
     return _on_curve(profiles, key, num_bytes)
 
 
+def longest(found: Iterable[Duration]) -> Duration:
+    """The longest of several that must all be over."""
+    return max(found, key=_time)
+
+
 def slowdowns_of(
     profiles: Profiles, collective: Collective, kinds: Iterable[GroupKind], num_bytes: float
 ) -> Slowdowns | None:

@@ -1,6 +1,6 @@
 """Time and memory of one layer, read off the model profile."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,15 @@ class ComputeCost(NamedTuple):
     activation_bytes: float
     workspace_bytes: float
     warning: str | None
+
+
+def slowest_compute(found: Sequence[ComputeCost]) -> ComputeCost:
+    """Of ranks of several node types that all do the same: the most of each."""
+    if len(found) == 1:
+        return found[0]
+    *columns, warnings = zip(*found, strict=True)
+    told = "; ".join(dict.fromkeys(warning for warning in warnings if warning is not None))
+    return ComputeCost(*map(max, columns), told or None)
 
 
 def probed_tp_size(profiled: Iterable[int], tp_size: int, node_devices: int) -> int:

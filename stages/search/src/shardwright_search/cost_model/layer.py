@@ -20,11 +20,11 @@ from shardwright_formats.types.hardware_profile import GroupKind
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, Precision
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
-from shardwright_search.cost_model.collectives import Duration, Slowdowns, collective_time, overlapped_time
+from shardwright_search.cost_model.collectives import Duration, Slowdowns, collective_time, longest, overlapped_time
 from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
-from shardwright_search.cost_model.compute import ComputeCost, layer_cost, probed_tp_size, states_of
+from shardwright_search.cost_model.compute import ComputeCost, layer_cost, probed_tp_size, slowest_compute, states_of
 from shardwright_search.cost_model.memory import ParameterMemory, itemsize
-from shardwright_search.cost_model.parameters import Overlapped, ParameterCosts, parameter_costs
+from shardwright_search.cost_model.parameters import Overlapped, ParameterCosts, parameter_costs, slowest_parameters
 from shardwright_search.cost_model.profiles import LayerKey, Profiles
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import StageTopology, tp_group_kinds
@@ -108,7 +108,7 @@ def picoseconds(time_s: float) -> int:
 
 def _slower(ends: Iterable[Duration]) -> Cost:
     """A message as long as its slower end takes."""
-    taken = max(ends, key=lambda duration: duration.time_s)
+    taken = longest(ends)
     return Cost(picoseconds(taken.time_s), taken.warning)
 
 
@@ -159,21 +159,23 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
         Forward goes from the layer's layout to the next one's, backward the other way round.
         """
-        outputs, profiles = self.model.types[type_name].outputs, self.profiles_on(topology.node_type)
-        taken = redistribution_time(profiles, topology, source, target, samples, outputs, self.compute_bytes)
-        return Cost(picoseconds(taken.time_s), taken.warning)
+        moved = source, target, samples, self.model.types[type_name].outputs, self.compute_bytes
+        return _slower(redistribution_time(self.profiles_on(on.node_type), on, *moved) for on in topology.each_type)
 
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> Link:
         """How two pipeline stages lie to each other: neighbouring ranks or not, across nodes where any pair is.
 
         Ranks of stages of equal width are pairs in their order, of others each with each. A single rank that sends
-        across nodes does so as neighbours do: no other shares its node's network.
+        across nodes does so as neighbours do: no other shares its node's network. A stage that spans node types sends
+        across nodes, all ranks of a node at once.
         """
-        nodes, equal = self.nodes, len(senders) == len(receivers)
+        nodes, equal, types = self.nodes, len(senders) == len(receivers), self.node_types_of(senders, receivers)
+        if len(types) > 1 and any(len(self.node_types_of(ranks)) > 1 for ranks in (senders, receivers)):
+            return Link(False, True, types)
         pairs = zip(senders, receivers, strict=True) if equal else product(senders, receivers)
         across = any(nodes[a] != nodes[b] for a, b in pairs)
         consecutive = receivers[0] == senders[0] + 1 or (across and len(senders) == 1)
-        return Link(consecutive, across, self.node_types_of(senders, receivers))
+        return Link(consecutive, across, types)
 
     def nodes_of(self, *stages: Sequence[int]) -> tuple[Nodes, ...]:
         """The nodes of several pipeline stages' ranks, counted from the first rank's."""
@@ -182,7 +184,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def node_types_of(self, *stages: Sequence[int]) -> tuple[str, ...]:
         """The node types of several pipeline stages, each once, in the order of their names."""
-        return tuple(sorted({self.cluster.node_type_of_rank[ranks[0]] for ranks in stages}))
+        types = self.cluster.node_type_of_rank
+        return tuple(sorted({types[rank] for ranks in stages for rank in ranks}))
 
     def profiles_on(self, node_type: str) -> Profiles:
         """What a node type's layers and messages are priced with."""
@@ -242,11 +245,13 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, single_microbatch: bool
     ) -> LayerCost:
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-        compute = self._compute(type_name, strategy, topology, samples // strategy.dp_size)
-        further = self._further_traffic(type_name, strategy, topology, samples)
+        views = topology.each_type
+        compute = slowest_compute([self._compute(type_name, strategy, on, samples // strategy.dp_size) for on in views])
+        sent = [self._further_traffic(type_name, strategy, on, samples) for on in views]
+        further = [longest(during) for during in zip(*sent, strict=True)]
         forward_s, backward_s = compute.forward_s + further[0].time_s, compute.backward_s + further[1].time_s
         plain = Strategy(**{name: getattr(strategy, name) for name in Strategy.__struct_fields__})
-        own = self._parameters(type_name, plain, topology, single_microbatch)
+        own = slowest_parameters([self._parameters(type_name, plain, on, single_microbatch) for on in views])
         zero3 = strategy.data_parallel is DataParallel.ZERO3
         gather_forward, gather_backward = (picoseconds(own.gather.added_s(t)) for t in (forward_s, backward_s))
         added = picoseconds(own.reduction.added_s(backward_s))

@@ -18,6 +18,7 @@ from shardwright_search.cost_model.collectives import (
     Slowdowns,
     collective_time,
     largest_slowdowns,
+    longest,
     overlapped_time,
     slowdowns_of,
 )
@@ -95,6 +96,24 @@ def parameter_costs(
         partial_sum_s=_partial_sum_s(profiles, model, precision, type_name, strategy, topology),
         optimizer_s=states.optimizer_s / strategy.state_shards,
     )
+
+
+def slowest_parameters(found: Sequence[ParameterCosts]) -> ParameterCosts:
+    """Of ranks of several node types that all do the same, and hold the same: the most of each."""
+    if len(found) == 1:
+        return found[0]
+    return ParameterCosts(
+        memory=found[0].memory,
+        gather=_slowest([own.gather for own in found]),
+        reduction=_slowest([own.reduction for own in found]),
+        partial_sum_s=max(own.partial_sum_s for own in found),
+        optimizer_s=max(own.optimizer_s for own in found),
+    )
+
+
+def _slowest(found: Sequence[Overlapped]) -> Overlapped:
+    slowdowns = largest_slowdowns(own.slowdowns for own in found)
+    return Overlapped(longest(own.alone for own in found), slowdowns, max(own.overhead_s for own in found))
 
 
 def _overlapped(

@@ -68,7 +68,7 @@ def evaluate(
     ranges = range_costs(plan, costs)
     stages = [stage_costs(plan, index, ranges) for index in range(len(plan.stages))]
     ranks = [stage.ranks for stage in plan.stages]
-    profiles_of = [costs.profiles_on(plan.cluster.node_type_of_rank[own[0]]) for own in ranks]
+    profiles_of = [[costs.profiles_on(name) for name in costs.node_types_of(own)] for own in ranks]
     always_ps = _always_ps(plan, costs, ranks)
     times, num_chunks = [own.times for own in ranges], len(plan.stages[0].layers)
     shape = plan.schedule, plan.num_microbatches, num_chunks
@@ -99,7 +99,8 @@ def _closed_form_ps(stages: Sequence[StageCosts], num_microbatches: int, num_chu
     return step_time(total, slowest, end, num_microbatches, num_chunks)
 
 
-def _stage_prediction(stage: StageCosts, profiles: Profiles) -> StagePrediction:
+def _stage_prediction(stage: StageCosts, profiles: Sequence[Profiles]) -> StagePrediction:
+    """`profiles`: of each node type that the stage is on."""
     times_ps = {
         "forward": stage.sum_of("forward_ps"),
         "backward": stage.sum_of("backward_ps"),
@@ -119,9 +120,10 @@ def _stage_prediction(stage: StageCosts, profiles: Profiles) -> StagePrediction:
         "gradients": gradients,
         "activations": activations,
         "workspace": workspace,
-        "process": profiles.process_bytes,
+        "process": max(own.process_bytes for own in profiles),
     }
-    memory_terms = {name: ceil(resident * profiles.memory_factor) for name, resident in memory_terms.items()}
+    factor = max(own.memory_factor for own in profiles)
+    memory_terms = {name: ceil(resident * factor) for name, resident in memory_terms.items()}
     return StagePrediction(
         time_s=stage.microbatch_ps / _PER_SECOND,
         time_terms_s={name: time_ps / _PER_SECOND for name, time_ps in times_ps.items()},

@@ -83,7 +83,7 @@ def _layers_on(plan: Plan, device: str) -> Iterator[tuple[str, Strategy]]:
     """The layers of the stages on that device, with embedding and head."""
     cluster, last = plan.cluster, len(plan.stages) - 1
     for number, stage in enumerate(plan.stages):
-        if cluster.of_rank(stage.ranks[0]).device != device:
+        if all(cluster.of_rank(rank).device != device for rank in stage.ranks):
             continue
         yield from ((EMBEDDING, plan.embedding),) if number == 0 else ()
         yield from ((HEAD, plan.head),) if number == last else ()

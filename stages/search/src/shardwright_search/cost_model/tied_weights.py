@@ -7,7 +7,7 @@ from shardwright_formats.semantics.layout import parameter_box, parameter_layout
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.strategy import Strategy
-from shardwright_search.cost_model.collectives import collective_time, send_kind_time
+from shardwright_search.cost_model.collectives import collective_time, longest, send_kind_time
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.memory import itemsize
 from shardwright_search.cost_model.topology import kinds_of, stage_topology
@@ -62,10 +62,11 @@ def _sent_ps(costs: CostModel, first: Sequence[int], last: Sequence[int], sent: 
         consecutive, across, node_types = costs.link(first, last)
         ends = map(costs.profiles_on, node_types)
         return picoseconds(max(send_kind_time(own, consecutive, across, sent).time_s for own in ends))
-    topology = stage_topology(costs.cluster, first)
-    kinds = kinds_of(topology, [range(topology.size)])
-    profiles = costs.profiles_on(topology.node_type)
-    return picoseconds(collective_time(profiles, Collective.ALL_TO_ALL, kinds, sent).time_s)
+    times = (
+        collective_time(costs.profiles_on(on.node_type), Collective.ALL_TO_ALL, kinds_of(on, [range(on.size)]), sent)
+        for on in stage_topology(costs.cluster, first).each_type
+    )
+    return picoseconds(longest(times).time_s)
 
 
 def _part_bytes(costs: CostModel, layer: str, name: str, strategy: Strategy) -> int:

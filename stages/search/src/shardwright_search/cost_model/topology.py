@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_formats.io.errors import BadInput
 from shardwright_formats.semantics.groups import groups_by_kind
 from shardwright_formats.semantics.layout import Layout
 from shardwright_formats.types.cluster import Cluster
@@ -18,26 +17,39 @@ class StageTopology(NamedTuple):
     """How many neighbouring ranks of a stage share each node: stages that lie alike cost alike."""
 
     node_type: str
+    """Of its ranks; where it spans several, of those whose costs are asked for."""
     on_each_node: tuple[int, ...]
+    node_types: tuple[str, ...] = ()
+    """Of each node, where it spans several types."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return sum(self.on_each_node)
 
+    @property
+    def each_type(self) -> tuple["StageTopology", ...]:
+        """The same as the ranks of each of its node types have it: what all of them do takes as long as the slowest."""
+        names = dict.fromkeys(self.node_types or (self.node_type,))
+        return tuple(self._replace(node_type=name) for name in names)
+
+    @property
+    def type_names(self) -> tuple[str, ...]:
+        """Its node types, in the order of their names."""
+        return tuple(sorted({*self.node_types} or {self.node_type}))
+
+    def ranks_on(self, node_type: str) -> int:
+        """How many of its ranks are of a node type."""
+        types = self.node_types or (self.node_type,) * len(self.on_each_node)
+        return sum(own for name, own in zip(types, self.on_each_node, strict=True) if name == node_type)
+
 
 def stage_topology(cluster: Cluster, ranks: Sequence[int]) -> StageTopology:
-    """Of a stage's ranks; of several node types with one device the first is named.
-
-    Raises BadInput where the devices differ: the ranks' times would.
-    """
+    """Of a stage's ranks."""
     nodes, types = cluster.node_of_rank, cluster.node_type_of_rank
     runs = [tuple(run) for _, run in groupby(ranks, key=nodes.__getitem__)]
-    names = dict.fromkeys(types[run[0]] for run in runs)
-    if len({cluster.node_types[name].device for name in names}) > 1:
-        what = f"a pipeline stage lies on nodes of {' and '.join(names)}, whose devices differ"
-        raise BadInput(f"cluster {cluster.name}", what, "plan stages on nodes of one type each")
-    return StageTopology(types[ranks[0]], tuple(map(len, runs)))
+    names = tuple(types[run[0]] for run in runs)
+    return StageTopology(names[0], tuple(map(len, runs)), names if len(set(names)) > 1 else ())
 
 
 @lru_cache(maxsize=4096)
@@ -67,6 +79,11 @@ def data_group_kinds(topology: StageTopology, tp_size: int, consecutive: bool, s
 
 
 def kinds_of(topology: StageTopology, groups: Iterable[Sequence[int]] | np.ndarray) -> tuple[GroupKind, ...]:
-    """The kinds of equally large groups of ranks, counted inside the stage."""
+    """The kinds of equally large groups of ranks, counted inside the stage: those with a rank of the node type."""
     nodes = np.repeat(np.arange(len(topology.on_each_node)), topology.on_each_node)
-    return tuple(sorted(groups_by_kind(groups if isinstance(groups, np.ndarray) else list(groups), nodes)))
+    every = groups if isinstance(groups, np.ndarray) else list(groups)
+    if topology.node_types:
+        members = np.asarray(every)
+        on_type = np.array([name == topology.node_type for name in topology.node_types])[nodes]
+        every = members[on_type[members].any(1)]
+    return tuple(sorted(groups_by_kind(every, nodes))) if len(every) else ()

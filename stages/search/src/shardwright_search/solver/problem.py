@@ -109,8 +109,11 @@ class DeviceGroup(msgspec.Struct, frozen=True, eq=False):
     """Of one rank, without the process's own memory."""
     width: int = 1
     """Ranks of a stage. Those of equal width share layouts, and no others do."""
-    rank_weight: int = 1
-    """Positive, and the same for all groups of a node type: bounds are the tightest where it is the type's speed."""
+    weight: int | None = None
+    """Of a stage: the sum over its ranks of a positive number that is the same for all of a node type. None: 1 each.
+
+    Bounds are the tightest where it is the type's speed.
+    """
 
 
 class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
@@ -191,7 +194,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def relative_weights(self) -> tuple[float, ...]:
         """By device group: a stage's ranks, each with its weight, over the mean: likewise 1 on average in any plan."""
-        return self._over_mean([group.width * group.rank_weight for group in self.device_groups])
+        return self._over_mean([group.weight or group.width for group in self.device_groups])
 
     def _over_mean(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """Sizes of a stage on each group, which add up to the same in any plan, over the mean of a plan's stages."""

@@ -67,9 +67,9 @@ def budgets_of(request: SearchRequest, cluster: Cluster, file: Path) -> dict[str
 
 
 def budgets_of_stages(plan: Plan, budgets: Mapping[str, int]) -> tuple[int, ...]:
-    """What a rank of each pipeline stage may use, of what it may by node type."""
+    """What a rank of each pipeline stage may use, of what it may by node type: the least of the stage's types."""
     types = plan.cluster.node_type_of_rank
-    return tuple(budgets[types[stage.ranks[0]]] for stage in plan.stages)
+    return tuple(min(budgets[types[rank]] for rank in stage.ranks) for stage in plan.stages)
 
 
 def min_need(instance: Instance, every: Sequence[Configuration]) -> Need:

@@ -12,7 +12,7 @@ from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, 
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.solver.cached import cached_method
 from shardwright_search.space.configurations import Configuration, shardings
-from shardwright_search.space.placements import Placements, placements
+from shardwright_search.space.placements import NodeTypes, Placements, placements
 from shardwright_search.space.request import SearchRequest, StageWidths
 from shardwright_search.space.stage_widths import Widths
 
@@ -89,7 +89,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _placements(
-        self, choice: Choice, pp_size: int, widths: Widths, ends: tuple[str, str] | None
+        self, choice: Choice, pp_size: int, widths: Widths, ends: tuple[NodeTypes, NodeTypes] | None
     ) -> Placements | None:
         """Stages only as wide as all types of layers can be sharded, the first's and last's with embedding and head."""
         known = self.shardings(choice).strategies
@@ -99,7 +99,8 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
             [width for width in own if width in known and all(known[width][name] for name in outer)]
             for own, outer in zip(asked, outermost, strict=True)
         ]
-        return placements(self.costs.cluster, able, by_nodes=widths is StageWidths.ANY, ends=ends)
+        by_nodes, spans = widths is StageWidths.ANY, self.request.span_node_types
+        return placements(self.costs.cluster, able, by_nodes=by_nodes, ends=ends, spans=spans)
 
     def shardings(self, choice: Choice) -> Shardings:
         """Of the widths over which every type of layer can be sharded, embedding and head aside."""

@@ -11,7 +11,7 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import Schedule, misfit
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_search.space.placements import pools_of
+from shardwright_search.space.placements import NodeTypes, pools_of
 from shardwright_search.space.request import Dimension, OuterSpace, SearchRequest, Space, StageWidths, batch_sizes
 from shardwright_search.space.stage_widths import Widths, check_degrees, divisors, pp_sizes, usual_tp_sizes, widths
 
@@ -33,7 +33,7 @@ class Configuration(NamedTuple):
     """Tokens that Megatron's gather buffer holds, which no layer may exceed; None: it is not counted."""
     widths: Widths = StageWidths.EQUAL
     """Ranks of the pipeline stages; a tuple where they are unequal."""
-    ends: tuple[str, str] | None = None
+    ends: tuple[NodeTypes, NodeTypes] | None = None
     """The node types of the first and last stage, where what tied parameters cost depends on them; None: any."""
 
     @property
@@ -46,7 +46,7 @@ class Configuration(NamedTuple):
         ranks = f" of {' + '.join(map(str, self.widths))} ranks" if isinstance(self.widths, tuple) else ""
         if self.widths is StageWidths.ANY:
             ranks = " of any widths"
-        ends = "" if self.ends is None else f" from {self.ends[0]} to {self.ends[1]}"
+        ends = "" if self.ends is None else f" from {' and '.join(self.ends[0])} to {' and '.join(self.ends[1])}"
         return (
             f"batch {self.global_batch_size}, {self.num_microbatches} microbatches, "
             f"pp_size {self.pp_size}{ranks}{ends}{chunks}, {self.schedule}"

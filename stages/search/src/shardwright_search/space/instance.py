@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, lru_cache
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,10 +13,9 @@ from shardwright_formats.semantics.layout import layout_of
 from shardwright_formats.semantics.schedule import in_flight
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import PipelineStage, Plan
-from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_formats.types.strategy import LayerStrategy
 from shardwright_search.cost_model.communication import Nodes
 from shardwright_search.cost_model.layer import CostModel, Link
-from shardwright_search.cost_model.tied_weights import has_shared, shared_cost_ps, tie_class, tie_cost_ps
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.configuration_bounds import CostsOf
@@ -28,8 +27,9 @@ from shardwright_search.solver.stage_options import GroupCosts
 from shardwright_search.solver.targets import Solvable
 from shardwright_search.space.choices import Choice, Choices, Shardings
 from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.placements import Placements, pools_of
+from shardwright_search.space.placements import NodeTypes, Placements
 from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.ties import Ties
 
 if TYPE_CHECKING:
     from shardwright_search.solver.interleaved_problem import InterleavedProblem
@@ -75,13 +75,23 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         """The type of every layer."""
         return EMBEDDING, *self.costs.model.layers, HEAD
 
+    @cached_property
+    def _ties(self) -> Ties:
+        return Ties(self.costs, self.stage_types)
+
+    @cached_property
+    def stage_types(self) -> tuple[NodeTypes, ...]:
+        """The node types that a stage may be on together: one, or several where stages may span them."""
+        names, most = tuple(self.budgets), len(self.budgets) if self.request.span_node_types else 1
+        return tuple(tuple(sorted(own)) for count in range(1, most + 1) for own in combinations(names, count))
+
     def stage_ranks(self, configuration: Configuration, solution: Solution) -> tuple[tuple[int, ...], ...]:
         """The ranks of each pipeline stage of a solution."""
         return self.choices.placed(configuration).stage_ranks(solution.device_groups)
 
     def node_type(self, configuration: Configuration, group: int) -> str:
-        """Of a device group of the configuration's problem."""
-        return self.choices.placed(configuration).topologies[group].node_type
+        """Of a device group of the configuration's problem; of several the one of the least budget."""
+        return min(self.choices.placed(configuration).topologies[group].type_names, key=self.budgets.__getitem__)
 
     @cached_property
     def solvable(self) -> Callable[[Configuration], Solvable]:
@@ -108,18 +118,18 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         """The numbers of a configuration of GPipe or 1F1B."""
         choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
         placed = self.choices.placed(configuration)
-        weights = self._rank_weights(choice, placed.topologies)
+        weights = self._weights(choice, placed.topologies)
         return Problem(
             layers=tuple(self.types.index(name) for name in self._names),
             device_groups=tuple(
-                self._device_group(choice, on, m == 1, weights[on.node_type]) for on in placed.topologies
+                self._device_group(choice, on, m == 1, own) for on, own in zip(placed.topologies, weights, strict=True)
             ),
             placements=placed.moves,
             sends_ps={cut: self._handover(choice, placed, cut) for cut in placed.cuts},
             in_flight=tuple(in_flight(configuration.schedule, p, m, stage) for stage in range(p)),
             num_microbatches=m,
             boundary_bytes=self._boundary(choice),
-            tie_ps=self._ties(self.choices.shardings(choice), p, configuration.ends),
+            tie_ps=self._ties.costs_ps(self.choices.shardings(choice), p, configuration.ends),
         )
 
     def interleaved_problem(self, configuration: Configuration) -> "InterleavedProblem | None":
@@ -148,7 +158,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             sends_ps=np.array([self._sends(choice, self.costs.link(*pair)) for pair in around]),
             moments_in_flight=(first, second if p > 2 else (*first, *last), last),
             boundary_bytes=self._boundary(choice),
-            tie_ps=self._ties(self.choices.shardings(choice), p),
+            tie_ps=self._ties.costs_ps(self.choices.shardings(choice), p),
         )
 
     def plan(self, configuration: Configuration, solution: Solution) -> Plan:
@@ -180,7 +190,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _device_group(
-        self, choice: Choice, topology: StageTopology, single_microbatch: bool, rank_weight: int = 1
+        self, choice: Choice, topology: StageTopology, single_microbatch: bool, weight: int | None = None
     ) -> DeviceGroup:
         features = max(tensor.features for tensor in self.costs.model.boundary)
         buffer_bytes = (choice.buffer_tokens or 0) * features * self.costs.compute_bytes
@@ -188,21 +198,31 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return DeviceGroup(
             options=tuple(self._options(name, choice, topology, count) for name in self.types),
             redistribution_ps=np.array([self._moves(name, choice, topology) for name in self.types]),
-            budget_bytes=self.budgets[topology.node_type] - buffer_bytes,
+            budget_bytes=self._budget_bytes(topology) - buffer_bytes,
             width=topology.size,
-            rank_weight=rank_weight,
+            weight=weight,
         )
 
+    def _budget_bytes(self, topology: StageTopology) -> int:
+        """The least budget of the stage's node types less the most that a process takes there, as plans are priced."""
+        if not topology.node_types:
+            return self.budgets[topology.node_type]
+        process = {name: self.costs.profiles_on(name).process_bytes for name in topology.type_names}
+        return min(self.budgets[name] + own for name, own in process.items()) - max(process.values())
+
     @cached_method
-    def _rank_weights(self, choice: Choice, topologies: tuple[StageTopology, ...]) -> dict[str, int]:
-        """The speed of each node type's ranks over that of the slowest, in hundredths; 1 where there is one type."""
+    def _weights(self, choice: Choice, topologies: tuple[StageTopology, ...]) -> tuple[int, ...]:
+        """Of the ranks of a stage, each its type's speed over that of the slowest, in hundredths; of one type 1."""
         if len(self.budgets) == 1:
-            return dict.fromkeys(self.budgets, 1)
+            return tuple(on.size for on in topologies)
         layers, times = dict.fromkeys(self.costs.model.layers), dict[str, float]()
         for on in topologies:
-            own = on.size * float(sum(self._options(name, choice, on, 2).time_ps.min() for name in layers))
-            times[on.node_type] = min(own, times.get(on.node_type, own))
-        return {name: round(100 * max(times.values()) / time) for name, time in times.items()}
+            if not on.node_types:
+                own = on.size * float(sum(self._options(name, choice, on, 2).time_ps.min() for name in layers))
+                times[on.node_type] = min(own, times.get(on.node_type, own))
+        slowest = max(times.values(), default=1.0)
+        speeds = {name: round(100 * slowest / times.get(name, slowest)) for name in self.budgets}
+        return tuple(sum(on.ranks_on(name) * speeds[name] for name in on.type_names) for on in topologies)
 
     def _options(self, name: str, choice: Choice, topology: StageTopology, num_microbatches: int) -> Options:
         shardings = self.choices.shardings(choice)
@@ -225,8 +245,8 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         numbers = np.array([shardings.layouts.index(layout_of(strategy)) for strategy in found])
         if name not in (EMBEDDING, HEAD):
             return numbers, numbers
-        known = list(self._tie_classes(shardings, name))
-        classes = np.array([known.index(self._tie_class(topology.node_type, strategy)) for strategy in found])
+        known = self._ties.numbers(shardings, name)
+        classes = np.array([known[self._ties.class_of(topology.type_names, strategy)] for strategy in found])
         return (classes, numbers) if name == EMBEDDING else (numbers, classes)
 
     def _moves(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:
@@ -280,42 +300,6 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         layouts = self.choices.shardings(choice).layouts
         held = [[self.costs.boundary_bytes(n, layout, choice.samples) for layout in layouts] for n in self.types]
         return np.array(held, float)
-
-    @cached_method
-    def _ties(self, shardings: Shardings, pp_size: int, types: tuple[str, str] | None = None) -> Numbers:
-        """[classes of the embedding, of the head]: tied parameters, and those that layers share; infinity: no plan."""
-        if not self.costs.model.tied and not has_shared(self.costs.model):
-            return np.zeros((1, 1))
-        first, last = (self._tie_classes(shardings, name) for name in (EMBEDDING, HEAD))
-        found = np.full((len(first), len(last)), np.inf)
-        for (i, (before, a)), (j, (behind, b)) in product(enumerate(first.values()), enumerate(last.values())):
-            ends = before[: a.tp_size * a.dp_size], behind[-b.tp_size * b.dp_size :]
-            if types is not None and types != tuple(self.costs.cluster.node_type_of_rank[own[0]] for own in ends):
-                continue
-            if pp_size == 1 or not set(ends[0]) & set(ends[1]):
-                found[i, j] = tie_cost_ps(self.costs, a, b, *ends) + self._shared_ps(*ends)
-        return found
-
-    @cached_method
-    def _shared_ps(self, first: tuple[int, ...], last: tuple[int, ...]) -> int:
-        return shared_cost_ps(self.costs, (first, last))
-
-    @cached_method
-    def _tie_classes(self, shardings: Shardings, name: str) -> dict[object, tuple[tuple[int, ...], Strategy]]:
-        """The ranks of the node type and a strategy of each class of embedding or head that ties tell apart."""
-        own, types = shardings.strategies.values(), self.costs.cluster.node_type_of_rank
-        return {
-            self._tie_class(types[pool[0]], strategy): (pool, strategy)
-            for pool in pools_of(self.costs.cluster)
-            for of_type in own
-            for strategy in of_type[name]
-        }
-
-    def _tie_class(self, node_type: str, strategy: Strategy) -> object:
-        """Parameters that layers share are sent from the first to the last stage: that depends on their widths."""
-        if self.costs.model.tied:
-            return node_type, tie_class(strategy)
-        return (node_type, strategy.tp_size * strategy.dp_size) if has_shared(self.costs.model) else None
 
 
 def _stages(

@@ -1,12 +1,16 @@
-"""Where the pipeline stages of a configuration can be: neighbouring ranks of one node type, types in any order."""
+"""Where the pipeline stages of a configuration can be: neighbouring ranks of a node type or of each of several."""
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
+from operator import add
 from typing import NamedTuple
 
 from shardwright_formats.types.cluster import Cluster
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.solver.problem import Cut, Moves, Position
+
+NodeTypes = tuple[str, ...]
+"""That a stage is on, in the order of their names."""
 
 
 class Placements(NamedTuple):
@@ -17,9 +21,9 @@ class Placements(NamedTuple):
     moves: tuple[Moves, ...]
     """By pipeline stage; a position is the number of ranks of each node type that the stages before it take up."""
     pools: tuple[tuple[int, ...], ...]
-    """The ranks of each node type: a type's stages take them up in their order."""
-    pool_of: tuple[int, ...]
-    """By device group: the number of its node type."""
+    """The ranks of each node type: stages take them up in their order."""
+    taken: tuple[Position, ...]
+    """By device group: how many ranks of each node type."""
 
     @property
     def cuts(self) -> Iterator[Cut]:
@@ -33,69 +37,117 @@ class Placements(NamedTuple):
         """The ranks of stages on these device groups."""
         position, found = (0,) * len(self.pools), []
         for group in groups:
-            position = _behind(position, self.pool_of[group], self.topologies[group].size)
+            position = _behind(position, self.taken[group])
             found.append(self.ranks_before(position, group))
         return tuple(found)
 
     def ranks_before(self, position: Position, group: int) -> tuple[int, ...]:
         """The ranks of the stage that ends at a position."""
-        pool, end = self.pool_of[group], position[self.pool_of[group]]
-        return self.pools[pool][end - self.topologies[group].size : end]
+        return _ranks_before(self.pools, position, self.taken[group])
 
     def ranks_behind(self, position: Position, group: int) -> tuple[int, ...]:
         """The ranks of the stage that starts at a position."""
-        return self.ranks_before(_behind(position, self.pool_of[group], self.topologies[group].size), group)
+        return self.ranks_before(_behind(position, self.taken[group]), group)
 
 
 class _Stage(NamedTuple):
-    """Ranks of a node type that a pipeline stage may take up, and the position behind it."""
+    """Ranks that a pipeline stage may take up: how many of each node type, and the position behind it."""
 
-    pool: int
-    ranks: tuple[int, ...]
+    taken: Position
     behind: Position
 
 
 def placements(
-    cluster: Cluster, widths: Sequence[Collection[int]], by_nodes: bool = False, ends: tuple[str, str] | None = None
+    cluster: Cluster,
+    widths: Sequence[Collection[int]],
+    by_nodes: bool = False,
+    ends: tuple[NodeTypes, NodeTypes] | None = None,
+    spans: bool = False,
 ) -> Placements | None:
     """Every way to share out all ranks among stages, of which each has one of its own widths; None: there is none.
 
-    A stage's ranks are of one node type. `by_nodes`: each stage is in one node, or takes up whole nodes, or is where it
-    is if all are equally wide. `ends`: the node types of the first and last stage, if these are given.
+    A stage's ranks are of one node type, unless it `spans` several. `by_nodes`: each stage is in one node, or takes up
+    whole nodes, or is where it is if all are equally wide. `ends`: the node types of the first and last stage, if these
+    are given.
     """
-    pools = pools_of(cluster)
-    nodes, equal = cluster.node_of_rank, cluster.num_devices / len(widths)
-    borders = [
-        {0, len(own), *(i for i, (a, b) in enumerate(pairwise(own), 1) if nodes[a] != nodes[b])} for own in pools
-    ]
-
-    def allowed(stage: int, position: Position, pool: int, end: int) -> bool:
-        first, own = position[pool], pools[pool]
-        alike = sum(position) == stage * equal and first % equal == 0 and end == first + equal
-        return nodes[own[first]] == nodes[own[end - 1]] or {first, end} <= borders[pool] or alike
-
-    types = [cluster.node_type_of_rank[own[0]] for own in pools]
+    nodes = _Nodes(cluster, len(widths), by_nodes, spans)
+    if ends is not None and len(widths) == 1 and ends[0] != ends[1]:
+        return None
     wanted = {} if ends is None else {len(widths) - 1: ends[1], 0: ends[0]}
 
     def following(stage: int, position: Position) -> Iterator[_Stage]:
-        for pool, own in enumerate(pools):
-            first = position[pool]
-            if wanted.get(stage, types[pool]) != types[pool]:
-                continue
-            for end in (first + width for width in sorted(widths[stage])):
-                if end <= len(own) and (not by_nodes or allowed(stage, position, pool, end)):
-                    yield _Stage(pool, own[first:end], _behind(position, pool, end - first))
+        for taken in nodes.following(stage, position, sorted(widths[stage])):
+            if stage not in wanted or wanted[stage] == nodes.types_of(taken):
+                yield _Stage(taken, _behind(position, taken))
 
-    levels: list[set[Position]] = [{(0,) * len(pools)}]
+    levels: list[set[Position]] = [{(0,) * len(nodes.pools)}]
     for stage in range(len(widths)):
         levels.append({next_.behind for position in levels[-1] for next_ in following(stage, position)})
-    alive = levels[-1] & {tuple(map(len, pools))}
+    alive = levels[-1] & {tuple(map(len, nodes.pools))}
     ways: list[dict[Position, list[_Stage]]] = []
     for stage in reversed(range(len(widths))):
         every = {at: [own for own in following(stage, at) if own.behind in alive] for at in sorted(levels[stage])}
         ways.insert(0, {position: own for position, own in every.items() if own})
         alive = set(ways[0])
-    return _numbered(cluster, pools, ways) if alive else None
+    return _numbered(cluster, nodes.pools, ways) if alive else None
+
+
+class _Nodes:
+    """What a stage may take up of a cluster's nodes."""
+
+    def __init__(self, cluster: Cluster, pp_size: int, by_nodes: bool, spans: bool) -> None:
+        self.pools, self._nodes = pools_of(cluster), cluster.node_of_rank
+        self._names = [cluster.node_type_of_rank[own[0]] for own in self.pools]
+        self._equal, self._by_nodes = cluster.num_devices / pp_size, by_nodes
+        self._spans = spans and len(self.pools) > 1
+        nodes = self._nodes
+        self._borders = [
+            {0, len(own), *(i for i, (a, b) in enumerate(pairwise(own), 1) if nodes[a] != nodes[b])}
+            for own in self.pools
+        ]
+
+    def types_of(self, taken: Position) -> NodeTypes:
+        """The node types that so many ranks of each are of."""
+        return tuple(sorted(name for name, count in zip(self._names, taken, strict=True) if count))
+
+    def following(self, stage: int, position: Position, widths: Sequence[int]) -> Iterator[Position]:
+        """How many ranks of each node type a stage may take up."""
+        none = (0,) * len(self.pools)
+        for pool, own in enumerate(self.pools):
+            for width in widths:
+                end = position[pool] + width
+                if end <= len(own) and (not self._by_nodes or self._is_allowed(stage, position, pool, end)):
+                    yield (*none[:pool], width, *none[pool + 1 :])
+        if self._spans:
+            yield from self._spanning(stage, position, widths)
+
+    def _is_allowed(self, stage: int, position: Position, pool: int, end: int) -> bool:
+        """Of ranks of one type."""
+        first, own, equal = position[pool], self.pools[pool], self._equal
+        alike = sum(position) == stage * equal and (self._spans or first % equal == 0) and end == first + equal
+        return self._nodes[own[first]] == self._nodes[own[end - 1]] or {first, end} <= self._borders[pool] or alike
+
+    def _spanning(self, stage: int, position: Position, widths: Sequence[int]) -> Iterator[Position]:
+        """Of ranks of several types: whole nodes, or all that is left of them but for one type's."""
+        left = [len(own) - first for own, first in zip(self.pools, position, strict=True)]
+        whole = [
+            [end - first for end in sorted(borders) if end > first] if first in borders else []
+            for first, borders in zip(position, self._borders, strict=True)
+        ]
+        found = {taken for taken in product(*([0, *counts] for counts in whole)) if sum(taken) in widths}
+        rests = widths
+        if self._by_nodes:
+            rests = [width for width in widths if width == self._equal and sum(position) == stage * width]
+        for used in product(*({0, count} for count in left)):
+            missing = [width - sum(used) for width in rests]
+            found |= {used for more in missing if more == 0}
+            found |= {
+                (*used[:pool], more, *used[pool + 1 :])
+                for pool, count in enumerate(left)
+                for more in missing
+                if used[pool] == 0 and 0 < more < count
+            }
+        yield from sorted(taken for taken in found if sum(map(bool, taken)) > 1)
 
 
 def pools_of(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
@@ -107,8 +159,14 @@ def pools_of(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, pools.values()))
 
 
-def _behind(position: Position, pool: int, width: int) -> Position:
-    return (*position[:pool], position[pool] + width, *position[pool + 1 :])
+def _behind(position: Position, taken: Position) -> Position:
+    return tuple(map(add, position, taken))
+
+
+def _ranks_before(pools: Sequence[Sequence[int]], position: Position, taken: Position) -> tuple[int, ...]:
+    """The ranks of a stage that takes up so many of each node type and ends at a position."""
+    each = zip(pools, position, taken, strict=True)
+    return tuple(sorted(rank for own, end, count in each for rank in own[end - count : end]))
 
 
 def _numbered(
@@ -116,16 +174,16 @@ def _numbered(
 ) -> Placements:
     """Device groups in the order of the stages; `ways`: by stage and position, what the stage can be."""
     numbers: dict[StageTopology, int] = {}
-    pool_of: list[int] = []
+    taken: list[Position] = []
     moves: list[Moves] = []
     for stage in ways:
         found: dict[Position, tuple[tuple[int, Position], ...]] = {}
         for position, every in stage.items():
-            kinds = [stage_topology(cluster, own.ranks) for own in every]
+            kinds = [stage_topology(cluster, _ranks_before(pools, own.behind, own.taken)) for own in every]
             for kind, own in zip(kinds, every, strict=True):
                 if kind not in numbers:
                     numbers[kind] = len(numbers)
-                    pool_of.append(own.pool)
+                    taken.append(own.taken)
             found[position] = tuple((numbers[kind], own.behind) for kind, own in zip(kinds, every, strict=True))
         moves.append(found)
-    return Placements(tuple(numbers), tuple(moves), pools, tuple(pool_of))
+    return Placements(tuple(numbers), tuple(moves), pools, tuple(taken))

@@ -135,6 +135,9 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Interleaved schedules, and plans with one strategy for all layers, have stages of equal width.
     """
+    span_node_types: bool = False
+    """Whether a pipeline stage may be on nodes of several types, whose slowest rank binds: on whole nodes, or, where
+    stages are equally wide or listed, on all that is left of some types and a part of the next one."""
     tp_sizes: Counts | None = None
     """Null: every divisor of a pipeline stage's number of ranks that was profiled, on all devices of a mixed cluster;
     where `stage_widths` may be unequal those alone that divide the number of devices, all or a node type's."""
