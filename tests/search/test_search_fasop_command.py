@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.cluster import NodeType
 from shardwright_formats.types.hardware_profile import write_hardware_profile
-from shardwright_formats.types.model import Heads, Region
+from shardwright_formats.types.model import Heads, Model, Region
 from shardwright_formats.types.model_profile import write_model_profile
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
@@ -76,6 +76,21 @@ def test_the_command_writes_the_table_and_a_plan(world):
         stage.layers[0][1] for stage in plan.stages[:-1]
     ]
     assert read_document(folder / "p.prediction.json", Prediction).plan_sha256 == plan.sha256
+
+
+def test_the_fastest_candidate_is_planned_where_its_stage_spans_node_types(world):
+    """All-reduces that take no time: one stage of all ranks."""
+    folder, options = world
+    write_document(folder / "c.json", cluster := make_mixed_cluster(a100=(1, 2, GIB), a10=(1, 2, GIB)))
+    model = read_document(folder / "model.json", Model)
+    for device in ("a100", "a10"):
+        links = make_hardware(cluster, latency_s=1e-12, bytes_per_s=1e15, device=device)
+        write_hardware_profile(folder / f"{device}-links.h5", links)
+        write_model_profile(folder / f"{device}.h5", make_profile(model, device=device))
+    assert call("fasop", *options, "--out", folder / "t.csv", "--plan", folder / "p.json").exit_code == 0
+    assert rows_of(folder / "t.csv")[0]["pp"] == "1"
+    plan, prediction = read_document(folder / "p.json", Plan), read_document(folder / "p.prediction.json", Prediction)
+    assert [stage.ranks for stage in plan.stages] == [(0, 1, 2, 3)] and prediction.plan_sha256 == plan.sha256
 
 
 def test_a_table_joins_itself_and_what_is_no_row_is_refused(world):

@@ -45,6 +45,19 @@ def test_a_plan_for_two_node_types_trains_as_it_does_on_one(plan: Plan, tmp_path
     assert len(mixed) == 3
 
 
+@pytest.mark.parametrize("number", [1, 11])
+def test_stages_that_span_node_types_train_as_on_one(number: int, tmp_path: Path) -> None:
+    """Tensor- and data-parallel groups over ranks of two types; the stages' ranks are neighbours, or enclose others."""
+    plan = random_plan(tiny("llama"), number, 4, "float32", 2)
+    spanning = on_devices(plan, "cpu", "cpu/3", "cpu/2", "cpu")
+    types = spanning.cluster.node_type_of_rank
+    # n0 and n3 are nodes of a cpu each: two node types with one device.
+    assert all(len({types[rank] for rank in stage.ranks}) == 2 for stage in spanning.stages)
+    mixed = _train(tmp_path / "mixed", spanning, "--all-nodes-here")
+    assert mixed == _train(tmp_path / "one", plan)
+    assert len(mixed) == 3
+
+
 def test_a_measurement_on_a_slowed_node_type_is_of_that_type(plan: Plan, tmp_path: Path) -> None:
     write_document(tmp_path / "plan.json", on_devices(plan, "cpu/3", "cpu/3"))
     command = ["measure", tmp_path / "plan.json", "--all-nodes-here", "--steps", "1", "--warmup-steps", "1"]

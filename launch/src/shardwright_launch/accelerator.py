@@ -14,10 +14,9 @@ DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvgpu", "/dev/dxg", "/
 
 def device_type_of(cluster: Cluster, file: object) -> str:
     """What torch calls a cluster's devices, `cpu` or `cuda`; BadInput for a mixture, which exchanges no collectives."""
-    on_cpu = {cluster.node_types[group.node_type].on_cpu for group in cluster.nodes}
-    if len(on_cpu) > 1:
-        raise BadInput(file, "cpu and other devices in one cluster exchange no collectives", "describe them apart")
-    return CPU if on_cpu.pop() else "cuda"
+    if cluster.obstacle is not None:
+        raise BadInput(file, cluster.obstacle, "describe them apart")
+    return CPU if cluster.of_rank(0).on_cpu else "cuda"
 
 
 def check_accelerator(cluster: Cluster, node_rank: int, file: object) -> None:

@@ -85,6 +85,12 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, d
         """Number of nodes."""
         return sum(group.count for group in self.nodes)
 
+    @property
+    def obstacle(self) -> str | None:
+        """Why plans for it can be made and not be run; None: they can."""
+        on_cpu = {self.node_types[group.node_type].on_cpu for group in self.nodes}
+        return "cpu and other devices in one cluster exchange no collectives" if len(on_cpu) > 1 else None
+
     def of_rank(self, rank: int) -> NodeType:
         """The node type that a rank runs on."""
         return self.node_types[self.node_type_of_rank[rank]]

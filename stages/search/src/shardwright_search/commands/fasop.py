@@ -49,17 +49,18 @@ def fasop(options: FasopOptions) -> None:
     fitting = [estimate for estimate in found if not estimate.memory.is_oom]
     told = [f"{len(found)} candidates, {len(found) - len(fitting)} out of memory", *checked, *joins]
     told += [_told(asked.problem, fitting[0])] if fitting else []
-    plan = None if options.plan is None else _first_plan(asked, fitting)
     with ExitStack() as all_or_none:
-        if options.plan is not None and plan is not None:
-            prediction = _prediction(plan.plan, asked, options)
-            told += [*plan.told, plan_summary(plan.plan, prediction)]
-            all_or_none.enter_context(written(options.plan, plan.plan, prediction))
+        if options.plan is not None and fitting:
+            plan = plan_of(asked.problem, fitting[0], asked.request, asked.model, asked.cluster)
+            prediction = _prediction(plan, asked, options)
+            told.append(plan_summary(plan, prediction))
+            all_or_none.enter_context(written(options.plan, plan, prediction))
         write_bytes(options.out, csv_of(asked.problem, found, list(asked.cluster.node_types), options.steps))
         show("\n".join(told))
-    if options.plan is not None and plan is None:
-        why = "a stage on several node types" if fitting else "too little memory"
-        raise NothingFits(f"{options.search}: no plan is written: every candidate has {why}: see {options.out}")
+    if options.plan is not None and not fitting:
+        raise NothingFits(
+            f"{options.search}: no plan is written: every candidate has too little memory: see {options.out}"
+        )
 
 
 def _read(options: FasopOptions) -> _Asked:
@@ -85,21 +86,6 @@ def _estimated(asked: _Asked, foreign: Sequence[Path]) -> tuple[list[Estimate], 
         taken = {(own.candidate, own.partition) for own in found} - {(own.candidate, own.partition) for own in before}
         told.append(f"{len(taken)} of {len(others)} partitions of {file.name} are faster, and taken")
     return found, told
-
-
-class _Planned(NamedTuple):
-    plan: Plan
-    told: list[str]
-
-
-def _first_plan(asked: _Asked, fitting: Sequence[Estimate]) -> _Planned | None:
-    """Of the fastest candidate that a plan can say."""
-    for number, estimate in enumerate(fitting):
-        plan = plan_of(asked.problem, estimate, asked.request, asked.model, asked.cluster)
-        if plan is not None:
-            told = [_told(asked.problem, estimate), "the plan is of that one: those before it span node types"]
-            return _Planned(plan, told if number else [])
-    return None
 
 
 def _prediction(plan: Plan, asked: _Asked, options: FasopOptions) -> Prediction:

@@ -1,4 +1,4 @@
-"""An estimated candidate as a plan, where a plan can say it."""
+"""An estimated candidate as a plan."""
 
 from itertools import accumulate
 
@@ -13,20 +13,12 @@ from shardwright_search.fasop.problem import Problem
 from shardwright_search.space.request import SearchRequest
 
 
-def plan_of(
-    problem: Problem, estimate: Estimate, request: SearchRequest, model: Model, cluster: Cluster
-) -> Plan | None:
-    """Plain data parallelism, 1F1B; ranks are the cluster's, in whose order the nodes of a type are taken.
-
-    None where a stage lies on several node types: no plan is priced for that.
-    """
+def plan_of(problem: Problem, estimate: Estimate, request: SearchRequest, model: Model, cluster: Cluster) -> Plan:
+    """Plain data parallelism, 1F1B; ranks are the cluster's, in whose order the nodes of a type are taken."""
     own, cluster = estimate.candidate, _cluster_of(problem, estimate.candidate.nodes, cluster)
     width = own.tp_size * own.dp_size
     ranks = _ranks(problem, own.nodes, cluster)
     placed = [tuple(ranks[start : start + width]) for start in range(0, len(ranks), width)]
-    types = cluster.node_type_of_rank
-    if any(len({types[rank] for rank in stage}) > 1 for stage in placed):
-        return None
     blocks = [min(max(layer - 1, 0), len(model.layers)) for layer in accumulate(estimate.partition, initial=0)]
     strategy = Strategy(tp_size=own.tp_size, dp_size=own.dp_size)
     return Plan(
