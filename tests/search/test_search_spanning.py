@@ -259,10 +259,7 @@ def test_what_the_runtime_cannot_run_is_marked_plan_only_and_says_why(make):
     assert not any(line.startswith("plan_only") for line in evaluate(plan, profiles).warnings)
     types = cluster.node_types | {"b": replace(cluster.node_types["b"], device="cpu")}
     there = replace(plan, cluster=replace(cluster, node_types=types))
-    of_cpu = profiles.others[0]._replace(
-        origin=replace(profiles.others[0].origin, device="cpu"),
-        hardware=replace(profiles.others[0].hardware, device="cpu"),
-    )
+    of_cpu = make.index(make_hardware(cluster), make_profile(model))
     told = evaluate(there, profiles._replace(others=(of_cpu,))).warnings
     assert told[0] == "plan_only: cpu and other devices in one cluster exchange no collectives"
 

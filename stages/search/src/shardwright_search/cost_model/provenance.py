@@ -16,7 +16,8 @@ _TOLD = ("analytic", "assumed")
 def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
     """Lines headed `analytic`, `assumed`, `absent` or `uncertain` about the numbers that a plan's prediction leans on.
 
-    Before them `plan_only` says why this project's runtime cannot run the plan. The first two repeat what the profile's own notes say of such numbers, such as the error that was seen.
+    Before them `plan_only` says why this project's runtime cannot run the plan. The first two repeat what the profile's
+    own notes say of such numbers, such as the error that was seen.
     """
     own = profiles.used(plan.cluster)
     told = [] if plan.cluster.obstacle is None else [f"plan_only: {plan.cluster.obstacle}"]
