@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from brute_force import mistakes
-from command_calls import call
 from made_up import make_hardware, make_mixed_cluster, make_profile, make_request
 from mixed_worlds import MIB, SLOWNESS, mixed_world, plain, profiles_of, walks
 from msgspec.structs import replace
@@ -19,28 +18,19 @@ from test_search_certificate import some_proof
 
 from shardwright_formats.display.node_types import node_type_uses
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.hardware_profile import write_hardware_profile
 from shardwright_formats.types.model import Model
-from shardwright_formats.types.model_profile import write_model_profile
 from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
 from shardwright_search.certificate.check import confirms
 from shardwright_search.certificate.make import certified
-from shardwright_search.cli import APP
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.topology import stage_topology, tp_group_kinds
-from shardwright_search.rent.front import find_front
-from shardwright_search.rent.interruptions import Interruptions
-from shardwright_search.rent.sub_clusters import sub_clusters
 from shardwright_search.search import Found, Infeasible, find_best, instance_of, targets_of
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.space.budget import GIB
 from shardwright_search.space.configurations import configurations, narrowed
-from shardwright_search.space.offers import Offers
 from shardwright_search.space.placements import placements
 from shardwright_search.space.request import SearchRequest, StageWidths
 
@@ -292,75 +282,3 @@ def test_equal_widths_that_no_types_ranks_divide_into_need_stages_that_span(make
     found = find_best(replace(request, span_node_types=True), model, cluster, profiles, FILE, lambda _: None)
     assert isinstance(found, Found)
     assert {stage.ranks for stage in found.chosen.plan.stages} in ({(0, 1), (2, 3)}, {(1, 2), (0, 3)})
-
-
-def test_the_front_over_sub_clusters_has_plans_that_span(make):
-    model, cluster = make.model(1), make_mixed_cluster(a=(1, 1, GIB), c=(1, 1, GIB))
-    profiles = profiles_of(model, cluster, {"a": 4e9, "c": 4e9}, tp_sizes=(1,))
-    request = make_request(
-        global_batch_size=64,
-        num_microbatches=[1, 2],
-        data_parallel=["ddp", "zero3"],
-        recompute=["none"],
-        stage_widths="any",
-        span_node_types=True,
-        tp_sizes=[1],
-        objective="step_time",
-    )
-    offered = sub_clusters(cluster, Offers(), FILE, FILE)
-    front = find_front(
-        request, model, offered, profiles, [Interruptions(0.0, 0.0, 0.0)] * len(offered), FILE, lambda _: None
-    )
-    points = []
-    for own in offered:
-        plans = every_plan(request, model, own.cluster)
-        best_s = min(evaluate(plan, profiles, timeline=False).objective_ps for plan in plans) * 1e-12
-        points.append((best_s, best_s / 3600 * own.usd_per_hour))
-    best = [own for own in points if not any(t <= own[0] and u <= own[1] and (t, u) != own for t, u in points)]
-    found = sorted(front.answers[number].price[:2] for number in front.points)
-    assert np.array(found) == pytest.approx(np.array(sorted(best)), rel=1e-9)
-    spanning = 0
-    for number in front.points:
-        chosen, instance = front.answers[number].best, front.instances[number]
-        ranks = instance.stage_ranks(chosen.target.configuration.configuration, chosen.found.solution)
-        spanning += any(len({instance.costs.cluster.node_type_of_rank[r] for r in own}) > 1 for own in ranks)
-    assert spanning
-
-
-def test_the_commands_take_plans_that_span_node_types(make, tmp_path):
-    """Planned, certified and verified; then evaluated, simulated and explained."""
-    model, cluster = make.model(3, tied=True), make_mixed_cluster(a=(1, 2, GIB), c=(1, 2, GIB))
-    request = make_request(
-        global_batch_size=8,
-        num_microbatches=[1],
-        recompute=["none"],
-        data_parallel=["ddp"],
-        pp_sizes=[1, 2],
-        span_node_types=True,
-    )
-    names = {"cluster": cluster, "model": model, "search": request}
-    for name, document in names.items():
-        write_document(tmp_path / f"{name}.json", document)
-    profiles = []
-    for device in "ac":
-        links = make_hardware(cluster, bytes_per_s=1e11, device=device)
-        write_hardware_profile(tmp_path / f"{device}-links.h5", links)
-        write_model_profile(tmp_path / f"{device}.h5", make_profile(model, device=device, slow=SLOWNESS[device]))
-        profiles += ["--hardware", tmp_path / f"{device}-links.h5", "--profile", tmp_path / f"{device}.h5"]
-    given = [word for name in names for word in (f"--{name}", tmp_path / f"{name}.json")]
-    plan, proof = tmp_path / "plan.json", tmp_path / "proof.json"
-    done = call(APP, "plan", *given, *profiles, "--out", plan, "--certificate", proof)
-    assert done.exit_code == 0, done.output
-    types = cluster.node_type_of_rank
-    found, prediction = read_document(plan, Plan), read_document(tmp_path / "plan.prediction.json", Prediction)
-    assert any(len({types[rank] for rank in stage.ranks}) > 1 for stage in found.stages)
-    assert prediction.proof is not None and prediction.proof.gap == 0
-    search = ["--search", tmp_path / "search.json"]
-    for words in (
-        ["verify", plan, proof, *profiles, *search],
-        ["evaluate", plan, *profiles, "--out", tmp_path / "evaluated.json"],
-        ["simulate", plan, *profiles],
-        ["explain", plan, *profiles, *search],
-    ):
-        done = call(APP, *words)
-        assert done.exit_code == 0, (words[0], done.output)

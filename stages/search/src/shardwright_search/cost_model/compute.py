@@ -27,7 +27,7 @@ def slowest_compute(found: Sequence[ComputeCost]) -> ComputeCost:
         return found[0]
     *columns, warnings = zip(*found, strict=True)
     told = "; ".join(dict.fromkeys(warning for warning in warnings if warning is not None))
-    return ComputeCost(*map(max, columns), told or None)
+    return ComputeCost._make((*map(max, columns), told or None))
 
 
 def probed_tp_size(profiled: Iterable[int], tp_size: int, node_devices: int) -> int:
