@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from command_calls import call
 from made_up import make_hardware, make_mixed_cluster, make_profile, make_request
-from mixed_worlds import SLOWNESS, profiles_of
+from mixed_worlds import MIB, SLOWNESS, profiles_of
+from msgspec.structs import replace
 from test_search_spanning import every_plan
 
 from shardwright_formats.io.json import read_document, write_document
@@ -19,6 +20,7 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.rent.front import find_front
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import sub_clusters
+from shardwright_search.search import Found, Infeasible, find_best
 from shardwright_search.space.budget import GIB
 from shardwright_search.space.offers import Offers
 
@@ -95,3 +97,21 @@ def test_the_commands_take_plans_that_span_node_types(make, tmp_path):
     ):
         done = call(APP, *words)
         assert done.exit_code == 0, (words[0], done.output)
+
+
+def test_the_least_memory_of_a_stage_that_spans_is_of_the_type_that_has_least(make):
+    """The other's process takes more, which counts for both."""
+    model, cluster = make.model(2), make_mixed_cluster(a=(1, 1, GIB), c=(1, 1, GIB))
+    profiles = profiles_of(model, cluster, {"a": 1e9, "c": 1e9}, tp_sizes=(1,))
+    profiles = profiles.each(lambda own: own._replace(process_bytes=MIB * (1 + 3 * (own.origin.device == "c"))))
+    request = make_request(num_microbatches=[1], pp_sizes=[1], recompute=["none"], span_node_types=True)
+
+    def search(bytes_of_a: int) -> Found | Infeasible:
+        budgets = {"a": bytes_of_a / GIB, "c": 0.5}
+        return find_best(replace(request, memory_gib=budgets), model, cluster, profiles, FILE, lambda _: None)
+
+    lacking = search(5 * MIB)
+    assert isinstance(lacking, Infeasible) and lacking.exact and lacking.missing_bytes == lacking.min_bytes - 5 * MIB
+    assert isinstance(search(lacking.min_bytes - 1), Infeasible)
+    found = search(lacking.min_bytes)
+    assert isinstance(found, Found) and found.chosen.evaluation.estimate.memory_bytes == lacking.min_bytes

@@ -91,7 +91,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def node_type(self, configuration: Configuration, group: int) -> str:
         """Of a device group of the configuration's problem; of several the one of the least budget."""
-        return min(self.choices.placed(configuration).topologies[group].type_names, key=self.budgets.__getitem__)
+        return min(self.choices.placed(configuration).topologies[group].type_names, key=self._with_process)
 
     @cached_property
     def solvable(self) -> Callable[[Configuration], Solvable]:
@@ -207,8 +207,11 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         """The least budget of the stage's node types less the most that a process takes there, as plans are priced."""
         if not topology.node_types:
             return self.budgets[topology.node_type]
-        process = {name: self.costs.profiles_on(name).process_bytes for name in topology.type_names}
-        return min(self.budgets[name] + own for name, own in process.items()) - max(process.values())
+        process = max(self.costs.profiles_on(name).process_bytes for name in topology.type_names)
+        return min(map(self._with_process, topology.type_names)) - process
+
+    def _with_process(self, node_type: str) -> int:
+        return self.budgets[node_type] + self.costs.profiles_on(node_type).process_bytes
 
     @cached_method
     def _weights(self, choice: Choice, topologies: tuple[StageTopology, ...]) -> tuple[int, ...]:
