@@ -7,7 +7,7 @@ are recognised as equal.
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import msgspec
@@ -130,7 +130,10 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     placements: tuple[Moves, ...]
     """By pipeline stage; only what leaves room for all later stages."""
     sends_ps: Mapping[Cut, Numbers]
-    """[types, layouts given, layouts received]: handing over outputs of that type, one way; infinity: it cannot be."""
+    """[types, layouts given, layouts received]: handing over outputs of that type, one way; infinity: it cannot be.
+
+    The same array for cuts that are alike, of which there may be very many.
+    """
     in_flight: tuple[int, ...]
     """By pipeline stage."""
     num_microbatches: int
@@ -222,8 +225,9 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def least_send_ps(self) -> dict[Cut, float]:
         """The least that handing over takes, of what can be handed over: the head's outputs are not."""
-        kinds = sorted(set(self.layers[:-1]))
-        return {cut: float(times[kinds].min()) for cut, times in self.sends_ps.items()}
+        kinds, every = sorted(set(self.layers[:-1])), self.sends_ps.values()
+        least = {of: float(times[kinds].min()) for of, times in {id(times): times for times in every}.items()}
+        return {cut: least[id(times)] for cut, times in self.sends_ps.items()}
 
     @cached_property
     def least_sends_ps(self) -> tuple[dict[tuple[int, int], float], ...]:
@@ -233,10 +237,10 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         for stage in range(1, self.pp_size):
             own: dict[tuple[int, int], float] = {}
             for position, moves in self.placements[stage].items():
-                for before in self.positions[stage][position]:
-                    for behind, _ in moves:
-                        known = own.get((before, behind), np.inf)
-                        own[before, behind] = min(known, least[Cut(position, before, behind)])
+                for before, (behind, _) in product(self.positions[stage][position], moves):
+                    time = least[Cut(position, before, behind)]
+                    if time < own.get((before, behind), np.inf):
+                        own[before, behind] = time
             found.append(own)
         return tuple(found)
 

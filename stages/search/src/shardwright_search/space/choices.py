@@ -9,8 +9,10 @@ from msgspec.structs import replace
 from shardwright_formats.semantics.layout import Layout, layout_of
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
-from shardwright_search.cost_model.layer import CostModel
+from shardwright_search.cost_model.communication import Nodes
+from shardwright_search.cost_model.layer import CostModel, Link
 from shardwright_search.solver.cached import cached_method
+from shardwright_search.solver.problem import Cut
 from shardwright_search.space.configurations import Configuration, shardings
 from shardwright_search.space.placements import NodeTypes, Placements, placements
 from shardwright_search.space.request import SearchRequest, StageWidths
@@ -39,6 +41,24 @@ class Shardings(msgspec.Struct, frozen=True, eq=False):
     def of(self, type_name: str, width: int) -> tuple[Strategy, ...]:
         """Of one type on stages of one width."""
         return self.strategies[width][type_name]
+
+
+class Handover(NamedTuple):
+    """What handing a microbatch from a stage to the next depends on, strategies aside."""
+
+    widths: tuple[int, int]
+    link: Link | None
+    """Of stages of equal width, which send from rank to rank."""
+    nodes: tuple[Nodes, ...]
+    """Of the ranks of both, of other widths."""
+    node_types: tuple[str, ...]
+
+
+class Handovers(NamedTuple):
+    """Between all stages of some placements: the few that there are, and which of them is at each cut."""
+
+    every: tuple[Handover, ...]
+    number: dict[Cut, int]
 
 
 class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
@@ -101,6 +121,30 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         ]
         by_nodes, spans = widths is StageWidths.ANY, self.request.span_node_types
         return placements(self.costs.cluster, able, by_nodes=by_nodes, ends=ends, spans=spans)
+
+    def handovers(self, configuration: Configuration) -> Handovers:
+        """What is handed over at every cut between its stages."""
+        choice = self._alike(self.choice(configuration))
+        return self._handovers(choice, configuration.pp_size, configuration.widths, configuration.ends)
+
+    @cached_method
+    def _handovers(
+        self, choice: Choice, pp_size: int, widths: Widths, ends: tuple[NodeTypes, NodeTypes] | None
+    ) -> Handovers:
+        placed = self._placements(choice, pp_size, widths, ends)
+        number, every = dict[Cut, int](), dict[Handover, int]()
+        if placed is None:
+            return Handovers((), number)
+        for cut in placed.cuts:
+            stages = placed.ranks_before(cut.position, cut.before), placed.ranks_behind(cut.position, cut.behind)
+            number[cut] = every.setdefault(self._handover(*stages), len(every))
+        return Handovers(tuple(every), number)
+
+    def _handover(self, before: tuple[int, ...], behind: tuple[int, ...]) -> Handover:
+        widths = len(before), len(behind)
+        if widths[0] == widths[1]:
+            return Handover(widths, self.costs.link(before, behind), (), ())
+        return Handover(widths, None, self.costs.nodes_of(before, behind), self.costs.node_types_of(before, behind))
 
     def shardings(self, choice: Choice) -> Shardings:
         """Of the widths over which every type of layer can be sharded, embedding and head aside."""

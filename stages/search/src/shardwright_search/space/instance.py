@@ -25,9 +25,9 @@ from shardwright_search.solver.problem import Cut, DeviceGroup, Options, Problem
 from shardwright_search.solver.relaxed_bound import DualOf, dual_of
 from shardwright_search.solver.stage_options import GroupCosts
 from shardwright_search.solver.targets import Solvable
-from shardwright_search.space.choices import Choice, Choices, Shardings
+from shardwright_search.space.choices import Choice, Choices, Handovers, Shardings
 from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.placements import NodeTypes, Placements
+from shardwright_search.space.placements import NodeTypes
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.space.ties import Ties
 
@@ -125,7 +125,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
                 self._device_group(choice, on, m == 1, own) for on, own in zip(placed.topologies, weights, strict=True)
             ),
             placements=placed.moves,
-            sends_ps={cut: self._handover(choice, placed, cut) for cut in placed.cuts},
+            sends_ps=self._handed_over(choice, self.choices.handovers(configuration)),
             in_flight=tuple(in_flight(configuration.schedule, p, m, stage) for stage in range(p)),
             num_microbatches=m,
             boundary_bytes=self._boundary(choice),
@@ -262,12 +262,15 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             one_way[a, b] = taken.time_ps
         return one_way + one_way.T
 
-    def _handover(self, choice: Choice, placed: Placements, cut: Cut) -> Numbers:
-        """[types, layouts given, layouts received]."""
-        stages = placed.ranks_before(cut.position, cut.before), placed.ranks_behind(cut.position, cut.behind)
-        if len(stages[0]) == len(stages[1]):
-            return self._rank_to_rank(choice, len(stages[0]), self.costs.link(*stages))
-        return self._to_other_width(choice, self.costs.nodes_of(*stages), self.costs.node_types_of(*stages))
+    def _handed_over(self, choice: Choice, handovers: Handovers) -> dict[Cut, Numbers]:
+        """[types, layouts given, layouts received] at every cut."""
+        every = [
+            self._rank_to_rank(choice, own.widths[0], own.link)
+            if own.link is not None
+            else self._to_other_width(choice, own.nodes, own.node_types)
+            for own in handovers.every
+        ]
+        return {cut: every[number] for cut, number in handovers.number.items()}
 
     @cached_method
     def _rank_to_rank(self, choice: Choice, width: int, link: Link) -> Numbers:
