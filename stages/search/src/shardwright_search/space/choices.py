@@ -61,6 +61,15 @@ class Handovers(NamedTuple):
     number: dict[Cut, int]
 
 
+class _Stages(NamedTuple):
+    """What placements depend on."""
+
+    widths: tuple[tuple[int, ...], ...]
+    """By pipeline stage, those that it may have."""
+    by_nodes: bool
+    ends: tuple[NodeTypes, NodeTypes] | None
+
+
 class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
     """Of a narrowed request, with all that was listed so far."""
 
@@ -69,9 +78,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def has_plans(self, configuration: Configuration) -> bool:
         """Whether every layer of a configuration can be sharded in some way."""
-        choice = self.choice(configuration)
-        shape = configuration.pp_size, configuration.widths, configuration.ends
-        return self._placements(self._alike(choice), *shape) is not None
+        return self._placements(self._stages(configuration)) is not None
 
     def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
         """What all layers can share: strategies that every type of layer has, told by the first type's."""
@@ -101,43 +108,46 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def placed(self, configuration: Configuration) -> Placements:
         """Where the stages can be; has_plans says whether they can at all."""
-        choice = self._alike(self.choice(configuration))
-        found = self._placements(choice, configuration.pp_size, configuration.widths, configuration.ends)
+        found = self._placements(self._stages(configuration))
         if found is None:
             raise ValueError(f"no plan: {configuration}")
         return found
 
+    def _stages(self, configuration: Configuration) -> _Stages:
+        choice = self._alike(self.choice(configuration))
+        return _Stages(
+            self._able(choice, configuration.pp_size, configuration.widths),
+            configuration.widths is StageWidths.ANY,
+            configuration.ends,
+        )
+
     @cached_method
-    def _placements(
-        self, choice: Choice, pp_size: int, widths: Widths, ends: tuple[NodeTypes, NodeTypes] | None
-    ) -> Placements | None:
+    def _able(self, choice: Choice, pp_size: int, widths: Widths) -> tuple[tuple[int, ...], ...]:
         """Stages only as wide as all types of layers can be sharded, the first's and last's with embedding and head."""
         known = self.shardings(choice).strategies
         asked = [(width,) for width in widths] if isinstance(widths, tuple) else [choice.widths] * pp_size
         outermost = [(EMBEDDING,), *[()] * (pp_size - 2), (HEAD,)] if pp_size > 1 else [(EMBEDDING, HEAD)]
-        able = [
-            [width for width in own if width in known and all(known[width][name] for name in outer)]
+        return tuple(
+            tuple(width for width in own if width in known and all(known[width][name] for name in outer))
             for own, outer in zip(asked, outermost, strict=True)
-        ]
-        by_nodes, spans = widths is StageWidths.ANY, self.request.span_node_types
-        return placements(self.costs.cluster, able, by_nodes=by_nodes, ends=ends, spans=spans)
+        )
+
+    @cached_method
+    def _placements(self, of: _Stages) -> Placements | None:
+        spans = self.request.span_node_types
+        return placements(self.costs.cluster, of.widths, by_nodes=of.by_nodes, ends=of.ends, spans=spans)
 
     def handovers(self, configuration: Configuration) -> Handovers:
         """What is handed over at every cut between its stages."""
-        choice = self._alike(self.choice(configuration))
-        return self._handovers(choice, configuration.pp_size, configuration.widths, configuration.ends)
+        return self._handovers(self._stages(configuration))
 
     @cached_method
-    def _handovers(
-        self, choice: Choice, pp_size: int, widths: Widths, ends: tuple[NodeTypes, NodeTypes] | None
-    ) -> Handovers:
-        placed = self._placements(choice, pp_size, widths, ends)
+    def _handovers(self, of: _Stages) -> Handovers:
         number, every = dict[Cut, int](), dict[Handover, int]()
-        if placed is None:
-            return Handovers((), number)
-        for cut in placed.cuts:
-            stages = placed.ranks_before(cut.position, cut.before), placed.ranks_behind(cut.position, cut.behind)
-            number[cut] = every.setdefault(self._handover(*stages), len(every))
+        if (placed := self._placements(of)) is not None:
+            for cut in placed.cuts:
+                stages = placed.ranks_before(cut.position, cut.before), placed.ranks_behind(cut.position, cut.behind)
+                number[cut] = every.setdefault(self._handover(*stages), len(every))
         return Handovers(tuple(every), number)
 
     def _handover(self, before: tuple[int, ...], behind: tuple[int, ...]) -> Handover:
