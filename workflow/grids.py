@@ -2,109 +2,24 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
-from enum import StrEnum
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
-
-import msgspec
-from msgspec import Meta
+from typing import Any, NamedTuple
 
 from configuration import Workflow
 from configuration_checks import converted, read_yaml
-from configuration_types import Name, Text
+from grid_types import GridCluster, GridSettings, Profiles, Published
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import Value
 from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.limits import MAX_DEVICES, Count, Gib
 from shardwright_search.space.grid import Grid
-from shardwright_search.space.request import Counts
+from shardwright_search.space.request import SearchRequest
 
 _GIB = 1024**3
 _REFERENCE = "results/reference"
 _FOLDER = "results/grids"
 _PUBLISHED = f"{_REFERENCE}/hetu-galvatron/galvatron/models"
-Gibs = Annotated[tuple[Gib, ...], Meta(min_length=1)]
-
-
-class Profiles(StrEnum):
-    """Where a grid's profiles come from."""
-
-    REFERENCE = "reference"
-    """`snakemake reference`: published ones, imported."""
-    OWN = "own"
-    """The models and clusters of the configuration."""
-
-
-class GridCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cluster that published hardware tables are of."""
-
-    device: Text
-    nodes: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
-    devices_per_node: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
-    memory_gib: Gib
-    """Of one device; budgets are at most that."""
-
-
-class MixedCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Nodes of several of the grid's other clusters."""
-
-    nodes_of: Annotated[dict[Name, Annotated[int, Meta(ge=1, le=MAX_DEVICES)]], Meta(min_length=2)]
-    """How many nodes of each, in this order; links and profiles are those of these clusters."""
-
-
-class Published(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan that Galvatron ships, to stand beside ours for the same cluster, budget and batch."""
-
-    cluster: Name
-    memory_gib: Gib
-    global_batch_size: Count
-    file: Text
-    """Its strategy file, below galvatron/models."""
-    sequence_parallel: Literal["none", "megatron"] = "none"
-    num_microbatches: Count | None = None
-    """Instead of the file's, where those are of unequal size."""
-
-
-class GridModel(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model of a grid; what is not said is the grid's."""
-
-    clusters: Annotated[tuple[Name, ...], Meta(min_length=1)]
-    profile: Text | None = None
-    """Of reference models: the imported profile; by default named as the model. {device} stands for the cluster's."""
-    description: Name | None = None
-    """Of reference models: the model file; by default named as the model."""
-    memory_gib: Gibs | None = None
-    global_batch_size: Counts | None = None
-    search: dict[str, Any] = msgspec.field(default_factory=dict)
-    published: tuple[Published, ...] = ()
-
-
-class Measured(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long the plans of a grid are measured."""
-
-    steps: Count
-    warmup_steps: Count
-
-
-class GridSettings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file of config/grids."""
-
-    profiles: Profiles
-    models: Annotated[dict[Name, GridModel], Meta(min_length=1)]
-    clusters: dict[Name, GridCluster] = msgspec.field(default_factory=dict)
-    """Of reference grids."""
-    mixed_clusters: dict[Name, MixedCluster] = msgspec.field(default_factory=dict)
-    """The same, of several devices."""
-    memory_gib: Gibs
-    global_batch_size: Counts
-    spaces: Annotated[tuple[str, ...], Meta(min_length=1)]
-    search: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Further keys of every search."""
-    measure: Measured | None = None
-    """Run every plan for some steps."""
 
 
 class Inputs(NamedTuple):
@@ -139,7 +54,7 @@ class GridFile:
     def is_of_configuration(self) -> bool:
         """Whether the configuration has the models and clusters of a grid of own ones."""
         of = self._workflow.of
-        clusters = {cluster for _, cluster in self.pairs}
+        clusters = {cluster for _, cluster in self.pairs} | {front.cluster for front in self.of.fronts.values()}
         return not self._own or (self.of.models.keys() <= of.models.keys() and clusters <= of.clusters.keys())
 
     @property
@@ -167,10 +82,25 @@ class GridFile:
         budgets = set(product(of.memory_gib or self.of.memory_gib, of.global_batch_size or self.of.global_batch_size))
         budgets |= {(each.memory_gib, each.global_batch_size) for each in of.published if each.cluster == cluster}
         searches = [
-            self._search(model, memory_gib, batch, space)
-            for (memory_gib, batch), space in product(sorted(budgets), self.of.spaces)
+            self._search(model, f"{_size_name(*size)}-{space.replace('+', '.')}", *size, space)
+            for size, space in product(sorted(budgets), self.of.spaces)
         ]
         return _document(Grid, {"searches": searches}, str(self.file))
+
+    def front_json(self, name: str) -> str:
+        """The search file of a front."""
+        of = self.of.fronts[name]
+        asked = self._search(of.model, name, of.memory_gib, of.global_batch_size, of.space)
+        return _document(SearchRequest, asked, str(self.file))
+
+    def front_inputs(self, name: str) -> Inputs:
+        """What a front reads."""
+        return self.inputs(self.of.fronts[name].model, self.of.fronts[name].cluster)
+
+    @property
+    def fronts(self) -> list[str]:
+        """The tables of the grid's fronts."""
+        return [f"{self.folder}/fronts/{name}/front.csv" for name in self.of.fronts]
 
     def cluster_json(self, name: str) -> str:
         """The cluster that published tables are of."""
@@ -228,8 +158,7 @@ class GridFile:
             prediction = path.removesuffix(".json") + ".prediction.json"
             yield shlex.join(["evaluate", path, *files.profiles, "--out", prediction])
 
-    def _search(self, model: str, memory_gib: float, batch: int, space: str) -> Mapping[str, Any]:
-        name = f"{_size_name(memory_gib, batch)}-{space.replace('+', '.')}"
+    def _search(self, model: str, name: str, memory_gib: float | None, batch: int, space: str) -> Mapping[str, Any]:
         own = self._workflow.computed_as(model) if self._own else {}
         asked = {"name": name, "memory_gib": memory_gib, "global_batch_size": batch, "space": space}
         return own | self.of.search | self.of.models[model].search | asked
@@ -251,12 +180,26 @@ class GridFile:
                     raise BadInput(self.file, f"models.{model}: there is no cluster {cluster!r}", "add it to clusters")
         for model, cluster in self.pairs:
             self.cells_json(model, cluster)
+        for name in self.of.fronts:
+            self._check_front(name, known)
+
+    def _check_front(self, name: str, clusters: Collection[str]) -> None:
+        of, where = self.of.fronts[name], f"fronts.{name}"
+        if of.model not in self.of.models:
+            raise BadInput(self.file, f"{where}: there is no model {of.model!r}", "add it to models")
+        if of.cluster not in clusters:
+            raise BadInput(self.file, f"{where}: there is no cluster {of.cluster!r}", "add it to clusters")
+        self.front_json(name)
+        cluster = self._workflow.cluster(of.cluster) if self._own else json.loads(self.cluster_json(of.cluster))
+        for node_type, node in cluster["node_types"].items():
+            if node["usd_per_hour"] is None:
+                raise BadInput(self.file, f"{where}: nodes of {node_type} have no price", "give them usd_per_hour")
 
 
 def _node_of(cluster: GridCluster) -> dict[str, Any]:
     memory_bytes = int(cluster.memory_gib * _GIB)
     found = {"device": cluster.device, "devices_per_node": cluster.devices_per_node, "memory_bytes": memory_bytes}
-    return found | {"usd_per_hour": None}
+    return found | {"usd_per_hour": cluster.usd_per_hour}
 
 
 def read_grids(root: Path, workflow: Workflow) -> dict[str, GridFile]:
@@ -274,6 +217,6 @@ def _size_name(memory_gib: float, batch: int) -> str:
     return f"m{memory_gib:g}-b{batch}"
 
 
-def _document(kind: type[Grid | Cluster], content: Mapping[str, Any], file: str) -> str:
+def _document(kind: type[Cluster | Grid | SearchRequest], content: Mapping[str, Any], file: str) -> str:
     converted(content, kind, "", file)
     return json.dumps({"format": kind.FORMAT, "version": kind.VERSION, **content}, sort_keys=True, allow_nan=False)

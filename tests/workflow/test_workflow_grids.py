@@ -10,15 +10,17 @@ import msgspec
 import pandas as pd
 import pytest
 import yaml
-from sample_results import write_sample_results
+from sample_results import a_plan, write_sample_results
 
 from configuration import load_workflow
+from front_table import front_markdown
 from grids import GridFile, read_grids
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.prediction import Prediction
 from shardwright_search.cli import APP
+from shardwright_search.rent.table import Status, SubClusterRow, csv_of
 from shardwright_search.space.grid import CellAnswer, Grid, GridAnswers
 from shardwright_search.space.request import SearchRequest, Space
 
@@ -86,6 +88,47 @@ def test_a_mixed_cluster_of_unknown_ones_is_one_line(tmp_path):
         GridFile("mine", tmp_path, WORKFLOW)
 
 
+def _written(folder, name, change):
+    """A shipped grid with some keys replaced, in a folder of its own."""
+    (folder / "config" / "grids").mkdir(parents=True)
+    good = yaml.safe_load((ROOT / "config" / "grids" / f"{name}.yaml").read_text())
+    (folder / "config" / "grids" / "mine.yaml").write_text(yaml.safe_dump(good | change))
+    return GridFile("mine", folder, WORKFLOW)
+
+
+def test_a_front_is_searched_over_nodes_with_prices():
+    grid = GRIDS["fasop"]
+    assert list(grid.of.fronts) == ["gpt2XL", "bert", "T5"]
+    raw = json.loads(grid.front_json("bert"))
+    request = msgspec.convert({k: v for k, v in raw.items() if k not in ("format", "version")}, SearchRequest)
+    assert (request.space, request.global_batch_size, request.memory_gib, request.max_tp_size) == ("full", 128, None, 4)
+    cluster = json.loads(grid.cluster_json(grid.of.fronts["bert"].cluster))
+    assert {name: of["usd_per_hour"] for name, of in cluster["node_types"].items()} == {"a100": 32.7726, "a10": 9.773}
+    assert Path(grid.front_inputs("T5").profile[1]).stem == "fasop-T5@A10"
+
+
+@pytest.mark.parametrize(
+    ("front", "says"),
+    [
+        ({"model": "nobody"}, "fronts.f: there is no model 'nobody': add it to models"),
+        ({"cluster": "nowhere"}, "fronts.f: there is no cluster 'nowhere': add it to clusters"),
+        ({"cluster": "fasop-4a100-4a10"}, "fronts.f: nodes of a10 have no price: give them usd_per_hour"),
+        ({"space": "nowhere"}, "space"),
+    ],
+)
+def test_a_front_that_cannot_be_is_one_line(tmp_path, front, says):
+    good = {"model": "bert", "cluster": "fasop-p4d-g5", "global_batch_size": 128}
+    assert _written(tmp_path / "good", "fasop", {"fronts": {"f": good}}).fronts
+    with pytest.raises(BadInput, match=says):
+        _written(tmp_path, "fasop", {"fronts": {"f": good | front}})
+
+
+def test_a_front_of_nodes_of_the_configuration_needs_their_price(tmp_path):
+    front = {"f": {"model": "demo", "cluster": "laptop", "global_batch_size": 16}}
+    with pytest.raises(BadInput, match=r"fronts\.f: nodes of cpu have no price: give them usd_per_hour"):
+        _written(tmp_path, "laptop", {"fronts": front})
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -113,6 +156,8 @@ def test_a_grid_is_one_job_for_each_pair(finished):
     assert (asked.jobs["grid_searches"], asked.jobs["grid_published_plans"], asked.jobs["grid_table"]) == (
         pairs, published, 1,
     )  # fmt: skip
+    fronts = finished.snakemake("results/grids/fasop.md", "-n")
+    assert (fronts.jobs["grid_front"], fronts.jobs["write_grid_front"], fronts.jobs["grid_table"]) == (3, 3, 1)
     own = finished.snakemake("results/grids/laptop.md", "-n")
     assert own.status == 0 and own.jobs["grid_measure"] == 1, own.output
 
@@ -158,3 +203,26 @@ def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
     write_document(name / "answers" / "m@c.json", GridAnswers(cells=none))
     subprocess.run(command, check=True, timeout=120)
     assert "3 cells, 3 without a plan" in Path(f"{name}.md").read_text()
+
+
+def _front_row(nodes, status, **numbers):
+    unknown = dict.fromkeys(("step_s", "expected_step_s", "simulated_step_s", "usd_per_step", "usd_per_hour"), 0.0)
+    rest = {"is_bound": False, "checkpoint_steps": 0, "hours": 0.0, "usd": 0.0, "dominated_by": "", "plan": ""}
+    return SubClusterRow(nodes=nodes, status=status, **unknown | rest | numbers)
+
+
+def test_a_front_is_a_section_with_its_points_and_the_number_of_the_others(tmp_path):
+    plan = a_plan()
+    write_document(tmp_path / "bert" / "2xa.json", plan)
+    point = {"step_s": 2.0, "simulated_step_s": 1.9, "usd_per_step": 0.5, "usd_per_hour": 900.0, "plan": "2xa.json"}
+    rows = (
+        _front_row("2xa", Status.FRONT, **point),
+        _front_row("1xa", Status.DOMINATED, step_s=3.0),
+        _front_row("3xa", Status.NO_PLAN),
+    )
+    (tmp_path / "bert" / "front.csv").write_bytes(csv_of(rows))
+    said = front_markdown(tmp_path / "bert" / "front.csv")
+    assert said.startswith("## Step time against price: bert\n\ndemo on sub-clusters of laptop, batch 32: ")
+    assert "1 of 3 are on the front, 1 are dominated, 1 are without a plan." in said
+    assert "| 2xa | 2 s | 1.9 s | 16 | 900 | 500 | pp 2, 4 microbatches |" in said
+    assert "1xa |" not in said

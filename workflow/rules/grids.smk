@@ -7,6 +7,7 @@ with one_line_errors():
 
 wildcard_constraints:
     grid="|".join(GRIDS) or "(?!)",
+    front="[^/]+",
 
 
 localrules:
@@ -40,6 +41,18 @@ rule write_grid_cluster:
     localrule: True
     params:
         text=lambda wildcards: GRIDS[wildcards.grid].cluster_json(wildcards.cluster),
+    shell:
+        "printf '%s\\n' {params.text:q} > {output} 2> {log}"
+
+
+rule write_grid_front:
+    output:
+        "results/grids/{grid}/fronts/{front}.search.json",
+    log:
+        "results/logs/grids/{grid}/fronts/{front}.search.log",
+    localrule: True
+    params:
+        text=lambda wildcards: GRIDS[wildcards.grid].front_json(wildcards.front),
     shell:
         "printf '%s\\n' {params.text:q} > {output} 2> {log}"
 
@@ -104,6 +117,37 @@ rule grid_published_plans:
         " shardwright-search batch {output.batch} > {log} 2>&1"
 
 
+# The folder has plans beside the tables, which would be taken for points of the next front.
+rule grid_front:
+    input:
+        unpack(
+            lambda wildcards: GRIDS[wildcards.grid]
+            .front_inputs(wildcards.front)
+            ._asdict()
+        ),
+        search="results/grids/{grid}/fronts/{front}.search.json",
+    output:
+        multiext("results/grids/{grid}/fronts/{front}/front", ".csv", ".h5", ".svg"),
+    log:
+        "results/logs/grids/{grid}/fronts/{front}.log",
+    benchmark:
+        "results/benchmarks/grids/{grid}/fronts/{front}.tsv"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=240,
+    params:
+        folder="results/grids/{grid}/fronts/{front}",
+        profiles=lambda wildcards: GRIDS[wildcards.grid]
+        .front_inputs(wildcards.front)
+        .profiles,
+    message:
+        "search the front {wildcards.front}: step time against price"
+    shell:
+        "rm -rf {params.folder}; shardwright-search rent --cluster {input.cluster} --model {input.model}"
+        " {params.profiles:q} --search {input.search} --out {params.folder} > {log} 2>&1"
+
+
 rule grid_measure:
     input:
         answers="results/grids/{grid}/answers/{model}@{cluster}.json",
@@ -139,6 +183,7 @@ rule grid_table:
             if GRIDS[wildcards.grid].published(model, cluster)
         ],
         measured=lambda wildcards: GRIDS[wildcards.grid].measurements,
+        fronts=lambda wildcards: GRIDS[wildcards.grid].fronts,
         scripts=sorted((ROOT / "workflow/scripts").glob("*.py")),
     output:
         multiext("results/grids/{grid}", ".csv", ".h5", ".md", ".svg"),
@@ -154,8 +199,9 @@ rule grid_table:
         measured=lambda wildcards, input: [
             f"--measured {path}" for path in input.measured
         ],
+        fronts=lambda wildcards, input: [f"--front {path}" for path in input.fronts],
     message:
         "write the tables of the grid {wildcards.grid}"
     shell:
         "python {params.script} tables results/grids/{wildcards.grid} --folder results/cells {params.measured}"
-        " > {log} 2>&1"
+        " {params.fronts} > {log} 2>&1"

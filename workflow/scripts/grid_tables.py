@@ -4,7 +4,7 @@ python workflow/scripts/grid_tables.py tables results/grids/galvatron --folder r
 python workflow/scripts/grid_tables.py plans results/grids/laptop/answers/demo@laptop.json --folder results/cells
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import h5py
 import pandas as pd
 
+from front_table import front_markdown, markdown_line
 from grid_picture import draw_grid
 from results import layers_text
 from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run, show
@@ -38,6 +39,8 @@ class TablesOptions(Options, frozen=True, kw_only=True):
     """Folder of the plans."""
     measured: tuple[Path, ...] = ()
     """Measurements of the plans."""
+    front: tuple[Path, ...] = ()
+    """Tables of fronts, front.csv, each with its plans beside it."""
 
 
 class PlansOptions(Options, frozen=True, kw_only=True):
@@ -60,7 +63,7 @@ def write_tables(options: TablesOptions) -> None:
     out = {end: options.name.with_name(f"{options.name.name}.{end}") for end in ("csv", "h5", "md", "svg")}
     write_bytes(out["csv"], cells.to_csv(index=False).encode())
     _write_hdf5(out["h5"], cells)
-    write_bytes(out["md"], _markdown(cells).encode())
+    write_bytes(out["md"], "\n".join([_markdown(cells), *map(front_markdown, options.front)]).encode())
     write_bytes(out["svg"], document(draw_grid(cells, _SIZE, _OURS)).encode())
 
 
@@ -144,7 +147,7 @@ def _markdown(cells: pd.DataFrame) -> str:
     head = ["model", "cluster", "GiB", "batch", *spaces, "full / best other", "full / published"]
     if is_measured:
         head[-1] = "full, predicted"
-    lines = [_line(head), _line(["---", "---", *["---:"] * (len(head) - 2)])]
+    lines = [markdown_line(head), markdown_line(["---", "---", *["---:"] * (len(head) - 2)])]
     wins = []
     for size in dict.fromkeys(map(tuple, cells[_SIZE].to_numpy().tolist())):
         found = {space: speeds.loc[size].get(space) for space in spaces} if size in speeds.index else {}
@@ -157,7 +160,7 @@ def _markdown(cells: pd.DataFrame) -> str:
         last = f"{row['samples_per_s']:.4g}" if is_measured else _ratio(beside) + _too_large(row, size[2])
         model, cluster, memory_gib, batch = size
         texts = ["–" if pd.isna(found.get(space)) else f"{found[space]:.4g}" for space in spaces]
-        lines.append(_line([model, cluster, f"{memory_gib:g}", str(batch), *texts, _ratio(gain), last]))
+        lines.append(markdown_line([model, cluster, f"{memory_gib:g}", str(batch), *texts, _ratio(gain), last]))
     what = "as measured" if is_measured else "as predicted (simulated)"
     words = [
         f"Samples a second, {what}; – where no plan fits. {len(cells)} cells,"
@@ -180,10 +183,6 @@ def _too_large(row: "pd.Series[Any]", memory_gib: float) -> str:
 
 def _ratio(value: float | None) -> str:
     return "–" if value is None or pd.isna(value) else f"{value:.2f}"
-
-
-def _line(words: Sequence[str]) -> str:
-    return f"| {' | '.join(words)} |"
 
 
 APP = CommandLine(

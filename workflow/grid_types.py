@@ -1,0 +1,108 @@
+"""What a file of config/grids may hold."""
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from configuration_types import Name, Text
+from shardwright_formats.io.json import Value
+from shardwright_formats.types.limits import MAX_DEVICES, Count, Gib, NonNegativeNumber
+from shardwright_search.space.request import Counts
+
+Gibs = Annotated[tuple[Gib, ...], Meta(min_length=1)]
+
+
+class Profiles(StrEnum):
+    """Where a grid's profiles come from."""
+
+    REFERENCE = "reference"
+    """`snakemake reference`: published ones, imported."""
+    OWN = "own"
+    """The models and clusters of the configuration."""
+
+
+class GridCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cluster that published hardware tables are of."""
+
+    device: Text
+    nodes: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
+    devices_per_node: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
+    memory_gib: Gib
+    """Of one device; budgets are at most that."""
+    usd_per_hour: NonNegativeNumber | None = None
+    """Price of one node, which fronts need."""
+
+
+class MixedCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Nodes of several of the grid's other clusters."""
+
+    nodes_of: Annotated[dict[Name, Annotated[int, Meta(ge=1, le=MAX_DEVICES)]], Meta(min_length=2)]
+    """How many nodes of each, in this order; links and profiles are those of these clusters."""
+
+
+class Front(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The exact front of step time against price over all sub-clusters of a cluster."""
+
+    model: Name
+    """One of the grid's."""
+    cluster: Name
+    """Of each node type the most that can be rented."""
+    global_batch_size: Count
+    space: str = "full"
+    memory_gib: Gib | None = None
+    """Budget of one device; null: all that it has."""
+
+
+class Published(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan that Galvatron ships, to stand beside ours for the same cluster, budget and batch."""
+
+    cluster: Name
+    memory_gib: Gib
+    global_batch_size: Count
+    file: Text
+    """Its strategy file, below galvatron/models."""
+    sequence_parallel: Literal["none", "megatron"] = "none"
+    num_microbatches: Count | None = None
+    """Instead of the file's, where those are of unequal size."""
+
+
+class GridModel(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model of a grid; what is not said is the grid's."""
+
+    clusters: Annotated[tuple[Name, ...], Meta(min_length=1)]
+    profile: Text | None = None
+    """Of reference models: the imported profile; by default named as the model. {device} stands for the cluster's."""
+    description: Name | None = None
+    """Of reference models: the model file; by default named as the model."""
+    memory_gib: Gibs | None = None
+    global_batch_size: Counts | None = None
+    search: dict[str, Any] = msgspec.field(default_factory=dict)
+    published: tuple[Published, ...] = ()
+
+
+class Measured(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long the plans of a grid are measured."""
+
+    steps: Count
+    warmup_steps: Count
+
+
+class GridSettings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file of config/grids."""
+
+    profiles: Profiles
+    models: Annotated[dict[Name, GridModel], Meta(min_length=1)]
+    clusters: dict[Name, GridCluster] = msgspec.field(default_factory=dict)
+    """Of reference grids."""
+    mixed_clusters: dict[Name, MixedCluster] = msgspec.field(default_factory=dict)
+    """The same, of several devices."""
+    memory_gib: Gibs
+    global_batch_size: Counts
+    spaces: Annotated[tuple[str, ...], Meta(min_length=1)]
+    search: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Further keys of every search."""
+    fronts: dict[Name, Front] = msgspec.field(default_factory=dict)
+    measure: Measured | None = None
+    """Run every plan for some steps."""
