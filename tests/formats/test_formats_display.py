@@ -7,7 +7,7 @@ import pytest
 
 from shardwright_formats.display.chart import Panel, bytes_axis, linear_axis, logarithmic_axis
 from shardwright_formats.display.svg import document, marker, picture, text, ticks, without_variables
-from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
+from shardwright_formats.display.units import bytes_text, rate_text, seconds_text, usd_text
 
 
 @pytest.mark.parametrize(("low", "high"), [(1e-6, 2.0), (0.002, 0.0021), (3.0, 3.0), (0.9, 110.0)])
@@ -73,4 +73,5 @@ def test_numbers_have_three_figures_and_a_unit():
         "0 s", "0.25 µs", "12.3 ms", "1.5 s", "1235 s",
     ]  # fmt: skip
     assert [bytes_text(size) for size in (0, 1023, 1536, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5120 GiB"]
+    assert [usd_text(usd) for usd in (0.01234, 12.34, 1234.5)] == ["$0.0123", "$12.3", "$1,234"]
     assert [rate_text(rate) for rate in (5e5, 2.5e9)] == ["0.5 MB/s", "2.5 GB/s"]

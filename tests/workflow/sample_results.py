@@ -90,7 +90,9 @@ def an_estimate(plan: Plan, step_time_s: float) -> Estimate:
     }
     predictions = tuple(
         StagePrediction(
-            time_s=3 * unit, time_terms_s={"forward": unit, "backward": 2 * unit},
+            time_s=3 * unit, time_terms_s={
+                "forward": unit, "backward": 2 * unit, "gradient_sync": 0.0, "optimizer": unit / 2,
+            },
             memory_bytes=sum(terms.values()) - stage * 8 * _MIB,
             memory_terms_bytes=terms | {"activations": (20 - 8 * stage) * _MIB},
         )

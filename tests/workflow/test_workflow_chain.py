@@ -35,8 +35,20 @@ def test_everything_that_is_asked_for_comes_out(finished):
     for path in files:
         assert (finished.folder / "results" / path).stat().st_size > 0
     rows = list(csv.DictReader((finished.folder / "results" / "grid.csv").open()))
-    assert [row["search"] for row in rows] == ["roomy", "tight"]
+    assert [row["search"] for row in rows] == ["llama2-70b", "roomy", "tight"]
     assert "chosen" in (finished.folder / "results" / "summary.txt").read_text()
+
+
+def test_the_plan_for_a_real_cluster_comes_first_and_is_estimated(finished):
+    summary = (finished.folder / "results" / "summary.txt").read_text()
+    assert re.findall(r"^plan (\S+)", summary, re.M) == ["llama2-70b", "roomy", "tight"]
+    page = (finished.folder / "results" / "report.html").read_text()
+    assert re.findall(r'<div class="answer"><b>(.*?)</b>', page) == ["llama2-70b", "roomy", "tight"]
+    calls = [_options(call) for call in _of(finished.calls(), "shardwright-profile analytic")]
+    made = {call.get("--hardware-out") or call["--out"] for call in calls}
+    assert made == {"results/hardware/h100x64.h5", "results/profiles/llama2-70b@h100.h5"}
+    measured = [_options(call)["--out"] for call in _of(finished.calls(), "shardwright-train measure")]
+    assert not any("llama2-70b" in path for path in measured)
 
 
 def test_every_job_leaves_a_log_and_a_benchmark(finished):
@@ -51,8 +63,9 @@ def test_the_stages_are_called_with_what_the_configuration_says(finished):
     calls, config = finished.calls(), yaml.safe_load((finished.folder / "config.yaml").read_text())
     (hardware,) = _of(calls, "shardwright-profile hardware")
     assert _options(hardware)["--time-budget"] == str(config["clusters"]["laptop"]["hardware_time_budget_s"])
-    (describe,) = _of(calls, "shardwright-train describe")
-    assert describe[0] == "results/models/demo"
+    described = {call[0]: call for call in _of(calls, "shardwright-train describe")}
+    assert set(described) == {"results/models/demo", "results/models/llama2-70b"}
+    describe = described["results/models/demo"]
     assert _options(describe)["--sequence-length"] == "128"
     runs = {_options(run)["--out"]: _options(run) for run in _of(calls, "shardwright-train run")}
     assert runs["results/runs/demo"]["--steps"] == str(config["runs"]["demo"]["steps"])
@@ -164,7 +177,8 @@ def test_what_is_analytic_is_estimated_and_not_measured(finished):
     assert done.status == 0, done.output
     assert {"analytic_hardware", "analytic_profile"} <= set(done.jobs)
     assert not {"hardware", "probes", "measure", "fit"} & set(done.jobs)
-    calls = [_options(call) for call in _of(finished.calls(), "shardwright-profile analytic")]
+    every = [_options(call) for call in _of(finished.calls(), "shardwright-profile analytic")]
+    calls = [options for options in every if "h100" not in options["--cluster"]]
     (hardware,) = [options for options in calls if "--hardware-out" in options]
     (profile,) = [options for options in calls if "--out" in options]
     assert (hardware["--hardware-out"], hardware["--inter-node-gbit-s"]) == ("results/hardware/laptop.h5", "400")

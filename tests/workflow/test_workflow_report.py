@@ -126,15 +126,42 @@ def test_the_page_begins_with_the_answer(results):
     search = read_search(results, "roomy")
     cards = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", report.page([search], [read_run(results, "demo")]))
     said = dict(cards)
-    assert list(said) == ["Plan", "Time", "Memory", "Price", "How sure"]
+    assert list(said) == ["Plan", "Time", "Memory", "Price", "How sure", "Why"]
     assert said["Plan"].startswith("demo on laptop, 8 ranks: pp 2 (1f1b), 4 microbatches")
     assert said["Time"] == "210 ms a step, measured: 152 samples/s"
     assert said["Memory"] == "60 MiB on the fullest device, measured: fits 64 MiB, 4 MiB to spare"
     assert "it was run, and took 1.05 × as long as predicted" in said["How sure"]
     page = report.page([search], [])
-    assert page.index("<h1>") < page.index("<dt>Plan") < page.index("<nav>") < page.index("<h2>")
+    order = ("<h1>", "<dt>Plan", "<dt>Why", 'aria-label="the plan roomy"', "<nav>", "<h2>")
+    assert sorted(order, key=page.index) == list(order)
     tight = search._replace(prediction=msgspec.structs.replace(search.prediction, memory_budget_bytes=50 * MIB))
     assert "measured: does not fit 50 MiB, by 10 MiB" in report.page([tight], [])
+
+
+def test_it_is_told_why_a_plan_takes_as_long_as_it_does(results):
+    search = read_search(results, "roomy")
+    said = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", report.page([search], [])))["Why"]
+    # 4 microbatches of 3 units on each of 2 stages, half a unit at the end, of 18 units.
+    assert said == (
+        "66.7% of a step are forward and backward passes of stage 0, the slowest, 16.7% filling and draining the "
+        "pipeline, 2.8% reducing gradients and the optimizer, 13.9% what every step needs; stage 0 is the fullest, "
+        "stage 1 needs 8 MiB less; the best plan of another configuration (pp 2, 8 microbatches, 1f1b) takes 10.0% "
+        "more time for a sample, predicted"
+    )
+
+
+def test_of_several_searches_the_first_is_told_and_drawn_before_the_next(results):
+    write_sample_results(results, search="tight", budget_mib=50)
+    page = report.page([read_search(results, name) for name in ("tight", "roomy")], [])
+    order = ("<b>tight</b>", 'aria-label="the plan tight"', "<b>roomy</b>", 'aria-label="the plan roomy"', "<nav>")
+    assert sorted(order, key=page.index) == list(order)
+
+
+def test_the_plan_that_was_selected_is_the_one_that_is_told(results):
+    assert read_search(results, "roomy").in_use.role == "chosen"
+    assert read_search(results, "roomy", selected=True).in_use.role == "runner-up 1"
+    page = report.page([read_search(results, "roomy", selected=True)], [])
+    assert "8 microbatches" in page.partition("<dt>Plan")[2].partition("</dd>")[0]
 
 
 def test_the_table_of_contents_leads_to_every_part(results):
@@ -266,6 +293,8 @@ def test_equal_neighbours_are_counted_together():
     assert layers_text(a_plan()) == (
         "3 ZeRO-3 dp 4, recomputed + 1 DDP dp 4 | 2 DDP dp 4 + 2 tp 2, Megatron SP, ZeRO-2 dp 2"
     )
+    alike = msgspec.structs.replace(a_plan(), layers=a_plan().layers[4:5] * 8)
+    assert layers_text(alike) == "2 stages of 4 DDP dp 4"
 
 
 def test_a_profile_is_told_with_its_sources_and_how_well_curves_explain_it(tmp_path):

@@ -137,7 +137,7 @@ rule grid_front:
         mem_mb=4000,
         runtime=240,
     params:
-        folder="results/grids/{grid}/fronts/{front}",
+        folder=lambda wildcards, output: Path(output[0]).parent,
         profiles=lambda wildcards: GRIDS[wildcards.grid]
         .front_inputs(wildcards.front)
         .profiles,

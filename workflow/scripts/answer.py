@@ -1,19 +1,20 @@
-"""What the report begins with: each search's plan, its step time, memory and price, and how sure that is."""
+"""What the report begins with: each search's plan, its step time, memory and price, how sure that is, and why."""
 
 from collections.abc import Iterator
 from html import escape
 
 from results import Comparison, SearchOutcome, plan_text, ratio_text
 from shardwright_formats.display.node_types import NodeTypeUse, binding, node_type_uses
-from shardwright_formats.display.units import bytes_text, seconds_text
+from shardwright_formats.display.units import bytes_text, seconds_text, usd_text
+from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_search.explain.binding import step_parts
 
 _KINDS = ("analytic", "assumed", "absent")
 
 
 def answer(search: SearchOutcome) -> str:
-    """One card: a search's answer in five lines."""
-    chosen = next((of for of in search.comparisons if of.taken), search.comparisons[0])
-    lines = "".join(f"<dt>{name}</dt><dd>{escape(words)}</dd>" for name, words in _lines(search, chosen))
+    """One card: a search's answer in a few lines."""
+    lines = "".join(f"<dt>{name}</dt><dd>{escape(words)}</dd>" for name, words in _lines(search, search.in_use))
     return f'<div class="answer"><b>{escape(search.name)}</b><dl>{lines}</dl></div>'
 
 
@@ -46,6 +47,7 @@ def _lines(search: SearchOutcome, of: Comparison) -> Iterator[tuple[str, str]]:
     if uses := node_type_uses(of.plan, of.estimate):
         yield "Node types", "; ".join(_node_type(use, use is binding(uses)) for use in uses)
     yield "How sure", "; ".join(_sure(search, of))
+    yield "Why", "; ".join(_why(search, of))
 
 
 def _time(of: Comparison) -> str:
@@ -70,12 +72,12 @@ def _memory(search: SearchOutcome, of: Comparison) -> str:
 
 def _price(of: Comparison) -> str:
     usd = of.estimate.usd_per_step
-    return "none is known of these nodes" if usd is None else f"${1000 * usd:.3g} for a thousand steps, predicted"
+    return "none is known of these nodes" if usd is None else f"{usd_text(1000 * usd)} for a thousand steps, predicted"
 
 
 def _node_type(use: NodeTypeUse, binds: bool) -> str:
     idle = f"{use.ranks} ranks in {use.stages} stage{'s' if use.stages > 1 else ''}, idle {use.idle_share:.1%}"
-    cost = "" if use.idle_usd is None else f", which costs ${1000 * use.idle_usd:.3g} in a thousand steps"
+    cost = "" if use.idle_usd is None else f", which costs {usd_text(1000 * use.idle_usd)} in a thousand steps"
     return f"{use.name}{' (binds)' if binds else ''}: {idle}{cost}"
 
 
@@ -96,3 +98,39 @@ def _sure(search: SearchOutcome, of: Comparison) -> Iterator[str]:
         yield f"not all was measured that it is predicted from: {', '.join(kinds)}"
     if warnings := len(search.prediction.warnings):
         yield f"{warnings} warning{'s' if warnings > 1 else ''} below"
+
+
+def _why(search: SearchOutcome, of: Comparison) -> Iterator[str]:
+    """What a step is made of, which stage is fullest, and what the best plan of another configuration takes."""
+    yield ", ".join(_shares(of))
+    held = [stage.memory_bytes for stage in of.estimate.stages]
+    if len(held) > 1:
+        left = bytes_text(max(held) - min(held))
+        yield f"stage {held.index(max(held))} is the fullest, stage {held.index(min(held))} needs {left} less"
+    if others := [other for other in search.comparisons if _shape(other.plan) != _shape(of.plan)]:
+        best = min(others, key=_sample_s)
+        shape = "pp {}, {} microbatches, {}".format(*_shape(best.plan))
+        more = _sample_s(best) / _sample_s(of) - 1
+        words = f"{abs(more):.1%} {'less' if more < 0 else 'more'} time for a sample, predicted"
+        yield f"the best plan of another configuration ({shape}) takes {words}"
+
+
+def _shares(of: Comparison) -> Iterator[str]:
+    """Of the closed form of a step."""
+    parts, step_s = step_parts(of.plan, of.estimate), of.estimate.objective_s or 1.0
+    slowest = f" of stage {parts.slowest}, the slowest" if len(of.plan.stages) > 1 else ""
+    yield f"{parts.bottleneck_s / step_s:.1%} of a step are forward and backward passes{slowest}"
+    rest = {
+        "filling and draining the pipeline": parts.fill_s,
+        "reducing gradients and the optimizer": parts.end_s,
+        "what every step needs": parts.always_s,
+    }
+    yield from (f"{time_s / step_s:.1%} {what}" for what, time_s in rest.items() if time_s > 0)
+
+
+def _shape(plan: Plan) -> tuple[int, int, Schedule]:
+    return len(plan.stages), plan.num_microbatches, plan.schedule
+
+
+def _sample_s(of: Comparison) -> float:
+    return of.estimate.simulated_step_time_s / of.plan.global_batch_size

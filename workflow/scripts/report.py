@@ -21,7 +21,7 @@ from results import (
 )
 from shardwright_formats.display.svg import STYLE
 from shardwright_formats.display.timeline import draw_timeline
-from shardwright_formats.display.units import bytes_text, seconds_text
+from shardwright_formats.display.units import bytes_text, seconds_text, usd_text
 from tables import correction_table, fits_table, html_list, plans_table, ranks_table
 
 
@@ -40,10 +40,11 @@ def page(
     pictures: Sequence[GivenPicture] = (),
 ) -> str:
     """The whole page."""
-    colours = StrategyColours(search.plan for search in searches)
+    colours = StrategyColours(plan for search in searches for plan in (search.plan, search.in_use.plan))
+    answers = (answer(search) + _drawing(draw_plan(search.in_use.plan, colours)) for search in searches)
     css = STYLE + (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     sections = [
-        *(Section(f"Plan: {search.name}", _search_section(search, colours)) for search in searches),
+        *(Section(f"Plan: {search.name}", _search_section(search)) for search in searches),
         *(Section(f"Run: {run.name}", _run_section(run)) for run in runs),
         *(Section(f"Picture: {given.name}", _drawing(given.drawing)) for given in pictures),
         *(Section(f"Profile: {profile.name}", _profile_section(profile)) for profile in profiles),
@@ -53,7 +54,7 @@ def page(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Shardwright report</title><style>{css}</style></head><body><main>"
-        f"<h1>Shardwright report</h1>{''.join(map(answer, searches))}{_losses(runs)}{_contents(sections)}{parts}"
+        f"<h1>Shardwright report</h1>{''.join(answers)}{_losses(runs)}{_contents(sections)}{parts}"
         "</main></body></html>\n"
     )
 
@@ -81,7 +82,7 @@ def _losses(runs: Sequence[RunOutcome]) -> str:
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
 
 
-def _search_section(search: SearchOutcome, colours: StrategyColours) -> str:
+def _search_section(search: SearchOutcome) -> str:
     plan, prediction = search.plan, search.prediction
     budget = prediction.memory_budget_bytes
     facts = (
@@ -96,14 +97,13 @@ def _search_section(search: SearchOutcome, colours: StrategyColours) -> str:
         (bytes_text(estimate.memory_bytes), f"memory of {bytes_text(budget)}" if budget else "memory of a rank"),
     ]
     if estimate.usd_per_step is not None:
-        tiles.append((f"${1000 * estimate.usd_per_step:.3g}", "for a thousand steps"))
+        tiles.append((usd_text(1000 * estimate.usd_per_step), "for a thousand steps"))
     return "".join(
         (
             f"<p class='soft'>{escape(facts)}</p>",
             f"<p>{escape(plan_text(plan))}</p>",
             "".join(f"<p><strong>{kind}</strong>{escape(words)}</p>" for kind, words in provenance(search).items()),
             '<div class="tiles">' + "".join(_tile(*tile) for tile in tiles) + "</div>",
-            _figure("Layers and pipeline stages", draw_plan(plan, colours)),
             _figure("Predicted memory of a rank, by pipeline stage", draw_memory(estimate, budget)),
             _figure(f"Simulated step ({escape(plan.schedule)})", draw_timeline(plan, estimate)),
             _measured(search),

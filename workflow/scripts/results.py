@@ -66,6 +66,11 @@ class SearchOutcome(NamedTuple):
     correction: Correction | None = None
     """What these measured plans taught."""
 
+    @property
+    def in_use(self) -> Comparison:
+        """The plan that runs take: the fastest that fits once measured, if it was selected, or the predicted best."""
+        return next((of for of in self.comparisons if of.taken), self.comparisons[0])
+
 
 class RunOutcome(NamedTuple):
     """A training run that reached its last step."""
@@ -189,7 +194,8 @@ def layers_text(plan: Plan) -> str:
     for stage in plan.stages:
         texts = [strategy_text(plan.layers[i]) for low, high in stage.layers for i in range(low, high)]
         parts.append(" + ".join(f"{len(list(equal))} {text}" for text, equal in groupby(texts)))
-    return " | ".join(parts)
+    alike = ((len(list(equal)), text) for text, equal in groupby(parts))
+    return " | ".join(text if count == 1 else f"{count} stages of {text}" for count, text in alike)
 
 
 def plan_text(plan: Plan) -> str:

@@ -22,6 +22,11 @@ def rate_text(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e6:.3g} MB/s" if bytes_per_s < 1e9 else f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
+def usd_text(usd: float) -> str:
+    """A price with three figures, in whole dollars from a thousand on."""
+    return f"${usd:.3g}" if usd < 1000 else f"${usd:,.0f}"
+
+
 def _three_figures(amount: float) -> str:
     """Three significant figures, without an exponent for large amounts."""
     return f"{amount:.3g}" if amount < 1000 else f"{amount:.0f}"
