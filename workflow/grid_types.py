@@ -9,7 +9,7 @@ from msgspec import Meta
 from configuration_types import Name, Text
 from shardwright_formats.io.json import Value
 from shardwright_formats.types.limits import MAX_DEVICES, Count, Gib, NonNegativeNumber
-from shardwright_search.space.request import Counts
+from shardwright_search.space.request import Counts, Space
 
 Gibs = Annotated[tuple[Gib, ...], Meta(min_length=1)]
 
@@ -50,7 +50,7 @@ class Front(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cluster: Name
     """Of each node type the most that can be rented."""
     global_batch_size: Count
-    space: str = "full"
+    space: str = str(Space.FULL)
     memory_gib: Gib | None = None
     """Budget of one device; null: all that it has."""
 
@@ -101,6 +101,7 @@ class GridSettings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     memory_gib: Gibs
     global_batch_size: Counts
     spaces: Annotated[tuple[str, ...], Meta(min_length=1)]
+    """With `full` among them."""
     search: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further keys of every search."""
     fronts: dict[Name, Front] = msgspec.field(default_factory=dict)

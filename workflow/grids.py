@@ -14,7 +14,7 @@ from grid_types import GridCluster, GridSettings, Profiles, Published
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
 from shardwright_search.space.grid import Grid
-from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.request import SearchRequest, Space
 
 _GIB = 1024**3
 _REFERENCE = "results/reference"
@@ -164,6 +164,8 @@ class GridFile:
         return own | self.of.search | self.of.models[model].search | asked
 
     def _check(self) -> None:
+        if Space.FULL not in self.of.spaces:
+            raise BadInput(self.file, f"spaces: {Space.FULL} is missing, beside which the others stand", "add it")
         for name, mixed in self.of.mixed_clusters.items():
             for cluster in mixed.nodes_of.keys() - self.of.clusters.keys():
                 raise BadInput(

@@ -132,7 +132,8 @@ def test_a_front_of_nodes_of_the_configuration_needs_their_price(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"spaces": ["nowhere"]}, "space"),
+        ({"spaces": ["full", "nowhere"]}, "space"),
+        ({"spaces": ["dp", "zero"]}, "spaces: full is missing, beside which the others stand: add it"),
         ({"memory_gib": [-1]}, "memory_gib"),
         ({"models": {"m": {"clusters": ["c"]}}}, "there is no cluster 'c'"),
         ({"colour": 1}, "colour"),

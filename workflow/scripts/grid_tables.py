@@ -23,9 +23,9 @@ from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
 from shardwright_search.space.grid import CellAnswer, Grid, GridAnswers
-from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.request import SearchRequest, Space
 
-_OURS = "full"
+_OURS = str(Space.FULL)
 _TEXTS = ["model", "cluster", "space", "layers", "plan_sha256", "reason"]
 _SIZE = ["model", "cluster", "memory_gib", "global_batch_size"]
 

@@ -104,11 +104,12 @@ def grid(options: GridOptions) -> None:
         for search in asked.searches:
             answer = cells.known(search)
             if answer is None:
-                searched += 1
+                searched, begun = searched + 1, monotonic()
                 answer = cells.searched(search, lambda _: None)
                 left = len(asked.searches) - len(answers) - 1
-                seconds = (monotonic() - started) / searched * left
-                report(f"{len(answers) + 1} of {len(asked.searches)} {search.name}, at most {seconds:.0f} s left")
+                left_s, took_s = (monotonic() - started) / searched * left, monotonic() - begun
+                told = f"{len(answers) + 1} of {len(asked.searches)} {search.name} in {took_s:.3f} s"
+                report(f"{told}, at most {left_s:.0f} s left")
             answers.append(answer)
     write_document(options.out, GridAnswers(cells=tuple(answers)))
     none = sum(answer.reason is not None for answer in answers)
