@@ -51,7 +51,9 @@ class Workflow:
     def cluster(self, name: str, *, priced: bool = True) -> Section:
         """A cluster's content; `1x<node type>` is one node of that type, without its price, for profiling."""
         if (node_type := name.removeprefix("1x")) != name and node_type in self.of.node_types:
-            types = {node_type: self._node_type(node_type, priced=False)}
+            devices = self.of.node_types[node_type].profiled_devices
+            own = {} if devices is None else {"devices_per_node": devices}
+            types = {node_type: self._node_type(node_type, priced=False) | own}
             groups = [{"node_type": node_type, "count": 1}]
         else:
             types = {each: self._node_type(each, priced=priced) for each in self.of.clusters[name].node_types}
@@ -106,7 +108,7 @@ class Workflow:
     def describe_options(self, described: str) -> list[str]:
         """What `shardwright-train describe` is told of MODEL, or of MODEL@LENGTH."""
         model, _, length = described.partition("@")
-        return _options({"name": model, "sequence_length": length or self.sequence_length(model)})
+        return spelled_options({"name": model, "sequence_length": length or self.sequence_length(model)})
 
     def described(self, model: str) -> list[str]:
         """The descriptions of a model at each length that it is profiled at, its own first."""
@@ -116,7 +118,7 @@ class Workflow:
     def measure_options(self, model: str) -> list[str]:
         """How long the probes of a model are measured, as options of `shardwright-train measure`."""
         known = ("steps", "warmup_steps", "min_time_s")
-        return _options({key: getattr(self.profile_of(model), key) for key in known})
+        return spelled_options({key: getattr(self.profile_of(model), key) for key in known})
 
     def estimate_options(self, model: str) -> list[str]:
         """What `shardwright-profile analytic` is told of the devices that a model's profile is estimated for."""
@@ -125,7 +127,7 @@ class Workflow:
     def options(self, section: str, name: str, without: Iterable[str] = ()) -> list[str]:
         """The keys of an entry as options of a command."""
         entry = self.sections[section][name]
-        return _options({key: value for key, value in entry.items() if key not in without})
+        return spelled_options({key: value for key, value in entry.items() if key not in without})
 
     def selects(self, search: str) -> bool:
         """Whether runs of a search take its measured winner, not the predicted best."""
@@ -260,7 +262,8 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
     return workflow
 
 
-def _options(said: Section) -> list[str]:
+def spelled_options(said: Section) -> list[str]:
+    """Keys and their values as options of a command; a list repeats its option."""
     return [word for key, value in said.items() for word in _option(f"--{key.replace('_', '-')}", key, value)]
 
 

@@ -82,6 +82,8 @@ class NodeKind(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The device's name as its driver gives it, or `cpu`; or `cpu/2`, which takes twice as long."""
     devices_per_node: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
     """Each device is one rank."""
+    profiled_devices: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
+    """Devices at work while models are profiled; null: those of a node. More where several nodes are this machine."""
     memory_gib: Gib
     """Memory of one device."""
     usd_per_hour: NonNegativeNumber | None = None

@@ -68,6 +68,14 @@ class Published(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Instead of the file's, where those are of unequal size."""
 
 
+class Even(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan that is not searched: as many layers on each pipeline stage, all of them data-parallel."""
+
+    pp: Count
+    """Pipeline stages."""
+    num_microbatches: Count
+
+
 class GridModel(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model of a grid; what is not said is the grid's."""
 
@@ -75,11 +83,13 @@ class GridModel(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     profile: Text | None = None
     """Of reference models: the imported profile; by default named as the model. {device} stands for the cluster's."""
     description: Name | None = None
-    """Of reference models: the model file; by default named as the model."""
+    """The model file, or of own models the configuration's model; by default named as the model."""
     memory_gib: Gibs | None = None
     global_batch_size: Counts | None = None
     search: dict[str, Any] = msgspec.field(default_factory=dict)
     published: tuple[Published, ...] = ()
+    even: Even | None = None
+    """Beside the spaces."""
 
 
 class Measured(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

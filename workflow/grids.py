@@ -8,7 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configuration import Workflow
+from msgspec.structs import asdict
+
+from configuration import Workflow, spelled_options
 from configuration_checks import converted, read_yaml
 from grid_types import GridCluster, GridSettings, Profiles, Published
 from shardwright_formats.io.errors import BadInput
@@ -55,7 +57,8 @@ class GridFile:
         """Whether the configuration has the models and clusters of a grid of own ones."""
         of = self._workflow.of
         clusters = {cluster for _, cluster in self.pairs} | {front.cluster for front in self.of.fronts.values()}
-        return not self._own or (self.of.models.keys() <= of.models.keys() and clusters <= of.clusters.keys())
+        models = {self._described(model) for model in self.of.models}
+        return not self._own or (models <= of.models.keys() and clusters <= of.clusters.keys())
 
     @property
     def folder(self) -> str:
@@ -120,18 +123,18 @@ class GridFile:
     def inputs(self, model: str, cluster: str) -> Inputs:
         """What a search of a pair reads."""
         if self._own:
-            (node_type,) = self._workflow.of.clusters[cluster].node_types
+            own, node_types = self._described(model), self._workflow.of.clusters[cluster].node_types
             return Inputs(
                 cluster=f"results/clusters/{cluster}.json",
-                model=f"results/models/{model}.json",
+                model=f"results/models/{own}.json",
                 hardware=(f"results/hardware/{cluster}.h5",),
-                profile=(f"results/profiles/{model}@{node_type}.h5",),
+                profile=tuple(f"results/profiles/{own}@{node_type}.h5" for node_type in node_types),
             )
         of, parts = self.of.models[model], self._nodes_of(cluster)
         profiles = [(of.profile or model).replace("{device}", self.of.clusters[part].device) for part in parts]
         return Inputs(
             cluster=f"{self.folder}/clusters/{cluster}.json",
-            model=f"{_REFERENCE}/models/{of.description or model}.json",
+            model=f"{_REFERENCE}/models/{self._described(model)}.json",
             hardware=tuple(f"{_REFERENCE}/hardware/{part}.h5" for part in parts),
             profile=tuple(f"{_REFERENCE}/profiles/{profile}.h5" for profile in profiles),
         )
@@ -158,8 +161,37 @@ class GridFile:
             prediction = path.removesuffix(".json") + ".prediction.json"
             yield shlex.join(["evaluate", path, *files.profiles, "--out", prediction])
 
+    def _described(self, model: str) -> str:
+        """What the model's file is called, or the configuration's model."""
+        return self.of.models[model].description or model
+
+    def even_folder(self, model: str, cluster: str) -> str | None:
+        """Where the even plans of a pair lie, if it has any."""
+        return f"{self.folder}/even/{model}@{cluster}" if self.of.models[model].even else None
+
+    def even_lines(self, model: str, cluster: str) -> Iterator[str]:
+        """The commands that make and evaluate the even plan of each batch size, for `shardwright-search batch`."""
+        of, files = self.of.models[model], self.inputs(model, cluster)
+        batches = of.global_batch_size or self.of.global_batch_size
+        for batch, path in ((batch, f"{self.even_folder(model, cluster)}/b{batch}.json") for batch in batches):
+            if of.even is not None:
+                options = spelled_options(asdict(of.even) | self._computed(model) | {"global_batch_size": batch})
+                plan = ["--cluster", files.cluster, "--model", files.model, *options, "--name", "even", "--out", path]
+                yield shlex.join(["uniform", *plan])
+                prediction = path.removesuffix(".json") + ".prediction.json"
+                yield shlex.join(["evaluate", path, *files.profiles, "--out", prediction])
+
+    def _computed(self, model: str) -> dict[str, Any]:
+        """The number formats and kernels of a model's searches, as options of a plan."""
+        asked = self._search(model, "even", None, 1, Space.FULL)
+        request = converted(asked, SearchRequest, "", str(self.file))
+        formats = {
+            f"precision_{name}": getattr(request.precision, name) for name in ("parameters", "compute", "reduce")
+        }
+        return formats | {"attention": str(request.attention), "compile": request.compile}
+
     def _search(self, model: str, name: str, memory_gib: float | None, batch: int, space: str) -> Mapping[str, Any]:
-        own = self._workflow.computed_as(model) if self._own else {}
+        own = self._workflow.computed_as(self._described(model)) if self._own else {}
         asked = {"name": name, "memory_gib": memory_gib, "global_batch_size": batch, "space": space}
         return own | self.of.search | self.of.models[model].search | asked
 

@@ -1,6 +1,7 @@
 """The grids that are shipped, and the tables that are made of their answers."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,31 @@ def test_published_plans_are_imported_and_priced_by_commands_that_exist():
         words = [word.strip("'") for word in line.split(" ")]
         name = "import galvatron" if words[0] == "import" else words[0]
         assert APP.commands[name].parse(name, words[len(name.split()) :])
+
+
+def test_two_made_up_node_types_of_this_machine_are_planned_with_the_profile_of_each():
+    grid = GRIDS["laptop"]
+    inputs = grid.inputs("demo-mixed", "laptop-mixed")
+    assert inputs.cluster == "results/clusters/laptop-mixed.json" and inputs.model == "results/models/demo.json"
+    assert inputs.hardware == ("results/hardware/laptop-mixed.h5",)
+    assert inputs.profile == ("results/profiles/demo@fast.h5", "results/profiles/demo@slow.h5")
+    mixed = WORKFLOW.cluster("laptop-mixed")
+    assert {name: (of["device"], of["devices_per_node"]) for name, of in mixed["node_types"].items()} == {
+        "fast": ("cpu", 1), "slow": ("cpu/2", 1),
+    }  # fmt: skip
+    # They share this machine's memory, and so they do where they are profiled.
+    assert WORKFLOW.cluster("1xslow")["node_types"]["slow"]["devices_per_node"] == 2
+
+
+def test_even_plans_are_made_by_commands_that_exist():
+    make, evaluate = (shlex.split(line) for line in GRIDS["laptop"].even_lines("demo-mixed", "laptop-mixed"))
+    asked = APP.commands["uniform"].parse("uniform", make[1:])
+    assert (asked.pp_size, asked.num_microbatches, asked.global_batch_size) == (2, 8, 32)
+    assert str(asked.out) == "results/grids/laptop/even/demo-mixed@laptop-mixed/b32.json" == evaluate[1]
+    assert len(APP.commands["evaluate"].parse("evaluate", evaluate[1:]).profile) == 2
+    assert list(GRIDS["laptop"].even_lines("demo", "laptop")) == [] and not GRIDS["laptop"].even_folder(
+        "demo", "laptop"
+    )
 
 
 def test_grids_of_own_models_need_a_configuration_that_has_them():
@@ -160,7 +186,8 @@ def test_a_grid_is_one_job_for_each_pair(finished):
     fronts = finished.snakemake("results/grids/fasop.md", "-n")
     assert (fronts.jobs["grid_front"], fronts.jobs["write_grid_front"], fronts.jobs["grid_table"]) == (3, 3, 1)
     own = finished.snakemake("results/grids/laptop.md", "-n")
-    assert own.status == 0 and own.jobs["grid_measure"] == 1, own.output
+    assert own.status == 0 and own.jobs["grid_measure"] == 2, own.output
+    assert own.jobs["grid_even_plans"] == 1 and own.jobs["hardware"] == 1, own.output
 
 
 def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
@@ -198,7 +225,18 @@ def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
     page = Path(f"{name}.md").read_text()
     assert "3 cells, 1 without a plan" in page and "| 2.00 | 2.00 |" in page
     assert "dp: 2.000 times as long" in Path(f"{name}.svg").read_text()
-    for path in (published, published.with_suffix(".prediction.json")):
+    even, large = name / "even" / "m@c" / "b16.json", msgspec.structs.replace(estimate.stages[0], memory_bytes=2**31)
+    for stages, told in ((estimate.stages, "nan"), ((large,), "does not fit: it lacks 1073741824 bytes")):
+        own = msgspec.structs.replace(estimate, stages=stages)
+        write_document(even, plan)
+        write_document(even.with_suffix(".prediction.json"), msgspec.structs.replace(prediction, estimate=own))
+        subprocess.run(command, check=True, timeout=120)
+        row = pd.read_csv(f"{name}.csv").iloc[-1]
+        assert (row["space"], row["memory_gib"], str(row["reason"])) == ("even", 1.0, told)
+    printed = [*command[:2], "plans", name / "answers" / "m@c.json", "--folder", cells, "--even", even.parent]
+    said = subprocess.run(printed, check=True, timeout=120, capture_output=True, text=True).stdout
+    assert said.splitlines() == [str(cells / f"{keys[0]}.json")], "the even plan is the same decision here"
+    for path in (published, published.with_suffix(".prediction.json"), even, even.with_suffix(".prediction.json")):
         path.unlink()
     none = tuple(msgspec.structs.replace(cell, reason="no plan fits") for cell in answers.cells)
     write_document(name / "answers" / "m@c.json", GridAnswers(cells=none))

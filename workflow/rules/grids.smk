@@ -148,8 +148,40 @@ rule grid_front:
         " {params.profiles:q} --search {input.search} --out {params.folder} > {log} 2>&1"
 
 
+rule grid_even_plans:
+    input:
+        unpack(
+            lambda wildcards: GRIDS[wildcards.grid]
+            .inputs(wildcards.model, wildcards.cluster)
+            ._asdict()
+        ),
+    output:
+        batch="results/grids/{grid}/even/{model}@{cluster}.txt",
+        plans=directory("results/grids/{grid}/even/{model}@{cluster}"),
+    log:
+        "results/logs/grids/{grid}/even/{model}@{cluster}.log",
+    benchmark:
+        "results/benchmarks/grids/{grid}/even/{model}@{cluster}.tsv"
+    threads: 1
+    resources:
+        **LIGHT,
+    params:
+        lines=lambda wildcards: list(
+            GRIDS[wildcards.grid].even_lines(wildcards.model, wildcards.cluster)
+        ),
+    message:
+        "price the even plans of {wildcards.model} on {wildcards.cluster}"
+    shell:
+        "mkdir -p {output.plans}; printf '%s\\n' {params.lines:q} > {output.batch};"
+        " shardwright-search batch {output.batch} > {log} 2>&1"
+
+
 rule grid_measure:
     input:
+        even=lambda wildcards: GRIDS[wildcards.grid].even_folder(
+            wildcards.model, wildcards.cluster
+        )
+        or [],
         answers="results/grids/{grid}/answers/{model}@{cluster}.json",
         script=ROOT / "workflow/scripts/grid_tables.py",
     output:
@@ -163,11 +195,12 @@ rule grid_measure:
         **on_cluster(lambda wildcards: wildcards.cluster, 240),
     params:
         nodes=nodes_options(lambda wildcards: wildcards.cluster),
+        even=lambda wildcards, input: f"--even {input.even}" if input.even else "",
         of=lambda wildcards: GRIDS[wildcards.grid].of.measure,
     message:
         "measure the plans of {wildcards.model} on {wildcards.cluster}"
     shell:
-        "( plans=$(python {input.script} plans {input.answers} --folder results/cells) &&"
+        "( plans=$(python {input.script} plans {input.answers} --folder results/cells {params.even}) &&"
         " on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
         " {resources.sockets} shardwright-train measure $plans {params.nodes} --steps {params.of.steps}"
         " --warmup-steps {params.of.warmup_steps} --out {output.measurement} ) 2> {log}"
@@ -181,6 +214,11 @@ rule grid_table:
             f"results/grids/{wildcards.grid}/published/{model}@{cluster}"
             for model, cluster in GRIDS[wildcards.grid].pairs
             if GRIDS[wildcards.grid].published(model, cluster)
+        ],
+        even=lambda wildcards: [
+            folder
+            for pair in GRIDS[wildcards.grid].pairs
+            if (folder := GRIDS[wildcards.grid].even_folder(*pair))
         ],
         measured=lambda wildcards: GRIDS[wildcards.grid].measurements,
         fronts=lambda wildcards: GRIDS[wildcards.grid].fronts,

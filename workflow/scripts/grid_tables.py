@@ -22,8 +22,8 @@ from shardwright_formats.io.json import atomic_path, read_document, write_bytes
 from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
-from shardwright_search.space.grid import CellAnswer, Grid, GridAnswers
-from shardwright_search.space.request import SearchRequest, Space
+from shardwright_search.space.grid import Grid, GridAnswers
+from shardwright_search.space.request import Space
 
 _OURS = str(Space.FULL)
 _TEXTS = ["model", "cluster", "space", "layers", "plan_sha256", "reason"]
@@ -50,6 +50,8 @@ class PlansOptions(Options, frozen=True, kw_only=True):
     """List of answers (shardwright.grid_answers, JSON)."""
     folder: Path
     """Folder of the plans."""
+    even: Path | None = None
+    """Folder of even plans, which are measured with them."""
 
 
 def write_tables(options: TablesOptions) -> None:
@@ -74,6 +76,8 @@ def print_plans(options: PlansOptions) -> None:
         if answer.reason is None:
             path = options.folder / f"{answer.key}.json"
             found.setdefault(read_document(path, Plan).sha256, path)
+    for path in sorted(options.even.glob("b*[0-9].json")) if options.even else ():
+        found.setdefault(read_document(path, Plan).sha256, path)
     if not found:
         raise BadInput(options.answers, "no cell has a plan", "allow more memory")
     show("\n".join(map(str, found.values())))
@@ -87,22 +91,33 @@ def _rows(name: Path, folder: Path, times: dict[str, float]) -> Iterator[dict[st
             model, _, cluster = pair.partition("@")
             size, _, _ = search.name.rpartition("-")
             published = name / "published" / pair / f"{size}.json"
+            even = name / "even" / pair / f"b{search.global_batch_size}.json"
+            of = dict(zip(_SIZE, (model, cluster, search.memory_gib, search.global_batch_size), strict=True))
             yield {
-                "model": model, "cluster": cluster, "memory_gib": search.memory_gib,
-                "global_batch_size": search.global_batch_size, "space": str(search.space),
-                **_found(search, answer, folder, times), **_published(published if search.space == _OURS else None),
+                **of, "space": str(search.space),
+                **_found(folder / f"{answer.key}.json", answer.reason, times),
+                **_published(published if search.space == _OURS else None),
             }  # fmt: skip
+            if search.space == _OURS and even.exists():
+                reason = _lack(even, search.memory_gib)
+                yield {**of, "space": "even", **_found(even, reason, times), **_published(None)}
 
 
-def _found(search: SearchRequest, answer: CellAnswer, folder: Path, times: dict[str, float]) -> dict[str, Any]:
+def _lack(path: Path, memory_gib: object) -> str | None:
+    """Why a plan that was not searched for a budget does not count there."""
+    held = read_document(path.with_suffix(".prediction.json"), Prediction).estimate.memory_bytes
+    over = held - memory_gib * 2**30 if isinstance(memory_gib, float) else 0
+    return f"does not fit: it lacks {over:.0f} bytes" if over > 0 else None
+
+
+def _found(path: Path, reason: str | None, times: dict[str, float]) -> dict[str, Any]:
     """What is known of the plan of a cell; without one, why there is none."""
     names = (
         "predicted_step_s", "samples_per_s", "predicted_memory_bytes", "gap", "measured_step_s", "pp_size",
         "num_microbatches", "layers", "plan_sha256", "reason",
     )  # fmt: skip
-    if answer.reason is not None:
-        return dict.fromkeys(names) | {"reason": answer.reason}
-    path = folder / f"{answer.key}.json"
+    if reason is not None:
+        return dict.fromkeys(names) | {"reason": reason}
     plan, prediction = read_document(path, Plan), read_document(path.with_suffix(".prediction.json"), Prediction)
     estimate = prediction.estimate
     values = (
