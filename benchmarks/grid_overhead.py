@@ -5,8 +5,8 @@
 A grid of its own, in a copy of the workflow: a small Llama on two clusters of 8 GPUs, `--budgets` memory budgets, 10
 batch sizes, 5 search spaces, so that 10 budgets are 1,000 cells. Its profiles are estimated, nothing is downloaded or
 measured, and all that comes before the searches is part of the start. Snakemake runs it to its table, on one core, so
-that all that it does adds up; then once more, when every answer is known. The searches' own time, writing their plans
-included, is what the commands say of each cell.
+that all that it does adds up; then once more, when every answer is known. The searches' own time is what the commands
+say of each cell; reading, writing and the table are overhead.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """`shardwright-search grid`: the plans of single searches, each answer kept, none that stops another."""
 
+import re
 from functools import partial
 
 import pytest
@@ -47,6 +48,13 @@ def test_every_cell_is_answered_as_by_a_search_of_its_own(given, tmp_path):
     assert fits.reason is None and tiny.reason is not None and none.reason is not None
     assert tiny.reason.startswith("no plan fits") and "raise memory_gib" in tiny.reason
     assert none.reason.startswith("tp_sizes: 3 does not divide")
+
+
+def test_it_is_told_how_far_a_grid_is_and_how_long_it_may_still_take(given):
+    told = searched(given).stderr.splitlines()
+    found = [re.fullmatch(r"(\d) of 3 (\w+) in (\d+\.\d{3}) s, at most (\d+) s left", line) for line in told]
+    assert [(row[1], row[2]) for row in found if row] == [("1", "fits"), ("2", "tiny"), ("3", "none")]
+    assert found[2][4] == "0"
 
 
 def test_what_is_known_is_not_searched_again_and_gives_the_same_list(given, make, monkeypatch):

@@ -81,7 +81,7 @@ rule grid_searches:
         .inputs(wildcards.model, wildcards.cluster)
         .profiles,
     message:
-        "search the cells of {wildcards.model} on {wildcards.cluster}"
+        "search the cells of {wildcards.model} on {wildcards.cluster}: progress and time left are in {log}"
     shell:
         "shardwright-search grid {input.cells} --cluster {input.cluster} --model {input.model}"
         " {params.profiles:q} --folder results/cells"
@@ -142,7 +142,7 @@ rule grid_front:
         .front_inputs(wildcards.front)
         .profiles,
     message:
-        "search the front {wildcards.front}: step time against price"
+        "search the front {wildcards.front}, step time against price: progress is in {log}"
     shell:
         "rm -rf {params.folder}; shardwright-search rent --cluster {input.cluster} --model {input.model}"
         " {params.profiles:q} --search {input.search} --out {params.folder} > {log} 2>&1"

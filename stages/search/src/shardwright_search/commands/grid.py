@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,6 +31,17 @@ from shardwright_search.space.grid import CellAnswer, Grid, GridAnswers
 from shardwright_search.space.request import SearchRequest
 
 _MAX_REASON = 2**16
+
+
+class _Outcome(NamedTuple):
+    """What came of a search."""
+
+    found: Found | None
+    reason: str | None
+    """Why there is no plan."""
+    is_stopped: bool
+    """Whether it was stopped before there was one."""
+    took_s: float
 
 
 class _Cells(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,9 +73,9 @@ class _Cells(msgspec.Struct, frozen=True, kw_only=True):
             )
         return None
 
-    def searched(self, search: SearchRequest, report: Callable[[str], None]) -> CellAnswer:
-        """Search, and keep what came of it; a cell that cannot be answered says why and stops no other."""
-        key = self.key(search)
+    def searched(self, search: SearchRequest, report: Callable[[str], None]) -> _Outcome:
+        """Search; a cell that cannot be answered says why and stops no other."""
+        begun = monotonic()
         try:
             found: Found | Infeasible | None = find_best(
                 search, self.model, self.cluster, self.inputs.profiles, self.file, report, self.time_limit_s
@@ -76,11 +88,16 @@ class _Cells(msgspec.Struct, frozen=True, kw_only=True):
             is_stopped = isinstance(found, Found) and found.stopped
         if is_stopped and self.time_limit_s is None:
             raise KeyboardInterrupt  # the search took it for the wish to have its best plan so far
-        if found is None and is_stopped:
-            return CellAnswer(name=search.name, key=key, reason=reason)  # not kept: there may be more time next time
-        if not isinstance(found, Found):
-            write_bytes(self._reason(key), str(reason).encode())
-            return CellAnswer(name=search.name, key=key, reason=reason)
+        plan = found if isinstance(found, Found) else None
+        return _Outcome(plan, reason, found is None and is_stopped, monotonic() - begun)
+
+    def kept(self, search: SearchRequest, outcome: _Outcome) -> CellAnswer:
+        """Keep what came of a search, but where there may be more time next time."""
+        key, found = self.key(search), outcome.found
+        if found is None:
+            if not outcome.is_stopped:
+                write_bytes(self._reason(key), str(outcome.reason).encode())
+            return CellAnswer(name=search.name, key=key, reason=outcome.reason)
         budgets_bytes = budgets_of_stages(found.chosen.plan, budgets_of(search, self.cluster, self.file))
         prediction = prediction_of_searched(found, search, budgets_bytes, self.files, self.inputs.warnings)
         with written(self._plan(key), found.chosen.plan, prediction):
@@ -104,11 +121,12 @@ def grid(options: GridOptions) -> None:
         for search in asked.searches:
             answer = cells.known(search)
             if answer is None:
-                searched, begun = searched + 1, monotonic()
-                answer = cells.searched(search, lambda _: None)
+                searched += 1
+                outcome = cells.searched(search, lambda _: None)
+                answer = cells.kept(search, outcome)
                 left = len(asked.searches) - len(answers) - 1
-                left_s, took_s = (monotonic() - started) / searched * left, monotonic() - begun
-                told = f"{len(answers) + 1} of {len(asked.searches)} {search.name} in {took_s:.3f} s"
+                left_s = (monotonic() - started) / searched * left
+                told = f"{len(answers) + 1} of {len(asked.searches)} {search.name} in {outcome.took_s:.3f} s"
                 report(f"{told}, at most {left_s:.0f} s left")
             answers.append(answer)
     write_document(options.out, GridAnswers(cells=tuple(answers)))
