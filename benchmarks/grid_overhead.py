@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,8 @@ class Ran(NamedTuple):
     """A call of Snakemake."""
 
     wall_s: float
+    cpu_s: float
+    """Of Snakemake and all its jobs."""
     first_s: float | None
     """Until the first search began."""
     searches_s: float
@@ -74,10 +77,12 @@ def measured(work: Path, budgets: int, cores: int) -> dict[str, Any]:
         "cells": cells,
         "until_the_first_search_s": first.first_s,
         "whole_s": first.wall_s,
+        "whole_cpu_s": first.cpu_s,
         "searches_s": first.searches_s,
         "overhead_of_a_cell_s": (first.wall_s - first.searches_s) / cells,
         "shows_progress_and_time_left": first.shows_progress,
         "whole_with_known_answers_s": known.wall_s,
+        "whole_with_known_answers_cpu_s": known.cpu_s,
         "known_cell_s": known.wall_s / cells,
     }
 
@@ -117,7 +122,7 @@ def _ran(work: Path, cores: int) -> Ran:
     logs = work / "results/logs/grids/many"
     shutil.rmtree(logs, ignore_errors=True)
     command = ["snakemake", "results/grids/many.md", "--cores", str(cores)]
-    begun, seen = time.monotonic(), None
+    begun, cpu_s, seen = time.monotonic(), _cpu_of_children_s(), None
     with (work / "snakemake.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=work, env=environment, stdout=log, stderr=log)
         while process.poll() is None:
@@ -128,7 +133,12 @@ def _ran(work: Path, cores: int) -> Ran:
     if process.returncode:
         sys.exit(f"snakemake ended with {process.returncode}:\n{(work / 'snakemake.log').read_text()[-4000:]}")
     took = _took(logs)
-    return Ran(wall_s, seen, sum(took), len(took), bool(took))
+    return Ran(wall_s, _cpu_of_children_s() - cpu_s, seen, sum(took), len(took), bool(took))
+
+
+def _cpu_of_children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _took(logs: Path) -> list[float]:

@@ -2,7 +2,9 @@
 
 import csv
 import json
+import re
 from functools import partial
+from itertools import combinations
 from math import exp, inf
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.rent.front import Prices, find_front
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import sub_clusters
-from shardwright_search.rent.table import FrontFile, Status
+from shardwright_search.rent.table import FrontFile, Status, SubClusterRow, picture_of
 from shardwright_search.space.budget import GIB
 from shardwright_search.space.offers import Offer, Offers
 
@@ -193,6 +195,24 @@ def test_the_front_is_written_with_a_plan_for_each_point(given):
     assert f"cheapest within 10 h: {cheapest.nodes}," in result.stdout
     assert f"fastest within 10 USD: {fastest.nodes}," in result.stdout
     assert (given["out"] / "front.svg").read_text().count("<title>") >= len(points)
+
+
+def test_names_of_points_never_lie_over_one_another_and_chosen_ones_are_there():
+    zero = dict.fromkeys(("step_s", "simulated_step_s", "usd_per_hour", "hours", "usd"), 0.0)
+    rows = tuple(
+        SubClusterRow(
+            nodes=f"{number}xa+{number}xb", status=Status.FRONT, is_bound=False, expected_step_s=1 + number / 50,
+            usd_per_step=2 - number / 50, checkpoint_steps=0, dominated_by="", plan="", **zero,
+        )
+        for number in range(1, 9)
+    )  # fmt: skip
+    drawn = picture_of(rows, frozenset({"5xa+5xb"}))
+    named = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" font-size="10" font-weight="(\w+)">(.*?)<', drawn)
+    assert ("bold", "5xa+5xb") in [one[2:] for one in named] and 1 < len(named) < 8
+    boxes = [(float(x), float(x) + 6 * len(nodes), float(y)) for x, y, _, nodes in named]
+    for one, other in combinations(boxes, 2):
+        assert one[1] <= other[0] or other[1] <= one[0] or abs(one[2] - other[2]) >= 10
+    assert drawn.count("<title>") == 8
 
 
 def test_a_limit_that_no_point_is_within_says_by_how_much(given):

@@ -1,5 +1,6 @@
 """The pictures of a report: every layer, byte and event is there, once and as long as it is."""
 
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import msgspec
@@ -8,7 +9,7 @@ from sample_results import a_plan, an_estimate
 
 from memory_picture import draw_memory
 from plan_picture import StrategyColours, draw_plan
-from shardwright_formats.display.svg import document, ticks
+from shardwright_formats.display.svg import WIDTH, document, ticks
 from shardwright_formats.display.timeline import draw_timeline
 from shardwright_formats.display.units import bytes_text, seconds_text
 
@@ -32,6 +33,27 @@ def test_a_plans_picture_shows_each_layer_once_in_order():
     names = [title.partition(":")[0] for _, title in shown]
     assert names == ["embedding", *(f"layer {i}" for i in range(8)), "head"]
     assert shown[1][1] == "layer 0: ZeRO-3 dp 4, recomputed"
+
+
+@pytest.mark.parametrize("layers", [8, 26, 32, 80, 128])
+def test_the_words_above_a_plan_neither_meet_nor_leave_the_picture(layers):
+    plan = a_plan()
+    model = msgspec.structs.replace(plan.model, layers=("block",) * layers)
+    stages = (
+        msgspec.structs.replace(plan.stages[0], layers=((0, 4),)),
+        msgspec.structs.replace(plan.stages[1], layers=((4, layers),)),
+    )
+    every = (*plan.layers[:4], *plan.layers[4:5] * (layers - 4))
+    plan = msgspec.structs.replace(plan, model=model, stages=stages, layers=every)
+    root = ElementTree.fromstring(draw_plan(plan, StrategyColours([plan])))
+    spans = []
+    for word in (each for each in root.iter(f"{SVG}text") if each.get("y") == "16"):
+        x, wide = float(word.get("x")), 6.0 * len(word.text)
+        start = {"middle": x - wide / 2, "end": x - wide}[word.get("text-anchor")]
+        spans.append((start, start + wide, word.text))
+    assert [spans[0][2], spans[1][2], spans[-1][2]] == ["emb", "0", "head"]
+    assert spans[0][0] >= 0 and spans[-1][1] <= WIDTH
+    assert all(one[1] < other[0] for one, other in pairwise(spans)), spans
 
 
 def test_the_plans_picture_can_stand_in_a_file_of_its_own():

@@ -23,6 +23,7 @@ from results import evaluation_text, layers_text, read_profile, read_run, read_s
 from shardwright_formats.display.svg import bar, document, picture
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.strategy import Recompute
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 1024 * 1024
@@ -145,7 +146,7 @@ def test_it_is_told_why_a_plan_takes_as_long_as_it_does(results):
     assert said == (
         "66.7% of a step are forward and backward passes of stage 0, the slowest, 16.7% filling and draining the "
         "pipeline, 2.8% reducing gradients and the optimizer, 13.9% what every step needs; stage 0 is the fullest, "
-        "stage 1 needs 8 MiB less; the best plan of another configuration (pp 2, 8 microbatches, 1f1b) takes 10.0% "
+        "stage 1 needs 8 MiB less; the best plan of another configuration (pp 2 (1f1b), 8 microbatches) takes 10.0% "
         "more time for a sample, predicted"
     )
 
@@ -295,6 +296,9 @@ def test_equal_neighbours_are_counted_together():
     )
     alike = msgspec.structs.replace(a_plan(), layers=a_plan().layers[4:5] * 8)
     assert layers_text(alike) == "2 stages of 4 DDP dp 4"
+    recomputed = msgspec.structs.replace(a_plan().layers[4], recompute=Recompute.FULL)
+    half = msgspec.structs.replace(a_plan(), layers=(recomputed,) * 3 + a_plan().layers[4:5] * 5)
+    assert layers_text(half) == "all DDP dp 4; 3 recomputed + 1 as is | 4 as is"
 
 
 def test_a_profile_is_told_with_its_sources_and_how_well_curves_explain_it(tmp_path):

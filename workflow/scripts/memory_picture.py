@@ -36,7 +36,7 @@ def draw_memory(estimate: Estimate, budget_bytes: int | None) -> str:
         drawn.append(text(x, 10, f"budget {bytes_text(budget_shown)}", text_anchor="end", class_="small"))
     elif budget_bytes:
         words = f"budget {bytes_text(budget_bytes)}, off the scale"
-        drawn.append(text(WIDTH, 10, words, text_anchor="end", class_="soft small"))
+        drawn.append(text(WIDTH - 2, 10, words, text_anchor="end", class_="soft small"))
     entries = [(element("rect", width=13, height=13, rx=3, fill=of), _words(term)) for term, of in colours.items()]
     marks, height = legend(entries, _LEFT, bottom + 34, WIDTH - _LEFT)
     return picture("".join(drawn) + marks, WIDTH, bottom + 34 + height, "memory by pipeline stage")

@@ -9,6 +9,8 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
 
 _LEFT, _ROW, _GAP = 150.0, 46.0, 8.0
+_WORD = 30.0
+"""Room that the words above a cell need."""
 # Recomputed layers are hatched, so that the colour is left for how they are sharded.
 _HATCH = (
     '<pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -37,8 +39,7 @@ def draw_plan(plan: Plan, colours: StrategyColours) -> str:
         x, y = _LEFT + column * width, 24 + stage * (_ROW + _GAP)
         drawn.append(_cell(x, y, width, name, strategy, colours))
         if _is_labelled(column, len(cells), width):
-            label = {EMBEDDING: "emb", HEAD: "head"}.get(name, name)
-            drawn.append(text(x + width / 2, 16, label, text_anchor="middle", class_="soft small"))
+            drawn.append(_label(x, width, name))
     top = 24 + len(plan.stages) * (_ROW + _GAP) + 14
     marks, height = legend(_legend_entries(cells, colours), _LEFT, top, WIDTH - _LEFT)
     return picture("".join(drawn) + marks, WIDTH, top + height, f"the plan {plan.name}", _HATCH)
@@ -76,6 +77,14 @@ def _cell(x: float, y: float, width: float, name: str, strategy: Strategy, colou
     return drawn
 
 
+def _label(x: float, width: float, name: str) -> str:
+    """Above its cell; where cells are narrower than the words, those at both ends stand left of their cell's end."""
+    is_end, words = name in (EMBEDDING, HEAD), {EMBEDDING: "emb", HEAD: "head"}.get(name, name)
+    if is_end and width < _WORD:
+        return text(x + width, 16, words, text_anchor="end", class_="soft small")
+    return text(x + width / 2, 16, words, text_anchor="middle", class_="soft small")
+
+
 def _legend_entries(cells: list[tuple[str, Strategy, int]], colours: StrategyColours) -> list[tuple[str, str]]:
     entries: dict[str, str] = {}
     for _, strategy, _ in cells:
@@ -88,7 +97,8 @@ def _legend_entries(cells: list[tuple[str, Strategy, int]], colours: StrategyCol
 
 def _is_labelled(column: int, columns: int, width: float) -> bool:
     every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128) if step * width >= 26 or step == 128)
-    return column in (0, columns - 1) or ((column - 1) % every == 0 and columns - 1 - column >= every / 2)
+    free = (columns - 1.5 - column) * width if width < _WORD else 2 * _WORD
+    return column in (0, columns - 1) or ((column - 1) % every == 0 and free >= _WORD)
 
 
 def _is_recomputed(strategy: Strategy) -> bool:

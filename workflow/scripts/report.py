@@ -41,7 +41,8 @@ def page(
 ) -> str:
     """The whole page."""
     colours = StrategyColours(plan for search in searches for plan in (search.plan, search.in_use.plan))
-    answers = (answer(search) + _drawing(draw_plan(search.in_use.plan, colours)) for search in searches)
+    answers = [answer(search) + _drawing(draw_plan(search.in_use.plan, colours)) for search in searches]
+    answers[1:1] = ['<p class="soft">Pictures grow when they are clicked.</p>']
     css = STYLE + (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     sections = [
         *(Section(f"Plan: {search.name}", _search_section(search)) for search in searches),
@@ -69,7 +70,7 @@ def _contents(sections: Sequence[Section]) -> str:
         for number, section in enumerate(sections, start=1)
     )
     numbers = "All numbers of this page are in the file of its name that ends in .json, beside it."
-    return f'<nav><ol>{listed}</ol><p class="soft">{numbers} Pictures grow when they are clicked.</p></nav>'
+    return f'<nav><ol>{listed}</ol><p class="soft">{numbers}</p></nav>'
 
 
 def _losses(runs: Sequence[RunOutcome]) -> str:
@@ -85,8 +86,10 @@ def _losses(runs: Sequence[RunOutcome]) -> str:
 def _search_section(search: SearchOutcome) -> str:
     plan, prediction = search.plan, search.prediction
     budget = prediction.memory_budget_bytes
+    millions = plan.model.parameter_count / 1e6
+    size = f"{millions:.3g} M" if millions < 1000 else f"{millions / 1000:.3g} B"
     facts = (
-        f"{plan.model.name}, {plan.model.parameter_count / 1e6:.3g} M parameters, sequence length "
+        f"{plan.model.name}, {size} parameters, sequence length "
         f"{plan.model.sequence_length}, {len(plan.layers)} layers, on {plan.cluster.name} ({plan.world_size} ranks); "
         f"batch {plan.global_batch_size} in {plan.num_microbatches}"
     )

@@ -174,6 +174,11 @@ def ratio_text(predicted: float, measured: float | None) -> str:
 
 def strategy_text(strategy: Strategy) -> str:
     """A strategy in words; what does not apply is left out."""
+    return ", ".join(strategy_words(strategy))
+
+
+def strategy_words(strategy: Strategy) -> tuple[str, ...]:
+    """The same, word by word."""
     words = []
     if strategy.tp_size > 1:
         strided = "" if strategy.tp_consecutive else " strided"
@@ -185,22 +190,30 @@ def strategy_text(strategy: Strategy) -> str:
         words.append(f"{_DATA_PARALLEL[strategy.data_parallel]} dp {strategy.dp_size}{groups}")
     if isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE:
         words.append("recomputed" if strategy.recompute is Recompute.FULL else f"{strategy.recompute} recomputed")
-    return ", ".join(words) or "unsharded"
+    return tuple(words) or ("unsharded",)
 
 
 def layers_text(plan: Plan) -> str:
-    """The layers' strategies in order, equal neighbours together, pipeline stages apart."""
+    """The layers' strategies in order, equal neighbours together, pipeline stages apart; first what all have."""
+    words = [strategy_words(layer) for layer in plan.layers]
+    shared = [word for word in words[0] if len(set(words)) > 1 and all(word in own for own in words)]
     parts = []
     for stage in plan.stages:
-        texts = [strategy_text(plan.layers[i]) for low, high in stage.layers for i in range(low, high)]
+        own = [words[i] for low, high in stage.layers for i in range(low, high)]
+        texts = [", ".join(word for word in each if word not in shared) or "as is" for each in own]
         parts.append(" + ".join(f"{len(list(equal))} {text}" for text, equal in groupby(texts)))
     alike = ((len(list(equal)), text) for text, equal in groupby(parts))
-    return " | ".join(text if count == 1 else f"{count} stages of {text}" for count, text in alike)
+    stages = " | ".join(text if count == 1 else f"{count} stages of {text}" for count, text in alike)
+    return f"all {', '.join(shared)}; {stages}" if shared else stages
 
 
 def plan_text(plan: Plan) -> str:
     """A plan in one line."""
+    return f"{shape_text(plan)}; layers: {layers_text(plan)}"
+
+
+def shape_text(plan: Plan) -> str:
+    """Its pipeline and its microbatches."""
     stages, microbatches = len(plan.stages), plan.num_microbatches
     pipeline = f"pp {stages} ({plan.schedule})" if stages > 1 else "pp 1"
-    plural = "" if microbatches == 1 else "es"
-    return f"{pipeline}, {microbatches} microbatch{plural}; layers: {layers_text(plan)}"
+    return f"{pipeline}, {microbatches} microbatch{'' if microbatches == 1 else 'es'}"

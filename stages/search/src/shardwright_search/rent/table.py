@@ -1,6 +1,7 @@
 """The front as a table: CSV, HDF5, and a picture."""
 
 import csv
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -20,6 +21,8 @@ from shardwright_formats.types.limits import NonNegativeCount, NonNegativeNumber
 from shardwright_search.rent.front import Answer, Front
 
 _PLOT = 640.0, 360.0
+_CHARACTER, _LINE = 7.0, 12.0
+"""Width and height of a character, in px; generous."""
 
 
 class Status(StrEnum):
@@ -174,7 +177,20 @@ def _drawing(
         found.append(
             marker(int(row.status is not Status.FRONT), x.at(row.expected_step_s), y.at(row.usd_per_step), size, title)
         )
-    for row, (at_x, at_y) in zip(front, places, strict=True):
-        weight = "bold" if row.nodes in chosen else "normal"
-        found.append(text(at_x + 6, at_y - 4, row.nodes, font_size=10, font_weight=weight))
-    return [element("g", "".join(found))]
+    return [
+        element(
+            "g",
+            "".join([*found, *_names({row.nodes: place for row, place in zip(front, places, strict=True)}, chosen)]),
+        )
+    ]
+
+
+def _names(places: dict[str, tuple[float, float]], chosen: frozenset[str]) -> Iterator[str]:
+    """Beside their points, chosen ones first; one that would lie over another is left to the point's hover text."""
+    drawn: list[tuple[float, float, float]] = []
+    for nodes in sorted(places, key=lambda nodes: nodes not in chosen):
+        x, y = places[nodes][0] + 6, places[nodes][1] - 4
+        end = x + _CHARACTER * len(nodes)
+        if all(x >= right or end <= left or abs(y - base) >= _LINE for left, right, base in drawn):
+            drawn.append((x, end, y))
+            yield text(x, y, nodes, font_size=10, font_weight="bold" if nodes in chosen else "normal")
