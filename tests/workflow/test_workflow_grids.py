@@ -208,8 +208,9 @@ def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
     estimate = prediction.estimate
     slow = msgspec.structs.replace(estimate, simulated_step_time_s=2 * estimate.simulated_step_time_s)
     for key, found in ((keys[0], slow), (keys[2], estimate)):
-        write_document(cells / f"{key}.json", plan)
+        write_document(cells / f"{key}.json", msgspec.structs.replace(plan, name=f"cell-{key[0]}"))
         write_document(cells / f"{key}.prediction.json", msgspec.structs.replace(prediction, estimate=found))
+    measured = tmp_path / "results" / "measurements" / "plans" / "roomy.json"
     published = name / "published" / "m@c" / "m1-b16.json"
     write_document(published.with_suffix(".prediction.json"), msgspec.structs.replace(prediction, estimate=slow))
     write_document(published, plan)
@@ -230,12 +231,15 @@ def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
         own = msgspec.structs.replace(estimate, stages=stages)
         write_document(even, plan)
         write_document(even.with_suffix(".prediction.json"), msgspec.structs.replace(prediction, estimate=own))
-        subprocess.run(command, check=True, timeout=120)
-        row = pd.read_csv(f"{name}.csv").iloc[-1]
+        subprocess.run([*command, "--measured", measured], check=True, timeout=120)
+        (*_, row) = rows = pd.read_csv(f"{name}.csv").to_dict("records")
+        assert rows[0]["measured_step_s"] == rows[2]["measured_step_s"] == pytest.approx(0.21), (
+            "one plan, measured once"
+        )
         assert (row["space"], row["memory_gib"], str(row["reason"])) == ("even", 1.0, told)
     printed = [*command[:2], "plans", name / "answers" / "m@c.json", "--folder", cells, "--even", even.parent]
     said = subprocess.run(printed, check=True, timeout=120, capture_output=True, text=True).stdout
-    assert said.splitlines() == [str(cells / f"{keys[0]}.json")], "the even plan is the same decision here"
+    assert said.splitlines() == [str(cells / f"{keys[0]}.json")], "all three are one decision: it is measured once"
     for path in (published, published.with_suffix(".prediction.json"), even, even.with_suffix(".prediction.json")):
         path.unlink()
     none = tuple(msgspec.structs.replace(cell, reason="no plan fits") for cell in answers.cells)

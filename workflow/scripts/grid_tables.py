@@ -10,6 +10,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import h5py
+import msgspec
 import pandas as pd
 
 from front_table import front_markdown, markdown_line
@@ -57,7 +58,7 @@ class PlansOptions(Options, frozen=True, kw_only=True):
 def write_tables(options: TablesOptions) -> None:
     """Write all four."""
     times = {
-        plan.plan.sha256: median(plan.step_times_s)
+        _decision(plan.plan): median(plan.step_times_s)
         for path in options.measured
         for plan in read_document(path, Measurement).plans
     }
@@ -75,12 +76,17 @@ def print_plans(options: PlansOptions) -> None:
     for answer in read_document(options.answers, GridAnswers).cells:
         if answer.reason is None:
             path = options.folder / f"{answer.key}.json"
-            found.setdefault(read_document(path, Plan).sha256, path)
+            found.setdefault(_decision(read_document(path, Plan)), path)
     for path in sorted(options.even.glob("b*[0-9].json")) if options.even else ():
-        found.setdefault(read_document(path, Plan).sha256, path)
+        found.setdefault(_decision(read_document(path, Plan)), path)
     if not found:
         raise BadInput(options.answers, "no cell has a plan", "allow more memory")
     show("\n".join(map(str, found.values())))
+
+
+def _decision(plan: Plan) -> str:
+    """What is the same for plans of several cells that differ in the cell's name alone."""
+    return msgspec.structs.replace(plan, name="plan").sha256
 
 
 def _rows(name: Path, folder: Path, times: dict[str, float]) -> Iterator[dict[str, Any]]:
@@ -122,7 +128,7 @@ def _found(path: Path, reason: str | None, times: dict[str, float]) -> dict[str,
     estimate = prediction.estimate
     values = (
         estimate.simulated_step_time_s, estimate.samples_per_s, estimate.memory_bytes,
-        None if prediction.proof is None else prediction.proof.gap, times.get(plan.sha256), len(plan.stages),
+        None if prediction.proof is None else prediction.proof.gap, times.get(_decision(plan)), len(plan.stages),
         plan.num_microbatches, layers_text(plan), plan.sha256, None,
     )  # fmt: skip
     return dict(zip(names, values, strict=True))
