@@ -19,6 +19,7 @@ from grids import GridFile, read_grids
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.plan import Plans
 from shardwright_formats.types.prediction import Prediction
 from shardwright_search.cli import APP
 from shardwright_search.rent.table import Status, SubClusterRow, csv_of
@@ -237,9 +238,15 @@ def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
             "one plan, measured once"
         )
         assert (row["space"], row["memory_gib"], str(row["reason"])) == ("even", 1.0, told)
-    printed = [*command[:2], "plans", name / "answers" / "m@c.json", "--folder", cells, "--even", even.parent]
-    said = subprocess.run(printed, check=True, timeout=120, capture_output=True, text=True).stdout
-    assert said.splitlines() == [str(cells / f"{keys[0]}.json")], "all three are one decision: it is measured once"
+    asked = [*command[:2], "plans", name / "answers" / "m@c.json", "--folder", cells, "--even", even.parent]
+    other = msgspec.structs.replace(plan, name="even", num_microbatches=8)
+    for beside, count, in_turns in ((plan, 1, ()), (other, 2, ((0, 1),))):
+        write_document(even, beside)
+        write_document(cells / f"{keys[2]}.json", msgspec.structs.replace(plan, name="m1-b32-full"))
+        subprocess.run([*asked, "--out", tmp_path / "plans.json"], check=True, timeout=120)
+        found = read_document(tmp_path / "plans.json", Plans)
+        assert (len(found.plans), found.in_turns) == (count, in_turns), "equal decisions are measured once"
+    write_document(cells / f"{keys[2]}.json", plan)
     for path in (published, published.with_suffix(".prediction.json"), even, even.with_suffix(".prediction.json")):
         path.unlink()
     none = tuple(msgspec.structs.replace(cell, reason="no plan fits") for cell in answers.cells)

@@ -186,6 +186,7 @@ rule grid_measure:
         script=ROOT / "workflow/scripts/grid_tables.py",
     output:
         measurement="results/grids/{grid}/measured/{model}@{cluster}.json",
+        plans="results/grids/{grid}/measured/{model}@{cluster}.plans.json",
     log:
         "results/logs/grids/{grid}/measured/{model}@{cluster}.log",
     benchmark:
@@ -200,9 +201,9 @@ rule grid_measure:
     message:
         "measure the plans of {wildcards.model} on {wildcards.cluster}"
     shell:
-        "( plans=$(python {input.script} plans {input.answers} --folder results/cells {params.even}) &&"
+        "( python {input.script} plans {input.answers} --folder results/cells {params.even} --out {output.plans} &&"
         " on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
-        " {resources.sockets} shardwright-train measure $plans {params.nodes} --steps {params.of.steps}"
+        " {resources.sockets} shardwright-train measure {output.plans} {params.nodes} --steps {params.of.steps}"
         " --warmup-steps {params.of.warmup_steps} --out {output.measurement} ) 2> {log}"
 
 

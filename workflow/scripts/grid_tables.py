@@ -1,7 +1,7 @@
 """What came of a grid: CSV and HDF5 of every cell, a Markdown table of searches beside baselines, a picture.
 
 python workflow/scripts/grid_tables.py tables results/grids/galvatron --folder results/cells
-python workflow/scripts/grid_tables.py plans results/grids/laptop/answers/demo@laptop.json --folder results/cells
+python workflow/scripts/grid_tables.py plans results/grids/g/answers/m@c.json --folder results/cells --out plans.json
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ import pandas as pd
 from front_table import front_markdown, markdown_line
 from grid_picture import draw_grid
 from results import layers_text
-from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run, show
+from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run
 from shardwright_formats.display.svg import document
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import atomic_path, read_document, write_bytes
+from shardwright_formats.io.json import atomic_path, read_document, write_bytes, write_document
 from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.plan import Plan, Plans
 from shardwright_formats.types.prediction import Prediction
 from shardwright_search.space.grid import Grid, GridAnswers
 from shardwright_search.space.request import Space
@@ -45,14 +45,16 @@ class TablesOptions(Options, frozen=True, kw_only=True):
 
 
 class PlansOptions(Options, frozen=True, kw_only=True):
-    """Print the paths of the different plans of a list of answers, for the command that measures them."""
+    """Write the different plans of a list of answers in one file, for the command that measures them."""
 
     answers: Annotated[Path, POSITIONAL]
     """List of answers (shardwright.grid_answers, JSON)."""
     folder: Path
     """Folder of the plans."""
     even: Path | None = None
-    """Folder of even plans, which are measured with them."""
+    """Folder of even plans: each is measured in turns with the full space's of its batch and the largest budget."""
+    out: Path
+    """The plans to write (shardwright.plans, JSON)."""
 
 
 def write_tables(options: TablesOptions) -> None:
@@ -70,18 +72,22 @@ def write_tables(options: TablesOptions) -> None:
     write_bytes(out["svg"], document(draw_grid(cells, _SIZE, _OURS)).encode())
 
 
-def print_plans(options: PlansOptions) -> None:
-    """Print them, one for each decision."""
-    found: dict[str, Path] = {}
-    for answer in read_document(options.answers, GridAnswers).cells:
-        if answer.reason is None:
-            path = options.folder / f"{answer.key}.json"
-            found.setdefault(_decision(read_document(path, Plan)), path)
-    for path in sorted(options.even.glob("b*[0-9].json")) if options.even else ():
-        found.setdefault(_decision(read_document(path, Plan)), path)
-    if not found:
+def write_plans(options: PlansOptions) -> None:
+    """Write them, one for each decision."""
+    cells = read_document(options.answers, GridAnswers).cells
+    found = [read_document(options.folder / f"{cell.key}.json", Plan) for cell in cells if cell.reason is None]
+    even = [read_document(path, Plan) for path in sorted(options.even.glob("b*[0-9].json"))] if options.even else []
+    if not found and not even:
         raise BadInput(options.answers, "no cell has a plan", "allow more memory")
-    show("\n".join(map(str, found.values())))
+    plans: dict[str, Plan] = {}
+    for plan in (*found, *even):
+        plans.setdefault(_decision(plan), plan)
+    places = {decision: place for place, decision in enumerate(plans)}
+    ours = {plan.global_batch_size: plan for plan in found if plan.name.endswith(f"-{_OURS}")}
+    pairs = ((ours[plan.global_batch_size], plan) for plan in even if plan.global_batch_size in ours)
+    turns = ((places[_decision(one)], places[_decision(other)]) for one, other in pairs)
+    in_turns = tuple(pair for pair in turns if pair[0] != pair[1])
+    write_document(options.out, Plans(plans=tuple(plans.values()), in_turns=in_turns))
 
 
 def _decision(plan: Plan) -> str:
@@ -211,7 +217,7 @@ APP = CommandLine(
     purpose="Show what came of a grid.",
     commands={
         "tables": Command(TablesOptions, "grid_tables:write_tables"),
-        "plans": Command(PlansOptions, "grid_tables:print_plans"),
+        "plans": Command(PlansOptions, "grid_tables:write_plans"),
     },
 )
 
