@@ -21,13 +21,12 @@ from shardwright_formats.io.json import Document
 from shardwright_formats.types.cluster import Cluster
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.options import RunOptions
+from slurm_jobs import Component, components_of, job_resources
 
 _GIB = 1024**3
 _NO_NAME = "(?!)"
 _OFF = {option.field: option.off for option in options_of(RunOptions) if option.off}
 """What switches off what is on by itself."""
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""What gloo and NCCL are told the network interface by."""
 
 
 @dataclass(frozen=True)
@@ -199,33 +198,20 @@ class Workflow:
             )
         )
 
-    def resources(self, node_type: str, num_nodes: int, runtime_min: int) -> dict[str, int | str]:
-        """What a job that starts ranks on some nodes asks for, `runtime` in minutes and `mem_mb` for each node.
+    def components(self, cluster: str) -> tuple[Component, ...]:
+        """What a job on all of a cluster consists of."""
+        return components_of(self.of.clusters[cluster], self.of.node_types)
 
-        `mpi` tells the plugin that the job starts srun itself; `sockets` stands before the command.
-        """
-        slurm = self.of.node_types[node_type].slurm
-        interfaces = [f"{name}={slurm.socket_interface}" for name in _INTERFACES if slurm.socket_interface]
-        gpus = f" --gpus-per-node={slurm.gpus_per_node}" if slurm.gpus_per_node else ""
-        asked: dict[str, int | str] = {
-            "nodes": num_nodes,
-            "tasks": num_nodes,
-            "mpi": "srun" if num_nodes > 1 else "",
-            "sockets": " ".join(["env", *interfaces]) if num_nodes > 1 and interfaces else "",
-            "cpus_per_task": slurm.cpus_per_node,
-            "mem_mb": slurm.mem_mb,
-            "runtime": slurm.runtime_min or runtime_min,
-            "slurm_extra": "--exclusive" + gpus,
-        }
-        optional = {"slurm_partition": slurm.partition, "slurm_account": slurm.account, "constraint": slurm.constraint}
-        return asked | {resource: value for resource, value in optional.items() if value is not None}
+    def one_node(self, node_type: str) -> tuple[Component, ...]:
+        """What a job on one node consists of."""
+        return (Component(1, self.of.node_types[node_type].slurm),)
 
     def resource_names(self) -> tuple[str, ...]:
         """The resources that some job asks for.
 
         The optional ones are left out where no node type has them, so that a default of the cluster's profile holds.
         """
-        names = (self.resources(node_type, 1, 1) for node_type in self.of.node_types)
+        names = (job_resources(self.one_node(node_type), 1) for node_type in self.of.node_types)
         return tuple(dict.fromkeys(name for each in names for name in each))
 
     def _node_type(self, name: str, *, priced: bool) -> dict[str, Any]:

@@ -28,6 +28,9 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "--oneliner show hostnames gpu[3-4]") printf "gpu3\\ngpu4\\n" ;;
         "--oneliner show node gpu3") echo "NodeName=gpu3 NodeAddr=10.0.0.3 NodeHostName=gpu3" ;;
         "--oneliner show hostnames gpu5") echo gpu5 ;;
+        "--oneliner show hostnames gpu3") echo gpu3 ;;
+        "--oneliner show hostnames gpu4") echo gpu4 ;;
+        "--oneliner show node gpu4") echo "NodeName=gpu4 NodeAddr=10.0.0.4 NodeHostName=gpu4" ;;
         "--oneliner show node gpu5") echo "NodeName=gpu5 State=DOWN" ;;
         *) exit 1 ;;
         esac
@@ -64,6 +67,14 @@ def test_jobs_and_steps_that_share_a_node_meet_at_ports_two_apart() -> None:
     steps = [STEP, STEP | {"SLURM_STEP_ID": "1"}, STEP | {"SLURM_JOB_ID": "1234569"}]
     ports = [address.port for step in steps if (address := nodes_of(None, None, None, step).address)]
     assert ports == [29134, 29136, 29138]
+
+
+def test_nodes_of_a_heterogeneous_job_meet_at_the_first_of_its_first_component() -> None:
+    """The list of the step's nodes is sorted by name, whatever their ranks are."""
+    components = {"SLURM_JOB_NODELIST_HET_GROUP_0": "gpu4", "SLURM_JOB_NODELIST_HET_GROUP_1": "gpu3"}
+    assert nodes_of(None, None, None, STEP | components).rendezvous == "10.0.0.4:29134"
+    without_the_first = components | {"SLURM_JOB_NODELIST_HET_GROUP_0": "gpu5"}
+    assert nodes_of(None, None, None, STEP | without_the_first).rendezvous == "10.0.0.3:29134"
 
 
 @pytest.mark.parametrize(

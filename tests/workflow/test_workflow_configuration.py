@@ -4,16 +4,19 @@ import copy
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import yaml
+from snakemake_executor_plugin_slurm.validation import validate_slurm_extra
 
 from configuration import load_workflow
 from configuration_checks import check_model_keys, read_yaml
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import Document
 from shardwright_formats.types.cluster import Cluster
+from slurm_jobs import job_resources
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "config" / "models").glob("*.yaml"))
@@ -247,14 +250,34 @@ def test_a_search_is_not_touched_by_another_ones_budget():
 def test_a_job_asks_slurm_for_what_its_node_type_says():
     slurm = {"partition": "gpu", "gpus_per_node": "a100:8", "cpus_per_node": 16, "mem_mb": 64000, "runtime_min": 90}
     slurm |= {"socket_interface": "ib0"}
-    workflow = _load(node_types__cpu__slurm=slurm)
-    assert workflow.resources("cpu", 2, 60) == {
-        "nodes": 2, "tasks": 2, "mpi": "srun", "sockets": "env GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0",
-        "cpus_per_task": 16,
-        "mem_mb": 64000, "runtime": 90, "slurm_extra": "--exclusive --gpus-per-node=a100:8", "slurm_partition": "gpu",
+    workflow = _load(node_types__cpu__slurm=slurm, clusters__laptop__nodes=[{"node_type": "cpu", "count": 2}])
+    asked = {
+        "nodes": 2, "tasks": 2, "mpi": "srun", "node_groups": "2x16@ib0", "cpus_per_task": 16, "mem_mb": 64000,
+        "runtime": 90, "slurm_extra": "--exclusive --gpus-per-node=a100:8", "slurm_partition": "gpu",
     }  # fmt: skip
-    alone = workflow.resources("cpu", 1, 60)
-    assert (alone["mpi"], alone["sockets"]) == ("", "")
+    assert job_resources(workflow.components("laptop"), 60) == asked
+    alone = {"nodes": 1, "tasks": 1, "mpi": "", "node_groups": "1x16"}
+    assert job_resources(workflow.one_node("cpu"), 60) == asked | alone
+
+
+def test_nodes_of_several_types_are_asked_for_as_one_heterogeneous_job():
+    """In rank order, neighbours together, and all for the shortest time that one of them may be had for."""
+    small = {"device": "A10", "devices_per_node": 1, "memory_gib": 24, "slurm": {"runtime_min": 30}}
+    large = small | {"slurm": {"partition": "big", "constraint": "[a|b]", "gpus_per_node": "8", "cpus_per_node": 16}}
+    nodes = [{"node_type": name, "count": count} for name, count in [("a", 1), ("b", 1), ("b", 2), ("a", 1)]]
+    workflow = _load(node_types__a=small, node_types__b=large, clusters__laptop__nodes=nodes)
+    profile = {"slurm_account": "me", "slurm_partition": "small", "disk": "1000"}
+    asked = job_resources(workflow.components("laptop"), 60, profile, "--signal=TERM@9")
+    others = (
+        "--exclusive --gpus-per-node=8 --requeue --signal=TERM@9 -pbig'' -Ame'' -C'[a|b]''' -N3 -n3 -c16",
+        "--exclusive --requeue --signal=TERM@9 -psmall'' -Ame'' -N1 -n1 -c1",
+    )
+    slurm_extra = " : ".join(["--exclusive --requeue --signal=TERM@9", *(f"{of} -t30 --mem\\=4000" for of in others)])
+    assert asked == {
+        "nodes": 1, "tasks": 1, "mpi": "", "node_groups": "1x1 3x16 1x1", "cpus_per_task": 1, "mem_mb": 4000,
+        "runtime": 30, "slurm_extra": slurm_extra, "slurm_partition": "small", "slurm_account": "me",
+    }  # fmt: skip
+    validate_slurm_extra(SimpleNamespace(resources=SimpleNamespace(**asked)))
 
 
 def test_what_no_node_type_asks_for_is_left_to_the_clusters_profile():

@@ -1,9 +1,13 @@
 """How the workflow starts what runs on several nodes."""
 
+import asyncio
 import os
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+
+from slurm_states import know_heterogeneous_jobs
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,8 +20,8 @@ def test_a_cluster_of_several_nodes_is_started_once_on_each(finished):
 
     finished.configure(with_two_nodes)
     asked = finished.snakemake("all", "-n", "-p", "-F").output
-    started = r"on_nodes\.sh 2 8 +(--no-kill --kill-on-bad-exit=0)? *env GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0"
-    found = re.findall(rf"{started} (shardwright-\w+ \w+)", asked)
+    started = r"on_nodes\.sh 2x8@ib0 +(--no-kill --kill-on-bad-exit=0)? *"
+    found = re.findall(rf"{started}(shardwright-\w+ \w+)", asked)
     outliving = "--no-kill --kill-on-bad-exit=0"
     assert sorted(found) == sorted(
         [
@@ -25,6 +29,38 @@ def test_a_cluster_of_several_nodes_is_started_once_on_each(finished):
             *[("", "shardwright-train measure")] * 2,
         ]
     )  # fmt: skip
+
+
+def test_jobs_on_all_nodes_of_a_mixed_cluster_are_started_on_each_component_in_rank_order(finished):
+    """What they ask Slurm for: test_workflow_configuration.py, and tests/slurm."""
+
+    def with_two_node_types(config):
+        slow = {"partition": "slow", "cpus_per_node": 4, "socket_interface": "ib0"}
+        config["node_types"]["slow"] = {"device": "cpu/2", "devices_per_node": 1, "memory_gib": 2.0, "slurm": slow}
+        config["node_types"]["cpu"].update(devices_per_node=1, slurm={"partition": "fast", "cpus_per_node": 8})
+        config["clusters"]["laptop"]["nodes"] = [{"node_type": "slow", "count": 2}, {"node_type": "cpu", "count": 3}]
+
+    finished.configure(with_two_node_types)
+    asked = finished.snakemake("all", "-n", "-p", "-F").output
+    found = re.findall(r"on_nodes\.sh ((?:[0-9]\S* )+) *(shardwright-\w+ \w+)", asked)
+    both, measured = "2x4@ib0 3x8 ", "shardwright-train measure"
+    assert sorted(found) == sorted(
+        [
+            ("1x4 ", measured), ("1x8 ", measured), (both, "shardwright-profile hardware"),
+            *[(both, measured)] * 2, *[(both, "shardwright-train run")] * 2,
+        ]
+    )  # fmt: skip
+
+
+def test_the_state_of_a_heterogeneous_job_is_found_by_its_number():
+    async def query_job_status(command, _logger):
+        return command and {"7+0": "RUNNING", "7+1": "PENDING", "8": "FAILED", "9_10": "COMPLETED"}, 0.1
+
+    plugin = SimpleNamespace(query_job_status=query_job_status)
+    know_heterogeneous_jobs(plugin)
+    states, _ = asyncio.run(plugin.query_job_status("squeue", None))
+    assert states == {"7": "RUNNING", "7+1": "PENDING", "8": "FAILED", "9_10": "COMPLETED"}
+    assert asyncio.run(plugin.query_job_status(None, None)) == (None, 0.1)
 
 
 def test_one_machine_stands_for_all_nodes_where_the_configuration_says_so(finished):
@@ -36,7 +72,7 @@ def test_one_machine_stands_for_all_nodes_where_the_configuration_says_so(finish
 
     finished.configure(with_two_node_types)
     asked = finished.snakemake("all", "-n", "-p", "-F").output
-    started = re.findall(r"on_nodes\.sh 1 .*", asked)
+    started = re.findall(r"on_nodes\.sh 1x.*", asked)
     assert len(started) == len(re.findall(r"on_nodes\.sh", asked)) == 7
     # All but the probes, which are of one node.
     assert ["--all-nodes-here" in line for line in started if "results/probes" not in line] == [True] * 5
@@ -52,12 +88,18 @@ def _on_nodes(*words, **environment):
 
 def test_ranks_are_started_by_srun_in_a_job_of_slurm_alone(tmp_path):
     srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\necho "srun $*"\n')
+    srun.write_text('#!/bin/sh\necho "srun $* in $SLURM_HET_SIZE of $SLURM_JOB_NODELIST_HET_GROUP_0"\n')
     srun.chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    assert _on_nodes("2", "8", "--no-kill", "echo", "--here", **path) == "--here"
-    assert _on_nodes("2", "8", "--no-kill", "echo", "--here", **path, SLURM_JOB_ID="7") == (
-        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 --cpu-bind=none --kill-on-bad-exit=1"
-        " --no-kill echo --here"
+    assert _on_nodes("2x8", "--no-kill", "echo", "--here", **path) == "--here"
+    job = path | {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n4"}
+    said = "--ntasks-per-node=1 --cpus-per-task={} --cpu-bind=none --kill-on-bad-exit=1{} echo --here"
+    assert _on_nodes("2x8", "--no-kill", "echo", "--here", **job) == (
+        f"srun --nodes=2 --ntasks=2 {said.format(8, ' --no-kill')} in  of"
     )
-    assert _on_nodes("2", "8", "echo", "--here", **path, SLURM_JOB_ID="7", SLURM_STEP_ID="0") == "--here"
+    interface = " --no-kill env GLOO_SOCKET_IFNAME=^lo NCCL_SOCKET_IFNAME=^lo"
+    assert _on_nodes("1x8@^lo", "2x4", "--no-kill", "echo", "--here", **job) == (
+        f"srun --het-group=0 --nodes=1 --ntasks=1 {said.format(8, interface)}"
+        f" : --het-group=1 --nodes=2 --ntasks=2 {said.format(4, ' --no-kill')} in 2 of n4"
+    )
+    assert _on_nodes("1x8", "2x4", "echo", "--here", **job, SLURM_STEP_ID="0") == "--here"

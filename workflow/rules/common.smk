@@ -14,11 +14,16 @@ CONFIG_FILE = (
 
 sys.path.insert(0, str(ROOT / "workflow"))
 from configuration import load_workflow  # noqa: E402
+from slurm_jobs import job_resources  # noqa: E402
+from slurm_states import know_heterogeneous_jobs  # noqa: E402
 from stopping import signal_lead_s  # noqa: E402
 from shardwright_formats.io.errors import one_line_errors  # noqa: E402
 
 with one_line_errors():
     CONFIG = load_workflow(config, CONFIG_FILE, ROOT)
+
+if "snakemake_executor_plugin_slurm" in sys.modules:
+    know_heterogeneous_jobs(sys.modules["snakemake_executor_plugin_slurm"])
 
 
 # Of --sdm apptainer; none is published, so that a site names its own.
@@ -59,12 +64,18 @@ def all_cores(_wildcards):
     return workflow.resource_settings.cores or 1
 
 
-def on_nodes(node_types, num_nodes, runtime_min):
-    """Resources of a job that starts ranks, from two functions of the wildcards: its node types and number of nodes."""
+def profile_resources():
+    """The resources that Snakemake's profile gives every job, by name, without quotes."""
+    defaults = workflow.resource_settings.default_resources or {}
+    return {name: str(of.raw).strip("'\"") for name, of in defaults.items()}
+
+
+def on_nodes(components, runtime_min):
+    """Resources of a job that starts ranks, from a function of the wildcards: what the job consists of."""
 
     def asked(name):
-        return lambda wildcards: CONFIG.resources(
-            node_types(wildcards)[0], num_nodes(wildcards), runtime_min
+        return lambda wildcards: job_resources(
+            components(wildcards), runtime_min, profile_resources()
         ).get(name)
 
     return {name: asked(name) for name in CONFIG.resource_names()}
@@ -73,9 +84,7 @@ def on_nodes(node_types, num_nodes, runtime_min):
 def on_cluster(cluster_of, runtime_min):
     """Resources of a job that runs on all of a cluster."""
     return on_nodes(
-        lambda wildcards: CONFIG.of.clusters[cluster_of(wildcards)].node_types,
-        lambda wildcards: CONFIG.of.clusters[cluster_of(wildcards)].num_machines,
-        runtime_min,
+        lambda wildcards: CONFIG.components(cluster_of(wildcards)), runtime_min
     )
 
 
@@ -107,12 +116,13 @@ def with_signal(runtime_min):
     """`slurm_extra` of a run: also the signal at which it is to stop in order, while there is time for it."""
 
     def asked(wildcards, input):
-        of = CONFIG.of.clusters[cluster_of_run(wildcards)]
-        job = CONFIG.resources(of.node_types[0], of.num_machines, runtime_min)
+        components = CONFIG.components(cluster_of_run(wildcards))
         grace_s = CONFIG.of.runs[wildcards.run].grace_s
         files = Path(input.plan), Path(input.prediction)
-        lead_s = signal_lead_s(*files, grace_s, job["runtime"])
-        return f"{job['slurm_extra']} --signal=TERM@{lead_s}"
+        runtime = job_resources(components, runtime_min)["runtime"]
+        signal = f"--signal=TERM@{signal_lead_s(*files, grace_s, runtime)}"
+        asked_for = job_resources(components, runtime_min, profile_resources(), signal)
+        return asked_for["slurm_extra"]
 
     return asked
 

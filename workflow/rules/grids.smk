@@ -202,8 +202,8 @@ rule grid_measure:
         "measure the plans of {wildcards.model} on {wildcards.cluster}"
     shell:
         "( python {input.script} plans {input.answers} --folder results/cells {params.even} --out {output.plans} &&"
-        " on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
-        " {resources.sockets} shardwright-train measure {output.plans} {params.nodes} --steps {params.of.steps}"
+        " on_nodes.sh {resources.node_groups}"
+        " shardwright-train measure {output.plans} {params.nodes} --steps {params.of.steps}"
         " --warmup-steps {params.of.warmup_steps} --out {output.measurement} ) 2> {log}"
 
 

@@ -57,8 +57,8 @@ rule hardware:
     message:
         "measure collectives and device rates on {wildcards.cluster}, for {params.time_budget_s} s"
     shell:
-        "on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
-        " {resources.sockets} shardwright-profile hardware {params.nodes} --cluster {input.cluster}"
+        "on_nodes.sh {resources.node_groups}"
+        " shardwright-profile hardware {params.nodes} --cluster {input.cluster}"
         " --time-budget {params.time_budget_s} --out {output.hardware} 2> {log}"
 
 
@@ -150,8 +150,7 @@ rule measure:
     threads: all_cores
     resources:
         **on_nodes(
-            lambda wildcards: [wildcards.node_type],
-            lambda wildcards: 1,
+            lambda wildcards: CONFIG.one_node(wildcards.node_type),
             runtime_min=60,
         ),
     params:
@@ -159,8 +158,8 @@ rule measure:
     message:
         "measure {wildcards.model} on {wildcards.node_type}"
     shell:
-        "on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
-        " {resources.sockets} shardwright-train measure {input.probes} {params.options}"
+        "on_nodes.sh {resources.node_groups}"
+        " shardwright-train measure {input.probes} {params.options}"
         " --out {output.measurement} 2> {log}"
 
 

@@ -97,8 +97,8 @@ rule run:
         "train {wildcards.run}: {params.steps} steps"
     shell:
         "resume.sh 10 {params.folder}/STOPPED.json"
-        " on_nodes.sh {resources.nodes} {resources.cpus_per_task} {params.outliving}"
-        " {resources.sockets} shardwright-train run {input.plan}"
+        " on_nodes.sh {resources.node_groups} {params.outliving}"
+        " shardwright-train run {input.plan}"
         " --data {params.data} --checkpoints {params.checkpoints} --log-dir {params.logs} {params.options:q}"
         " {params.nodes} {params.replan} --out {params.folder} 2> {log}"
 
@@ -146,8 +146,8 @@ rule validate:
     message:
         "measure the plan {wildcards.search} and its runners-up"
     shell:
-        "on_nodes.sh {resources.nodes} {resources.cpus_per_task}"
-        " {resources.sockets} shardwright-train measure {input.plan} {input.prediction} {params.nodes}"
+        "on_nodes.sh {resources.node_groups}"
+        " shardwright-train measure {input.plan} {input.prediction} {params.nodes}"
         " --steps {params.steps} --warmup-steps {params.warmup_steps} --out {output.measurement} 2> {log}"
 
 

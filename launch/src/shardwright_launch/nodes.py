@@ -1,5 +1,6 @@
 """Which node of how many this is, and where the nodes meet: by options, or by what srun tells its tasks."""
 
+import itertools
 import re
 import shlex
 import socket
@@ -122,13 +123,28 @@ def _rendezvous_of_step(environment: Mapping[str, str]) -> str:
     The host is the node's address as Slurm itself reaches it: a node's name may be known to Slurm alone.
     """
     listed = environment["SLURM_STEP_NODELIST"]
-    first = _scontrol(listed, "hostnames", listed).split()[0]
+    first = _first_host(environment)
     address = _NODE_ADDRESS.search(_scontrol(listed, "node", first))
     if address is None:
         raise _unresolved(listed, f"it tells no NodeAddr of {first}")
     job = _number(environment, "SLURM_JOB_ID") + _number(environment, "SLURM_STEP_ID", default=0)
     host = f"[{address[1]}]" if ":" in address[1] else address[1]
     return f"{host}:{_FIRST_PORT + 2 * (job % _PORT_PAIRS)}"
+
+
+def _first_host(environment: Mapping[str, str]) -> str:
+    """The node of the step's first task; the list is sorted by name, across the components of a heterogeneous job."""
+    hosts = _hosts(environment["SLURM_STEP_NODELIST"])
+    components = (f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in itertools.count())
+    for component in itertools.takewhile(environment.__contains__, components):
+        first = _hosts(environment[component])[0]
+        if first in hosts:
+            return first
+    return hosts[0]
+
+
+def _hosts(listed: str) -> list[str]:
+    return _scontrol(listed, "hostnames", listed).split()
 
 
 def _scontrol(listed: str, *asked: str) -> str:

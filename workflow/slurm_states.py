@@ -1,0 +1,17 @@
+"""States of heterogeneous jobs, for Snakemake's plugin for Slurm (2.8.0), which looks for a job by its number alone."""
+
+from types import ModuleType
+
+_FIRST = "+0"
+"""What squeue writes behind the number of a heterogeneous job for its first component, which the job ends with."""
+
+
+def know_heterogeneous_jobs(plugin: ModuleType) -> None:
+    """Let the plugin find the state of a job 7 that squeue calls 7+0; without it waits for such a job for ever."""
+    query = plugin.query_job_status
+
+    async def by_number(*arguments: object) -> tuple[dict[str, str] | None, float | None]:
+        states, took_s = await query(*arguments)
+        return states and {name.removesuffix(_FIRST): state for name, state in states.items()}, took_s
+
+    plugin.query_job_status = by_number  # type: ignore[attr-defined]
