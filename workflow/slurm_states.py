@@ -7,7 +7,7 @@ _FIRST = "+0"
 
 
 def know_heterogeneous_jobs(plugin: ModuleType) -> None:
-    """Let the plugin find the state of a job 7 that squeue calls 7+0; without it waits for such a job for ever."""
+    """Let the plugin find the state of a job 7 that squeue calls 7+0; without, it waits on after the job's end."""
     query = plugin.query_job_status
 
     async def by_number(*arguments: object) -> tuple[dict[str, str] | None, float | None]:

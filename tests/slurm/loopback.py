@@ -47,10 +47,15 @@ class Workspace:
         self.folder = folder
         self.results = folder / "results"
 
-    def configure(self, **run: Any) -> None:
-        """Write the configuration, with keys of its run changed."""
+    def configure(self, *, mixed: bool = False, **run: Any) -> None:
+        """Write the configuration, with keys of its run changed, and its nodes of two types: n2's, then n1's."""
         config = yaml.safe_load((HERE / "config.yaml").read_text())
         config["runs"]["run"].update(run)
+        if mixed:
+            slow = config["node_types"]["cpu"]
+            slow = slow | {"device": "cpu/2", "slurm": slow["slurm"] | {"partition": "last", "mem_mb": 3000}}
+            config["node_types"]["slow"] = slow
+            config["clusters"]["pair"]["nodes"] = [{"node_type": name, "count": 1} for name in ("slow", "cpu")]
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
 
     def start(self, *arguments: str, into: str = "said.txt") -> "subprocess.Popen[str]":
@@ -88,6 +93,43 @@ class Workspace:
     def job(self) -> str:
         """Number of the run's last job."""
         return re.findall(r"SLURM jobid (\d+) \(log: \S+/rule_run/", self.said())[-1]
+
+
+def ranks(folder: Path) -> dict[int, dict[str, str]]:
+    """The environments of the ranks that train in a folder, by rank; `PID` is the number of the process."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"shardwright_train.worker" in (process / "cmdline").read_bytes() and (process / "cwd").samefile(folder):
+                environment = _environment(process)
+                found[int(environment["RANK"])] = environment | {"PID": process.name}
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def _environment(process: Path) -> dict[str, str]:
+    lines = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def fail(node: str) -> None:
+    """Let a node fail: all that runs on it is killed, its slurmd too, and Slurm is told, which would take minutes."""
+    (pids,) = re.findall(r"^SlurmdPidFile\s*=\s*(\S+)$", slurm("scontrol", "show", "config"), re.MULTILINE)
+    os.kill(int(Path(pids.replace("%n", node)).read_text()), signal.SIGKILL)
+    slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if _environment(process).get("SLURMD_NODENAME") == node:
+                os.kill(int(process.name), signal.SIGKILL)
+        except OSError:
+            continue  # it has ended
+
+
+def bring_back(node: str) -> None:
+    """Start a node that had failed."""
+    slurm("slurmd", "-N", node)
+    slurm("scontrol", "update", f"nodename={node}", "state=resume")
 
 
 def ended(process: "subprocess.Popen[str]", at_most_s: float = 420.0) -> int:

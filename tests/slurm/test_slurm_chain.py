@@ -3,26 +3,13 @@
 import json
 import os
 import signal
-from pathlib import Path
 
-from loopback import detail, ended, slurm, state, until
+import pytest
+from loopback import bring_back, detail, ended, fail, ranks, slurm, state, until
 
 BEGINNING = "step 1/"
 """What the first lines of a run's output hold alone."""
 LONG = 100_000
-
-
-def _ranks(folder):
-    """Process ids of the ranks that train in a folder, by rank."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"shardwright_train.worker" in (process / "cmdline").read_bytes() and (process / "cwd").samefile(folder):
-                lines = (process / "environ").read_text().split("\0")
-                found[int(dict(line.split("=", 1) for line in lines if "=" in line)["RANK"])] = int(process.name)
-        except OSError:
-            continue  # it has ended
-    return found
 
 
 def _losses(workspace):
@@ -36,9 +23,9 @@ def _said_by_run(workspace, job):
     return (workspace.folder / f"slurm-logs/rule_run/run/{job}.log").read_text()
 
 
-def _training(workspace):
+def _training(workspace, *options):
     """The workflow in the middle of its training, with a checkpoint: its process and the number of that job."""
-    workflow = workspace.start("runs")
+    workflow = workspace.start("runs", *options)
     until(lambda: workspace.checkpoints() or workflow.poll() is not None, "a checkpoint is saved")
     assert workflow.poll() is None, workspace.said()
     return workflow, workspace.job()
@@ -51,6 +38,15 @@ def _start_again(job):
     """
     until(lambda: state(job) == "PENDING", "the job is queued again")
     slurm("scontrol", "update", f"jobid={job}", "starttime=now+10", "timelimit=20")
+
+
+def _fail_in_training(workspace, job, node):
+    """Let a node fail when the job has saved once more, wait until it is queued again, and bring the node back."""
+    saved = workspace.checkpoints()[-1]
+    until(lambda: len(ranks(workspace.folder)) == 4 and workspace.checkpoints()[-1] > saved, "it has saved again")
+    fail(node)
+    until(lambda: set(state(job).split()) == {"PENDING"}, "the job is queued again")
+    bring_back(node)
 
 
 def _same_end(workspace, chain, job):
@@ -70,7 +66,10 @@ def test_one_command_goes_from_the_hardware_profile_to_a_trained_model(chain):
 
 
 def test_a_preempted_run_waits_for_its_nodes_and_comes_to_the_same_loss(chain, planned):
-    """Drained in training a node goes on; preempted, the run is queued again and waits for the node that is drained."""
+    """Drained in training a node goes on; preempted, the run is queued again and waits for the node that is drained.
+
+    Then that node fails, and the run is queued again once more.
+    """
     workflow, job = _training(planned)
     slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
     assert state(job) == "RUNNING"
@@ -81,8 +80,10 @@ def test_a_preempted_run_waits_for_its_nodes_and_comes_to_the_same_loss(chain, p
     assert (ended(second), state(job)) == (1, "PENDING")
     assert "LockException" in (planned.folder / "second.txt").read_text()
     slurm("scontrol", "update", "nodename=n2", "state=resume")
+    _fail_in_training(planned, job, "n2")
+    _start_again(job)
     assert ended(workflow) == 0, planned.said()
-    assert detail(job, "Restarts") == "1"
+    assert detail(job, "Restarts") == "2"
     _same_end(planned, chain, job)
 
 
@@ -110,11 +111,11 @@ def test_a_run_whose_time_is_nearly_up_saves_and_is_queued_again(chain, planned)
 
 def test_the_cause_of_a_failing_rank_is_in_the_log_and_no_task_outlives_it(chain, planned):
     workflow, job = _training(planned)
-    os.kill(_ranks(planned.folder)[3], signal.SIGKILL)
+    os.kill(int(ranks(planned.folder)[3]["PID"]), signal.SIGKILL)
     assert ended(workflow) == 1
     assert "error: rank 3" in planned.said(), planned.said()
     assert state(job) == "FAILED"
-    until(lambda: not _ranks(planned.folder), "all ranks have ended", 30)
+    until(lambda: not ranks(planned.folder), "all ranks have ended", 30)
     assert planned.call("runs") == 0, planned.said()
     _same_end(planned, chain, planned.job())
 
@@ -124,10 +125,40 @@ def test_what_is_cancelled_ends_and_goes_on_when_it_is_asked_for_again(chain, pl
     slurm("scancel", job)
     assert ended(workflow) == 1
     assert "CANCELLED" in planned.said()
-    until(lambda: not _ranks(planned.folder), "all ranks have ended", 60)
+    until(lambda: not ranks(planned.folder), "all ranks have ended", 60)
     workflow = planned.start("runs")
-    until(lambda: _ranks(planned.folder), "the ranks are started")
+    until(lambda: ranks(planned.folder), "the ranks are started")
     workflow.send_signal(signal.SIGINT)
     assert ended(workflow) == 1
     until(lambda: not slurm("squeue", "--noheader"), "its job is cancelled", 60)
     assert planned.checkpoints(), "a cancelled run keeps its checkpoints"
+
+
+def test_nodes_of_two_types_train_in_one_heterogeneous_job_through_the_failure_of_one(chain, planned):
+    """The pipeline begins on n2, the slow one, whose partition the node type says; that of n1 is the profile's."""
+    planned.configure(mixed=True, steps=LONG)
+    of_profile = ("--default-resources", "slurm_partition=first", "mem_mb=2000", "runtime=30")
+    workflow, job = _training(planned, *of_profile)
+    assert detail(job, "HetJobIdSet") == f"{job}-{int(job) + 1}"
+    assert slurm("squeue", "--noheader", "--format=%i %P %N %m", "--jobs", job).split("\n") == [
+        f"{job}+1 first n1 4000M", f"{job}+0 last n2 3000M",
+    ]  # fmt: skip
+    of_ranks = ranks(planned.folder)
+    assert [of_ranks[rank]["SLURMD_NODENAME"] for rank in range(4)] == ["n2", "n2", "n1", "n1"]
+    _fail_in_training(planned, job, "n1")
+    _start_again(job)
+    stood, saved = len(_losses(planned)), planned.checkpoints()[-1]
+    # Only a change of something wakes the part of Slurm that starts heterogeneous jobs.
+    wake = ("scontrol", "update", f"jobid={job}", "timelimit=20")
+    until(lambda: "RUNNING" in state(job) or slurm(*wake), "the job is started again")
+    until(lambda: planned.checkpoints()[-1] > saved or workflow.poll() is not None, "the run has gone on")
+    assert workflow.poll() is None, planned.said()
+    assert (detail(job, "Restarts"), BEGINNING in _said_by_run(planned, job)) == ("1", False)
+    slurm("scancel", job)
+    assert ended(workflow) == 1
+    assert "CANCELLED" in planned.said()
+    until(lambda: not ranks(planned.folder), "all ranks have ended", 60)
+    losses = _losses(planned)
+    assert len(losses) > stood
+    shared = min(len(losses), 600)
+    assert losses[:shared] == pytest.approx(_losses(chain)[:shared], rel=1e-3)

@@ -28,7 +28,7 @@ for i in "${!groups[@]}"; do
     started+=("$@" :)
 done
 if ((${#groups[@]} > 1)); then
-    # Neither does it find these, without which it takes all components for one, and a node the first by name for the first.
+    # Nor these, without which it refuses a second component, and nodes meet at the first by name, not by rank.
     export SLURM_HET_SIZE=${#groups[@]} SLURM_JOB_NODELIST_HET_GROUP_0=${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURMD_NODENAME}
 fi
 exec srun "${started[@]:0:${#started[@]}-1}"
