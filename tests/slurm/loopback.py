@@ -127,9 +127,10 @@ def fail(node: str) -> None:
 
 
 def bring_back(node: str) -> None:
-    """Start a node that had failed."""
-    slurm("slurmd", "-N", node)
-    slurm("scontrol", "update", f"nodename={node}", "state=resume")
+    """Start a node that had failed, which Slurm takes back when it registers."""
+    subprocess.run(["slurmd", "-N", node], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True, timeout=60)
+    seen = ("sinfo", "--noheader", "--partition=main", f"--nodes={node}", "--format=%T")
+    until(lambda: slurm(*seen) == "idle", f"{node} is back")
 
 
 def ended(process: "subprocess.Popen[str]", at_most_s: float = 420.0) -> int:
@@ -143,8 +144,8 @@ def ended(process: "subprocess.Popen[str]", at_most_s: float = 420.0) -> int:
 
 
 def state(job: str) -> str:
-    """What Slurm says of a job."""
-    return slurm("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job)
+    """What Slurm says of a job, in one word where all components of a heterogeneous one are in the same state."""
+    return " ".join(set(slurm("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job).split()))
 
 
 def detail(job: str, key: str) -> str:
