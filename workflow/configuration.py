@@ -121,7 +121,7 @@ class Workflow:
 
     def estimate_options(self, model: str) -> list[str]:
         """What `shardwright-profile analytic` is told of the devices that a model's profile is estimated for."""
-        return _options(self.sections["profiles"][self.of.models[model].profile].get("estimate") or {})
+        return spelled_options(self.sections["profiles"][self.of.models[model].profile].get("estimate") or {})
 
     def options(self, section: str, name: str, without: Iterable[str] = ()) -> list[str]:
         """The keys of an entry as options of a command."""
