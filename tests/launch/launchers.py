@@ -47,6 +47,8 @@ def let_act(folder: Path, port: int, others: int = 1) -> None:
     while _callers(port + 1) < others:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    with socket.create_connection(("127.0.0.1", port + 1), timeout=STARTED_S) as line:
+        assert line.recv(1)  # it answers in turn, so it has answered those before: a call alone may still wait for that
     (folder / "met").touch()
 
 
