@@ -19,6 +19,7 @@ from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.wording import layer_runs
 from shardwright_search.interop.uniform import even_cuts
 from shardwright_search.search import NEAR, Found, Infeasible, find_best, instance_of
+from shardwright_search.solver.branch_and_bound import guess
 from shardwright_search.space.budget import GIB
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest
@@ -203,6 +204,21 @@ def test_runners_up_are_different_and_none_beats_the_proof(make):
     }
     assert len(decisions) == len(everything)
     assert len({len(plan.stages) for plan in everything}) > 1, "other pipeline degrees are among them"
+
+
+def test_a_degree_has_a_runner_up_though_no_plan_of_its_first_configuration_is_guessed(make, monkeypatch):
+    asked = set[int]()
+
+    def from_the_second_on(target, bound, solvable):
+        is_first = target.configuration.pp_size not in asked
+        asked.add(target.configuration.pp_size)
+        return None if is_first else guess(target, bound, solvable)
+
+    monkeypatch.setattr("shardwright_search.search.guess", from_the_second_on)
+    monkeypatch.setattr("shardwright_search.search._MAX_LABELS", 0)
+    model, cluster = make.model(4), make.cluster(4)
+    found = search(make.request(num_microbatches=[2, 4]), model, cluster, make.profiles(model, cluster))
+    assert {len(own.plan.stages) for own in found.runners_up} >= asked - {len(found.chosen.plan.stages)} != set()
 
 
 def test_prediction_says_what_was_proven(make):

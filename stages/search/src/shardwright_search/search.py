@@ -42,6 +42,8 @@ _MAX_PLAIN = 20
 _MAX_RUNNERS_UP = 5
 _MAX_DEGREES = 3
 """Other pipeline degrees, the most promising ones, whose best plan is looked for."""
+_MAX_GUESSES = 3
+"""Configurations of one degree, or of one count of microbatches, of which a plan is guessed until there is one."""
 _MAX_LABELS = 3_000
 """Work on the best plan of another configuration, after which it is left out."""
 
@@ -274,28 +276,33 @@ def _further(
 def _others(
     instance: Instance, optimum: Optimum[Configuration], chosen: Best[Configuration], deadline: float | None
 ) -> Iterator[Best[Configuration]]:
-    """The best plans of the most promising configuration of other pipeline degrees, and of other microbatch counts."""
+    """The best plans of the most promising configurations of other pipeline degrees, and of other microbatch counts."""
     configuration = chosen.target.configuration
-    sizes = _firsts(optimum, lambda other: other.pp_size, configuration.pp_size)
-    counts = _firsts(optimum, lambda other: other.num_microbatches, configuration.num_microbatches)
-    bounds = {target: bound for bound, target in optimum.bounds}
-    for target in dict.fromkeys((*sizes[:_MAX_DEGREES], *counts[:2])):
-        if (guessed := guess(target, bounds[target], instance.solvable)) is not None:
-            yield guessed
-            continue
-        found = optimize([target], instance.solvable, deadline=deadline, max_labels=_MAX_LABELS)
-        if found.best is not None and not found.stopped:
-            yield found.best
+    sizes = _alike(optimum, lambda other: other.pp_size, configuration.pp_size)
+    counts = _alike(optimum, lambda other: other.num_microbatches, configuration.num_microbatches)
+    bounds, known = {target: bound for bound, target in optimum.bounds}, dict[Target[Configuration], bool]()
+    for alike in (*sizes[:_MAX_DEGREES], *counts[:2]):
+        for target in alike[:_MAX_GUESSES]:
+            if target not in known:
+                guessed = guess(target, bounds[target], instance.solvable)
+                known[target] = guessed is not None
+                yield from () if guessed is None else (guessed,)
+            if known[target]:
+                break
+        else:
+            found = optimize(alike[:1], instance.solvable, deadline=deadline, max_labels=_MAX_LABELS)
+            if found.best is not None and not found.stopped:
+                yield found.best
 
 
-def _firsts(
+def _alike(
     optimum: Optimum[Configuration], shape: Callable[[Configuration], int], own: int
-) -> list[Target[Configuration]]:
-    """The configuration with the least bound of each shape but one's own, the least first."""
-    found: dict[int, Target[Configuration]] = {}
+) -> list[list[Target[Configuration]]]:
+    """The configurations of each shape but one's own, those with the least bound first."""
+    found: dict[int, list[Target[Configuration]]] = {}
     for _, target in optimum.bounds:
         if shape(target.configuration) != own:
-            found.setdefault(shape(target.configuration), target)
+            found.setdefault(shape(target.configuration), []).append(target)
     return list(found.values())
 
 
