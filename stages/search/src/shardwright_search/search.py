@@ -42,8 +42,8 @@ _MAX_PLAIN = 20
 _MAX_RUNNERS_UP = 5
 _MAX_DEGREES = 3
 """Other pipeline degrees, the most promising ones, whose best plan is looked for."""
-_MAX_GUESSES = 3
-"""Configurations of one degree, or of one count of microbatches, of which a plan is guessed until there is one."""
+_MAX_GUESSES = 2
+"""Configurations of one degree of which a plan is guessed until there is one."""
 _MAX_LABELS = 3_000
 """Work on the best plan of another configuration, after which it is left out."""
 
@@ -281,8 +281,8 @@ def _others(
     sizes = _alike(optimum, lambda other: other.pp_size, configuration.pp_size)
     counts = _alike(optimum, lambda other: other.num_microbatches, configuration.num_microbatches)
     bounds, known = {target: bound for bound, target in optimum.bounds}, dict[Target[Configuration], bool]()
-    for alike in (*sizes[:_MAX_DEGREES], *counts[:2]):
-        for target in alike[:_MAX_GUESSES]:
+    for alike in (*(same[:_MAX_GUESSES] for same in sizes[:_MAX_DEGREES]), *(same[:1] for same in counts[:2])):
+        for target in alike:
             if target not in known:
                 guessed = guess(target, bounds[target], instance.solvable)
                 known[target] = guessed is not None

@@ -23,7 +23,7 @@ _WIDE = (_GUESSED, 0.1, 0.2, 0.5, 1.0, 3.0)
 """How far it may be where bounds are known to be loose: one after another, until a plan is found."""
 _AT_ONCE = 0.011
 """How far above its bound a limit may be that a configuration is solved below at once: labels grow fast with it."""
-_MAX_WIDER_LABELS = 20_000
+_MAX_WIDER_LABELS = 6_000
 """Work on a configuration's plans past the limit that it was solved below."""
 _LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0)
 
