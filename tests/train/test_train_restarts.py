@@ -143,8 +143,13 @@ def test_nodes_that_are_left_go_on_under_a_plan_for_them_and_a_lost_rank_is_star
 def test_a_node_that_comes_back_meets_those_that_waited_for_it(work: Path) -> None:
     run = Run(work, "back", "two.json", 2, 12, "--max-restarts", 1)
     run.until_saved(run.checkpoints)
+    before = run.nodes[0].ranks()
     run.nodes[1].kill()
     run.nodes[1].wait(LIMIT_S)
+    until = time.monotonic() + LIMIT_S
+    while run.nodes[0].ranks() in (before, {}):  # it has not started its rank anew yet, which then waits
+        assert time.monotonic() < until and run.nodes[0].poll() is None, run.ends()
+        time.sleep(0.02)
     run.nodes[1] = run.start(1)
     assert [status for status, _ in run.ends()] == [0, 0], run.ends()
     assert read_document(run.out / "DONE.json", RunResult).steps == 12
