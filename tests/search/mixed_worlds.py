@@ -1,18 +1,22 @@
 """Made-up clusters of several node types, what they are priced with, and plans on them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pytest
 from made_up import make_hardware, make_mixed_cluster, make_profile, make_request
+from msgspec.structs import replace
 from random_requests import random_model
 
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
+from shardwright_search.search import Found, Infeasible, find_best
 from shardwright_search.solver.problem import Position
 from shardwright_search.space.budget import GIB
 from shardwright_search.space.placements import Placements
@@ -84,3 +88,36 @@ def walks(placed: Placements) -> Iterator[tuple[int, ...]]:
     for moves in placed.moves:
         ways = [((*groups, group), behind) for groups, at in ways for group, behind in moves[at]]
     yield from (groups for groups, _ in ways)
+
+
+def check_best(
+    plans: Iterable[Plan],
+    request: SearchRequest,
+    model: Model,
+    cluster: Cluster,
+    profiles: Profiles,
+    rng: np.random.Generator,
+) -> None:
+    """The searched plan is the best of all plans, within memory of each type that the more frugal of them need."""
+    prices = []
+    for plan in plans:
+        found = evaluate(plan, profiles, timeline=False)
+        held: dict[str, int] = {}
+        for stage, own in zip(plan.stages, found.estimate.stages, strict=True):
+            for name in {cluster.node_type_of_rank[rank] for rank in stage.ranks}:
+                held[name] = max(held.get(name, 0), own.memory_bytes)
+        prices.append((found.objective_ps, held))
+    tightest = {
+        name: sorted(held[name] for _, held in prices)[int(len(prices) * rng.choice([0.2, 0.6]))]
+        for name in cluster.node_types
+    }
+    budgets = {name: need / GIB for name, need in tightest.items()}
+    fitting = [time for time, held in prices if all(held[name] <= tightest[name] for name in tightest)]
+    asked = replace(request, memory_gib=budgets)
+    searched = find_best(asked, model, cluster, profiles, Path("s.json"), lambda _: None)
+    if not fitting:
+        assert isinstance(searched, Infeasible)
+        return
+    assert isinstance(searched, Found)
+    assert searched.optimum_s * 1e12 == pytest.approx(min(fitting), rel=1e-12)
+    assert searched.bound_s == searched.optimum_s and not searched.stopped

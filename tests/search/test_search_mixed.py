@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from brute_force import mistakes
 from made_up import make_mixed_cluster, make_request
-from mixed_worlds import MIB, SLOWNESS, mixed_world, plain, profiles_of, walks
+from mixed_worlds import MIB, SLOWNESS, check_best, mixed_world, plain, profiles_of, walks
 from msgspec.structs import replace
 from plans_by_hand import plans_on
 from random_problems import best_of, random_mixed
@@ -22,7 +22,7 @@ from shardwright_formats.types.plan import Plan
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import together
 from shardwright_search.explain.node_types import node_types_table
-from shardwright_search.search import Found, Infeasible, find_best, instance_of, targets_of
+from shardwright_search.search import instance_of, targets_of
 from shardwright_search.solver.bands import StageCosts
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.milp import solve
@@ -150,26 +150,7 @@ def test_the_searched_plan_is_the_best_of_all_plans_on_several_node_types(make, 
         stage_widths="any",
         tp_sizes=[1, 2],
     )
-    prices = []
-    for plan in every_plan(request, model, cluster):
-        found = evaluate(plan, profiles, timeline=False)
-        types = [cluster.node_type_of_rank[stage.ranks[0]] for stage in plan.stages]
-        held: dict[str, int] = {}
-        for name, stage in zip(types, found.estimate.stages, strict=True):
-            held[name] = max(held.get(name, 0), stage.memory_bytes)
-        prices.append((found.objective_ps, held))
-    tightest = {
-        name: sorted(held[name] for _, held in prices)[int(len(prices) * rng.choice([0.2, 0.6]))] for name in nodes
-    }
-    budgets = {name: need / GIB for name, need in tightest.items()}
-    found = find_best(replace(request, memory_gib=budgets), model, cluster, profiles, FILE, lambda _: None)
-    fitting = [time for time, held in prices if all(held[name] <= tightest[name] for name in nodes)]
-    if not fitting:
-        assert isinstance(found, Infeasible)
-        return
-    assert isinstance(found, Found)
-    assert found.optimum_s * 1e12 == pytest.approx(min(fitting), rel=1e-12)
-    assert found.bound_s == found.optimum_s and not found.stopped
+    check_best(every_plan(request, model, cluster), request, model, cluster, profiles, rng)
 
 
 def test_the_solver_equals_brute_force_over_several_node_types():

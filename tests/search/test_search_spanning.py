@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from brute_force import mistakes
 from made_up import make_hardware, make_mixed_cluster, make_profile, make_request
-from mixed_worlds import MIB, SLOWNESS, mixed_world, plain, profiles_of, walks
+from mixed_worlds import MIB, SLOWNESS, check_best, mixed_world, plain, profiles_of, walks
 from msgspec.structs import replace
 from plans_by_hand import plans_on
 from random_problems import best_of, random_spanning
@@ -26,7 +26,7 @@ from shardwright_search.certificate.make import certified
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.topology import stage_topology, tp_group_kinds
-from shardwright_search.search import Found, Infeasible, find_best, instance_of, targets_of
+from shardwright_search.search import Found, find_best, instance_of, targets_of
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.space.budget import GIB
@@ -179,26 +179,7 @@ def test_the_searched_plan_is_the_best_of_all_plans_that_may_span_node_types(mak
         tp_sizes=[1, 2],
         tp_consecutive=[bool(rng.random() < 0.5)],
     )
-    prices = []
-    for plan in every_plan(request, model, cluster):
-        found = evaluate(plan, profiles, timeline=False)
-        held: dict[str, int] = {}
-        for stage, own in zip(plan.stages, found.estimate.stages, strict=True):
-            for name in {cluster.node_type_of_rank[rank] for rank in stage.ranks}:
-                held[name] = max(held.get(name, 0), own.memory_bytes)
-        prices.append((found.objective_ps, held))
-    tightest = {
-        name: sorted(held[name] for _, held in prices)[int(len(prices) * rng.choice([0.2, 0.6]))] for name in nodes
-    }
-    budgets = {name: need / GIB for name, need in tightest.items()}
-    found = find_best(replace(request, memory_gib=budgets), model, cluster, profiles, FILE, lambda _: None)
-    fitting = [time for time, held in prices if all(held[name] <= tightest[name] for name in nodes)]
-    if not fitting:
-        assert isinstance(found, Infeasible)
-        return
-    assert isinstance(found, Found)
-    assert found.optimum_s * 1e12 == pytest.approx(min(fitting), rel=1e-12)
-    assert found.bound_s == found.optimum_s and not found.stopped
+    check_best(every_plan(request, model, cluster), request, model, cluster, profiles, rng)
 
 
 def test_the_solver_equals_brute_force_over_stages_that_span_node_types():
