@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def main() -> None:
 def measured(folder: Path, inputs: list[str], repeats: int) -> dict:
     """The median run's CPU seconds, the most memory, and what was found."""
     command = ["shardwright-search", "plan", *inputs, "--out", str(folder / "plan.json")]
-    used = _median(command, folder, repeats)
+    used = median_of(command, folder, repeats)
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     proof = json.loads((folder / "plan.prediction.json").read_text(encoding="utf-8"))["proof"]
     words = f"pp {len(plan['stages'])}, {plan['num_microbatches']} microbatches, batch {plan['global_batch_size']}"
@@ -114,7 +115,7 @@ def hardware_of_many_nodes(folder: Path, repeats: int) -> dict:
     (folder / "cluster.json").write_text(json.dumps(cluster | {"node_types": {"a": NODE}}), encoding="utf-8")
     machines = ["--cluster", str(folder / "cluster.json"), "--node-type", "a", "--inter-node-gbit-s", "800"]
     out = ["--hardware-out", str(folder / "hardware.h5")]
-    return _median(["shardwright-profile", "analytic", *machines, *out], folder, repeats)
+    return median_of(["shardwright-profile", "analytic", *machines, *out], folder, repeats)
 
 
 def published(folder: Path, name: str, reference: Path) -> list[str]:
@@ -127,10 +128,13 @@ def published(folder: Path, name: str, reference: Path) -> list[str]:
     return [*files.machines, *files.profiles, "--search", str(folder / "search.json")]
 
 
-def _median(command: list[str], folder: Path, repeats: int) -> dict:
-    environment = _with_bytecode(folder / "bytecode")
-    _used(command, environment)  # compiles Python's bytecode, which installing does elsewhere
-    used = sorted(_used(command, environment) for _ in range(repeats))
+def median_of(command: list[str], folder: Path, repeats: int, clear: Callable[[], None] = lambda: None) -> dict:
+    """The median run's CPU seconds, and the most memory; `clear` takes away what a run has written."""
+    environment, used = _with_bytecode(folder / "bytecode"), []
+    for _ in range(repeats + 1):
+        clear()
+        used.append(_used(command, environment))
+    used = sorted(used[1:])  # the first compiles Python's bytecode, which installing does elsewhere
     return {"cpu_s": used[len(used) // 2][0], "peak_mib": max(peak for _, peak in used)}
 
 

@@ -9,7 +9,7 @@ from random_problems import best_of, random_problem
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Problem, price
-from shardwright_search.solver.relaxed_bound import dual_of
+from shardwright_search.solver.relaxed_bound import Relaxed
 from shardwright_search.solver.stage_options import GroupCosts
 from shardwright_search.solver.targets import Optimum, Target
 
@@ -27,7 +27,7 @@ def solved(problem: Problem, deadline: float | None = None) -> Optimum[int]:
 
 def pipeline_of(problem: Problem) -> Pipeline:
     """A problem that remembers what it priced."""
-    return Pipeline(problem, cache(GroupCosts), cache(dual_of))
+    return Pipeline(problem, cache(GroupCosts), Relaxed())
 
 
 def mistake(problem: Problem, answer: Optimum[int]) -> str | None:

@@ -175,9 +175,7 @@ def _on_node_types(rng: np.random.Generator, ranks: list[int], pp_size: int, spa
         tuple(n * (of == i) for i in range(len(ranks))) for of, most in enumerate(ranks) for n in range(1, most + 1)
     ]
     kinds, weights = [*of_one, *spanning], rng.choice([1, 2, 7], len(ranks))
-    groups = tuple(
-        replace(_group(rng, scale, layouts[sum(own)], sum(own)), weight=int(weights @ np.array(own))) for own in kinds
-    )
+    groups = tuple(_group(rng, scale, layouts[sum(own)], sum(own)) for own in kinds)
     ways = []
     for on in product(range(len(kinds)), repeat=pp_size):
         each = zip(*(kinds[group] for group in on), strict=True)
@@ -185,7 +183,8 @@ def _on_node_types(rng: np.random.Generator, ranks: list[int], pp_size: int, spa
         if list(used[-1]) == ranks:
             ways.append((on, used))
     moves = moves_of(pp_size, ways)
-    return _with_sends(rng, scale, layers, groups, moves, layouts, int(rng.choice([1, 2, 3, 8])))
+    problem = _with_sends(rng, scale, layers, groups, moves, layouts, int(rng.choice([1, 2, 3, 8])))
+    return replace(problem, weights=tuple(int(weights @ np.array(own)) for own in kinds))
 
 
 def _with_sends(

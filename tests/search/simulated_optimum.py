@@ -109,8 +109,8 @@ def simulated_steps(instance: Instance, configuration: Configuration) -> Iterato
 def _times(instance: Instance, configuration: Configuration, plans: Enumerated) -> _Times:
     """Added up layer by layer, from what each takes."""
     problem, choice = instance.problem(configuration), instance.choices.choice(configuration)
-    topologies, shardings = instance.choices.placed(configuration).topologies, instance.choices.shardings(choice)
-    names, count = instance.types, 1 if configuration.num_microbatches == 1 else 2
+    topologies, shardings = instance.choices.placed(configuration).topologies, instance.choices.layers.shardings(choice)
+    names, count = instance.prices.types, 1 if configuration.num_microbatches == 1 else 2
     chosen = [index.ravel() for index in np.indices(plans.shape)]
     found = _Times(*np.zeros((5, configuration.pp_size, len(chosen[0]))))
     for stage, (first, end) in enumerate(pairwise((0, *plans.ends))):
@@ -142,7 +142,7 @@ def _times(instance: Instance, configuration: Configuration, plans: Enumerated) 
 
 
 def _one_way(instance: Instance, configuration: Configuration, name: str, topology: object) -> np.ndarray:
-    layouts = instance.choices.shardings(instance.choices.choice(configuration)).layouts
+    layouts = instance.choices.layers.shardings(instance.choices.choice(configuration)).layouts
     samples = configuration.microbatch_samples
     move = instance.costs.redistribution
     return np.array([[move(name, a, b, topology, samples).time_ps for b in layouts] for a in layouts])

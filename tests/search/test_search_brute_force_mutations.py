@@ -10,7 +10,7 @@ from interleaved_problems import random_interleaved
 from msgspec.structs import replace
 from random_problems import random_problem
 
-from shardwright_search.solver import interleaved, interleaved_bounds, partition, stage_labels
+from shardwright_search.solver import interleaved, interleaved_bounds, prefix_labels, stage_labels
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.interleaved_problem import InFlight
 from shardwright_search.solver.problem import Options, Problem, Start
@@ -75,14 +75,14 @@ def caught(seeds: range = SEEDS) -> bool:
 
 
 def test_a_middle_stage_that_is_ignored_in_the_largest_time_is_caught(monkeypatch):
-    appended = partition._appended
+    appended = prefix_labels._appended
 
-    def ignoring(problem, stage, at, labels, *rest):
-        found = appended(problem, stage, at, labels, *rest)
-        middle = 0 < stage < problem.pp_size - 1
-        return found._replace(slowest_ps=labels.slowest_ps[found.parent]) if middle else found
+    def ignoring(bounds, stage, at, labels, *rest):
+        found = appended(bounds, stage, at, labels, *rest)
+        forgotten = found.labels._replace(slowest_ps=labels.slowest_ps[found.labels.parent])
+        return found._replace(labels=forgotten) if 0 < stage < bounds.problem.pp_size - 1 else found
 
-    monkeypatch.setattr(partition, "_appended", ignoring)
+    monkeypatch.setattr(prefix_labels, "_appended", ignoring)
     assert caught()
 
 

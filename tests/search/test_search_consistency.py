@@ -17,9 +17,9 @@ from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.problem import Solution, price
 from shardwright_search.solver.targets import Target
-from shardwright_search.space.choices import Choices
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
+from shardwright_search.space.layer_choices import LayerChoices
 
 BLOCK = 12
 
@@ -163,7 +163,7 @@ def test_a_batch_that_is_floored_is_caught(monkeypatch):
     )
     with pytest.raises(BadInput, match="no strategy divides the batch"):
         world._replace(request=request).targets(world._replace(request=request).instance)
-    monkeypatch.setattr(Choices, "_possible", lambda *_: True)
+    monkeypatch.setattr(LayerChoices, "_possible", lambda *_: True)
     instance = world._replace(request=request).instance
     (target, *_) = world.targets(instance)
     answer = optimize([target], instance.solvable)

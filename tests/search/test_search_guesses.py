@@ -4,10 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from brute_force import mistakes, pipeline_of, solved
+from random_problems import random_mixed, random_problem
 
+from shardwright_search.solver import prefix_labels
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.partition import Found
-from shardwright_search.solver.problem import Solution
+from shardwright_search.solver.problem import Solution, price
 from shardwright_search.solver.targets import Target
 
 PLANS = (100.45, 100.49, 100.6, 103.0)
@@ -70,3 +73,29 @@ def test_a_configuration_without_a_plan_below_a_near_incumbent_is_ruled_out_at_o
     assert optimum.best is not None and optimum.best.score == optimum.bound == 100.45
     assert worse.limits[0] == 100.45
     assert found[0].limits == [pytest.approx(NEAREST_LIMIT)] and np.isfinite(optimum.bound)
+
+
+@pytest.mark.parametrize("made", [random_problem, random_mixed])
+def test_runs_that_are_paired_one_by_one_give_the_same_plans(monkeypatch, made):
+    problems = [made(seed) for seed in range(40)]
+    together = [solved(problem) for problem in problems]
+    monkeypatch.setattr(prefix_labels, "_TOGETHER", 1)
+    for problem, answer in zip(problems, together, strict=True):
+        one_by_one = solved(problem)
+        assert [best.found for best in one_by_one.near] == [best.found for best in answer.near]
+        assert one_by_one.bound == answer.bound
+
+
+@pytest.mark.parametrize("made", [random_problem, random_mixed])
+def test_a_guess_of_few_labels_is_a_plan_and_the_best_is_found_all_the_same(monkeypatch, made):
+    whole = [pipeline_of(made(seed)).guess(np.inf) for seed in range(60)]
+    monkeypatch.setattr(prefix_labels, "_FEW_IN_ALL", 1)
+    missed = 0
+    for seed, best in enumerate(whole):
+        found = pipeline_of(made(seed)).guess(np.inf)
+        assert (
+            found is None or found.objective_ps == price(made(seed), found.solution).objective_ps >= best.objective_ps
+        )
+        missed += best is not None and (found is None or found.objective_ps > best.objective_ps)
+    assert missed > 5
+    assert mistakes(range(60), made) == {}

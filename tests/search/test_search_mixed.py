@@ -128,7 +128,7 @@ def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterat
     """All plans, put together without the solver."""
     request = narrowed(request, cluster)
     for configuration in configurations(request, model, cluster, FILE):
-        for ranks in by_hand(cluster, configuration.pp_size, ANY):
+        for ranks in by_hand(cluster, configuration.pp_size, request.stage_widths):
             yield from plans_on(ranks, configuration, request, model, cluster)
 
 

@@ -118,10 +118,11 @@ def asked(**changes: object):
     return make_request(**usual | changes)
 
 
+@pytest.mark.parametrize("widths", ["any", "equal"])
 @pytest.mark.parametrize(("seed", "interruptions"), [(0, 0.0), (1, 40.0), (2, 0.0)])
-def test_the_front_over_sub_clusters_is_that_of_all_plans_on_all_of_them(make, seed, interruptions):
+def test_the_front_over_sub_clusters_is_that_of_all_plans_on_all_of_them(make, seed, interruptions, widths):
     nodes = [{"a": (2, 1), "b": (2, 1)}, {"a": (1, 1), "b": (1, 2)}, {"a": (1, 1), "b": (1, 1), "c": (1, 1)}][seed]
-    model, cluster, request = make.model(2, tied=bool(seed % 2)), priced(**nodes), asked()
+    model, cluster, request = make.model(2, tied=bool(seed % 2)), priced(**nodes), asked(stage_widths=widths)
     profiles = profiles_of(model, cluster, dict.fromkeys(nodes, 1e8), tp_sizes=(1,))
     offers = Offers(node_types={"b": Offer(interruptions_per_hour=interruptions)}, checkpoint_s=1e-3, restart_s=1e-2)
     offered = sub_clusters(cluster, offers, FILE, FILE)

@@ -126,7 +126,7 @@ def regrets_of(
 
 def _repriced(instance: Instance, profiles: Profiles) -> Instance:
     """The same request with other profiles; they say the same of memory."""
-    return replace(instance, costs=replace(instance.costs, profiles=profiles))
+    return Instance.made(instance.request, replace(instance.costs, profiles=profiles), instance.budgets)
 
 
 def _retold(instance: Instance, best: Best[Configuration], score: float) -> Best[Configuration]:

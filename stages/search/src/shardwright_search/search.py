@@ -90,23 +90,23 @@ def instance_of(
     cluster: Cluster,
     profiles: Profiles,
     file: Path,
-    known: CostModel | None = None,
+    known: Instance | None = None,
 ) -> Instance:
-    """A request with the cost model that prices it; `known` is one of a cluster with the same node types, or more.
+    """A request with the cost model that prices it; `known`: of a cluster with the same node types, or more.
 
     Raises BadInput for profiles that do not fit the request, or a budget that no device has.
     """
     check_profiles(profiles, model, cluster, request.precision, request.attention, request.compile)
-    if known is None:
-        costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
-    else:
-        costs = known.on(cluster)
     budgets = {
-        name: _without_process(size, costs.profiles_on(name))
+        name: _without_process(size, profiles.of_device(cluster.node_types[name].device))
         for name, size in budgets_of(request, cluster, file).items()
     }
     profiled = set.intersection(*({key.tp_size for key in own.layers} for own in profiles.used(cluster)))
-    return Instance(narrowed(request, cluster, profiled), costs, budgets)
+    request = narrowed(request, cluster, profiled)
+    if known is not None:
+        return known.on(cluster, request, budgets)
+    costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
+    return Instance.made(request, costs, budgets)
 
 
 def _without_process(budget_bytes: int, profiles: Profiles) -> int:

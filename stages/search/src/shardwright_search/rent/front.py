@@ -5,7 +5,7 @@ the time from which on some point of the front is as fast and as cheap; most are
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -15,14 +15,15 @@ from msgspec.structs import replace
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
-from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import SubCluster
 from shardwright_search.search import Report, all_targets, instance_of
 from shardwright_search.solver.exhaust import exhaust
+from shardwright_search.solver.partition import Found
 from shardwright_search.solver.targets import Best, Solvable, Target
 from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import BatchRange, Objective, SearchRequest, StageWidths
 
@@ -190,13 +191,13 @@ def _instances(
     found: dict[int, Instance] = {}
     for number, own in reversed(list(enumerate(offered))):
         if (asked := _asked_of(request, own.cluster)) is not None:
-            costs = next((known.costs for known in found.values() if _has_types(known.costs, own.cluster)), None)
-            found[number] = instance_of(asked, model, own.cluster, profiles, file, costs)
+            known = next((known for known in found.values() if _has_types(known, own.cluster)), None)
+            found[number] = instance_of(asked, model, own.cluster, profiles, file, known)
     return dict(sorted(found.items()))
 
 
-def _has_types(costs: CostModel, cluster: Cluster) -> bool:
-    return {own.node_type for own in cluster.nodes} <= {own.node_type for own in costs.cluster.nodes}
+def _has_types(known: Instance, cluster: Cluster) -> bool:
+    return {own.node_type for own in cluster.nodes} <= {own.node_type for own in known.costs.cluster.nodes}
 
 
 def _asked_of(request: SearchRequest, cluster: Cluster) -> SearchRequest | None:
@@ -218,11 +219,36 @@ def _asked_of(request: SearchRequest, cluster: Cluster) -> SearchRequest | None:
     return replace(request, **lists | {"shard_sizes": lists["shard_sizes"] or None, "memory_gib": memory})
 
 
+class _Deferred:
+    """A configuration with a first bound, whose numbers are put together only where that does not rule it out."""
+
+    def __init__(self, bound_ps: float, made: Callable[[], Solvable]) -> None:
+        self.relaxed_bound_ps, self._made = bound_ps, made
+
+    @cached_property
+    def _whole(self) -> Solvable:
+        return self._made()
+
+    @property
+    def lower_ps(self) -> float:
+        return max(self._whole.relaxed_bound_ps, self._whole.lower_ps)
+
+    def guess(self, below_ps: float) -> Found | None:
+        return self._whole.guess(below_ps)
+
+    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
+        return self._whole.solve_below(below_ps, most, tick)
+
+
 def _solvable_of(instances: Mapping[int, Instance]) -> Callable[[Rented], Solvable]:
     """A configuration on its sub-cluster; the last few of all are kept."""
+    first_bounds = {number: FirstBounds(instance) for number, instance in instances.items()}
 
     @lru_cache(_MAX_RECENT)
     def solvable(rented: Rented) -> Solvable:
-        return instances[rented.sub_cluster].unkept_solvable(rented.configuration)
+        number, configuration = rented
+        made = partial(instances[number].unkept_solvable, configuration)
+        bound_ps = first_bounds[number].of(configuration)
+        return made() if bound_ps is None else _Deferred(bound_ps, made)
 
     return solvable

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.pareto import Ints, Numbers
 from shardwright_search.solver.problem import Position, Problem
 
@@ -67,15 +68,15 @@ class Rests(NamedTuple):
 
     sums: Numbers
     """[bands, layers + 1]: of A; never larger in a higher band."""
+    with_floors: Numbers
+    """[bands + 1, layers + 1]: the least of sum and lower edge in a band or a higher one; infinity behind the last."""
     floors: Numbers
     """[bands]: the lower edges, ascending."""
 
-    def least(self, layer: int, largest: Numbers) -> Numbers:
-        """The least sum of A and largest Z, where that of the other stages is given [labels]."""
-        sums, floors = self.sums[:, layer], self.floors
-        above = np.minimum.accumulate((sums + floors)[::-1])[::-1]
-        band = np.searchsorted(floors, largest, side="right")
-        found: Numbers = np.minimum(sums[band - 1] + largest, np.append(above, np.inf)[band])
+    def least(self, layers: Ints, largest: Numbers) -> Numbers:
+        """The least sum of A and largest Z, where that of the other stages is given, and a layer [labels]."""
+        band = np.searchsorted(self.floors, largest, side="right")
+        found: Numbers = np.minimum(self.sums[band - 1, layers] + largest, self.with_floors[band, layers])
         return found
 
 
@@ -104,9 +105,12 @@ class Bands:
         whole = self._after[0].get(self._problem.start_position)
         return np.inf if whole is None else float((whole[:, 0] + np.maximum(self.floors, self._slowest)).min())
 
+    @cached_method
     def after(self, stage: int, position: Position) -> Rests:
         """Of a stage and those behind it, where the stages before it take up `position`."""
-        return Rests(self._after[stage][position], self.floors)
+        sums = self._after[stage][position]
+        above = np.minimum.accumulate((sums + self.floors[:, None])[::-1])[::-1]
+        return Rests(sums, np.concatenate([above, np.full((1, sums.shape[1]), np.inf)]), self.floors)
 
     def sums(self, move: Move, runs: tuple[Ints, Ints], known: Known) -> Sums:
         """Raised for a stage that holds some runs, which start and end there; infinity: no plan is below the limit."""

@@ -19,8 +19,8 @@ from shardwright_search.solver.targets import Best, C, Optimum, Solvable, Target
 _RELAXED = -1
 _GUESSED = 0.05
 """How far above its bound a plan of a configuration is guessed at most."""
-_WIDE = (_GUESSED, 0.1, 0.2, 0.5, 1.0, 3.0)
-"""How far it may be where bounds are known to be loose: one after another, until a plan is found."""
+_WIDE = (0.01, 0.02, _GUESSED, 0.1, 0.2, 0.5, 1.0, 3.0)
+"""How far it may be where bounds may be loose and plans are many: one after another, until a plan is found."""
 _AT_ONCE = 0.011
 """How far above its bound a limit may be that a configuration is solved below at once: labels grow fast with it."""
 _MAX_WIDER_LABELS = 6_000
@@ -167,7 +167,7 @@ class Search(Generic[C]):
     @property
     def least_bound(self) -> float:
         """No plan of the configurations that are left, the one worked on among them, has a lower score."""
-        return min([self._now.bound, *(one.bound for one in self._left)])
+        return min([self._now.bound, *(one.bound for one in (*self.heap[:1], *self._waiting))])
 
     @property
     def _left(self) -> list[_Open]:

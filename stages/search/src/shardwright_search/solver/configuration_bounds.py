@@ -7,6 +7,7 @@ node types `bands` bound sum and maximum together.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +69,6 @@ class ConfigurationBounds:
         self.runs = runs_of(problem.layers)
         made = min_phases if rough else phases
         self._parts = [made(count, problem.num_microbatches, problem.keeps_sums) for count in counts]
-        self._before = self._pass(range(problem.pp_size), forward=True)
         self.after = self._pass(range(problem.pp_size - 1, -1, -1), forward=False)[::-1]
         self._min_tie = float(problem.tie_ps.min())
         whole = self.after[0].get(problem.start_position)
@@ -81,6 +81,10 @@ class ConfigurationBounds:
             self.bands = Bands(problem, self._in_bands, float(whole.slowest[0]))
             lower = max(lower, self.bands.lower_ps)
         self.lower_ps = lower + self._min_tie
+
+    @cached_property
+    def _before(self) -> list[dict[Position, Rest]]:
+        return self._pass(range(self.problem.pp_size), forward=True)
 
     def targets(self, below_ps: float) -> dict[StageKind, list[Target]] | None:
         """What stages a plan with T < below_ps can have; None if some stage cannot be: there is no such plan."""

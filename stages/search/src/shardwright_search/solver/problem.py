@@ -98,7 +98,7 @@ class Options(NamedTuple):
         return weights[0] * self.time_ps + weights[1] * self.exposed_ps
 
 
-class DeviceGroup(msgspec.Struct, frozen=True, eq=False):
+class DeviceGroup(msgspec.Struct, frozen=True, dict=True, eq=False):
     """Costs on the ranks of one kind of pipeline stage: node type, width, and how its ranks lie on the nodes."""
 
     options: tuple[Options, ...]
@@ -109,11 +109,11 @@ class DeviceGroup(msgspec.Struct, frozen=True, eq=False):
     """Of one rank, without the process's own memory."""
     width: int = 1
     """Ranks of a stage. Those of equal width share layouts, and no others do."""
-    weight: int | None = None
-    """Of a stage: the sum over its ranks of a positive number that is the same for all of a node type. None: 1 each.
 
-    Bounds are the tightest where it is the type's speed.
-    """
+    @cached_property
+    def keeps_sums(self) -> bool:
+        """Whether some option keeps gradients of earlier microbatches beside those of the last."""
+        return any(bool(o.sum_bytes.any()) for o in self.options)
 
 
 class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
@@ -141,6 +141,10 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     """[types, layouts]: what a rank holds of one microbatch's outputs of that type and layout."""
     tie_ps: Numbers
     """[classes of the embedding, classes of the head]: what tied parameters cost once a step."""
+    weights: tuple[int, ...] | None = None
+    """Of a stage on each device group: the sum over its ranks of a positive number that is the same for all of a node
+    type; None: 1 each. Bounds are the tightest where it is the type's speed.
+    """
 
     @property
     def pp_size(self) -> int:
@@ -159,7 +163,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def keeps_sums(self) -> bool:
         """Whether some option keeps gradients of earlier microbatches beside those of the last."""
-        return any(bool(o.sum_bytes.any()) for group in self.device_groups for o in group.options)
+        return any(group.keeps_sums for group in self.device_groups)
 
     def objectives(self, time_ps: Numbers, exposed_ps: Numbers) -> list[Numbers]:
         """The numbers in which one way to treat a stage must be no worse to replace another.
@@ -197,7 +201,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def relative_weights(self) -> tuple[float, ...]:
         """By device group: a stage's ranks, each with its weight, over the mean: likewise 1 on average in any plan."""
-        return self._over_mean([group.weight or group.width for group in self.device_groups])
+        return self._over_mean(self.weights or [group.width for group in self.device_groups])
 
     def _over_mean(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """Sizes of a stage on each group, which add up to the same in any plan, over the mean of a plan's stages."""

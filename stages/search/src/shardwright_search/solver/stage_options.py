@@ -24,8 +24,14 @@ def weightings(problem: Problem, group: int) -> tuple[Weights, Weights, Weights]
 
     The mean is by ranks: as a wide stage does its layers in less time, ranks times time says more than time alone.
     """
-    p, m, width = problem.pp_size, problem.num_microbatches, problem.relative_weights[group]
-    return (1.0, 0.0), (float(m), 1.0), (1 + (m - 1) * width / p, width / p)
+    p, m = problem.pp_size, problem.num_microbatches
+    return (1.0, 0.0), (float(m), 1.0), mean_weights(p, m, problem.relative_weights[group])
+
+
+def mean_weights(pp_size: int, num_microbatches: int, relative_weight: float) -> Weights:
+    """The third of these, of a stage of a weight relative to the mean of all stages."""
+    share = relative_weight / pp_size
+    return 1 + (num_microbatches - 1) * relative_weight / pp_size, share
 
 
 class Measure(NamedTuple):

@@ -1,46 +1,22 @@
 """What there is to choose in a configuration: the strategies of the layers, and where the pipeline stages can be."""
 
-from math import gcd, lcm
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from shardwright_formats.semantics.layout import Layout, layout_of
 from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import LayerStrategy
 from shardwright_search.cost_model.communication import Nodes
 from shardwright_search.cost_model.layer import CostModel, Link
 from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.problem import Cut
-from shardwright_search.space.configurations import Configuration, shardings
-from shardwright_search.space.placements import NodeTypes, Placements, placements
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.layer_choices import Choice, LayerChoices, alike
+from shardwright_search.space.placements import NodeTypes, Placements, can_be_placed, placements
 from shardwright_search.space.request import SearchRequest, StageWidths
 from shardwright_search.space.stage_widths import Widths
-
-
-class Choice(NamedTuple):
-    """What the strategies to choose from depend on."""
-
-    widths: tuple[int, ...]
-    """Ranks that stages may have, ascending."""
-    samples: int
-    """Of a microbatch."""
-    layers: LayerStrategy | None
-    buffer_tokens: int | None
-
-
-class Shardings(msgspec.Struct, frozen=True, eq=False):
-    """The strategies of each type on stages of each width, and the layouts they use; equal only to itself."""
-
-    strategies: dict[int, dict[str, tuple[Strategy, ...]]]
-    """By width and type."""
-    layouts: tuple[Layout, ...]
-    """Of all widths."""
-
-    def of(self, type_name: str, width: int) -> tuple[Strategy, ...]:
-        """Of one type on stages of one width."""
-        return self.strategies[width][type_name]
 
 
 class Handover(NamedTuple):
@@ -75,15 +51,16 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     request: SearchRequest
     costs: CostModel
+    layers: LayerChoices
 
     def has_plans(self, configuration: Configuration) -> bool:
         """Whether every layer of a configuration can be sharded in some way."""
-        return self._placements(self._stages(configuration)) is not None
+        return self._can_be_placed(self._stages(configuration))
 
     def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
         """What all layers can share: strategies that every type of layer has, told by the first type's."""
         choice = self.choice(configuration)
-        of = self.shardings(choice).strategies[choice.widths[0]]
+        of = self.layers.shardings(choice).strategies[choice.widths[0]]
         first, *others = dict.fromkeys(self.costs.model.layers)
         layers = (s for s in of[first] if isinstance(s, LayerStrategy))
         return tuple(s for s in layers if all(replace(s, type=other) in of[other] for other in others))
@@ -91,8 +68,9 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
     def buffer_tokens(self, configuration: Configuration) -> tuple[int, ...]:
         """The sizes that Megatron's gather buffer can have, in tokens; 0 without sequence parallelism."""
         choice = self.choice(configuration)
-        every = (s for own in self.shardings(choice).strategies.values() for of_type in own.values() for s in of_type)
-        return tuple(sorted({0, *(self._gathered_tokens(strategy, choice.samples) for strategy in every)}))
+        known = self.layers.shardings(choice).strategies
+        every = (s for own in known.values() for of_type in own.values() for s in of_type)
+        return tuple(sorted({0, *(self.layers.gathered_tokens(strategy, choice.samples) for strategy in every)}))
 
     def choice(self, configuration: Configuration) -> Choice:
         """What strategies depend on."""
@@ -104,7 +82,9 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
                 sizes = tuple(range(1, devices + 1))
             case listed:
                 sizes = tuple(sorted(set(listed)))
-        return Choice(sizes, configuration.microbatch_samples, configuration.layers, configuration.buffer_tokens)
+        degrees = (_dividing(asked, sizes) for asked in (self.request.tp_sizes, self.request.shard_sizes))
+        fixed = configuration.layers, configuration.buffer_tokens
+        return Choice(sizes, configuration.microbatch_samples, *fixed, *degrees)
 
     def placed(self, configuration: Configuration) -> Placements:
         """Where the stages can be; has_plans says whether they can at all."""
@@ -114,7 +94,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return found
 
     def _stages(self, configuration: Configuration) -> _Stages:
-        choice = self._alike(self.choice(configuration))
+        choice = alike(self.choice(configuration))
         return _Stages(
             self._able(choice, configuration.pp_size, configuration.widths),
             configuration.widths is StageWidths.ANY,
@@ -124,7 +104,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_method
     def _able(self, choice: Choice, pp_size: int, widths: Widths) -> tuple[tuple[int, ...], ...]:
         """Stages only as wide as all types of layers can be sharded, the first's and last's with embedding and head."""
-        known = self.shardings(choice).strategies
+        known = self.layers.shardings(choice).strategies
         asked = [(width,) for width in widths] if isinstance(widths, tuple) else [choice.widths] * pp_size
         outermost = [(EMBEDDING,), *[()] * (pp_size - 2), (HEAD,)] if pp_size > 1 else [(EMBEDDING, HEAD)]
         return tuple(
@@ -134,8 +114,11 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _placements(self, of: _Stages) -> Placements | None:
-        spans = self.request.span_node_types
-        return placements(self.costs.cluster, of.widths, by_nodes=of.by_nodes, ends=of.ends, spans=spans)
+        return placements(self.costs.cluster, of.widths, of.by_nodes, of.ends, self.request.span_node_types)
+
+    @cached_method
+    def _can_be_placed(self, of: _Stages) -> bool:
+        return can_be_placed(self.costs.cluster, of.widths, of.by_nodes, of.ends, self.request.span_node_types)
 
     def handovers(self, configuration: Configuration) -> Handovers:
         """What is handed over at every cut between its stages."""
@@ -156,46 +139,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
             return Handover(widths, self.costs.link(before, behind), (), ())
         return Handover(widths, None, self.costs.nodes_of(before, behind), self.costs.node_types_of(before, behind))
 
-    def shardings(self, choice: Choice) -> Shardings:
-        """Of the widths over which every type of layer can be sharded, embedding and head aside."""
-        return self._shardings(self._alike(choice))
 
-    def _alike(self, choice: Choice) -> Choice:
-        """The least microbatch with the same strategies: all degrees divide the width of a stage."""
-        if choice.buffer_tokens is not None:
-            return choice
-        return choice._replace(samples=gcd(choice.samples, lcm(*choice.widths)))
-
-    @cached_method
-    def _shardings(self, choice: Choice) -> Shardings:
-        found = {}
-        for width in choice.widths:
-            own = {
-                name: tuple(s for s in self._all_shardings(name, width) if self._possible(s, choice, name))
-                for name in dict.fromkeys((EMBEDDING, *self.costs.model.layers, HEAD))
-            }
-            if all(own[name] for name in self.costs.model.layers):
-                found[width] = own
-        used = {layout_of(s) for own in found.values() for of_type in own.values() for s in of_type}
-        return Shardings(strategies=found, layouts=tuple(sorted(used)))
-
-    @cached_method
-    def _all_shardings(self, type_name: str, stage_size: int) -> tuple[Strategy, ...]:
-        return shardings(self.request, self.costs.model, type_name, stage_size)
-
-    def _possible(self, strategy: Strategy, choice: Choice, type_name: str) -> bool:
-        """Whether it shares a microbatch's samples out evenly, and is what the configuration fixes."""
-        if choice.samples % strategy.dp_size:
-            return False
-        tokens = self._gathered_tokens(strategy, choice.samples)
-        if choice.buffer_tokens is not None and tokens > choice.buffer_tokens:
-            return False
-        if choice.layers is None or not isinstance(strategy, LayerStrategy):
-            return True
-        return strategy == replace(choice.layers, type=type_name)
-
-    def _gathered_tokens(self, strategy: Strategy, samples: int) -> int:
-        """Tokens that Megatron's sequence parallelism gathers whole."""
-        if strategy.sequence_parallel is not SequenceParallel.MEGATRON:
-            return 0
-        return samples // strategy.dp_size * self.costs.model.sequence_length
+def _dividing(asked: Sequence[int] | None, widths: Sequence[int]) -> tuple[int, ...] | None:
+    """The asked degrees that divide one of the widths."""
+    return None if not asked else tuple(n for n in asked if any(width % n == 0 for width in widths))

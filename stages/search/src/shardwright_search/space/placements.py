@@ -1,5 +1,6 @@
 """Where the pipeline stages of a configuration can be: neighbouring ranks of a node type or of each of several."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby, pairwise, product
 from operator import add
@@ -90,6 +91,36 @@ def placements(
         ways.insert(0, {position: own for position, own in every.items() if own})
         alive = set(ways[0])
     return _numbered(cluster, nodes.pools, ways) if alive else None
+
+
+def can_be_placed(
+    cluster: Cluster,
+    widths: Sequence[Collection[int]],
+    by_nodes: bool = False,
+    ends: tuple[NodeTypes, NodeTypes] | None = None,
+    spans: bool = False,
+) -> bool:
+    """Whether there are placements; told without them where all stages are equally wide and on one node type."""
+    if not all(widths):
+        return False
+    each = {width for own in widths for width in own}
+    if by_nodes or spans or len(each) > 1:
+        return placements(cluster, widths, by_nodes, ends, spans) is not None
+    (width,) = each
+    pools = {cluster.node_type_of_rank[own[0]]: len(own) for own in pools_of(cluster)}
+    if len(widths) * width != cluster.num_devices or any(ranks % width for ranks in pools.values()):
+        return False
+    if ends is None:
+        return True
+    first, last = ends
+    if len(widths) == 1:
+        return first == last == tuple(pools)
+    return all(pools.get(name, 0) >= stages * width for name, stages in Counter(first + last).items())
+
+
+def equal_stages(cluster: Cluster, width: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """By node type the ranks of each stage, where all stages are so wide and none spans several types."""
+    return tuple(tuple(own[i : i + width] for i in range(0, len(own), width)) for own in pools_of(cluster))
 
 
 class _Nodes:

@@ -12,7 +12,7 @@ from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.tied_weights import has_shared, shared_cost_ps, tie_class, tie_cost_ps
 from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.pareto import Numbers
-from shardwright_search.space.choices import Shardings
+from shardwright_search.space.layer_choices import Shardings
 from shardwright_search.space.placements import NodeTypes, pools_of
 
 
@@ -32,7 +32,7 @@ class Ties(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     costs: CostModel
     stage_types: tuple[NodeTypes, ...]
-    """The node types that a stage may be on together."""
+    """The node types that a stage may be on together, those that the cluster lacks among them."""
 
     @cached_method
     def costs_ps(self, shardings: Shardings, pp_size: int, types: tuple[NodeTypes, NodeTypes] | None = None) -> Numbers:
@@ -43,8 +43,10 @@ class Ties(msgspec.Struct, frozen=True, dict=True, eq=False):
         if not self.costs.model.tied and not has_shared(self.costs.model):
             return np.zeros((1, 1))
         first, last = (list(self._classes(shardings, name).values()) for name in (EMBEDDING, HEAD))
-        found = np.full((len(first), len(last)), np.inf)
+        found, there = np.full((len(first), len(last)), np.inf), {*self.costs.cluster.node_type_of_rank}
         for (i, before), (j, behind) in product(enumerate(first), enumerate(last)):
+            if not there.issuperset(before.node_types + behind.node_types):
+                continue
             if types is not None and types != (before.node_types, behind.node_types):
                 continue
             ranks = self._ranks(before.node_types, before.width), self._ranks(behind.node_types, behind.width, True)

@@ -1,0 +1,136 @@
+"""A lower bound on T from how many pipeline stages are on each node type, wherever they are in the pipeline.
+
+The largest Z of a plan, the (m - 1) A + U of a stage, lets a stage on each type hold so many blocks and no more. Within
+that the sum of A is the least where the types that take the least time a block hold as many as they can. Unlike bounds
+that let layers be parted, this one knows that stages hold whole layers.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwright_search.solver.cached import cached_method
+from shardwright_search.solver.configuration_bounds import CostsOf
+from shardwright_search.solver.layer_ranges import runs_of
+from shardwright_search.solver.memory import Phase
+from shardwright_search.solver.pareto import Ints, Numbers
+from shardwright_search.solver.problem import DeviceGroup
+from shardwright_search.solver.stage_bounds import rounded_down
+
+
+class OnType(NamedTuple):
+    """The pipeline stages on a node type."""
+
+    stages: int
+    groups: tuple[DeviceGroup, ...]
+    """That each may be on."""
+    send_ps: float
+    """The least that handing over takes at either end of one."""
+
+
+def sends_ps(on_types: Sequence[OnType]) -> float:
+    """What all sends add to the sum of A at least: two for each stage, but for the first and the last."""
+    return 2 * (sum(own.stages * own.send_ps for own in on_types) - max(own.send_ps for own in on_types))
+
+
+class _Least(NamedTuple):
+    """What a stage on a node type takes at least."""
+
+    a_block: Numbers
+    """[blocks + 1]: A over the number of blocks, of a stage that holds so many or fewer."""
+    largest: Numbers
+    """[blocks]: Z of a stage with so many blocks or more, from one on; ascending, infinity: there is none."""
+    largest_with_head: Numbers
+    """[blocks + 1]: likewise of one that ends with the head, from none on."""
+    embedding: float
+    """A of the embedding alone."""
+    head: float
+    """A of the head alone."""
+
+    def most(self, bands: Numbers, sends_ps: float) -> Ints:
+        """[bands]: the blocks of a stage whose Z, with what sends add to it, is no more."""
+        return np.searchsorted(self.largest + sends_ps, bands, side="right")
+
+    def most_with_head(self, bands: Numbers, sends_ps: float) -> Ints:
+        """Likewise of one that ends with the head; -1: it cannot hold that."""
+        return np.searchsorted(self.largest_with_head + sends_ps, bands, side="right") - 1
+
+
+class Counted:
+    """The bounds of chains of layers over two stages or more, with what they share."""
+
+    def __init__(self, costs_of: CostsOf) -> None:
+        self._costs_of = costs_of
+
+    def least_ps(
+        self, layers: tuple[int, ...], on_types: Sequence[OnType], parts: tuple[Phase, ...], num_microbatches: int
+    ) -> float:
+        """T >= sum of A + max Z, ties aside; `parts`: phases that every stage goes through, or exceeds."""
+        each = [self._least(layers, own.groups, parts, num_microbatches) for own in on_types]
+        sends = [own.send_ps * (num_microbatches - 1) for own in on_types]
+        bands = _bands(each, sends)
+        # The first and the last stage send at one end.
+        outer = np.array([own.most(bands, send) for own, send in zip(each, sends, strict=True)])
+        inner = np.array([own.most(bands, 2 * send) for own, send in zip(each, sends, strict=True)])
+        with_head = np.array([own.most_with_head(bands, send) for own, send in zip(each, sends, strict=True)])
+        a_block = np.array([own.a_block[blocks] for own, blocks in zip(each, outer, strict=True)])
+        stages = np.array([[own.stages] for own in on_types])
+        # The first stage may hold the embedding alone, and the last the head.
+        lower = np.maximum(stages - 2, 0)
+        besides, least = min(own.embedding for own in each) + sends_ps(on_types), np.inf
+        for last, own in enumerate(each):
+            others = stages - (np.arange(len(each)) == last)[:, None]
+            upper = inner * np.maximum(others - 1, 0) + outer * (others > 0)
+            upper[last] += with_head[last]
+            can = (with_head[last] >= 0) & (upper >= lower).all(0) & (upper.sum(0) >= len(layers) - 2)
+            if can.any():
+                blocks = _cheapest(a_block[:, can], lower, upper[:, can], len(layers) - 2)
+                least = min(least, float((blocks + bands[can]).min()) + own.head + besides)
+        return float(rounded_down(np.array(least)))
+
+    @cached_method
+    def _least(
+        self, layers: tuple[int, ...], groups: tuple[DeviceGroup, ...], parts: tuple[Phase, ...], num_microbatches: int
+    ) -> _Least:
+        runs, blocks = runs_of(layers).runs, len(layers) - 2
+        time, largest, with_head = (np.full(blocks + 1, np.inf) for _ in range(3))
+        for group in groups:
+            costs = self._costs_of(group, parts)
+            a, z = costs.least(layers, (1.0, 0.0)), costs.least(layers, (num_microbatches - 1.0, 1.0))
+            for number, run in enumerate(runs):
+                ends = run.layers[-1] == layers[-1]
+                count = len(run.layers) - ends - (run.before < 0)
+                if ends:
+                    with_head[count] = min(with_head[count], z[number])
+                elif run.before >= 0:
+                    time[count], largest[count] = min(time[count], a[number]), min(largest[count], z[number])
+        options = [group.options for group in groups]
+        return _Least(
+            np.r_[0.0, np.minimum.accumulate(time[1:] / np.arange(1, blocks + 1))],
+            np.minimum.accumulate(largest[:0:-1])[::-1],
+            np.minimum.accumulate(with_head[::-1])[::-1],
+            min(float(own[layers[0]].time_ps.min()) for own in options),
+            min(float(own[layers[-1]].time_ps.min()) for own in options),
+        )
+
+
+def _bands(each: Sequence[_Least], sends_ps: Sequence[float]) -> Numbers:
+    """Every largest Z that changes how many blocks a stage can hold, ascending."""
+    columns = [
+        column + send
+        for own, send_ps in zip(each, sends_ps, strict=True)
+        for column, send in product((own.largest, own.largest_with_head), (send_ps, 2 * send_ps))
+    ]
+    found = np.unique(np.concatenate(columns))
+    return np.asarray(found[np.isfinite(found)])
+
+
+def _cheapest(a_block: Numbers, lower: Numbers, upper: Numbers, blocks: int) -> Numbers:
+    """The least sum of A [bands] of so many blocks, of which each type [types, bands] holds some and no more."""
+    order = np.argsort(a_block, axis=0)
+    least = np.broadcast_to(lower, a_block.shape)
+    a, least, room = (np.take_along_axis(of, order, 0) for of in (a_block, least, upper - lower))
+    before = np.cumsum(room, 0) - room
+    return np.asarray((a * (least + np.clip(blocks - lower.sum() - before, 0, room))).sum(0))

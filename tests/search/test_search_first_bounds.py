@@ -1,0 +1,130 @@
+"""What is told of a configuration on a sub-cluster before it is known where its stages can be."""
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_up import make_mixed_cluster, make_request
+from mixed_worlds import mixed_world, profiles_of
+from msgspec.structs import replace
+
+from shardwright_formats.types.cluster import NodeGroup
+from shardwright_search.search import all_targets, instance_of
+from shardwright_search.solver import counted_bound
+from shardwright_search.solver.counted_bound import _Least
+from shardwright_search.space import placements as placing
+from shardwright_search.space.budget import GIB
+from shardwright_search.space.first_bound import FirstBounds
+from shardwright_search.space.placements import can_be_placed, placements
+from shardwright_search.space.request import StageWidths
+
+FILE = Path("s.json")
+
+
+def test_whether_equal_stages_can_be_placed_is_told_without_their_places(monkeypatch):
+    rng, answers = np.random.default_rng(0), list[bool]()
+    cases = []
+    for _ in range(60):
+        names = list("abc")[: int(rng.integers(1, 4))]
+        cluster = make_mixed_cluster(**{n: (int(rng.integers(1, 4)), int(rng.choice([1, 2, 3])), GIB) for n in names})
+        ends = [None, *product([(n,) for n in "abc"], repeat=2)]
+        for p, width, own in product(range(1, 5), range(1, 5), ends):
+            widths = [(width,)] * (p - 1) + [() if rng.random() < 0.05 else (width,)]
+            cases.append((cluster, widths, own, placements(cluster, widths, ends=own) is not None))
+    monkeypatch.setattr(placing, "placements", None)
+    for cluster, widths, own, wanted in cases:
+        answers.append(can_be_placed(cluster, widths, ends=own))
+        assert answers[-1] == wanted, (cluster, widths, own)
+    assert 100 < sum(answers) < len(answers) - 300
+
+
+def bounds_and_bests(seeds: Iterable[int], slow_links: bool) -> Iterator[tuple[float, float]]:
+    """Of each configuration that has a plan."""
+    for seed in seeds:
+        request, model, cluster, profiles = mixed_world(seed)
+        if slow_links:
+            profiles = profiles_of(model, cluster, dict.fromkeys(cluster.node_types, 1e6), tp_sizes=(1, 2, 4))
+        if seed % 3 == 0:  # nodes of the types in turn, so that neighbours of a type have others between them
+            nodes = [NodeGroup(node_type=own.node_type, count=1) for own in cluster.nodes for _ in range(own.count)]
+            cluster = replace(cluster, nodes=tuple(nodes[::2] + nodes[1::2]))
+        asked = replace(request, stage_widths=StageWidths.EQUAL)
+        instance = instance_of(asked, model, cluster, profiles, FILE)
+        for target in all_targets(instance, FILE):
+            found = instance.unkept_solvable(target.configuration).solve_below(np.inf, 1, lambda made: None)
+            if found:
+                yield FirstBounds(instance).of(target.configuration), found[0].objective_ps
+
+
+@pytest.mark.parametrize("slow_links", [False, True])
+def test_no_plan_is_below_the_first_bound_and_many_are_near_it(slow_links):
+    """Where links are slow it matters at how many ends a stage sends."""
+    pairs = list(bounds_and_bests(range(30), slow_links))
+    assert all(0 < bound <= best for bound, best in pairs)
+    assert len(pairs) > 100 and sum(bound > 0.7 * best for bound, best in pairs) > len(pairs) / 10
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        pytest.param(counted_bound, "sends_ps", lambda right: lambda of: 2 * right(of), id="sends counted twice"),
+        pytest.param(
+            _Least,
+            "most",
+            lambda right: lambda own, bands, ps: right(own, bands, 4 * ps),
+            id="sends at each end four times",
+        ),
+        pytest.param(
+            _Least,
+            "most_with_head",
+            lambda right: lambda own, bands, ps: right(own, bands, ps) - 1,
+            id="a block less beside the head",
+        ),
+        pytest.param(
+            counted_bound,
+            "_cheapest",
+            lambda right: lambda *of: right(*of) * 1.5,
+            id="blocks that take more",
+        ),
+    ],
+)
+def test_a_first_bound_that_counts_too_much_is_caught(monkeypatch, owner, name, wrong):
+    monkeypatch.setattr(owner, name, wrong(getattr(owner, name)))
+    assert any(bound > best for slow in (True, False) for bound, best in bounds_and_bests(range(60), slow))
+
+
+def test_stages_that_may_be_anywhere_or_span_types_have_no_first_bound():
+    for seed in range(8):
+        request, *world = mixed_world(seed, spans=bool(seed % 2))
+        instance = instance_of(replace(request, stage_widths=StageWidths.ANY), *world, FILE)
+        assert {FirstBounds(instance).of(target.configuration) for target in all_targets(instance, FILE)} == {None}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_sub_cluster_is_priced_as_by_itself_with_what_was_priced_for_the_whole(make, tied):
+    """Stages of 3 and of 5 ranks have degrees that the 8 ranks of the whole have not."""
+    model, whole = make.model(3, tied=tied), make_mixed_cluster(a=(3, 1, GIB), b=(5, 1, GIB))
+    profiles = profiles_of(model, whole, {"a": 1e9, "b": 1e8}, tp_sizes=(1, 2, 3, 4, 5))
+    request = make_request(global_batch_size=30, data_parallel=["ddp", "zero3"])
+    known = instance_of(replace(request, shard_sizes=(2,)), model, whole, profiles, FILE)
+    for target in all_targets(known, FILE)[:40]:
+        known.problem(target.configuration)
+    seen = 0
+    for counts in ({"a": 3}, {"b": 5}, {"a": 1, "b": 1}, {"a": 2, "b": 4}):
+        nodes = tuple(NodeGroup(node_type=name, count=count) for name, count in counts.items())
+        sizes = tuple(size for size in (2, 3) if sum(counts.values()) % size == 0)
+        world = replace(request, shard_sizes=sizes or None), model, replace(whole, nodes=nodes), profiles, FILE
+        alone, shared = instance_of(*world), instance_of(*world, known)
+        assert all_targets(alone, FILE) == all_targets(shared, FILE)
+        for target in all_targets(alone, FILE):
+            one, other = (own.problem(target.configuration) for own in (alone, shared))
+            assert one.placements == other.placements and one.in_flight == other.in_flight
+            for group, same in zip(one.device_groups, other.device_groups, strict=True):
+                assert group.budget_bytes == same.budget_bytes
+                for options, columns in zip(group.options, same.options, strict=True):
+                    assert all(map(np.array_equal, options[:7], columns[:7]))
+            assert all(np.array_equal(times, other.sends_ps[cut]) for cut, times in one.sends_ps.items())
+            assert one.tie_ps.min() == other.tie_ps.min()
+            seen += 1
+    assert seen >= 40
