@@ -73,6 +73,7 @@ rule analytic_hardware:
         "results/benchmarks/analytic_hardware/{cluster}.tsv"
     wildcard_constraints:
         cluster=CONFIG.analytic_clusters(),
+    priority: 1  # seconds; what is measured may take minutes
     threads: 1
     resources:
         **LIGHT,
@@ -102,6 +103,7 @@ rule analytic_profile:
         "results/benchmarks/analytic_profile/{model}@{node_type}.tsv"
     wildcard_constraints:
         model=CONFIG.analytic_models(),
+    priority: 1  # seconds; what is measured may take minutes
     threads: 1
     resources:
         **LIGHT,

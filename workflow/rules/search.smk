@@ -19,6 +19,7 @@ rule search:
         "results/logs/search/{search}.log",
     benchmark:
         "results/benchmarks/search/{search}.tsv"
+    priority: 1
     threads: 1
     resources:
         mem_mb=4000,
