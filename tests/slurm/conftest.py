@@ -20,9 +20,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def idle(cluster: None) -> None:
-    """All nodes are up and no job is there."""
+    """All nodes are up and no job is there: one that a failed test has left is cancelled."""
     for node in range(1, NODES + 1):
         subprocess.run(["scontrol", "update", f"nodename=n{node}", "state=resume"], capture_output=True, check=False)
+    slurm("scancel", "--user=root")
     until(lambda: not slurm("squeue", "--noheader"), "no job is left of the test before")
 
 

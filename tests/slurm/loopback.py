@@ -30,7 +30,7 @@ def until(holds: Callable[[], Any], what: str, at_most_s: float = 240.0) -> Any:
     """Wait until something holds, and return it."""
     end_s = time.monotonic() + at_most_s
     while not (found := holds()):
-        assert time.monotonic() < end_s, f"not within {at_most_s:g} s: {what}"
+        assert time.monotonic() < end_s, f"not within {at_most_s:g} s: {what}\n{slurm('squeue')}"
         time.sleep(0.2)
     return found
 

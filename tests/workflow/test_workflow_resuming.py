@@ -5,6 +5,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "workflow/scripts/resume.sh"
 
 
@@ -33,12 +35,22 @@ def test_a_run_is_resumed_a_number_of_times_and_only_where_it_stopped_in_order(t
     assert (signalled.returncode, signalled.stderr) == (75, "")
 
 
-def test_a_run_that_slurm_signals_is_queued_again_where_slurm_lets_it(tmp_path):
-    """The stand-in ends the script, as Slurm does with a job that it takes back."""
+def _slurm(tmp_path, state="RUNNING"):
+    """The environment of a job in a state; the stand-in ends the script, as Slurm does with what it takes back."""
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n[ -n "$REFUSED" ] && exit 1\nkill -TERM $PPID\n')
+    scontrol.write_text(
+        f"""#!/bin/sh
+        [ "$2" = show ] && echo "JobId=$4 JobName=run UserId=root(0) JobState={state} Reason=None" && exit
+        echo "$*" >> {tmp_path}/asked
+        [ -n "$REFUSED" ] && exit 1
+        kill -TERM $PPID"""
+    )
     scontrol.chmod(0o755)
-    job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    return {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+
+
+def test_a_run_that_slurm_signals_is_queued_again_where_slurm_lets_it(tmp_path):
+    job = _slurm(tmp_path)
     stops = ("bash", "-c", f"echo x >> {tmp_path}/calls; exit 75")
     queued = _resumed(tmp_path, 2, *stops, reason="signal", **job)
     assert (queued.returncode, (tmp_path / "asked").read_text()) == (75, "requeue 7\n")
@@ -47,3 +59,12 @@ def test_a_run_that_slurm_signals_is_queued_again_where_slurm_lets_it(tmp_path):
     assert ((tmp_path / "asked").read_text(), "resumed, time 1" in own_time.stderr) == ("requeue 7\n", True)
     refused = _resumed(tmp_path, 1, *stops, reason="signal", REFUSED="yes", **job)
     assert (refused.returncode, "resumed, time 1" in refused.stderr) == (75, True)
+
+
+@pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "TIMEOUT"])
+def test_a_run_whose_job_is_cancelled_is_not_queued_again(tmp_path, state):
+    """Its ranks can end before the script itself is signalled."""
+    stops = ("bash", "-c", f"echo x >> {tmp_path}/calls; exit 75")
+    ended = _resumed(tmp_path, 2, *stops, reason="signal", **_slurm(tmp_path, state))
+    assert (ended.returncode, state in ended.stderr) == (75, True)
+    assert (tmp_path / "calls").read_text() == "x\n" and not (tmp_path / "asked").exists()
