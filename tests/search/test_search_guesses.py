@@ -23,8 +23,8 @@ class Made:
 
     relaxed_bound_ps = lower_ps = 100.0
 
-    def __init__(self, guesses: tuple[float, ...], labels: int = 0) -> None:
-        self.guesses, self.labels, self.limits = guesses, labels, list[float]()
+    def __init__(self, guesses: tuple[float, ...], labels: int = 0, plans: tuple[float, ...] = PLANS) -> None:
+        self.guesses, self.labels, self.plans, self.limits = guesses, labels, plans, list[float]()
 
     def guess(self, below_ps: float) -> Found | None:
         return next((_found(plan) for plan in self.guesses if plan < below_ps), None)
@@ -32,7 +32,7 @@ class Made:
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         self.limits.append(below_ps)
         tick(self.labels)
-        return tuple(_found(plan) for plan in PLANS if plan < below_ps)[:most]
+        return tuple(_found(plan) for plan in self.plans if plan < below_ps)[:most]
 
 
 def _found(time_ps: float) -> Found:
@@ -73,6 +73,23 @@ def test_a_configuration_without_a_plan_below_a_near_incumbent_is_ruled_out_at_o
     assert optimum.best is not None and optimum.best.score == optimum.bound == 100.45
     assert worse.limits[0] == 100.45
     assert found[0].limits == [pytest.approx(NEAREST_LIMIT)] and np.isfinite(optimum.bound)
+
+
+@pytest.mark.parametrize(("guesses", "answer"), [((103.0, 100.6), 100.6), ((180.0,), 180.0), ((), None)])
+def test_a_search_that_is_stopped_answers_what_it_has_guessed(guesses, answer):
+    optimum = optimize([Target(0, 0.0, 1.0)], lambda _: Made(guesses, labels=2), max_labels=1)
+    assert optimum.stopped and [best.score for best in optimum.near] == ([] if answer is None else [answer])
+    assert (None if optimum.best is None else optimum.best.score) == answer and optimum.bound == 100.0
+
+
+def test_a_guess_that_is_better_than_the_plans_so_far_comes_before_them():
+    known, guessed = Made((), plans=(101.0,)), Made((100.95,), labels=2)
+    guessed.relaxed_bound_ps = guessed.lower_ps = 100.9
+    found, heard = {0: known, 1: guessed}, list[float]()
+    targets = [Target(n, 0.0, 1.0) for n in found]
+    optimum = optimize(targets, found.__getitem__, report=lambda *said: heard.append(said[0]), max_labels=1)
+    assert optimum.stopped and [best.score for best in optimum.near] == [100.95, 101.0]
+    assert optimum.best is optimum.near[0] and (heard[0], heard[-1]) == (np.inf, 101.0)
 
 
 @pytest.mark.parametrize("made", [random_problem, random_mixed])

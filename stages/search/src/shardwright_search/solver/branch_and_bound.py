@@ -20,7 +20,8 @@ _RELAXED = -1
 _GUESSED = 0.05
 """How far above its bound a plan of a configuration is guessed at most."""
 _WIDE = (0.01, 0.02, _GUESSED, 0.1, 0.2, 0.5, 1.0, 3.0)
-"""How far it may be where bounds may be loose and plans are many: one after another, until a plan is found."""
+"""How far it may be where bounds may be loose and plans are many, and past `_GUESSED` where no plan is known yet: one
+after another, until a plan is found."""
 _AT_ONCE = 0.011
 """How far above its bound a limit may be that a configuration is solved below at once: labels grow fast with it."""
 _MAX_WIDER_LABELS = 6_000
@@ -55,11 +56,13 @@ def optimize(
     try:
         search.relax(waits)
         while search.has_better() or search.end_wait():
-            report(search.best_score, search.least_bound, search.num_left)
+            known = search.best_known
+            report(np.inf if known is None else known.score, search.least_bound, search.num_left)
             search.step(search.best_score)
     except (Stopped, KeyboardInterrupt):
         stopped = True
-    bound, best = min(search.least_bound, search.best_score), search.best
+    best = search.best_known if stopped else search.best
+    bound = min(search.least_bound, np.inf if best is None else best.score)
     limit = search.best_score * (1 + near)
     try:
         while not stopped and best is not None and search.heap and search.heap[0].bound <= limit:
@@ -71,8 +74,8 @@ def optimize(
     close = sorted((one for own in search.plans.values() for one in own if one.score <= limit), key=_score)
     if best is None:
         close = []
-    elif not close:
-        close = [best]  # a guess whose configuration was not solved before the search was stopped
+    elif not close or best.score < close[0].score:
+        close = [best, *close]  # a guess
     return Optimum(best, tuple(close), bound, search.bounds(), search.looked_at, len(search.plans), stopped)
 
 
@@ -153,7 +156,7 @@ class Search(Generic[C]):
         self.plans: dict[int, tuple[Best[C], ...]] = {}
         """By configuration: those below the limit where some were found, none where none was."""
         self.guesses: dict[int, Best[C]] = {}
-        """By configuration, where `wide`: those below their limits, which may be solved yet."""
+        """By configuration: those below their limits, which may be solved yet."""
         self._reach: dict[int, float] = {}
         """Of configurations with plans: all that are below are known, but for those past the most that are asked."""
         self.best: Best[C] | None = None
@@ -161,8 +164,13 @@ class Search(Generic[C]):
 
     @property
     def best_score(self) -> float:
-        """Infinity where no plan is known."""
+        """Infinity where no plan is known to be stayed below."""
         return np.inf if self.best is None else self.best.score
+
+    @property
+    def best_known(self) -> Best[C] | None:
+        """Guesses count, which other plans of their configurations need not stay below."""
+        return min((*self.guesses.values(), *self._best), key=_score, default=None)
 
     @property
     def least_bound(self) -> float:
@@ -242,9 +250,10 @@ class Search(Generic[C]):
             self.tick()
             guessed = self._guess(here, target, limit)
             known = np.inf if guessed is None else target.score(guessed.objective_ps)
-            if self._wide and guessed is not None and known < limit:
+            if guessed is not None and known < limit:
                 self.guesses[here.number] = Best(target, guessed, known)
-                self.best = min((*self.guesses.values(), *self._best), key=_score)
+                if self._wide:
+                    self.best = self.best_known
         wanted = next((cut for cut in cuts if known < cut), limit)
         if wanted <= here.bound * (1 + _AT_ONCE):
             cut = wanted
@@ -270,9 +279,10 @@ class Search(Generic[C]):
                 self.plans[number] = plans_below(*known) or plans
 
     def _guess(self, here: "_Open", target: Target[C], limit: float) -> Found | None:
-        """The best that is guessed; where bounds are loose, ever further above them until some is."""
+        """The best that is guessed; where bounds are loose or no plan is known, ever further above until some is."""
         solvable, enough = self._solvable(target.configuration), target.time_ps(here.bound * (1 + _AT_ONCE))
-        for above in _WIDE if self._wide else (_GUESSED,):
+        further = [above for above in _WIDE if self._wide or above >= _GUESSED]
+        for above in further if self._wide or self.best is None else further[:1]:
             below = min(limit, here.bound * (1 + above))
             if (found := _guessed(solvable, target.time_ps(below), enough)) is not None or below == limit:
                 return found

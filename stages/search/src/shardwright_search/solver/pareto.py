@@ -1,6 +1,8 @@
 """Pareto filters over columns of whole numbers."""
 
 from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ Numbers = NDArray[np.float64]
 """Whole numbers of picoseconds or bytes: sums below 2^53 are exact in float64, and infinity is one of them."""
 
 _BLOCK = 256
+_SWEPT = 100_000
+"""So many pairs of rows are not compared one by one where a sweep does."""
 _EARLIER = np.triu(np.ones((_BLOCK, _BLOCK), bool), 1)
 
 
@@ -50,20 +54,22 @@ def _front(rows: NDArray[Any]) -> Ints:
         best_before = np.minimum.accumulate(varying[1])[:-1]
         return np.flatnonzero(np.r_[True, varying[1][1:] < best_before])
     if len(varying) == 3:
-        return _front_of_three(varying[1].tolist(), varying[2].tolist())
+        return _front_of_three(varying[1].tolist(), varying[2].tolist(), repeat(True))
     return _front_of_many(np.stack(varying[1:], 1))
 
 
-def _front_of_three(second: list[float], third: list[float]) -> Ints:
-    """As `_front`, of rows whose first column ascends: those below the staircase of all rows before."""
+def _front_of_three(second: list[float], third: list[float], beats: Iterable[bool]) -> Ints:
+    """As `_front`, of rows whose first column ascends: those below the staircase of all before that beat others."""
     kept: list[int] = []
     steps: list[float] = []
     heights: list[float] = []
-    for row, (x, y) in enumerate(zip(second, third, strict=True)):
+    for row, (x, y, beating) in enumerate(zip(second, third, beats, strict=False)):
         pivot = bisect_right(steps, x)
         if pivot and heights[pivot - 1] <= y:
             continue
         kept.append(row)
+        if not beating:
+            continue
         start = pivot - 1 if pivot and steps[pivot - 1] == x else pivot
         end = start
         while end < len(heights) and heights[end] >= y:
@@ -92,13 +98,40 @@ def _front_of_many(rows: NDArray[Any]) -> Ints:
     return np.concatenate(kept)
 
 
+def beaten_alike(front: NDArray[Any], block: NDArray[Any], keys: tuple[Ints, Ints]) -> NDArray[np.bool_]:
+    """Which rows of a block some row of a front matches or beats that has the same key; `keys`: of both."""
+    if len(front) * len(block) <= _SWEPT:
+        return np.asarray((_no_worse(front, block) & (keys[0][:, None] == keys[1])).any(0))
+    found = np.zeros(len(block), bool)
+    for key in np.unique(keys[1]):
+        rows = np.flatnonzero(keys[1] == key)
+        found[rows] = beaten(front[keys[0] == key], block[rows])
+    return found
+
+
 def beaten(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
     """Which rows of a block some row of a front matches or beats."""
+    if front.shape[1] == 3 and len(front) * len(block) > _SWEPT:
+        return _beaten_of_three(front, block)
     found = np.zeros(len(block), bool)
     for start in range(0, len(front), 16 * _BLOCK):
-        part = front[start : start + 16 * _BLOCK]
-        below = np.ones((len(part), len(block)), bool)
-        for mine, theirs in zip(part.T, block.T, strict=True):
-            below &= mine[:, None] <= theirs
-        found |= below.any(0)
+        found |= _no_worse(front[start : start + 16 * _BLOCK], block).any(0)
     return found
+
+
+def _no_worse(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
+    """[rows of the front, rows of the block]: whether one matches or beats the other."""
+    found = np.ones((len(front), len(block)), bool)
+    for mine, theirs in zip(front.T, block.T, strict=True):
+        found &= mine[:, None] <= theirs
+    return found
+
+
+def _beaten_of_three(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
+    """The same of three columns, in one sweep over the first; of equal rows those of the front come first."""
+    rows, of_front = np.concatenate([front, block]), np.arange(len(front) + len(block)) < len(front)
+    order: Ints = np.lexsort((~of_front, rows[:, 0]))
+    kept = _front_of_three(rows[order, 1].tolist(), rows[order, 2].tolist(), of_front[order].tolist())
+    found = np.ones(len(rows), bool)
+    found[order[kept]] = False
+    return found[len(front) :]

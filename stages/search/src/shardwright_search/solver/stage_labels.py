@@ -18,7 +18,7 @@ import numpy as np
 from shardwright_search.solver.configuration_bounds import StageKind, Target
 from shardwright_search.solver.layer_ranges import Run, runs_of
 from shardwright_search.solver.memory import StageMemory, no_layers
-from shardwright_search.solver.pareto import Ints, Numbers, beaten, non_dominated, pairs
+from shardwright_search.solver.pareto import Ints, Numbers, beaten_alike, non_dominated, pairs
 from shardwright_search.solver.problem import Problem, Start
 from shardwright_search.solver.stage_options import GroupCosts, Weights, weightings
 
@@ -190,8 +190,6 @@ class _Stage:
             return rows
         alive = np.ones(len(rows), bool)
         memory, received = [*labels.resident.T, *labels.peak.T], labels.received_layout
-        if (received != received[0]).any():
-            memory += [received, -received]
         own = np.stack([*self.problem.objectives(labels.time_ps, labels.exposed_ps), *memory], 1)
         for layout in self._layouts:
             same = labels.output_layout == layout
@@ -200,7 +198,7 @@ class _Stage:
                 time = labels.time_ps[others] + moves[labels.output_layout[others], layout]
                 paid = own[others]
                 paid[:, : -len(memory)] = np.stack(self.problem.objectives(time, labels.exposed_ps[others]), 1)
-                alive[mine] = ~beaten(paid, own[mine])
+                alive[mine] = ~beaten_alike(paid, own[mine], (received[others], received[mine]))
         return np.flatnonzero(alive)
 
     def _undominated(self, labels: Labels, memory: list[Numbers]) -> Labels:
