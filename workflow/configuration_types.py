@@ -103,6 +103,8 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """One machine stands for all nodes, to try a cluster's plans where there is no such cluster."""
     inter_node_gbit_s: PositiveNumber | Annotated[str, Meta(pattern="^[0-9]")] | None = None
     """What one node sends to others, or `2:400,4:300`: where analytic and several nodes."""
+    overlap_slowdowns: Annotated[str, Meta(pattern="^[0-9]")] | None = None
+    """How many times as long computation and collectives take beside one another, as `1.25:1.1`: where analytic."""
 
     def __post_init__(self) -> None:
         if self.hardware is Source.MEASURED and self.hardware_time_budget_s is None:
@@ -110,6 +112,10 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
         if self.hardware is Source.ANALYTIC and self.num_nodes > 1 and self.inter_node_gbit_s is None:
             raise ValueError(
                 "inter_node_gbit_s is missing: what one of its several nodes sends, as nothing is measured"
+            )
+        if self.hardware is Source.MEASURED and self.overlap_slowdowns is not None:
+            raise ValueError(
+                "overlap_slowdowns are told of what is measured: leave them out, or say `hardware: analytic`"
             )
 
     @property

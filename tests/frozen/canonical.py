@@ -49,6 +49,18 @@ CORRECTIONS = (
         "*", r"\bworkspace(?=\b|_)", "transient", "workspace is the field's word for what a pass holds for a moment"
     ),
     Correction("hardware/*.h5", r"(?m)^overlap/collective_", "overlap/message_", "a collective is what overlaps"),
+    Correction(
+        "printed/*",
+        r"(?m)^(warning: |  )?absent: overlap of .*\n",
+        "",
+        "predictions say where nothing is known of collectives beside computation",
+    ),
+    Correction(
+        "*.json",
+        r",\s*\"absent: overlap of [^\"]*\"|(?<=\[)\s*\"absent: overlap of [^\"]*\"(,|\s*(?=\]))",
+        "",
+        "the same in files",
+    ),
     Correction("printed/*", r"--repair\b", "--mend", "the option says repair"),
     Correction(
         "*",

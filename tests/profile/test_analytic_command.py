@@ -12,10 +12,12 @@ import yaml
 from shardwright_estimate.hardware import node_rates
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S
 from shardwright_estimate.notes import SEEN_ERROR, SEEN_LINK_ERROR, Process
+from shardwright_estimate.overlap import overlap_slowdowns
 from shardwright_estimate.rates import Efficiencies
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import write_document
+from shardwright_formats.io.table import Source
 from shardwright_formats.semantics.sweep_plan import collective_kinds
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
@@ -185,6 +187,31 @@ def test_a_rate_that_is_none_is_refused(text):
         node_rates(text)
 
 
+def test_computation_and_collectives_slow_one_another_as_is_told(command, tmp_path):
+    write_document(tmp_path / "c.json", a_cluster(2))
+    files = ("--cluster", tmp_path / "c.json", "--hardware-out", tmp_path / "h.h5", "--inter-node-gbit-s", "400")
+    for given, inside, across in (("1.25:1.1", (1.25, 1.1), (1.25, 1.1)), ("1.25:1.1,1:1.5", (1.25, 1.1), (1, 1.5))):
+        assert command("analytic", *files, "--overlap-slowdowns", given).returncode == 0
+        profile = read_hardware_profile(tmp_path / "h.h5")
+        told = {(row.collective, row.group_size, row.ranks_per_node): row for row in profile.overlap.rows}
+        assert {key[:2] for key in told} == {
+            (collective, size)
+            for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+            for size in (2, 4, 8, 16)
+        }
+        for (_, size, on_a_node), row in told.items():
+            assert (row.compute_slowdown, row.collective_slowdown) == (across if on_a_node < size else inside)
+            assert row.source is Source.ASSUMED
+        assert "assumed: computation and collectives of data parallelism beside" in profile.provenance.notes
+        assert "is absent" not in profile.provenance.notes
+
+
+@pytest.mark.parametrize("text", ["fast", "1.25", "0.9:1", "nan:1", "1:inf", "1:2:3", "1:1,1:1,1:1", "", "2000:1"])
+def test_a_slowdown_that_is_none_is_refused(text):
+    with pytest.raises(BadInput, match=r"--overlap-slowdowns: '.*' is no pair of slowdowns: write 1.25:1.1 or"):
+        overlap_slowdowns(text)
+
+
 def test_a_process_takes_what_is_told_of_it_and_the_rest_is_assumed(inputs, command, tmp_path):
     given = (
         "analytic", "--model", inputs / "1024.json", "--settings", inputs / "settings.json", "--device", "A100-80",
@@ -225,9 +252,10 @@ def test_a_search_can_plan_with_analytic_profiles(written, tmp_path):
     assert finished.returncode == 0, finished.stderr
     warnings = json.loads((tmp_path / "plan.prediction.json").read_text())["warnings"]
     said = [(warning.partition(":")[0], name) for warning in warnings for name in ("m.h5", "h.h5") if name in warning]
-    assert said == [("analytic", "m.h5"), ("assumed", "m.h5"), ("analytic", "h.h5")]
+    assert said == [("analytic", "m.h5"), ("assumed", "m.h5"), ("analytic", "h.h5"), ("absent", "h.h5")]
     assert SEEN_ERROR in warnings[0] and SEEN_LINK_ERROR in warnings[2] and f"{Process().bytes} bytes" in warnings[1]
-    assert warnings[3:] == ["absent: step_overhead_s: counted as 0"]
+    assert warnings[3].endswith("are counted as if nothing were computed beside them")
+    assert warnings[4:] == ["absent: step_overhead_s: counted as 0"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_search.cost_model.plan import evaluate
@@ -17,17 +18,17 @@ SEEN = "analytic, nothing was measured: median error 19 %."
 
 @pytest.fixture
 def priced(make):
-    """Prices a plan of two tensor-parallel ranks with profiles that a test has marked."""
+    """Prices a plan of two ranks, tensor parallel unless said, with profiles that a test has marked."""
     model, cluster = make.model(), make.cluster()
-    sharding = {"tp_size": 2, "dp_size": 1}
-    plan = Plan(
-        name="p", model=model, cluster=cluster, global_batch_size=4, num_microbatches=1,
-        schedule=Schedule.ONE_F_ONE_B, stages=(PipelineStage(ranks=(0, 1), layers=((0, 4),)),),
-        embedding=Strategy(**sharding), head=Strategy(**sharding),
-        layers=tuple(LayerStrategy(type="block", **sharding) for _ in range(4)),
-    )  # fmt: skip
 
-    def warnings(profile=None, hardware=None, notes=""):
+    def warnings(profile=None, hardware=None, notes="", tp_size=2):
+        sharding = {"tp_size": tp_size, "dp_size": 2 // tp_size}
+        plan = Plan(
+            name="p", model=model, cluster=cluster, global_batch_size=4, num_microbatches=1,
+            schedule=Schedule.ONE_F_ONE_B, stages=(PipelineStage(ranks=(0, 1), layers=((0, 4),)),),
+            embedding=Strategy(**sharding), head=Strategy(**sharding),
+            layers=tuple(LayerStrategy(type="block", **sharding) for _ in range(4)),
+        )  # fmt: skip
         layers = make.profile(model) if profile is None else profile
         layers = replace(layers, provenance=msgspec.structs.replace(layers.provenance, notes=notes))
         links = make.hardware(cluster) if hardware is None else hardware
@@ -84,6 +85,17 @@ def test_the_hardware_profile_is_told_too(priced, make):
     )
     told = priced(hardware=replace(hardware, points=points, provenance=provenance))
     assert told == ("analytic: messages of h.h5: nothing was measured: median error 23 %",)
+
+
+def test_overlap_is_told_where_nobody_measured_it(priced, make):
+    assert priced(hardware=make.hardware(make.cluster())) == (), "no data parallelism"
+    (told,) = priced(hardware=make.hardware(make.cluster()), tp_size=1)
+    assert told.startswith("absent: overlap of h.h5: collectives of data parallelism are counted as if nothing")
+    hardware = make.hardware(make.cluster(), overlap=[(Collective.ALL_REDUCE, 2, 1.25, 1.0)])
+    provenance = msgspec.structs.replace(hardware.provenance, notes="analytic.\nassumed: they take 1.25 times as long.")
+    overlap = hardware.overlap.replace(source=["assumed"] * len(hardware.overlap))
+    told = priced(hardware=replace(hardware, overlap=overlap, provenance=provenance), tp_size=1)
+    assert told == ("assumed: overlap of h.h5: they take 1.25 times as long",)
 
 
 def test_what_is_absent_is_told_once_for_each_kind(priced, make):

@@ -170,7 +170,9 @@ def test_what_is_analytic_is_estimated_and_not_measured(finished):
     def planned(config):
         told = {"fused": True, "context_mib": 0, "communicator_mib": 1, "allocator_slack_mib": 2048}
         config["profiles"]["cpu"] |= {"source": "analytic", "sequence_lengths": [64], "estimate": told}
-        config["clusters"]["laptop"] |= {"hardware": "analytic", "inter_node_gbit_s": 400}
+        config["clusters"]["laptop"] |= {
+            "hardware": "analytic", "inter_node_gbit_s": 400, "overlap_slowdowns": "1.25:1.1",
+        }  # fmt: skip
 
     finished.configure(planned)
     done = finished.snakemake("plans")
@@ -182,6 +184,7 @@ def test_what_is_analytic_is_estimated_and_not_measured(finished):
     (hardware,) = [options for options in calls if "--hardware-out" in options]
     (profile,) = [options for options in calls if "--out" in options]
     assert (hardware["--hardware-out"], hardware["--inter-node-gbit-s"]) == ("results/hardware/laptop.h5", "400")
+    assert hardware["--overlap-slowdowns"] == "1.25:1.1"
     assert (profile["--out"], profile["--node-type"]) == ("results/profiles/demo@cpu.h5", "cpu")
     assert [profile[f"--{key}-mib"] for key in ("context", "communicator", "allocator-slack")] == ["0", "1", "2048"]
     assert "--fused" in profile and not any("mib" in option for option in hardware)

@@ -90,6 +90,7 @@ def _read(text: str, kind: type[Document]):
             {"clusters__laptop": {"nodes": [{"node_type": "cpu", "count": 2}], "hardware": "analytic"}},
             "clusters.laptop: inter_node_gbit_s is missing: what one of its several nodes sends",
         ),
+        ({"clusters__laptop__overlap_slowdowns": "1.2:1"}, "overlap_slowdowns are told of what is measured"),
         ({"searches__tight__memory_gib": float("inf")}, "searches.tight.memory_gib: Expected `float` <="),
         ({"runs__demo__learning_rate": 1e300}, "runs.demo.learning_rate: Expected `float` <="),
         ({"clusters__laptop__nodes": [{"node_type": "cpu", "count": 10**9}]}, "laptop.nodes.0.count: Expected"),

@@ -8,13 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, steps
+from shardwright_estimate.overlap import Overlap, overlap_rows
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Table
 from shardwright_formats.semantics.groups import ranks_on_nodes
 from shardwright_formats.semantics.sweep_plan import CollectiveKind, SizeRange, collective_kinds
 from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.hardware_profile import Collective, HardwareProfile, PointRow, RateRow, RepeatRow
+from shardwright_formats.types.hardware_profile import (
+    Collective,
+    HardwareProfile,
+    OverlapRow,
+    PointRow,
+    RateRow,
+    RepeatRow,
+)
 from shardwright_formats.types.limits import MAX_DEVICES
 
 _OPTION = "--inter-node-gbit-s"
@@ -68,6 +76,8 @@ class Network(NamedTuple):
     """Of each device, inside a node; the slowest node's."""
     between: NodeRates | None
     """None where there is one node."""
+    overlap: Overlap | None
+    """None: not known, nothing overlaps."""
 
 
 def analytic_hardware(
@@ -80,7 +90,8 @@ def analytic_hardware(
     """
     if network.between is None and len(set(cluster.node_of_rank)) > 1:
         raise BadInput(_OPTION, "the cluster has several nodes", "give what one node sends, in Gbit/s")
-    points = list(_points(cluster, network))
+    kinds = collective_kinds(cluster)
+    points = list(_points(kinds, cluster, network))
     devices = sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})
     return HardwareProfile(
         cluster=cluster.name,
@@ -91,6 +102,7 @@ def analytic_hardware(
         repeats=Table.of(
             RepeatRow, (RepeatRow(point=i, time_s=time_s, outlier=False) for i, (_, time_s) in enumerate(points))
         ),
+        overlap=Table.of(OverlapRow, () if network.overlap is None else overlap_rows(kinds, network.overlap)),
         rates=Table.of(
             RateRow, (RateRow(name=name, value=value, source=Source.ANALYTIC) for name, value in rates.items())
         ),
@@ -124,8 +136,8 @@ def _leaving_share(kind: CollectiveKind, cluster: Cluster) -> float:
     return float(np.bincount(node, leaving).max())
 
 
-def _points(cluster: Cluster, network: Network) -> Iterator[tuple[PointRow, float]]:
-    for kind in collective_kinds(cluster):
+def _points(kinds: tuple[CollectiveKind, ...], cluster: Cluster, network: Network) -> Iterator[tuple[PointRow, float]]:
+    for kind in kinds:
         sizes = SizeRange(_MIN_BYTES, _MAX_BYTES).all(kind.key.group_size)
         times_s = kind_times_s(kind, cluster, network, np.array(sizes)).tolist()
         for message_bytes, time_s in zip(sizes, times_s, strict=True):

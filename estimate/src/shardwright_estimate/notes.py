@@ -6,6 +6,7 @@ from typing import NamedTuple
 from shardwright_estimate.hardware import NodeRates
 from shardwright_estimate.layers import ATTENTION_BACKWARD, KERNEL_START_S, OPERATOR_S
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S, STEP_S
+from shardwright_estimate.overlap import Overlap
 from shardwright_estimate.rates import TYPICAL_PRODUCT, Efficiencies, Rates, matrix_efficiency
 from shardwright_formats.types.limits import MAX_DEVICES
 
@@ -89,7 +90,9 @@ def model_notes(rates: Rates, efficiencies: Efficiencies, compute: str, fused: b
     )
 
 
-def hardware_notes(rates: Sequence[Rates], efficiencies: Efficiencies, between: NodeRates | None) -> str:
+def hardware_notes(
+    rates: Sequence[Rates], efficiencies: Efficiencies, between: NodeRates | None, overlap: Overlap | None
+) -> str:
     """Of a hardware profile, one sentence a line; the first says that nothing was measured."""
     across = "one node, so nothing crosses nodes"
     if between is not None:
@@ -105,7 +108,7 @@ def hardware_notes(rates: Sequence[Rates], efficiencies: Efficiencies, between: 
             f"{START_S * 1e6:g} us, a latency a step, and the bytes a rank sends over the link.",
             *(_link_note(one, efficiencies) for one in rates),
             f"Between nodes a step takes {NETWORK_STEP_S * 1e6:g} us; {across}.",
-            "Overlap of messages with computation is absent.",
+            "Overlap of messages with computation is absent." if overlap is None else f"assumed: {overlap.text}.",
         )
     )
 

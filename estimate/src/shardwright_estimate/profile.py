@@ -13,6 +13,7 @@ from shardwright_estimate.hardware import Network, NodeRates, analytic_hardware
 from shardwright_estimate.layers import Machine, estimate_layer, optimizer_time_s
 from shardwright_estimate.messages import Link
 from shardwright_estimate.notes import Process, hardware_notes, model_notes
+from shardwright_estimate.overlap import Overlap
 from shardwright_estimate.rates import Efficiencies, Rates, link_of, machine_of, matrix_efficiency
 from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
 from shardwright_formats.io.errors import BadInput
@@ -91,8 +92,12 @@ def hardware_profile(
     between: NodeRates | None,
     revised: str,
     package: str = "shardwright-profile",
+    overlap: Overlap | None = None,
 ) -> HardwareProfile:
-    """The hardware profile of a cluster, `rates` being those of its kinds of device, `between` those of its nodes."""
+    """The hardware profile of a cluster, `rates` being those of its kinds of device, `between` those of its nodes.
+
+    `overlap`: what is known of computation and collectives beside one another.
+    """
     links = [link_of(one, efficiencies) for one in rates]
     link = Link(min(one.bytes_per_s for one in links), max(one.step_s for one in links))
     reaching = None if between is None else between.scaled(efficiencies.link)
@@ -102,8 +107,8 @@ def hardware_profile(
         for one in rates
     ]
     slowest = {name: min(one[name] for one in reached) for name in reached[0]}
-    notes = hardware_notes(rates, efficiencies, between)
-    return analytic_hardware(cluster, Network(link, reaching), slowest, _provenance(revised, package, notes))
+    notes = hardware_notes(rates, efficiencies, between, overlap)
+    return analytic_hardware(cluster, Network(link, reaching, overlap), slowest, _provenance(revised, package, notes))
 
 
 def _same_model(models: Sequence[tuple[Path, Model]]) -> Model:

@@ -6,6 +6,7 @@ from pathlib import Path
 from shardwright_estimate.devices import DeviceTable, read_devices
 from shardwright_estimate.hardware import node_rates
 from shardwright_estimate.notes import Process
+from shardwright_estimate.overlap import overlap_slowdowns
 from shardwright_estimate.profile import hardware_profile, model_profile
 from shardwright_estimate.rates import Efficiencies, Rates, rates_of
 from shardwright_estimate.settings import ProfileSettings
@@ -57,8 +58,9 @@ def _hardware_profile(options: AnalyticOptions, table: DeviceTable, cluster: Clu
         raise BadInput("--hardware-out", "a hardware profile needs --cluster", "give it")
     names = sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})
     between = None if options.inter_node_gbit_s is None else node_rates(options.inter_node_gbit_s)
+    overlap = None if options.overlap_slowdowns is None else overlap_slowdowns(options.overlap_slowdowns)
     rates = [_rates(options, table, name) for name in names]
-    return hardware_profile(cluster, rates, _efficiencies(options), between, table.revised)
+    return hardware_profile(cluster, rates, _efficiencies(options), between, table.revised, overlap=overlap)
 
 
 def _efficiencies(options: AnalyticOptions) -> Efficiencies:

@@ -262,6 +262,9 @@ class AnalyticOptions(Options, frozen=True, kw_only=True):
 
     As 2:400,4:300 by the number of nodes that a group of ranks spans at most, where wide groups get less.
     """
+    overlap_slowdowns: str | None = None
+    """How many times as long a computation and a collective of data parallelism take beside one another, as 1.25:1.1;
+    inside a node and across nodes as 1.25:1.1,1.05:1.2. By default they are taken not to overlap."""
     fused: bool = False
     """Norms and activation functions are one kernel each, as of flash-attn, Apex or Transformer Engine."""
     context_mib: NonNegativeCount | None = None

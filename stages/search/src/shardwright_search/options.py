@@ -114,6 +114,9 @@ class AdviseOptions(Options, frozen=True, kw_only=True):
 
     As 2:400,4:300 by the number of nodes that a group of ranks spans at most, where wide groups get less.
     """
+    overlap_slowdowns: str | None = None
+    """How many times as long a computation and a collective of data parallelism take beside one another, as 1.25:1.1;
+    inside a node and across nodes as 1.25:1.1,1.05:1.2. By default they are taken not to overlap."""
     time_limit: Seconds = 3.0
     """Seconds after which the best plan so far is taken, with its gap."""
     out: Path | None = None

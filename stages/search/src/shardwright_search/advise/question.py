@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from shardwright_estimate.devices import Device, DeviceTable, read_devices
 from shardwright_estimate.model_shapes import model_of_config
+from shardwright_estimate.overlap import overlap_slowdowns
 from shardwright_estimate.presets import read_presets
 from shardwright_estimate.profile import hardware_profile, model_profile
 from shardwright_estimate.rates import Efficiencies, rates_of
@@ -101,7 +102,8 @@ def _profiles(
     rates, efficiencies, of = rates_of(table, node_type), Efficiencies(), table.revised
     made = model_profile([(Path(options.model), model)], settings, rates, efficiencies, of, _PACKAGE)
     alone, across = machines.alone(node_type), machines.networks.get(node_type)
-    hardware = hardware_profile(alone, [rates], efficiencies, across, of, _PACKAGE)
+    overlap = None if options.overlap_slowdowns is None else overlap_slowdowns(options.overlap_slowdowns)
+    hardware = hardware_profile(alone, [rates], efficiencies, across, of, _PACKAGE, overlap)
     return index_profiles(hardware, Path("--gpus"), made.profile, Path("--model"))
 
 

@@ -37,8 +37,13 @@ def _of_device(plan: Plan, profiles: Profiles) -> Iterator[str]:
 
 
 def _overlap_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
-    """Where compute and messages were timed at once over one kind of link and the plan has both."""
-    overlap = profiles.hardware.overlap
+    """What the times of overlapped messages lean on: what was told, or what was timed over one kind of link alone."""
+    overlap, notes = profiles.hardware.overlap, profiles.hardware.provenance.notes
+    sources = frozenset(("overlap", str(row.source)) for row in overlap.rows)
+    yield from _lines(sources, profiles.hardware_file, notes)
+    if not sources and any(strategy.dp_size > 1 for _, strategy in _layers_on(plan, profiles.origin.device)):
+        what = "collectives of data parallelism are counted as if nothing were computed beside them"
+        yield f"absent: overlap of {profiles.hardware_file.name}: {what}"
     known = set((overlap["ranks_per_node"] < overlap["group_size"]).tolist())
     if len(known) == 1 and len(set(plan.cluster.node_of_rank)) > 1:
         there, here = ("across nodes", "inside a node") if known == {True} else ("inside a node", "across nodes")

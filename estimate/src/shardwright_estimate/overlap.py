@@ -1,0 +1,69 @@
+"""What is told of computations and collectives of data parallelism that overlap: nothing is estimated of them."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.table import Source
+from shardwright_formats.semantics.sweep_plan import CollectiveKind, overlap_kinds
+from shardwright_formats.types.hardware_profile import OverlapRow
+
+_OPTION = "--overlap-slowdowns"
+_MAX_SLOWDOWN = 1000.0
+
+
+class Slowdowns(NamedTuple):
+    """How many times as long each takes beside the other as it takes alone; at least 1."""
+
+    compute: float
+    collective: float
+
+
+class Overlap(NamedTuple):
+    """By the link that the collective uses."""
+
+    inside: Slowdowns
+    """The node."""
+    across: Slowdowns
+    """Between nodes."""
+
+    @property
+    def text(self) -> str:
+        """In words, for the notes of a profile."""
+        inside, across = (f"{own.compute:g} and {own.collective:g}" for own in self)
+        return (
+            "computation and collectives of data parallelism beside one another take (given) "
+            f"{inside} times as long inside a node, {across} across nodes"
+        )
+
+
+def overlap_slowdowns(text: str) -> Overlap:
+    """Of `1.25:1.1`, a computation's and a collective's, or of `1.25:1.1,1.05:1.2`, inside a node and across nodes.
+
+    Raises BadInput, naming the option, where the text says something else.
+    """
+    try:
+        pairs = [Slowdowns(*map(float, part.split(":"))) for part in text.split(",")]
+    except (ValueError, TypeError):
+        pairs = []
+    if len(pairs) not in (1, 2) or any(not 1 <= value <= _MAX_SLOWDOWN for pair in pairs for value in pair):
+        fix = "write 1.25:1.1 or, inside a node and across nodes, 1.25:1.1,1.05:1.2, each from 1 to 1000"
+        raise BadInput(_OPTION, f"{text!r:.40} is no pair of slowdowns", fix)
+    return Overlap(pairs[0], pairs[-1])
+
+
+def overlap_rows(kinds: tuple[CollectiveKind, ...], overlap: Overlap) -> Iterator[OverlapRow]:
+    """A row for each kind of collective that a sweep times beside a computation, of no known size."""
+    for kind in overlap_kinds(kinds):
+        told = overlap.across if kind.key.group.across_nodes else overlap.inside
+        yield OverlapRow(
+            collective=kind.key.collective,
+            group_size=kind.key.group_size,
+            ranks_per_node=kind.key.ranks_per_node,
+            collective_bytes=0,
+            compute_s=0.0,
+            collective_s=0.0,
+            compute_slowdown=told.compute,
+            collective_slowdown=told.collective,
+            source=Source.ASSUMED,
+        )
