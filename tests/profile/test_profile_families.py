@@ -119,6 +119,7 @@ def test_a_profile_is_drawn_and_drawn_alike_again(profiles: dict[str, ModelProfi
     assert refused.stderr.startswith(f"error: {tmp_path}/p.txt: is no kind of picture: ")
 
 
+@pytest.mark.long
 def test_one_command_profiles_a_model_at_two_lengths(make_cluster: Callable[..., object], tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIGS["llama"]))
