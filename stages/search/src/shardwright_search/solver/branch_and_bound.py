@@ -18,7 +18,7 @@ from shardwright_search.solver.targets import Best, C, Optimum, Solvable, Target
 
 _RELAXED = -1
 _GUESSED = 0.05
-"""How far above its bound a plan of a configuration is guessed at most."""
+"""How far above its bound a plan of a configuration is guessed at most where some plan is known."""
 _WIDE = (0.01, 0.02, _GUESSED, 0.1, 0.2, 0.5, 1.0, 3.0)
 """How far it may be where bounds may be loose and plans are many, and past `_GUESSED` where no plan is known yet: one
 after another, until a plan is found."""
