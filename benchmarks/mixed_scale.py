@@ -1,12 +1,13 @@
 """How long searches over several node types take: CPU seconds of the whole command, one thread, and its memory.
 
     snakemake --cores 2 reference                  # once: FASOP's published profiles
-    python benchmarks/mixed_scale.py [--work DIR] [--cases WORD ...]
+    python benchmarks/mixed_scale.py [--work DIR] [--cases WORD ...] [--sailor FOLDER]
 
 The front of GPT-2 XL over 0 to 8 A100 and 0 to 8 A10 nodes of 8 on FASOP's layer times, links and prices, left out
 where its profiles are not there; the front of Llama-7B over three types of 8 nodes of 8 each, and a plan of a model of
-OPT-350M's shapes for 512 GPUs of two types, both on analytic profiles (no such machine is needed). Printed as a table,
-and written to benchmarks/results/mixed-scale.json.
+OPT-350M's shapes for 512 GPUs of two types, both on analytic profiles (no such machine is needed); and a plan of
+OPT-350M for 64 A100 and 64 V100 nodes of 4 on Sailor's own layer times, memory and links, left out where --sailor does
+not say in which folder its tables are. Printed as a table, and written to benchmarks/results/mixed-scale.json.
 """
 
 import argparse
@@ -20,7 +21,12 @@ from pathlib import Path
 
 import yaml
 from accuracy_parts.commands import run, write_json_document
+from msgspec.structs import replace
+from peers import sailor_inputs
 from search_scale import PRECISION, SETTINGS, median_of
+
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -45,8 +51,12 @@ def main() -> None:
         "--work", type=Path, default=ROOT / "results/benchmark-mixed-scale", help="folder for the files"
     )
     parser.add_argument("--reference", type=Path, default=ROOT / "results/reference", help="imported profiles")
+    parser.add_argument("--sailor", type=Path, help="folder of Sailor's tables, which are no part of this repository")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each command, of which the median counts")
     parser.add_argument("--cases", nargs="+", default=[""], help="those with one of these words in their names")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks/results/mixed-scale.json", help="file of figures"
+    )
     asked = parser.parse_args()
     llama = yaml.safe_load((ROOT / "config/models/llama-7b.yaml").read_text(encoding="utf-8"))["config"]
     rows = {}
@@ -55,6 +65,7 @@ def main() -> None:
         ("front of GPT-2 XL, 8 A100 + 8 A10 nodes", "rent", lambda to: published(to, asked.reference)),
         ("front of Llama-7B, 8 + 8 + 8 nodes", "rent", lambda to: estimated(to, llama, ("p4de", "p4d", "g5"), 8, 256)),
         ("plan of OPT-350M, 32 + 32 nodes", "plan", lambda to: estimated(to, OPT_350M, ("p4d", "v100"), 32, 2048)),
+        ("plan of OPT-350M by Sailor, 64 + 64 nodes", "plan", lambda to: sailors(to, asked.sailor)),
     ):
         folder = asked.work / re.sub(r"\W+", "-", name)
         if any(word in name for word in asked.cases) and (inputs := prepare(folder)):
@@ -66,8 +77,7 @@ def main() -> None:
             used = f"{rows[name]['cpu_s']:.1f} | {rows[name]['peak_mib']}"
             print(f"| {name} | {used} | {rows[name]['found']} |", flush=True)
     document = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "cpus": os.cpu_count(), "load": os.getloadavg()[0]}
-    out = ROOT / "benchmarks/results/mixed-scale.json"
-    out.write_text(json.dumps(document | {"rows": rows}, indent=2) + "\n", encoding="utf-8")
+    asked.out.write_text(json.dumps(document | {"rows": rows}, indent=2) + "\n", encoding="utf-8")
 
 
 def front_of(out: Path) -> dict:
@@ -96,15 +106,41 @@ def published(folder: Path, reference: Path) -> list[str]:
     return [*given(folder), *(word for option, path in files for word in (option, str(reference / path)))]
 
 
+def sailors(folder: Path, tables: Path | None) -> list[str]:
+    """Its layer times, memory and links, its cluster of two types of nodes of 4; nothing where its tables are not."""
+    if tables is None:
+        return []
+    both = ROOT / "config/reference/sailor-a100-v100.json"
+    model, cluster = described(folder, sailor_inputs.OPT_350M), read_document(both, Cluster)
+    request = {"precision": sailor_inputs.PRECISION, "global_batch_size": 2048}
+    request |= {"sequence_parallel": ["none"], "recompute": ["none"]}
+    write_json_document(folder / "search.json", "search", name="scale", objective="step_time", **request)
+    found = ["--cluster", str(both), "--search", str(folder / "search.json"), "--model", str(model)]
+    for group in cluster.nodes:
+        name, device = group.node_type, cluster.node_types[group.node_type].device
+        hardware, profile, alone = (folder / f"{name}{end}" for end in ("-hardware.h5", ".h5", ".json"))
+        write_document(alone, replace(cluster, name=name, nodes=(group,)))
+        sailor_inputs.write_profile(tables, device, model, profile)
+        sailor_inputs.write_hardware(tables, device, alone, hardware)
+        found += ["--hardware", str(hardware), "--profile", str(profile)]
+    return found
+
+
+def described(folder: Path, config: dict) -> Path:
+    """The model's description, at 2,048 tokens."""
+    write_json_document(folder / "config/config.json", None, **config)
+    model = folder / "model.json"
+    run("shardwright-train", "describe", folder / "config", "--name", "m", "--sequence-length", 2048, "--out", model)
+    return model
+
+
 def estimated(folder: Path, config: dict, names: tuple[str, ...], nodes: int, batch: int) -> list[str]:
     """Describe the model and estimate the profiles of each node type."""
     tp_sizes = [1, 2, 4, 8] if nodes == 8 else [1, 2, 4]
     own = SPACE | {"precision": PRECISION | {"compute": "float16" if "v100" in names else "bfloat16"}}
     documents(folder, names, nodes, own | {"global_batch_size": batch, "tp_sizes": tp_sizes})
-    write_json_document(folder / "config/config.json", None, **config)
     settings = write_json_document(folder / "settings.json", "profile_settings", **SETTINGS | own)
-    model = folder / "model.json"
-    run("shardwright-train", "describe", folder / "config", "--name", "m", "--sequence-length", 2048, "--out", model)
+    model = described(folder, config)
     found = [*given(folder), "--model", str(model)]
     for name in names:
         hardware, profile = folder / f"{name}-hardware.h5", folder / f"{name}.h5"

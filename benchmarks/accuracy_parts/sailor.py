@@ -30,7 +30,7 @@ from shardwright_search.cost_model.memory import parameter_memory
 from shardwright_search.simulation.simulator import StageTimes, simulate
 from shardwright_search.solver.objective import step_time
 
-__all__ = ["OUTLIERS", "compared"]
+__all__ = ["OUTLIERS", "SMALLEST_BYTES", "ZONE", "bytes_per_s_together", "compared"]
 
 OUTLIERS = {
     "OPT-350/N4/plan_config_N4_D4": "time",
@@ -185,7 +185,7 @@ def _handed_over_s(tables: Tables, here: Replica, there: Replica, size: int) -> 
     sent_s = piece / _bytes_per_s(tables, here, there, piece)
     # All GPUs of a ring inside a node send at once, as many pairs as half of them were measured together.
     curve = tables.inside[there.device][str(there.devices)]
-    return sent_s + (there.devices - 1) * piece / (_together(curve, piece) / (there.devices / 2))
+    return sent_s + (there.devices - 1) * piece / (bytes_per_s_together(curve, piece) / (there.devices / 2))
 
 
 def _reduction_s(plan: SailorPlan, tables: Tables, index: int) -> float:
@@ -216,10 +216,10 @@ def _bytes_per_s(tables: Tables, here: Replica, there: Replica, message_bytes: i
     """What one GPU has of the link between two nodes whose GPUs all send at once."""
     table = tables.homogeneous if here.device == there.device else tables.mixed
     curve = table[ZONE][here.device][str(here.devices)][ZONE][there.device][str(there.devices)]
-    return _together(curve, message_bytes) / here.devices
+    return bytes_per_s_together(curve, message_bytes) / here.devices
 
 
-def _together(curve: Any, message_bytes: int) -> float:  # noqa: ANN401
+def bytes_per_s_together(curve: Any, message_bytes: int) -> float:  # noqa: ANN401
     """Bytes/s of all that send at once, by the curve of a link within the sizes that it was measured with."""
     (a, b, c), most = curve
     x = log2(min(max(message_bytes, SMALLEST_BYTES), LARGEST_BYTES) / 1e6)
