@@ -14,10 +14,11 @@ from shardwright_formats.types.cluster import NodeGroup
 from shardwright_search.search import all_targets, instance_of
 from shardwright_search.solver import counted_bound
 from shardwright_search.solver.counted_bound import _Least
+from shardwright_search.space import first_bound
 from shardwright_search.space import placements as placing
 from shardwright_search.space.budget import GIB
 from shardwright_search.space.first_bound import FirstBounds
-from shardwright_search.space.placements import can_be_placed, placements
+from shardwright_search.space.placements import can_be_placed, most_moves, placements
 from shardwright_search.space.request import StageWidths
 
 FILE = Path("s.json")
@@ -40,7 +41,42 @@ def test_whether_equal_stages_can_be_placed_is_told_without_their_places(monkeyp
     assert 100 < sum(answers) < len(answers) - 300
 
 
-def bounds_and_bests(seeds: Iterable[int], slow_links: bool) -> Iterator[tuple[float, float]]:
+@pytest.mark.parametrize("by_nodes", [False, True])
+def test_whether_stages_of_any_widths_can_be_placed_is_told_without_their_places(monkeypatch, by_nodes):
+    rng, answers, cases = np.random.default_rng(1), list[bool](), []
+    for _ in range(150):
+        names = list("abc")[: int(rng.integers(1, 4))]
+        cluster = make_mixed_cluster(**{n: (int(rng.integers(1, 4)), int(rng.choice([1, 2, 3])), GIB) for n in names})
+        for p in range(1, 6):
+            few = [tuple(rng.choice(range(1, 7), int(rng.integers(1, 5)), replace=False).tolist()) for _ in range(p)]
+            widths = [(1, 2, 3), *few[1:-1], (2, 4)] if p > 2 and rng.random() < 0.3 else few
+            for own in (None, (("a",), ("a",)), (("a",), ("b",)), (("b",), ("a",))):
+                if own is None or p > 1 or own[0] == own[1]:
+                    wanted = placements(cluster, widths, by_nodes, own) is not None
+                    cases.append((cluster, widths, by_nodes, own, wanted))
+    monkeypatch.setattr(placing, "placements", None)
+    for *case, wanted in cases:
+        answers.append(can_be_placed(*case))
+        assert answers[-1] == wanted, case
+    assert 150 < sum(answers) < len(answers) - 150
+
+
+def test_there_are_no_more_stages_than_are_told_without_their_places():
+    rng, most = np.random.default_rng(2), 0.0
+    for seed in range(200):
+        names = list("ab")[: int(rng.integers(1, 3))]
+        cluster = make_mixed_cluster(**{n: (int(rng.integers(1, 4)), int(rng.choice([1, 2, 4])), GIB) for n in names})
+        widths = [tuple(range(1, int(rng.integers(2, 7)))) for _ in range(int(rng.integers(1, 6)))]
+        spans = bool(seed % 2)
+        placed = placements(cluster, widths, bool(seed % 3), None, spans)
+        if placed is not None:
+            count = sum(len(moves) for own in placed.moves for moves in own.values())
+            assert count <= most_moves(cluster, widths, spans)
+            most = max(most, count / most_moves(cluster, widths, spans))
+    assert most > 0.4
+
+
+def bounds_and_bests(seeds: Iterable[int], slow_links: bool, **changes: object) -> Iterator[tuple[float, float]]:
     """Of each configuration that has a plan."""
     for seed in seeds:
         request, model, cluster, profiles = mixed_world(seed)
@@ -49,12 +85,29 @@ def bounds_and_bests(seeds: Iterable[int], slow_links: bool) -> Iterator[tuple[f
         if seed % 3 == 0:  # nodes of the types in turn, so that neighbours of a type have others between them
             nodes = [NodeGroup(node_type=own.node_type, count=1) for own in cluster.nodes for _ in range(own.count)]
             cluster = replace(cluster, nodes=tuple(nodes[::2] + nodes[1::2]))
-        asked = replace(request, stage_widths=StageWidths.EQUAL)
+        asked = replace(request, **{"stage_widths": StageWidths.EQUAL} | changes)
         instance = instance_of(asked, model, cluster, profiles, FILE)
         for target in all_targets(instance, FILE):
             found = instance.unkept_solvable(target.configuration).solve_below(np.inf, 1, lambda made: None)
             if found:
                 yield FirstBounds(instance).of(target.configuration), found[0].objective_ps
+
+
+ANY = {"stage_widths": StageWidths.ANY, "global_batch_size": 8, "num_microbatches": (4, 8), "max_pp_size": 3}
+
+
+def test_no_plan_of_any_widths_is_below_the_first_bound():
+    pairs = list(bounds_and_bests(range(24), slow_links=False, **ANY))
+    assert all(0 < bound <= best for bound, best in pairs)
+    assert len(pairs) > 100 and sum(bound > 0.6 * best for bound, best in pairs) > len(pairs) / 10
+
+
+def test_a_first_bound_of_any_widths_that_counts_too_much_is_caught(monkeypatch):
+    """Stages' shares in the ranks, half as much again."""
+    right = first_bound.mean_weights
+    monkeypatch.setattr(first_bound, "mean_weights", lambda p, m, weight: right(p, m, 1.5 * weight))
+    pairs = bounds_and_bests(range(60), slow_links=False, **ANY)
+    assert any(bound > best for bound, best in pairs)
 
 
 @pytest.mark.parametrize("slow_links", [False, True])
@@ -94,9 +147,9 @@ def test_a_first_bound_that_counts_too_much_is_caught(monkeypatch, owner, name, 
     assert any(bound > best for slow in (True, False) for bound, best in bounds_and_bests(range(60), slow))
 
 
-def test_stages_that_may_be_anywhere_or_span_types_have_no_first_bound():
+def test_stages_that_span_types_have_no_first_bound():
     for seed in range(8):
-        request, *world = mixed_world(seed, spans=bool(seed % 2))
+        request, *world = mixed_world(seed, spans=True)
         instance = instance_of(replace(request, stage_widths=StageWidths.ANY), *world, FILE)
         assert {FirstBounds(instance).of(target.configuration) for target in all_targets(instance, FILE)} == {None}
 

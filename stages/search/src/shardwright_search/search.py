@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice, product
+from itertools import chain, product
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -17,17 +17,19 @@ from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.prediction import ScenarioRegret
 from shardwright_formats.types.strategy import LayerStrategy
-from shardwright_search.cost_model.layer import CostModel, picoseconds
+from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.tied_weights import has_shared
 from shardwright_search.least_simulated import Simulated, changed, simulated
+from shardwright_search.plain import plain_best
 from shardwright_search.solver.branch_and_bound import guess, optimize, plans_below
 from shardwright_search.solver.targets import Best, Optimum, Target
 from shardwright_search.space.budget import Infeasible, budgets_of, infeasible
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
 from shardwright_search.space.instance import Instance
-from shardwright_search.space.request import Objective, SearchRequest
+from shardwright_search.space.request import Objective, SearchRequest, StageWidths
+from shardwright_search.space.unlisted import Unlisted, unlisted
 
 NEAR = 0.01
 """Among plans whose closed form is within this share of the optimum, the least simulated time decides."""
@@ -38,7 +40,6 @@ _MAX_WIDER_LABELS = 10_000
 """Work on plans further from the optimum than `NEAR`."""
 _ROUNDING_BYTES = 16
 """What rounding up each term of a corrected memory can add."""
-_MAX_PLAIN = 20
 _MAX_RUNNERS_UP = 5
 _MAX_DEGREES = 3
 """Other pipeline degrees, the most promising ones, whose best plan is looked for."""
@@ -82,6 +83,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of the least closed form."""
     regrets: tuple[ScenarioRegret, ...]
     """Of the chosen plan and that plan's like for the profile as it is, where the search was a robust one."""
+    unlisted: Unlisted | None = None
+    """What of the space was bounded alone and may have a better plan."""
 
 
 def instance_of(
@@ -129,15 +132,18 @@ def find_best(
     """
     deadline = None if time_limit_s is None else monotonic() + time_limit_s
     instance = instance_of(request, model, cluster, profiles, file)
-    targets = targets_of(instance, file)
+    left, targets = unlisted(instance, file), targets_of(instance, file)
     optimum = _optimum(instance, targets, deadline, report)
     if optimum.best is None and optimum.stopped:
         promising = [target for _, target in optimum.bounds]
-        if (plain := _plain(instance, promising or targets)) is None:
+        if (plain := plain_best(instance, promising or targets)) is None:
             raise StoppedEarly(file, "no plan was found before the search was stopped", "give it more time")
         optimum = optimum._replace(best=plain, near=(plain,), bound=min(optimum.bound, plain.score))
     if optimum.best is None:
+        if left is not None:
+            raise left.error(file)
         return infeasible(instance, [target.configuration for target in targets], file)
+    left = left and left.below(optimum.best.score)
     report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
     close = optimum.near
     ranked = simulated(instance, close[:_MAX_NEAR])
@@ -165,7 +171,7 @@ def find_best(
     return Found(
         chosen=Candidate(plan, evaluate(plan, profiles, instance.costs)),
         optimum_s=optimum.best.score / scale,
-        bound_s=optimum.bound / scale,
+        bound_s=min(optimum.bound, np.inf if left is None else left.bound) / scale,
         runners_up=_runners_up(instance, plan, (*others, *(one.best for one in ranked))),
         examined=optimum.looked_at,
         solved=optimum.solved,
@@ -174,6 +180,7 @@ def find_best(
         stopped=optimum.stopped,
         best=optimum.best,
         regrets=regrets,
+        unlisted=left,
     )
 
 
@@ -182,27 +189,23 @@ def targets_of(instance: Instance, file: Path) -> tuple[Target[Configuration], .
 
     Raises BadInput where none has a plan, whatever the memory.
     """
-    if not (found := all_targets(instance, file)):
-        raise BadInput(file, "no strategy divides the batch, the model and the devices evenly", "allow other sizes")
-    return found
+    if found := all_targets(instance, file):
+        return found
+    if (left := unlisted(instance, file)) is not None:
+        raise left.error(file)
+    raise BadInput(file, "no strategy divides the batch, the model and the devices evenly", "allow other sizes")
 
 
 def all_targets(instance: Instance, file: Path) -> tuple[Target[Configuration], ...]:
-    """The same; none where no configuration has a plan, whatever the memory."""
+    """The same; none where no configuration has a plan, whatever the memory. Those that are `unlisted` are not told."""
     request, costs = instance.request, instance.costs
-    return tuple(
-        Target(
-            configuration=configuration,
-            offset_ps=float(picoseconds(costs.step_overhead_s)),
-            scale=1.0 if request.objective is Objective.STEP_TIME else 1.0 / configuration.global_batch_size,
-        )
-        for configuration in _expanded(instance, configurations(request, costs.model, costs.cluster, file))
-    )
+    every = _expanded(instance, configurations(request, costs.model, costs.cluster, file))
+    return tuple(map(instance.target, every))
 
 
 def _expanded(instance: Instance, every: Iterable[Configuration]) -> Iterator[Configuration]:
     """Those in which something has a plan, split where all layers share a strategy or a buffer is counted."""
-    for configuration in chain.from_iterable(map(partial(_by_ends, instance), every)):
+    for configuration in chain.from_iterable(map(partial(_by_ends, instance), _listed(instance, every))):
         if not instance.choices.has_plans(configuration):
             continue
         shared: Sequence[LayerStrategy | None] = [None]
@@ -216,6 +219,15 @@ def _expanded(instance: Instance, every: Iterable[Configuration]) -> Iterator[Co
             for tokens in instance.choices.buffer_tokens(split):
                 if instance.choices.has_plans(here := split._replace(buffer_tokens=tokens)):
                     yield here
+
+
+def _listed(instance: Instance, every: Iterable[Configuration]) -> Iterator[Configuration]:
+    """With stages of equal width, where there are such, for those that are not listed."""
+    for configuration in every:
+        if instance.choices.is_listed(configuration):
+            yield configuration
+        elif instance.costs.cluster.num_devices % configuration.pp_size == 0:
+            yield configuration._replace(widths=StageWidths.EQUAL)
 
 
 def _by_ends(instance: Instance, configuration: Configuration) -> Iterator[Configuration]:
@@ -247,16 +259,6 @@ def _optimum(
         waits=lambda asked: asked.num_chunks > 1,
         wide=len(instance.budgets) > 1,
     )
-
-
-def _plain(instance: Instance, targets: Iterable[Target[Configuration]]) -> Best[Configuration] | None:
-    """The best of some plain plans of configurations with one chunk: what a search that is stopped at once answers."""
-    from shardwright_search.solver.feasible import plain_plan
-
-    single = (target for target in targets if target.configuration.num_chunks == 1)
-    found = ((target, plain_plan(instance.problem(target.configuration))) for target in single)
-    plans = (Best(target, plan, target.score(plan.objective_ps)) for target, plan in found if plan is not None)
-    return min(islice(plans, _MAX_PLAIN), key=lambda best: best.score, default=None)
 
 
 def _further(

@@ -70,7 +70,7 @@ def prediction_of_searched(
     plan, evaluation = found.chosen
     fullest = max(range(len(plan.stages)), key=lambda stage: evaluation.estimate.stages[stage].memory_bytes)
     return replace(
-        prediction_of_evaluated(plan, evaluation, files, warnings),
+        prediction_of_evaluated(plan, evaluation, files, (*warnings, *_unlisted(found))),
         memory_budget_bytes=budgets_bytes[fullest],
         proof=Proof(
             objective="closed form" if request.objective is Objective.STEP_TIME else "closed form / batch size",
@@ -85,6 +85,14 @@ def prediction_of_searched(
         runners_up=tuple(RunnerUp(plan=c.plan, estimate=c.evaluation.estimate) for c in found.runners_up),
         robust=found.regrets,
     )
+
+
+def _unlisted(found: Found) -> tuple[str, ...]:
+    """What of the space was not searched."""
+    if found.unlisted is None:
+        return ()
+    remedy = "of these equal widths alone were searched: limit pp_sizes, or list stage_widths"
+    return (f"{found.unlisted.what}, which leaves the gap; {remedy}",)
 
 
 def _widths(request: SearchRequest) -> str:

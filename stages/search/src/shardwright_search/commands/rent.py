@@ -171,4 +171,5 @@ def _proof(front: Front) -> str:
     if not num_open:
         return told + "exact: no plan of the space is as fast and as cheap as a point and better in one"
     least = min(answer.bound_s for answer in front.answers if answer.is_open)
-    return told + f"stopped: plans above {least:.6g} s a step of {num_open} sub-clusters may be missing"
+    why = "stopped" if front.stopped else "stages of any widths can lie on some in too many ways to be searched"
+    return told + f"{why}: plans above {least:.6g} s a step of {num_open} sub-clusters may be missing"

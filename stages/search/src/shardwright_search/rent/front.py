@@ -5,7 +5,7 @@ the time from which on some point of the front is as fast and as cheap; most are
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -20,12 +20,12 @@ from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import SubCluster
 from shardwright_search.search import Report, all_targets, instance_of
 from shardwright_search.solver.exhaust import exhaust
-from shardwright_search.solver.partition import Found
 from shardwright_search.solver.targets import Best, Solvable, Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import BatchRange, Objective, SearchRequest, StageWidths
+from shardwright_search.space.unlisted import unlisted
 
 _MAX_RECENT = 6
 _HOUR_S = 3600.0
@@ -129,6 +129,11 @@ def find_front(
         number = target.configuration.sub_cluster
         bounds[number] = min(bounds.get(number, float("inf")), bound)
     open_ = {targets[number].configuration.sub_cluster for number in done.open}
+    for number, instance in instances.items():
+        left = unlisted(instance, file)
+        if left is not None and (left := left.below(search.limit_of(number))) is not None:
+            open_.add(number)
+            bounds[number] = min(bounds.get(number, float("inf")), left.bound)
     answers = tuple(
         search.answer(number, own, bounds.get(number, float("inf")), number in open_)
         for number, own in enumerate(offered)
@@ -153,7 +158,10 @@ class Prices:
 
     def limit(self, target: Target[Rented]) -> float:
         """From this score on a plan is dominated, or no better than what is known of its sub-cluster."""
-        number = target.configuration.sub_cluster
+        return self.limit_of(target.configuration.sub_cluster)
+
+    def limit_of(self, number: int) -> float:
+        """The same of a sub-cluster."""
         if number not in self._limits:
             self._limits[number] = self._limit(number)
         return self._limits[number]
@@ -219,36 +227,12 @@ def _asked_of(request: SearchRequest, cluster: Cluster) -> SearchRequest | None:
     return replace(request, **lists | {"shard_sizes": lists["shard_sizes"] or None, "memory_gib": memory})
 
 
-class _Deferred:
-    """A configuration with a first bound, whose numbers are put together only where that does not rule it out."""
-
-    def __init__(self, bound_ps: float, made: Callable[[], Solvable]) -> None:
-        self.relaxed_bound_ps, self._made = bound_ps, made
-
-    @cached_property
-    def _whole(self) -> Solvable:
-        return self._made()
-
-    @property
-    def lower_ps(self) -> float:
-        return max(self._whole.relaxed_bound_ps, self._whole.lower_ps)
-
-    def guess(self, below_ps: float) -> Found | None:
-        return self._whole.guess(below_ps)
-
-    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
-        return self._whole.solve_below(below_ps, most, tick)
-
-
 def _solvable_of(instances: Mapping[int, Instance]) -> Callable[[Rented], Solvable]:
     """A configuration on its sub-cluster; the last few of all are kept."""
     first_bounds = {number: FirstBounds(instance) for number, instance in instances.items()}
 
     @lru_cache(_MAX_RECENT)
     def solvable(rented: Rented) -> Solvable:
-        number, configuration = rented
-        made = partial(instances[number].unkept_solvable, configuration)
-        bound_ps = first_bounds[number].of(configuration)
-        return made() if bound_ps is None else _Deferred(bound_ps, made)
+        return first_bounds[rented.sub_cluster].solvable(rented.configuration)
 
     return solvable

@@ -227,6 +227,7 @@ class Search(Generic[C]):
 
     def step(self, limit: float) -> None:
         """Bound the most promising configuration if it has only a relaxed bound, else solve below its next limit."""
+        self.tick()
         self._now = here = heapq.heappop(self.heap)
         target = self._targets[here.number]
         if here.tries == _RELAXED:

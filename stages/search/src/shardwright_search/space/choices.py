@@ -14,9 +14,12 @@ from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.problem import Cut
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.layer_choices import Choice, LayerChoices, alike
-from shardwright_search.space.placements import NodeTypes, Placements, can_be_placed, placements
+from shardwright_search.space.placements import NodeTypes, Placements, can_be_placed, most_moves, placements
 from shardwright_search.space.request import SearchRequest, StageWidths
 from shardwright_search.space.stage_widths import Widths
+
+MAX_MOVES = 500_000
+"""Stages of any widths, over all positions, that are listed: about 10 CPU seconds for a configuration's bound."""
 
 
 class Handover(NamedTuple):
@@ -56,6 +59,13 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
     def has_plans(self, configuration: Configuration) -> bool:
         """Whether every layer of a configuration can be sharded in some way."""
         return self._can_be_placed(self._stages(configuration))
+
+    def is_listed(self, configuration: Configuration) -> bool:
+        """Whether its stages can lie on the nodes in so few ways that these are listed; so it is of given widths."""
+        if configuration.widths is not StageWidths.ANY:
+            return True
+        cluster, spans = self.costs.cluster, self.request.span_node_types
+        return most_moves(cluster, self._stages(configuration).widths, spans) <= MAX_MOVES
 
     def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
         """What all layers can share: strategies that every type of layer has, told by the first type's."""

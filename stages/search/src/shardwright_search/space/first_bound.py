@@ -1,8 +1,10 @@
 """A lower bound on T of a configuration on a sub-cluster, told before it is known where its stages can be."""
 
+from collections.abc import Callable
+from functools import cached_property, partial
 from itertools import pairwise
 from math import lcm
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,14 +15,20 @@ from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.counted_bound import OnType, sends_ps
 from shardwright_search.solver.memory import min_phases
+from shardwright_search.solver.partition import Found
 from shardwright_search.solver.relaxed_bound import Stages
-from shardwright_search.solver.stage_options import mean_weights
+from shardwright_search.solver.stage_options import Weights, mean_weights
+from shardwright_search.solver.targets import Solvable
 from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.instance import Instance
 from shardwright_search.space.layer_choices import Choice
-from shardwright_search.space.placements import equal_stages
+from shardwright_search.space.placements import equal_stages, pools_of
 from shardwright_search.space.request import StageWidths
 
+if TYPE_CHECKING:
+    from shardwright_search.space.instance import Instance
+
+_On = tuple[StageTopology, ...]
+"""That stages may have."""
 _Ranks = tuple[tuple[int, ...], ...]
 """Of each stage."""
 
@@ -29,44 +37,121 @@ class _Equal(NamedTuple):
     """Stages of one width on a node type."""
 
     stages: int
-    topologies: tuple[StageTopology, ...]
-    """That they may have."""
+    topologies: _On
     links: tuple[Link, ...]
     """Between them, and to those on other types as if these were as fast."""
+
+
+class Deferred:
+    """A configuration with a first bound, whose numbers are put together only where that does not rule it out."""
+
+    def __init__(self, bound_ps: float, made: Callable[[], Solvable]) -> None:
+        self.relaxed_bound_ps, self._made = bound_ps, made
+
+    @cached_property
+    def _whole(self) -> Solvable:
+        return self._made()
+
+    @property
+    def lower_ps(self) -> float:
+        """A lower bound on T."""
+        return max(self._whole.relaxed_bound_ps, self._whole.lower_ps)
+
+    def guess(self, below_ps: float) -> Found | None:
+        """As of the whole."""
+        return self._whole.guess(below_ps)
+
+    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
+        """As of the whole."""
+        return self._whole.solve_below(below_ps, most, tick)
 
 
 class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
     """Of the configurations of a request on a cluster."""
 
-    instance: Instance
+    instance: "Instance"
+
+    def solvable(self, configuration: Configuration) -> Solvable:
+        """The configuration with its first bound, where there is one."""
+        bound_ps, made = self.of(configuration), partial(self.instance.unkept_solvable, configuration)
+        return made() if bound_ps is None else Deferred(bound_ps, made)
 
     def of(self, configuration: Configuration) -> float | None:
         """In picoseconds; infinity: there is no plan; None: it must be known where stages can be.
 
-        That is so of unequal widths, of stages that span node types, and of interleaved chunks.
+        That is so of listed widths, of stages that span node types, and of interleaved chunks.
         """
-        own, p, m = self.instance, configuration.pp_size, configuration.num_microbatches
-        is_plain = configuration.widths is StageWidths.EQUAL and configuration.num_chunks == 1
-        if own.request.span_node_types or not is_plain:
+        own, widths = self.instance, configuration.widths
+        if own.request.span_node_types or isinstance(widths, tuple) or configuration.num_chunks > 1:
             return None
-        if not own.choices.has_plans(configuration):
+        if own.choices.is_listed(configuration) and not own.choices.has_plans(configuration):
             return np.inf
-        choice, bounds, layers = own.choices.choice(configuration), own.prices.bounds, own.types_of_layers
+        return self._of_any(configuration) if widths is StageWidths.ANY else self._of_equal(configuration)
+
+    def _of_any(self, configuration: Configuration) -> float:
+        """All layers over all ranks, on stages of any widths."""
+        choice = self.instance.choices.choice(configuration)
+        able = tuple(self.instance.choices.layers.shardings(choice).strategies)
+        by_type = self._anywhere(able, configuration.pp_size)
+        if not all(by_type):
+            return np.inf
+        return self._relaxed(configuration, choice, tuple(topology for own in by_type for topology in own))
+
+    def _of_equal(self, configuration: Configuration) -> float:
+        """The same on stages of one width, and whole blocks."""
+        own, p, m = self.instance, configuration.pp_size, configuration.num_microbatches
+        choice, layers = own.choices.choice(configuration), own.types_of_layers
         by_type = self._equal(*choice.widths)
         on = tuple(topology for equal in by_type for topology in equal.topologies)
-        weights = dict(zip(on, own.weights(choice, on), strict=True))
-        total = sum(equal.stages * weights[equal.topologies[0]] for equal in by_type)
-        mean = tuple(mean_weights(p, m, weight * p / total) for weight in weights.values())
-        on_types = [self._on_type(choice, equal, m == 1) for equal in by_type]
-        budget = sum(of.stages * max(group.budget_bytes for group in of.groups) for of in on_types)
-        lean = tuple(own.prices.lean_group(choice, topology, m == 1) for topology in on)
-        fewest = in_flight(configuration.schedule, p, m, p - 1)
-        least = bounds.relaxed.least_ps(Stages(layers, lean, (1.0,) * len(on), mean, fewest, budget))
+        least = self._relaxed(configuration, choice, on)
         if p == 1:
             return least
+        on_types = [self._on_type(choice, equal, m == 1) for equal in by_type]
+        fewest = in_flight(configuration.schedule, p, m, p - 1)
         parts = min_phases(fewest, m, any(group.keeps_sums for of in on_types for group in of.groups))
-        least += min(mean)[0] * sends_ps(on_types)
-        return max(least, bounds.counted.least_ps(layers, on_types, parts, m))
+        least += min(self._mean_weights(configuration, choice, on))[0] * sends_ps(on_types)
+        return max(least, own.prices.bounds.counted.least_ps(layers, on_types, parts, m))
+
+    def _relaxed(self, configuration: Configuration, choice: Choice, on: _On) -> float:
+        """All layers over all ranks, of stages that may be on these."""
+        own, p, m = self.instance, configuration.pp_size, configuration.num_microbatches
+        groups = tuple(own.prices.lean_group(choice, topology, m == 1) for topology in on)
+        mean_width = own.costs.cluster.num_devices / p
+        budgets = {topology.node_type: 0 for topology in on}
+        for topology, group in zip(on, groups, strict=True):
+            budgets[topology.node_type] = max(budgets[topology.node_type], group.budget_bytes)
+        budget = sum(budgets[name] for name in own.costs.cluster.node_type_of_rank) / mean_width
+        relative = tuple(group.width / mean_width for group in groups)
+        weights = self._mean_weights(configuration, choice, on)
+        fewest = in_flight(configuration.schedule, p, m, p - 1)
+        stages = Stages(own.types_of_layers, groups, relative, weights, fewest, budget)
+        return own.prices.bounds.relaxed.least_ps(stages)
+
+    def _mean_weights(self, configuration: Configuration, choice: Choice, on: _On) -> tuple[Weights, ...]:
+        """Of the stages' shares in the ranks, each its type's speed."""
+        weights = self.instance.weights(choice, on)
+        speeds = {topology.node_type: weight / topology.size for topology, weight in zip(on, weights, strict=True)}
+        total = sum(speeds[name] for name in self.instance.costs.cluster.node_type_of_rank)
+        p, m = configuration.pp_size, configuration.num_microbatches
+        return tuple(mean_weights(p, m, weight * p / total) for weight in weights)
+
+    @cached_method
+    def _anywhere(self, widths: tuple[int, ...], pp_size: int) -> tuple[_On, ...]:
+        """By node type, how a stage may lie on nodes: in one, on whole ones, or as one of equal width."""
+        cluster, found = self.instance.costs.cluster, []
+        for ranks in pools_of(cluster):
+            name, equal = cluster.node_type_of_rank[ranks[0]], cluster.num_devices / pp_size
+            each, own = cluster.node_types[name].devices_per_node, dict[StageTopology, None]()
+            for width in widths:
+                if width <= each:
+                    own[StageTopology(name, (width,))] = None
+                if width % each == 0 and width <= len(ranks):
+                    own[StageTopology(name, (each,) * (width // each))] = None
+                if width == equal:
+                    stages = (ranks[i : i + width] for i in range(0, len(ranks) - width + 1, width))
+                    own |= dict.fromkeys(stage_topology(cluster, stage) for stage in stages)
+            found.append(tuple(own))
+        return tuple(found)
 
     def _on_type(self, choice: Choice, equal: _Equal, single_microbatch: bool) -> OnType:
         prices = self.instance.prices

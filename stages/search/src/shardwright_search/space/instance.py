@@ -14,17 +14,18 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import PipelineStage, Plan
 from shardwright_formats.types.strategy import LayerStrategy
-from shardwright_search.cost_model.layer import CostModel
+from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Problem, Solution
-from shardwright_search.solver.targets import Solvable
+from shardwright_search.solver.targets import Solvable, Target
 from shardwright_search.space.choices import Choices
 from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.layer_choices import Choice, LayerChoices
 from shardwright_search.space.placements import NodeTypes
-from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.request import Objective, SearchRequest, StageWidths
 from shardwright_search.space.stage_prices import StagePrices
 from shardwright_search.space.ties import Ties
 
@@ -88,6 +89,14 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         """The node types that a stage may be on together: one, or several where stages may span them."""
         return _stage_types(self.request, self.budgets)
 
+    def target(self, configuration: Configuration) -> Target[Configuration]:
+        """How a configuration is scored: seconds of a step, or of a sample."""
+        return Target(
+            configuration=configuration,
+            offset_ps=float(picoseconds(self.costs.step_overhead_s)),
+            scale=1.0 if self.request.objective is Objective.STEP_TIME else 1.0 / configuration.global_batch_size,
+        )
+
     def stage_ranks(self, configuration: Configuration, solution: Solution) -> tuple[tuple[int, ...], ...]:
         """The ranks of each pipeline stage of a solution."""
         return self.choices.placed(configuration).stage_ranks(solution.device_groups)
@@ -99,7 +108,13 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def solvable(self) -> Callable[[Configuration], Solvable]:
         """A configuration, ready to be bounded and solved; the last few are kept."""
-        return lru_cache(_MAX_RECENT)(self.unkept_solvable)
+        bounds = FirstBounds(self)
+
+        def made(configuration: Configuration) -> Solvable:
+            is_any = configuration.widths is StageWidths.ANY
+            return bounds.solvable(configuration) if is_any else self.unkept_solvable(configuration)
+
+        return lru_cache(_MAX_RECENT)(made)
 
     def unkept_solvable(self, configuration: Configuration) -> Solvable:
         """The same, made anew."""

@@ -3,8 +3,12 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby, pairwise, product
+from math import prod
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwright_formats.types.cluster import Cluster
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
@@ -72,13 +76,11 @@ def placements(
     are given.
     """
     nodes = _Nodes(cluster, len(widths), by_nodes, spans)
-    if ends is not None and len(widths) == 1 and ends[0] != ends[1]:
-        return None
-    wanted = {} if ends is None else {len(widths) - 1: ends[1], 0: ends[0]}
+    wanted = _wanted(ends, len(widths))
 
     def following(stage: int, position: Position) -> Iterator[_Stage]:
         for taken in nodes.following(stage, position, sorted(widths[stage])):
-            if stage not in wanted or wanted[stage] == nodes.types_of(taken):
+            if wanted[stage] <= {nodes.types_of(taken)}:
                 yield _Stage(taken, _behind(position, taken))
 
     levels: list[set[Position]] = [{(0,) * len(nodes.pools)}]
@@ -100,12 +102,14 @@ def can_be_placed(
     ends: tuple[NodeTypes, NodeTypes] | None = None,
     spans: bool = False,
 ) -> bool:
-    """Whether there are placements; told without them where all stages are equally wide and on one node type."""
+    """Whether there are placements; told without them where each stage is on one node type."""
     if not all(widths):
         return False
     each = {width for own in widths for width in own}
-    if by_nodes or spans or len(each) > 1:
+    if spans:
         return placements(cluster, widths, by_nodes, ends, spans) is not None
+    if by_nodes or len(each) > 1:
+        return _reaches_the_end(_Nodes(cluster, len(widths), by_nodes, spans), widths, _wanted(ends, len(widths)))
     (width,) = each
     pools = {cluster.node_type_of_rank[own[0]]: len(own) for own in pools_of(cluster)}
     if len(widths) * width != cluster.num_devices or any(ranks % width for ranks in pools.values()):
@@ -116,6 +120,45 @@ def can_be_placed(
     if len(widths) == 1:
         return first == last == tuple(pools)
     return all(pools.get(name, 0) >= stages * width for name, stages in Counter(first + last).items())
+
+
+def _wanted(ends: tuple[NodeTypes, NodeTypes] | None, pp_size: int) -> list[set[NodeTypes]]:
+    """By stage, the node types that it has to be on."""
+    wanted: list[set[NodeTypes]] = [set() for _ in range(pp_size)]
+    if ends is not None:
+        wanted[0].add(ends[0])
+        wanted[-1].add(ends[1])
+    return wanted
+
+
+def _reaches_the_end(nodes: "_Nodes", widths: Sequence[Collection[int]], wanted: Sequence[set[NodeTypes]]) -> bool:
+    """Whether stages that each are on one node type can take up all ranks: told for all positions at once."""
+    shape = tuple(len(own) + 1 for own in nodes.pools)
+    reached = np.zeros(shape, bool)
+    reached.flat[0] = True
+    for stage, own in enumerate(widths):
+        behind = np.zeros(shape, bool)
+        for pool, width in product(range(len(shape)), own):
+            if width < shape[pool] and wanted[stage] <= {nodes.types_of(_on_pool(shape, pool, width))}:
+                before, after = np.moveaxis(reached, pool, 0), np.moveaxis(behind, pool, 0)
+                can = np.moveaxis(nodes.can_begin(stage, pool, width), pool, 0)
+                after[width:] |= before[:-width] & can
+        reached = behind
+    return bool(reached.flat[-1])
+
+
+def _on_pool(pools: Sequence[object], pool: int, ranks: int) -> Position:
+    """So many ranks of one node type."""
+    return tuple(ranks if number == pool else 0 for number in range(len(pools)))
+
+
+def most_moves(cluster: Cluster, widths: Sequence[Collection[int]], spans: bool = False) -> int:
+    """No more stages than this are behind all positions together, wherever they can be."""
+    pools = [len(own) for own in pools_of(cluster)]
+    positions = prod(size + 1 for size in pools)
+    ways = max(len(own) * len(pools) for own in widths) + (positions if spans else 0)
+    last = len(widths) - 1
+    return sum(ways * min(positions, ways ** min(stage, last - stage)) for stage in range(len(widths)))
 
 
 def equal_stages(cluster: Cluster, width: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -143,12 +186,11 @@ class _Nodes:
 
     def following(self, stage: int, position: Position, widths: Sequence[int]) -> Iterator[Position]:
         """How many ranks of each node type a stage may take up."""
-        none = (0,) * len(self.pools)
         for pool, own in enumerate(self.pools):
             for width in widths:
                 end = position[pool] + width
                 if end <= len(own) and (not self._by_nodes or self._is_allowed(stage, position, pool, end)):
-                    yield (*none[:pool], width, *none[pool + 1 :])
+                    yield _on_pool(self.pools, pool, width)
         if self._spans:
             yield from self._spanning(stage, position, widths)
 
@@ -157,6 +199,18 @@ class _Nodes:
         first, own, equal = position[pool], self.pools[pool], self._equal
         alike = sum(position) == stage * equal and (self._spans or first % equal == 0) and end == first + equal
         return self._nodes[own[first]] == self._nodes[own[end - 1]] or {first, end} <= self._borders[pool] or alike
+
+    def can_begin(self, stage: int, pool: int, width: int) -> NDArray[Any]:
+        """As `following` of ranks of one type, of all positions that leave enough of these."""
+        sizes = [len(own) + 1 for own in self.pools]
+        sizes[pool] -= width
+        if not self._by_nodes:
+            return np.ones(sizes, bool)
+        own, at = np.array([self._nodes[rank] for rank in self.pools[pool]]), np.indices(sizes)
+        borders = np.isin(np.arange(len(own) + 1), list(self._borders[pool]))
+        first, end = at[pool], at[pool] + width
+        alike = (at.sum(0) == stage * self._equal) & (first % self._equal == 0) & (width == self._equal)
+        return np.asarray((own[first] == own[end - 1]) | (borders[first] & borders[end]) | alike)
 
     def _spanning(self, stage: int, position: Position, widths: Sequence[int]) -> Iterator[Position]:
         """Of ranks of several types: whole nodes, or all that is left of them but for one type's."""

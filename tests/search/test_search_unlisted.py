@@ -1,0 +1,124 @@
+"""Stages of any widths with too many places are bounded, told of, and answered by equal widths; stopped searches."""
+
+from pathlib import Path
+from time import monotonic
+
+import numpy as np
+import pytest
+from made_up import make_mixed_cluster, make_model, make_request
+from mixed_worlds import profiles_of
+from msgspec.structs import replace
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_search.commands.certificate import problems_of
+from shardwright_search.commands.prediction import prediction_of_searched
+from shardwright_search.rent.front import find_front
+from shardwright_search.rent.interruptions import Interruptions
+from shardwright_search.rent.sub_clusters import sub_clusters
+from shardwright_search.search import find_best, instance_of
+from shardwright_search.solver.branch_and_bound import optimize
+from shardwright_search.solver.targets import Target
+from shardwright_search.space import choices
+from shardwright_search.space.budget import GIB
+from shardwright_search.space.offers import Offers
+from shardwright_search.space.request import StageWidths
+from shardwright_search.space.unlisted import unlisted
+
+FILE = Path("s.json")
+
+
+def wide_world(spans=False):
+    """Four ranks and two of a slower type: three equal stages, or two of unequal width."""
+    model = make_model(5)
+    cluster = make_mixed_cluster(a=(1, 4, GIB), b=(1, 2, GIB))
+    request = make_request(
+        global_batch_size=16, num_microbatches=[4, 8], max_pp_size=4, stage_widths="any", span_node_types=spans
+    )
+    return request, model, cluster, profiles_of(model, cluster, {"a": 1e9, "b": 1e8}, tp_sizes=(1, 2, 4))
+
+
+def best_of(*world, **limits):
+    return find_best(*world, FILE, lambda line: None, **limits)
+
+
+@pytest.mark.parametrize("spans", [False, True])
+def test_what_has_too_many_places_is_answered_by_equal_widths_and_keeps_its_bound(monkeypatch, spans):
+    request, *world = wide_world(spans)
+    whole, equal = (best_of(replace(request, stage_widths=of), *world) for of in (StageWidths.ANY, StageWidths.EQUAL))
+    assert whole.unlisted is None and whole.bound_s == whole.optimum_s < equal.optimum_s
+    monkeypatch.setattr(choices, "MAX_MOVES", 0)
+    found = best_of(request, *world)
+    assert found.bound_s <= whole.optimum_s < found.optimum_s == pytest.approx(equal.optimum_s)
+    assert (found.bound_s > whole.optimum_s / 10) != spans, "nothing is known of stages that span types"
+    told = prediction_of_searched(found, request, [0] * 9, {})
+    assert told.proof.gap > 0
+    assert "in 6 cases 2 to 4 stages can lie on the nodes in too many ways, which leaves the gap" in told.warnings[0]
+
+
+def test_what_cannot_be_better_than_the_plan_that_is_found_leaves_no_gap(monkeypatch):
+    monkeypatch.setattr(choices, "MAX_MOVES", 0)
+    request, *world = wide_world()
+    instance = instance_of(request, *world, FILE)
+    left = unlisted(instance, FILE)
+    assert left is not None and left.below(left.bound) is None
+    assert left.below(np.inf) == left and left.below(np.nextafter(left.bound, np.inf)) is not None
+
+
+def test_a_front_tells_what_may_be_missing(monkeypatch):
+    request, model, cluster, profiles = wide_world()
+    priced = {name: replace(own, usd_per_hour=1.0) for name, own in cluster.node_types.items()}
+    cluster = replace(cluster, node_types=priced)
+    offered = sub_clusters(cluster, Offers(), FILE, FILE)
+    spot = [Interruptions(0.0, 0.0, 0.0) for _ in offered]
+    whole = find_front(request, model, offered, profiles, spot, FILE, lambda line: None)
+    assert not any(answer.is_open for answer in whole.answers)
+    monkeypatch.setattr(choices, "MAX_MOVES", 0)
+    few = find_front(request, model, offered, profiles, spot, FILE, lambda line: None)
+    assert any(answer.is_open for answer in few.answers) and not few.stopped
+    for one, other in zip(few.answers, whole.answers, strict=True):
+        if one.is_open and other.best is not None:
+            assert one.bound_s <= other.best.score * 1e-12 * (1 + 1e-12)
+        elif not one.is_open and one.best is not None:
+            assert other.best is not None and one.best.score == pytest.approx(other.best.score)
+
+
+def test_nothing_is_certified_that_was_not_searched(monkeypatch):
+    monkeypatch.setattr(choices, "MAX_MOVES", 0)
+    instance = instance_of(*wide_world(), FILE)
+    with pytest.raises(BadInput, match="these cannot be certified: limit pp_sizes, or list stage_widths"):
+        next(problems_of(instance, FILE))
+
+
+def test_where_nothing_is_listed_the_search_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(choices, "MAX_MOVES", 0)
+    request, model, cluster, profiles = wide_world()
+    with pytest.raises(BadInput, match="no plan was found, and stage_widths any: in 2 cases 4 stages can lie"):
+        best_of(replace(request, pp_sizes=(4,)), model, cluster, profiles)
+
+
+def test_a_search_for_any_widths_that_is_stopped_at_once_answers_a_good_plan_of_equal_ones():
+    request, *world = wide_world()
+    hasty = best_of(request, *world, time_limit_s=-1.0)
+    equal = best_of(replace(request, stage_widths=StageWidths.EQUAL), *world)
+    assert hasty.stopped and len({len(stage.ranks) for stage in hasty.chosen.plan.stages}) == 1
+    assert hasty.optimum_s == pytest.approx(equal.optimum_s)
+
+
+class Slow:
+    """Bounding it takes longer than there is time."""
+
+    relaxed_bound_ps = 1.0
+    bounded = 0
+
+    @property
+    def lower_ps(self):
+        Slow.bounded += 1
+        while monotonic() < Slow.deadline:
+            pass
+        return 2.0
+
+
+def test_a_search_whose_time_is_up_bounds_no_further_configuration():
+    Slow.deadline = monotonic() + 0.2
+    found = optimize([Target(n, 0.0, 1.0) for n in range(3)], lambda _: Slow(), deadline=Slow.deadline)
+    assert found.stopped and found.best is None and Slow.bounded == 1
