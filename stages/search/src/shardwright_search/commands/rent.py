@@ -48,8 +48,7 @@ def rent(options: RentOptions) -> None:
         given = request, model, offered, inputs.profiles, spot
         front = find_front(*given, options.search, report, options.time_limit)
     if not front.points:
-        why = "no plan was found before the search was stopped" if front.stopped else "no plan fits on any sub-cluster"
-        raise NothingFits(f"{options.search}: {why}: {'give it more time' if front.stopped else 'allow more memory'}")
+        raise NothingFits(f"{options.search}: {_why_nothing(front)}")
     simulated_s = _write_plans(front, request, inputs, options)
     rows = rows_of(front, steps, simulated_s)
     chosen = _chosen(options, rows)
@@ -60,6 +59,15 @@ def rent(options: RentOptions) -> None:
     show("\n".join([*_table(rows, steps), _proof(front), *_told(chosen)]))
     if missing := [choice.limit for choice in _missed(options, rows)]:
         raise NothingFits("; ".join(missing))
+
+
+def _why_nothing(front: Front) -> str:
+    """Why there is no point."""
+    if front.stopped:
+        return "no plan was found before the search was stopped: give it more time"
+    if any(answer.is_open for answer in front.answers):
+        return "no plan was found, and stages of any widths have too many places to be searched: limit pp_sizes"
+    return "no plan fits on any sub-cluster: allow more memory"
 
 
 def _check_new(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """A lower bound on T of a configuration on a sub-cluster, told before it is known where its stages can be."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import pairwise
@@ -95,7 +96,8 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         by_type = self._anywhere(able, configuration.pp_size)
         if not all(by_type):
             return np.inf
-        return self._relaxed(configuration, choice, tuple(topology for own in by_type for topology in own))
+        on = tuple(topology for own in by_type for topology in own)
+        return self._relaxed(configuration, choice, on, self._mean_weights(configuration, choice, on))
 
     def _of_equal(self, configuration: Configuration) -> float:
         """The same on stages of one width, and whole blocks."""
@@ -103,35 +105,40 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         choice, layers = own.choices.choice(configuration), own.types_of_layers
         by_type = self._equal(*choice.widths)
         on = tuple(topology for equal in by_type for topology in equal.topologies)
-        least = self._relaxed(configuration, choice, on)
+        weights = self._mean_weights(configuration, choice, on)
+        least = self._relaxed(configuration, choice, on, weights)
         if p == 1:
             return least
         on_types = [self._on_type(choice, equal, m == 1) for equal in by_type]
         fewest = in_flight(configuration.schedule, p, m, p - 1)
         parts = min_phases(fewest, m, any(group.keeps_sums for of in on_types for group in of.groups))
-        least += min(self._mean_weights(configuration, choice, on))[0] * sends_ps(on_types)
+        least += min(weights)[0] * sends_ps(on_types)
         return max(least, own.prices.bounds.counted.least_ps(layers, on_types, parts, m))
 
-    def _relaxed(self, configuration: Configuration, choice: Choice, on: _On) -> float:
-        """All layers over all ranks, of stages that may be on these."""
+    def _relaxed(self, configuration: Configuration, choice: Choice, on: _On, weights: tuple[Weights, ...]) -> float:
+        """All layers over all ranks, of stages that may be on these, with their weights."""
         own, p, m = self.instance, configuration.pp_size, configuration.num_microbatches
         groups = tuple(own.prices.lean_group(choice, topology, m == 1) for topology in on)
         mean_width = own.costs.cluster.num_devices / p
-        budgets = {topology.node_type: 0 for topology in on}
+        budgets = dict.fromkeys(self._ranks, 0.0)
         for topology, group in zip(on, groups, strict=True):
             budgets[topology.node_type] = max(budgets[topology.node_type], group.budget_bytes)
-        budget = sum(budgets[name] for name in own.costs.cluster.node_type_of_rank) / mean_width
+        budget = sum(count * budgets[name] for name, count in self._ranks.items()) / mean_width
         relative = tuple(group.width / mean_width for group in groups)
-        weights = self._mean_weights(configuration, choice, on)
         fewest = in_flight(configuration.schedule, p, m, p - 1)
         stages = Stages(own.types_of_layers, groups, relative, weights, fewest, budget)
         return own.prices.bounds.relaxed.least_ps(stages)
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        """By node type."""
+        return Counter(self.instance.costs.cluster.node_type_of_rank)
 
     def _mean_weights(self, configuration: Configuration, choice: Choice, on: _On) -> tuple[Weights, ...]:
         """Of the stages' shares in the ranks, each its type's speed."""
         weights = self.instance.weights(choice, on)
         speeds = {topology.node_type: weight / topology.size for topology, weight in zip(on, weights, strict=True)}
-        total = sum(speeds[name] for name in self.instance.costs.cluster.node_type_of_rank)
+        total = sum(count * speeds[name] for name, count in self._ranks.items())
         p, m = configuration.pp_size, configuration.num_microbatches
         return tuple(mean_weights(p, m, weight * p / total) for weight in weights)
 
