@@ -216,6 +216,25 @@ def test_names_of_points_never_lie_over_one_another_and_chosen_ones_are_there():
     assert drawn.count("<title>") == 8
 
 
+def test_a_front_that_is_stopped_at_once_has_a_plan_for_all_nodes_and_says_what_is_open(given):
+    result = rented(given, "--time-limit", 1e-9)
+    assert result.exit_code == 0, result.output
+    with (given["out"] / "front.csv").open() as file:
+        status = {row["nodes"]: row["status"] for row in csv.DictReader(file)}
+    assert status == dict.fromkeys(["1xa", "1xa+1xb", "1xb", "2xa"], "open") | {"2xa+1xb": "front"}
+    assert "stopped: plans above 0 s a step of 5 sub-clusters may be missing" in result.stdout
+    assert read_document(given["out"] / "2xa+1xb.json", Plan).cluster.num_devices == 6
+
+
+def test_nothing_is_left_where_no_plan_fits(given):
+    search = json.loads(given["search"].read_text())
+    given["search"].write_text(json.dumps(search | {"memory_gib": 1e-6}))
+    for more in ((), ("--time-limit", 1e-9)):
+        result = rented(given, *more)
+        assert result.exit_code == 3 and result.stderr.splitlines()[-1].startswith("error: ")
+        assert not given["out"].exists()
+
+
 def test_a_limit_that_no_point_is_within_says_by_how_much(given):
     result = rented(given, "--steps", 1000, "--max-hours", 1e-9)
     assert result.exit_code == 3

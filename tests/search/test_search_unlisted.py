@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from shardwright_formats.io.errors import BadInput
 from shardwright_search.commands.certificate import problems_of
 from shardwright_search.commands.prediction import prediction_of_searched
+from shardwright_search.explain.wording import plan_summary
 from shardwright_search.rent.front import find_front
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import sub_clusters
@@ -50,7 +51,7 @@ def test_what_has_too_many_places_is_answered_by_equal_widths_and_keeps_its_boun
     found = best_of(request, *world)
     assert found.bound_s <= whole.optimum_s < found.optimum_s == pytest.approx(equal.optimum_s)
     assert (found.bound_s > whole.optimum_s / 10) != spans, "nothing is known of stages that span types"
-    told = prediction_of_searched(found, request, [0] * 9, {})
+    told = prediction_of_searched(found, request, [GIB] * 9, {})
     assert told.proof.gap > 0
     assert "in 6 cases 2 to 4 stages can lie on the nodes in too many ways, which leaves the gap" in told.warnings[0]
 
@@ -102,6 +103,9 @@ def test_a_search_for_any_widths_that_is_stopped_at_once_answers_a_good_plan_of_
     equal = best_of(replace(request, stage_widths=StageWidths.EQUAL), *world)
     assert hasty.stopped and len({len(stage.ranks) for stage in hasty.chosen.plan.stages}) == 1
     assert hasty.optimum_s == pytest.approx(equal.optimum_s)
+    told = prediction_of_searched(hasty, request, [GIB] * 9, {})
+    assert "stopped before there was a bound; 0 of " in plan_summary(hasty.chosen.plan, told)
+    assert told.proof.nearness == "not known to be near the optimum"
 
 
 class Slow:

@@ -87,8 +87,7 @@ def _sure(search: SearchOutcome, of: Comparison) -> Iterator[str]:
     elif (proof := search.prediction.proof) is None:
         yield "not searched, so that nothing is proven"
     else:
-        found = "optimal" if proof.gap == 0 else f"within {proof.gap:.2%} of the optimum"
-        yield f"{found} in the space that was searched, by the cost model"
+        yield f"{proof.nearness} in the space that was searched, by the cost model"
     if of.measured_time_s is None:
         yield "it was not run"
     else:

@@ -140,7 +140,7 @@ def _run_section(run: RunOutcome) -> str:
 def _proof_and_warnings(search: SearchOutcome) -> str:
     proof, drawn = search.prediction.proof, ""
     if proof is not None:
-        found = "optimal" if proof.gap == 0 else f"within {proof.gap:.2%} of the optimum"
+        found = proof.nearness
         objective = f"{seconds_text(proof.objective_s)} against a bound of {seconds_text(proof.objective_bound_s)}"
         drawn += (
             f"<h3>Proof</h3><p>{found[0].upper()}{found[1:]} for {escape(proof.objective)} ({objective}), "

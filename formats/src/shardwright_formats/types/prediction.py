@@ -60,6 +60,13 @@ class Proof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     certificate: str | None = None
     """What another solver says of it; null where none was asked."""
 
+    @property
+    def nearness(self) -> str:
+        """How near to the optimum the plan is proven to be, in words."""
+        if not self.objective_bound_s:
+            return "not known to be near the optimum"
+        return f"within {self.gap:.2%} of the optimum" if self.gap else "optimal"
+
 
 class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Predicted time and memory of one plan under the cost model."""

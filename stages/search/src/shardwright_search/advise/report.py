@@ -98,12 +98,16 @@ def _answer(question: Question, plan: Plan, estimate: Estimate, found: Found) ->
     words += [] if share is None else [f"MFU {share:.1%}"]
     words += [] if price is None else [f"{price:,.2f} USD per billion tokens"]
     yield f"  predicted {', '.join(words)}"
-    gap = found.optimum_s / found.bound_s - 1 if found.bound_s else 0.0
-    yield (
-        f"  stopped by the time limit: no plan is more than {gap:.1%} faster (--time-limit)"
-        if found.stopped
-        else f"  proven under these estimates: no plan of the space is more than {gap:.2%} faster"
-    )
+    yield f"  {_proven(found)}"
+
+
+def _proven(found: Found) -> str:
+    if not found.bound_s:
+        return "stopped by the time limit before there was a bound: how much faster other plans are is not known"
+    gap = found.optimum_s / found.bound_s - 1
+    if found.stopped:
+        return f"stopped by the time limit: no plan is more than {gap:.1%} faster (--time-limit)"
+    return f"proven under these estimates: no plan of the space is more than {gap:.2%} faster"
 
 
 def _layer_counts(plan: Plan) -> str:

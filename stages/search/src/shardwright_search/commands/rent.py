@@ -1,6 +1,6 @@
 """`shardwright-search rent`: which nodes to rent, and what a faster run costs."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +48,8 @@ def rent(options: RentOptions) -> None:
         given = request, model, offered, inputs.profiles, spot
         front = find_front(*given, options.search, report, options.time_limit)
     if not front.points:
+        with suppress(OSError):  # others may have put something there
+            options.out.rmdir()
         raise NothingFits(f"{options.search}: {_why_nothing(front)}")
     simulated_s = _write_plans(front, request, inputs, options)
     rows = rows_of(front, steps, simulated_s)

@@ -87,10 +87,12 @@ def plan_summary(plan: Plan, prediction: Prediction) -> str:
         _memory_line(estimate, prediction.memory_budget_bytes),
     ]
     if proof is not None:
+        below = f"no plan of the space is below {proof.objective_bound_s * 1e3:.3f} ms (gap {proof.gap:.2%})"
+        rest = "some others are open" if proof.gap else "the bounds ruled out the others"
         lines.append(
-            f"proof: {proof.objective} {proof.objective_s * 1e3:.3f} ms, no plan of the space is below "
-            f"{proof.objective_bound_s * 1e3:.3f} ms (gap {proof.gap:.2%}); {proof.solved} of {proof.examined} cases "
-            "were solved, the bounds ruled out the others"
+            f"proof: {proof.objective} {proof.objective_s * 1e3:.3f} ms, "
+            f"{below if proof.objective_bound_s else 'stopped before there was a bound'}; "
+            f"{proof.solved} of {proof.examined} cases were solved, {rest}"
         )
         lines += [] if proof.certificate is None else [f"certificate: {proof.certificate}"]
     if prediction.robust:

@@ -16,6 +16,7 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.plain import plain_best
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import SubCluster
 from shardwright_search.search import Report, all_targets, instance_of
@@ -128,6 +129,10 @@ def find_front(
     for target, bound in zip(targets, done.bounds, strict=True):
         number = target.configuration.sub_cluster
         bounds[number] = min(bounds.get(number, float("inf")), bound)
+    if done.stopped and not search.front:
+        plain = (_plain(number, instance, file) for number, instance in reversed(instances.items()))
+        if (first := next(filter(None, plain), None)) is not None:
+            search.take(first)
     open_ = {targets[number].configuration.sub_cluster for number in done.open}
     for number, instance in instances.items():
         left = unlisted(instance, file)
@@ -139,6 +144,15 @@ def find_front(
         for number, own in enumerate(offered)
     )
     return Front(answers, instances, done.looked_at, done.solved, done.stopped)
+
+
+def _plain(number: int, instance: Instance, file: Path) -> Best[Rented] | None:
+    """A plan of a sub-cluster, soon found."""
+    found = plain_best(instance, all_targets(instance, file))
+    if found is None:
+        return None
+    target, plan, score = found
+    return Best(Target(Rented(number, target.configuration), target.offset_ps, target.scale), plan, score)
 
 
 class Prices:
