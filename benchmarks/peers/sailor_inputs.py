@@ -38,7 +38,7 @@ _NAME = "OPT-350"
 _GPUS = {"NVIDIA A100-SXM4-40GB": "A100-40", "Tesla V100-SXM2-16GB": "V100-16"}
 _LARGEST_BYTES = 4 * 1024**3
 _SMALLEST_INSIDE_BYTES = 1024**2
-"""Sailor's curves of links inside a node fall below zero under this size."""
+"""Sailor's curves of links inside a node fall below zero at small sizes."""
 
 
 def write_profile(tables: Path, device: str, model_file: Path, out: Path) -> None:

@@ -10,19 +10,21 @@ from mixed_worlds import profiles_of
 from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.strategy import DataParallel
 from shardwright_search.commands.certificate import problems_of
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.explain.wording import plan_summary
 from shardwright_search.rent.front import find_front
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import sub_clusters
-from shardwright_search.search import find_best, instance_of
+from shardwright_search.search import find_best, instance_of, targets_of
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.targets import Target
 from shardwright_search.space import choices
 from shardwright_search.space.budget import GIB
+from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.offers import Offers
-from shardwright_search.space.request import StageWidths
+from shardwright_search.space.request import Robust, StageWidths
 from shardwright_search.space.unlisted import unlisted
 
 FILE = Path("s.json")
@@ -53,7 +55,44 @@ def test_what_has_too_many_places_is_answered_by_equal_widths_and_keeps_its_boun
     assert (found.bound_s > whole.optimum_s / 10) != spans, "nothing is known of stages that span types"
     told = prediction_of_searched(found, request, [GIB] * 9, {})
     assert told.proof.gap > 0
-    assert "in 6 cases 2 to 4 stages can lie on the nodes in too many ways, which leaves the gap" in told.warnings[0]
+    ways = "2 to 4 stages can lie on the nodes in too many ways, which leaves the gap"
+    assert f"in {6 if spans else 5} cases {ways}" in told.warnings[0]
+
+
+def test_widths_that_no_placement_has_are_not_priced():
+    """Two stages on a node of each type are these nodes: a profile need not know so many samples on one rank."""
+    model, cluster = make_model(3), make_mixed_cluster(a=(1, 4, GIB), b=(1, 4, GIB))
+    profiles = profiles_of(model, cluster, {"a": 1e9, "b": 1e9}, tp_sizes=(1,), micro_batch_sizes=(2,))
+    request = make_request(global_batch_size=8, num_microbatches=[1], pp_sizes=[2], stage_widths="any", tp_sizes=[1])
+    instance = instance_of(request, model, cluster, profiles, FILE)
+    (target,) = targets_of(instance, FILE)
+    assert instance.choices.widths_of_types(target.configuration) == {"a": {4}, "b": {4}}
+    assert 0 < FirstBounds(instance).of(target.configuration) < np.inf
+
+
+def test_what_has_no_place_at_all_is_not_left_open(monkeypatch):
+    """Three stages of at most 1 rank each, for 6."""
+    monkeypatch.setattr(choices, "MAX_MOVES", 0)
+    request, *world = wide_world()
+    asked = replace(request, num_microbatches=(16,), tp_sizes=(1,), data_parallel=(DataParallel.DDP,))
+    assert unlisted(instance_of(asked, *world, FILE), FILE) is None
+
+
+def test_memory_that_lacks_is_told_of_equal_widths_alone(monkeypatch):
+    request, *world = wide_world()
+    lean = replace(request, memory_gib=1e-3)
+    whole = best_of(lean, *world)
+    monkeypatch.setattr(choices, "MAX_MOVES", 0)
+    found = best_of(lean, *world)
+    assert whole.min_bytes < found.min_bytes
+    assert "even the leanest (" in whole.reason and "the leanest of equal widths (" in found.reason
+
+
+def test_a_robust_search_is_refused(monkeypatch):
+    monkeypatch.setattr(choices, "MAX_MOVES", 0)
+    request, *world = wide_world()
+    with pytest.raises(BadInput, match="robust: stage_widths any: in 6 cases 2 to 4 stages"):
+        best_of(replace(request, robust=Robust()), *world)
 
 
 def test_what_cannot_be_better_than_the_plan_that_is_found_leaves_no_gap(monkeypatch):
@@ -86,7 +125,7 @@ def test_a_front_tells_what_may_be_missing(monkeypatch):
 def test_nothing_is_certified_that_was_not_searched(monkeypatch):
     monkeypatch.setattr(choices, "MAX_MOVES", 0)
     instance = instance_of(*wide_world(), FILE)
-    with pytest.raises(BadInput, match="these cannot be certified: limit pp_sizes, or list stage_widths"):
+    with pytest.raises(BadInput, match=r"no certificate: .*: limit pp_sizes, or list stage_widths"):
         next(problems_of(instance, FILE))
 
 
@@ -97,14 +136,16 @@ def test_where_nothing_is_listed_the_search_says_what_to_do(monkeypatch):
         best_of(replace(request, pp_sizes=(4,)), model, cluster, profiles)
 
 
-def test_a_search_for_any_widths_that_is_stopped_at_once_answers_a_good_plan_of_equal_ones():
+@pytest.mark.parametrize("most", [choices.MAX_MOVES, 0])
+def test_a_search_for_any_widths_that_is_stopped_at_once_answers_a_good_plan_of_equal_ones(monkeypatch, most):
+    monkeypatch.setattr(choices, "MAX_MOVES", most)
     request, *world = wide_world()
     hasty = best_of(request, *world, time_limit_s=-1.0)
     equal = best_of(replace(request, stage_widths=StageWidths.EQUAL), *world)
     assert hasty.stopped and len({len(stage.ranks) for stage in hasty.chosen.plan.stages}) == 1
     assert hasty.optimum_s == pytest.approx(equal.optimum_s)
     told = prediction_of_searched(hasty, request, [GIB] * 9, {})
-    assert "stopped before there was a bound; 0 of " in plan_summary(hasty.chosen.plan, told)
+    assert "no bound is known; 0 of " in plan_summary(hasty.chosen.plan, told)
     assert told.proof.nearness == "not known to be near the optimum"
 
 

@@ -45,7 +45,8 @@ def prove(
     if found.stopped:
         return "none: the search was stopped before it was done"
     instance = instance_of(request, model, cluster, profiles, file)
-    return certificate(instance, targets_of(instance, file), found.best, time_limit_s, report)
+    told = certificate(instance, targets_of(instance, file), found.best, time_limit_s, report)
+    return told if found.unlisted is None else f"{told}; what has too many places was not asked"
 
 
 def certificate(

@@ -29,7 +29,7 @@ from shardwright_search.space.budget import Infeasible, budgets_of, infeasible
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest, StageWidths
-from shardwright_search.space.unlisted import Unlisted, unlisted
+from shardwright_search.space.unlisted import Unlisted, check_listed, unlisted
 
 NEAR = 0.01
 """Among plans whose closed form is within this share of the optimum, the least simulated time decides."""
@@ -133,6 +133,8 @@ def find_best(
     deadline = None if time_limit_s is None else monotonic() + time_limit_s
     instance = instance_of(request, model, cluster, profiles, file)
     left, targets = unlisted(instance, file), targets_of(instance, file)
+    if request.robust is not None:
+        check_listed(instance, file, "robust")
     optimum = _optimum(instance, targets, deadline, report)
     if optimum.best is None and optimum.stopped:
         promising = [target for _, target in optimum.bounds]
@@ -140,9 +142,10 @@ def find_best(
             raise StoppedEarly(file, "no plan was found before the search was stopped", "give it more time")
         optimum = optimum._replace(best=plain, near=(plain,), bound=min(optimum.bound, plain.score))
     if optimum.best is None:
-        if left is not None:
+        if left is not None and np.isfinite(left.bound):
             raise left.error(file)
-        return infeasible(instance, [target.configuration for target in targets], file)
+        of = "even the leanest" if left is None else "the leanest of equal widths"
+        return infeasible(instance, [target.configuration for target in targets], file, of)
     left = left and left.below(optimum.best.score)
     report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
     close = optimum.near

@@ -15,7 +15,7 @@ from shardwright_search.search import Found, targets_of
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest
-from shardwright_search.space.unlisted import unlisted
+from shardwright_search.space.unlisted import check_listed
 
 _TOLD_BY_PLAN = ("cluster", "model")
 """Files, by role, that a plan has in itself: of all others a certificate knows which they were."""
@@ -50,8 +50,7 @@ def certificate_of(
 
 def problems_of(instance: Instance, file: Path) -> Iterator[tuple[str, Any, Callable[[float], float]]]:
     """Name and arrays of every configuration, and the time that a score is in it."""
-    if (left := unlisted(instance, file)) is not None:
-        raise BadInput(file, f"{left.what}: these cannot be certified", "limit pp_sizes, or list stage_widths")
+    check_listed(instance, file, "no certificate")
     for target in targets_of(instance, file):
         yield _name(target.configuration), instance.problem(target.configuration), target.time_ps
 

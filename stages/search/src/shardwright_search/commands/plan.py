@@ -16,6 +16,7 @@ from shardwright_search.options import PlanOptions
 from shardwright_search.search import find_best, instance_of
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages
 from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.unlisted import check_listed
 
 
 def plan(options: PlanOptions) -> None:
@@ -26,6 +27,7 @@ def plan(options: PlanOptions) -> None:
     given = request, model, cluster, inputs.profiles, options.search
     if options.certificate is not None:
         check_certifiable(request, options.search)
+        check_listed(instance_of(*given), options.search, "no certificate")
         check_writable(options.certificate)
     for path in (options.out, prediction_path(options.out)):
         check_writable(path)

@@ -128,6 +128,7 @@ def _found(front: Front, number: int) -> Found:
         stopped=front.stopped,
         best=Best(Target(configuration, target.offset_ps, target.scale), plan_found, score),
         regrets=(),
+        unlisted=front.unlisted.get(number),
     )
 
 

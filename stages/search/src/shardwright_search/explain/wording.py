@@ -91,7 +91,7 @@ def plan_summary(plan: Plan, prediction: Prediction) -> str:
         rest = "some others are open" if proof.gap else "the bounds ruled out the others"
         lines.append(
             f"proof: {proof.objective} {proof.objective_s * 1e3:.3f} ms, "
-            f"{below if proof.objective_bound_s else 'stopped before there was a bound'}; "
+            f"{below if proof.objective_bound_s else 'no bound is known'}; "
             f"{proof.solved} of {proof.examined} cases were solved, {rest}"
         )
         lines += [] if proof.certificate is None else [f"certificate: {proof.certificate}"]

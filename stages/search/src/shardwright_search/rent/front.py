@@ -26,7 +26,7 @@ from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import BatchRange, Objective, SearchRequest, StageWidths
-from shardwright_search.space.unlisted import unlisted
+from shardwright_search.space.unlisted import Unlisted, unlisted
 
 _MAX_RECENT = 6
 _HOUR_S = 3600.0
@@ -64,7 +64,7 @@ class Answer(NamedTuple):
     """Of the fastest plan; else what it would be at the bound, which is then dominated."""
     on_front: bool
     is_open: bool
-    """Whether the search was stopped before this was known."""
+    """Whether this is not known: the search was stopped, or some of its configurations were bounded alone."""
 
 
 class Front(NamedTuple):
@@ -72,6 +72,8 @@ class Front(NamedTuple):
 
     answers: tuple[Answer, ...]
     instances: Mapping[int, Instance]
+    unlisted: Mapping[int, Unlisted]
+    """By sub-cluster, what was bounded alone and may have a better plan."""
     looked_at: int
     solved: int
     stopped: bool
@@ -134,16 +136,18 @@ def find_front(
         if (first := next(filter(None, plain), None)) is not None:
             search.take(first)
     open_ = {targets[number].configuration.sub_cluster for number in done.open}
+    left: dict[int, Unlisted] = {}
     for number, instance in instances.items():
-        left = unlisted(instance, file)
-        if left is not None and (left := left.below(search.limit_of(number))) is not None:
-            open_.add(number)
-            bounds[number] = min(bounds.get(number, float("inf")), left.bound)
+        every = unlisted(instance, file)
+        if every is not None and (own_left := every.below(search.limit_of(number))) is not None:
+            left[number] = own_left
+            bounds[number] = min(bounds.get(number, float("inf")), own_left.bound)
+    open_ |= left.keys()
     answers = tuple(
         search.answer(number, own, bounds.get(number, float("inf")), number in open_)
         for number, own in enumerate(offered)
     )
-    return Front(answers, instances, done.looked_at, done.solved, done.stopped)
+    return Front(answers, instances, left, done.looked_at, done.solved, done.stopped)
 
 
 def _plain(number: int, instance: Instance, file: Path) -> Best[Rented] | None:

@@ -91,8 +91,10 @@ def min_need(instance: Instance, every: Sequence[Configuration]) -> Need:
     return best
 
 
-def infeasible(instance: Instance, every: Sequence[Configuration], file: Path) -> Infeasible:
-    """What the configuration with the smallest need lacks."""
+def infeasible(
+    instance: Instance, every: Sequence[Configuration], file: Path, of: str = "even the leanest"
+) -> Infeasible:
+    """What the configuration with the smallest need lacks; `of`: what that is called."""
     need = min_need(instance, every)
     cluster, request = instance.costs.cluster, instance.request
     # Measured memory may be more than the tables say by a factor.
@@ -106,7 +108,7 @@ def infeasible(instance: Instance, every: Sequence[Configuration], file: Path) -
     if min_gib * GIB > cluster.node_types[need.node_type].memory_bytes:
         remedy = f"take devices of {amount} GiB"
     return Infeasible(
-        f"no plan fits: even the leanest ({need.configuration}) lacks {'' if exact else 'more than '}{missing_bytes} "
+        f"no plan fits: {of} ({need.configuration}) lacks {'' if exact else 'more than '}{missing_bytes} "
         f"bytes a rank in pipeline stage {need.stage}: {remedy}",
         missing_bytes,
         min_bytes,

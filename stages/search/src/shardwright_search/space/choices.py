@@ -1,6 +1,7 @@
 """What there is to choose in a configuration: the strategies of the layers, and where the pipeline stages can be."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +15,15 @@ from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.problem import Cut
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.layer_choices import Choice, LayerChoices, alike
-from shardwright_search.space.placements import NodeTypes, Placements, can_be_placed, most_moves, placements
+from shardwright_search.space.placements import (
+    NodeTypes,
+    Placements,
+    can_be_placed,
+    most_moves,
+    placements,
+    pools_of,
+    widths_of_types,
+)
 from shardwright_search.space.request import SearchRequest, StageWidths
 from shardwright_search.space.stage_widths import Widths
 
@@ -103,6 +112,14 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
             raise ValueError(f"no plan: {configuration}")
         return found
 
+    def num_positions(self, configuration: Configuration) -> int:
+        """Of all stages, those that there are, whether a stage can be there or not."""
+        return configuration.pp_size * prod(len(own) + 1 for own in pools_of(self.costs.cluster))
+
+    def widths_of_types(self, configuration: Configuration) -> dict[str, set[int]]:
+        """By node type, how wide the stages of a configuration can be there where none spans types."""
+        return self._widths_of_types(self._stages(configuration))
+
     def _stages(self, configuration: Configuration) -> _Stages:
         choice = alike(self.choice(configuration))
         return _Stages(
@@ -127,8 +144,15 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return placements(self.costs.cluster, of.widths, of.by_nodes, of.ends, self.request.span_node_types)
 
     @cached_method
+    def _widths_of_types(self, of: _Stages) -> dict[str, set[int]]:
+        return widths_of_types(self.costs.cluster, of.widths, of.by_nodes, of.ends)
+
+    @cached_method
     def _can_be_placed(self, of: _Stages) -> bool:
-        return can_be_placed(self.costs.cluster, of.widths, of.by_nodes, of.ends, self.request.span_node_types)
+        spans = self.request.span_node_types
+        if of.by_nodes and not spans and all(of.widths):
+            return bool(self._widths_of_types(of))
+        return can_be_placed(self.costs.cluster, of.widths, of.by_nodes, of.ends, spans)
 
     def handovers(self, configuration: Configuration) -> Handovers:
         """What is handed over at every cut between its stages."""

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _On = tuple[StageTopology, ...]
 """That stages may have."""
+_MAX_POSITIONS = 50_000_000
+"""Of all stages of any widths: some seconds, and as many bytes."""
 _Ranks = tuple[tuple[int, ...], ...]
 """Of each stage."""
 
@@ -80,23 +82,23 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
     def of(self, configuration: Configuration) -> float | None:
         """In picoseconds; infinity: there is no plan; None: it must be known where stages can be.
 
-        That is so of listed widths, of stages that span node types, and of interleaved chunks.
+        That is so of listed widths, of stages that span node types, of interleaved chunks, and of too many positions.
         """
         own, widths = self.instance, configuration.widths
         if own.request.span_node_types or isinstance(widths, tuple) or configuration.num_chunks > 1:
             return None
-        if own.choices.is_listed(configuration) and not own.choices.has_plans(configuration):
+        if widths is StageWidths.ANY and own.choices.num_positions(configuration) > _MAX_POSITIONS:
+            return None
+        if not own.choices.has_plans(configuration):
             return np.inf
         return self._of_any(configuration) if widths is StageWidths.ANY else self._of_equal(configuration)
 
     def _of_any(self, configuration: Configuration) -> float:
         """All layers over all ranks, on stages of any widths."""
         choice = self.instance.choices.choice(configuration)
-        able = tuple(self.instance.choices.layers.shardings(choice).strategies)
-        by_type = self._anywhere(able, configuration.pp_size)
-        if not all(by_type):
-            return np.inf
-        on = tuple(topology for own in by_type for topology in own)
+        widths = self.instance.choices.widths_of_types(configuration)
+        able = tuple((name, tuple(sorted(own))) for name, own in widths.items())
+        on = self._anywhere(able, configuration.pp_size)
         return self._relaxed(configuration, choice, on, self._mean_weights(configuration, choice, on))
 
     def _of_equal(self, configuration: Configuration) -> float:
@@ -143,21 +145,20 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         return tuple(mean_weights(p, m, weight * p / total) for weight in weights)
 
     @cached_method
-    def _anywhere(self, widths: tuple[int, ...], pp_size: int) -> tuple[_On, ...]:
-        """By node type, how a stage may lie on nodes: in one, on whole ones, or as one of equal width."""
-        cluster, found = self.instance.costs.cluster, []
-        for ranks in pools_of(cluster):
-            name, equal = cluster.node_type_of_rank[ranks[0]], cluster.num_devices / pp_size
-            each, own = cluster.node_types[name].devices_per_node, dict[StageTopology, None]()
-            for width in widths:
-                if width <= each:
-                    own[StageTopology(name, (width,))] = None
-                if width % each == 0 and width <= len(ranks):
-                    own[StageTopology(name, (each,) * (width // each))] = None
-                if width == equal:
-                    stages = (ranks[i : i + width] for i in range(0, len(ranks) - width + 1, width))
-                    own |= dict.fromkeys(stage_topology(cluster, stage) for stage in stages)
-            found.append(tuple(own))
+    def _anywhere(self, widths: tuple[tuple[str, tuple[int, ...]], ...], pp_size: int) -> _On:
+        """How stages of these widths on each type may lie: in one node, on whole ones, or as those of equal width."""
+        cluster, found = self.instance.costs.cluster, dict[StageTopology, None]()
+        equal = cluster.num_devices / pp_size
+        ranks_of = {cluster.node_type_of_rank[ranks[0]]: ranks for ranks in pools_of(cluster)}
+        for name, width in ((name, width) for name, own in widths for width in own):
+            each, ranks = cluster.node_types[name].devices_per_node, ranks_of[name]
+            if width <= each:
+                found[StageTopology(name, (width,))] = None
+            if width % each == 0:
+                found[StageTopology(name, (each,) * (width // each))] = None
+            if width == equal:
+                stages = (ranks[i : i + width] for i in range(0, len(ranks) - width + 1, width))
+                found |= dict.fromkeys(stage_topology(cluster, stage) for stage in stages)
         return tuple(found)
 
     def _on_type(self, choice: Choice, equal: _Equal, single_microbatch: bool) -> OnType:

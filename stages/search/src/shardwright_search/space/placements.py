@@ -109,7 +109,7 @@ def can_be_placed(
     if spans:
         return placements(cluster, widths, by_nodes, ends, spans) is not None
     if by_nodes or len(each) > 1:
-        return _reaches_the_end(_Nodes(cluster, len(widths), by_nodes, spans), widths, _wanted(ends, len(widths)))
+        return bool(widths_of_types(cluster, widths, by_nodes, ends))
     (width,) = each
     pools = {cluster.node_type_of_rank[own[0]]: len(own) for own in pools_of(cluster)}
     if len(widths) * width != cluster.num_devices or any(ranks % width for ranks in pools.values()):
@@ -131,20 +131,43 @@ def _wanted(ends: tuple[NodeTypes, NodeTypes] | None, pp_size: int) -> list[set[
     return wanted
 
 
-def _reaches_the_end(nodes: "_Nodes", widths: Sequence[Collection[int]], wanted: Sequence[set[NodeTypes]]) -> bool:
-    """Whether stages that each are on one node type can take up all ranks: told for all positions at once."""
+def widths_of_types(
+    cluster: Cluster,
+    widths: Sequence[Collection[int]],
+    by_nodes: bool = False,
+    ends: tuple[NodeTypes, NodeTypes] | None = None,
+) -> dict[str, set[int]]:
+    """By node type, how wide the stages on it are in the placements without stages that span types; {}: there are none.
+
+    Told for all positions at once.
+    """
+    nodes, wanted = _Nodes(cluster, len(widths), by_nodes, False), _wanted(ends, len(widths))
     shape = tuple(len(own) + 1 for own in nodes.pools)
-    reached = np.zeros(shape, bool)
-    reached.flat[0] = True
-    for stage, own in enumerate(widths):
-        behind = np.zeros(shape, bool)
-        for pool, width in product(range(len(shape)), own):
-            if width < shape[pool] and wanted[stage] <= {nodes.types_of(_on_pool(shape, pool, width))}:
-                before, after = np.moveaxis(reached, pool, 0), np.moveaxis(behind, pool, 0)
-                can = np.moveaxis(nodes.can_begin(stage, pool, width), pool, 0)
-                after[width:] |= before[:-width] & can
-        reached = behind
-    return bool(reached.flat[-1])
+    moves = [
+        [
+            (pool, width, np.moveaxis(nodes.can_begin(stage, pool, width), pool, 0))
+            for pool, width in product(range(len(shape)), own)
+            if width < shape[pool] and wanted[stage] <= {nodes.types_of(_on_pool(shape, pool, width))}
+        ]
+        for stage, own in enumerate(widths)
+    ]
+    reached = [np.zeros(shape, bool) for _ in range(len(widths) + 1)]
+    reached[0].flat[0] = True
+    for (before, behind), own in zip(pairwise(reached), moves, strict=True):
+        for pool, width, can in own:
+            np.moveaxis(behind, pool, 0)[width:] |= np.moveaxis(before, pool, 0)[:-width] & can
+    found: dict[str, set[int]] = {}
+    alive = np.zeros(shape, bool)
+    alive.flat[-1] = reached[-1].flat[-1]
+    for before, own in zip(reached[-2::-1], reversed(moves), strict=True):
+        leads = np.zeros(shape, bool)
+        for pool, width, can in own:
+            here = np.moveaxis(before, pool, 0)[:-width] & can & np.moveaxis(alive, pool, 0)[width:]
+            if here.any():
+                found.setdefault(nodes.names[pool], set()).add(width)
+                np.moveaxis(leads, pool, 0)[:-width] |= here
+        alive = leads
+    return found
 
 
 def _on_pool(pools: Sequence[object], pool: int, ranks: int) -> Position:
@@ -153,11 +176,13 @@ def _on_pool(pools: Sequence[object], pool: int, ranks: int) -> Position:
 
 
 def most_moves(cluster: Cluster, widths: Sequence[Collection[int]], spans: bool = False) -> int:
-    """No more stages than this are behind all positions together, wherever they can be."""
-    pools = [len(own) for own in pools_of(cluster)]
-    positions = prod(size + 1 for size in pools)
-    ways = max(len(own) * len(pools) for own in widths) + (positions if spans else 0)
-    last = len(widths) - 1
+    """No more stages than this are looked at behind all positions together, wherever they can be."""
+    pools = pools_of(cluster)
+    positions = prod(len(own) + 1 for own in pools)
+    ways, last = max(len(own) * len(pools) for own in widths), len(widths) - 1
+    if spans:  # so many nodes of each type; positions are looked at from which the end cannot be reached
+        ways += prod(len({cluster.node_of_rank[rank] for rank in own}) + 1 for own in pools)
+        return sum(ways * min(positions, ways**stage) for stage in range(len(widths)))
     return sum(ways * min(positions, ways ** min(stage, last - stage)) for stage in range(len(widths)))
 
 
@@ -171,7 +196,7 @@ class _Nodes:
 
     def __init__(self, cluster: Cluster, pp_size: int, by_nodes: bool, spans: bool) -> None:
         self.pools, self._nodes = pools_of(cluster), cluster.node_of_rank
-        self._names = [cluster.node_type_of_rank[own[0]] for own in self.pools]
+        self.names = [cluster.node_type_of_rank[own[0]] for own in self.pools]
         self._equal, self._by_nodes = cluster.num_devices / pp_size, by_nodes
         self._spans = spans and len(self.pools) > 1
         nodes = self._nodes
@@ -182,7 +207,7 @@ class _Nodes:
 
     def types_of(self, taken: Position) -> NodeTypes:
         """The node types that so many ranks of each are of."""
-        return tuple(sorted(name for name, count in zip(self._names, taken, strict=True) if count))
+        return tuple(sorted(name for name, count in zip(self.names, taken, strict=True) if count))
 
     def following(self, stage: int, position: Position, widths: Sequence[int]) -> Iterator[Position]:
         """How many ranks of each node type a stage may take up."""

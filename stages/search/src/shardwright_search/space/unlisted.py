@@ -40,12 +40,19 @@ class Unlisted(NamedTuple):
 
 
 def unlisted(instance: Instance, file: Path) -> Unlisted | None:
-    """Those of a request that may have a plan; None: there are none.
+    """Those of a request that have places, if not memory; None: there are none.
 
-    Of stages that span node types nothing is known before it is known where they are.
+    Where nothing is known before it is known where stages are, as of those that span node types, the bound is 0.
     """
     costs, bounds = instance.costs, FirstBounds(instance)
     every = configurations(instance.request, costs.model, costs.cluster, file)
-    targets = [instance.target(own) for own in every if not instance.choices.is_listed(own)]
-    scores = ((t.score(bounds.of(t.configuration) or 0.0), t.configuration.pp_size) for t in targets)
-    return Unlisted(tuple(scores)).below(np.inf)
+    targets = (instance.target(own) for own in every if not instance.choices.is_listed(own))
+    scores = ((t.score(bounds.of(t.configuration) or 0.0), t.configuration) for t in targets)
+    left = tuple((s, own.pp_size) for s, own in scores if np.isfinite(s) or instance.choices.has_plans(own))
+    return Unlisted(left) if left else None
+
+
+def check_listed(instance: Instance, file: Path, what: str) -> None:
+    """Raise BadInput where some of a request are not, for what all must be."""
+    if (left := unlisted(instance, file)) is not None:
+        raise BadInput(file, f"{what}: {left.what}", "limit pp_sizes, or list stage_widths")
