@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from peers import sailor_inputs
 from search_scale import PRECISION, SETTINGS, median_of
 
+from shardwright_formats.io.errors import BadInput, one_line_errors
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.cluster import Cluster
 
@@ -110,6 +111,8 @@ def sailors(folder: Path, tables: Path | None) -> list[str]:
     """Its layer times, memory and links, its cluster of two types of nodes of 4; nothing where its tables are not."""
     if tables is None:
         return []
+    if not (tables / "profiles_tmp.json").is_file():
+        raise BadInput(tables, "has no profiles_tmp.json", "give the folder of Sailor's tables")
     both = ROOT / "config/reference/sailor-a100-v100.json"
     model, cluster = described(folder, sailor_inputs.OPT_350M), read_document(both, Cluster)
     request = {"precision": sailor_inputs.PRECISION, "global_batch_size": 2048}
@@ -171,4 +174,5 @@ def given(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

@@ -226,16 +226,19 @@ class _Nodes:
         return self._nodes[own[first]] == self._nodes[own[end - 1]] or {first, end} <= self._borders[pool] or alike
 
     def can_begin(self, stage: int, pool: int, width: int) -> NDArray[Any]:
-        """As `following` of ranks of one type, of all positions that leave enough of these."""
+        """As `following` of ranks of one type, of all positions that leave enough of these, or an axis of them."""
         sizes = [len(own) + 1 for own in self.pools]
         sizes[pool] -= width
+        axis = [size if number == pool else 1 for number, size in enumerate(sizes)]
         if not self._by_nodes:
-            return np.ones(sizes, bool)
-        own, at = np.array([self._nodes[rank] for rank in self.pools[pool]]), np.indices(sizes)
+            return np.ones(axis, bool)
+        own, first = np.array([self._nodes[rank] for rank in self.pools[pool]]), np.arange(sizes[pool])
         borders = np.isin(np.arange(len(own) + 1), list(self._borders[pool]))
-        first, end = at[pool], at[pool] + width
-        alike = (at.sum(0) == stage * self._equal) & (first % self._equal == 0) & (width == self._equal)
-        return np.asarray((own[first] == own[end - 1]) | (borders[first] & borders[end]) | alike)
+        here = (own[first] == own[first + width - 1]) | (borders[first] & borders[first + width])
+        if width != self._equal:
+            return np.asarray(here.reshape(axis))
+        at = np.indices(sizes)
+        return np.asarray(here.reshape(axis) | ((at.sum(0) == stage * width) & (at[pool] % width == 0)))
 
     def _spanning(self, stage: int, position: Position, widths: Sequence[int]) -> Iterator[Position]:
         """Of ranks of several types: whole nodes, or all that is left of them but for one type's."""
