@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from shardwright_launch.failure_report import NodeReport, RankState, failure_rep
 from shardwright_launch.heartbeat import STACKS_SIGNAL, START_UP_S, RankFiles
 from shardwright_launch.nodes import Address, Nodes
 from shardwright_launch.rank_output import OnLine, RankOutput, rank_output
+from shardwright_launch.scratch import scratch_folder
 from shardwright_launch.signals import relayed_signals
 
 _POLL_S = 0.05
@@ -110,7 +110,7 @@ def launch(
     nodes = nodes or Nodes()
     started: list[_Rank] = []
     with (
-        tempfile.TemporaryDirectory(prefix="shardwright-") as folder,
+        scratch_folder() as folder,
         relayed_signals(lambda: _ask_to_stop(started)) as signals,
         exchange(nodes, f"{world_size} {name}", start) as others,
         rank_output(log_folder, ranks, world_size, start, on_line) as output,
@@ -118,7 +118,7 @@ def launch(
         try:
             environment = _environment(nodes, len(ranks), world_size) | (_UNBUFFERED if log_folder else {})
             for local_rank, number in enumerate(ranks):
-                files = RankFiles.of_rank(Path(folder), number)
+                files = RankFiles.of_rank(folder, number)
                 place = {"RANK": str(number), "LOCAL_RANK": str(local_rank)} | files.environment
                 started.append(_start(command, number, files, environment | place, output))
             if signals:  # while some were yet to be started

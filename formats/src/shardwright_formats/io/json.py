@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,8 +16,13 @@ from zlib import crc32
 import msgspec
 
 from shardwright_formats.io.errors import BadInput, system_fault
+from shardwright_formats.io.owner import OWNER, is_gone, owner
 
 _MAX_JSON_BYTES = 256 * 1024 * 1024
+_ENDING = ".tmp"
+_OWNED = re.compile(OWNER + re.escape(_ENDING))
+_SEAL = "sha256"
+"""Key of a sealed document's own SHA-256, that of all its other keys and their values."""
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,6 +34,8 @@ class Document(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     FORMAT: ClassVar[str]
     VERSION: ClassVar[int] = 1
+    SEALED: ClassVar[bool] = False
+    """Whether its file holds the SHA-256 of all that it says, so that no changed bit of it is read."""
 
 
 DocumentType = TypeVar("DocumentType", bound=Document)
@@ -38,12 +46,14 @@ Headed = TypeVar("Headed")
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path`; on success it is synced and renamed, on failure removed.
 
-    Raises BadInput where no file of that name can be made, at once or while it is written.
+    What processes that are gone have left of the same file is removed. Raises BadInput where no file of that name can
+    be made, at once or while it is written.
     """
     check_writable(path)
     temporary = _temporary(path)
     try:
         with _faults_of(path):
+            _remove_leftovers(path)
             yield temporary
             sync_path(temporary)
             os.replace(temporary, path)
@@ -64,8 +74,22 @@ def check_writable(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    """Short enough for any file system, and another one for each name, however alike they begin."""
-    return path.parent / f".{path.name[:40]}.{crc32(os.fsencode(path.name)):08x}.{os.getpid()}.tmp"
+    """Short enough for any file system, and another one for each name, however alike they begin, and process."""
+    return path.parent / f"{_beginning(path)}{owner()}{_ENDING}"
+
+
+def _beginning(path: Path) -> str:
+    return f".{path.name[:40]}.{crc32(os.fsencode(path.name)):08x}."
+
+
+def _remove_leftovers(path: Path) -> None:
+    beginning = _beginning(path)
+    for name in os.listdir(path.parent):
+        if name.startswith(beginning) and (by := _OWNED.fullmatch(name.removeprefix(beginning))):
+            leftover = path.parent / name
+            with suppress(FileNotFoundError):  # another process may be at it
+                if is_gone(leftover, **by.groupdict()):
+                    leftover.unlink()
 
 
 @contextmanager
@@ -104,9 +128,11 @@ def sha256_of_file(path: Path) -> str:
 
 def write_document(path: Path, document: Document) -> None:
     """Write a document as indented JSON, atomically; the same document gives the same bytes."""
-    header = {"format": document.FORMAT, "version": document.VERSION}
+    content = {"format": document.FORMAT, "version": document.VERSION} | msgspec.to_builtins(document)
+    if document.SEALED:
+        content[_SEAL] = sha256_of_value(content)
     # Not indented by json itself, which leaves its compiled encoder for that: a fifth of the time.
-    text = json.dumps(header | msgspec.to_builtins(document), allow_nan=False)
+    text = json.dumps(content, allow_nan=False)
     write_bytes(path, (msgspec.json.format(text, indent=1) + "\n").encode())
 
 
@@ -121,7 +147,10 @@ def read_document(path: Path, kind: type[DocumentType]) -> DocumentType:
 def read_any_document(path: Path, *kinds: type[DocumentType]) -> DocumentType:
     """Read a document that may be of several kinds, told apart by its `format` key."""
     raw = read_object(path)
-    kind = checked_header(path, raw.pop("format", None), raw.pop("version", None), {k.FORMAT: k for k in kinds})
+    kind = checked_header(path, raw.get("format"), raw.get("version"), {k.FORMAT: k for k in kinds})
+    if kind.SEALED and raw.pop(_SEAL, None) != sha256_of_value(raw):
+        raise BadInput(path, "its SHA-256 is not that of what it says: it was changed", "take another copy of it")
+    del raw["format"], raw["version"]
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:

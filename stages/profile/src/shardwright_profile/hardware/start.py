@@ -3,9 +3,7 @@
 import importlib.util
 import os
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, write_document
@@ -16,6 +14,7 @@ from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes, check_all_nodes
 from shardwright_launch.ranks import launch
+from shardwright_launch.scratch import scratch_folder
 from shardwright_profile.hardware.profile import JOURNAL, SweepIdentity, SweepJob
 from shardwright_profile.hardware.progress import shown_progress
 from shardwright_profile.options import HardwareOptions
@@ -36,7 +35,7 @@ def start_sweep(options: HardwareOptions) -> None:
     nodes = options.nodes(os.environ)
     _check(options, cluster, nodes)
     identity = _identity(options, cluster)
-    with only_run(options.out.with_name(f"{options.out.name}.lock"), nodes), tempfile.TemporaryDirectory() as scratch:
+    with only_run(options.out.with_name(f"{options.out.name}.lock"), nodes), scratch_folder() as scratch:
         if nodes.rank == 0:
             JOURNAL.read(journal_path(options.out), identity)
         job = SweepJob(
@@ -45,7 +44,7 @@ def start_sweep(options: HardwareOptions) -> None:
             started_s=time.monotonic(),
             out=str(options.out.absolute()),
         )
-        job_file = Path(scratch) / "job.json"
+        job_file = scratch / "job.json"
         write_document(job_file, job)
         command = [sys.executable, "-m", _WORKER, str(job_file)]
         with shown_progress() as on_line:

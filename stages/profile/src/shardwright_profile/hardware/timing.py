@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from shardwright_launch.heartbeat import Heartbeat
 from shardwright_profile.hardware.statistics import MIN_REPEATS, more_repeats, settled
 
+T = TypeVar("T")
 WARM_UP_REPEATS = 3
 
 
@@ -72,6 +74,15 @@ class Stopwatch:
         parts = [torch.zeros_like(mine, device=self.device) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, mine.to(self.device))
         return np.stack([part.cpu().numpy() for part in parts])
+
+    def of_first(self, value: T, kind: type[T]) -> T:
+        """Return rank 0's value on every rank; it travels as JSON."""
+        content = msgspec.json.encode(value)
+        size = torch.tensor(len(content), device=self.device)
+        dist.broadcast(size, src=0)
+        data = torch.frombuffer(bytearray(content.ljust(int(size))[: int(size)]), dtype=torch.uint8).to(self.device)
+        dist.broadcast(data, src=0)
+        return msgspec.json.decode(data.cpu().numpy().tobytes(), type=kind)
 
     def align(self) -> None:
         """Wait until every rank is here with nothing left to do."""

@@ -1,6 +1,7 @@
 """One rank of a hardware sweep: `python -m shardwright_profile.hardware.worker JOB.json`, started by the launcher."""
 
 import os
+import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -52,23 +53,25 @@ def _measure(job: SweepJob, stopwatch: Stopwatch) -> None:
     stopwatch.align()
     startup_s = stopwatch.agreed(time.monotonic() - job.started_s)
     rank = dist.get_rank()
-    journal = _journal(job, rank)
+    journal = _journal(job, rank, stopwatch)
     started = journal.find("start") or StartEntry(time_s=startup_s)
     journal.add([started])
     session = Session(job.identity, stopwatch, journal, ProcessGroups(stopwatch.device))
     entries = [started, *sweep(session, job.time_budget_s, _say if rank == 0 else _say_nothing)]
+    # What is left takes a moment: no rank may be stopped once rank 0 writes, for then the profile is there.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stopwatch.align()
     if rank == 0:
         _write(job, entries)
         journal.remove()
     stopwatch.align()
 
 
-def _journal(job: SweepJob, rank: int) -> Journal[SweepIdentity, Entry]:
+def _journal(job: SweepJob, rank: int, stopwatch: Stopwatch) -> Journal[SweepIdentity, Entry]:
     """What an earlier sweep left, as rank 0 finds it: only its node need have the file."""
     path = journal_path(Path(job.out)) if rank == 0 else None
-    shared: list[Kept[Entry]] = [JOURNAL.read(path, job.identity) if path is not None else Kept()]
-    dist.broadcast_object_list(shared, src=0)
-    return Journal(path, JOURNAL, job.identity, shared[0])
+    kept: Kept[Entry] = JOURNAL.read(path, job.identity) if path is not None else Kept()
+    return Journal(path, JOURNAL, job.identity, stopwatch.of_first(kept, Kept[Entry]))
 
 
 def _write(job: SweepJob, entries: list[Entry]) -> None:

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwright_formats.io.json import write_bytes
 from shardwright_formats.types.plan import Plan
+from shardwright_launch.scratch import scratch_folder
 from shardwright_train.pipeline.runner import MicrobatchChunk, StepHook
 
 _RANKS, _FLOWS = 1 << 20, 1 << 32
@@ -41,8 +41,8 @@ def traced(device: torch.device, rank: int, file: Path) -> Iterator[StepHook]:
         yield spans.hook
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    with tempfile.TemporaryDirectory() as scratch:
-        raw = Path(scratch) / "trace.json"
+    with scratch_folder() as scratch:
+        raw = scratch / "trace.json"
         profiler.export_chrome_trace(str(raw))
         trace = json.loads(raw.read_bytes())
     # No time in the header: the same trace gives the same bytes.
