@@ -35,7 +35,8 @@ def _window(ours: Ours, saver: Saver | None, number: int) -> tuple[float, float]
     dist.barrier()
     began, worked = time.perf_counter(), time.process_time()
     if saver is not None:
-        saver.save(ours.engine.tensors(), msgspec.structs.replace(start(1.0), step=number + 1))
+        progress = msgspec.structs.replace(start(1.0), step=number + 1, samples=BATCH * (number + 1))
+        saver.save(ours.engine.tensors(), progress)
     for _ in range(STEPS):
         ours.step(torch.randint(0, CONFIG["vocab_size"], (BATCH, LENGTH + 1), generator=generator))
     if saver is not None:
@@ -49,7 +50,7 @@ def worker(result: str, pairs: int) -> None:
     plan = msgspec.structs.replace(the_plan(DataParallel.ZERO3, compiled=False), global_batch_size=BATCH)
     found: dict[str, list[tuple[float, float]]] = {}
     with joined_world("cpu") as world, tempfile.TemporaryDirectory() as scratch:
-        folder = Path(world.first_says(lambda: scratch))
+        folder = Path(world.first_says(lambda: scratch, str))
         ours, group = Ours(plan, world, Groups("cpu")), dist.new_group(backend="gloo")
         _window(ours, None, 0)
         for name, asynchronous in (("beside the steps", True), ("at once", False)):

@@ -24,7 +24,7 @@ from shardwright_train.pipeline.runner import Step
 
 SETTINGS = Hyperparameters(learning_rate=1e-2, warmup_steps=1, steps=4, weight_decay=0.1, clip_norm=0.5)
 JOB = RunOptions(plan=Path(), data=Path(), out=Path(), checkpoints=Path(), steps=1)
-PROGRESS = msgspec.structs.replace(start(1.0), step=1, updates=1)
+STEP = 1
 
 
 def saved(folder: Path, engine: Engine, identity: Identity) -> Path:
@@ -40,8 +40,9 @@ def saved(folder: Path, engine: Engine, identity: Identity) -> Path:
         group=dist.group.WORLD,
         bytes_in_all=total_bytes(engine.tensors()),
     )
-    saver.save(engine.tensors(), PROGRESS)
-    return folder_of_step(folder, PROGRESS.step)
+    samples = STEP * identity.global_batch_size
+    saver.save(engine.tensors(), msgspec.structs.replace(start(1.0), step=STEP, samples=samples, updates=STEP))
+    return folder_of_step(folder, STEP)
 
 
 def outcomes(engine: Engine, plan: Plan, steps: range) -> list[float]:

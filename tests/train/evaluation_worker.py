@@ -127,7 +127,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
         for number, plan in enumerate(plans):
             key = plan.model.architecture_sha256 + str(plan.model.tied)
             if key not in wanted:
-                wanted[key] = world.first_says(lambda plan=plan: reference(plan))  # type: ignore[misc]
+                wanted[key] = world.first_says(lambda plan=plan: reference(plan), float)  # type: ignore[misc]
             results[plan.name] = compare(plan, wanted[key], groups, world, trains=number % 2 == 0)
         for name in mutations:
             with MUTATIONS[name]():

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from tiny_models import batch_of, engine_of, initial_stock, stock_logits
+from tiny_models import batch_of, engine_of, initial_stock, made_by_first, stock_logits
 from torch import Tensor, nn
 
 from shardwright_formats.io.json import read_document
@@ -248,7 +248,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
             key = f"{plan.model.architecture_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
             key += f" {plan.global_batch_size} {settings_of(plan)} {plan.name.startswith('packed')}"
             if key not in references:
-                references[key] = world.first_says(lambda plan=plan: Reference(plan))  # type: ignore[misc]
+                references[key] = made_by_first(world, Reference, plan)
             results[plan.name] = compare(plan, references[key], groups, world)
         for name in mutations:
             with MUTATIONS[name]():

@@ -18,6 +18,7 @@ from shardwright_train.parallel.world import World
 
 _TOUCHES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 _MOST = 500
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 
 def _save(folder: Path, step: int, asynchronous: bool) -> None:
@@ -94,18 +95,18 @@ def _newest(folder: Path) -> int:
 
 def test_a_start_killed_in_its_clean_up_loses_nothing(tmp_path: Path) -> None:
     """At each removal of what cut-off saves and removals have left; the next start ends it."""
-    whole, unfinished, headless = "step-00000002", "step-00000004.unfinished", "step-00000001"
+    whole, unfinished, removed = "step-00000002", "step-00000004.unfinished", "step-00000001.removed"
     for number in range(1, _MOST):
         run = tmp_path / str(number)
-        for name in (whole, unfinished, headless):
+        for name in (whole, unfinished, removed):
             (run / name).mkdir(parents=True)
-            (run / name / "shard.safetensors").write_bytes(b"x")
+            (run / name / SHARD).write_bytes(b"x")
         (run / whole / RECORD).write_text("{}")
         killed = _killed_as_it_touches(run, number, lambda run=run: remove_unfinished(run))  # type: ignore[misc]
         assert [path.name for path in complete_checkpoints(run)] == [whole]
         remove_unfinished(run)
         assert [path.name for path in run.iterdir()] == [whole]
-        assert (run / whole / "shard.safetensors").read_bytes() == b"x"
+        assert (run / whole / SHARD).read_bytes() == b"x"
         if not killed:
             break
     assert number > 4

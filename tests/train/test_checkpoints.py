@@ -4,10 +4,12 @@ import json
 import math
 import os
 import pickle
+import random
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -18,16 +20,19 @@ from random_plans import random_plan
 from tiny_models import tiny
 from torch import Tensor
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.errors import BadInput, OutOfMemory, RunFailed, ShardwrightError, Stopped, system_fault
+from shardwright_launch.lock import only_run
+from shardwright_launch.nodes import Nodes
 from shardwright_train.checkpoints import saver as saving
 from shardwright_train.checkpoints.choice import (
     check_branch,
     check_same_run,
     check_shared,
     newest_whole,
+    read_record,
     read_whole,
 )
-from shardwright_train.checkpoints.folders import RECORD, complete_checkpoints, folder_of_run, prune
+from shardwright_train.checkpoints.folders import RECORD, complete_checkpoints, folder_of_run, named_checkpoints, prune
 from shardwright_train.checkpoints.record import Checkpoint, run_identity, start
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors
@@ -94,23 +99,41 @@ def _record_cut(share: float) -> Callable[[Path], None]:
     return lambda checkpoint: os.truncate(checkpoint / RECORD, int(share * (checkpoint / RECORD).stat().st_size))
 
 
-def _record(change: Callable[[dict], object]) -> Callable[[Path], None]:  # type: ignore[type-arg]
+def _record(change: Callable[[dict], object], sealed: bool = True) -> Callable[[Path], None]:  # type: ignore[type-arg]
+    """Change a record; sealed, by one who makes its own hash anew."""
+
     def write(checkpoint: Path) -> None:
         record = json.loads((checkpoint / RECORD).read_bytes())
         change(record)
+        if sealed:
+            record.pop("sha256", None)
+            content = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+            record["sha256"] = sha256(content).hexdigest()
         (checkpoint / RECORD).write_text(json.dumps(record))
 
     return write
 
 
-def _in(*path: str | int, value: object) -> Callable[[Path], None]:
+def _in(*path: str | int, value: object, sealed: bool = True) -> Callable[[Path], None]:
     def change(record: object) -> None:
         *outer, last = path
         for key in outer:
             record = record[key]  # type: ignore[index]
         record[last] = value  # type: ignore[index]
 
-    return _record(change)
+    return _record(change, sealed)
+
+
+def _step_4(checkpoint: Path) -> Path:
+    return checkpoint.with_name("step-00000004")
+
+
+def _replaced_by(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def replace(checkpoint: Path) -> None:
+        shutil.rmtree(checkpoint)
+        make(checkpoint)
+
+    return replace
 
 
 DAMAGES = {
@@ -147,11 +170,30 @@ DAMAGES = {
     "file by its whole path": _in("files", 0, "name", value="/etc/passwd"),
     "key missing": _record(lambda record: record.pop("files")),
     "key unknown": _in("surprise", value=1),
+    "record missing": lambda checkpoint: (checkpoint / RECORD).unlink(),
+    "record is a dangling link": lambda checkpoint: (
+        (checkpoint / RECORD).unlink() or (checkpoint / RECORD).symlink_to("nowhere")
+    ),
+    "record without its hash": _record(lambda record: record.pop("sha256"), sealed=False),
+    "record with another hash": _in("sha256", value="0" * 64, sealed=False),
+    "another loss, not sealed": _in("progress", "last_loss", value=1.0, sealed=False),
+    "more samples than steps": _in("progress", "samples", value=49),
+    "fewer steps than samples": _in("progress", "step", value=5),
+    "began elsewhere": _in("began", value={"step": 2, "samples": 8}),
+    "began after its end": _in("began", value={"step": 7, "samples": 56}),
+    "another batch": _in("identity", "global_batch_size", value=4),
+    "record of the version before": _in("version", value=3),
+    "file named twice": _record(lambda record: record["files"].append(record["files"][0])),
+    "folder of another step": _replaced_by(lambda checkpoint: shutil.copytree(_step_4(checkpoint), checkpoint)),
+    "link to another step": _replaced_by(lambda checkpoint: checkpoint.symlink_to(_step_4(checkpoint))),
+    "link to nothing": _replaced_by(lambda checkpoint: checkpoint.symlink_to("nowhere")),
+    "folder is a file": _replaced_by(lambda checkpoint: checkpoint.write_text("")),
+    "folder is empty": _replaced_by(lambda checkpoint: checkpoint.mkdir()),
 }
 
 
-def test_there_are_fifty_damages() -> None:
-    assert len(DAMAGES) >= 50
+def test_there_are_enough_damages() -> None:
+    assert len(DAMAGES) >= 67
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -164,7 +206,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
     assert resumed is not None and resumed.folder.name == "step-00000004"
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and str(newest) in told and "step-00000006.damaged" in told
-    assert (run / "step-00000006.damaged").is_dir() and not newest.exists()
+    assert os.path.lexists(run / "step-00000006.damaged") and not os.path.lexists(newest)
     found = {name: torch.zeros_like(x) for name, x in tensors_of(4).items()}
     read_tensors(resumed.folder, found)
     assert all(torch.equal(found[name], x) for name, x in tensors_of(4).items())
@@ -181,9 +223,124 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_one_line(run: Path, one_rank
 def test_a_run_is_not_begun_anew_where_all_its_checkpoints_are_damaged(run: Path, one_rank: World) -> None:
     for checkpoint in complete_checkpoints(run):
         _cut(0.5)(checkpoint)
-    with pytest.raises(BadInput, match="none of its 3 checkpoints is whole"):
+    before = sorted(run.rglob("*"))
+    for _ in range(2):  # and not when it is started once more
+        with pytest.raises(BadInput, match=r"none of its 3 checkpoints is whole \(.*step-00000006/shard.*bytes"):
+            newest_whole(run, one_rank)
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_run_whose_records_a_tool_has_dropped_is_left_as_it_is(run: Path, one_rank: World) -> None:
+    """As tools do that leave out *.json; what they left out may be brought back."""
+    records = {file: file.read_bytes() for file in run.rglob("*.json")}
+    for file in records:
+        file.unlink()
+    before = sorted(run.rglob("*"))
+    for _ in range(2):
+        with pytest.raises(BadInput, match=r"none of its 3 checkpoints is whole \(.*no checkpoint.json\): put back"):
+            newest_whole(run, one_rank)
+    assert sorted(run.rglob("*")) == before and len(list(run.rglob("*.safetensors"))) == len(records) == 3
+    for file, content in records.items():
+        file.write_bytes(content)
+    resumed = newest_whole(run, one_rank)
+    assert resumed is not None and resumed.record.progress.step == 6
+
+
+def test_a_run_that_has_nothing_but_what_was_set_aside_is_not_begun_anew(run: Path, one_rank: World) -> None:
+    DAMAGES["record missing"](run / "step-00000006")
+    newest_whole(run, one_rank)
+    for step in (2, 4):
+        shutil.rmtree(run / f"step-0000000{step}")
+    with pytest.raises(BadInput, match=r"no checkpoints but 1 damaged ones, such as .*step-00000006.damaged: put back"):
         newest_whole(run, one_rank)
-    assert len(list(run.glob("*.damaged"))) == 3
+
+
+STRANGERS = ("step-mynotes1", "step-backup01", "step-000000040", "step-00000002.old", "step-0000000a", "step-notes.txt")
+
+
+def test_what_a_user_keeps_beside_the_checkpoints_stays(run: Path, one_rank: World) -> None:
+    """Notes, copies of checkpoints under other names, and notes inside what a save or a removal might have left."""
+    for name in STRANGERS:
+        shutil.copytree(run / "step-00000004", run / name)
+    for name in ("step-mynotes1", "step-00000008.unfinished", "step-00000001.removed", "step-00000004"):
+        (run / name).mkdir(exist_ok=True)
+        (run / name / "notes.txt").write_text("work of years")
+    (run / "step-00000002").rename(run / "moved")
+    (run / "step-00000002").symlink_to(run / "moved")
+    resumed = newest_whole(run, one_rank)
+    assert resumed is not None and resumed.record.progress.step == 6
+    for step in (8, 10):
+        saver_of(run, keep_last=1).save(tensors_of(step), progress_of(step))  # type: ignore[arg-type]
+    assert [path.name for path in complete_checkpoints(run)] == ["step-00000010", "step-00000004", "step-00000002"]
+    assert sorted(file.parent.name for file in run.rglob("notes.txt")) == [
+        *("step-00000001.damaged", "step-00000004", "step-00000008.damaged", "step-mynotes1"),
+    ]
+    assert all((run / name / RECORD).is_file() for name in (*STRANGERS, "moved"))
+    resumed = newest_whole(run, one_rank)
+    assert resumed is not None and resumed.record.progress.step == 10
+
+
+def test_a_folder_of_a_later_step_does_not_push_out_what_was_just_saved(run: Path) -> None:
+    shutil.copytree(run / "step-00000004", run / "step-99999999")
+    saver_of(run, keep_last=1).save(tensors_of(8), progress_of(8))  # type: ignore[arg-type]
+    assert (run / "step-00000008" / RECORD).is_file()
+
+
+def test_a_save_is_refused_where_the_lock_was_removed_or_replaced(run: Path) -> None:
+    lock = run / "LOCK"
+    with only_run(lock, Nodes()) as held:
+        saver = saver_of(run, locks=held)
+        saver.save(tensors_of(8), progress_of(8))  # type: ignore[arg-type]
+        lock.unlink()
+        for _ in range(2):
+            with pytest.raises(BadInput, match="LOCK: was removed or replaced while this run held it"):
+                saver.save(tensors_of(10), progress_of(10))  # type: ignore[arg-type]
+            lock.write_text("")
+    assert next(path.name for path in named_checkpoints(run)) == "step-00000008"
+
+
+@pytest.mark.parametrize("error", [
+    BadInput(b"caf\xe9".decode(errors="surrogateescape"), "is no file", "name one"),
+    OutOfMemory("lacks memory", subject="plan", asked_bytes=7, rank=3, where="in step 2"),
+    RunFailed("nan"),
+    Stopped("stopped"),
+    PermissionError(13, "Permission denied", "file"),
+])  # fmt: skip
+def test_what_one_rank_finds_wrong_is_the_same_on_all(one_rank: World, error: Exception) -> None:
+    def find() -> None:
+        raise error
+
+    expected = system_fault(error) if isinstance(error, OSError) else error
+    for ask in (lambda: one_rank.first_does(find), lambda: one_rank.together(find)):
+        with pytest.raises(ShardwrightError) as caught:
+            ask()
+        raised = caught.value
+        assert (type(raised), str(raised), vars(raised)) == (type(expected), str(expected), vars(expected))
+
+
+def _flip(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("flips", [200, pytest.param(2000, marks=pytest.mark.long)])
+def test_a_flipped_bit_is_refused_or_changes_nothing(run: Path, one_rank: World, flips: int) -> None:
+    """In each file of a checkpoint, its record above all; harmless is what spells the same values."""
+    checkpoint, draw = run / "step-00000006", random.Random(flips)
+    before = read_record(checkpoint)
+    files = {file: file.read_bytes() for file in checkpoint.iterdir()}
+    assert len(files) == 2
+    refused = 0
+    for file, content in files.items():
+        for bit in draw.sample(range(8 * len(content)), flips // 2):
+            file.write_bytes(_flip(content, bit))
+            try:
+                assert read_whole(checkpoint, one_rank).record == before, (file, bit)
+            except BadInput:
+                refused += 1
+        file.write_bytes(content)
+    assert refused >= 0.99 * flips
 
 
 class _Malice:
@@ -208,7 +365,8 @@ def test_a_foreign_pickle_in_a_checkpoint_is_not_executed(run: Path, one_rank: W
 def test_saves_and_removals_that_were_cut_off_leave_no_half_checkpoint(run: Path, one_rank: World) -> None:
     half_saved = run / "step-00000008.unfinished"
     shutil.copytree(run / "step-00000006", half_saved)
-    (run / "step-00000002" / RECORD).unlink()
+    (run / "step-00000002").rename(run / "step-00000002.removed")
+    (run / "step-00000002.removed" / RECORD).unlink()
     resumed = newest_whole(run, one_rank)
     assert resumed is not None and resumed.record.progress.step == 6
     assert sorted(path.name for path in run.iterdir()) == ["step-00000004", "step-00000006"]

@@ -127,7 +127,7 @@ def test_the_best_checkpoint_is_not_pruned(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         (tmp_path / f"step-{step:08d}").mkdir()
         (tmp_path / f"step-{step:08d}" / "checkpoint.json").write_text("{}")
-    prune(tmp_path, 1, 0, best=2)
+    prune(tmp_path, 1, 0, kept={2})
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000004", "step-00000002"]
 
 

@@ -1,8 +1,10 @@
 """A tiny model of each family, and the stock model it must train like."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -26,6 +28,7 @@ from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.layer import RankContext
 
+T = TypeVar("T")
 SEQUENCE_LENGTH = 16
 LAYERS = 4
 
@@ -199,3 +202,10 @@ def engine_of(
         seed=0,
     )
     return build_engine(context, settings, updates)
+
+
+def made_by_first(world: World, make: Callable[..., T], *arguments: object) -> T:
+    """What rank 0 makes, on all ranks of a test: anything that can be pickled."""
+    made = [make(*arguments) if world.rank == 0 else None]
+    dist.broadcast_object_list(made, src=0)
+    return made[0]  # type: ignore[return-value]

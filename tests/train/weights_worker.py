@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from checkpoint_worker import JOB, saved
 from parity_worker import SETTINGS, Reference, batches, worst
-from tiny_models import stock_model
+from tiny_models import made_by_first, stock_model
 from torch import Tensor, nn
 
 from shardwright_formats.io.json import read_document
@@ -70,7 +70,7 @@ def passed_on(first: Plan, second: Plan, folder: Path, world: World, groups: Gro
     read_tensors(checkpoint, engine.tensors())
     resumed = shards(engine)
     saved(folder / "second", engine, identity)
-    reference = world.first_says(lambda: Loaded(second, folder / "single"))
+    reference = made_by_first(world, Loaded, second, folder / "single")
     loss_error = 0.0
     for number, batch in enumerate(batches(second), start=1):
         outcome = engine.train_step(Step.of(batch, engine.stage.context.share, number=number))

@@ -15,25 +15,44 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import Value
 from shardwright_launch.nodes import Nodes
 
 _MAX_WHO_BYTES = 300
 
 
+class HeldLock(Value, frozen=True, kw_only=True):
+    """A lock that this run holds for as long as its name is that of the file which the run has opened."""
+
+    file: str
+    device: int
+    inode: int
+    """No other file has it while the lock is held."""
+
+    def check(self) -> None:
+        """Raise BadInput where the file was removed or replaced: another run may have taken the name since."""
+        if not _is_still(Path(self.file), (self.device, self.inode)):
+            what = "was removed or replaced while this run held it, so another may be at work here"
+            raise BadInput(self.file, what, "let one run end, then start this one again")
+
+
 @contextmanager
-def only_run(file: Path, nodes: Nodes) -> Iterator[None]:
+def only_run(file: Path, nodes: Nodes) -> Iterator[tuple[HeldLock, ...]]:
     """Hold the lock `file` of a run on node 0; the run's other nodes take none, for they may share its folder.
 
-    A symbolic link is not followed. The file says what holds it, as does the BadInput where another run does.
+    A symbolic link is not followed. The file says what holds it, as does the BadInput where another run does. What is
+    held is yielded, for those who write under it.
     """
     if nodes.rank:
-        yield
+        yield ()
         return
     descriptor = _locked(file)
+    held = _identity(descriptor)
     try:
-        yield
+        yield (HeldLock(file=str(file.absolute()), device=held[0], inode=held[1]),)
     finally:
-        file.unlink(missing_ok=True)
+        if _is_still(file, held):
+            file.unlink(missing_ok=True)
         os.close(descriptor)
 
 
@@ -42,7 +61,7 @@ def _locked(file: Path) -> int:
         descriptor = _opened(file)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_still(file, descriptor):
+            if _is_still(file, _identity(descriptor)):
                 _say_who(descriptor)
                 return descriptor
         except OSError as error:
@@ -78,8 +97,14 @@ def _opened(file: Path) -> int:
     return descriptor
 
 
-def _is_still(file: Path, descriptor: int) -> bool:
+def _identity(descriptor: int) -> tuple[int, int]:
+    opened = os.fstat(descriptor)
+    return opened.st_dev, opened.st_ino
+
+
+def _is_still(file: Path, identity: tuple[int, int]) -> bool:
     try:
-        return os.path.samestat(os.lstat(file), os.fstat(descriptor))
+        named = os.lstat(file)
     except FileNotFoundError:
         return False
+    return (named.st_dev, named.st_ino) == identity

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -23,6 +22,8 @@ from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes, check_all_nodes
 from shardwright_launch.ranks import EXPANDABLE, allocator_setting, launch
+from shardwright_launch.scratch import scratch_folder
+from shardwright_train.checkpoints.folders import OUT_LOCK
 from shardwright_train.data.corpora.open import Source
 from shardwright_train.engine.parameter_groups import LearningRateFactor, check_patterns
 from shardwright_train.imports import without_collection
@@ -36,6 +37,7 @@ from shardwright_train.options import (
     MeasureOptions,
     OnNodeLoss,
     PrepareOptions,
+    RunJob,
     RunOptions,
     encode_job,
 )
@@ -119,10 +121,16 @@ def start_run(options: RunOptions) -> None:
         _check_weights(options, options.weights, plan)
     if options.learning_rate_factor:
         _check_learning_rates(options, plan)
-    attempt = Attempt(options, plan, nodes)
-    if options.on_node_loss is OnNodeLoss.REPLAN:
-        check_replan(options, plan, attempt.folder, nodes)
-    run_with_restarts(attempt, lambda each: _start(each.options, each.plan, each.nodes, start=each.start))
+    with only_run(options.out / OUT_LOCK, nodes) as held:
+        attempt = Attempt(options, plan, nodes, locks=held)
+        if options.on_node_loss is OnNodeLoss.REPLAN:
+            check_replan(options, plan, attempt.folder, nodes)
+        run_with_restarts(attempt, _start_attempt)
+
+
+def _start_attempt(attempt: Attempt) -> None:
+    job = RunJob(**msgspec.structs.asdict(attempt.options), locks=attempt.locks)
+    _start(job, attempt.plan, attempt.nodes, start=attempt.start)
 
 
 def start_measure(options: MeasureOptions) -> None:
@@ -138,11 +146,11 @@ def start_measure(options: MeasureOptions) -> None:
         _check(plan, file, nodes)
     for folder in filter(None, (options.trace, options.log_dir)):
         _check_folder(folder)
-    with only_run(out.with_name(f"{out.name}.lock"), nodes), tempfile.TemporaryDirectory() as scratch:
+    with only_run(out.with_name(f"{out.name}.lock"), nodes), scratch_folder() as scratch:
         sized = sorted((plan for _, plan in plans), key=lambda plan: plan.world_size)
         found, in_turns = _Found({}, {}), [_hashes(some, group) for _, some in asked for group in some.in_turns]
         for _, group in groupby(sized, key=lambda plan: plan.world_size):
-            _measure(tuple(group), in_turns, options, nodes, Path(scratch), found)
+            _measure(tuple(group), in_turns, options, nodes, scratch, found)
         if nodes.rank == 0:
             write_document(out, _in_order([plan for _, plan in plans], found))
             journal_path(out).unlink(missing_ok=True)
@@ -320,9 +328,9 @@ def _check_folder(folder: Path) -> None:
         raise BadInput(folder, "is no folder", "name another")
 
 
-def _start(job: RunOptions | MeasureJob, plan: Plan, nodes: Nodes, name: str = "", start: int = 0) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        job_file = Path(scratch) / "job.json"
+def _start(job: RunJob | MeasureJob, plan: Plan, nodes: Nodes, name: str = "", start: int = 0) -> None:
+    with scratch_folder() as scratch:
+        job_file = scratch / "job.json"
         job_file.write_bytes(encode_job(job))
         device_type = device_type_of(plan.cluster, job_file)
         command = [sys.executable, "-m", "shardwright_train.worker", str(job_file), device_type]

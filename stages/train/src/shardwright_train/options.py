@@ -10,6 +10,7 @@ from msgspec import Meta
 from shardwright_formats.command import POSITIONAL, Off, Options
 from shardwright_formats.types.limits import Count, Gib, NonNegativeCount, Seconds, Share
 from shardwright_launch.heartbeat import HANG_TIMEOUT_S
+from shardwright_launch.lock import HeldLock
 from shardwright_launch.nodes import NodeOptions
 from shardwright_train.data.boundaries import Boundaries
 from shardwright_train.data.corpora.open import Source
@@ -252,6 +253,12 @@ class MeasureOptions(RankOptions, frozen=True, kw_only=True):
     the `traceEvents` of several can be put together."""
 
 
+class RunJob(RunOptions, frozen=True, kw_only=True, tag="run"):
+    """What the ranks of a run are asked, and the locks that it holds."""
+
+    locks: tuple[HeldLock, ...] = ()
+
+
 class MeasureJob(MeasureOptions, frozen=True, kw_only=True, tag="measure"):
     """What the ranks of one launch measure: plans of one world size, in one file, to a result that is put together."""
 
@@ -259,11 +266,11 @@ class MeasureJob(MeasureOptions, frozen=True, kw_only=True, tag="measure"):
     """What is finished, should the measurement be cut off."""
 
 
-def encode_job(job: RunOptions | MeasureJob) -> bytes:
+def encode_job(job: RunJob | MeasureJob) -> bytes:
     """What ranks are asked, as a file of theirs."""
     return msgspec.json.encode(job, enc_hook=str)
 
 
-def decode_job(content: bytes) -> RunOptions | MeasureJob:
+def decode_job(content: bytes) -> RunJob | MeasureJob:
     """What ranks are asked."""
-    return msgspec.json.decode(content, type=RunOptions | MeasureJob, dec_hook=lambda kind, value: kind(value))
+    return msgspec.json.decode(content, type=RunJob | MeasureJob, dec_hook=lambda kind, value: kind(value))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardwright_launch.heartbeat import START_UP_S, end_quietly, start_rank
 from shardwright_train.imports import without_collection
-from shardwright_train.options import MeasureJob, RunOptions, decode_job
+from shardwright_train.options import MeasureJob, RunJob, decode_job
 
 if TYPE_CHECKING:
     from shardwright_train.parallel.world import World
@@ -31,8 +31,8 @@ def main(job_file: str, device_type: str) -> None:
             work(world)
 
 
-def _work_of(job: RunOptions | MeasureJob) -> "Callable[[World], None]":
-    if isinstance(job, RunOptions):
+def _work_of(job: RunJob | MeasureJob) -> "Callable[[World], None]":
+    if isinstance(job, RunJob):
         from shardwright_train.training.loop import train
 
         return lambda world: train(job, world)

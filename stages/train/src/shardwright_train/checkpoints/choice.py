@@ -3,21 +3,31 @@
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput, ShardwrightError, system_fault
-from shardwright_formats.io.json import check_regular, read_document, sha256_of_file, write_bytes
-from shardwright_train.checkpoints.folders import RECORD, complete_checkpoints, remove_unfinished, set_aside
+from shardwright_formats.io.errors import BadInput, ShardwrightError
+from shardwright_formats.io.json import check_regular, read_document, sha256_of_file, sha256_of_value, write_bytes
+from shardwright_train.checkpoints.folders import (
+    RECORD,
+    damaged_checkpoints,
+    named_checkpoints,
+    remove_unfinished,
+    set_aside,
+    step_of,
+)
 from shardwright_train.checkpoints.record import Checkpoint, Identity
+from shardwright_train.parallel.channel import tried
 from shardwright_train.parallel.world import World
 
 _VISIBLE_S = 20.0
 """How long another node's file system may take to show a new file: an assumption."""
 _MAX_FILE = 2**60
+_OTHER = "take another checkpoint"
+_NONE_WHOLE = "put back what is missing, or start anew in another --checkpoints folder"
 
 
 class Resumed(NamedTuple):
@@ -29,20 +39,21 @@ class Resumed(NamedTuple):
 
 def check_shared(folder: Path, world: World) -> None:
     """Raise BadInput on all ranks unless each sees in a folder what rank 0 writes there."""
-    problem: ShardwrightError | None = None
-    name = world.first_says(lambda: f".seen-{os.getpid()}-{time.time_ns()}")
-    try:
-        if world.rank == 0:
-            write_bytes(folder / name, b"")
-    except BadInput as error:
-        problem = error
-    world.agree(problem)
-    if not _appears(folder / name):
-        what = f"rank {world.rank} does not see what rank 0 writes there"
-        problem = BadInput(folder, what, "name a --checkpoints folder that all nodes share")
-    world.agree(problem)
-    if world.rank == 0:
-        (folder / name).unlink()
+    sign = folder / world.first_says(lambda: _written_sign(folder), str)
+    world.together(lambda: _check_seen(sign, world.rank))
+    world.first_does(sign.unlink)
+
+
+def _written_sign(folder: Path) -> str:
+    name = f".seen-{os.getpid()}-{time.time_ns()}"
+    write_bytes(folder / name, b"")
+    return name
+
+
+def _check_seen(sign: Path, rank: int) -> None:
+    if not _appears(sign):
+        what = f"rank {rank} does not see what rank 0 writes there"
+        raise BadInput(sign.parent, what, "name a --checkpoints folder that all nodes share")
 
 
 def _appears(file: Path) -> bool:
@@ -57,21 +68,40 @@ def _appears(file: Path) -> bool:
 def newest_whole(run: Path, world: World) -> Resumed | None:
     """The newest checkpoint of a run whose files are what they were; None where there is none at all.
 
-    A damaged one is set aside, and said. Raises BadInput, on all ranks, where none is left.
+    Damaged ones that are newer are set aside, and said. Raises BadInput, on all ranks, where all are damaged: these
+    stay as they are.
     """
-    if world.rank == 0:
-        remove_unfinished(run)
-    candidates = world.first_says(lambda: complete_checkpoints(run))
-    for candidate in candidates:
+    damaged: dict[str, BadInput] = {}
+    for name in world.first_says(lambda: _candidates(run), tuple[str, ...]):
         try:
-            return read_whole(candidate, world)
+            resumed = read_whole(run / name, world)
         except BadInput as error:
-            if world.rank == 0:
-                aside = set_aside(candidate).name
-                print(f"{error}: set aside as {aside}, going on from the one before", file=sys.stderr, flush=True)
-    if candidates:
-        raise BadInput(run, f"none of its {len(candidates)} checkpoints is whole", "start anew in another folder")
+            damaged[name] = error
+            continue
+        world.first_does(lambda: _set_aside(run, damaged))
+        return resumed
+    if damaged:
+        file, what, _ = next(iter(damaged.values())).args
+        raise BadInput(run, f"none of its {len(damaged)} checkpoints is whole ({file}: {what})", _NONE_WHOLE)
     return None
+
+
+def _candidates(run: Path) -> tuple[str, ...]:
+    """The names of a run's checkpoints, the newest first, once what was cut off is removed.
+
+    BadInput where there are none but what was set aside: such a run is not begun anew without a word.
+    """
+    remove_unfinished(run)
+    found = named_checkpoints(run)
+    if not found and (damaged := damaged_checkpoints(run)):
+        raise BadInput(run, f"has no checkpoints but {len(damaged)} damaged ones, such as {damaged[-1]}", _NONE_WHOLE)
+    return tuple(path.name for path in found)
+
+
+def _set_aside(run: Path, damaged: Mapping[str, BadInput]) -> None:
+    for name, error in damaged.items():
+        aside = set_aside(run / name).name
+        print(f"{error}: set aside as {aside}, going on from the one before", file=sys.stderr, flush=True)
 
 
 def read_whole(checkpoint: Path, world: World) -> Resumed:
@@ -79,49 +109,46 @@ def read_whole(checkpoint: Path, world: World) -> Resumed:
 
     Raises BadInput on all ranks, naming the file.
     """
-    record, problem = None, None
-    try:
-        record = read_record(checkpoint)
-    except ShardwrightError as error:
-        problem = error
-    world.agree(problem)
-    assert record is not None
-    digest = sha256_of_file(checkpoint / RECORD)
-    if world.first_says(lambda: digest) != digest:
-        what = f"rank {world.rank} finds another record than rank 0 does"
-        problem = BadInput(checkpoint / RECORD, what, "name a --checkpoints folder that all nodes share")
-    world.agree(problem)
+    record = world.together(lambda: read_record(checkpoint))
+    first = world.first_says(lambda: sha256_of_value(record), str)
+    world.together(lambda: _check_same(checkpoint, record, first, world.rank))
     world.agree(damage(checkpoint, record, range(world.rank, len(record.files), world.size)))
     return Resumed(checkpoint, record)
 
 
+def _check_same(checkpoint: Path, record: Checkpoint, first: str, rank: int) -> None:
+    if sha256_of_value(record) != first:
+        what = f"rank {rank} finds another record than rank 0 does"
+        raise BadInput(checkpoint / RECORD, what, "name a --checkpoints folder that all nodes share")
+
+
 def read_record(checkpoint: Path) -> Checkpoint:
-    """What a checkpoint says of itself; BadInput when it is none."""
-    if not (checkpoint / RECORD).exists():
-        raise BadInput(checkpoint, f"is no checkpoint: it has no {RECORD}", "name the folder of a step, step-…")
-    return read_document(checkpoint / RECORD, Checkpoint)
+    """What a checkpoint says of itself; BadInput when it is none, or is not of the step that its folder names."""
+    if not os.path.lexists(checkpoint / RECORD):
+        raise BadInput(checkpoint, f"is no whole checkpoint: it has no {RECORD}", "name the folder of a step, step-…")
+    record = read_document(checkpoint / RECORD, Checkpoint)
+    if step_of(checkpoint) not in (None, record.progress.step):
+        raise BadInput(checkpoint / RECORD, f"is of step {record.progress.step}", _OTHER)
+    return record
 
 
 def damage(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> ShardwrightError | None:
     """What is wrong with some of a checkpoint's files, by their numbers, or with what lies beside them."""
+    return tried(lambda: _check_files(checkpoint, record, share))[1]
+
+
+def _check_files(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> None:
     strange = sorted({path.name for path in checkpoint.glob("*.safetensors")} - {file.name for file in record.files})
     if strange:
-        return BadInput(checkpoint / strange[0], "is not one of the files that were saved", "take another checkpoint")
-    for number in share:
-        saved = record.files[number]
+        raise BadInput(checkpoint / strange[0], "is not one of the files that were saved", _OTHER)
+    for saved in (record.files[number] for number in share):
         file = checkpoint / saved.name
-        try:
-            check_regular(file, _MAX_FILE)
-            size = file.stat().st_size
-            if size != saved.bytes:
-                return BadInput(file, f"has {size} bytes, {saved.bytes} were saved", "take another checkpoint")
-            if sha256_of_file(file) != saved.sha256:
-                return BadInput(file, "its SHA-256 is not what was saved", "take another checkpoint")
-        except BadInput as error:
-            return error
-        except OSError as error:
-            return system_fault(error, file)
-    return None
+        check_regular(file, _MAX_FILE)
+        size = file.stat().st_size
+        if size != saved.bytes:
+            raise BadInput(file, f"has {size} bytes, {saved.bytes} were saved", _OTHER)
+        if sha256_of_file(file) != saved.sha256:
+            raise BadInput(file, "its SHA-256 is not what was saved", _OTHER)
 
 
 def check_same_run(resumed: Resumed, asked: Identity) -> None:

@@ -1,14 +1,24 @@
-"""Where checkpoints lie: a folder for each run, in it a folder for each step, complete once it has its record."""
+"""Where checkpoints lie: a folder for each run, in it a folder for each step, complete once it has its record.
+
+Nothing is ever deleted but what a save has written: folders of its names that hold files of its names alone.
+"""
 
 import os
+import re
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator
 from hashlib import sha256
 from pathlib import Path
 
 RECORD = "checkpoint.json"
 LOCK = "LOCK"
-_COMPLETE = "step-????????"
+OUT_LOCK = "LOCK.out"
+"""The lock of what a run writes beside its checkpoints; the two may be one folder."""
+_STEP = re.compile(r"step-([0-9]{8})")
+_UNFINISHED, _REMOVED, _DAMAGED = ".unfinished", ".removed", ".damaged"
+_SAVED = re.compile(rf"shard-[0-9]{{5}}-.+\.safetensors|{re.escape(RECORD)}|\.{re.escape(RECORD)}\..+\.tmp")
+"""Names of the files that a save writes."""
 
 
 def folder_of_run(checkpoints: Path, plan_sha256: str, parent: Path | None = None) -> Path:
@@ -24,10 +34,20 @@ def folder_of_step(run: Path, step: int) -> Path:
     return run / f"step-{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int | None:
+    """The step whose checkpoint a folder's name says it is; None where it says none."""
+    named = _STEP.fullmatch(checkpoint.name)
+    return None if named is None else int(named[1])
+
+
+def named_checkpoints(run: Path) -> tuple[Path, ...]:
+    """All that has the name of a run's checkpoint, whatever it is, the newest first."""
+    return tuple(sorted((path for path in run.glob("step-*") if step_of(path) is not None), reverse=True))
+
+
 def complete_checkpoints(run: Path) -> tuple[Path, ...]:
     """The complete checkpoints of a run, the newest first; whether they are whole is not looked at."""
-    found = (path for path in run.glob(_COMPLETE) if (path / RECORD).is_file())
-    return tuple(sorted(found, reverse=True))
+    return tuple(path for path in named_checkpoints(run) if (path / RECORD).is_file())
 
 
 def latest_checkpoint(run: Path) -> Path | None:
@@ -35,37 +55,71 @@ def latest_checkpoint(run: Path) -> Path | None:
     return next(iter(complete_checkpoints(run)), None)
 
 
+def damaged_checkpoints(run: Path) -> tuple[Path, ...]:
+    """What was set aside in the folder of a run."""
+    return tuple(sorted(run.glob(f"step-*{_DAMAGED}*")))
+
+
+def unfinished_folder(checkpoint: Path) -> Path:
+    """Where a checkpoint is written until it is complete."""
+    return checkpoint.with_suffix(_UNFINISHED)
+
+
+def make_empty(folder: Path) -> None:
+    """Make the folder of an unfinished checkpoint; what had its name and was not written by a save is set aside."""
+    _clear(folder)
+    folder.mkdir(parents=True)
+
+
 def remove_unfinished(run: Path) -> None:
-    """Remove what saves and removals that were cut off have left behind."""
-    for path in _unfinished(run):
-        shutil.rmtree(path)
+    """Remove what saves and removals that were cut off have left behind; no save may be under way."""
+    for path in [*run.glob(f"step-*{_UNFINISHED}"), *run.glob(f"step-*{_REMOVED}")]:
+        if step_of(path.with_suffix("")) is not None:
+            _clear(path)
 
 
-def prune(run: Path, keep_last: int, keep_every: int, best: int | None = None) -> None:
-    """Remove complete checkpoints but the latest, those of every `keep_every`-th step (0: no others) and the best one.
+def prune(run: Path, keep_last: int, keep_every: int, kept: Collection[int] = ()) -> None:
+    """Remove complete checkpoints but the latest, those of every `keep_every`-th step (0: no others), and of `kept`.
 
-    A checkpoint's record goes first, so that no half of one is ever taken for a whole one.
+    One that holds anything else, or is a link, stays. Each is renamed first, so that no half of one is ever taken for a
+    whole one, nor for one that has lost its record.
     """
     for path in complete_checkpoints(run)[keep_last:]:
-        step = int(path.name.removeprefix("step-"))
-        if step != best and (not keep_every or step % keep_every):
-            (path / RECORD).unlink()
-            shutil.rmtree(path)
+        step = step_of(path)
+        assert step is not None
+        if step not in kept and (not keep_every or step % keep_every) and _is_saved(path):
+            removed = path.with_suffix(_REMOVED)
+            _clear(removed)
+            path.rename(removed)
+            shutil.rmtree(removed)
 
 
 def set_aside(checkpoint: Path) -> Path:
     """Rename a damaged checkpoint, so that it is neither taken again nor in the way of the next one of its step."""
-    aside = next(name for name in _names_aside(checkpoint) if not name.exists())
+    aside = next(name for name in _names_aside(checkpoint) if not os.path.lexists(name))
     checkpoint.rename(aside)
     return aside
 
 
 def _names_aside(checkpoint: Path) -> Iterator[Path]:
-    yield checkpoint.with_suffix(".damaged")
+    yield checkpoint.with_suffix(_DAMAGED)
     for number in range(2, 1 << 20):
-        yield checkpoint.with_suffix(f".damaged{number}")
+        yield checkpoint.with_suffix(f"{_DAMAGED}{number}")
 
 
-def _unfinished(run: Path) -> Iterator[Path]:
-    yield from run.glob(f"{_COMPLETE}.unfinished")
-    yield from (path for path in run.glob(_COMPLETE) if path.is_dir() and not (path / RECORD).exists())
+def _clear(path: Path) -> None:
+    """Make a name free: remove what a save has written there; all else is set aside, and said."""
+    if not os.path.lexists(path):
+        return
+    if _is_saved(path):
+        shutil.rmtree(path)
+        return
+    print(f"{path}: holds more than a save writes: set aside as {set_aside(path).name}", file=sys.stderr, flush=True)
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether a folder holds nothing but files that a save writes, by their names."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    with os.scandir(path) as entries:
+        return all(entry.is_file(follow_symlinks=False) and _SAVED.fullmatch(entry.name) for entry in entries)

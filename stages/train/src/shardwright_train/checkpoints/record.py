@@ -102,19 +102,36 @@ class SavedFile(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sha256: Sha256
 
 
+class Beginning(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """From where a run has taken its own global batches: the start, or what a branch goes on from."""
+
+    step: NonNegativeCount = 0
+    samples: Annotated[int, Meta(ge=0, le=2**62)] = 0
+
+
 class Checkpoint(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The record of a complete checkpoint, the last of its files to be written."""
 
     FORMAT = "shardwright.checkpoint"
-    VERSION = 3
+    VERSION = 4
+    SEALED = True
 
     identity: Identity
+    began: Beginning
     progress: Progress
     world_size: Count
     """Ranks that saved it; any number may load it."""
     parent: str | None
     """Of a branch: the checkpoint that it began from."""
     files: tuple[SavedFile, ...]
+
+    def __post_init__(self) -> None:
+        steps = self.progress.step - self.began.step
+        samples = self.began.samples + steps * self.identity.global_batch_size
+        if steps < 0 or self.progress.samples != samples:
+            raise ValueError(f"{self.progress.samples} samples after step {self.progress.step} should be {samples}")
+        if len({file.name for file in self.files}) < len(self.files):
+            raise ValueError("a file is named twice")
 
 
 def identity_of(model: Model) -> str:

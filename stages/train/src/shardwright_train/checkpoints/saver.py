@@ -5,16 +5,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.io.errors import BadInput, system_fault
+from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import sha256_of_file, sync_path, write_document
-from shardwright_train.checkpoints.folders import RECORD, folder_of_step, prune
-from shardwright_train.checkpoints.record import Checkpoint, Identity, Progress, SavedFile
+from shardwright_launch.lock import HeldLock
+from shardwright_train.checkpoints.folders import RECORD, folder_of_step, make_empty, prune, unfinished_folder
+from shardwright_train.checkpoints.record import Beginning, Checkpoint, Identity, Progress, SavedFile
 from shardwright_train.checkpoints.tensors import files_of_rank, write_tensors
+from shardwright_train.parallel.channel import Channel, GroupChannel
 from shardwright_train.parallel.data import local_tensor, placed_as
 
 _ROOM = 1.05
@@ -39,6 +43,10 @@ class Saver:
     """Of the whole world, with gloo, for this alone: another thread uses it."""
     bytes_in_all: int
     """Of a checkpoint's tensors."""
+    began: Beginning = field(default_factory=Beginning)
+    """Where the run's own global batches begin."""
+    locks: tuple[HeldLock, ...] = ()
+    """What must still be held when something is written or removed."""
     took_s: list[float] = field(default_factory=list)
     """Of each checkpoint that was written."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saver"))
@@ -73,45 +81,41 @@ class Saver:
 
     def _write(self, tensors: dict[str, Tensor], progress: Progress) -> Path:
         began, target = time.monotonic(), folder_of_step(self.folder, progress.step)
-        unfinished = target.with_suffix(".unfinished")
-        self._first(lambda: _empty_folder(unfinished))
+        unfinished = unfinished_folder(target)
+        self._first(lambda: make_empty(unfinished))
         write_tensors(unfinished, tensors, self.group)
         record = Checkpoint(
             identity=self.identity,
+            began=self.began,
             progress=progress,
             world_size=self.group.size(),
             parent=self.parent,
             files=self._files(unfinished),
         )
         self._first(lambda: _commit(unfinished, target, record))
-        best = None if progress.best is None else progress.best.step
-        self._first(lambda: prune(self.folder, self.keep_last, self.keep_every, best))
+        kept = {progress.step} | ({progress.best.step} if progress.best is not None else set())
+        self._first(lambda: prune(self.folder, self.keep_last, self.keep_every, kept))
         self.took_s.append(time.monotonic() - began)
         return target
 
     def _files(self, folder: Path) -> tuple[SavedFile, ...]:
         """The files of all ranks, each looked at by the rank that wrote it, on the disk they will be read from."""
-        own = []
-        for path in files_of_rank(folder, self.group.rank()):
-            sync_path(path)
-            own.append(SavedFile(name=path.name, bytes=path.stat().st_size, sha256=sha256_of_file(path)))
-        every: list[list[SavedFile]] = [[] for _ in range(self.group.size())]
-        dist.all_gather_object(every, own, group=self.group)
-        return tuple(file for files in every for file in files)
+        mine = self._channel.together(lambda: tuple(map(_synced, files_of_rank(folder, self.group.rank()))), folder)
+        return tuple(chain.from_iterable(self._channel.all_say(mine, tuple[SavedFile, ...])))
+
+    @property
+    def _channel(self) -> Channel:
+        return GroupChannel(torch.device("cpu"), self.group)
 
     def _first(self, do: Callable[[], None]) -> None:
-        """Do something on rank 0 while the others wait; what fails there is raised on all."""
-        found: list[BadInput | None] = [None]
-        if self.group.rank() == 0:
-            try:
-                do()
-            except BadInput as error:
-                found = [error]
-            except OSError as error:
-                found = [system_fault(error, self.folder)]
-        dist.broadcast_object_list(found, src=0, group=self.group)
-        if found[0] is not None:
-            raise found[0]
+        """Do something on rank 0, which must hold the run's locks still; what fails there is raised on all."""
+
+        def locked() -> None:
+            for lock in self.locks:
+                lock.check()
+            do()
+
+        self._channel.first_does(locked, self.folder)
 
     def _check_room(self) -> None:
         self._first(lambda: check_room(self.folder, self.bytes_in_all))
@@ -128,9 +132,9 @@ def check_room(folder: Path, tensor_bytes: int) -> None:
         )
 
 
-def _empty_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def _synced(path: Path) -> SavedFile:
+    sync_path(path)
+    return SavedFile(name=path.name, bytes=path.stat().st_size, sha256=sha256_of_file(path))
 
 
 def _commit(unfinished: Path, target: Path, record: Checkpoint) -> None:

@@ -2,7 +2,7 @@
 
 from shardwright_formats.io.json import Value
 from shardwright_formats.types.measurement import PlanMeasurement
-from shardwright_launch.journal import Journal, JournalKind
+from shardwright_launch.journal import Journal, JournalKind, Kept
 from shardwright_train.options import MeasureJob
 from shardwright_train.parallel.world import World
 
@@ -39,5 +39,5 @@ def open_journal(
         backend=world.backend,
         versions=versions,
     )
-    kept = world.first_says(lambda: _KIND.read(job.journal, identity, anew=True))
+    kept = world.first_says(lambda: _KIND.read(job.journal, identity, anew=True), Kept[PlanMeasurement])
     return Journal(job.journal if world.rank == 0 else None, _KIND, identity, kept)

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.io.errors import ShardwrightError
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement, RankMemory, Segment
@@ -93,14 +92,12 @@ def _say_measured(places: _Places, found: Sequence[PlanMeasurement], count: int)
 
 
 def _agreed_kernels(plans: Sequence[Plan], world: World) -> tuple[str, ...]:
-    problem: ShardwrightError | None = None
-    try:
+    def check() -> None:
         for plan in plans:
             check_device(plan, world, plan.name)
             check_kernels(plan, family_named(plan.model.family, plan.name), world.device, plan.name)
-    except ShardwrightError as error:
-        problem = error
-    world.agree(problem)
+
+    world.together(check)
     return settle_attention(plans, world)
 
 
@@ -229,9 +226,7 @@ def _of_rank(steps: Sequence[StepTiming], stage: int, memory: RankMemory, world:
 
 
 def _gathered(mine: RankMeasurement, world: World) -> tuple[RankMeasurement, ...]:
-    every: list[RankMeasurement | None] = [None] * world.size
-    dist.all_gather_object(every, mine)
-    return tuple(rank for rank in every if rank is not None)
+    return tuple(world.all_say(mine, RankMeasurement))
 
 
 def _trace(runner: _Runner, folder: Path) -> None:

@@ -3,26 +3,24 @@
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.io.errors import BadInput, OutOfMemory, ShardwrightError
+from shardwright_formats.io.errors import BadInput, OutOfMemory
 from shardwright_formats.types.plan import Plan
 from shardwright_launch.accelerator import CPU
 from shardwright_launch.heartbeat import START_UP_S, Heartbeat
+from shardwright_train.parallel.channel import Channel
 from shardwright_train.torch_private import default_timeout
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class World:
+class World(Channel):
     """A rank, the number of ranks, the device this rank computes on, and what it tells its launcher through."""
 
     rank: int
@@ -30,20 +28,6 @@ class World:
     device: torch.device
     backend: str
     heartbeat: Heartbeat
-
-    def first_says(self, ask: Callable[[], T]) -> T:
-        """What rank 0 finds, on all ranks."""
-        found = [ask() if self.rank == 0 else None]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]  # type: ignore[return-value]
-
-    def agree(self, problem: ShardwrightError | None) -> None:
-        """Raise on all ranks what any of them has found wrong: the lowest such rank's error."""
-        every: list[ShardwrightError | None] = [None] * self.size
-        dist.all_gather_object(every, problem)
-        for found in every:
-            if found is not None:
-                raise found
 
 
 @contextmanager

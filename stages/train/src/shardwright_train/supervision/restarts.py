@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shardwright_formats.io.errors import RanksLost
 from shardwright_formats.types.plan import Plan
-from shardwright_launch.lock import only_run
+from shardwright_launch.lock import HeldLock, only_run
 from shardwright_launch.nodes import Nodes
 from shardwright_train.checkpoints.folders import LOCK, folder_of_run
 from shardwright_train.options import OnNodeLoss, RunOptions
@@ -22,6 +22,8 @@ class Attempt(NamedTuple):
     nodes: Nodes
     start: int = 0
     """How often the ranks of the run were started anew before."""
+    locks: tuple[HeldLock, ...] = ()
+    """What is held meanwhile."""
 
     @property
     def folder(self) -> Path:
@@ -35,7 +37,8 @@ def run_with_restarts(attempt: Attempt, launch: Callable[[Attempt], None]) -> No
     Raises RanksLost where that is used up; what the ranks report in order would come again, and is raised at once.
     """
     options, nodes = attempt.options, attempt.nodes
-    with only_run(attempt.folder / LOCK, nodes):
+    with only_run(attempt.folder / LOCK, nodes) as held:
+        attempt = attempt._replace(locks=(*attempt.locks, *held))
         while True:
             try:
                 return launch(attempt)
@@ -47,4 +50,4 @@ def run_with_restarts(attempt: Attempt, launch: Callable[[Attempt], None]) -> No
                 print(f"{lost}: starting anew from the newest checkpoint, {how_often}", file=sys.stderr, flush=True)
                 if lost.nodes and options.on_node_loss is OnNodeLoss.REPLAN:
                     left = replanned(options, attempt.plan, nodes, lost.nodes, attempt.folder)
-                    return run_with_restarts(Attempt(*left, attempt.start), launch)
+                    return run_with_restarts(Attempt(*left, attempt.start, attempt.locks), launch)

@@ -14,7 +14,7 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.io.errors import BadInput, RunFailed, ShardwrightError, Stopped
+from shardwright_formats.io.errors import BadInput, RunFailed, Stopped
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.plan import Attention, Plan
 from shardwright_formats.types.run import BestCheckpoint, RunResult
@@ -27,7 +27,7 @@ from shardwright_train.checkpoints.choice import (
     read_whole,
 )
 from shardwright_train.checkpoints.folders import folder_of_run, folder_of_step
-from shardwright_train.checkpoints.record import Identity, Progress, run_identity, start
+from shardwright_train.checkpoints.record import Beginning, Identity, Progress, run_identity, start
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.data.objectives import Batches
@@ -39,7 +39,7 @@ from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.engine.parameter_groups import LearningRateFactor
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
-from shardwright_train.options import RunOptions
+from shardwright_train.options import RunJob, RunOptions
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, check_device
 from shardwright_train.pipeline.layer import RankContext
@@ -60,7 +60,7 @@ from shardwright_train.weights.reading import Weights
 class _Run:
     """All that stays the same from the first step to the last."""
 
-    job: RunOptions
+    job: RunJob
     plan: Plan
     world: World
     attention: str
@@ -99,7 +99,7 @@ class _Run:
         return Step(batch, self.batches.counted(first, share.global_samples), self.job.seed, step)
 
 
-def train(job: RunOptions, world: World) -> None:
+def train(job: RunJob, world: World) -> None:
     """Train to the job's last step on all ranks, from the newest whole checkpoint of this run if there is one.
 
     Raises BadInput together on all ranks when plan, data or checkpoint cannot be used, RunFailed when loss or gradient
@@ -124,28 +124,23 @@ def train(job: RunOptions, world: World) -> None:
     best = best_so_far(job, before.best if own else None, validation)
     before = msgspec.structs.replace(before, best=best)
     loggers = _loggers(job, plan, world, folder, before.step + 1)
-    with closing(_saver(job, folder, identity, engine.tensors())) as saver, closing(loggers):
+    began = _beginning(resumed, own)
+    with closing(_saver(job, folder, identity, began, engine.tensors())) as saver, closing(loggers):
         run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator, loggers, not own)
-        if world.rank == 0:
-            run.metrics.keep_until(before.step, None if resumed is None else resumed.folder.parent)
-            (job.out / NOTE).unlink(missing_ok=True)
+        world.first_does(lambda: _begin(run, None if resumed is None else resumed.folder.parent))
         to_do = range(before.step + 1, job.steps + 1)
         if to_do and run.tries:
             try_stages(engine, run.read(to_do[0]), world, saver.group, job.plan)
         with asked_to_stop() as stop_asked, read_ahead(run.read, to_do) as ready:
             progress = _steps(run, ready, stop_asked)
-    if world.rank == 0:
-        checkpoint = folder_of_step(folder, progress.step)
-        if resumed is not None and resumed.record.progress.step == progress.step:
-            checkpoint = resumed.folder
-        _finish(run, progress, checkpoint)
+    checkpoint = folder_of_step(folder, progress.step)
+    if resumed is not None and resumed.record.progress.step == progress.step:
+        checkpoint = resumed.folder
+    world.first_does(lambda: _finish(run, progress, checkpoint))
 
 
 def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, ValidationData | None]:
-    problem: ShardwrightError | None = None
-    batches = validation = None
-    world.heartbeat.begin("while the data is read through")
-    try:
+    def read() -> tuple[Batches, ValidationData | None]:
         check_device(plan, world, job.plan)
         family = family_named(plan.model.family, job.plan)
         check_kernels(plan, family, world.device, job.plan)
@@ -156,12 +151,12 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, 
             batches.check_contents()
             if validation is not None:
                 validation.batches.check_contents()
-    except ShardwrightError as error:
-        problem = error
-    world.agree(problem)
+        return batches, validation
+
+    world.heartbeat.begin("while the data is read through")
+    found = world.together(read)
     world.heartbeat.begin("before the first step")
-    assert batches is not None
-    return batches, validation
+    return found
 
 
 def _resumed(job: RunOptions, identity: Identity, folder: Path, world: World) -> Resumed | None:
@@ -178,31 +173,32 @@ def _resumed(job: RunOptions, identity: Identity, folder: Path, world: World) ->
     return found
 
 
+def _beginning(resumed: Resumed | None, goes_on: bool) -> Beginning:
+    """Where the batches of a run begin: of one that goes on where its checkpoint says, of a branch where it begins."""
+    if resumed is None:
+        return Beginning()
+    progress = resumed.record.progress
+    return resumed.record.began if goes_on else Beginning(step=progress.step, samples=progress.samples)
+
+
 def _loggers(job: RunOptions, plan: Plan, world: World, folder: Path, first: int) -> Loggers:
     """Those that were asked for on rank 0, none on the others."""
-    problem: ShardwrightError | None = None
-    found = Loggers(None)
-    try:
-        if world.rank == 0:
-            key = sha256(f"{folder.resolve()}".encode()).hexdigest()[:16]
-            found = open_loggers(job.log_to, RunNames(job.out, plan, key, first), prediction_of(job.plan, plan))
-    except ShardwrightError as error:
-        problem = error
-    world.agree(problem)
-    return found
+
+    def opened() -> Loggers:
+        if world.rank:
+            return Loggers(None)
+        key = sha256(f"{folder.resolve()}".encode()).hexdigest()[:16]
+        return open_loggers(job.log_to, RunNames(job.out, plan, key, first), prediction_of(job.plan, plan))
+
+    return world.together(opened)
 
 
 def _weights(job: RunOptions, plan: Plan, world: World) -> Weights | None:
     """What the run begins with, where that is a folder."""
     if job.weights is None:
         return None
-    found, problem = None, None
-    try:
-        found = Weights.of(job.weights, plan.model, family_named(plan.model.family, job.plan), job.new_weights)
-    except ShardwrightError as error:
-        problem = error
-    world.agree(problem)
-    return found
+    folder, family = job.weights, family_named(plan.model.family, job.plan)
+    return world.together(lambda: Weights.of(folder, plan.model, family, job.new_weights))
 
 
 def _engine(
@@ -240,7 +236,7 @@ def _engine(
     return build_engine(context, settings, updates)
 
 
-def _saver(job: RunOptions, folder: Path, identity: Identity, tensors: dict[str, Tensor]) -> Saver:
+def _saver(job: RunJob, folder: Path, identity: Identity, began: Beginning, tensors: dict[str, Tensor]) -> Saver:
     return Saver(
         folder=folder,
         identity=identity,
@@ -250,6 +246,8 @@ def _saver(job: RunOptions, folder: Path, identity: Identity, tensors: dict[str,
         asynchronous=job.checkpoint_async,
         group=dist.new_group(backend="gloo"),
         bytes_in_all=total_bytes(tensors),
+        began=began,
+        locks=job.locks,
     )
 
 
@@ -273,7 +271,7 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
             say_compiled(run.plan, step_time_s)
         overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite
         if not outcome.finite and not overflowed:
-            where = first_nonfinite(run.engine, work)
+            where = first_nonfinite(run.engine, work, run.world)
             what = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
             raise RunFailed(f"step {step}: {what}: {where}: nothing of this step was saved")
         scale = scale.after(overflowed)
@@ -305,9 +303,8 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
         if step > run.resumed.step + 1:  # the first takes longer
             grace = grace.after(step_time_s, run.saver.took_s)
         if stops and step < job.steps:
-            if run.world.rank == 0:
-                note = stop_note(step, job.steps, not due.to_stop(), folder_of_step(run.saver.folder, step))
-                write_document(job.out / NOTE, note)
+            note = stop_note(step, job.steps, not due.to_stop(), folder_of_step(run.saver.folder, step))
+            run.world.first_does(partial(write_document, job.out / NOTE, note))
             raise Stopped(f"stopped after step {step} of {job.steps}: run the same command to resume")
     return progress
 
@@ -316,7 +313,16 @@ def _wants_to_stop(stop_asked: list[int], due: Due) -> bool:
     return bool(stop_asked) or due.to_stop()
 
 
+def _begin(run: _Run, parent: Path | None) -> None:
+    """Make room for what the steps to come write."""
+    run.metrics.keep_until(run.resumed.step, parent)
+    (run.job.out / NOTE).unlink(missing_ok=True)
+
+
 def _finish(run: _Run, progress: Progress, checkpoint: Path) -> None:
+    """Write the last word of a run, which must hold its locks still."""
+    for lock in run.job.locks:
+        lock.check()
     out = run.job.out
     out.mkdir(parents=True, exist_ok=True)
     prediction = prediction_of(run.job.plan, run.plan)

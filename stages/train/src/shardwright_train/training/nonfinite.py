@@ -1,12 +1,12 @@
 """Where a loss or gradient that is no number first appeared."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_train.engine.engine import Engine
 from shardwright_train.parallel.data import local_tensor
+from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.torch_private import tree_leaves
 
@@ -14,13 +14,13 @@ from shardwright_train.torch_private import tree_leaves
 _Find = tuple[int, int, int, int, str]
 
 
-def first_nonfinite(engine: Engine, step: Step) -> str:
+def first_nonfinite(engine: Engine, step: Step, world: World) -> str:
     """Run a step again, watching every layer's output and gradients; what is found first, on any rank.
 
     Collective over the world; the parameters are as they were, for such a step updates nothing.
     """
     finds: list[_Find] = []
-    rank = dist.get_rank()
+    rank = world.rank
     hooks = []
     for layer in engine.stage.layers:
         calls = [0]
@@ -45,9 +45,7 @@ def first_nonfinite(engine: Engine, step: Step) -> str:
                 found = f"in the gradient of {layer.name}'s {name} on rank {rank}"
                 finds.append((1, 0, -_position(layer.name), rank, found))
             parameter.grad = None
-    every: list[_Find | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, min(finds, default=None))
-    known = [find for find in every if find is not None]
+    known = [find for of_rank in world.all_say(sorted(finds)[:1], list[_Find]) for find in of_rank]
     return f"first {min(known)[-1]}" if known else "and not again when the step was repeated"
 
 

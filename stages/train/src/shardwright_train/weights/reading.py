@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -50,10 +49,10 @@ class Weights:
     def sha256(self, world: World) -> str:
         """Identity of the files, looked at by all ranks together."""
         files = self.agreement.files
-        own = {file.name: sha256_of_file(file) for file in files[world.rank :: world.size]}
-        every: list[dict[str, str]] = [{}] * world.size
-        dist.all_gather_object(every, own)
-        return sha256_of_value({name: digest for part in every for name, digest in part.items()})
+        share = files[world.rank :: world.size]
+        hashes = world.together(lambda: {file.name: sha256_of_file(file) for file in share})
+        parts = world.all_say(hashes, dict[str, str])
+        return sha256_of_value({name: digest for part in parts for name, digest in part.items()})
 
 
 def _read(stored: Stored, window: Tensor, shape: Sequence[int], box: Box) -> None:
