@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,22 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     for file in (tmp_path, tmp_path / "file" / "LOCK"):
         with pytest.raises(BadInput, match="cannot be opened"), only_run(file, Nodes()):
             pass
+
+
+def test_a_lock_that_was_removed_or_replaced_is_not_held_any_more(tmp_path: Path) -> None:
+    """The second run's lock outlives the end of the first."""
+    file = tmp_path / "LOCK"
+    with ExitStack() as first:
+        (held,) = first.enter_context(only_run(file, Nodes()))
+        held.check()
+        file.unlink()
+        with pytest.raises(BadInput, match="LOCK: was removed or replaced while this run held it"):
+            held.check()
+        with only_run(file, Nodes()) as second:
+            with pytest.raises(BadInput, match="LOCK: was removed or replaced"):
+                held.check()
+            first.close()
+            second[0].check()
+            with pytest.raises(BadInput, match="another run is using it"), only_run(file, Nodes()):
+                pass
+    assert not file.exists()

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import h5py
 import pytest
-from forked_command import PROFILE, Command, forked_command
+from forked_command import PROFILE, Command, Fault, forked_command
+from sweep_faults import stop_once_written
 
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.io.versions import versions_text
@@ -28,11 +29,11 @@ def cluster(make_cluster, tmp_path_factory):
     return path
 
 
-def _start(cluster: Path, out: Path, *options: object) -> Command:
+def _start(cluster: Path, out: Path, *options: object, fault: Fault | None = None) -> Command:
     # 64 KiB and 5 repeats: whatever the machine does, every sweep has the same points and repeats.
     arguments = ["--cluster", cluster, "--time-budget", 0.1, "--max-bytes", 65536, "--max-repeats", 5, "--out", out]
     variables = {"OMP_NUM_THREADS": "1", "TMPDIR": str(out.parent)}
-    return forked_command(["hardware", *arguments, *options], variables, package=PROFILE)
+    return forked_command(["hardware", *arguments, *options], variables, fault, package=PROFILE)
 
 
 def _finished(sweep: Command) -> str:
@@ -138,3 +139,10 @@ def test_the_journal_of_another_sweep_is_one_line_and_nothing_is_started(
         f"error: {out}.journal: is of a killed sweep of another cluster, max_bytes, max_repeats: "
         "delete it to measure anew"
     )
+
+
+def test_a_sweep_stopped_once_its_file_is_written_says_so(cluster, tmp_path):
+    sweep = _start(cluster, tmp_path / "hardware.h5", fault=Fault(0, stop_once_written))
+    assert "error" not in _finished(sweep)
+    assert read_hardware_profile(tmp_path / "hardware.h5").cluster == "toys"
+    assert not journal_path(tmp_path / "hardware.h5").exists()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from test_checkpoints import progress_of, saver_of, tensors_of
 
 from shardwright_train.checkpoints.choice import newest_whole
-from shardwright_train.checkpoints.folders import RECORD, complete_checkpoints, remove_unfinished
+from shardwright_train.checkpoints.folders import RECORD, complete_checkpoints, remove_leftovers
 from shardwright_train.parallel.world import World
 
 _TOUCHES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
@@ -102,9 +102,9 @@ def test_a_start_killed_in_its_clean_up_loses_nothing(tmp_path: Path) -> None:
             (run / name).mkdir(parents=True)
             (run / name / SHARD).write_bytes(b"x")
         (run / whole / RECORD).write_text("{}")
-        killed = _killed_as_it_touches(run, number, lambda run=run: remove_unfinished(run))  # type: ignore[misc]
+        killed = _killed_as_it_touches(run, number, lambda run=run: remove_leftovers(run))  # type: ignore[misc]
         assert [path.name for path in complete_checkpoints(run)] == [whole]
-        remove_unfinished(run)
+        remove_leftovers(run)
         assert [path.name for path in run.iterdir()] == [whole]
         assert (run / whole / SHARD).read_bytes() == b"x"
         if not killed:

@@ -161,9 +161,13 @@ def _noted(error: Exception) -> RankError:
     return RankError(
         time_s=now_s,
         text=f"{type(error).__name__}: {text[:_TEXT_CHARACTERS]}",
-        lost_connection=_LOST_CONNECTION.search(text) is not None,
+        lost_connection=_is_lost_connection(error),
         trace="".join(traceback.format_exception(error)),
     )
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    return _LOST_CONNECTION.search(" ".join(str(error).split())) is not None
 
 
 def _is_fault(error: BaseException) -> TypeGuard[OSError]:
@@ -173,11 +177,18 @@ def _is_fault(error: BaseException) -> TypeGuard[OSError]:
 
 @contextmanager
 def end_quietly() -> Iterator[None]:
-    """End this rank by the exit code of an error that the launcher prints in one line, without a traceback."""
+    """End this rank without a traceback where an error in order or another rank's end is the cause.
+
+    The launcher says which in one line.
+    """
     try:
         yield
     except ShardwrightError as error:
         raise SystemExit(error.exit_code) from None
+    except RuntimeError as error:
+        if not _is_lost_connection(error):
+            raise
+        raise SystemExit(RunFailed.exit_code) from None
     except OSError as error:
         if not _is_fault(error):
             raise

@@ -21,6 +21,10 @@ from shardwright_formats.io.owner import OWNER, is_gone, owner
 _MAX_JSON_BYTES = 256 * 1024 * 1024
 _ENDING = ".tmp"
 _OWNED = re.compile(OWNER + re.escape(_ENDING))
+_TEMPORARY = re.compile(
+    rf"\.(?P<name>.{{1,40}})\.(?P<crc>[0-9a-f]{{8}})\.(?:{OWNER}|[0-9]+){re.escape(_ENDING)}", re.DOTALL
+)
+"""A temporary file of a name that is not cut; earlier ones name their process by its number alone."""
 _SEAL = "sha256"
 """Key of a sealed document's own SHA-256, that of all its other keys and their values."""
 
@@ -102,6 +106,17 @@ def _faults_of(path: Path) -> Iterator[None]:
         if error.filename is not None and Path(os.fsdecode(error.filename)) not in own:
             raise
         raise system_fault(error, path) from None
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what was left in a folder of files that were being written, by whichever process, here or elsewhere.
+
+    For one who holds a lock under which alone the folder is written to.
+    """
+    for path in folder.glob(f".*{_ENDING}"):
+        name = _TEMPORARY.fullmatch(path.name)
+        if name and name["crc"] == f"{crc32(os.fsencode(name['name'])):08x}" and path.lstat().st_uid == os.geteuid():
+            path.unlink()
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -106,7 +106,7 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     data: Path
     """Folder that `prepare` wrote, one with a blend.json, or one of images.npy and labels.npy; `random`: random
     samples, for timing alone. See docs/data.md."""
-    steps: Count
+    steps: Annotated[int, Meta(ge=1, lt=10**8)]
     """Steps in all, resumed ones included."""
     out: Path
     """Folder for metrics.jsonl and DONE.json."""

@@ -15,8 +15,9 @@ from shardwright_train.checkpoints.folders import (
     RECORD,
     damaged_checkpoints,
     named_checkpoints,
-    remove_unfinished,
+    remove_leftovers,
     set_aside,
+    sign_to_see,
     step_of,
 )
 from shardwright_train.checkpoints.record import Checkpoint, Identity
@@ -45,9 +46,9 @@ def check_shared(folder: Path, world: World) -> None:
 
 
 def _written_sign(folder: Path) -> str:
-    name = f".seen-{os.getpid()}-{time.time_ns()}"
-    write_bytes(folder / name, b"")
-    return name
+    sign = sign_to_see(folder)
+    write_bytes(sign, b"")
+    return sign.name
 
 
 def _check_seen(sign: Path, rank: int) -> None:
@@ -91,7 +92,7 @@ def _candidates(run: Path) -> tuple[str, ...]:
 
     BadInput where there are none but what was set aside: such a run is not begun anew without a word.
     """
-    remove_unfinished(run)
+    remove_leftovers(run)
     found = named_checkpoints(run)
     if not found and (damaged := damaged_checkpoints(run)):
         raise BadInput(run, f"has no checkpoints but {len(damaged)} damaged ones, such as {damaged[-1]}", _NONE_WHOLE)

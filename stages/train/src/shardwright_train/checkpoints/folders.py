@@ -7,12 +7,16 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Collection, Iterator
 from hashlib import sha256
 from pathlib import Path
 
+from shardwright_formats.io.json import remove_temporaries
+
 RECORD = "checkpoint.json"
 LOCK = "LOCK"
+_SIGN = ".seen-"
 OUT_LOCK = "LOCK.out"
 """The lock of what a run writes beside its checkpoints; the two may be one folder."""
 _STEP = re.compile(r"step-([0-9]{8})")
@@ -60,6 +64,11 @@ def damaged_checkpoints(run: Path) -> tuple[Path, ...]:
     return tuple(sorted(run.glob(f"step-*{_DAMAGED}*")))
 
 
+def sign_to_see(run: Path) -> Path:
+    """A name in the folder of a run that no file has, for one that is there for a moment."""
+    return run / f"{_SIGN}{os.getpid()}-{time.time_ns()}"
+
+
 def unfinished_folder(checkpoint: Path) -> Path:
     """Where a checkpoint is written until it is complete."""
     return checkpoint.with_suffix(_UNFINISHED)
@@ -71,8 +80,12 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def remove_unfinished(run: Path) -> None:
-    """Remove what saves and removals that were cut off have left behind; no save may be under way."""
+def remove_leftovers(run: Path) -> None:
+    """Remove what saves, removals and starts that were cut off have left behind; none may be under way."""
+    remove_temporaries(run)
+    for sign in run.glob(f"{_SIGN}*"):
+        if re.fullmatch(rf"{re.escape(_SIGN)}[0-9]+-[0-9]+", sign.name) and sign.is_file() and not sign.stat().st_size:
+            sign.unlink()
     for path in [*run.glob(f"step-*{_UNFINISHED}"), *run.glob(f"step-*{_REMOVED}")]:
         if step_of(path.with_suffix("")) is not None:
             _clear(path)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright_formats.io.errors import BadInput, RunFailed, Stopped
-from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.io.json import read_document, remove_temporaries, write_document
 from shardwright_formats.types.plan import Attention, Plan
 from shardwright_formats.types.run import BestCheckpoint, RunResult
 from shardwright_train.checkpoints.choice import (
@@ -316,6 +316,7 @@ def _wants_to_stop(stop_asked: list[int], due: Due) -> bool:
 def _begin(run: _Run, parent: Path | None) -> None:
     """Make room for what the steps to come write."""
     run.metrics.keep_until(run.resumed.step, parent)
+    remove_temporaries(run.job.out)
     (run.job.out / NOTE).unlink(missing_ok=True)
 
 
