@@ -68,6 +68,13 @@ def test_no_two_test_files_share_a_name():
     assert sorted(names) == sorted(set(names))
 
 
+def test_nothing_is_unpickled():
+    """Neither what a peer sends nor what a file holds."""
+    unpickles = re.compile(r"\b(?:all_)?(?:gather|scatter|broadcast|send|recv)_object|import pickle|torch\.load\(")
+    sources = (path for package in PACKAGES for path in _sources(package))
+    assert [str(path.relative_to(ROOT)) for path in sources if unpickles.search(path.read_text(encoding="utf-8"))] == []
+
+
 def _private_names_of_others(path):
     """What a file imports from modules of the product by a name with an underscore, which are their own."""
     nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]

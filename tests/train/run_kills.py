@@ -4,7 +4,8 @@
 
 A moment is drawn anew each time: in start-up, or so many saves later in a step, in a save beside it, in the removal of
 an old checkpoint. Killed is one rank, or the launcher and with it all. After each kill every complete checkpoint is
-whole, and the newest is not older than the newest before. Cut off, the same command goes on in the same folder, which
+whole, and the newest is not older than the newest before; at the end of a run nothing is left of what was half done,
+in its folders and in that of temporary files. Cut off, the same command goes on in the same folder, which
 is removed at its end.
 """
 
@@ -64,7 +65,17 @@ class Run:
         """Start it, or go on with it."""
         arguments = ["run", str(self.work / "plan.json"), "--data", str(self.work / "data"), "--steps", str(STEPS)]
         arguments += ["--checkpoint-every", "1", "--checkpoints", str(self.out / "kept"), "--out", str(self.out)]
-        return forked_command([*arguments, "--learning-rate", "0.01"])
+        return forked_command([*arguments, "--learning-rate", "0.01"], {"TMPDIR": str(self.temporary)})
+
+    @property
+    def temporary(self) -> Path:
+        """The folder of its temporary files."""
+        return self.work / "temporary"
+
+    def leftovers(self) -> list[Path]:
+        """What it has left of temporary files, and of saves and removals that were cut off."""
+        odd = (path for path in self.out.rglob("*") if path.suffix in (".tmp", ".unfinished", ".removed", ".damaged"))
+        return [*odd, *self.temporary.glob("shardwright-*")]
 
     def newest(self) -> int:
         """The step of the newest checkpoint, once all were found whole; 0 where there is none."""
@@ -109,6 +120,7 @@ class State:
 def prepared(work: Path) -> Path:
     """A folder with data and a plan for two ranks, in two pipeline stages."""
     (work / "text").mkdir(parents=True)
+    (work / "temporary").mkdir()
     (work / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     prepare(str(work / "text"), "*.txt", 260, 1.0, work / "data")
     write_document(work / "plan.json", random_plan(tiny("llama", vocab_size=260), 3, 2, "float32"))
@@ -144,6 +156,7 @@ def survive(work: Path, kills: int, seed: int) -> int:
         error = process.communicate(timeout=_LONGEST_S)[1]
         assert process.returncode == 0, error
         assert run.outcome() == unbroken.outcome(), run.name
+        assert not run.leftovers(), run.leftovers()
         print(f"run {state.runs} came to its end, and to the bits of the unbroken one", flush=True)
         if state.done == kills:
             return kills

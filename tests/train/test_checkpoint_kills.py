@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from test_checkpoints import progress_of, saver_of, tensors_of
+from saved_steps import progress_of, saver_of, tensors_of
 
 from shardwright_train.checkpoints.choice import newest_whole
 from shardwright_train.checkpoints.folders import RECORD, complete_checkpoints, remove_leftovers

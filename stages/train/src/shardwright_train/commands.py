@@ -121,11 +121,11 @@ def start_run(options: RunOptions) -> None:
         _check_weights(options, options.weights, plan)
     if options.learning_rate_factor:
         _check_learning_rates(options, plan)
+    attempt = Attempt(options, plan, nodes)
+    if options.on_node_loss is OnNodeLoss.REPLAN:
+        check_replan(options, plan, attempt.folder, nodes)
     with only_run(options.out / OUT_LOCK, nodes) as held:
-        attempt = Attempt(options, plan, nodes, locks=held)
-        if options.on_node_loss is OnNodeLoss.REPLAN:
-            check_replan(options, plan, attempt.folder, nodes)
-        run_with_restarts(attempt, _start_attempt)
+        run_with_restarts(attempt._replace(locks=held), _start_attempt)
 
 
 def _start_attempt(attempt: Attempt) -> None:
