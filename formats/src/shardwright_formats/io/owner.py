@@ -1,4 +1,4 @@
-"""Which process has made a temporary file or folder, so that what a killed one left behind can be removed."""
+"""Names of the processes that make temporary files and folders, so that those of killed ones can be removed."""
 
 import os
 import socket
@@ -19,19 +19,19 @@ def owner() -> str:
 def is_gone(path: Path, host: str, pid: str, start: str) -> bool:
     """Return whether a path is this user's and was made by a process of this host that has ended.
 
-    Of processes of other hosts and containers, which may share the folder, nothing is known.
+    Nothing is known of processes of other hosts and containers, which may share the folder.
     """
     return host == _host() and start != _start_of(int(pid)) and os.lstat(path).st_uid == os.geteuid()
 
 
 def _host() -> str:
-    """This host and its space of process numbers, which a container has of its own."""
+    """Return a name of this host and of its space of process numbers, which a container has for itself."""
     place = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return f"{crc32(place.encode()):08x}"
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process was started, in ticks since the machine was; None where there is none."""
+    """Return when a process was started, in ticks since the machine was; None where there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[_START]
     except (FileNotFoundError, ProcessLookupError):

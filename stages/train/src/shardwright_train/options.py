@@ -254,7 +254,7 @@ class MeasureOptions(RankOptions, frozen=True, kw_only=True):
 
 
 class RunJob(RunOptions, frozen=True, kw_only=True, tag="run"):
-    """What the ranks of a run are asked, and the locks that it holds."""
+    """The options of a run as its ranks are handed them, with the locks that it holds."""
 
     locks: tuple[HeldLock, ...] = ()
 

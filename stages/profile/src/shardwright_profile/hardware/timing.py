@@ -76,7 +76,7 @@ class Stopwatch:
         return np.stack([part.cpu().numpy() for part in parts])
 
     def of_first(self, value: T, kind: type[T]) -> T:
-        """Return rank 0's value on every rank; it travels as JSON."""
+        """Return on every rank the value of rank 0, which is sent as JSON."""
         content = msgspec.json.encode(value)
         size = torch.tensor(len(content), device=self.device)
         dist.broadcast(size, src=0)

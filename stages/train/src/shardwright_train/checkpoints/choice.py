@@ -67,7 +67,7 @@ def _appears(file: Path) -> bool:
 
 
 def newest_whole(run: Path, world: World) -> Resumed | None:
-    """The newest checkpoint of a run whose files are what they were; None where there is none at all.
+    """Return the newest checkpoint of a run whose files are what they were; None where there is none at all.
 
     Damaged ones that are newer are set aside, and said. Raises BadInput, on all ranks, where all are damaged: these
     stay as they are.
@@ -88,7 +88,7 @@ def newest_whole(run: Path, world: World) -> Resumed | None:
 
 
 def _candidates(run: Path) -> tuple[str, ...]:
-    """The names of a run's checkpoints, the newest first, once what was cut off is removed.
+    """Return the names of a run's checkpoints, the newest first, once what was cut off is removed.
 
     BadInput where there are none but what was set aside: such a run is not begun anew without a word.
     """
@@ -106,7 +106,7 @@ def _set_aside(run: Path, damaged: Mapping[str, BadInput]) -> None:
 
 
 def read_whole(checkpoint: Path, world: World) -> Resumed:
-    """A checkpoint's record, once all ranks found the same one and each of its files as it says.
+    """Return a checkpoint's record, once all ranks found the same one and each of its files as it says.
 
     Raises BadInput on all ranks, naming the file.
     """
@@ -124,7 +124,7 @@ def _check_same(checkpoint: Path, record: Checkpoint, first: str, rank: int) -> 
 
 
 def read_record(checkpoint: Path) -> Checkpoint:
-    """What a checkpoint says of itself; BadInput when it is none, or is not of the step that its folder names."""
+    """Return a checkpoint's record; BadInput where there is none, or it is not of the step that its folder names."""
     if not os.path.lexists(checkpoint / RECORD):
         raise BadInput(checkpoint, f"is no whole checkpoint: it has no {RECORD}", "name the folder of a step, step-…")
     record = read_document(checkpoint / RECORD, Checkpoint)

@@ -39,13 +39,13 @@ def folder_of_step(run: Path, step: int) -> Path:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step whose checkpoint a folder's name says it is; None where it says none."""
+    """Return the step that the name of a checkpoint's folder says; None where it says none."""
     named = _STEP.fullmatch(checkpoint.name)
     return None if named is None else int(named[1])
 
 
 def named_checkpoints(run: Path) -> tuple[Path, ...]:
-    """All that has the name of a run's checkpoint, whatever it is, the newest first."""
+    """Return all that has the name of a run's checkpoint, whatever it is, the newest first."""
     return tuple(sorted((path for path in run.glob("step-*") if step_of(path) is not None), reverse=True))
 
 
@@ -60,17 +60,17 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 
 def damaged_checkpoints(run: Path) -> tuple[Path, ...]:
-    """What was set aside in the folder of a run."""
+    """Return the checkpoints of a run that were set aside."""
     return tuple(sorted(run.glob(f"step-*{_DAMAGED}*")))
 
 
 def sign_to_see(run: Path) -> Path:
-    """A name in the folder of a run that no file has, for one that is there for a moment."""
+    """Return a name that no file has in the folder of a run, for a file that is there for a moment."""
     return run / f"{_SIGN}{os.getpid()}-{time.time_ns()}"
 
 
 def unfinished_folder(checkpoint: Path) -> Path:
-    """Where a checkpoint is written until it is complete."""
+    """Return the folder in which a checkpoint is written until it is complete."""
     return checkpoint.with_suffix(_UNFINISHED)
 
 
@@ -131,7 +131,7 @@ def _clear(path: Path) -> None:
 
 
 def _is_saved(path: Path) -> bool:
-    """Whether a folder holds nothing but files that a save writes, by their names."""
+    """Return whether a path is a folder that holds nothing but files of the names that a save writes."""
     if path.is_symlink() or not path.is_dir():
         return False
     with os.scandir(path) as entries:

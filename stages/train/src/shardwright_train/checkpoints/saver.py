@@ -46,7 +46,7 @@ class Saver:
     began: Beginning = field(default_factory=Beginning)
     """Where the run's own global batches begin."""
     locks: tuple[HeldLock, ...] = ()
-    """What must still be held when something is written or removed."""
+    """Those that must still be held when something is written or removed."""
     took_s: list[float] = field(default_factory=list)
     """Of each checkpoint that was written."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saver"))

@@ -23,14 +23,14 @@ class _Raised(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Reply(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """What a call returned, or the error that it raised."""
+    """The value that a call returned, or the error that it raised."""
 
     value: T | None = None
     error: _Raised | None = None
 
 
 class Channel:
-    """Ranks that exchange values, all ranks of the world."""
+    """The ranks of the world, as they exchange values and errors in order."""
 
     device: torch.device
     """The device of the tensors that carry the values."""
@@ -102,7 +102,7 @@ class GroupChannel(Channel):
 
 
 def tried(do: Callable[[], T], place: object = None) -> tuple[T | None, ShardwrightError | None]:
-    """What a call returns, or the error that it raises in order; what the system refuses is one, too."""
+    """Return what a call returns, or the error that it raises in order; what the system refuses is one, of `place`."""
     try:
         return do(), None
     except ShardwrightError as error:

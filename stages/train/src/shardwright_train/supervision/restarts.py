@@ -23,7 +23,7 @@ class Attempt(NamedTuple):
     start: int = 0
     """How often the ranks of the run were started anew before."""
     locks: tuple[HeldLock, ...] = ()
-    """What is held meanwhile."""
+    """The locks that are held meanwhile."""
 
     @property
     def folder(self) -> Path:

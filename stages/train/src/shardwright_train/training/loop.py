@@ -154,9 +154,9 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, 
         return batches, validation
 
     world.heartbeat.begin("while the data is read through")
-    found = world.together(read)
+    inputs = world.together(read)
     world.heartbeat.begin("before the first step")
-    return found
+    return inputs
 
 
 def _resumed(job: RunOptions, identity: Identity, folder: Path, world: World) -> Resumed | None:
@@ -174,7 +174,7 @@ def _resumed(job: RunOptions, identity: Identity, folder: Path, world: World) ->
 
 
 def _beginning(resumed: Resumed | None, goes_on: bool) -> Beginning:
-    """Where the batches of a run begin: of one that goes on where its checkpoint says, of a branch where it begins."""
+    """Return where a run's own batches begin: as its checkpoint says if it goes on, else where it branches."""
     if resumed is None:
         return Beginning()
     progress = resumed.record.progress
