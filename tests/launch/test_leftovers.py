@@ -71,8 +71,10 @@ def test_under_a_lock_leftovers_go_whoever_wrote_them(tmp_path: Path) -> None:
     for name in STRANGERS:
         (tmp_path / name).touch()
     write_bytes(tmp_path / "file.json", b"")
-    assert len(list(tmp_path.iterdir())) == len(STRANGERS) + 3
-    remove_temporaries(tmp_path)
+    of_other = _killed_in_a_write(tmp_path / "other.json")
+    assert len(list(tmp_path.iterdir())) == len(STRANGERS) + 4
+    remove_temporaries(tmp_path / "file.json")
+    of_other.unlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*STRANGERS, "file.json"])
 
 

@@ -3,6 +3,7 @@
 import shutil
 import time
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from forked_command import Command, forked_command
@@ -61,6 +62,11 @@ def _until_saved_after(command: Command, run: Path, step: int) -> None:
         time.sleep(0.01)
 
 
+def _left_of(file: Path) -> Path:
+    """What a process of another host would have left of a file."""
+    return file.with_name(f".{file.name}.{crc32(file.name.encode()):08x}.0123abcd-4711-12.tmp")
+
+
 def test_a_folder_in_place_of_the_metrics_is_one_line_on_all_ranks(work: Path, saved: Path) -> None:
     metrics = _folder(work, saved) / "metrics.jsonl"
     metrics.unlink()
@@ -103,9 +109,15 @@ def test_a_run_goes_on_from_a_linked_checkpoint_and_ends_when_its_lock_is_remove
 
 
 def test_what_rank_0_alone_cannot_write_in_a_step_is_one_line(work: Path, saved: Path) -> None:
+    """What a kill or a backup left of its files is gone by then; what others may be writing in --out is not."""
     run = _folder(work, saved)
+    left = [_left_of(run / "metrics.jsonl"), _left_of(saved / "DONE.json"), run / ".seen-1-2"]
+    kept = [_left_of(saved / "plan.json"), run / ".seen-1", saved / ".DONE.json.tmp"]
+    for file in (*left, *kept):
+        file.touch()
     command = _start(work, saved, *FOR_EVER)
     _until_saved_after(command, run, 3)
+    assert [file.exists() for file in (*left, *kept)] == [False] * 3 + [True] * 3
     (run / "metrics.jsonl").rename(run / "aside")
     (run / "metrics.jsonl").mkdir()
     status, error = _ended(command)

@@ -20,11 +20,8 @@ from shardwright_formats.io.owner import OWNER, is_gone, owner
 
 _MAX_JSON_BYTES = 256 * 1024 * 1024
 _ENDING = ".tmp"
-_OWNED = re.compile(OWNER + re.escape(_ENDING))
-_TEMPORARY = re.compile(
-    rf"\.(?P<name>.{{1,40}})\.(?P<crc>[0-9a-f]{{8}})\.(?:{OWNER}|[0-9]+){re.escape(_ENDING)}", re.DOTALL
-)
-"""A temporary file of a name that is not cut; earlier ones name their process by its number alone."""
+_OWNED = re.compile(rf"(?:{OWNER}|[0-9]+){re.escape(_ENDING)}")
+"""The end of a temporary file's name; some versions wrote the number of the process alone."""
 _SEAL = "sha256"
 """Key of a sealed document's own SHA-256, that of all its other keys and their values."""
 
@@ -86,14 +83,29 @@ def _beginning(path: Path) -> str:
     return f".{path.name[:40]}.{crc32(os.fsencode(path.name)):08x}."
 
 
+def remove_temporaries(path: Path) -> None:
+    """Remove what was left of a file that was being written, by whichever process of this user, here or elsewhere.
+
+    For one who holds a lock under which alone the file is written.
+    """
+    for leftover, _ in _temporaries(path):
+        if leftover.lstat().st_uid == os.geteuid():
+            leftover.unlink()
+
+
 def _remove_leftovers(path: Path) -> None:
+    for leftover, process in _temporaries(path):
+        with suppress(FileNotFoundError):  # another process may be at it
+            if process["host"] and is_gone(leftover, **process.groupdict()):
+                leftover.unlink()
+
+
+def _temporaries(path: Path) -> list[tuple[Path, re.Match[str]]]:
+    """Each temporary file of a path, with the name of its process."""
     beginning = _beginning(path)
-    for name in os.listdir(path.parent):
-        if name.startswith(beginning) and (by := _OWNED.fullmatch(name.removeprefix(beginning))):
-            leftover = path.parent / name
-            with suppress(FileNotFoundError):  # another process may be at it
-                if is_gone(leftover, **by.groupdict()):
-                    leftover.unlink()
+    names = (name for name in os.listdir(path.parent) if name.startswith(beginning))
+    pairs = ((path.parent / name, _OWNED.fullmatch(name.removeprefix(beginning))) for name in names)
+    return [(leftover, process) for leftover, process in pairs if process is not None]
 
 
 @contextmanager
@@ -106,17 +118,6 @@ def _faults_of(path: Path) -> Iterator[None]:
         if error.filename is not None and Path(os.fsdecode(error.filename)) not in own:
             raise
         raise system_fault(error, path) from None
-
-
-def remove_temporaries(folder: Path) -> None:
-    """Remove what was left in a folder of files that were being written, by whichever process, here or elsewhere.
-
-    For one who holds a lock under which alone the folder is written to.
-    """
-    for path in folder.glob(f".*{_ENDING}"):
-        name = _TEMPORARY.fullmatch(path.name)
-        if name and name["crc"] == f"{crc32(os.fsencode(name['name'])):08x}" and path.lstat().st_uid == os.geteuid():
-            path.unlink()
 
 
 def write_bytes(path: Path, content: bytes) -> None:

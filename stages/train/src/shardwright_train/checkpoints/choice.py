@@ -10,17 +10,17 @@ from typing import NamedTuple
 import msgspec
 
 from shardwright_formats.io.errors import BadInput, ShardwrightError
-from shardwright_formats.io.json import check_regular, read_document, sha256_of_file, sha256_of_value, write_bytes
+from shardwright_formats.io.json import check_regular, read_document, sha256_of_file, sha256_of_value
 from shardwright_train.checkpoints.folders import (
     RECORD,
     damaged_checkpoints,
     named_checkpoints,
     remove_leftovers,
     set_aside,
-    sign_to_see,
     step_of,
+    write_sign,
 )
-from shardwright_train.checkpoints.record import Checkpoint, Identity
+from shardwright_train.checkpoints.record import Beginning, Checkpoint, Identity
 from shardwright_train.parallel.channel import tried
 from shardwright_train.parallel.world import World
 
@@ -37,18 +37,17 @@ class Resumed(NamedTuple):
     folder: Path
     record: Checkpoint
 
+    def beginning(self, goes_on: bool) -> Beginning:
+        """Return where the batches of a run begin that goes on from this, or, if it does not, branches here."""
+        progress = self.record.progress
+        return self.record.began if goes_on else Beginning(step=progress.step, samples=progress.samples)
+
 
 def check_shared(folder: Path, world: World) -> None:
     """Raise BadInput on all ranks unless each sees in a folder what rank 0 writes there."""
-    sign = folder / world.first_says(lambda: _written_sign(folder), str)
+    sign = folder / world.first_says(lambda: write_sign(folder).name, str, folder)
     world.together(lambda: _check_seen(sign, world.rank))
     world.first_does(sign.unlink)
-
-
-def _written_sign(folder: Path) -> str:
-    sign = sign_to_see(folder)
-    write_bytes(sign, b"")
-    return sign.name
 
 
 def _check_seen(sign: Path, rank: int) -> None:

@@ -12,14 +12,12 @@ from collections.abc import Collection, Iterator
 from hashlib import sha256
 from pathlib import Path
 
-from shardwright_formats.io.json import remove_temporaries
-
 RECORD = "checkpoint.json"
 LOCK = "LOCK"
-_SIGN = ".seen-"
 OUT_LOCK = "LOCK.out"
 """The lock of what a run writes beside its checkpoints; the two may be one folder."""
 _STEP = re.compile(r"step-([0-9]{8})")
+_SIGN = re.compile(r"\.seen-[0-9]+-[0-9]+")
 _UNFINISHED, _REMOVED, _DAMAGED = ".unfinished", ".removed", ".damaged"
 _SAVED = re.compile(rf"shard-[0-9]{{5}}-.+\.safetensors|{re.escape(RECORD)}|\.{re.escape(RECORD)}\..+\.tmp")
 """Names of the files that a save writes."""
@@ -64,9 +62,11 @@ def damaged_checkpoints(run: Path) -> tuple[Path, ...]:
     return tuple(sorted(run.glob(f"step-*{_DAMAGED}*")))
 
 
-def sign_to_see(run: Path) -> Path:
-    """Return a name that no file has in the folder of a run, for a file that is there for a moment."""
-    return run / f"{_SIGN}{os.getpid()}-{time.time_ns()}"
+def write_sign(run: Path) -> Path:
+    """Write an empty file of a new name into the folder of a run, for others to see that they see the same folder."""
+    sign = run / f".seen-{os.getpid()}-{time.time_ns()}"
+    sign.touch(exist_ok=False)
+    return sign
 
 
 def unfinished_folder(checkpoint: Path) -> Path:
@@ -82,9 +82,8 @@ def make_empty(folder: Path) -> None:
 
 def remove_leftovers(run: Path) -> None:
     """Remove what saves, removals and starts that were cut off have left behind; none may be under way."""
-    remove_temporaries(run)
-    for sign in run.glob(f"{_SIGN}*"):
-        if re.fullmatch(rf"{re.escape(_SIGN)}[0-9]+-[0-9]+", sign.name) and sign.is_file() and not sign.stat().st_size:
+    for sign in run.glob(".seen-*"):
+        if _SIGN.fullmatch(sign.name) and sign.is_file() and not sign.stat().st_size:
             sign.unlink()
     for path in [*run.glob(f"step-*{_UNFINISHED}"), *run.glob(f"step-*{_REMOVED}")]:
         if step_of(path.with_suffix("")) is not None:

@@ -52,7 +52,7 @@ from shardwright_train.training.loss_scale import LossScale
 from shardwright_train.training.metrics import METRICS, Metrics
 from shardwright_train.training.nonfinite import first_nonfinite
 from shardwright_train.training.out_of_memory import lack_of_memory_explained, prediction_of
-from shardwright_train.training.stopping import NOTE, Grace, asked_to_stop, stop_note
+from shardwright_train.training.stopping import DONE, NOTE, Grace, asked_to_stop, stop_note
 from shardwright_train.weights.reading import Weights
 
 
@@ -124,7 +124,7 @@ def train(job: RunJob, world: World) -> None:
     best = best_so_far(job, before.best if own else None, validation)
     before = msgspec.structs.replace(before, best=best)
     loggers = _loggers(job, plan, world, folder, before.step + 1)
-    began = _beginning(resumed, own)
+    began = Beginning() if resumed is None else resumed.beginning(own)
     with closing(_saver(job, folder, identity, began, engine.tensors())) as saver, closing(loggers):
         run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator, loggers, not own)
         world.first_does(lambda: _begin(run, None if resumed is None else resumed.folder.parent))
@@ -171,14 +171,6 @@ def _resumed(job: RunOptions, identity: Identity, folder: Path, world: World) ->
         what = f"is at step {found.record.progress.step}, past --steps {job.steps}"
         raise BadInput(found.folder, what, "ask for more steps")
     return found
-
-
-def _beginning(resumed: Resumed | None, goes_on: bool) -> Beginning:
-    """Return where a run's own batches begin: as its checkpoint says if it goes on, else where it branches."""
-    if resumed is None:
-        return Beginning()
-    progress = resumed.record.progress
-    return resumed.record.began if goes_on else Beginning(step=progress.step, samples=progress.samples)
 
 
 def _loggers(job: RunOptions, plan: Plan, world: World, folder: Path, first: int) -> Loggers:
@@ -316,8 +308,9 @@ def _wants_to_stop(stop_asked: list[int], due: Due) -> bool:
 def _begin(run: _Run, parent: Path | None) -> None:
     """Make room for what the steps to come write."""
     run.metrics.keep_until(run.resumed.step, parent)
-    remove_temporaries(run.job.out)
     (run.job.out / NOTE).unlink(missing_ok=True)
+    for file in (run.metrics.file, *(run.job.out / name for name in (METRICS, DONE, NOTE))):
+        remove_temporaries(file)
 
 
 def _finish(run: _Run, progress: Progress, checkpoint: Path) -> None:
@@ -339,7 +332,7 @@ def _finish(run: _Run, progress: Progress, checkpoint: Path) -> None:
         best=_best(run, progress),
         predicted_step_time_s=None if prediction is None else prediction.estimate.simulated_step_time_s,
     )
-    write_document(out / "DONE.json", result)
+    write_document(out / DONE, result)
 
 
 def _best(run: _Run, progress: Progress) -> BestCheckpoint | None:

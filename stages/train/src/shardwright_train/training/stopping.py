@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 
 from shardwright_formats.types.run import StopNote
 
-NOTE = "STOPPED.json"
+NOTE, DONE = "STOPPED.json", "DONE.json"
+"""The last word of a run that was stopped, and of one that came to its end."""
 
 
 def stop_note(step: int, steps: int, in_time: bool, checkpoint: object) -> StopNote:
