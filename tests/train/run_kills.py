@@ -142,8 +142,7 @@ def survive(work: Path, kills: int, seed: int) -> int:
         run, began = Run(work, f"killed{state.runs}"), time.monotonic()
         draw = random.Random(f"{seed}/{state.done}/{state.runs}")
         process = run.start()
-        if state.done < kills and _runs_until(run, process, state, draw):
-            victim = _kill(process, draw)
+        if state.done < kills and _runs_until(run, process, state, draw) and (victim := _kill(process, draw)):
             process.communicate(timeout=_LONGEST_S)
             _until_all_are_gone(own)
             newest = run.newest()
@@ -206,11 +205,14 @@ def _keep(work: Path, state: State) -> None:
     write_bytes(work / "kills.json", msgspec.json.encode(state))
 
 
-def _kill(running: Command, draw: random.Random) -> str:
-    """Kill the launcher or one of its ranks; says which."""
+def _kill(running: Command, draw: random.Random) -> str | None:
+    """Kill the launcher or one of its ranks; says which, None where it has just ended by itself."""
     found = sorted(pid for pid, parent in _parents() if parent == running.pid)
     victim = draw.choice([running.pid, *found])
-    os.kill(victim, signal.SIGKILL)
+    try:
+        os.kill(victim, signal.SIGKILL)
+    except ProcessLookupError:
+        return None
     return "the launcher" if victim == running.pid else f"rank {found.index(victim)} of {len(found)}"
 
 
