@@ -7,7 +7,6 @@ shardwright_launch: tests of starting, watching and ending ranks use that, and s
 import importlib
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import traceback
@@ -35,8 +34,6 @@ def run_worker(worker: str, arguments: Sequence[str], world_size: int, method: s
     with tempfile.TemporaryDirectory() as folder:
         shared = {
             "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
             "GLOO_SOCKET_IFNAME": "lo",
         }
         ranks: list[BaseProcess] = []
@@ -63,12 +60,6 @@ def forking() -> BaseContext:
     for name, value in kept.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
     return multiprocessing.get_context("forkserver")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _rank(worker: str, arguments: Sequence[str], environment: dict[str, str], trace: Path) -> None:

@@ -6,18 +6,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from shardwright_formats.io.errors import one_line_errors
 from shardwright_launch.heartbeat import RankFiles
+from shardwright_launch.meeting import SECRET_VARIABLE, meeting_of
 from shardwright_launch.nodes import Nodes
 from shardwright_launch.ranks import launch
 
 RANK = Path(__file__).with_name("launched_rank.py")
 STARTED_S = 60.0
 HANG_S = 2.0
+SEVERAL = {"SEVERAL_NODES": "1", SECRET_VARIABLE: "0123456789abcdef" * 2}
+"""What launchers of several nodes, and their ranks, have in their environment."""
 
 
 def start_node(
@@ -37,25 +41,17 @@ def start_node(
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     if terminal:
         streams["stdin"] = streams["stderr"]
-    variables = {"STARTED_BY": str(folder)} | ({"SEVERAL_NODES": "1"} if nodes > 1 else {})
+    variables = {"STARTED_BY": str(folder)} | (SEVERAL if nodes > 1 else {})
     return subprocess.Popen(command, env=os.environ | variables, text=True, **streams)
 
 
-def let_act(folder: Path, port: int, others: int = 1) -> None:
-    """Let the ranks of several nodes act, once so many launchers have called that of node 0."""
+def let_act(folder: Path, ranks: int = 2) -> None:
+    """Let the ranks of several nodes act, once so many were started: their launchers have met by then."""
     deadline = time.monotonic() + STARTED_S
-    while _callers(port + 1) < others:
+    while len(started_by(folder)) < ranks:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    with socket.create_connection(("127.0.0.1", port + 1), timeout=STARTED_S) as line:
-        assert line.recv(1)  # it answers in turn, so it has answered those before: a call alone may still wait for that
     (folder / "met").touch()
-
-
-def _callers(port: int) -> int:
-    """How many connections there are at a port of this machine."""
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    return sum(line[1].endswith(f":{port:04X}") and line[3] == "01" for line in lines[1:])
 
 
 def started_by(folder: Path) -> dict[int, dict[str, str]]:
@@ -85,16 +81,18 @@ def until_in_a_step(folder: Path, ranks: int = 1) -> dict[int, dict[str, str]]:
 
 
 def free_port() -> int:
-    """A port that is free, and the one above it."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
+    """A port that is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def met(count: int) -> Iterator[list[Nodes]]:
+    """So many nodes with an address and a secret, in this process."""
+    alone = [Nodes(count, node, f"127.0.0.1:{port}") for port in (free_port(),) for node in range(count)]
+    with ExitStack() as stack:
+        yield [stack.enter_context(meeting_of(node, Path("secret"), SEVERAL)) for node in alone]
 
 
 Place = tuple[tuple[str, ...], dict[str, str]]
@@ -128,9 +126,9 @@ def by_slurm(nodes: int, folder: Path) -> list[Place]:
 def main(nodes: int, node: int, port: int, actions: Sequence[str]) -> None:
     """Launch the ranks of one node."""
     first = node * len(actions)
-    where = Nodes(nodes, node, f"127.0.0.1:{port}" if nodes > 1 else None)
+    alone = Nodes(nodes, node, f"127.0.0.1:{port}" if nodes > 1 else None)
     hang_timeout_s = HANG_S if any(re.fullmatch("sleep|hang", action) for action in actions) and nodes > 1 else None
-    with one_line_errors():
+    with one_line_errors(), meeting_of(alone, Path("secret"), os.environ) as where:
         command, ranks = [sys.executable, str(RANK), *actions], range(first, first + len(actions))
         kept = Path(os.environ["KEPT_IN"]) if "KEPT_IN" in os.environ else None
         launch(command, ranks, nodes * len(actions), where, hang_timeout_s=hang_timeout_s, log_folder=kept)

@@ -43,8 +43,8 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_step_of_srun_says_all() -> None:
     nodes = nodes_of(None, None, None, STEP)
-    assert nodes == Nodes(2, 1, "10.0.0.3:29134")
-    assert nodes.address == Address("10.0.0.3", 29134)
+    assert nodes == Nodes(2, 1, "10.0.0.3", step="1234567.0")
+    assert nodes.address == Address("10.0.0.3", 0)
 
 
 def test_options_win_over_the_step_and_hold_without_one() -> None:
@@ -63,18 +63,12 @@ def test_the_step_counts_and_not_the_job_around_it() -> None:
     assert nodes_of(None, 0, None, STEP | {"SLURM_STEP_NUM_NODES": "1"}) == Nodes(1, 0)
 
 
-def test_jobs_and_steps_that_share_a_node_meet_at_ports_two_apart() -> None:
-    steps = [STEP, STEP | {"SLURM_STEP_ID": "1"}, STEP | {"SLURM_JOB_ID": "1234569"}]
-    ports = [address.port for step in steps if (address := nodes_of(None, None, None, step).address)]
-    assert ports == [29134, 29136, 29138]
-
-
 def test_nodes_of_a_heterogeneous_job_meet_at_the_first_of_its_first_component() -> None:
     """The list of the step's nodes is sorted by name, whatever their ranks are."""
     components = {"SLURM_JOB_NODELIST_HET_GROUP_0": "gpu4", "SLURM_JOB_NODELIST_HET_GROUP_1": "gpu3"}
-    assert nodes_of(None, None, None, STEP | components).rendezvous == "10.0.0.4:29134"
+    assert nodes_of(None, None, None, STEP | components).rendezvous == "10.0.0.4"
     without_the_first = components | {"SLURM_JOB_NODELIST_HET_GROUP_0": "gpu5"}
-    assert nodes_of(None, None, None, STEP | without_the_first).rendezvous == "10.0.0.3:29134"
+    assert nodes_of(None, None, None, STEP | without_the_first).rendezvous == "10.0.0.3"
 
 
 @pytest.mark.parametrize(
@@ -100,17 +94,17 @@ def test_a_node_without_scontrol_is_told_to_name_the_rendezvous(scontrol: Path) 
 
 @pytest.mark.parametrize(
     ("rendezvous", "address"),
-    [("h:1", Address("h", 1)), ("10.0.0.1:65534", Address("10.0.0.1", 65534)), ("[::1]:29500", Address("::1", 29500))],
+    [("h:1", Address("h", 1)), ("10.0.0.1:65535", Address("10.0.0.1", 65535)), ("[::1]:29500", Address("::1", 29500))],
 )
 def test_a_rendezvous_is_a_host_and_a_port(rendezvous: str, address: Address) -> None:
     assert Nodes(2, 0, rendezvous).address == address
 
 
 @pytest.mark.parametrize(
-    "rendezvous", ["", "h", "h:", ":1", "h:0", "h:65535", "h:99999999", "h:-1", "h:1x", "::1:5", "a b:1"]
+    "rendezvous", ["", "h", "h:", ":1", "h:0", "h:65536", "h:99999999", "h:-1", "h:1x", "::1:5", "a b:1"]
 )
 def test_what_is_no_host_and_port_is_one_line(rendezvous: str) -> None:
-    with pytest.raises(BadInput, match=r"--rendezvous: .* is no HOST:PORT: give a port of 1 to 65534"):
+    with pytest.raises(BadInput, match=r"--rendezvous: .* is no HOST:PORT: give a port of 1 to 65535"):
         Nodes(2, 0, rendezvous)
 
 

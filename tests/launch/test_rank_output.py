@@ -161,7 +161,7 @@ def test_the_node_that_has_the_rank_shows_its_last_lines(tmp_path: Path, monkeyp
     port = free_port()
     actions = ("wait",), ("say_and_die mine",)
     nodes = [start_node(tmp_path, node, told, 2, port) for node, told in enumerate(actions)]
-    let_act(tmp_path, port)
+    let_act(tmp_path)
     shown = [node.communicate(timeout=STARTED_S)[1] for node in nodes]
     line = "error: rank 1: was killed by SIGKILL in step 1: the other ranks were ended"
     assert shown[0].splitlines() == [line]

@@ -1,18 +1,22 @@
 """Launchers of two nodes, on loopback and without a shared folder, end with one report of what failed first."""
 
+import re
 import signal
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from launchers import STARTED_S, free_port, let_act, start_node, started_by, until_in_a_step
+from launchers import SEVERAL, STARTED_S, free_port, let_act, met, start_node, started_by, until_in_a_step
 
+from shardwright_formats.io.errors import RunFailed
 from shardwright_launch.exchange import exchange
 from shardwright_launch.failure_report import NodeReport
+from shardwright_launch.meeting import meeting_of
 from shardwright_launch.nodes import Nodes
 
 
@@ -28,7 +32,7 @@ class Ended(NamedTuple):
 def _both(folder: Path, first: Sequence[str], second: Sequence[str]) -> tuple[Ended, Ended]:
     port = free_port()
     nodes = [start_node(folder, node, actions, 2, port) for node, actions in ((1, second), (0, first))]
-    let_act(folder, port)
+    let_act(folder, len(first) + len(second))
     ended = [Ended(node.wait(STARTED_S), node.communicate()[1]) for node in nodes]
     assert started_by(folder) == {}
     return ended[1], ended[0]
@@ -57,7 +61,7 @@ def test_node_0_passes_on_what_one_node_tells_to_the_third(tmp_path: Path) -> No
     port = free_port()
     actions = (["later lose"], ["fail z"], ["later lose"])
     nodes = [start_node(tmp_path, node, actions[node], 3, port) for node in range(3)]
-    let_act(tmp_path, port, others=2)
+    let_act(tmp_path, 3)
     for node in nodes:
         _, error = node.communicate(timeout=STARTED_S)
         assert (node.returncode, error.splitlines()[-1]) == (4, "error: rank 1: failed in step 1: ValueError: z")
@@ -83,7 +87,7 @@ def test_a_node_whose_launcher_is_gone_is_named_and_no_rank_is_left(tmp_path: Pa
     actions[gone] = ["wait"]
     nodes = [start_node(tmp_path, node, actions[node], 2, port) for node in (0, 1)]
     until_in_a_step(tmp_path, 2)
-    let_act(tmp_path, port)
+    let_act(tmp_path)
     nodes[gone].kill()
     (tmp_path / "acted").touch()
     other = nodes[1 - gone]
@@ -98,7 +102,7 @@ def test_a_signal_to_one_node_stops_both(tmp_path: Path) -> None:
     port = free_port()
     nodes = [start_node(tmp_path, node, ["wait" if node else "later lose"], 2, port) for node in (0, 1)]
     until_in_a_step(tmp_path, 2)
-    let_act(tmp_path, port)
+    let_act(tmp_path)
     nodes[1].send_signal(signal.SIGHUP)
     (tmp_path / "acted").touch()
     for node in nodes:
@@ -109,32 +113,53 @@ def test_a_signal_to_one_node_stops_both(tmp_path: Path) -> None:
         )
 
 
-def test_a_launcher_whose_other_was_never_there_says_so(tmp_path: Path) -> None:
-    (tmp_path / "met").touch()
-    node = start_node(tmp_path, 1, ["lose"], 2, free_port())
+def test_a_launcher_whose_node_0_is_not_there_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwright_launch.exchange.START_UP_S", 1.0)
+    nodes, file = Nodes(2, 1, f"127.0.0.1:{free_port()}"), tmp_path / "run" / "SECRET"
+    for environment, words in (({}, "SECRET is not there"), (SEVERAL, "Connection refused")):
+        with meeting_of(nodes, file, environment) as node:
+            with pytest.raises(
+                RunFailed, match=f"node 0 was not met within 1 s .*{words}.*SHARDWRIGHT_SECRET to the same"
+            ):
+                with exchange(node, "4"):
+                    pass
+
+
+def test_a_launcher_that_waits_for_node_0_can_be_stopped(tmp_path: Path) -> None:
+    node = start_node(tmp_path, 1, ["wait"], 2, free_port())
+    deadline = time.monotonic() + STARTED_S
+    while not _caught(node.pid, signal.SIGTERM):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    node.send_signal(signal.SIGTERM)
     _, error = node.communicate(timeout=STARTED_S)
-    words = "rank 1: lost its connection first, in step 1: nothing was heard of node 0: a rank there may have ended"
-    assert (node.returncode, error.splitlines()[-1]) == (4, f"error: {words}: look there")
+    assert (node.returncode, error) == (75, "error: stopped before node 0 was met: run the same command again\n")
+
+
+def _caught(process: int, number: int) -> bool:
+    """Whether a process has a handler of a signal."""
+    (mask,) = re.findall(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def test_a_launch_is_not_taken_for_the_one_before_it_at_the_same_rendezvous() -> None:
     """A node may be in its second launch while node 0 has not closed its first."""
-    rendezvous = f"127.0.0.1:{free_port()}"
-    with exchange(Nodes(2, 1, rendezvous), "4") as second:
-        with exchange(Nodes(2, 0, rendezvous), "2") as first:
+    with met(2) as (node_0, node_1), ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        with exchange(node_0, "2") as first:
+            second = pool.submit(lambda: stack.enter_context(exchange(node_1, "4")))
             time.sleep(1.0)
-            assert (first.heard(), second.heard()) == ((), ())
-        with exchange(Nodes(2, 0, rendezvous), "4") as first:
+            assert (first.heard(), second.done()) == ((), False)
+        with exchange(node_0, "4") as first:
             first.tell(NodeReport(node=0, ended=True))
-            (of_first, _) = second.gather(NodeReport(node=1, ended=True), 10.0)
+            (of_first, _) = second.result(STARTED_S).gather(NodeReport(node=1, ended=True), 10.0)
             assert of_first.ended and not of_first.gone
 
 
 @pytest.mark.parametrize("new", [0, 1])
 def test_a_launcher_that_came_back_takes_the_number_of_starts_from_the_one_that_stayed(new: int) -> None:
-    rendezvous, starts = f"127.0.0.1:{free_port()}", {new: 0, 1 - new: 2}
-    with ExitStack() as stack:
-        both = [stack.enter_context(exchange(Nodes(2, node, rendezvous), "4", starts[node])) for node in (0, 1)]
+    starts = {new: 0, 1 - new: 2}
+    with met(2) as nodes, ExitStack() as stack:
+        both = [stack.enter_context(exchange(nodes[node], "4", starts[node])) for node in (0, 1)]
         for node in (0, 1):
             both[node].tell(NodeReport(node=node, ended=node != new))
         until = time.monotonic() + STARTED_S
@@ -150,7 +175,7 @@ def test_what_is_no_launcher_at_the_port_is_hung_up_on(tmp_path: Path) -> None:
     node = start_node(tmp_path, 0, ["end"], 2, port)
     until_in_a_step(tmp_path)
     for line in (b"GET / HTTP/1.0\r\n\r\n", b'{"node":7,"ranks":[],"hang":"x"}\n', b'{"node":-1}\n', b"\xff" * 10_000):
-        with socket.create_connection(("127.0.0.1", port + 1)) as stranger:
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(line)
     (tmp_path / "met").touch()
     _, error = node.communicate(timeout=STARTED_S)
@@ -160,7 +185,7 @@ def test_what_is_no_launcher_at_the_port_is_hung_up_on(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        node = start_node(tmp_path, 0, ["end"], 2, port - 1)
+        node = start_node(tmp_path, 0, ["end"], 2, port)
         _, error = node.communicate(timeout=STARTED_S)
-    words = f"error: --rendezvous: port {port} cannot be listened at (Address already in use): choose another port\n"
-    assert (node.returncode, error) == (2, words)
+    words = f"--rendezvous: 127.0.0.1, port {port} cannot be listened at (Address already in use): choose "
+    assert (node.returncode, error) == (2, f"error: {words}an address of node 0 and a free port\n")

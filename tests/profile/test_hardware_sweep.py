@@ -108,7 +108,10 @@ def test_a_repeat_takes_as_long_as_on_the_slowest_rank_and_all_ranks_agree(tmp_p
     code = """
 import sys, time, os, torch, torch.distributed as dist
 from shardwright_profile.hardware.timing import Stopwatch
-dist.init_process_group("gloo")
+from datetime import timedelta
+from shardwright_launch.store import rank_store
+store = rank_store(dist.FileStore, dist.Store, 2, timedelta(seconds=60))
+dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
 rank, stopwatch = dist.get_rank(), Stopwatch(torch.device("cpu"))
 times_s = stopwatch.slowest_s(lambda: time.sleep(0.05 * rank), 3)
 open(sys.argv[1] + str(rank), "w").write(f"{times_s.tolist()} {stopwatch.agreed(float(rank))}")
@@ -130,6 +133,7 @@ def test_two_launchers_of_one_rank_each_measure_across_nodes(make_cluster, tmp_p
     launchers = []
     for node, (options, environment) in enumerate(place(2, tmp_path)):
         given = ("--cluster", tmp_path / "cluster.json", "--time-budget", 0.1, "--max-bytes", 4096, *options)
+        environment |= {"SHARDWRIGHT_SECRET": "0123456789abcdef" * 2}  # for each has an output of its own
         launchers.append(_start(tmp_path, *given, "--out", tmp_path / f"{node}.h5", **environment))
     for launcher in launchers:
         _, errors = launcher.communicate(timeout=120)

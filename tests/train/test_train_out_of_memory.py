@@ -18,7 +18,6 @@ from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.plan import Plan, Plans
 from shardwright_launch.failure_report import NodeReport, RankState, failure_report
 from shardwright_launch.heartbeat import Asked, RankError, Step
-from shardwright_launch.nodes import Nodes
 from shardwright_launch.ranks import EXPANDABLE, _environment
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, check_device, out_of_memory_said
@@ -88,20 +87,20 @@ def test_ranks_are_told_of_expandable_segments_unless_the_caller_says_otherwise(
 ) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    assert _environment(Nodes(), 1, 1)["PYTORCH_ALLOC_CONF"] == EXPANDABLE
+    assert _environment("lo", 1, 1)["PYTORCH_ALLOC_CONF"] == EXPANDABLE
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert _environment(Nodes(), 1, 1)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert _environment("lo", 1, 1)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
-    assert _environment(Nodes(), 1, 1)["PYTORCH_ALLOC_CONF"] == "backend:native"
+    assert _environment("lo", 1, 1)["PYTORCH_ALLOC_CONF"] == "backend:native"
 
 
 def test_ranks_keep_freed_host_memory_unless_the_caller_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     told = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"
     for name in told:
         monkeypatch.delenv(name, raising=False)
-    assert [int(_environment(Nodes(), 1, 1)[name]) for name in told] == [2**40, 32 * 2**20]
+    assert [int(_environment("lo", 1, 1)[name]) for name in told] == [2**40, 32 * 2**20]
     monkeypatch.setenv(told[0], "131072")
-    assert [int(_environment(Nodes(), 1, 1)[name]) for name in told] == [131072, 32 * 2**20]
+    assert [int(_environment("lo", 1, 1)[name]) for name in told] == [131072, 32 * 2**20]
 
 
 @pytest.mark.parametrize("number", [1, 3, 6])

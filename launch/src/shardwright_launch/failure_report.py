@@ -46,7 +46,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
         return self.step.where if self.step else "in start-up"
 
 
-class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     """What one node's launcher tells the others: once when something goes wrong there, once when it ends."""
 
     node: int
@@ -54,6 +54,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Which launch this is about: one command may make several, at one rendezvous."""
     start: int = 0
     """How often its ranks were started anew before."""
+    launch: str = ""
+    """The random name of node 0's launch; empty from other nodes."""
     ranks: tuple[RankState, ...] = ()
     """All of the node's, once one of them has failed or hangs."""
     hang: str | None = None

@@ -82,6 +82,21 @@ class RankFiles:
         """The files of a rank in the launcher's folder."""
         return cls(folder / f"rank{rank}")
 
+    @classmethod
+    def of_environment(cls) -> "RankFiles":
+        """The files of this rank, which the launcher's environment names."""
+        return cls(Path(os.environ[_FILES]))
+
+    @property
+    def store_file(self) -> Path:
+        """What the ranks of a single node find one another by; all of them share it."""
+        return self.beginning.with_name("store")
+
+    @property
+    def meeting_file(self) -> Path:
+        """Where the ranks of several nodes meet; those of this node share it, and a single node has none."""
+        return self.beginning.with_name("meeting.json")
+
     @property
     def environment(self) -> dict[str, str]:
         """What a rank's process finds them by, and its launcher."""
@@ -136,7 +151,7 @@ class Heartbeat:
     @classmethod
     def of_environment(cls) -> "Heartbeat":
         """The heartbeat that the launcher's environment names."""
-        return cls(RankFiles(Path(os.environ[_FILES])))
+        return cls(RankFiles.of_environment())
 
     def begin(self, where: str) -> None:
         """Say what the rank is about from now on, such as `in step 3`: the time allowed for a step starts anew."""
@@ -202,7 +217,7 @@ def start_rank() -> None:
     PR_SET_PDEATHSIG (Linux 2.1.57 or later).
     """
     outlive_terminal()
-    files = RankFiles(Path(os.environ[_FILES]))
+    files = RankFiles.of_environment()
     faulthandler.register(STACKS_SIGNAL, file=files.stacks_file.open("w"), all_threads=True, chain=False)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) != 0:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -17,22 +17,33 @@ from shardwright_formats.command import Options
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.limits import Count
+from shardwright_launch.interfaces import name_for_others
 
-_MAX_PORT = 65534
-"""One below the largest: the launchers themselves meet at the port above that of the ranks."""
+_MAX_PORT = 65535
 _USUAL_PORT = 29500
 """PyTorch's own default."""
-_FIRST_PORT, _PORT_PAIRS = 20000, 5000
 _SCONTROL_S = 60
 _NODE_ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+):(?P<port>[0-9]{1,5})")
 
 
 class Address(NamedTuple):
-    """Where the first node listens: for the ranks at `port`, for the other nodes' launchers one above."""
+    """Where the first node listens for the other nodes' launchers and ranks."""
 
     host: str
     port: int
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the nodes of a run meet by."""
+
+    file: Path
+    """Where node 0 keeps the secret, unless it was given to all nodes."""
+    secret: bytes | None = field(default=None, repr=False)
+    """The secret that was given."""
+    server: socket.socket | None = None
+    """What node 0 listens with."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,10 @@ class Nodes:
     rendezvous: str | None = None
     all_here: bool = False
     """Whether this machine stands for all nodes of the cluster."""
+    step: str = ""
+    """Job and step of Slurm, where these name the nodes: then `rendezvous` is a host, and its port is random."""
+    meeting: Meeting | None = field(default=None, compare=False)
+    """Set within `meeting_of`."""
 
     def __post_init__(self) -> None:
         if self.all_here and self.count > 1:
@@ -63,9 +78,11 @@ class Nodes:
 
     @property
     def address(self) -> Address | None:
-        """The rendezvous by host and port; BadInput where it is not `HOST:PORT` or the port is out of range."""
+        """The rendezvous by host and port, which is 0 until the secret says it; BadInput where it is no `HOST:PORT`."""
         if self.rendezvous is None:
             return None
+        if self.step:
+            return Address(self.rendezvous, 0)
         found = _ADDRESS.fullmatch(self.rendezvous)
         if found is None or not 1 <= int(found["port"]) <= _MAX_PORT:
             raise BadInput("--rendezvous", f"{self.rendezvous!r} is no HOST:PORT", f"give a port of 1 to {_MAX_PORT}")
@@ -87,7 +104,8 @@ def nodes_of(count: int | None, rank: int | None, rendezvous: str | None, enviro
     if count > 1 and _number(environment, "SLURM_LOCALID", default=0):
         raise BadInput("srun", "it started several tasks on one node", "pass --ntasks-per-node=1")
     if count > 1 and rendezvous is None:
-        rendezvous = _rendezvous_of_step(environment)
+        step = f"{_number(environment, 'SLURM_JOB_ID')}.{_number(environment, 'SLURM_STEP_ID', default=0)}"
+        return Nodes(count, rank, _host_of_step(environment), step=step)
     return Nodes(count, rank, rendezvous)
 
 
@@ -101,9 +119,8 @@ def check_all_nodes(cluster: Cluster, nodes: Nodes, file: object) -> None:
         return
     remedy = f"start it on every node with --nnodes {count}, --node-rank and --rendezvous"
     if nodes == Nodes():
-        print(
-            f"# once on each node, of which node 0 is {socket.gethostname()} with port {_USUAL_PORT} and the one above:"
-        )
+        secret = "where they share no folder, set SHARDWRIGHT_SECRET on all to the same 32 or more random characters"
+        print(f"# once on each node, of which node 0 is {name_for_others()} with port {_USUAL_PORT}; {secret}:")
         print("\n".join(lines_of_nodes(cluster, sys.argv)), flush=True)
         remedy = "start it on every node: the lines are printed"
     raise BadInput(file, f"is for {count} nodes, --nnodes is {nodes.count}", remedy)
@@ -113,23 +130,18 @@ def lines_of_nodes(cluster: Cluster, command: Sequence[str]) -> list[str]:
     """A command as it is started on each node of a cluster, in the order of its nodes, with this machine as node 0."""
     program = shlex.join([Path(command[0]).name, *command[1:]])
     types = [group.node_type for group in cluster.nodes for _ in range(group.count)]
-    meeting = f"--nnodes {len(types)} --rendezvous {socket.gethostname()}:{_USUAL_PORT}"
+    meeting = f"--nnodes {len(types)} --rendezvous {name_for_others()}:{_USUAL_PORT}"
     return [f"{program} {meeting} --node-rank {node}  # a node of {of}" for node, of in enumerate(types)]
 
 
-def _rendezvous_of_step(environment: Mapping[str, str]) -> str:
-    """HOST:PORT of the step's first node; the port follows from job and step, so that all nodes know it.
-
-    The host is the node's address as Slurm itself reaches it: a node's name may be known to Slurm alone.
-    """
+def _host_of_step(environment: Mapping[str, str]) -> str:
+    """The step's first node, by its address as Slurm itself reaches it: its name may be known to Slurm alone."""
     listed = environment["SLURM_STEP_NODELIST"]
     first = _first_host(environment)
     address = _NODE_ADDRESS.search(_scontrol(listed, "node", first))
     if address is None:
         raise _unresolved(listed, f"it tells no NodeAddr of {first}")
-    job = _number(environment, "SLURM_JOB_ID") + _number(environment, "SLURM_STEP_ID", default=0)
-    host = f"[{address[1]}]" if ":" in address[1] else address[1]
-    return f"{host}:{_FIRST_PORT + 2 * (job % _PORT_PAIRS)}"
+    return address[1]
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
@@ -182,7 +194,7 @@ class NodeOptions(Options, frozen=True, kw_only=True):
     node_rank: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """This node's number in the cluster's order, from 0; without it as srun says, else 0."""
     rendezvous: Annotated[str, Meta(max_length=300)] | None = None
-    """HOST:PORT of node 0 where several nodes meet; the port above it is used too. Not needed under srun."""
+    """HOST:PORT of node 0 where several nodes meet. Not needed under srun."""
 
     all_nodes_here: bool = False
     """Start the ranks of all nodes on this machine, to try a cluster's plans where there is no such cluster."""

@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,10 +17,13 @@ from shardwright_formats.io.errors import RanksLost, RunFailed
 from shardwright_launch.exchange import Exchange, exchange
 from shardwright_launch.failure_report import NodeReport, RankState, failure_report
 from shardwright_launch.heartbeat import STACKS_SIGNAL, START_UP_S, RankFiles
-from shardwright_launch.nodes import Address, Nodes
+from shardwright_launch.interfaces import LOOPBACK, interface_of
+from shardwright_launch.meeting import SECRET_VARIABLE
+from shardwright_launch.nodes import Nodes
 from shardwright_launch.rank_output import OnLine, RankOutput, rank_output
 from shardwright_launch.scratch import scratch_folder
 from shardwright_launch.signals import relayed_signals
+from shardwright_launch.store import note_meeting
 
 _POLL_S = 0.05
 _ORDERLY_END_S = 20.0
@@ -46,6 +48,9 @@ A rank keeps what it has freed in place of taking the same pages anew in every s
 """
 _UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 """For ranks that print into a pipe: what they have printed is out of their hands when they are killed."""
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_QUIET = {"NCCL_RAS_ENABLE": "0"}
+"""NCCL 2.24 and later listens for questions about a job's health otherwise, at a port that is always the same."""
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -88,7 +93,9 @@ def launch(
     name: str = "",
     start: int = 0,
 ) -> None:
-    """Run `command` for each of this node's ranks with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
+    """Run `command` for each of this node's ranks with RANK, LOCAL_RANK and WORLD_SIZE set.
+
+    The ranks find one another by `rank_store`.
 
     `name` tells apart launches of one command and size, and `start` those of one name, so that no node takes another's
     last report for a new one.
@@ -112,11 +119,14 @@ def launch(
     with (
         scratch_folder() as folder,
         relayed_signals(lambda: _ask_to_stop(started)) as signals,
-        exchange(nodes, f"{world_size} {name}", start) as others,
+        exchange(nodes, f"{world_size} {name}", start, lambda: bool(signals)) as others,
         rank_output(log_folder, ranks, world_size, start, on_line) as output,
     ):
         try:
-            environment = _environment(nodes, len(ranks), world_size) | (_UNBUFFERED if log_folder else {})
+            environment = _environment(interface_of(others.address_here), len(ranks), world_size)
+            environment |= _UNBUFFERED if log_folder else {}
+            if others.place is not None:
+                note_meeting(RankFiles.of_rank(Path(folder), 0).meeting_file, others.place, others.launch)
             for local_rank, number in enumerate(ranks):
                 files = RankFiles.of_rank(folder, number)
                 place = {"RANK": str(number), "LOCAL_RANK": str(local_rank)} | files.environment
@@ -138,27 +148,18 @@ def allocator_setting(environment: Mapping[str, str]) -> str:
     return next((environment[name] for name in _ALLOCATOR if environment.get(name)), "")
 
 
-def _environment(nodes: Nodes, processes: int, world_size: int) -> dict[str, str]:
-    address = nodes.address or Address("127.0.0.1", _free_port())
+def _environment(interface: str | None, processes: int, world_size: int) -> dict[str, str]:
     # Whatever the caller's own environment says: more threads than cores make the ranks wait for one another.
     threads = str(max(1, len(os.sched_getaffinity(0)) // processes))
-    local = {} if nodes.address else {"GLOO_SOCKET_IFNAME": "lo"}
     warnings = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), _RENAMED)))
-    shared = {
-        "PYTHONWARNINGS": warnings,
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": address.host,
-        "MASTER_PORT": str(address.port),
-    }
+    shared = {"PYTHONWARNINGS": warnings, "WORLD_SIZE": str(world_size)}
+    if interface == LOOPBACK:  # whatever the environment says: nobody else is to reach what the ranks listen at
+        shared |= dict.fromkeys(_INTERFACES, LOOPBACK)
+    inherited = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
     # So that memory that was given back in odd pieces can be taken again (PyTorch's notes on CUDA semantics).
+    meeting = {_INTERFACES[0]: interface} if interface else {}
     allocator = {_ALLOCATOR[0]: allocator_setting(os.environ) or EXPANDABLE}
-    return local | allocator | _HOST_ALLOCATOR | os.environ | shared | dict.fromkeys(_THREAD_COUNTS, threads)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return meeting | allocator | _HOST_ALLOCATOR | _QUIET | inherited | shared | dict.fromkeys(_THREAD_COUNTS, threads)
 
 
 def _start(

@@ -20,6 +20,7 @@ from shardwright_formats.types.prediction import Prediction
 from shardwright_launch.accelerator import CPU, check_accelerator, device_type_of
 from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
+from shardwright_launch.meeting import meeting_of
 from shardwright_launch.nodes import Nodes, check_all_nodes
 from shardwright_launch.ranks import EXPANDABLE, allocator_setting, launch
 from shardwright_launch.scratch import scratch_folder
@@ -146,7 +147,11 @@ def start_measure(options: MeasureOptions) -> None:
         _check(plan, file, nodes)
     for folder in filter(None, (options.trace, options.log_dir)):
         _check_folder(folder)
-    with only_run(out.with_name(f"{out.name}.lock"), nodes), scratch_folder() as scratch:
+    with (
+        only_run(out.with_name(f"{out.name}.lock"), nodes),
+        meeting_of(nodes, out.with_name(f"{out.name}.secret"), os.environ) as nodes,
+        scratch_folder() as scratch,
+    ):
         sized = sorted((plan for _, plan in plans), key=lambda plan: plan.world_size)
         found, in_turns = _Found({}, {}), [_hashes(some, group) for _, some in asked for group in some.in_turns]
         for _, group in groupby(sized, key=lambda plan: plan.world_size):

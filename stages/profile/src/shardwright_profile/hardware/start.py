@@ -12,6 +12,7 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_launch.accelerator import check_accelerator, device_type_of
 from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
+from shardwright_launch.meeting import meeting_of
 from shardwright_launch.nodes import Nodes, check_all_nodes
 from shardwright_launch.ranks import launch
 from shardwright_launch.scratch import scratch_folder
@@ -35,7 +36,11 @@ def start_sweep(options: HardwareOptions) -> None:
     nodes = options.nodes(os.environ)
     _check(options, cluster, nodes)
     identity = _identity(options, cluster)
-    with only_run(options.out.with_name(f"{options.out.name}.lock"), nodes), scratch_folder() as scratch:
+    with (
+        only_run(options.out.with_name(f"{options.out.name}.lock"), nodes),
+        meeting_of(nodes, options.out.with_name(f"{options.out.name}.secret"), os.environ) as nodes,
+        scratch_folder() as scratch,
+    ):
         if nodes.rank == 0:
             JOURNAL.read(journal_path(options.out), identity)
         job = SweepJob(

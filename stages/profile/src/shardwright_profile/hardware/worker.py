@@ -17,6 +17,7 @@ from shardwright_formats.types.hardware_profile import write_hardware_profile
 from shardwright_launch.accelerator import CPU
 from shardwright_launch.heartbeat import START_UP_S, Heartbeat, end_quietly, start_rank
 from shardwright_launch.journal import Journal, Kept, journal_path
+from shardwright_launch.store import rank_store
 from shardwright_profile.hardware.profile import (
     JOURNAL,
     Entry,
@@ -43,7 +44,11 @@ def main(job_file: str) -> None:
         # The launcher, which shows the stacks of a hang, is to speak before the process group does.
         timeout = timedelta(seconds=2 * START_UP_S)
         device_id = device if device.type == "cuda" else None
-        dist.init_process_group(job.identity.backend, timeout=timeout, device_id=device_id)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = rank_store(dist.FileStore, dist.Store, size, timeout)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            job.identity.backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
+        )
         stack.callback(dist.destroy_process_group)
         stack.push(heartbeat.note)  # before its peers can see that this rank is gone
         _measure(job, Stopwatch(device, heartbeat))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 RECORD = "checkpoint.json"
 LOCK = "LOCK"
+SECRET = "SECRET"
 OUT_LOCK = "LOCK.out"
 """The lock of what a run writes beside its checkpoints; the two may be one folder."""
 _STEP = re.compile(r"step-([0-9]{8})")

@@ -15,6 +15,7 @@ from shardwright_formats.io.errors import BadInput, OutOfMemory
 from shardwright_formats.types.plan import Plan
 from shardwright_launch.accelerator import CPU
 from shardwright_launch.heartbeat import START_UP_S, Heartbeat
+from shardwright_launch.store import rank_store
 from shardwright_train.parallel.channel import Channel
 from shardwright_train.torch_private import default_timeout
 
@@ -46,7 +47,8 @@ def joined_world(device_type: str, timeout_s: float = START_UP_S) -> Iterator[Wo
         device = _device(device_type, int(os.environ["LOCAL_RANK"]))
         # A DeviceMesh takes no timeout: its groups have the defaults, which are 10 minutes with NCCL.
         stack.enter_context(default_timeout(timeout))
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+        store = rank_store(dist.FileStore, dist.Store, size, timeout)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         stack.callback(dist.destroy_process_group)
         stack.push(heartbeat.note)  # before the group is destroyed, from which the peers see that this rank is gone
         heartbeat.begin("before the first step")

@@ -1,5 +1,6 @@
 """A plan for the nodes that are left when some were lost, found by the search's own command."""
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -65,7 +66,8 @@ def replanned(
         _search(options, plan, gone, run, folder)
     found = _awaited(folder / _FOUND)
     parent = options.resume_from if found.resume_from is None else Path(found.resume_from)
-    left = Nodes(nodes.count - len(gone), nodes.rank - sum(node < nodes.rank for node in gone), nodes.rendezvous)
+    rank = nodes.rank - sum(node < nodes.rank for node in gone)
+    left = dataclasses.replace(nodes, count=nodes.count - len(gone), rank=rank)
     return msgspec.structs.replace(options, plan=folder / "plan.json", resume_from=parent), found.plan, left
 
 

@@ -1,5 +1,6 @@
 """Going on after ranks or nodes were lost: the ranks are started anew, under the same plan or one for what is left."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import NamedTuple
 from shardwright_formats.io.errors import RanksLost
 from shardwright_formats.types.plan import Plan
 from shardwright_launch.lock import HeldLock, only_run
+from shardwright_launch.meeting import meeting_of
 from shardwright_launch.nodes import Nodes
-from shardwright_train.checkpoints.folders import LOCK, folder_of_run
+from shardwright_train.checkpoints.folders import LOCK, SECRET, folder_of_run
 from shardwright_train.options import OnNodeLoss, RunOptions
 from shardwright_train.supervision.replan import replanned
 
@@ -36,9 +38,12 @@ def run_with_restarts(attempt: Attempt, launch: Callable[[Attempt], None]) -> No
 
     Raises RanksLost where that is used up; what the ranks report in order would come again, and is raised at once.
     """
-    options, nodes = attempt.options, attempt.nodes
-    with only_run(attempt.folder / LOCK, nodes) as held:
-        attempt = attempt._replace(locks=(*attempt.locks, *held))
+    options = attempt.options
+    with (
+        only_run(attempt.folder / LOCK, attempt.nodes) as held,
+        meeting_of(attempt.nodes, attempt.folder / SECRET, os.environ) as nodes,
+    ):
+        attempt = attempt._replace(nodes=nodes, locks=(*attempt.locks, *held))
         while True:
             try:
                 return launch(attempt)

@@ -1,0 +1,68 @@
+"""What a stranger on the same machine can do to a run of two launchers: nothing."""
+
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from launchers import STARTED_S, free_port, let_act, met, start_node, started_by, until_in_a_step
+from strangers import LOOPBACK, listeners, molest
+
+from shardwright_launch.exchange import exchange
+from shardwright_launch.failure_report import NodeReport
+from shardwright_launch.meeting import call, framed, place_of
+
+
+def test_a_stranger_is_answered_by_a_random_number_alone_and_changes_nothing(tmp_path: Path) -> None:
+    port = free_port()
+    nodes = [start_node(tmp_path, node, [action], 2, port) for node, action in enumerate(("end", "end"))]
+    until_in_a_step(tmp_path, 2)
+    where = listeners([*(node.pid for node in nodes), *started_by(tmp_path)])
+    assert {address for address, _ in where} == {"0100007F"} <= LOOPBACK
+    answers = molest(tmp_path, [listening for _, listening in where])
+    assert {len(answer) for answer in answers.values()} <= {0, 64}, answers
+    assert answers[f"{port}, nothing"] != answers[f"{port}, http"]
+    assert len(started_by(tmp_path)) == 2 and not (tmp_path / "ran").exists()
+    let_act(tmp_path)
+    assert [(node.communicate(timeout=STARTED_S)[1], node.returncode) for node in nodes] == [("", 0)] * 2
+
+
+def test_a_report_of_a_rank_is_heard_while_strangers_call(tmp_path: Path) -> None:
+    port = free_port()
+    nodes = [start_node(tmp_path, node, [action], 2, port) for node, action in enumerate(("wait", "fail y"))]
+    until_in_a_step(tmp_path, 2)
+    molest(tmp_path, [port])
+    let_act(tmp_path)
+    for node in nodes:
+        _, error = node.communicate(timeout=STARTED_S)
+        assert (node.returncode, error.splitlines()[-1]) == (4, "error: rank 1: failed in step 1: ValueError: y")
+
+
+def test_a_peer_that_never_reads_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows the secret: a launcher that is stopped (SIGSTOP) while node 0 has much to tell."""
+    monkeypatch.setattr("shardwright_launch.exchange.ANSWER_S", 2.0)
+    with ExitStack() as stack:
+        nodes = stack.enter_context(met(3))
+        first, second = (stack.enter_context(exchange(node, "4")) for node in nodes[:2])
+        deaf = stack.enter_context(call(place_of(nodes[2])))
+        deaf.sendall(framed(NodeReport(node=2, run="4")))
+        began_s = time.monotonic()
+        for number in range(10):
+            first.tell(NodeReport(node=0, hang=str(number) * 2_000_000))
+        while not (heard := second.heard()) or (heard[0].hang or "")[:1] != "9":
+            assert time.monotonic() - began_s < 10
+            time.sleep(0.02)
+        while not any(report.gone for report in first.heard()):
+            assert time.monotonic() - began_s < 10
+            time.sleep(0.02)
+        stack.pop_all().close()
+        assert time.monotonic() - began_s < 15
+
+
+def test_nothing_listens_where_ranks_are_of_one_node(tmp_path: Path) -> None:
+    node = start_node(tmp_path, 0, ["wait", "wait"])
+    until_in_a_step(tmp_path, 2)
+    assert listeners([node.pid, *started_by(tmp_path)]) == set()
+    node.send_signal(signal.SIGTERM)
+    node.communicate(timeout=STARTED_S)
