@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,12 +21,16 @@ IDLE = 200
 _LISTENS = "0A"
 _KILLED = {"rank": 0, "status": -9, "seen_s": 0.0, "step": None, "error": None}
 _TAG = {"type": "report"}
-REPORTS = [
-    {"node": 1, "run": run, "start": start} | said
-    for run in ("2 ", "2", "4")
-    for start in (0, 1_000_000)
-    for said in ({"ranks": [_KILLED]}, {"gone": True}, {"hang": "all of it"}, {"ended": True})
-]
+_SAID = {
+    "ended": {"ended": True},
+    "gone": {"gone": True},
+    "hang": {"hang": "all of it"},
+    "killed": {"ranks": [_KILLED]},
+}
+REPORTS = {
+    kind: [{"node": 1, "run": run, "start": start} | said for run in ("2 ", "4") for start in (0, 1_000_000)]
+    for kind, said in _SAID.items()
+}
 """Well-formed reports of a launcher: they would end a run, silence its nodes, or raise its number of starts."""
 
 
@@ -38,17 +43,17 @@ class _Command:
 
 def attempts() -> dict[str, bytes]:
     """What a stranger says, by name."""
-    lines = [json.dumps(report).encode() for report in REPORTS]
-    framed = [json.dumps(_TAG | report).encode() for report in REPORTS]
+    lines = {kind: b"".join(json.dumps(each).encode() + b"\n" for each in some) for kind, some in REPORTS.items()}
+    framed = {kind: b"".join(_framed(_TAG | each) for each in some) for kind, some in REPORTS.items()}
     nested = b"[" * 200_000 + b"]" * 200_000
     store = b"\x00" + (0x3C85F7CE).to_bytes(4, "little")  # TCPStore: VALIDATE
     store += b"\x01" + b"".join(len(word).to_bytes(8, "little") + word for word in (b"init/taken", b"1"))  # SET
     store += b"\x04" + (10).to_bytes(8, "little") + b"init/taken" + (1).to_bytes(8, "little")  # ADD
     return {
         "nothing": b"",
-        "lines": b"\n".join(lines) + b"\n",
-        "framed": b"".join(len(body).to_bytes(4, "big") + body for body in framed),
-        "behind a wrong proof": bytes(64) + b"".join(len(body).to_bytes(4, "big") + body for body in framed),
+        **{f"{kind} behind a wrong proof": bytes(64) + reports for kind, reports in framed.items()},
+        **framed,
+        **{f"{kind} in a line": reports for kind, reports in lines.items()},
         "nested": nested + b"\n",
         "nested in a report": b'{"node":1,"ranks":' + nested + b"}\n",
         "store": store,
@@ -56,6 +61,11 @@ def attempts() -> dict[str, bytes]:
         "long": b"\xff" * 1_000_000,
         "http": b"GET / HTTP/1.0\r\n\r\n",
     }
+
+
+def _framed(message: dict[str, object]) -> bytes:
+    body = json.dumps(message).encode()
+    return len(body).to_bytes(4, "big") + body
 
 
 def listeners(processes: Iterable[int]) -> set[tuple[str, int]]:
@@ -104,8 +114,10 @@ def main(ports: list[int]) -> None:
         for _ in range(IDLE):
             with suppress(OSError):
                 idle.append(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S))
-    answers = {f"{port}, {name}": _answered(port, words).hex() for port in ports for name, words in attempts().items()}
-    print(json.dumps(answers))
+    calls = [(port, name, words) for port in ports for name, words in attempts().items()]
+    with ThreadPoolExecutor(8) as pool:
+        answered = pool.map(lambda call: _answered(call[0], call[2]).hex(), calls)
+    print(json.dumps({f"{port}, {name}": answer for (port, name, _), answer in zip(calls, answered, strict=True)}))
 
 
 if __name__ == "__main__":

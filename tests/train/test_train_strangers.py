@@ -1,0 +1,77 @@
+"""A stranger on the machine of a run, with a client of its own, changes nothing of it."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from forked_command import Command, forked_command
+from launchers import Place, by_address
+from msgspec.structs import replace
+from random_plans import random_plan
+from strangers import LOOPBACK, listeners, molest
+from tiny_models import tiny
+
+from shardwright_formats.io.json import write_document
+from shardwright_formats.types.cluster import Cluster, NodeGroup
+from shardwright_train.data.prepare import prepare
+
+IN_STEPS_S = 90.0
+
+
+def _one_node(_nodes: int, _folder: Path) -> list[Place]:
+    return [((), {})]
+
+
+@pytest.mark.parametrize("place", [_one_node, by_address])
+def test_a_stranger_changes_nothing_of_a_run(tmp_path: Path, place: Callable[[int, Path], list[Place]]) -> None:
+    """Of two ranks on one node, or of two launchers, by what they say and by what the launchers are said to hear."""
+    places = place(2, tmp_path)
+    arguments = ("run", _plan(tmp_path, len(places)), "--data", _data(tmp_path), "--steps", 100_000)
+    folders = ("--checkpoints", tmp_path / "kept", "--out", tmp_path / "out")
+    started = [forked_command((*arguments, *folders, *options), variables) for options, variables in places]
+    before = _until_in_steps(started)
+    where = listeners([*(command.pid for command in started), *before])
+    assert {address for address, _ in where} <= LOOPBACK
+    launchers = {port for _, port in listeners(command.pid for command in started)}
+    assert len(launchers) == len(started) - 1
+    answers = molest(tmp_path, {port for _, port in where})
+    assert all(len(answers[f"{port}, nothing"]) == 64 for port in launchers), answers
+    assert {len(answer) for answer in answers.values()} <= {0, 64}, answers
+    assert not (tmp_path / "ran").exists()
+    assert _until_in_steps(started) == before
+    for command in started:
+        command.send_signal(signal.SIGTERM)
+    shown = [command.communicate(timeout=60) for command in started]
+    assert [command.returncode for command in started] == [75] * len(started), shown
+    assert "Traceback" not in str(shown) and "starting anew" not in str(shown), shown
+
+
+def _until_in_steps(started: list[Command]) -> list[int]:
+    """Wait until both ranks are in a step that they were not in before, and return their processes."""
+    seen, until_s = dict[int, set[str]](), time.monotonic() + IN_STEPS_S
+    while len(seen) < 2 or any(len(steps) < 3 for steps in seen.values()):
+        assert time.monotonic() < until_s, [command.communicate(timeout=1) for command in started]
+        for command in started:
+            for pid, files in command.ranks().values():
+                if (step := files.step()) is not None:
+                    seen.setdefault(pid, set()).add(step.where)
+        time.sleep(0.01)
+    return sorted(seen)
+
+
+def _data(folder: Path) -> Path:
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    prepare(str(folder / "text"), "*.txt", 260, 1.0, folder / "data")
+    return folder / "data"
+
+
+def _plan(folder: Path, nodes: int) -> Path:
+    plan = random_plan(tiny("llama", vocab_size=260), 1, 2, "float32", stages=2)
+    (node_type,) = plan.cluster.node_types.values()
+    node_type = replace(node_type, device="cpu", devices_per_node=2 // nodes)
+    cluster = Cluster(name="two", nodes=(NodeGroup(node_type="one", count=nodes),), node_types={"one": node_type})
+    write_document(folder / "plan.json", replace(plan, cluster=cluster))
+    return folder / "plan.json"
