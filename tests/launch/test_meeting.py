@@ -30,6 +30,8 @@ def test_node_0_makes_a_random_secret_that_the_user_alone_can_read_and_removes_i
             assert (file.stat().st_mode & 0o777, list(file.parent.iterdir())) == (0o600, [file])
             assert place_of(first).secret == place_of(second).secret and len(place_of(first).secret) == 64
             seen.add(place_of(first).secret)
+            file.unlink()
+            assert place_of(first).secret in seen, "it is known to node 0 for as long as it listens"
         assert list(file.parent.iterdir()) == []
     assert len(seen) == 2
 

@@ -65,8 +65,9 @@ def meeting_of(nodes: Nodes, file: Path, environment: Mapping[str, str]) -> Iter
     if meeting.secret is None:
         _write_secret(file)
     try:
-        with _listening(place_of(replace(nodes, meeting=meeting)).address) as server:
-            yield replace(nodes, meeting=replace(meeting, server=server))
+        place = place_of(replace(nodes, meeting=meeting))
+        with _listening(place.address) as server:
+            yield replace(nodes, meeting=replace(meeting, secret=place.secret, server=server))
     finally:
         if meeting.secret is None:
             file.unlink(missing_ok=True)

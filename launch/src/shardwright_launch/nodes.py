@@ -41,7 +41,7 @@ class Meeting:
     file: Path
     """Where node 0 keeps the secret, unless it was given to all nodes."""
     secret: bytes | None = field(default=None, repr=False)
-    """The secret that was given."""
+    """The secret, where it was given or this is node 0."""
     server: socket.socket | None = None
     """What node 0 listens with."""
 
