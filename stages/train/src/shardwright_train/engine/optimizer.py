@@ -114,8 +114,8 @@ class ShardedAdamW:
         gradients = [local_tensor(p.grad) for p in self._counted if p.grad is not None]
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self._replicas.device)
-        # Each norm in the format it is stored in, which is 32 bits at least; their squares are added in 64.
-        norms = torch.stack(foreach_norm(gradients)).double()
+        # Each norm in 32 bits at least, whatever the gradients are in; their squares are added in 64.
+        norms = torch.stack(foreach_norm(gradients, 2, torch.promote_types(gradients[0].dtype, torch.float32))).double()
         return (norms.square() / self._replicas).sum()
 
     def _update(self, shared: Tensor, learning_rate: float, loss_scale: float) -> None:
