@@ -91,7 +91,9 @@ def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
+    """Sum where the terms lie: products, and gradients that products alone make, which nothing else reads."""
+    # A compiled graph copies where it must. Of x itself autograd would make a view.
+    total = x.clone() if torch.compiler.is_compiling() else x.detach().contiguous()
     dist.all_reduce(total, group=group)
     return total
 
