@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,3 +98,26 @@ def test_selective_recomputation_keeps_products_attention_and_one_sum(split: Seq
     inside = tokens * (2 * HIDDEN + 2 * HIDDEN // 2 + 2 * 48) * ITEMSIZE // RANKS + tokens * 8 // RANKS * 4
     # What enters the layer, and the sum behind attention.
     assert kept == LAYERS * (inside + 2 * WHOLE // parts)
+
+
+def test_an_output_is_kept_no_longer_than_its_message() -> None:
+    """Of four microbatches in flight the next stage has taken three before it sends the first one's gradient back."""
+    plan = plan_of("llama")
+    layers = tuple(msgspec.structs.replace(layer, tp_size=1) for layer in plan.layers)
+    stages = tuple(PipelineStage(ranks=(rank,), layers=((rank, rank + 1),)) for rank in range(RANKS))
+    plan = msgspec.structs.replace(
+        plan,
+        stages=stages,
+        embedding=Strategy(tp_size=1, dp_size=1),
+        head=Strategy(tp_size=1, dp_size=1),
+        layers=layers,
+        schedule=Schedule.ONE_F_ONE_B,
+        num_microbatches=2 * RANKS,
+        global_batch_size=2 * RANKS * SAMPLES,
+    )
+    for rank in (0, 1):
+        resident = simulate_step(plan, rank, family_named("llama", "test"), "sdpa").resident_bytes
+        in_flight = RANKS - rank
+        freed = resident["backward.begin", (0, 0)] - resident["backward.wait", (0, 0)]
+        # A middle stage has begun to receive the next microbatch meanwhile.
+        assert freed == (in_flight - 1 - rank) * WHOLE

@@ -42,4 +42,5 @@ def until_fullest(actions: Sequence[Action]) -> tuple[Action, ...]:
 
 
 def _cut_off(port: Port) -> Port:
-    return replace(port, pieces=tuple(() for _ in port.pieces))
+    """The port with messages that stay here: they hold their memory as long as they would on their way."""
+    return replace(port, pieces=tuple(tuple(piece._replace(group=None) for piece in pieces) for pieces in port.pieces))

@@ -19,8 +19,8 @@ class Piece(NamedTuple):
     """What one other rank sends or gets of a tensor."""
 
     rank: int
-    group: dist.ProcessGroup
-    """Of the two ranks, for this direction alone."""
+    group: dist.ProcessGroup | None
+    """Of the two ranks, for this direction alone; None where the other rank is not there, and no message goes."""
     window: Window
 
 
@@ -100,8 +100,13 @@ class _Sent(NamedTuple):
     stage: int
     taken_at: int
     """Number of the receiver's action that takes it."""
-    work: dist.Work
+    work: dist.Work | None
     tensor: Tensor
+
+    def wait(self) -> None:
+        """Wait until it has gone."""
+        if self.work is not None:
+            self.work.wait()
 
 
 class _Expected(NamedTuple):
@@ -148,7 +153,7 @@ class Messages:
         taken = [sent for sent in self.sends if sent.stage == stage and sent.taken_at <= done]
         self.sends = [sent for sent in self.sends if not (sent.stage == stage and sent.taken_at <= done)]
         for sent in taken:
-            sent.work.wait()
+            sent.wait()
         return tensors
 
     def send(self, tensors: Sequence[Tensor], action: Action) -> None:
@@ -159,8 +164,7 @@ class Messages:
         for x, pieces in zip(tensors, port.pieces, strict=True):
             for piece in pieces:
                 part = x[piece.window].contiguous()
-                work = dist.isend(part, piece.rank, group=piece.group)
-                assert work is not None
+                work = None if piece.group is None else dist.isend(part, piece.rank, group=piece.group)
                 self.sends.append(_Sent(stage, taken_at, work, part))
 
     def send_after_the_last(self, tensors: Sequence[Tensor], action: Action) -> None:
@@ -171,17 +175,19 @@ class Messages:
         before, self.sends = self.sends, []
         self.send(tensors, action)
         for sent in before:
-            sent.work.wait()
+            sent.wait()
 
     def wait(self) -> None:
         """Wait until all have gone."""
         for sent in self.sends:
-            sent.work.wait()
+            sent.wait()
 
 
 def _receives(tensors: Sequence[Tensor], port: Port) -> Iterator[_Expected]:
     for x, pieces in zip(tensors, port.pieces, strict=True):
         for piece in pieces:
+            if piece.group is None:
+                continue
             place = x[piece.window]
             buffer = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
             work = dist.irecv(buffer, piece.rank, group=piece.group)

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwright_formats.semantics.schedule import Action, Pass
 from shardwright_formats.types.plan import GradientReduction
@@ -93,7 +94,8 @@ class _Passes:
     hook: StepHook
     messages: Messages
     inputs: dict[MicrobatchChunk, States] = field(default_factory=dict)
-    outputs: dict[MicrobatchChunk, States] = field(default_factory=dict)
+    ends: dict[MicrobatchChunk, States | tuple[GradientEdge, ...]] = field(default_factory=dict)
+    """Where the backward pass begins: at the loss, or where outputs were made, whose memory goes with their message."""
     batch: Batch = field(init=False)
     """On the device."""
     loss: Tensor = field(init=False)
@@ -119,21 +121,21 @@ class _Passes:
         self.hook("forward.end", at)
         if leaves:
             self.messages.send([x.detach() for x in output], action)
-            self.outputs[at] = output
+            self.ends[at] = tuple(map(get_gradient_edge, output))
         else:
             mean = output / self.step.counted
             self.loss += mean.detach()
-            self.outputs[at] = (mean * self.step.loss_scale,)
+            self.ends[at] = (mean * self.step.loss_scale,)
 
     def backward(self, action: Action, following: Action | None) -> None:
         kind, microbatch, chunk = action
         at, leaves = (microbatch, chunk), (kind, chunk) in self.pipeline.outgoing
         self.hook("backward.begin", at)
         self.stage.chunks[chunk].gathers.start(Pass.BACKWARD)
-        states, outputs = self.inputs.pop(at), self.outputs.pop(at)
-        gradients: list[Tensor | None] = [*self._received(action, following)] or [None] * len(outputs)
+        states, ends = self.inputs.pop(at), self.ends.pop(at)
+        gradients: list[Tensor | None] = [*self._received(action, following)] or [None] * len(ends)
         self.hook("backward.wait", at)
-        torch.autograd.backward(outputs, gradients)
+        torch.autograd.backward(ends, gradients)
         self.hook(f"{'layers' if leaves else 'embedding'}.backward", at)
         self.hook("backward.end", at)
         if leaves:
