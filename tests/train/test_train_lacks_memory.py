@@ -1,18 +1,25 @@
 """A run that a device lacks memory for ends in one line: what was held, what was predicted, which plan would fit."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from faults import lack_memory_in_backward_2
 from forked_command import Fault, forked_command
 from random_plans import random_plan
-from tiny_models import tiny
+from tiny_models import LAYERS, SEQUENCE_LENGTH, tiny
 
 from shardwright_formats.io.json import write_document
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.prediction import Estimate, Prediction, RunnerUp, StagePrediction
 from shardwright_train.data.prepare import prepare
+from shardwright_train.models.registry import family_named
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.pipeline.layer import RankContext
+from shardwright_train.pipeline.microbatches import mask_bytes
+from shardwright_train.training.mask_memory import mask_memory
 from shardwright_train.training.out_of_memory import _what_fits
 
 GIB = 2**30
@@ -81,6 +88,48 @@ def test_the_best_runner_up_that_would_fit_were_it_as_wrong_is_named(needed_gib:
     assert _what_fits(found, found.estimate.stages[0], needed_gib * GIB, plan, Path("p.json")) == named
 
 
+def context_of(plan: Plan, rank: int = 0) -> RankContext:
+    family, cpu = family_named(plan.model.family, "test"), torch.device("cpu")
+    return RankContext(
+        plan=plan, family=family, rank=rank, groups=Groups("cpu"), attention="sdpa", device=cpu, seed=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"), [(Schedule.GPIPE, 6), (Schedule.ONE_F_ONE_B, 2), (Schedule.INTERLEAVED_1F1B, 4)]
+)
+def test_a_rank_holds_a_mask_of_each_microbatch_between_its_first_pass_and_its_last(
+    schedule: Schedule, microbatches: int
+) -> None:
+    """Interleaved, the second group of two begins before the first one's last passes."""
+    plan, samples = plan_of(1, stages=2), 2
+    chunks = 2 if schedule is Schedule.INTERLEAVED_1F1B else 1
+    cuts = range(0, LAYERS + 1, LAYERS // (2 * chunks))
+    ranges = list(pairwise(cuts))
+    plan = msgspec.structs.replace(
+        plan,
+        schedule=schedule,
+        num_microbatches=6,
+        global_batch_size=6 * samples,
+        stages=tuple(PipelineStage(ranks=(rank,), layers=tuple(ranges[rank::2])) for rank in range(2)),
+    )
+    assert mask_bytes(context_of(plan)) == microbatches * samples * SEQUENCE_LENGTH**2 * 4
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "said"),
+    [
+        (4, "2048.0 MiB with the 2048.0 predicted, of 4096.0 of its device"),
+        (1, "2048.0 MiB with the 2048.0 predicted, 1024.0 more than the 1024.0 of its device"),
+    ],
+)
+def test_masks_that_no_plan_counts_are_told_of(memory_gib: int, said: str) -> None:
+    plan = plan_of(memory_gib)
+    told = mask_memory(context_of(plan), prediction(plan, estimate(2.0)))
+    assert told == f"--reset-attention-mask: masks take 0.0 MiB of rank 0, which its plan does not count: {said}"
+    assert mask_memory(context_of(plan), None) == told.partition(": 2048")[0]
+
+
 @pytest.mark.parametrize(("stages", "where"), [(1, "in step "), (2, "while each pipeline stage is tried alone: ")])
 def test_a_run_that_lacks_memory_says_what_was_held_and_predicted_and_what_fits(
     tmp_path: Path, stages: int, where: str
@@ -95,11 +144,12 @@ def test_a_run_that_lacks_memory_says_what_was_held_and_predicted_and_what_fits(
     write_document(tmp_path / "plan.prediction.json", prediction(plan, own, large=3.0, small=1.0))
     folders = {"data": tmp_path / "data", "checkpoints": tmp_path / "kept", "out": tmp_path / "out", "steps": 9}
     options = [word for name, value in folders.items() for word in (f"--{name}", value)]
-    options += ["--max-restarts", 3]  # it would come again
+    options += ["--max-restarts", 3, "--reset-attention-mask"]  # it would come again
     run = forked_command(["run", tmp_path / "plan.json", *options], fault=Fault(1, lack_memory_in_backward_2))
     said = run.communicate(200)[1]
     last = said.rstrip("\n").rpartition("\n")[2]
     assert (run.wait(0), said.count("error: ")) == (4, 1), said
+    assert said.count("warning: --reset-attention-mask: masks take ") == 1, "once on all ranks"
     assert last.startswith(f"error: rank 1: out of memory {where}") and ": 2.50 GiB asked for; held 0.00 GiB (" in last
     predicted = "predicted 2.00 GiB (parameters 0.40, gradients 0.40, optimizer 0.40, others 0.80)"
     assert f"{predicted}; runner-up 2 (small) of {tmp_path}/plan.prediction.json fits: predicted 1.00 GiB" in last

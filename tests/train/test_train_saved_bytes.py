@@ -121,3 +121,26 @@ def test_an_output_is_kept_no_longer_than_its_message() -> None:
         freed = resident["backward.begin", (0, 0)] - resident["backward.wait", (0, 0)]
         # A middle stage has begun to receive the next microbatch meanwhile.
         assert freed == (in_flight - 1 - rank) * WHOLE
+
+
+PACKED = (
+    {"sequence_parallel": SequenceParallel.MEGATRON},
+    {"sequence_parallel": SequenceParallel.ULYSSES},
+    {"tp_size": 2, "dp_size": 2},
+    {"recompute": Recompute.FULL},
+    {"recompute": Recompute.SELECTIVE},
+)
+
+
+@pytest.mark.parametrize("layer", PACKED, ids=lambda layer: "-".join(map(str, layer.values())))
+def test_all_layers_of_a_microbatch_keep_one_mask_of_its_documents(layer: dict[str, Any]) -> None:
+    plan = plan_of("gpt2", **layer)
+    kept = [activation_bytes(plan, reset_attention_mask) for reset_attention_mask in (False, True)]
+    samples = SAMPLES // layer.get("dp_size", 1)
+    assert kept[1] - kept[0] == samples * SEQUENCE_LENGTH**2 * ITEMSIZE
+
+
+def activation_bytes(plan: Plan, reset_attention_mask: bool) -> int:
+    """What a microbatch's forward pass leaves behind on rank 0."""
+    family = family_named(plan.model.family, "test")
+    return simulate_step(plan, 0, family, "sdpa", reset_attention_mask).activation_bytes

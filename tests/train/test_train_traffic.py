@@ -1,6 +1,7 @@
 """The bytes that a rank moves in a fake world are those of the formulas, for every kind of strategy, to the byte."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,3 +165,20 @@ def test_memory_of_more_microbatches_is_foretold_from_two() -> None:
     whole = simulate_step(plan, 0, family_named("llama", "test"), "sdpa")
     assert check.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
     assert check.parameters_bytes == whole.parameters_bytes
+
+
+def test_a_check_counts_masks_where_it_is_asked_to_and_refuses_where_there_are_none(tmp_path: Path) -> None:
+    for family in ("llama", "t5"):
+        plan = random_plan(tiny(family), 1, 2)
+        nodes = {name: msgspec.structs.replace(node, memory_bytes=1) for name, node in plan.cluster.node_types.items()}
+        cluster = msgspec.structs.replace(plan.cluster, node_types=nodes)
+        write_document(tmp_path / f"{family}.json", msgspec.structs.replace(plan, cluster=cluster))
+    lacks = []
+    for asked in ([], ["--reset-attention-mask"]):
+        checked = call(APP, "check", tmp_path / "llama.json", *asked)
+        assert checked.exit_code == 3
+        lacks.append(int(re.findall(r"lacks (\d+) bytes", checked.stderr)[0]))
+    assert lacks[1] > lacks[0]
+    refused = call(APP, "check", tmp_path / "t5.json", "--reset-attention-mask")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr == "error: --reset-attention-mask: samples of this family have no documents: leave it out\n"

@@ -97,12 +97,14 @@ def check(options: CheckOptions) -> None:
     plan = read_document(options.plan, Plan)
     check_supported(plan, options.plan)
     family = family_named(plan.model.family, options.plan)
+    if options.reset_attention_mask and not family.learns(plan.model).keeps_boundaries:
+        raise BadInput("--reset-attention-mask", "samples of this family have no documents", "leave it out")
 
     def progress(done: int, total: int) -> None:
         print(f"simulated {done} of {total} roles", file=sys.stderr, flush=True)
 
     runnable, attention = without_devices(plan)
-    checks = check_roles(runnable, family, attention, progress)
+    checks = check_roles(runnable, family, attention, progress, options.reset_attention_mask)
     print_checks(plan, checks, Console())
     raise_if_too_large(plan, checks)
 

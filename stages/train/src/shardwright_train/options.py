@@ -210,6 +210,8 @@ class CheckOptions(Options, frozen=True, kw_only=True):
 
     plan: Annotated[Path, POSITIONAL]
     """Plan to check (JSON)."""
+    reset_attention_mask: bool = False
+    """Count the masks that a run with this option holds."""
 
 
 class ConvertOptions(Options, frozen=True, kw_only=True):

@@ -274,6 +274,7 @@ class Classification:
     no_inputs: ClassVar[int] = 1
     """The position that the class is told from."""
     read_by: ClassVar[Mapping[str, str]] = {"pixel_values": EMBEDDING, "labels": HEAD}
+    keeps_boundaries: ClassVar[bool] = False
     form: ImageForm
 
     @classmethod

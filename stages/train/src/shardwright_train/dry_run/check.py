@@ -56,13 +56,17 @@ def roles_of(plan: Plan) -> tuple[Role, ...]:
 
 
 def check_roles(
-    plan: Plan, family: Family, attention: str, progress: Callable[[int, int], None]
+    plan: Plan,
+    family: Family,
+    attention: str,
+    progress: Callable[[int, int], None],
+    reset_attention_mask: bool = False,
 ) -> tuple[RoleCheck, ...]:
     """Simulate a step of one rank of each role; `progress` hears how many of how many are done."""
     roles = roles_of(plan)
     found = []
     for number, role in enumerate(roles, start=1):
-        found.append(_check(plan, role, family, attention))
+        found.append(_check(plan, role, family, attention, reset_attention_mask))
         progress(number, len(roles))
     return tuple(found)
 
@@ -80,12 +84,12 @@ def raise_if_too_large(plan: Plan, checks: tuple[RoleCheck, ...]) -> None:
         raise NothingFits(f"rank {-rank} on a {node_type} lacks {worst} bytes: recompute more, or share out more")
 
 
-def _check(plan: Plan, role: Role, family: Family, attention: str) -> RoleCheck:
+def _check(plan: Plan, role: Role, family: Family, attention: str, reset_attention_mask: bool) -> RoleCheck:
     simulated = min(_SIMULATED, plan.num_microbatches)
     shorter = msgspec.structs.replace(
         plan, num_microbatches=simulated, global_batch_size=simulated * plan.microbatch_samples
     )
-    step = simulate_step(shorter, role.ranks[0], family, attention)
+    step = simulate_step(shorter, role.ranks[0], family, attention, reset_attention_mask)
     return RoleCheck(
         role=role,
         messages=_messages(plan, role),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.plan import ITEMSIZE, Plan
+from shardwright_train.data.boundaries import DOCUMENTS
 from shardwright_train.engine.engine import build_engine
 from shardwright_train.models.base import Family
 from shardwright_train.parallel.data import local_tensor
@@ -55,8 +56,13 @@ class SimulatedStep(NamedTuple):
         return (sum(left) + self.received_bytes) // len(left)
 
 
-def simulate_step(plan: Plan, rank: int, family: Family, attention: str) -> SimulatedStep:
-    """Build a rank's pipeline stage as every command does, and run one step of it without data or other ranks."""
+def simulate_step(
+    plan: Plan, rank: int, family: Family, attention: str, reset_attention_mask: bool = False
+) -> SimulatedStep:
+    """Build a rank's pipeline stage as every command does, and run one step of it without data or other ranks.
+
+    With `reset_attention_mask` its samples tell their documents apart.
+    """
     device = torch.device("cpu")
     with _fake_world(rank, plan.world_size):
         context = RankContext(
@@ -64,7 +70,10 @@ def simulate_step(plan: Plan, rank: int, family: Family, attention: str) -> Simu
         )
         engine = build_engine(context)
         generator = torch.Generator().manual_seed(0)
-        step = Step.of(family.learns(plan.model).random_batch(plan.global_batch_size, generator), context.share)
+        batch = family.learns(plan.model).random_batch(plan.global_batch_size, generator)
+        if reset_attention_mask:
+            batch[DOCUMENTS] = torch.zeros_like(batch["tokens"])
+        step = Step.of(batch, context.share)
         resident, sent = _ResidentBytes(), _SentBytes()
         events: dict[tuple[str, MicrobatchChunk], int] = {}
 

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from shardwright_formats.types.plan import Attention
-from shardwright_train.data.boundaries import DOCUMENTS
+from shardwright_train.data.share import Batch
+
+MASK = "mask"
+"""What a microbatch has beside its tensors: the mask that all its layers share, of the form of `document_mask`."""
 
 
 class Mask(StrEnum):
@@ -19,11 +22,10 @@ class Mask(StrEnum):
     """What the block itself adds to its scores."""
 
 
-def mask_for(mask: Mask, states: Tensor, batch: dict[str, Tensor], kernel: str) -> Tensor | None:
+def mask_for(mask: Mask, states: Tensor, batch: Batch, kernel: str) -> Tensor | None:
     """The mask of a block for states [b, s, h] and a kernel; a causal one is of all positions of the batch's tokens."""
-    if DOCUMENTS in batch:
-        padding = batch["attention_mask"] if mask is Mask.PADDING else None
-        return document_mask(batch[DOCUMENTS], states.dtype, padding)
+    if MASK in batch:
+        return batch[MASK]
     if mask is Mask.PADDING:
         return padding_mask(batch["attention_mask"], states.dtype, kernel)
     return causal_mask(states, batch["tokens"], kernel) if mask is Mask.CAUSAL else None
@@ -43,11 +45,14 @@ def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None)
 
     documents [b, s] number them; causal where there is no `padding` [b, s], which is false on what stands for nothing.
     """
-    seen = documents[:, None, :, None] == documents[:, None, None, :]
-    # A row that saw nothing would be no number: what stands for nothing sees itself.
-    itself = torch.eye(documents.shape[1], dtype=torch.bool, device=documents.device)
-    seen = seen.tril() if padding is None else seen & (padding[:, None, None] | itself)
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+    hidden = documents[:, None, :, None] != documents[:, None, None, :]
+    if padding is None:
+        hidden |= torch.ones(hidden.shape[-2:], dtype=torch.bool, device=hidden.device).triu(1)
+    else:
+        # A row that saw nothing would be no number: what stands for nothing sees itself.
+        itself = torch.eye(documents.shape[1], dtype=torch.bool, device=documents.device)
+        hidden |= ~(padding[:, None, None] | itself)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def padding_mask(mask: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:

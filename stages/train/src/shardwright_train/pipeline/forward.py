@@ -12,6 +12,7 @@ from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_train.data.share import Batch
 from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.vocab import IGNORED
+from shardwright_train.pipeline.microbatches import Microbatches
 from shardwright_train.pipeline.p2p import Messages, Pipeline
 from shardwright_train.pipeline.stage import Stage
 
@@ -43,8 +44,8 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
     """
     context = pipeline.context
     todo = [action for action in pipeline.actions() if action.kind is Pass.FORWARD]
-    messages, samples = Messages(pipeline), context.share.of_each
-    batch = {name: x.to(context.device, non_blocking=True) for name, x in batch.items()}
+    messages = Messages(pipeline)
+    microbatches = Microbatches(stage, {name: x.to(context.device, non_blocking=True) for name, x in batch.items()})
     totals = torch.zeros(2, dtype=torch.float64, device=context.device)
     messages.expect(todo[0])
     for action, following in zip(todo, [*todo[1:], None], strict=True):
@@ -54,7 +55,7 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
         if following is not None:
             messages.expect(following)
         states = tuple(messages.received(action))
-        microbatch = {name: x[action.microbatch * samples :][:samples] for name, x in batch.items()}
+        microbatch = microbatches.taken_by(action)
         output = chunk(states, microbatch, _NOTHING_IS_DRAWN, _no_hook)
         if (action.kind, action.chunk) in pipeline.outgoing:
             messages.send_after_the_last(output, action)

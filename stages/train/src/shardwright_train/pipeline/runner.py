@@ -13,6 +13,7 @@ from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.base import States
 from shardwright_train.parallel.vocab import IGNORED
+from shardwright_train.pipeline.microbatches import Microbatches
 from shardwright_train.pipeline.p2p import Messages, Pipeline
 from shardwright_train.pipeline.stage import Stage
 
@@ -96,14 +97,14 @@ class _Passes:
     inputs: dict[MicrobatchChunk, States] = field(default_factory=dict)
     ends: dict[MicrobatchChunk, States | tuple[GradientEdge, ...]] = field(default_factory=dict)
     """Where the backward pass begins: at the loss, or where outputs were made, whose memory goes with their message."""
-    batch: Batch = field(init=False)
-    """On the device."""
+    microbatches: Microbatches = field(init=False)
     loss: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         device = self.pipeline.context.device
         # The host waits for none of these copies: its side is pinned.
-        self.batch = {name: x.to(device, non_blocking=True) for name, x in self.step.batch.items()}
+        batch = {name: x.to(device, non_blocking=True) for name, x in self.step.batch.items()}
+        self.microbatches = Microbatches(self.stage, batch)
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
 
     def forward(self, action: Action, following: Action | None) -> None:
@@ -112,9 +113,8 @@ class _Passes:
         self.hook("forward.begin", at)
         self.stage.chunks[chunk].gathers.start(Pass.FORWARD)
         states = self.inputs[at] = tuple(x.requires_grad_() for x in self._received(action, following))
-        samples = self.pipeline.context.share.of_each
-        batch = {name: x[microbatch * samples :][:samples] for name, x in self.batch.items()}
         self.hook("forward.wait", at)
+        batch = self.microbatches.taken_by(action)
         rng_key = (self.step.seed, self.step.number, microbatch)
         output = self.stage.chunks[chunk](states, batch, rng_key, lambda name: self.hook(name, at))
         self.hook(f"{'layers' if leaves else 'head'}.forward", at)

@@ -98,6 +98,11 @@ class Stage:
         """The layers of all chunks."""
         return (layer for chunk in self.chunks for layer in chunk.layers)
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether some layer is neither the embedding nor the head."""
+        return any(layer.kind not in (EMBEDDING, HEAD) for layer in self.layers)
+
     def parameters(self) -> Iterator[tuple[Layer, str, nn.Parameter]]:
         """This rank's parameters, with their layer and their name in the model description."""
         for layer in self.layers:

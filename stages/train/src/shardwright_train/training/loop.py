@@ -49,6 +49,7 @@ from shardwright_train.training.evaluation import Evaluator, ValidationData, bes
 from shardwright_train.training.first_step import try_stages
 from shardwright_train.training.loggers import Loggers, RunNames, open_loggers
 from shardwright_train.training.loss_scale import LossScale
+from shardwright_train.training.mask_memory import say_mask_memory
 from shardwright_train.training.metrics import METRICS, Metrics
 from shardwright_train.training.nonfinite import first_nonfinite
 from shardwright_train.training.out_of_memory import lack_of_memory_explained, prediction_of
@@ -117,6 +118,8 @@ def train(job: RunJob, world: World) -> None:
         raise BadInput(job.plan, f"{attention} knows no documents, which --reset-attention-mask asks for", "take sdpa")
     before = start(LossScale.for_compute(plan.precision.compute).value) if resumed is None else resumed.record.progress
     engine = _engine(job, plan, world, attention, before.updates, resumed is not None, weights)
+    if job.reset_attention_mask and world.rank == 0:
+        say_mask_memory(job.plan, engine.stage.context)
     if resumed is not None:
         read_tensors(resumed.folder, engine.tensors())
     evaluator = None if validation is None else Evaluator(engine, validation, world)

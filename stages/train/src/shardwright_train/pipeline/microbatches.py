@@ -1,0 +1,60 @@
+"""The microbatches of a rank's share of a global batch, each with what its layers share."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shardwright_formats.semantics.schedule import Action, actions
+from shardwright_formats.types.plan import ITEMSIZE
+from shardwright_train.data.boundaries import DOCUMENTS
+from shardwright_train.data.share import Batch
+from shardwright_train.models.masks import MASK, Mask, document_mask
+from shardwright_train.parallel.data import torch_dtype
+from shardwright_train.pipeline.layer import RankContext
+from shardwright_train.pipeline.stage import Stage
+
+
+@dataclass
+class Microbatches:
+    """Takes microbatches out of a batch, and gives each the one mask that all its layers on this rank read.
+
+    The mask is made for the first chunk of a microbatch, kept here until the last one has it, and then lives as long as
+    what the layers keep of it for their backward passes.
+    """
+
+    stage: Stage
+    batch: Batch
+    """On the device."""
+    _masks: dict[int, Tensor] = field(default_factory=dict)
+
+    def taken_by(self, action: Action) -> Batch:
+        """Return the microbatch of a forward pass."""
+        context, number = self.stage.context, action.microbatch
+        samples = context.share.of_each
+        batch = {name: x[number * samples :][:samples] for name, x in self.batch.items()}
+        documents = batch.pop(DOCUMENTS, None)
+        if documents is not None and self.stage.has_blocks:
+            mask = self._masks.pop(number, None)
+            if mask is None:
+                padding = batch["attention_mask"] if context.family.mask is Mask.PADDING else None
+                mask = document_mask(documents, torch_dtype(context.plan.precision.compute), padding)
+            if action.chunk < len(self.stage.chunks) - 1:
+                self._masks[number] = mask
+            batch[MASK] = mask
+        return batch
+
+
+def mask_bytes(context: RankContext) -> int:
+    """Return the most bytes of masks that a rank holds at once where its samples tell their documents apart."""
+    plan, stage = context.plan, context.stage_index
+    ranges = plan.stages[stage].layers
+    if all(low == high for low, high in ranges):
+        return 0
+    passes, alive, largest = Counter[int](), 0, 0
+    for _, microbatch, _ in actions(plan.schedule, len(plan.stages), plan.num_microbatches, stage, len(ranges)):
+        alive += passes[microbatch] == 0
+        passes[microbatch] += 1
+        largest = max(largest, alive)
+        alive -= passes[microbatch] == 2 * len(ranges)
+    return largest * context.share.of_each * plan.model.sequence_length**2 * ITEMSIZE[plan.precision.compute]
