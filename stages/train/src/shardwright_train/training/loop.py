@@ -53,6 +53,7 @@ from shardwright_train.training.mask_memory import say_mask_memory
 from shardwright_train.training.metrics import METRICS, Metrics
 from shardwright_train.training.nonfinite import first_nonfinite
 from shardwright_train.training.out_of_memory import lack_of_memory_explained, prediction_of
+from shardwright_train.training.reports import StepReports
 from shardwright_train.training.stopping import DONE, NOTE, Grace, asked_to_stop, stop_note
 from shardwright_train.weights.reading import Weights
 
@@ -72,8 +73,7 @@ class _Run:
     """Where this process goes on."""
     evaluator: Evaluator | None
     """None where there is nothing to evaluate on."""
-    loggers: Loggers
-    """Open on rank 0 alone."""
+    reports: StepReports
     fresh: bool
     """Whether it has no checkpoint of its own yet."""
 
@@ -81,11 +81,6 @@ class _Run:
     def tries(self) -> bool:
         """Whether pipeline stages are tried alone before the first step."""
         return self.job.trial and self.fresh and len(self.plan.stages) > 1
-
-    @property
-    def metrics(self) -> Metrics:
-        """The lines that its steps write."""
-        return Metrics(self.saver.folder / METRICS, self.plan, self.world, self.job.steps)
 
     def evaluates_after(self, step: int) -> bool:
         """Whether a step is one to evaluate after."""
@@ -128,8 +123,9 @@ def train(job: RunJob, world: World) -> None:
     before = msgspec.structs.replace(before, best=best)
     loggers = _loggers(job, plan, world, folder, before.step + 1)
     began = Beginning() if resumed is None else resumed.beginning(own)
-    with closing(_saver(job, folder, identity, began, engine.tensors())) as saver, closing(loggers):
-        run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator, loggers, not own)
+    reports = StepReports(Metrics(folder / METRICS, plan, world, job.steps), loggers)
+    with closing(_saver(job, folder, identity, began, engine.tensors())) as saver, closing(reports):
+        run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator, reports, not own)
         world.first_does(lambda: _begin(run, None if resumed is None else resumed.folder.parent))
         to_do = range(before.step + 1, job.steps + 1)
         if to_do and run.tries:
@@ -276,9 +272,7 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
                 evaluation = run.evaluator.evaluate(step, wants_to_stop)
             stops = evaluation is None
             best = better(best, evaluation, step, run.evaluator.data) if job.keep_best else None
-        written = run.metrics.write(step, outcome, step_time_s, evaluation)
-        if written is not None:
-            run.loggers.write(written)
+        run.reports.write(step, outcome, step_time_s, evaluation)
         is_best = best != progress.best
         progress = Progress(
             step=step,
@@ -293,6 +287,7 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
         )
         ends = stops or step == job.steps
         if ends or outcome.save or is_best or due.by_step(step):
+            run.reports.finish()
             run.saver.save(run.engine.tensors(), progress, wait=ends)
             due = due.saved()
         if step > run.resumed.step + 1:  # the first takes longer
@@ -310,9 +305,9 @@ def _wants_to_stop(stop_asked: list[int], due: Due) -> bool:
 
 def _begin(run: _Run, parent: Path | None) -> None:
     """Make room for what the steps to come write."""
-    run.metrics.keep_until(run.resumed.step, parent)
+    run.reports.metrics.keep_until(run.resumed.step, parent)
     (run.job.out / NOTE).unlink(missing_ok=True)
-    for file in (run.metrics.file, *(run.job.out / name for name in (METRICS, DONE, NOTE))):
+    for file in (run.reports.metrics.file, *(run.job.out / name for name in (METRICS, DONE, NOTE))):
         remove_temporaries(file)
 
 
