@@ -4,10 +4,12 @@
 
 Two processes, the Llama of `benchmarks/runtime.py` under ZeRO-3 with a larger batch, so that a step takes half a second
 or more. A window with a save ends when its last step is done and the checkpoint is complete; the ratio is the median of
-the pairs'. Saved is beside the steps, as `run` does, and at once (`--checkpoint-sync`).
+the pairs'. Saved is beside the steps, as `run` does, and at once (`--checkpoint-sync`). Then, of the same Llama on two
+replicas (DDP), the host memory that the first save beside the steps takes of each rank.
 """
 
 import json
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -22,8 +24,9 @@ from shardwright_train.checkpoints.record import run_identity, start
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import total_bytes
 from shardwright_train.options import RunOptions
+from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
-from shardwright_train.parallel.world import joined_world
+from shardwright_train.parallel.world import World, joined_world
 
 STEPS, BATCH = 10, 16
 JOB = RunOptions(plan=Path(), data=Path(), out=Path(), checkpoints=Path(), steps=1)
@@ -53,6 +56,7 @@ def worker(result: str, pairs: int) -> None:
         folder = Path(world.first_says(lambda: scratch, str))
         ours, group = Ours(plan, world, Groups("cpu")), dist.new_group(backend="gloo")
         _window(ours, None, 0)
+        found["host memory"] = _host_memory(world, folder, group)
         for name, asynchronous in (("beside the steps", True), ("at once", False)):
             saver = Saver(
                 folder=folder,
@@ -72,6 +76,41 @@ def worker(result: str, pairs: int) -> None:
                 print(f"  of rank 0's processor: {_summary(found[f'{name}, processor'])}", flush=True)
         if world.rank == 0:
             Path(result).write_text(json.dumps(found))
+
+
+def _host_memory(world: World, folder: Path, group: dist.ProcessGroup) -> list[tuple[float, float]]:
+    """MiB that a save beside the steps adds to each rank's process, and those of its parameters and moments."""
+    plan = the_plan(DataParallel.DDP, compiled=False)
+    ours = Ours(plan, world, Groups("cpu"))
+    ours.step(torch.zeros(BATCH, LENGTH + 1, dtype=torch.int64))
+    tensors = ours.engine.tensors()
+    saver = Saver(
+        folder=folder,
+        identity=run_identity(JOB, plan, data_sha256="0" * 64),
+        parent=None,
+        keep_last=1,
+        keep_every=0,
+        asynchronous=True,
+        group=group,
+        bytes_in_all=total_bytes(tensors),
+    )
+    before = _resident_mib()
+    saver.save(tensors, msgspec.structs.replace(start(1.0), step=1))
+    added, held = _resident_mib() - before, sum(local_tensor(x).nbytes for x in tensors.values()) / 2**20
+    saver.finish()
+    saver.close()
+    every = torch.zeros(world.size, 2, dtype=torch.float64)
+    every[world.rank] = torch.tensor([added, held])
+    dist.all_reduce(every)
+    if world.rank == 0:
+        for rank, (each, states) in enumerate(every.tolist()):
+            print(f"replica {rank}: a save beside the steps adds {each:.0f} MiB, of {states:.0f} MiB held", flush=True)
+    return [(each, states) for each, states in every.tolist()]
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
 
 
 def _pair(ours: Ours, saver: Saver, number: int) -> list[tuple[float, float]]:

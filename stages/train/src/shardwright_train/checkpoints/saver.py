@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -16,10 +16,10 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import sha256_of_file, sync_path, write_document
 from shardwright_launch.lock import HeldLock
 from shardwright_train.checkpoints.folders import RECORD, folder_of_step, make_empty, prune, unfinished_folder
+from shardwright_train.checkpoints.parts import HostBuffer, Part, parts_to_save
 from shardwright_train.checkpoints.record import Beginning, Checkpoint, Identity, Progress, SavedFile
 from shardwright_train.checkpoints.tensors import files_of_rank, write_tensors
 from shardwright_train.parallel.channel import Channel, GroupChannel
-from shardwright_train.parallel.data import local_tensor, placed_as
 
 _ROOM = 1.05
 """What a file system takes for files, over their contents: an assumption."""
@@ -51,6 +51,8 @@ class Saver:
     """Of each checkpoint that was written."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saver"))
     _writing: "list[Future[Path]]" = field(default_factory=list)
+    _buffer: list[HostBuffer] = field(default_factory=list)
+    """What this rank saves is copied to before it is written beside the steps; taken by the first such save."""
 
     def save(self, tensors: dict[str, Tensor], progress: Progress, *, wait: bool = False) -> None:
         """Save from all ranks; what was not yet written of the checkpoint before is waited for.
@@ -59,11 +61,13 @@ class Saver:
         """
         self.finish()
         self._check_room()
+        parts = parts_to_save(tensors)
         if self.asynchronous and not wait:
-            copied = {name: placed_as(x, local_tensor(x).detach().to("cpu", copy=True)) for name, x in tensors.items()}
-            self._writing.append(self._thread.submit(self._write, copied, progress))
+            if not self._buffer:
+                self._buffer.append(HostBuffer(parts))
+            self._writing.append(self._thread.submit(self._write, self._buffer[0].copied(parts), progress))
         else:
-            self._write(tensors, progress)
+            self._write(parts, progress)
 
     def check(self) -> None:
         """Raise what has gone wrong with a checkpoint that is written beside the steps, if that is known already."""
@@ -78,12 +82,14 @@ class Saver:
     def close(self) -> None:
         """Let the thread end, once it has written what it is writing."""
         self._thread.shutdown()
+        while self._buffer:
+            self._buffer.pop().close()
 
-    def _write(self, tensors: dict[str, Tensor], progress: Progress) -> Path:
+    def _write(self, parts: Sequence[Part], progress: Progress) -> Path:
         began, target = time.monotonic(), folder_of_step(self.folder, progress.step)
         unfinished = unfinished_folder(target)
         self._first(lambda: make_empty(unfinished))
-        write_tensors(unfinished, tensors, self.group)
+        self._channel.together(lambda: write_tensors(unfinished, parts, self.group.rank()), unfinished)
         record = Checkpoint(
             identity=self.identity,
             began=self.began,

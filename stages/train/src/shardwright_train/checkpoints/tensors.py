@@ -1,10 +1,11 @@
-"""A run's tensors as safetensors files, written and read by torch.distributed.checkpoint: nothing is pickled.
+"""A run's tensors as safetensors files, which torch.distributed.checkpoint's reader reads: nothing is pickled.
 
 Each element is stored once, whichever ranks have it; any other plan's ranks read the parts that they need.
 """
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +18,40 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from shardwright_formats.io.errors import BadInput, system_fault
-from shardwright_train.checkpoints.writing import ShardWriter
+from shardwright_train.checkpoints.parts import Part
+from shardwright_train.checkpoints.writing import write_parts
+from shardwright_train.parallel.channel import GroupChannel
 from shardwright_train.parallel.data import local_tensor
 
 
-def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Write the tensors of all ranks into a folder; collective over a group of the whole world."""
-    try:
-        save(tensors, storage_writer=ShardWriter(str(folder), save_distributed=True), process_group=group)
-    except CheckpointException as error:
-        raise _cause(error, folder) from None
+def write_tensors(folder: Path, parts: Sequence[Part], rank: int) -> None:
+    """Write what a rank saves into its file in a folder; OSError where the system refuses it."""
+    if parts:
+        write_parts(folder / f"{_prefix(rank)}model-00001-of-00001.safetensors", parts)
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill the tensors of every rank, in place; BadInput, on all ranks, where what they need is not there.
 
-    Outside a world, those of this process.
+    Outside a world, those of this process. Each rank reads by itself: from the files' headers all know the same.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), planner=_AnyPadding())
-    except CheckpointException as error:
-        raise _cause(error, folder) from None
+
+    def read() -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), planner=_AnyPadding(), no_dist=True)
+        except CheckpointException as error:
+            raise _cause(error, folder) from None
+
+    if dist.is_initialized():
+        device = local_tensor(next(iter(tensors.values()))).device
+        GroupChannel(device, None).together(read, folder)
+    else:
+        read()
 
 
 def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
@@ -54,7 +62,11 @@ def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 def files_of_rank(folder: Path, rank: int) -> tuple[Path, ...]:
     """The files that a rank has written into a checkpoint's folder."""
-    return tuple(sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors")))
+    return tuple(sorted(folder.glob(f"{_prefix(rank)}*.safetensors")))
+
+
+def _prefix(rank: int) -> str:
+    return f"shard-{rank + 1:05d}-"
 
 
 def total_bytes(tensors: dict[str, Tensor]) -> int:
@@ -86,12 +98,11 @@ class _AnyPadding(DefaultLoadPlanner):
         super().set_up_planner(state_dict, dataclasses.replace(metadata, state_dict_metadata=found), is_coordinator)
 
 
-def _cause(error: CheckpointException, folder: Path) -> BaseException:
-    """One line for what a rank could not write or read; what else went wrong there as it is."""
-    causes = [pair[0] for pair in error.failures.values()]
-    for cause in causes:
-        if isinstance(cause, OSError):
-            return system_fault(cause, folder)
-        if isinstance(cause, ValueError | SafetensorError):
-            return BadInput(folder, str(cause), "take another checkpoint, or another plan")
-    return causes[0]
+def _cause(error: CheckpointException, folder: Path) -> BadInput:
+    """Return one line for what this rank could not read; what else went wrong is raised as it is."""
+    cause, _ = next(iter(error.failures.values()))
+    if isinstance(cause, OSError):
+        return system_fault(cause, folder)
+    if isinstance(cause, ValueError | SafetensorError):
+        return BadInput(folder, str(cause), "take another checkpoint, or another plan")
+    raise cause

@@ -1,0 +1,124 @@
+"""What is saved is shared out among the ranks that hold it, without a word among them, and copied once."""
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_checkpoints import progress_of, saver_of, tensors_of
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_train.checkpoints import exchange
+from shardwright_train.checkpoints.folders import complete_checkpoints
+from shardwright_train.checkpoints.parts import HostBuffer, Part, parts_to_save
+from shardwright_train.checkpoints.tensors import read_tensors
+from shardwright_train.parallel.world import World
+from shardwright_train.torch_private import FakeStore
+
+RANKS = 8
+Tensors = Callable[[], dict[str, Tensor]]
+
+
+def saved_by_each_rank(tensors: Tensors) -> list[tuple[Part, ...]]:
+    """What each rank saves of tensors that it makes, one rank after the other in worlds that are not there."""
+    found = []
+    for rank in range(RANKS):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
+        try:
+            found.append(parts_to_save(tensors()))
+        finally:
+            dist.destroy_process_group()
+    return found
+
+
+def placed(*shape: int, mesh: tuple[int, ...], shards: tuple[int | None, ...]) -> Tensor:
+    """A tensor over a mesh of all ranks, of which each axis shards a dim or replicates."""
+    axes = init_device_mesh("cpu", mesh)
+    placements = [Replicate() if dim is None else Shard(dim) for dim in shards]
+    local = list(shape)
+    for size, dim in zip(mesh, shards, strict=True):
+        if dim is not None:
+            local[dim] //= size
+    return DTensor.from_local(torch.zeros(local), axes, placements, run_check=False)
+
+
+def replicated() -> dict[str, Tensor]:
+    """Two layers of one matrix and a norm, on eight replicas."""
+    shapes = {"matrix": (64, 32), "norm": (32,)}
+    return {
+        f"{kind}.{layer}.{name}": placed(*shape, mesh=(RANKS,), shards=(None,))
+        for kind in ("weight", "exp_avg", "exp_avg_sq", "other")
+        for layer in range(2)
+        for name, shape in shapes.items()
+    }
+
+
+def mixed() -> dict[str, Tensor]:
+    """Layers of unlike meshes: replicas of shards of shards, replicas over two axes, none at all."""
+    return {
+        "hybrid": placed(32, 16, mesh=(2, 2, 2), shards=(None, 0, 1)),
+        "tensor parallel": placed(32, 16, mesh=(4, 2), shards=(None, 0)),
+        "norm": placed(16, mesh=(4, 2), shards=(None, None)),
+        "sharded": placed(32, 16, mesh=(8,), shards=(0,)),
+    }
+
+
+@pytest.mark.parametrize("tensors", [replicated, mixed])
+def test_each_element_is_saved_by_one_rank(tensors: Tensors) -> None:
+    found = saved_by_each_rank(tensors)
+    places = Counter((part.name, part.offsets) for parts in found for part in parts)
+    assert set(places.values()) == {1}
+    elements = Counter[str]()
+    for part in (part for parts in found for part in parts):
+        elements[part.name] += part.local.numel()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    assert elements == {name: x.numel() for name, x in tensors().items()}
+    dist.destroy_process_group()
+
+
+def test_replicas_copy_a_share_each_and_not_all() -> None:
+    """Eight matrices of 8 KiB, and as many norms, on eight replicas: one of each on every rank."""
+    sizes = [HostBuffer(parts).memory.nbytes for parts in saved_by_each_rank(replicated)]
+    assert sizes == [64 * 32 * 4 + 32 * 4] * RANKS
+
+
+def test_the_memory_that_is_copied_to_is_taken_once_and_given_back(tmp_path: Path, one_rank: World) -> None:
+    saver, places = saver_of(tmp_path, asynchronous=True), []
+    for step in (1, 2, 3):
+        saver.save(tensors_of(step), progress_of(step))  # type: ignore[arg-type]
+        (buffer,) = saver._buffer
+        places.append(buffer.memory.data_ptr())
+    saver.finish()
+    assert all(one == other for one, other in pairwise(places))
+    saver.close()
+    assert not saver._buffer and buffer.memory.nbytes == 0
+    for step, checkpoint in zip((3, 2, 1), complete_checkpoints(tmp_path), strict=True):
+        found = {name: torch.zeros_like(x) for name, x in tensors_of(step).items()}
+        read_tensors(checkpoint, found)
+        assert all(torch.equal(found[name], x) for name, x in tensors_of(step).items())
+
+
+def test_nothing_that_is_pickled_goes_between_ranks(
+    tmp_path: Path, one_rank: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object) -> None:
+        raise AssertionError("an object was pickled")
+
+    monkeypatch.setattr("torch.distributed.distributed_c10d._object_to_tensor", refuse)
+    saver_of(tmp_path).save(tensors_of(1), progress_of(1))  # type: ignore[arg-type]
+    found = {name: torch.zeros_like(x) for name, x in tensors_of(1).items()}
+    read_tensors(complete_checkpoints(tmp_path)[0], found)
+    assert torch.equal(found["weight"], tensors_of(1)["weight"])
+
+
+def test_what_a_rank_cannot_do_is_raised_with_its_own_words(one_rank: World) -> None:
+    exchange.agree(None)
+    with pytest.raises(BadInput, match=r"^a file: what: what to do$"):
+        exchange.agree(BadInput("a file", "what", "what to do"))
+    assert exchange.gathered(b"") == [b""] and exchange.gathered(b"\0a\0") == [b"\0a\0"]
