@@ -55,8 +55,8 @@ def worker(result: str, pairs: int) -> None:
     with joined_world("cpu") as world, tempfile.TemporaryDirectory() as scratch:
         folder = Path(world.first_says(lambda: scratch, str))
         ours, group = Ours(plan, world, Groups("cpu")), dist.new_group(backend="gloo")
+        found["host memory, MiB"] = _host_memory(world, folder, group)
         _window(ours, None, 0)
-        found["host memory"] = _host_memory(world, folder, group)
         for name, asynchronous in (("beside the steps", True), ("at once", False)):
             saver = Saver(
                 folder=folder,

@@ -55,7 +55,7 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
         if following is not None:
             messages.expect(following)
         states = tuple(messages.received(action))
-        microbatch = microbatches.taken_by(action)
+        microbatch = microbatches.masked(microbatches.taken_by(action), action)
         output = chunk(states, microbatch, _NOTHING_IS_DRAWN, _no_hook)
         if (action.kind, action.chunk) in pipeline.outgoing:
             messages.send_after_the_last(output, action)

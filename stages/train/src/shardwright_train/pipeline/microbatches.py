@@ -29,20 +29,22 @@ class Microbatches:
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
     def taken_by(self, action: Action) -> Batch:
-        """Return the microbatch of a forward pass."""
-        context, number = self.stage.context, action.microbatch
-        samples = context.share.of_each
-        batch = {name: x[number * samples :][:samples] for name, x in self.batch.items()}
-        documents = batch.pop(DOCUMENTS, None)
-        if documents is not None and self.stage.has_blocks:
-            mask = self._masks.pop(number, None)
-            if mask is None:
-                padding = batch["attention_mask"] if context.family.mask is Mask.PADDING else None
-                mask = document_mask(documents, torch_dtype(context.plan.precision.compute), padding)
-            if action.chunk < len(self.stage.chunks) - 1:
-                self._masks[number] = mask
-            batch[MASK] = mask
-        return batch
+        """Return the microbatch of a forward pass, its layers' mask aside."""
+        samples = self.stage.context.share.of_each
+        return {name: x[action.microbatch * samples :][:samples] for name, x in self.batch.items()}
+
+    def masked(self, batch: Batch, action: Action) -> Batch:
+        """Return a microbatch with the mask that its layers share, where its samples tell their documents apart."""
+        context = self.stage.context
+        if DOCUMENTS not in batch or not self.stage.has_blocks:
+            return batch
+        mask = self._masks.pop(action.microbatch, None)
+        if mask is None:
+            padding = batch["attention_mask"] if context.family.mask is Mask.PADDING else None
+            mask = document_mask(batch[DOCUMENTS], torch_dtype(context.plan.precision.compute), padding)
+        if action.chunk < len(self.stage.chunks) - 1:
+            self._masks[action.microbatch] = mask
+        return {**batch, MASK: mask}
 
 
 def mask_bytes(context: RankContext) -> int:
