@@ -1,6 +1,7 @@
 """Ranks of clusters that are larger than this machine, one after another, among peers that are not there."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwright_formats.semantics.process_groups import EDGE_CHANNELS
 from shardwright_launch.journal import Journal, Kept
 from shardwright_profile.hardware.profile import JOURNAL, Progress, SweepIdentity
 from shardwright_profile.hardware.session import ProcessGroups, Session
@@ -50,3 +52,19 @@ def test_all_ranks_of_a_sweep_measure_the_same_in_the_same_order(make_cluster, m
     steps = [said.step for said in swept[0][1] if isinstance(said, Progress)]
     assert steps == sorted(steps)
     assert set(steps) == set(range(swept[0][1][-1].steps))
+
+
+def test_pairs_are_timed_over_as_few_channels_as_training_gives_its_edges(monkeypatch):
+    """On a stand-in for NCCL's options: no GPU is here."""
+    stand_in = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace(min_ctas=None, max_ctas=None)))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", stand_in, raising=False)
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    asked = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, pg_options: asked.append((tuple(ranks), pg_options)))
+    groups = ProcessGroups(torch.device("cuda", 0))
+    groups.pair(((0, 1),))
+    groups.mine(((0, 1, 2),))
+    (pair, edge), (whole, usual) = asked
+    assert (pair, whole, usual) == ((0, 1), (0, 1, 2), None)
+    assert (edge.config.min_ctas, edge.config.max_ctas) == (EDGE_CHANNELS, EDGE_CHANNELS)

@@ -103,6 +103,15 @@ def test_ranks_keep_freed_host_memory_unless_the_caller_says_otherwise(monkeypat
     assert [int(_environment("lo", 1, 1)[name]) for name in told] == [131072, 32 * 2**20]
 
 
+def test_kernels_and_connections_are_loaded_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_RUNTIME_CONNECT": "0"}
+    for name in eager:
+        monkeypatch.delenv(name, raising=False)
+    assert eager.items() <= _environment(Nodes(), 1, 1).items()
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    assert _environment(Nodes(), 1, 1)["CUDA_MODULE_LOADING"] == "LAZY"
+
+
 @pytest.mark.parametrize("number", [1, 3, 6])
 def test_the_groups_of_a_plan_are_gone_when_they_are_closed(number: int) -> None:
     plan = random_plan(tiny("llama"), number, 8, "float32")

@@ -46,6 +46,12 @@ _HOST_ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOL
 
 A rank keeps what it has freed in place of taking the same pages anew in every step; 32 MiB is the most that can be set.
 """
+_DEVICE = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_RUNTIME_CONNECT": "0"}
+"""What CUDA and NCCL are told, unless the caller's environment says something else.
+
+A kernel that is loaded, or a connection that is made, in the midst of a step may wait until the device has done all
+that it was given: for ever, where a receive waits there for a rank that waits for this one.
+"""
 _UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 """For ranks that print into a pipe: what they have printed is out of their hands when they are killed."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -159,7 +165,8 @@ def _environment(interface: str | None, processes: int, world_size: int) -> dict
     # So that memory that was given back in odd pieces can be taken again (PyTorch's notes on CUDA semantics).
     meeting = {_INTERFACES[0]: interface} if interface else {}
     allocator = {_ALLOCATOR[0]: allocator_setting(os.environ) or EXPANDABLE}
-    return meeting | allocator | _HOST_ALLOCATOR | _QUIET | inherited | shared | dict.fromkeys(_THREAD_COUNTS, threads)
+    given = meeting | allocator | _HOST_ALLOCATOR | _DEVICE | _QUIET
+    return given | inherited | shared | dict.fromkeys(_THREAD_COUNTS, threads)
 
 
 def _start(

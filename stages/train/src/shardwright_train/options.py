@@ -144,8 +144,8 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     replan_search: Path | None = None
     """For replan: search file (JSON), of the plan's global batch size."""
     trial: bool = True
-    """Try each pipeline stage alone before the first step, so that a lack of memory is found before one waits
-    for another; it takes part of a step's time. Not where the run has a checkpoint."""
+    """Try each pipeline stage alone before the first step, so that a lack of memory is found, and kernels are loaded,
+    before one waits for another; it takes part of a step's time."""
     grace_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     """Seconds from a scheduler's stop signal to its kill; where a step and a save take longer, that is said."""
     learning_rate: _Rate = 3e-4

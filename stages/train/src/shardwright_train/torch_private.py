@@ -35,6 +35,8 @@ name |
 `accumulated_recompile_limit`, `fail_on_recompile_limit_hit` | parameters swapped inside recomputed and compiled \
 parts; no layer that runs uncompiled in silence | `torch.compiler.config`, which has other settings so far |
 | `torch._dynamo.utils.counters` | graph breaks, in tests | `torch._dynamo.explain`, as private |
+| `torch._C._distributed_c10d._dump_fr_trace_json`, `_dump_nccl_trace_json` | what collectives a rank that hangs has \
+entered | `torch.distributed.flight_recorder`, which reads pickles, once it makes and reads JSON |
 | `torch.ops._c10d_functional` | what collectives are in a compiled graph | none |
 """
 
@@ -71,6 +73,7 @@ __all__ = [
     "collective_operators",
     "compiled",
     "default_timeout",
+    "flight_recorder_trace",
     "foreach_mul_",
     "foreach_norm",
     "fsdp_parameters",
@@ -87,6 +90,8 @@ __all__ = [
 
 _MOST_GRAPHS = 4096
 """Of one piece of code: layers of unlike strategies have graphs of their own."""
+
+_DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
@@ -162,6 +167,14 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
         yield
     finally:
         vars(distributed_c10d).update(before)
+
+
+def flight_recorder_trace(backend: str) -> bytes:
+    """Return the collectives that this rank has entered over `nccl` or `gloo` and are still recorded, as JSON."""
+    from torch._C import _distributed_c10d as c10d
+
+    dump: Callable[[bool, bool], bytes] = getattr(c10d, _DUMPS[backend])
+    return dump(True, False)
 
 
 def step_unless(adamw: torch.optim.AdamW, forbidden: Tensor, divisor: Tensor | None) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardwright_formats.semantics.process_groups import EDGE_CHANNELS
 from shardwright_formats.semantics.sweep_plan import CollectiveKind, Groups
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_launch.journal import Journal
@@ -26,19 +27,30 @@ class ProcessGroups:
         """The one of a kind's groups that this rank is in, or None."""
         return (self.pair if kind.key.collective is Collective.P2P else self.mine)(kind.groups)
 
-    def _made(self, groups: Groups) -> dist.ProcessGroup | None:
-        made = {group: dist.new_group(list(group)) for group in groups}
+    def _made(self, groups: Groups, few_channels: bool = False) -> dist.ProcessGroup | None:
+        made = {
+            group: dist.new_group(list(group), pg_options=self._few_channels() if few_channels else None)
+            for group in groups
+        }
         return next((process_group for group, process_group in made.items() if dist.get_rank() in group), None)
 
     def _warmed_up(self, pairs: Groups) -> dist.ProcessGroup | None:
         """The group of a sender and a receiver, over which a number has gone: so training makes those of its edges."""
-        pair, number = self._made(pairs), torch.zeros(1, device=self._device)
+        pair, number = self._made(pairs, few_channels=True), torch.zeros(1, device=self._device)
         for source, target in pairs:
             if dist.get_rank() == source:
                 dist.send(number, target, pair)
             elif dist.get_rank() == target:
                 dist.recv(number, source, pair)
         return pair
+
+    def _few_channels(self) -> "dist.ProcessGroupNCCL.Options | None":
+        """NCCL's options of training's edges, None for gloo."""
+        if self._device.type != "cuda":
+            return None
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.min_ctas = options.config.max_ctas = EDGE_CHANNELS
+        return options
 
 
 class Session(NamedTuple):

@@ -84,6 +84,6 @@ class T5(Family):
         super().after_split(block, config, tensor_parallel)
         attention: Any = block.get_submodule(_ATTENTION)
         if tensor_parallel.splits_everything:
-            stock, ranks = attention.compute_bias, tensor_parallel.sequence_axis.size()
+            stock, ranks = attention.compute_bias, tensor_parallel.sequence_group.size()
             own = tensor_parallel.positions(config.num_heads)
             attention.compute_bias = lambda queries, keys, **more: stock(queries * ranks, keys * ranks, **more)[:, own]

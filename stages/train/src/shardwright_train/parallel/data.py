@@ -26,9 +26,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes of a layer's mesh that data parallelism works on: all but the first, pp, and the last, tp."""
+    """The axes of a layer's mesh that data parallelism works on: all but the last, tp."""
     assert mesh.mesh_dim_names is not None
-    return mesh[mesh.mesh_dim_names[1:-1]]
+    return mesh[mesh.mesh_dim_names[:-1]]
 
 
 def apply_fsdp(module: nn.Module, kind: DataParallel, axes: DeviceMesh, precision: Precision) -> None:
@@ -69,14 +69,12 @@ def _sum_gradients(module: nn.Module) -> None:
 def sharded_parameters(
     module: nn.Module, tp_dims: Mapping[str, int | None], mesh: DeviceMesh
 ) -> dict[str, nn.Parameter]:
-    """A parallelized module's parameters as DTensors over all axes of a mesh but pp, by name.
+    """A parallelized module's parameters as DTensors over all axes of a mesh, by name.
 
     They share their memory with what is computed with. Autograd does not know them: computing with DTensors costs some
     4 % of a small layer's time. `tp_dims` says which dim of each parameter the tp axis shards.
     """
-    assert mesh.mesh_dim_names is not None
-    axes = mesh[mesh.mesh_dim_names[1:]]  # which takes a millisecond
-    return {name: _as_dtensor(own, tp_dims[name], axes) for name, own in module.named_parameters()}
+    return {name: _as_dtensor(own, tp_dims[name], mesh) for name, own in module.named_parameters()}
 
 
 def local_tensor(parameter: Tensor) -> Tensor:

@@ -68,8 +68,8 @@ def parallelize(
 ) -> ParallelModule:
     """Apply a layer's strategy to its stock module, in place; it is on the meta device: only shards are allocated.
 
-    `mesh` has the axes (pp, dp, tp): tp shards the parameters, dp replicates them or, under ZeRO, shards them again; or
-    (pp, replicate, shard, tp), where it does both.
+    `mesh` has the axes (dp, tp): tp shards the parameters, dp replicates them or, under ZeRO, shards them again; or
+    (replicate, shard, tp), where it does both.
     """
     # Tensor parallelism: parameters are sharded, the products joined by collectives; with Megatron's sequence
     # parallelism these scatter and gather the sequence.
@@ -83,7 +83,7 @@ def parallelize(
         style.after_split(module, tensor_parallel)
         # Ulysses: the sequence is sharded everywhere; attention exchanges positions for heads.
         if strategy.sequence_parallel is SequenceParallel.ULYSSES and strategy.tp_size > 1:
-            apply_ulysses(module, tensor_parallel.sequence_axis.get_group(), style.attention)
+            apply_ulysses(module, tensor_parallel.sequence_group, style.attention)
         # Activation recomputation of attention or MLP; that of a full block is around its call.
         if style.compile:
             compile_block(module, parts, recompute, tensor_parallel)

@@ -1,23 +1,26 @@
 """Process groups and device meshes, made once each and by every rank in the same order."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright_formats.semantics.chunks import cuts
-from shardwright_formats.semantics.layout import Layout, closed_groups, layout_of, parameter_layout
+from shardwright_formats.semantics.layout import layout_of, parameter_layout
+from shardwright_formats.semantics.process_groups import (
+    EDGE_CHANNELS,
+    PlannedGroup,
+    Purpose,
+    axis_of,
+    process_groups,
+)
 from shardwright_formats.semantics.schedule import Pass
-from shardwright_formats.semantics.tied_weights import ranks_of_replicas, tied_parameters
 from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import Strategy
+from shardwright_formats.types.strategy import SequenceParallel, Strategy
 
-MeshKey = tuple[tuple[tuple[int, ...], ...], int, bool, int]
-RankSets = tuple[tuple[int, ...], ...]
-
-Edge = tuple[Pass, bool, tuple[int, int]]
-"""The pass whose messages go over it, whether they go from the last stage to the first, and their two ranks."""
+_MeshKey = tuple[tuple[int, ...], int, bool, int]
+_ALL_TO_ALL = (Purpose.EXCHANGE, Purpose.TIED_PARAMETERS)
 
 
 class Groups:
@@ -29,121 +32,122 @@ class Groups:
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
-        self._meshes: dict[MeshKey, DeviceMesh] = {}
-        self._sets: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-        self._edge_groups: dict[Edge, dist.ProcessGroup] = {}
+        self._made: dict[PlannedGroup, dist.ProcessGroup | None] = {}
+        self._meshes: dict[_MeshKey, DeviceMesh] = {}
 
     def prepare(self, plan: Plan) -> None:
-        """Make every mesh and group of a plan; collective over the world."""
-        for strategy in (plan.embedding, *plan.layers, plan.head):
-            self._make_mesh(_key(plan, parameter_layout(strategy), strategy.shard_size))
-            self._make_mesh(_key(plan, layout_of(strategy)))
-        self._make_edges(dict.fromkeys(_edges(plan)))
-        for ranks in (stage.ranks for stage in plan.stages):
-            self._make_sets("redistribute", _exchange_sets(plan, ranks))
-        if tied := ranks_of_replicas(tied_parameters(plan)):
-            self._make_sets("tied parameters", (tied,))
+        """Make every group of a plan, and send a number over each; collective over the world."""
+        new = [group for group in process_groups(plan) if group not in self._made]
+        for group in new:
+            self._made[group] = dist.new_group(
+                list(group.ranks),
+                group_desc=group.description,
+                pg_options=_few_channels(self._device_type) if group.purpose is Purpose.EDGE else None,
+            )
+        self._warm_up(new)
 
     def close(self) -> None:
-        """Destroy all groups, and the buffers that their communicators hold on devices."""
-        meshes = [group for mesh in self._meshes.values() for group in mesh.get_all_groups()]
-        every = (*meshes, *self._sets.values(), *self._edge_groups.values())
-        own = {group for group in every if isinstance(group, dist.ProcessGroup)}  # others are for other ranks
-        for group in own - {dist.group.WORLD}:  # which a mesh over all ranks takes
-            dist.destroy_process_group(group)
-        self._meshes, self._sets, self._edge_groups = {}, {}, {}
+        """Destroy all groups, and the buffers that their communicators hold on devices.
+
+        All ranks destroy in the order in which the groups were made: NCCL may wait there for the others of a group.
+        """
+        for group in self._made.values():
+            if isinstance(group, dist.ProcessGroup):  # the others are for other ranks
+                dist.destroy_process_group(group)
+        self._made, self._meshes = {}, {}
 
     def mesh(self, plan: Plan, strategy: Strategy) -> DeviceMesh:
-        """The mesh (pp, dp, tp) whose tp axis shards a layer's parameters, and whose dp axis replicates or shards them.
+        """The mesh (dp, tp) whose tp axis shards a layer's parameters, and whose dp axis replicates or shards them.
 
         Where groups of ranks hold replicas of each other's shards, two axes take the place of dp: replicate, shard.
         """
-        return self._meshes[_key(plan, parameter_layout(strategy), strategy.shard_size)]
+        layout, ranks = parameter_layout(strategy), _stage_ranks(plan)
+        key = ranks, layout.tp_size, layout.consecutive, strategy.shard_size
+        if key not in self._meshes:
+            grid = torch.tensor(ranks)
+            if layout.consecutive:
+                grid = grid.view(-1, layout.tp_size)
+            else:
+                grid = grid.view(layout.tp_size, -1).T
+            names: tuple[str, ...] = ("dp", "tp")
+            if strategy.shard_size:
+                grid, names = grid.unflatten(0, (-1, strategy.shard_size)), ("replicate", "shard", "tp")
+            groups = [self._along(grid, axis, name) for axis, name in enumerate(names)]
+            self._meshes[key] = DeviceMesh.from_group(groups, self._device_type, grid, mesh_dim_names=names)
+        return self._meshes[key]
 
-    def sequence_axis(self, plan: Plan, strategy: Strategy) -> DeviceMesh:
-        """The axis of the tp_size ranks that one sample is spread over."""
-        return self._meshes[_key(plan, layout_of(strategy))]["tp"]
+    def sequence_group(self, plan: Plan, strategy: Strategy) -> dist.ProcessGroup:
+        """The group of the tp_size ranks that one sample is spread over."""
+        layout, ranks = layout_of(strategy), _stage_ranks(plan)
+        dp_index, _ = layout.coordinates(ranks.index(dist.get_rank()))
+        ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
+        purpose = Purpose.EXCHANGE if ulysses else Purpose.TENSOR_PARALLEL
+        return self.among(purpose, (ranks[i] for i in layout.holders(dp_index)))
 
-    def among(self, purpose: str, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """The group of some ranks for a purpose.
-
-        `redistribute` is for activations, `tied parameters` for gradients of parameters that have replicas.
-        """
-        return self._sets[purpose, tuple(ranks)]
+    def among(self, purpose: Purpose, ranks: Iterable[int]) -> dist.ProcessGroup:
+        """The group of some ranks, this one among them, for a purpose."""
+        return self._of_this_rank(axis_of(purpose, tuple(ranks)))
 
     def edge(self, kind: Pass, around: bool, ranks: tuple[int, int]) -> dist.ProcessGroup:
         """The group of a sender and a receiver of neighbouring pipeline stages, in one direction.
 
         `around`: from the last pipeline stage to the first (forward; backward the reverse), when it is interleaved.
         """
-        return self._edge_groups[kind, around, ranks]
+        return self._of_this_rank(PlannedGroup(Purpose.EDGE, ranks, kind, around))
 
-    def _make_mesh(self, key: MeshKey) -> None:
-        if key in self._meshes:
-            return
-        stages, tp_size, consecutive, shard_size = key
-        grid = torch.tensor(stages)
-        pp_size, size = grid.shape
-        if consecutive:
-            grid = grid.view(pp_size, size // tp_size, tp_size)
-        else:
-            grid = grid.view(pp_size, tp_size, size // tp_size).transpose(1, 2)
-        names: tuple[str, ...] = ("pp", "dp", "tp")
-        if shard_size:
-            grid, names = grid.unflatten(1, (-1, shard_size)), ("pp", "replicate", "shard", "tp")
-        self._meshes[key] = DeviceMesh(self._device_type, grid, mesh_dim_names=names)
+    def _of_this_rank(self, group: PlannedGroup) -> dist.ProcessGroup:
+        made = self._made[group]
+        assert made is not None
+        return made
 
-    def _make_sets(self, purpose: str, sets: RankSets) -> None:
-        for ranks in sets:
-            if (purpose, ranks) not in self._sets:
-                self._sets[purpose, ranks] = dist.new_group(list(ranks))
+    def _along(self, grid: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
+        """The group of this rank along an axis of a grid of ranks."""
+        place: list[Any] = (grid == dist.get_rank()).nonzero()[0].tolist()
+        place[axis] = slice(None)
+        purpose = Purpose.TENSOR_PARALLEL if name == "tp" else Purpose.DATA_PARALLEL
+        return self.among(purpose, grid[tuple(place)].tolist())
 
-    def _make_edges(self, edges: Iterable[Edge]) -> None:
-        new = [edge for edge in edges if edge not in self._edge_groups]
-        self._edge_groups.update({edge: dist.new_group(list(edge[-1])) for edge in new})
-        self._warm_up(new)
+    def _warm_up(self, groups: Sequence[PlannedGroup]) -> None:
+        """Send a number over each group and over that of all ranks, one after the other.
 
-    def _warm_up(self, edges: Iterable[Edge]) -> None:
-        """Send a number over each edge, one after the other.
-
-        NCCL makes a communicator at the first message of two ranks, and both wait there for the other: in the midst of
-        a schedule two ranks could wait for each other at different messages, for ever.
+        NCCL makes connections at the first message of two ranks, and both wait there for the other, or until their
+        devices have done all that they were given: in the midst of a schedule, with receives posted ahead, two ranks
+        could wait for each other for ever. Here none can: the first group of the list that is not yet done has all its
+        ranks, for each of them has done all groups before.
         """
-        number = torch.zeros(1, device=self._device_type)
-        for edge in edges:
-            source, target = edge[-1]
-            if dist.get_rank() == source:
-                dist.send(number, target, group=self._edge_groups[edge])
-            elif dist.get_rank() == target:
-                dist.recv(number, source, group=self._edge_groups[edge])
+        rank = dist.get_rank()
+        for group in groups:
+            if rank in group.ranks and len(group.ranks) > 1:
+                _send_a_number(group, self._of_this_rank(group), torch.zeros(1, device=self._device_type))
+        if dist.get_world_size() > 1:
+            dist.all_reduce(torch.zeros(1, device=self._device_type))
+        if self._device_type == "cuda":
+            torch.cuda.synchronize()
 
 
-def _edges(plan: Plan) -> Iterator[Edge]:
-    """What messages between pipeline stages go over, in an order that all ranks know."""
-    for cut in cuts(plan):
-        for kind, (source, target) in ((Pass.FORWARD, cut[:2]), (Pass.BACKWARD, cut[1::-1])):
-            senders, receivers = plan.stages[source[0]].ranks, plan.stages[target[0]].ranks
-            for tensor in plan.model.boundary:
-                for transfer in cut.transfers(kind, plan.microbatch_samples, tensor.sequence_length):
-                    yield kind, cut.around, (senders[transfer.source], receivers[transfer.target])
+def _send_a_number(planned: PlannedGroup, group: dist.ProcessGroup, number: torch.Tensor) -> None:
+    """As the group will be used: one that exchanges pieces connects each two of its ranks."""
+    if planned.purpose is Purpose.EDGE:
+        source, target = planned.ranks
+        if dist.get_rank() == source:
+            dist.send(number, target, group=group)
+        else:
+            dist.recv(number, source, group=group)
+    elif planned.purpose in _ALL_TO_ALL:
+        numbers = number.expand(len(planned.ranks)).contiguous()
+        dist.all_to_all_single(torch.empty_like(numbers), numbers, group=group)
+    else:
+        dist.all_reduce(number, group=group)
 
 
-def _key(plan: Plan, layout: Layout, shard_size: int = 0) -> MeshKey:
-    """All pipeline stages of one width share a mesh."""
-    stages = tuple(stage.ranks for stage in plan.stages if len(stage.ranks) == layout.stage_size)
-    return stages, layout.tp_size, layout.consecutive, shard_size
+def _few_channels(device_type: str) -> "dist.ProcessGroupNCCL.Options | None":
+    """NCCL's options of an edge, None for gloo: a receive that waits holds a multiprocessor for each channel."""
+    if device_type != "cuda":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = options.config.max_ctas = EDGE_CHANNELS
+    return options
 
 
-def _exchange_sets(plan: Plan, ranks: tuple[int, ...]) -> RankSets:
-    layouts = {layout_of(s) for s in (plan.embedding, *plan.layers, plan.head) if s.tp_size * s.dp_size == len(ranks)}
-    lengths = {tensor.sequence_length for kind in plan.model.types.values() for tensor in kind.outputs}
-    sets = {
-        tuple(ranks[i] for i in group)
-        for source in layouts
-        for target in layouts
-        if source != target
-        for length in lengths
-        for group in closed_groups(source, target, plan.microbatch_samples, length)
-        if len(group) > 1
-    }
-    return tuple(sorted(sets))
+def _stage_ranks(plan: Plan) -> tuple[int, ...]:
+    return plan.stages[plan.stage_of_rank(dist.get_rank())].ranks

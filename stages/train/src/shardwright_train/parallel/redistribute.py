@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright_formats.semantics.layout import ActivationShard, Layout, closed_groups, redistribution_plan
+from shardwright_formats.semantics.process_groups import Purpose
 from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.parallel.process_groups import Groups
 
@@ -48,7 +49,7 @@ class _Move:
         me, size = site.me, (site.samples, site.length)
         self.members = next(group for group in closed_groups(source, target, *size) if me in group)
         several = len(self.members) > 1
-        self.group = site.groups.among("redistribute", (site.ranks[i] for i in self.members)) if several else None
+        self.group = site.groups.among(Purpose.EXCHANGE, (site.ranks[i] for i in self.members)) if several else None
         before, after = source.activation_shard(me, *size), target.activation_shard(me, *size)
         self.shape = after.batch_end - after.batch_start, after.sequence_end - after.sequence_start
         transfers = redistribution_plan(source, target, *size)

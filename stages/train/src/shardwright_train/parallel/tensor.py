@@ -25,11 +25,11 @@ from shardwright_train.torch_private import own_parameters
 class TensorParallel:
     """How the ranks that one sample is sharded over share a layer.
 
-    `axis` is the mesh axis that shards parameters (of one rank under Ulysses), `sequence_axis` that of tp_size ranks.
+    `axis` is the mesh axis that shards parameters (of one rank under Ulysses), `sequence_group` has tp_size ranks.
     """
 
     axis: DeviceMesh
-    sequence_axis: DeviceMesh
+    sequence_group: dist.ProcessGroup
     sequence_parallel: SequenceParallel
     randomness: Randomness
     recomputation: Recomputation
@@ -88,8 +88,8 @@ class TensorParallel:
         """The positions, of `length` in all, that this rank has between the matrix products."""
         if not (self.splits_sequence or self.splits_everything):
             return slice(0, length)
-        share = length // self.sequence_axis.size()
-        first = self.sequence_axis.get_local_rank() * share
+        share = length // self.sequence_group.size()
+        first = self.sequence_group.rank() * share
         return slice(first, first + share)
 
     def positions_inside(self, length: int) -> slice:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright_formats.semantics.layout import Box, parameter_box
+from shardwright_formats.semantics.process_groups import Purpose
 from shardwright_formats.semantics.tied_weights import (
     Piece,
     Replica,
@@ -29,7 +30,7 @@ class TiedParameters:
     def __init__(self, plan: Plan, rank: int, groups: Groups) -> None:
         tied = tied_parameters(plan)
         self.rank, self.members = rank, ranks_of_replicas(tied)
-        self.group = groups.among("tied parameters", self.members) if rank in self.members else None
+        self.group = groups.among(Purpose.TIED_PARAMETERS, self.members) if rank in self.members else None
         self.replicas = frozenset(
             (replica.layer, replica.parameter.name) for one in tied for replica in one[1:] if rank in replica.ranks
         )

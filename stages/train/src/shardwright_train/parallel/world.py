@@ -45,10 +45,12 @@ def joined_world(device_type: str, timeout_s: float = START_UP_S) -> Iterator[Wo
     with ExitStack() as stack:
         stack.push(heartbeat.note)
         device = _device(device_type, int(os.environ["LOCAL_RANK"]))
-        # A DeviceMesh takes no timeout: its groups have the defaults, which are 10 minutes with NCCL.
+        # Groups that are made without a timeout have the defaults, which are 10 minutes with NCCL.
         stack.enter_context(default_timeout(timeout))
         store = rank_store(dist.FileStore, dist.Store, size, timeout)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        # NCCL then connects at once: what it makes later could wait for a device that waits for another rank.
+        bound = None if device.type == CPU else device
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
         stack.callback(dist.destroy_process_group)
         stack.push(heartbeat.note)  # before the group is destroyed, from which the peers see that this rank is gone
         heartbeat.begin("before the first step")

@@ -170,7 +170,7 @@ def build_layer(
     mesh = context.groups.mesh(plan, strategy)
     tensor_parallel = TensorParallel(
         axis=mesh["tp"],
-        sequence_axis=context.groups.sequence_axis(plan, strategy),
+        sequence_group=context.groups.sequence_group(plan, strategy),
         sequence_parallel=strategy.sequence_parallel,
         # A compiled graph draws from one state: `check_kernels` refuses what needs several.
         randomness=Randomness(name, replica, tp_index, context.device) if compiled else randomness,

@@ -74,13 +74,11 @@ class _Run:
     evaluator: Evaluator | None
     """None where there is nothing to evaluate on."""
     reports: StepReports
-    fresh: bool
-    """Whether it has no checkpoint of its own yet."""
 
     @property
     def tries(self) -> bool:
         """Whether pipeline stages are tried alone before the first step."""
-        return self.job.trial and self.fresh and len(self.plan.stages) > 1
+        return self.job.trial and len(self.plan.stages) > 1
 
     def evaluates_after(self, step: int) -> bool:
         """Whether a step is one to evaluate after."""
@@ -125,7 +123,7 @@ def train(job: RunJob, world: World) -> None:
     began = Beginning() if resumed is None else resumed.beginning(own)
     reports = StepReports(Metrics(folder / METRICS, plan, world, job.steps), loggers)
     with closing(_saver(job, folder, identity, began, engine.tensors())) as saver, closing(reports):
-        run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator, reports, not own)
+        run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator, reports)
         world.first_does(lambda: _begin(run, None if resumed is None else resumed.folder.parent))
         to_do = range(before.step + 1, job.steps + 1)
         if to_do and run.tries:

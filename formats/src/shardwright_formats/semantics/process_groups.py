@@ -1,0 +1,144 @@
+"""The process groups that a plan takes, in the order in which all ranks make them, and the memory of their buffers."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+from shardwright_formats.semantics.chunks import chunk_layers, cuts, incoming_layout
+from shardwright_formats.semantics.layout import closed_groups, dp_groups, layout_of, parameter_layout, tp_groups
+from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.semantics.tied_weights import ranks_of_replicas, tied_parameters
+from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.strategy import SequenceParallel, Strategy
+
+EDGE_CHANNELS = 4
+"""NCCL channels of an edge, an assumption: they carry more than a network of 400 Gbit/s, and hold 4 multiprocessors."""
+_CHANNELS = 24
+_BUFFER_BYTES = 10 * 2**20
+COMMUNICATOR_BYTES = _CHANNELS * 2 * _BUFFER_BYTES
+"""Buffers of an NCCL communicator, an assumption: 24 channels, to and from the next rank of a ring.
+
+Each has a buffer for each of NCCL's protocols, of which the largest has 4 MiB (NCCL_BUFFSIZE): together at most 10 MiB.
+"""
+_EDGE_SHARE = 4
+"""A communicator holds as much as so many edges: an edge has `EDGE_CHANNELS` to and from its other rank, made with the
+communicator, and as many again one way, made with the first message: 4 x 3 buffers of 24 x 2."""
+
+
+class Purpose(StrEnum):
+    """What a process group is for."""
+
+    WORLD = "all ranks"
+    """Loss, gradient norm and the wish to stop."""
+    TENSOR_PARALLEL = "tensor parallelism"
+    """Activations that enter and leave matrices that the ranks share."""
+    EXCHANGE = "exchanges of activations"
+    """Redistribution between layouts, and Ulysses."""
+    DATA_PARALLEL = "data parallelism"
+    """Parameters are gathered, gradients summed."""
+    TIED_PARAMETERS = "tied parameters"
+    """Gradients of parameters that several layers hold replicas of."""
+    EDGE = "an edge of the pipeline"
+    """Messages of one pass, from one rank to another."""
+    ONE_RANK = "one rank"
+    """The axes of a rank that shares nothing."""
+
+
+class PlannedGroup(NamedTuple):
+    """A process group that a plan takes."""
+
+    purpose: Purpose
+    ranks: tuple[int, ...]
+    """Of an edge the sender, then the receiver."""
+    during: Pass | None = None
+    """The pass whose messages go over an edge."""
+    around: bool = False
+    """Whether an edge leads from the last pipeline stage to the first, or, backward, the reverse."""
+
+    @property
+    def description(self) -> str:
+        """What the group is called where it is told of; `described_ranks` reads its ranks from it."""
+        way = "" if self.during is None else f", {self.during}" + ", around" * self.around
+        return f"{self.purpose}{way} of ranks {' '.join(map(str, self.ranks))}"
+
+
+def described_ranks(description: str) -> tuple[int, ...]:
+    """Return the ranks of a group by its description, none where it has another form."""
+    _, found, ranks = description.rpartition(" of ranks ")
+    return tuple(map(int, ranks.split())) if found else ()
+
+
+def process_groups(plan: Plan) -> tuple[PlannedGroup, ...]:
+    """Return the groups of a plan beside that of all ranks, each once, in the order in which they are made."""
+    found: dict[PlannedGroup, None] = {}
+    for stage in range(len(plan.stages)):
+        for chunk in range(len(plan.stages[stage].layers)):
+            found |= dict.fromkeys(_of_chunk(plan, stage, chunk))
+    if tied := ranks_of_replicas(tied_parameters(plan)):
+        found[PlannedGroup(Purpose.TIED_PARAMETERS, tied)] = None
+    return tuple(found | dict.fromkeys(_edges(plan)))
+
+
+def communicators(plan: Plan) -> tuple[Mapping[Purpose, int], ...]:
+    """Return, for each rank, how many NCCL communicators of each purpose it has: groups of one rank have none."""
+    found = [Counter({Purpose.WORLD: 1} if plan.world_size > 1 else {}) for _ in range(plan.world_size)]
+    for group in process_groups(plan):
+        for rank in group.ranks if len(group.ranks) > 1 else ():
+            found[rank][group.purpose] += 1
+    return tuple(found)
+
+
+def communicator_bytes(counted: Mapping[Purpose, int], of_each: int = COMMUNICATOR_BYTES) -> int:
+    """Return what a rank's communicators hold on its device, where one that is no edge holds `of_each`."""
+    edges = counted.get(Purpose.EDGE, 0)
+    return of_each * (sum(counted.values()) - edges) + edges * of_each // _EDGE_SHARE
+
+
+def axes_of(strategy: Strategy, ranks: tuple[int, ...]) -> Iterator[PlannedGroup]:
+    """Yield the groups along the axes of a layer's parameters, and those that Ulysses exchanges positions in."""
+    layout = parameter_layout(strategy)
+    for group in tp_groups(ranks, layout.tp_size, layout.consecutive):
+        yield axis_of(Purpose.TENSOR_PARALLEL, group)
+    for group in dp_groups(ranks, layout.tp_size, layout.consecutive):
+        size = strategy.shard_size or len(group)
+        for first in range(0, len(group), size):
+            yield axis_of(Purpose.DATA_PARALLEL, group[first : first + size])
+        for place in range(size if strategy.shard_size else 0):
+            yield axis_of(Purpose.DATA_PARALLEL, group[place::size])
+    if strategy.sequence_parallel is SequenceParallel.ULYSSES:
+        spread = layout_of(strategy)
+        for group in tp_groups(ranks, spread.tp_size, spread.consecutive):
+            yield axis_of(Purpose.EXCHANGE, group)
+
+
+def axis_of(purpose: Purpose, ranks: tuple[int, ...]) -> PlannedGroup:
+    """Return the group of ranks along an axis: a rank alone has one for all purposes."""
+    return PlannedGroup(purpose if len(ranks) > 1 else Purpose.ONE_RANK, ranks)
+
+
+def _of_chunk(plan: Plan, stage: int, chunk: int) -> Iterator[PlannedGroup]:
+    ranks, current = plan.stages[stage].ranks, incoming_layout(plan, stage, chunk)
+    known = set[Strategy]()
+    for *_, strategy in chunk_layers(plan, stage, chunk):
+        if strategy not in known:
+            known.add(strategy)
+            yield from axes_of(strategy, ranks)
+        wanted = layout_of(strategy)
+        if current is not None and current != wanted:
+            for tensor in plan.model.boundary:
+                for members in closed_groups(current, wanted, plan.microbatch_samples, tensor.sequence_length):
+                    if len(members) > 1:
+                        yield PlannedGroup(Purpose.EXCHANGE, tuple(ranks[member] for member in members))
+        current = wanted
+
+
+def _edges(plan: Plan) -> Iterator[PlannedGroup]:
+    """Yield what messages between pipeline stages go over."""
+    for cut in cuts(plan):
+        for kind, (source, target) in ((Pass.FORWARD, cut[:2]), (Pass.BACKWARD, cut[1::-1])):
+            senders, receivers = plan.stages[source[0]].ranks, plan.stages[target[0]].ranks
+            for tensor in plan.model.boundary:
+                for transfer in cut.transfers(kind, plan.microbatch_samples, tensor.sequence_length):
+                    pair = senders[transfer.source], receivers[transfer.target]
+                    yield PlannedGroup(Purpose.EDGE, pair, kind, cut.around)
