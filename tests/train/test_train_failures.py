@@ -115,11 +115,16 @@ def test_a_run_learns_at_the_rates_of_its_schedule(work: Path, killed: Ended) ->
 
 
 def test_a_hang_prints_the_stacks_of_all_ranks_and_ends_them(work: Path) -> None:
-    started = Started(work, "run", *run_options(work, "hung", "--hang-timeout-s", "10"), fault=HANG)
+    kept = ("--hang-timeout-s", "10", "--log-dir", str(work / "hung-logs"))
+    started = Started(work, "run", *run_options(work, "hung", *kept), fault=HANG)
     ended = started.end()
     assert started.ranks() == {}
     words = "error: ranks 0 to 1, in step 3: no step ended within 10 s: the stacks of all ranks stand above"
-    assert (ended.status, ended.last_line) == (4, words), ended.error
+    missing = r"; rank 1 has not entered \w+ \d+ of [a-z ]+ of ranks 0 1, where rank 0 waits"
+    assert ended.status == 4 and re.fullmatch(re.escape(words) + missing, ended.last_line), ended.error
+    for rank in range(2):
+        trace = json.loads((work / "hung-logs" / f"rank-{rank}-collectives.json").read_bytes())
+        assert trace["entries"], "what the flight recorder has seen is kept"
     _, waiting, hanging = re.split(r"^rank \d, in step 3:\n", ended.error, flags=re.MULTILINE)
     assert "sleep_for_ever" in hanging and "sleep_for_ever" not in waiting
     assert "in run_step" in waiting or "in all_reduce" in waiting

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from shardwright_formats.io.errors import OutOfMemory, RunFailed, Stopped
+from shardwright_launch.collectives import RankCollectives, first_missing
 from shardwright_launch.heartbeat import RankError, Step
 
 _SIGTERM_STATUS = -signal.SIGTERM
@@ -24,6 +25,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     """When its end was seen, by `time.monotonic`; later than its end by as much as the launcher looks away."""
     step: Step | None
     error: RankError | None
+    collectives: RankCollectives | None = None
+    """How far it has come, once it hangs and was asked."""
 
     @property
     def failed(self) -> bool:
@@ -136,13 +139,16 @@ def _first_failure(reports: Sequence[NodeReport]) -> FailureReport:
 
 
 def _hang(hanging: Sequence[NodeReport], ranks: Sequence[RankState]) -> FailureReport:
-    """Where the rank stands that has gone on for longest, among the ranks of all nodes."""
+    """Where the rank stands that has gone on for longest, among the ranks of all nodes, and what the others wait in."""
     numbers = sorted(rank.rank for rank in ranks)
     named = f"ranks {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"rank {numbers[0]}"
     running = [rank for rank in ranks if rank.status is None] or ranks
     stuck = min(running, key=lambda rank: (rank.step is not None, rank.step.began_s if rank.step else 0.0))
     text = f"{named}, {stuck.where}: {hanging[0].hang}: the stacks of all ranks stand above"
-    return FailureReport(text, failed=stuck.rank)
+    missing = first_missing({rank.rank: rank.collectives for rank in ranks if rank.collectives is not None})
+    if missing is None:
+        return FailureReport(text, failed=stuck.rank)
+    return FailureReport(f"{text}; {missing.text}", failed=missing.rank)
 
 
 def _failure(first: RankState, reports: Sequence[NodeReport]) -> FailureReport:

@@ -1,4 +1,4 @@
-"""What a rank lets its launcher see: the step it is in, its stacks when asked for them, and the error it ends with.
+"""What a rank lets its launcher see: the step it is in, its stacks and collectives when asked, the error it ends with.
 
 Each is a small file in a folder of the launcher's. The launcher alone judges what is a hang, so all ranks of a node
 show where they stand at the same moment, and none of them is gone before the others have shown it.
@@ -9,9 +9,10 @@ import faulthandler
 import os
 import re
 import signal
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ import msgspec
 
 from shardwright_formats.io.errors import OutOfMemory, RunFailed, ShardwrightError, system_fault
 from shardwright_formats.io.json import write_bytes
+from shardwright_launch.collectives import RankCollectives, collectives_of
 from shardwright_launch.signals import outlive_terminal
 
 HANG_TIMEOUT_S = 600.0
@@ -29,6 +31,7 @@ HANG_TIMEOUT_S = 600.0
 START_UP_S = 600.0
 """How long the ranks have to start and find one another: an assumption."""
 STACKS_SIGNAL = signal.SIGUSR2
+COLLECTIVES_SIGNAL = signal.SIGRTMIN
 
 _FILES, _LAUNCHER = "SHARDWRIGHT_RANK_FILES", "SHARDWRIGHT_LAUNCHER"
 _RECORD_BYTES = 256
@@ -113,6 +116,11 @@ class RankFiles:
         return self.beginning.with_suffix(".stacks")
 
     @property
+    def collectives_file(self) -> Path:
+        """The trace of PyTorch's flight recorder, once the rank was sent COLLECTIVES_SIGNAL."""
+        return self.beginning.with_suffix(".collectives")
+
+    @property
     def error_file(self) -> Path:
         """A RankError, as JSON."""
         return self.beginning.with_suffix(".error")
@@ -133,6 +141,15 @@ class RankFiles:
     def stacks(self) -> str:
         """The stacks that the rank has shown; empty where it has shown none."""
         return self.stacks_file.read_text(errors="replace").strip() if self.stacks_file.exists() else ""
+
+    def collectives(self) -> RankCollectives | None:
+        """How far the rank has come in its process groups; None where it has shown nothing that can be read."""
+        if not self.collectives_file.exists():
+            return None
+        try:
+            return collectives_of(self.collectives_file.read_bytes())
+        except msgspec.MsgspecError:  # of a version of PyTorch that records otherwise
+            return None
 
     def error(self) -> RankError | None:
         """The error that the rank ends with; None where it noted none."""
@@ -157,6 +174,19 @@ class Heartbeat:
         """Say what the rank is about from now on, such as `in step 3`: the time allowed for a step starts anew."""
         record = f"{time.monotonic()} {' '.join(where.split())}".encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES)
         os.pwrite(self._record.fileno(), record, 0)
+
+    def answer(self, collectives: Callable[[], bytes]) -> None:
+        """Dump what `collectives` returns whenever the launcher asks, beside what the rank does, until it ends.
+
+        A thread waits for the signal, which `start_rank` blocks: whatever waits in a library lets other threads run.
+        """
+
+        def show() -> None:
+            while True:
+                signal.sigwait({COLLECTIVES_SIGNAL})
+                write_bytes(self._files.collectives_file, collectives())
+
+        threading.Thread(target=show, name="collectives", daemon=True).start()
 
     def note(
         self, _kind: type[BaseException] | None, error: BaseException | None, _where: TracebackType | None
@@ -217,6 +247,7 @@ def start_rank() -> None:
     PR_SET_PDEATHSIG (Linux 2.1.57 or later).
     """
     outlive_terminal()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {COLLECTIVES_SIGNAL})  # in all threads, but for who waits for it
     files = RankFiles.of_environment()
     faulthandler.register(STACKS_SIGNAL, file=files.stacks_file.open("w"), all_threads=True, chain=False)
     libc = ctypes.CDLL(None, use_errno=True)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import msgspec
 from shardwright_formats.io.errors import RanksLost, RunFailed
 from shardwright_launch.exchange import Exchange, exchange
 from shardwright_launch.failure_report import NodeReport, RankState, failure_report
-from shardwright_launch.heartbeat import STACKS_SIGNAL, START_UP_S, RankFiles
+from shardwright_launch.heartbeat import COLLECTIVES_SIGNAL, STACKS_SIGNAL, START_UP_S, RankFiles
 from shardwright_launch.interfaces import LOOPBACK, interface_of
 from shardwright_launch.meeting import SECRET_VARIABLE
 from shardwright_launch.nodes import Nodes
@@ -32,7 +33,7 @@ _OTHER_END_S = 2.0
 """What they have when one failed otherwise: enough to see which of them failed first."""
 _STATES = "T: stopped, D: in the kernel"
 _STACKS_S = 2.0
-"""What the ranks have to show their stacks."""
+"""What the ranks have to show their stacks and collectives."""
 _GATHER_S = _ORDERLY_END_S + 10.0
 """What the launchers of other nodes have to tell how theirs ended."""
 # PyTorch 2.13 renames two collectives; the old names are the only ones that 2.11 has.
@@ -46,8 +47,8 @@ _HOST_ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOL
 
 A rank keeps what it has freed in place of taking the same pages anew in every step; 32 MiB is the most that can be set.
 """
-_DEVICE = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_RUNTIME_CONNECT": "0"}
-"""What CUDA and NCCL are told, unless the caller's environment says something else.
+_DEVICE = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_RUNTIME_CONNECT": "0", "TORCH_FR_BUFFER_SIZE": "2000"}
+"""What CUDA, NCCL and PyTorch's flight recorder are told, unless the caller's environment says something else.
 
 A kernel that is loaded, or a connection that is made, in the midst of a step may wait until the device has done all
 that it was given: for ever, where a receive waits there for a rank that waits for this one.
@@ -84,6 +85,7 @@ class _Rank:
             seen_s=self.seen_s,
             step=self.files.step(),
             error=self.files.error(),
+            collectives=self.files.collectives(),
         )
 
 
@@ -112,8 +114,8 @@ def launch(
 
     SIGINT, SIGTERM, SIGUSR1 and SIGHUP are relayed to every process as SIGTERM; a second one ends them at once. When a
     process fails on any node, the others get a short time to end and are killed; no process outlives this one. With
-    `hang_timeout_s`, ranks that take longer from one `Heartbeat.begin` to the next show their stacks on standard error
-    and are killed.
+    `hang_timeout_s`, ranks that take longer from one `Heartbeat.begin` to the next show their stacks on standard error,
+    dump what collectives they have entered, into `rank-<number>-collectives.json` of `log_folder`, and are killed.
 
     Raises RunFailed naming the rank that failed first, on whichever node: OutOfMemory where its device lacked memory,
     RanksLost where ranks ended without an error in order, hang, or are gone with their node. An error that ranks
@@ -143,6 +145,8 @@ def launch(
         finally:
             _kill(started)
             output.join()
+        if log_folder is not None:
+            _keep_collectives(started, log_folder)
         if report is None:
             others.tell(NodeReport(node=nodes.rank, ended=True))
         else:
@@ -243,9 +247,20 @@ def _print_stacks(ranks: Sequence[_Rank]) -> None:
     for rank in ranks:
         if rank.look() is None:
             rank.process.send_signal(STACKS_SIGNAL)
+            rank.process.send_signal(COLLECTIVES_SIGNAL)
     time.sleep(_STACKS_S)
     for rank, where in zip(ranks, places, strict=True):
         print(f"rank {rank.number}, {where}:\n{rank.files.stacks() or _why_no_stack(rank)}\n", file=sys.stderr)
+
+
+def _keep_collectives(ranks: Sequence[_Rank], folder: Path) -> None:
+    for rank in ranks:
+        kept = folder / f"rank-{rank.number}-collectives.json"
+        if rank.files.collectives_file.exists():
+            try:
+                shutil.copyfile(rank.files.collectives_file, kept)
+            except OSError as error:
+                print(f"{kept}: {error.strerror}: what collectives the rank has entered is not kept", file=sys.stderr)
 
 
 def _why_no_stack(rank: _Rank) -> str:

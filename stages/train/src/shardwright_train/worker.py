@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +24,15 @@ def main(job_file: str, device_type: str) -> None:
     # Before the ranks meet, for it takes seconds: then the time that their first step is allowed begins for all.
     with without_collection():
         from shardwright_train.parallel.world import joined_world, out_of_memory_said
+        from shardwright_train.torch_private import flight_recorder_trace
 
         work = _work_of(job)
-    # A process group that spoke before the launcher's hang timeout would end ranks before they showed their stacks.
-    with end_quietly(), joined_world(device_type, timeout_s=2 * max(START_UP_S, job.hang_timeout_s)) as world:
+    # The launcher judges first what hangs, and asks for stacks and collectives: a process group, or NCCL's watchdog of
+    # its watchdog, that spoke before would end ranks that had shown nothing.
+    timeout_s = 2 * max(START_UP_S, job.hang_timeout_s)
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout_s:.0f}")
+    with end_quietly(), joined_world(device_type, timeout_s=timeout_s) as world:
+        world.heartbeat.answer(partial(flight_recorder_trace, world.backend))
         with out_of_memory_said():
             work(world)
 

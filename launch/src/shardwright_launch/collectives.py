@@ -1,0 +1,138 @@
+"""What ranks that hang wait for: the first collective that not all ranks of its group have entered.
+
+Each rank dumps its flight recorder's trace as JSON when the launcher asks, while it hangs: see `Heartbeat.answer`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from shardwright_formats.semantics.process_groups import described_ranks
+
+_MAX_WAITING = 100
+"""Collectives of a rank that are told on, the earliest."""
+_WORLD = "default_pg"
+"""What PyTorch calls the group of all ranks."""
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """A record of PyTorch's flight recorder."""
+
+    record_id: int
+    process_group: tuple[str, str]
+    """Name, the same on all ranks, and description."""
+    profiling_name: str
+    """Such as `nccl:all_reduce`."""
+    is_p2p: bool
+    collective_seq_id: int
+    p2p_seq_id: int
+    time_created_ns: int
+    state: str
+    retired: bool
+
+    @property
+    def lane(self) -> tuple[str, str, bool]:
+        """Collectives of a group are numbered, and its messages apart."""
+        return *self.process_group, self.is_p2p
+
+    @property
+    def number(self) -> int:
+        return self.p2p_seq_id if self.is_p2p else self.collective_seq_id
+
+
+class _Trace(msgspec.Struct, frozen=True):
+    entries: tuple[_Entry, ...] = ()
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """A collective that a rank has entered and that is not over."""
+
+    number: int
+    name: str
+    entered_ns: int
+    """By the wall clock."""
+
+
+class Entered(msgspec.Struct, frozen=True):
+    """How far a rank has come in a process group."""
+
+    group: str
+    description: str
+    p2p: bool
+    """Whether this is about the group's messages rather than its collectives."""
+    last: int
+    """Number of the last one that it has entered."""
+    waiting: tuple[Waiting, ...]
+
+
+class RankCollectives(msgspec.Struct, frozen=True):
+    """How far a rank has come in all its process groups."""
+
+    groups: tuple[Entered, ...]
+    whole: bool
+    """Whether all that it ever entered is still recorded."""
+
+
+class Missing(NamedTuple):
+    """The collective that the others wait in."""
+
+    rank: int
+    """The lowest that has not entered it."""
+    text: str
+
+
+def collectives_of(trace: bytes) -> RankCollectives:
+    """Return how far a rank has come by its trace; raises msgspec.MsgspecError where it is none."""
+    entries = msgspec.json.decode(trace, type=_Trace).entries
+    lanes: dict[tuple[str, str, bool], list[_Entry]] = {}
+    for entry in entries:
+        lanes.setdefault(entry.lane, []).append(entry)
+    groups = tuple(Entered(*lane, max(e.number for e in own), _waiting(own)) for lane, own in lanes.items())
+    return RankCollectives(groups, whole=min((entry.record_id for entry in entries), default=0) == 0)
+
+
+def _waiting(entries: Sequence[_Entry]) -> tuple[Waiting, ...]:
+    open_ones = [e for e in entries if not e.retired and e.state != "completed"]
+    found = [Waiting(e.number, e.profiling_name.rpartition(":")[2], e.time_created_ns) for e in open_ones]
+    return tuple(found[:_MAX_WAITING])
+
+
+def first_missing(known: Mapping[int, RankCollectives]) -> Missing | None:
+    """Return the earliest collective that a rank waits in and another has not entered, by what is known of each rank.
+
+    Collectives that wait for one another were entered one after the other: the earliest is what the others wait for.
+    """
+    found = sorted(_missing(known), key=lambda one: one[0])
+    return found[0][1] if found else None
+
+
+def _missing(known: Mapping[int, RankCollectives]) -> Iterator[tuple[int, Missing]]:
+    """Yield what is missing, with when it was first entered."""
+    lanes: dict[tuple[str, str, bool], dict[int, Entered]] = {}
+    for rank, own in known.items():
+        for entered in own.groups:
+            lanes.setdefault((entered.group, entered.description, entered.p2p), {})[rank] = entered
+    for (_, description, _), of in lanes.items():
+        last = {rank: of[rank].last if rank in of else 0 for rank in _members(description, known) if rank in known}
+        seen = [rank for rank in last if rank in of or known[rank].whole]
+        numbers = {waiting.number: waiting for entered in of.values() for waiting in entered.waiting}
+        for number, waiting in numbers.items():
+            if behind := [rank for rank in seen if last[rank] < number]:
+                there = [(w.entered_ns, rank) for rank, e in of.items() for w in e.waiting if w.number == number]
+                which = f"{waiting.name} {number} of {'all ranks' if description == _WORLD else description}"
+                text = f"{_named(behind)} not entered {which}, where {_waits(sorted(rank for _, rank in there))}"
+                yield min(there)[0], Missing(behind[0], text)
+
+
+def _members(description: str, known: Mapping[int, RankCollectives]) -> tuple[int, ...]:
+    """Return the ranks of a group in ascending order; none of groups that no plan has made."""
+    return tuple(sorted(known if description == _WORLD else described_ranks(description)))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {' '.join(map(str, ranks))} have"
+
+
+def _waits(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {' '.join(map(str, ranks))} wait"
