@@ -81,7 +81,7 @@ check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 bench: $(STAMP) ## the side-by-side runs of benchmarks/ (long; on a quiet machine)
 	@for run in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do echo "$$run"; python "$$run"; done
 
-gpu: $(STAMP) ## what only NVIDIA GPUs can show, under 40 minutes; goes on where it was cut: docs/gpu.md
+gpu: $(STAMP) ## what only NVIDIA GPUs can show, under 45 minutes; goes on where it was cut: docs/gpu.md
 	@python benchmarks/gpu.py
 
 gpu-rehearsal: $(STAMP) ## every part of it at a tiny size on the processor (5 minutes); REHEARSAL=FOLDER

@@ -37,7 +37,7 @@ def _one(setting: Setting) -> int:
     return 1
 
 
-def _several(setting: Setting) -> int:
+def several(setting: Setting) -> int:
     """4 devices where there are so many, else 2."""
     return 4 if setting.devices >= 4 else 2
 
@@ -46,7 +46,9 @@ PARTS = {
     part.name: part
     for part in (
         Part("parity", "five families in bf16 and float32 beside stock transformers", "parity", 240, _one),
-        Part("nccl", "schedules and kinds of parallelism over NCCL", "smoke", 240, _several, least_devices=2),
+        Part("nccl", "schedules and kinds of parallelism over NCCL", "smoke", 240, several, least_devices=2),
+        Part("shared-groups", "two plans measured in turns, and a run that goes on", "turns", 240, least_devices=2),
+        Part("hang", "what a hang says that is made on purpose", "hang", 60, least_devices=2),
         Part("hardware", "a profile of the devices and their links", "profiles", 120, argument="hardware"),
         Part("profile-llama-7b", "a profile of Llama-7B's layers", "profiles", 360, argument="llama-7b"),
         Part("profile-gpt2-xl", "a profile of GPT-2 XL's layers", "profiles", 240, argument="gpt2-xl"),

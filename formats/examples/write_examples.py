@@ -321,7 +321,7 @@ def _model_profile(model: Model) -> ModelProfile:
             for number, name in enumerate(types, start=1)
         ),
         "states": ((name, 1, *states) for name in types),
-        "process": [(0, "measured", 1 << 20, "measured", 0.001, "derived", 0.015625, "measured")],
+        "process": [(0, "measured", 0, "derived", 1 << 20, "measured", 0.001, "derived", 0.015625, "measured")],
         "fits": [("block", 1, "none", "none", "forward_s", "batch", 0, 16, -1e-4, 1e-3, 0.0, 3, 0.01, 0.02, 3, 0.03)],
     }
     return ModelProfile(origin=origin, provenance=_PROVENANCE, **_tables(ModelProfile, rows))

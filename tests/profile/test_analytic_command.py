@@ -219,17 +219,18 @@ def test_a_process_takes_what_is_told_of_it_and_the_rest_is_assumed(inputs, comm
     )  # fmt: skip
     mib = 1 << 20
     told = [
-        ((), 512 + 3 * 480, "{} for CUDA's context, {} for each of 3 NCCL communicators, 0 that the allocator"),
-        (("--context-mib", 600, "--allocator-slack-mib", 2048), 600 + 3 * 480 + 2048,
-         "{} for CUDA's context (given), {} for each of 3 NCCL communicators, 2147483648 that the allocator"),
-        (("--communicator-mib", 0), 512, "{} for CUDA's context, 0 for each of 3 NCCL communicators (given), 0 that"),
+        ((), 512, 480, "{} for CUDA's context, 0 that the allocator keeps unused, {} more for each NCCL communicator"),
+        (("--context-mib", 600, "--allocator-slack-mib", 2048), 600 + 2048, 480,
+         "{} for CUDA's context (given), 2147483648 that the allocator keeps unused (given), {} more for each NCCL"),
+        (("--communicator-mib", 0), 512, 0, "{} for CUDA's context, 0 that the allocator keeps unused, {} more for"),
     ]  # fmt: skip
-    for options, size, words in told:
+    for options, size, of_each, words in told:
         assert command(*given, *options).returncode == 0
         profile = read_model_profile(tmp_path / "m.h5")
         assert profile.process["process_bytes"][0] == size * mib
+        assert profile.process["communicator_bytes"][0] == of_each * mib
         context = (600 if "--context-mib" in options else 512) * mib
-        note = f"assumed: {size * mib} bytes a process: {words.format(context, 480 * mib)}"
+        note = f"assumed: {size * mib} bytes a process: {words.format(context, of_each * mib)}"
         assert note in profile.provenance.notes
 
 

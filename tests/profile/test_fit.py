@@ -92,6 +92,7 @@ def test_fit_recovers_the_constants_of_a_linear_world(
     _check_states(model, profile.states, layer_bytes, ends_bytes, slope, constant_s)
     np.testing.assert_allclose(profile.process["step_overhead_s"], [overhead_s + constant_s], rtol=1e-4)
     assert profile.process["process_bytes"].tolist() == [101]
+    assert profile.process["communicator_bytes"].tolist() == [0], "over gloo there are none"
     assert profile.process["resident_bytes"].tolist() == [1001]
 
 

@@ -141,6 +141,7 @@ def make_profile(
     slow: float = 1.0,
     precision: str = "float32/float32/float32",
     process_bytes: int = 1 << 20,
+    communicator_bytes: int = 0,
     source: str = "measured",
     reduction_s_per_parameter: float = 0.0,
     zero_s_per_parameter: tuple[float, float] = (0.0, 0.0),
@@ -217,10 +218,14 @@ def make_profile(
             ProcessRow,
             {
                 "process_bytes": [process_bytes],
+                "communicator_bytes": [communicator_bytes],
                 "resident_bytes": [1 << 28],
                 "step_overhead_s": [5e-5],
                 "reference_s": [0.5],
-                **{f"{name}_source": ["measured"] for name in ("process", "resident", "step_overhead", "reference")},
+                **{
+                    f"{name}_source": ["measured"]
+                    for name in ("process", "communicator", "resident", "step_overhead", "reference")
+                },
             },
         ),
         fits=Table.of(FitRow, ()),

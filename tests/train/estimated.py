@@ -55,4 +55,5 @@ def predicted_bytes(plan: Plan, work: Path) -> list[int]:
     command(PROFILE, work, f"analytic {given} --settings settings.json --out p.h5 --hardware-out h.h5")
     command(SEARCH, work, "evaluate plan.json --hardware h.h5 --profile p.h5 --out predicted.json")
     stages = json.loads((work / "predicted.json").read_text())["estimate"]["stages"]
-    return [stage["memory_bytes"] - stage["memory_terms_bytes"]["process"] for stage in stages]
+    beside = ("process", "communicators")
+    return [s["memory_bytes"] - sum(s["memory_terms_bytes"].get(name, 0) for name in beside) for s in stages]

@@ -15,6 +15,7 @@ from tiny_models import tiny
 from shardwright_formats.io.json import write_document
 from shardwright_formats.semantics.chunks import gathers_spared
 from shardwright_formats.semantics.communication import Cause, step_messages
+from shardwright_formats.semantics.process_groups import communicator_bytes, communicators
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
@@ -156,6 +157,24 @@ def test_a_plan_that_lacks_memory_says_how_much(tmp_path: Path) -> None:
     assert ended.exit_code == 3
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("error: ") and "lacks" in last and " bytes" in last
+
+
+def test_the_check_of_a_plan_for_gpus_counts_their_communicators(tmp_path: Path) -> None:
+    """Counted and added up as in a prediction; a device that has room for the tensors alone has too little."""
+    drawn = random_plan(tiny("llama"), 4, 2, "float32", stages=2)
+    node = {"device": "NVIDIA H100 80GB HBM3", "memory_bytes": 80 << 30}
+    gpus = msgspec.structs.replace(drawn.cluster.node_types["cpu"], **node)
+    plan = msgspec.structs.replace(drawn, cluster=msgspec.structs.replace(drawn.cluster, node_types={"cpu": gpus}))
+    write_document(tmp_path / "plan.json", plan)
+    ended = call(APP, "check", str(tmp_path / "plan.json"))
+    assert ended.exit_code == 0, ended.stderr
+    (held,) = {f"{communicator_bytes(own) / (1 << 20):.1f}" for own in communicators(plan)}
+    (line, other) = [line for line in ended.stdout.splitlines() if " of an edge of the pipeline" in line]
+    assert "1 of all ranks" in line and line.split()[-2] == other.split()[-2] == held
+    few = msgspec.structs.replace(gpus, memory_bytes=64 << 20)
+    plan = msgspec.structs.replace(drawn, cluster=msgspec.structs.replace(drawn.cluster, node_types={"cpu": few}))
+    write_document(tmp_path / "plan.json", plan)
+    assert call(APP, "check", str(tmp_path / "plan.json")).exit_code == 3
 
 
 def test_memory_of_more_microbatches_is_foretold_from_two() -> None:

@@ -36,6 +36,8 @@ __all__ = ["Factors", "Priced", "Unpriced", "priced"]
 _MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
 _DEVICES_PER_NODE = 8
 _NOWHERE = Path("published")
+_COMMUNICATORS = 3
+"""Of another runtime's rank: data parallelism or all ranks, tensor parallelism, the pipeline."""
 
 
 class Factors(NamedTuple):
@@ -120,7 +122,8 @@ def _of_one_cluster(
         except BadInput as problem:
             yield Unpriced(run, str(problem))
             continue
-        process = profiles.process_bytes if run.machine.counts_process else 0
+        process = profiles.process_bytes + _COMMUNICATORS * profiles.communicator_bytes
+        process *= run.machine.counts_process
         held = max(_held_bytes(stage, run) for stage in found.stages)
         yield Priced(run, found.simulated_step_time_s, round((held + process) * profiles.memory_factor), limit)
 
@@ -141,7 +144,7 @@ def _held_bytes(stage: StagePrediction, run: Run) -> float:
     """The most that a stage's ranks hold under the run's own runtime, outside of what the process takes."""
     terms, runtime = stage.memory_terms_bytes, RUNTIMES[run.runtime]
     parameters = terms["gathered_parameters"] // 2
-    passing = sum(terms.values()) - terms["process"]
+    passing = sum(terms.values()) - terms["process"] - terms.get("communicators", 0)
     if run.data_parallel is DataParallel.DDP or run.dp_size == 1:
         return passing + runtime.ddp_pass * parameters * (run.dp_size > 1)
     states = terms["parameters"] + terms["gathered_parameters"] + terms["optimizer"] + 4 * parameters

@@ -8,6 +8,7 @@ from shardwright_estimate.layers import ATTENTION_BACKWARD, KERNEL_START_S, OPER
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S, STEP_S
 from shardwright_estimate.overlap import Overlap
 from shardwright_estimate.rates import TYPICAL_PRODUCT, Efficiencies, Rates, matrix_efficiency
+from shardwright_formats.semantics.process_groups import COMMUNICATOR_BYTES
 from shardwright_formats.types.limits import MAX_DEVICES
 
 SEEN_ERROR = (
@@ -20,8 +21,6 @@ SEEN_LINK_ERROR = (
 """With the default efficiencies; `benchmarks/analytic.py` computes both."""
 
 _MIB = 2**20
-_COMMUNICATORS = 3
-"""All ranks or data parallelism, tensor parallelism, and the pipeline."""
 
 
 class Process(NamedTuple):
@@ -35,9 +34,14 @@ class Process(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """All of it, with what is assumed of what is not known."""
-        context, communicator, slack = (given if given is not None else own for _, given, own in self._parts)
-        return context + _COMMUNICATORS * communicator + slack
+        """What any plan takes, with what is assumed of what is not known."""
+        context, slack, _ = self._sizes
+        return context + slack
+
+    @property
+    def of_each_communicator(self) -> int:
+        """What a plan takes for each NCCL communicator, as given or assumed."""
+        return self._sizes[2]
 
     @property
     def text(self) -> str:
@@ -46,17 +50,20 @@ class Process(NamedTuple):
         return f"{self.bytes} bytes a process: {', '.join(told)}"
 
     @property
-    def _parts(self) -> tuple[tuple[str, int | None, int], ...]:
-        """In words, what is given of each, and what is assumed: CUDA's context with the kernels of PyTorch and cuBLAS.
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(given if given is not None else assumed for _, given, assumed in self._parts)
 
-        A communicator has 24 channels, to and from the next rank of a ring, each with a buffer for each of NCCL's
-        protocols: 4 MiB (NCCL_BUFFSIZE), rounded up to 10 MiB together.
-        """
-        of_each = f"for each of {_COMMUNICATORS} NCCL communicators"
+    @property
+    def _parts(self) -> tuple[tuple[str, int | None, int], ...]:
+        """In words, what is given of each, and what is assumed: a context with the kernels of PyTorch and cuBLAS."""
         return (
             ("for CUDA's context", self.context_bytes, 512 * _MIB),
-            (of_each, self.communicator_bytes, 24 * 2 * 10 * _MIB),
             ("that the allocator keeps unused", self.slack_bytes, 0),
+            (
+                "more for each NCCL communicator of a plan, a quarter for an edge of its pipeline",
+                self.communicator_bytes,
+                COMMUNICATOR_BYTES,
+            ),
         )
 
 

@@ -198,6 +198,8 @@ def _process_row(process: Process) -> ProcessRow:
     return ProcessRow(
         process_bytes=process.bytes,
         process_source=Source.ASSUMED,
+        communicator_bytes=process.of_each_communicator,
+        communicator_source=Source.ASSUMED,
         resident_bytes=0,
         resident_source=Source.ABSENT,
         step_overhead_s=0.0,

@@ -135,9 +135,13 @@ class ProcessRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is there once a process or a step."""
 
     process_bytes: Annotated[Bytes, sourced("process_source")]
-    """Device memory outside the tensors."""
+    """Device memory outside the tensors and the communicators."""
     process_source: Source
     """Of `process_bytes`."""
+    communicator_bytes: Annotated[Bytes, sourced("communicator_source")]
+    """Buffers of an NCCL communicator that is no edge of the pipeline; 0 without NCCL."""
+    communicator_source: Source
+    """Of `communicator_bytes`."""
     resident_bytes: Annotated[Bytes, sourced("resident_source")]
     """Host memory before the model is made."""
     resident_source: Source
@@ -217,7 +221,7 @@ class ModelProfile(Profile):
     """
 
     FORMAT: ClassVar[str] = "shardwright.model_profile"
-    VERSION: ClassVar[int] = 5
+    VERSION: ClassVar[int] = 6
 
     origin: ProfileOrigin
     provenance: Provenance

@@ -1,8 +1,9 @@
 """The best plan of the asked space: every configuration bounded, the promising ones solved and compared."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, product
+from math import ceil
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -17,36 +18,27 @@ from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.prediction import ScenarioRegret
 from shardwright_formats.types.strategy import LayerStrategy
+from shardwright_search.alternatives import MAX_NEAR, NEAR, further, other_configurations
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.tied_weights import has_shared
-from shardwright_search.least_simulated import Simulated, changed, simulated
+from shardwright_search.least_simulated import changed, simulated
 from shardwright_search.plain import plain_best
-from shardwright_search.solver.branch_and_bound import guess, optimize, plans_below
+from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.targets import Best, Optimum, Target
-from shardwright_search.space.budget import Infeasible, budgets_of, infeasible
+from shardwright_search.space.budget import GIB, Infeasible, budgets_of, budgets_of_stages, infeasible
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest, StageWidths
+from shardwright_search.space.room import room_bytes
 from shardwright_search.space.unlisted import Unlisted, check_listed, unlisted
 
-NEAR = 0.01
-"""Among plans whose closed form is within this share of the optimum, the least simulated time decides."""
-_MAX_NEAR = 64
 _MAX_NEAR_ELSEWHERE = 16
 """Plans of each other scenario of a robust search."""
-_MAX_WIDER_LABELS = 10_000
-"""Work on plans further from the optimum than `NEAR`."""
 _ROUNDING_BYTES = 16
 """What rounding up each term of a corrected memory can add."""
 _MAX_RUNNERS_UP = 5
-_MAX_DEGREES = 3
-"""Other pipeline degrees, the most promising ones, whose best plan is looked for."""
-_MAX_GUESSES = 2
-"""Configurations of one degree of which a plan is guessed until there is one."""
-_MAX_LABELS = 3_000
-"""Work on the best plan of another configuration, after which it is left out."""
 
 Report = Callable[[str], None]
 
@@ -85,6 +77,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """Of the chosen plan and that plan's like for the profile as it is, where the search was a robust one."""
     unlisted: Unlisted | None = None
     """What of the space was bounded alone and may have a better plan."""
+    reserve_gib: float = 0.0
+    """What was left free in the end: more than the request says where plans make more communicators than expected."""
 
 
 def instance_of(
@@ -100,12 +94,14 @@ def instance_of(
     Raises BadInput for profiles that do not fit the request, or a budget that no device has.
     """
     check_profiles(profiles, model, cluster, request.precision, request.attention, request.compile)
-    budgets = {
-        name: _without_process(size, profiles.of_device(cluster.node_types[name].device))
-        for name, size in budgets_of(request, cluster, file).items()
-    }
+    sizes = budgets_of(request, cluster, file)
     profiled = set.intersection(*({key.tp_size for key in own.layers} for own in profiles.used(cluster)))
     request = narrowed(request, cluster, profiled)
+    room = room_bytes(request, model, cluster, profiles)
+    budgets = {
+        name: _without_process(size, profiles.of_device(cluster.node_types[name].device)) - room
+        for name, size in sizes.items()
+    }
     if known is not None:
         return known.on(cluster, request, budgets)
     costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
@@ -128,9 +124,47 @@ def find_best(
 ) -> Found | Infeasible:
     """The best plan of a request; `report` hears of the progress, `file` names the request in errors.
 
+    Its communicators are counted once it is known. Where they leave the rest too little, the search begins again with
+    as much in reserve as they take beyond the room that was left for them.
+
     Raises BadInput for a request that names no plan, and for profiles that do not fit it.
     """
     deadline = None if time_limit_s is None else monotonic() + time_limit_s
+    budgets, asked = budgets_of(request, cluster, file), request
+    while not isinstance(found := _once(asked, model, cluster, profiles, file, report, deadline), Infeasible):
+        if (more := more_than_room(found.chosen, budgets, asked, profiles)) == 0:
+            fitting = tuple(one for one in found.runners_up if not more_than_room(one, budgets, asked, profiles))
+            return msgspec.structs.replace(found, runners_up=fitting, reserve_gib=asked.reserve_gib)
+        report(f"its communicators need {more} bytes more than was left for them: searching with as much in reserve")
+        asked = msgspec.structs.replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
+    return found
+
+
+def more_than_room(one: Candidate, budgets: Mapping[str, int], request: SearchRequest, profiles: Profiles) -> int:
+    """Return the bytes of a plan's communicators beyond the room for them where they overfill a stage, else 0."""
+    plan, evaluation = one
+    factor = max(own.memory_factor for own in profiles.used(plan.cluster))
+    room = ceil(factor * room_bytes(narrowed(request, plan.cluster), plan.model, plan.cluster, profiles))
+    pairs = zip(evaluation.estimate.stages, budgets_of_stages(plan, budgets), strict=True)
+    return max(
+        (
+            max(stage.memory_terms_bytes["communicators"] - room, stage.memory_bytes - most)
+            for stage, most in pairs
+            if stage.memory_bytes > most and "communicators" in stage.memory_terms_bytes
+        ),
+        default=0,
+    )
+
+
+def _once(
+    request: SearchRequest,
+    model: Model,
+    cluster: Cluster,
+    profiles: Profiles,
+    file: Path,
+    report: Report,
+    deadline: float | None,
+) -> Found | Infeasible:
     instance = instance_of(request, model, cluster, profiles, file)
     left, targets = unlisted(instance, file), targets_of(instance, file)
     if request.robust is not None:
@@ -149,13 +183,13 @@ def find_best(
     left = left and left.below(optimum.best.score)
     report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
     close = optimum.near
-    ranked = simulated(instance, close[:_MAX_NEAR])
+    ranked = simulated(instance, close[:MAX_NEAR])
     num_simulated = len(ranked)
-    others = () if optimum.stopped else tuple(_others(instance, optimum, ranked[0].best, deadline))
+    others = () if optimum.stopped else tuple(other_configurations(instance, optimum, ranked[0].best, deadline))
     regrets: tuple[ScenarioRegret, ...] = ()
     if request.robust is None:
-        further = (*others, *_further(instance, optimum, ranked, deadline))
-        ranked = tuple(sorted((*ranked, *simulated(instance, further)), key=lambda one: one.score))
+        more = (*others, *further(instance, optimum, ranked, deadline))
+        ranked = tuple(sorted((*ranked, *simulated(instance, more)), key=lambda one: one.score))
         chosen = changed(instance, ranked, deadline)
     else:
         from shardwright_search.robust import regrets_of
@@ -164,9 +198,9 @@ def find_best(
             report(f"scenario: {scenario}")
             return _optimum(other, targets_of(other, file), deadline, report).near[:_MAX_NEAR_ELSEWHERE]
 
-        every = regrets_of(instance, close[:_MAX_NEAR], request.robust, search)
+        every = regrets_of(instance, close[:MAX_NEAR], request.robust, search)
         nominal, close = ranked[0].best, every.least(NEAR)
-        ranked = simulated(instance, close[:_MAX_NEAR])
+        ranked = simulated(instance, close[:MAX_NEAR])
         num_simulated, chosen = len(ranked), ranked[0].best
         regrets = every.reported(chosen, nominal)
     plan = instance.plan(chosen.target.configuration, chosen.found.solution)
@@ -256,59 +290,12 @@ def _optimum(
         targets,
         instance.solvable,
         NEAR,
-        _MAX_NEAR,
+        MAX_NEAR,
         deadline,
         progress,
         waits=lambda asked: asked.num_chunks > 1,
         wide=len(instance.budgets) > 1,
     )
-
-
-def _further(
-    instance: Instance, optimum: Optimum[Configuration], ranked: Sequence[Simulated], deadline: float | None
-) -> tuple[Best[Configuration], ...]:
-    """Plans beyond the near ones, up to where the simulator may still put one before all that it has seen.
-
-    That is as far above the best simulated time as the closed form of a simulated plan is above its own.
-    """
-    limit = ranked[0].score * max(one.best.score / one.score for one in ranked)
-    if optimum.stopped or optimum.best is None or limit <= optimum.best.score * (1 + NEAR):
-        return ()
-    targets = [target for bound, target in optimum.bounds if bound < limit]
-    return plans_below(targets, instance.solvable, limit, _MAX_NEAR, deadline, _MAX_WIDER_LABELS)
-
-
-def _others(
-    instance: Instance, optimum: Optimum[Configuration], chosen: Best[Configuration], deadline: float | None
-) -> Iterator[Best[Configuration]]:
-    """The best plans of the most promising configurations of other pipeline degrees, and of other microbatch counts."""
-    configuration = chosen.target.configuration
-    sizes = _alike(optimum, lambda other: other.pp_size, configuration.pp_size)
-    counts = _alike(optimum, lambda other: other.num_microbatches, configuration.num_microbatches)
-    bounds, known = {target: bound for bound, target in optimum.bounds}, dict[Target[Configuration], bool]()
-    for alike in (*(same[:_MAX_GUESSES] for same in sizes[:_MAX_DEGREES]), *(same[:1] for same in counts[:2])):
-        for target in alike:
-            if target not in known:
-                guessed = guess(target, bounds[target], instance.solvable)
-                known[target] = guessed is not None
-                yield from () if guessed is None else (guessed,)
-            if known[target]:
-                break
-        else:
-            found = optimize(alike[:1], instance.solvable, deadline=deadline, max_labels=_MAX_LABELS)
-            if found.best is not None and not found.stopped:
-                yield found.best
-
-
-def _alike(
-    optimum: Optimum[Configuration], shape: Callable[[Configuration], int], own: int
-) -> list[list[Target[Configuration]]]:
-    """The configurations of each shape but one's own, those with the least bound first."""
-    found: dict[int, list[Target[Configuration]]] = {}
-    for _, target in optimum.bounds:
-        if shape(target.configuration) != own:
-            found.setdefault(shape(target.configuration), []).append(target)
-    return list(found.values())
 
 
 def _runners_up(instance: Instance, chosen: Plan, others: Sequence[Best[Configuration]]) -> tuple[Candidate, ...]:

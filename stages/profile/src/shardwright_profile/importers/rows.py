@@ -107,6 +107,8 @@ def profile_of(
     process = ProcessRow(
         process_bytes=0,
         process_source=Source.ABSENT,
+        communicator_bytes=0,
+        communicator_source=Source.ABSENT,
         resident_bytes=0,
         resident_source=Source.ABSENT,
         step_overhead_s=0.0,

@@ -107,6 +107,8 @@ def _process(probes: Sequence[ProbeResult], line: OptimizerLine) -> ProcessRow:
     return ProcessRow(
         process_bytes=max(probe.process_bytes for probe in probes),
         process_source=Source.DERIVED,
+        communicator_bytes=probes[0].communicator_bytes,
+        communicator_source=Source.ASSUMED if probes[0].communicator_bytes else Source.DERIVED,
         resident_bytes=max(probe.resident_bytes for probe in probes),
         resident_source=Source.DERIVED,
         step_overhead_s=overhead_s + line.constant_s,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.semantics.differences import Duration, median_of, paired_difference
+from shardwright_formats.semantics.process_groups import COMMUNICATOR_BYTES, communicator_bytes, communicators
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import ProfileOrigin
@@ -63,6 +64,9 @@ class ProbeResult(NamedTuple):
     gradient_bytes: int
     optimizer_bytes: int
     process_bytes: int
+    """Without what its communicators are assumed to hold."""
+    communicator_bytes: int
+    """What each of these is assumed to hold; 0 over gloo."""
     resident_bytes: int
     step_s: float
     reduction_s: float
@@ -117,7 +121,7 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Proven
             what = f"probe {failure.plan.name!r} ran out of memory on rank {failure.rank}"
             raise BadInput(file, what, "measure probes of smaller batches, shorter samples or fewer layers")
     results = [
-        _result(file, found, _reference_s(measurement.plans, place))
+        _result(file, found, _reference_s(measurement.plans, place), _of_each_communicator(measurement))
         for file, measurement in measurements
         for place, found in enumerate(measurement.plans)
     ]
@@ -168,7 +172,11 @@ def _reference_s(measured: Sequence[PlanMeasurement], place: int) -> float:
     return median(found.reference_s for found in measured[max(0, place - 1) : place + 2])
 
 
-def _result(file: Path, found: PlanMeasurement, reference_s: float) -> ProbeResult:
+def _of_each_communicator(measurement: Measurement) -> int:
+    return COMMUNICATOR_BYTES if measurement.backend == "nccl" else 0
+
+
+def _result(file: Path, found: PlanMeasurement, reference_s: float, of_each: int) -> ProbeResult:
     plan = found.plan
     if (problem := _no_probe(plan)) is not None:
         raise BadInput(file, f"plan {plan.name!r} is no probe: {problem}", "pass measurements of probes")
@@ -176,7 +184,7 @@ def _result(file: Path, found: PlanMeasurement, reference_s: float) -> ProbeResu
     def largest(bytes_of: Callable[[int], int]) -> int:
         return max(bytes_of(rank) for rank in range(plan.world_size))
 
-    memory = [rank.memory for rank in found.ranks]
+    memory, held = [rank.memory for rank in found.ranks], communicators(plan)
     return ProbeResult(
         file=file,
         plan=plan,
@@ -186,7 +194,10 @@ def _result(file: Path, found: PlanMeasurement, reference_s: float) -> ProbeResu
         parameter_bytes=largest(lambda rank: memory[rank].parameters_bytes),
         gradient_bytes=largest(lambda rank: memory[rank].gradients_bytes),
         optimizer_bytes=largest(lambda rank: memory[rank].optimizer_bytes),
-        process_bytes=largest(lambda rank: memory[rank].process_bytes),
+        process_bytes=largest(
+            lambda rank: max(0, memory[rank].process_bytes - communicator_bytes(held[rank], of_each))
+        ),
+        communicator_bytes=of_each,
         resident_bytes=largest(lambda rank: memory[rank].resident_bytes),
         step_s=median(found.step_times_s),
         reduction_s=_slowest_s(file, found, "gradient_reduction_s", [r.gradient_reduction_s for r in found.ranks]),

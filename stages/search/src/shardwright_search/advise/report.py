@@ -25,7 +25,8 @@ _LESS_BY = {
     "optimizer": "zero2 or zero3 over more data-parallel ranks",
     "activations": "recompute, a smaller micro-batch, sequence parallelism, or fewer pipeline stages",
     "workspace": "a smaller micro-batch, or a larger vocabulary tp_size",
-    "process": "nothing in a plan: CUDA's context and NCCL's buffers, assumed",
+    "process": "nothing in a plan: CUDA's context, assumed",
+    "communicators": "fewer kinds of parallelism in a stage, or fewer pipeline stages: NCCL's buffers, assumed",
 }
 """What makes a category smaller."""
 

@@ -2,8 +2,10 @@
 
 from contextlib import ExitStack
 
+from msgspec.structs import replace
+
 from shardwright_formats.command import show
-from shardwright_formats.io.errors import NothingFits
+from shardwright_formats.io.errors import BadInput, NothingFits
 from shardwright_formats.io.json import atomic_path, check_writable, read_document, write_document
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
@@ -46,8 +48,12 @@ def plan(options: PlanOptions) -> None:
 
             raise NothingFits(f"{options.search}: {found.reason}{further_remedies(*given)}")
         if options.prove:
-            second_opinion = prove(found, *given, options.prove_time_limit, report)
+            searched = replace(request, reserve_gib=found.reserve_gib)
+            second_opinion = prove(found, searched, *given[1:], options.prove_time_limit, report)
         if options.certificate is not None:
+            if found.reserve_gib > request.reserve_gib:
+                what = f"no certificate: communicators needed a reserve_gib of {found.reserve_gib:.6f}"
+                raise BadInput(options.search, what, "write this reserve_gib")
             certificate = certificate_of(found, instance_of(*given), options.search, files, report)
     budgets_bytes = budgets_of_stages(found.chosen.plan, budgets_of(request, cluster, options.search))
     prediction = prediction_of_searched(found, request, budgets_bytes, files, inputs.warnings, second_opinion)

@@ -10,8 +10,9 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import atomic_path, read_document, sha256_of_file, write_document
 from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.prediction import Prediction, Proof, RunnerUp
+from shardwright_search.alternatives import NEAR
 from shardwright_search.cost_model.plan import Evaluation
-from shardwright_search.search import NEAR, Found
+from shardwright_search.search import Found
 from shardwright_search.space.request import Objective, SearchRequest, StageWidths
 
 
@@ -70,7 +71,9 @@ def prediction_of_searched(
     plan, evaluation = found.chosen
     fullest = max(range(len(plan.stages)), key=lambda stage: evaluation.estimate.stages[stage].memory_bytes)
     return replace(
-        prediction_of_evaluated(plan, evaluation, files, (*warnings, *_unlisted(found))),
+        prediction_of_evaluated(
+            plan, evaluation, files, (*warnings, *_unlisted(found), *_communicators(found, request, budgets_bytes))
+        ),
         memory_budget_bytes=budgets_bytes[fullest],
         proof=Proof(
             objective="closed form" if request.objective is Objective.STEP_TIME else "closed form / batch size",
@@ -93,6 +96,20 @@ def _unlisted(found: Found) -> tuple[str, ...]:
         return ()
     remedy = "of these equal widths alone were searched: limit pp_sizes, or list stage_widths"
     return (f"{found.unlisted.what}, which leaves the gap; {remedy}",)
+
+
+def _communicators(found: Found, request: SearchRequest, budgets_bytes: Sequence[int]) -> Iterator[str]:
+    """What the room for communicators, of which plans may make more, has left out or not held."""
+    if found.reserve_gib > request.reserve_gib:
+        more = found.reserve_gib - request.reserve_gib
+        yield (
+            f"{more:.3g} GiB more than reserve_gib were left free, which communicators of plans that may be faster "
+            "needed; others that would fit without are left out"
+        )
+    stages = found.chosen.evaluation.estimate.stages
+    for number, (stage, most) in enumerate(zip(stages, budgets_bytes, strict=True)):
+        if stage.memory_bytes > most and "communicators" in stage.memory_terms_bytes:
+            yield f"stage {number} lacks {stage.memory_bytes - most} bytes for its communicators: raise reserve_gib"
 
 
 def _widths(request: SearchRequest) -> str:

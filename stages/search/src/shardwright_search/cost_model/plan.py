@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
+from shardwright_formats.semantics.process_groups import communicator_bytes, communicators
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate, StagePrediction, TimelineEvent
 from shardwright_search.cost_model.layer import CostModel, picoseconds
@@ -82,7 +83,7 @@ def evaluate(
         objective_s=objective_ps / _PER_SECOND,
         samples_per_s=plan.global_batch_size / step_s,
         usd_per_step=_usd_per_step(plan, step_s),
-        stages=tuple(map(_stage_prediction, stages, profiles_of)),
+        stages=tuple(map(_stage_prediction, stages, profiles_of, _communicators(plan, profiles_of))),
         timeline=_timeline(simulation),
     )
     warnings = {warning for own in ranges for warning in own.warnings}
@@ -99,8 +100,20 @@ def _closed_form_ps(stages: Sequence[StageCosts], num_microbatches: int, num_chu
     return step_time(total, slowest, end, num_microbatches, num_chunks)
 
 
-def _stage_prediction(stage: StageCosts, profiles: Sequence[Profiles]) -> StagePrediction:
-    """`profiles`: of each node type that the stage is on."""
+def _communicators(plan: Plan, profiles_of: Sequence[Sequence[Profiles]]) -> Sequence[int | None]:
+    """Of each stage the most that the communicators of one of its ranks hold; None where nothing holds any."""
+    of_each = [max(own.communicator_bytes for own in profiles) for profiles in profiles_of]
+    if plan.world_size == 1 or not any(of_each):
+        return [None] * len(plan.stages)
+    counted = communicators(plan)
+    return [
+        max(communicator_bytes(counted[rank], size) for rank in stage.ranks)
+        for stage, size in zip(plan.stages, of_each, strict=True)
+    ]
+
+
+def _stage_prediction(stage: StageCosts, profiles: Sequence[Profiles], held: int | None) -> StagePrediction:
+    """`profiles`: of each node type that the stage is on; `held`: by communicators."""
     times_ps = {
         "forward": stage.sum_of("forward_ps"),
         "backward": stage.sum_of("backward_ps"),
@@ -122,6 +135,8 @@ def _stage_prediction(stage: StageCosts, profiles: Sequence[Profiles]) -> StageP
         "workspace": workspace,
         "process": max(own.process_bytes for own in profiles),
     }
+    if held is not None:
+        memory_terms["communicators"] = held
     factor = max(own.memory_factor for own in profiles)
     memory_terms = {name: ceil(resident * factor) for name, resident in memory_terms.items()}
     return StagePrediction(

@@ -66,9 +66,11 @@ class Profiles(NamedTuple):
     """By type and tp_size."""
     fits: Mapping[CurveKey, tuple[FitRow, ...]]
     process_bytes: int
+    communicator_bytes: int
+    """Of each communicator that is no edge."""
     step_overhead_s: float
     sources: Sources
-    """Of these two."""
+    """Of these three."""
     reference_s: float
     """Of the reference workload on the machine as it was profiled; 0 where none was run."""
     notes: str
@@ -145,6 +147,7 @@ def index_profiles(
 ) -> Profiles:
     """Index the tables by what they are asked for."""
     (process,) = model_profile.process.rows
+    told = ("process_bytes", "step_overhead_s", *(("communicator_bytes",) if process.communicator_bytes else ()))
     fits: dict[CurveKey, list[FitRow]] = {}
     for fit in model_profile.fits.rows:
         key = fit.type, fit.tp_size, fit.sequence_parallel, fit.recompute, fit.quantity
@@ -158,8 +161,9 @@ def index_profiles(
         states={(row.type, row.tp_size): row for row in model_profile.states.rows},
         fits={key: tuple(curves) for key, curves in fits.items()},
         process_bytes=process.process_bytes,
+        communicator_bytes=process.communicator_bytes,
         step_overhead_s=process.step_overhead_s,
-        sources=sources_of(process, "process_bytes", "step_overhead_s"),
+        sources=sources_of(process, *told),
         reference_s=process.reference_s,
         notes=model_profile.provenance.notes,
     )

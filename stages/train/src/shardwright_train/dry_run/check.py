@@ -10,6 +10,7 @@ from shardwright_formats.io.errors import NothingFits
 from shardwright_formats.semantics.chunks import chunk_layers
 from shardwright_formats.semantics.communication import Cause, step_messages
 from shardwright_formats.semantics.layout import parameter_box
+from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes, communicators
 from shardwright_formats.semantics.schedule import in_flight
 from shardwright_formats.types.plan import Plan
 from shardwright_train.dry_run.simulated_step import SimulatedStep, Traffic, simulate_step
@@ -43,6 +44,8 @@ class RoleCheck(NamedTuple):
     optimizer_bytes: int
     peak_bytes: int
     """The most tensor memory held at once; estimated from two microbatches where a stage holds more of them."""
+    communicators: Mapping[Purpose, int]
+    """NCCL's, by what they are for, of the rank of the role whose communicators hold most."""
 
 
 def roles_of(plan: Plan) -> tuple[Role, ...]:
@@ -63,10 +66,11 @@ def check_roles(
     reset_attention_mask: bool = False,
 ) -> tuple[RoleCheck, ...]:
     """Simulate a step of one rank of each role; `progress` hears how many of how many are done."""
-    roles = roles_of(plan)
+    roles, counted = roles_of(plan), communicators(plan)
     found = []
     for number, role in enumerate(roles, start=1):
-        found.append(_check(plan, role, family, attention, reset_attention_mask))
+        most = max((counted[rank] for rank in role.ranks), key=communicator_bytes)
+        found.append(_check(plan, role, family, attention, most, reset_attention_mask))
         progress(number, len(roles))
     return tuple(found)
 
@@ -77,14 +81,22 @@ def raise_if_too_large(plan: Plan, checks: tuple[RoleCheck, ...]) -> None:
     for check in checks:
         for rank in check.role.ranks:
             node_type = plan.cluster.node_type_of_rank[rank]
-            lacks = check.peak_bytes - plan.cluster.node_types[node_type].memory_bytes
+            beside = 0 if plan.cluster.of_rank(rank).on_cpu else communicator_bytes(check.communicators)
+            lacks = check.peak_bytes + beside - plan.cluster.node_types[node_type].memory_bytes
             lacking.append((lacks, -rank, node_type))
     worst, rank, node_type = max(lacking)
     if worst > 0:
         raise NothingFits(f"rank {-rank} on a {node_type} lacks {worst} bytes: recompute more, or share out more")
 
 
-def _check(plan: Plan, role: Role, family: Family, attention: str, reset_attention_mask: bool) -> RoleCheck:
+def _check(
+    plan: Plan,
+    role: Role,
+    family: Family,
+    attention: str,
+    communicators_of_rank: Mapping[Purpose, int],
+    reset_attention_mask: bool,
+) -> RoleCheck:
     simulated = min(_SIMULATED, plan.num_microbatches)
     shorter = msgspec.structs.replace(
         plan, num_microbatches=simulated, global_batch_size=simulated * plan.microbatch_samples
@@ -98,6 +110,7 @@ def _check(plan: Plan, role: Role, family: Family, attention: str, reset_attenti
         gradients_bytes=step.gradients_bytes,
         optimizer_bytes=step.optimizer_bytes,
         peak_bytes=step.peak_bytes + _further(plan, role.stage, simulated) * step.activation_bytes,
+        communicators=communicators_of_rank,
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from shardwright_formats.semantics.process_groups import communicator_bytes
 from shardwright_formats.types.plan import Plan
 from shardwright_train.dry_run.check import RoleCheck
 
@@ -29,8 +30,22 @@ def print_checks(plan: Plan, checks: Sequence[RoleCheck], console: Console) -> N
             traffic.add_row(stage, ranks, *row)
     console.print(memory)
     console.print(traffic)
+    if any(not plan.cluster.of_rank(rank).on_cpu for check in checks for rank in check.role.ranks):
+        console.print(_communicators(checks))
     for line in _verdict(checks):
         console.print(line)
+
+
+def _communicators(checks: Sequence[RoleCheck]) -> Table:
+    title = "NCCL communicators of a rank, MiB assumed (in the device's memory beside the tensors)"
+    found = Table(title=title, title_justify="left")
+    for column in ("stage", "ranks", "communicators", "MiB together"):
+        found.add_column(column, justify="left" if column in ("ranks", "communicators") else "right")
+    for check in checks:
+        counted = ", ".join(f"{count} of {purpose}" for purpose, count in check.communicators.items())
+        held = _mib(communicator_bytes(check.communicators))
+        found.add_row(str(check.role.stage), _spans(check.role.ranks), counted, held)
+    return found
 
 
 def _verdict(checks: Sequence[RoleCheck]) -> Iterator[str]:

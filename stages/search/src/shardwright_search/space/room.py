@@ -1,0 +1,28 @@
+"""The room that a search leaves on every rank for its communicators, before it knows how many its plan makes."""
+
+from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import Model
+from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.cost_model.tied_weights import has_shared
+from shardwright_search.space.request import SearchRequest
+
+_GRID = {Purpose.WORLD: 1, Purpose.TENSOR_PARALLEL: 1, Purpose.DATA_PARALLEL: 1}
+_MIDDLE_EDGES, _END_EDGES = 4, 2
+
+
+def room_bytes(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles) -> int:
+    """Return what a rank's communicators hold where all layers of its stage share a strategy; the request is narrowed.
+
+    That of all ranks, of one tensor-parallel and one data-parallel group; with pipeline stages the edges of a middle
+    stage to both neighbours, or of an end with the group of tied parameters, whichever is more.
+    """
+    of_each = max(own.communicator_bytes for own in profiles.used(cluster))
+    if cluster.num_devices == 1:
+        return 0
+    room = communicator_bytes(_GRID, of_each)
+    if len(model.layers) == 1 or not any(size > 1 for size in request.pp_sizes or (2,)):
+        return room
+    tied = bool(model.tied) or has_shared(model)
+    end = {Purpose.EDGE: _END_EDGES, Purpose.TIED_PARAMETERS: int(tied)}
+    return room + max(communicator_bytes(own, of_each) for own in ({Purpose.EDGE: _MIDDLE_EDGES}, end))

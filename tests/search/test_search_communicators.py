@@ -1,0 +1,135 @@
+"""NCCL's buffers: counted from the plan for its prediction, and left room for by the search."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_up import make_cluster, make_model, make_profiles, make_request
+from msgspec.structs import replace
+from random_requests import FILE, World, random_world
+
+from shardwright_formats.semantics.communication import Cause, step_messages
+from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes, communicators
+from shardwright_search.commands.prediction import prediction_of_searched
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.search import Found, find_best
+from shardwright_search.space.budget import GIB, Infeasible, budgets_of, budgets_of_stages
+from shardwright_search.space.room import room_bytes
+
+MIB = 1 << 20
+
+
+def searched(world: World) -> Found | Infeasible:
+    return find_best(world.request, world.model, world.cluster, world.profiles, FILE, lambda line: None)
+
+
+def test_a_middle_rank_of_three_kinds_of_parallelism_has_seven_communicators() -> None:
+    """One of all ranks, of tensor and of data parallelism, and an edge each way and pass to both neighbours."""
+    model, cluster = make_model(8), make_cluster(16)
+    request = make_request(
+        global_batch_size=8, num_microbatches=[4], pp_sizes=[4], tp_sizes=[2], recompute=["none"], schedules=["1f1b"],
+        data_parallel=["ddp"], sequence_parallel=["none"], tp_consecutive=[True],
+    )  # fmt: skip
+    profiles = make_profiles(model, cluster)._replace(communicator_bytes=4 * MIB)
+    found = searched(World(request, model, cluster, profiles))
+    assert isinstance(found, Found)
+    plan = found.chosen.plan
+    counted = communicators(plan)
+    grid = {Purpose.WORLD: 1, Purpose.TENSOR_PARALLEL: 1, Purpose.DATA_PARALLEL: 1}
+    for stage, edges in enumerate((2, 4, 4, 2)):
+        for rank in plan.stages[stage].ranks:
+            assert counted[rank] == grid | {Purpose.EDGE: edges}
+    assert sum(counted[plan.stages[1].ranks[0]].values()) == 7
+    terms = [stage.memory_terms_bytes["communicators"] for stage in found.chosen.evaluation.estimate.stages]
+    assert terms == [(3 * 4 + edges) * MIB for edges in (2, 4, 4, 2)], "an edge holds a quarter"
+    without = evaluate(plan, profiles._replace(communicator_bytes=0)).estimate
+    pairs = zip(found.chosen.evaluation.estimate.stages, without.stages, strict=True)
+    assert [own.memory_bytes - other.memory_bytes for own, other in pairs] == terms
+
+
+def test_a_rank_alone_needs_no_room() -> None:
+    model, cluster, request = make_model(2), make_cluster(2), make_request(global_batch_size=4)
+    profiles = make_profiles(model, cluster)._replace(communicator_bytes=4 * MIB)
+    assert room_bytes(request, model, cluster, profiles) == (3 * 4 + 4) * MIB
+    assert room_bytes(replace(request, pp_sizes=(1,)), model, cluster, profiles) == 3 * 4 * MIB
+    assert room_bytes(request, model, make_cluster(1), profiles) == 0
+
+
+def _tight(seed: int) -> World | None:
+    """A world whose best plan hardly fits, where communicators take about as much as the rest."""
+    world = random_world(seed)
+    free = searched(world)
+    if isinstance(free, Infeasible):
+        return None
+    held = max(stage.memory_bytes for stage in free.chosen.evaluation.estimate.stages) - world.profiles.process_bytes
+    of_each = max(4, held // 2)
+    profiles = world.profiles._replace(communicator_bytes=of_each)
+    asked = held + profiles.process_bytes + room_bytes(world.request, world.model, world.cluster, profiles)
+    request = replace(world.request, memory_gib=asked / GIB, reserve_gib=0.0)
+    return world._replace(request=request, profiles=profiles)
+
+
+@pytest.fixture(scope="module")
+def tight() -> list[tuple[World, Found]]:
+    """Worlds that have a plan."""
+    some = []
+    for world in filter(None, map(_tight, range(8, 16))):
+        found = searched(world)
+        if isinstance(found, Found):
+            some.append((world, found))
+    return some
+
+
+def test_every_plan_that_is_found_fits_with_the_communicators_that_it_makes(tight: list[tuple[World, Found]]) -> None:
+    for world, found in tight:
+        for plan, evaluation in (found.chosen, *found.runners_up):
+            held = communicators(plan)
+            budgets = budgets_of_stages(plan, budgets_of(world.request, world.cluster, FILE))
+            for stage, own, most in zip(plan.stages, evaluation.estimate.stages, budgets, strict=True):
+                of_ranks = [communicator_bytes(held[rank], world.profiles.communicator_bytes) for rank in stage.ranks]
+                assert own.memory_terms_bytes.get("communicators", 0) == max(of_ranks)
+                assert own.memory_bytes <= most
+    assert len(tight) > 5
+
+
+def test_where_plans_make_more_communicators_than_expected_more_is_left_free_and_that_is_said(
+    tight: list[tuple[World, Found]], tmp_path: Path
+) -> None:
+    again = [(world, found) for world, found in tight if found.reserve_gib > world.request.reserve_gib]
+    assert again
+    world, found = again[0]
+    budgets = budgets_of_stages(found.chosen.plan, budgets_of(world.request, world.cluster, FILE))
+    prediction = prediction_of_searched(found, world.request, budgets, {})
+    assert any("more than reserve_gib were left free" in warning for warning in prediction.warnings)
+    asked = replace(world.request, reserve_gib=found.reserve_gib)
+    same = searched(world._replace(request=asked))
+    assert isinstance(same, Found)
+    assert (same.chosen.plan, same.reserve_gib) == (found.chosen.plan, found.reserve_gib), "as if it had been asked for"
+
+
+def test_counting_from_the_plan_is_no_less_than_any_of_its_collectives_need() -> None:
+    """Every kind of group that a random plan's step messages go over is counted."""
+    kinds = {
+        Cause.TENSOR_PARALLEL: Purpose.TENSOR_PARALLEL,
+        Cause.ULYSSES: Purpose.EXCHANGE,
+        Cause.REDISTRIBUTION: Purpose.EXCHANGE,
+        Cause.PARAMETERS: Purpose.DATA_PARALLEL,
+        Cause.GRADIENTS: Purpose.DATA_PARALLEL,
+        Cause.PIPELINE: Purpose.EDGE,
+        Cause.TIED_PARAMETERS: Purpose.TIED_PARAMETERS,
+        Cause.NORM: Purpose.WORLD,
+    }
+    seen: set[Cause] = set()
+    for seed in range(12):
+        world = random_world(seed)
+        found = searched(world)
+        if isinstance(found, Infeasible):
+            continue
+        plan = found.chosen.plan
+        counted = communicators(plan)
+        for rank in np.random.default_rng(seed).permutation(plan.world_size)[:2].tolist():
+            causes = {message.cause for message in step_messages(plan, rank) if message.group_size > 1}
+            seen |= causes
+            for cause in causes & kinds.keys():
+                assert counted[rank][kinds[cause]] >= 1, (seed, rank, cause)
+    assert len(seen & kinds.keys()) > 5
