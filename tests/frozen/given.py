@@ -175,6 +175,7 @@ def as_measured(analytic: Path, measured: Path) -> None:
 
 _OWN = {
     "process_bytes": 1 << 23,
+    "communicator_bytes": 0,
     "interval": 0.0625,
     "reduction_s": 2**-12,
     "reduction_ranks": 2,

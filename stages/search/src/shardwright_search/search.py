@@ -124,14 +124,14 @@ def find_best(
 ) -> Found | Infeasible:
     """The best plan of a request; `report` hears of the progress, `file` names the request in errors.
 
-    Its communicators are counted once it is known. Where they leave the rest too little, the search begins again with
-    as much in reserve as they take beyond the room that was left for them.
+    Communicators are counted once plans are known. Where those of all near ones leave the rest too little, the search
+    begins again with as much in reserve as the best one's take beyond the room that was left for them.
 
     Raises BadInput for a request that names no plan, and for profiles that do not fit it.
     """
     deadline = None if time_limit_s is None else monotonic() + time_limit_s
     budgets, asked = budgets_of(request, cluster, file), request
-    while not isinstance(found := _once(asked, model, cluster, profiles, file, report, deadline), Infeasible):
+    while not isinstance(found := _once(asked, model, cluster, profiles, file, report, deadline, budgets), Infeasible):
         if (more := more_than_room(found.chosen, budgets, asked, profiles)) == 0:
             fitting = tuple(one for one in found.runners_up if not more_than_room(one, budgets, asked, profiles))
             return msgspec.structs.replace(found, runners_up=fitting, reserve_gib=asked.reserve_gib)
@@ -164,8 +164,15 @@ def _once(
     file: Path,
     report: Report,
     deadline: float | None,
+    budgets: Mapping[str, int],
 ) -> Found | Infeasible:
     instance = instance_of(request, model, cluster, profiles, file)
+
+    def fits(one: Best[Configuration]) -> bool:
+        plan = instance.plan(one.target.configuration, one.found.solution)
+        candidate = Candidate(plan, evaluate(plan, profiles, instance.costs, timeline=False))
+        return not more_than_room(candidate, budgets, request, profiles)
+
     left, targets = unlisted(instance, file), targets_of(instance, file)
     if request.robust is not None:
         check_listed(instance, file, "robust")
@@ -191,6 +198,9 @@ def _once(
         more = (*others, *further(instance, optimum, ranked, deadline))
         ranked = tuple(sorted((*ranked, *simulated(instance, more)), key=lambda one: one.score))
         chosen = changed(instance, ranked, deadline)
+        near = (one.best for one in ranked if any(one.best is each for each in close))
+        fitting = (one for one in (chosen, *near) if fits(one))
+        chosen = next(fitting, chosen)
     else:
         from shardwright_search.robust import regrets_of
 
