@@ -5,10 +5,6 @@ from snakemake.utils import min_version
 
 min_version("9.0")
 
-if not workflow.overwrite_configfiles:
-
-    configfile: "config/config.yaml"
-
 
 include: "workflow/rules/common.smk"
 include: "workflow/rules/documents.smk"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from configuration_checks import Section, check_model_keys, check_references, converted, read_preset, typed
+from configuration_files import check_texts
 from configuration_types import Configuration, ModelChoice, Profile, Select, Source
 from data_files import DataFiles, check_data
 from shardwright_estimate.settings import ProfileSettings
@@ -229,6 +230,7 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
 
     `root` is the repository's folder. Raises BadInput.
     """
+    check_texts(config, file)
     of = typed(config, file)
     check_references(of, file)
     presets = {model.preset: read_preset(model.preset, name, file, root) for name, model in of.models.items()}

@@ -1,4 +1,4 @@
-"""Reading a configuration: its shape, names that refer to one another, and keys that models know."""
+"""Checking a configuration: its shape, names that refer to one another, and keys that models know."""
 
 import ast
 import difflib
@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args
 
 import msgspec
-import yaml
 
+from configuration_files import read_yaml
 from configuration_types import DECIDED, RANDOM, Configuration, ModelChoice, Name, Search, Validate, components
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_bytes
 
 Section = Mapping[str, Any]
 _Type = TypeVar("_Type")
-_MAX_YAML_BYTES = 2**20
 
 _REFERENCES = (
     ("models", "profile", "profiles"),
@@ -30,20 +28,6 @@ _REFERENCES = (
     ("runs", "valid_data", "data"),
 )
 """Section, key, and the section that its value is a name of."""
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file whose outermost value is a mapping; raises BadInput with the line."""
-    try:
-        content = yaml.safe_load(read_bytes(path, _MAX_YAML_BYTES))
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise BadInput(path, f"not valid YAML{where} ({problem})", "correct the file") from None
-    if not isinstance(content, dict):
-        raise BadInput(path, "holds no keys", "see config/README.md")
-    return content
 
 
 def typed(config: Section, file: str) -> Configuration:

@@ -26,15 +26,24 @@ from shardwright_formats.types.limits import (
     PositiveNumber,
     PositiveSeconds,
     Seconds,
+    whole,
 )
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.options import PrepareOptions, RunOptions
 
-Name = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+Name = Annotated[str, whole("[A-Za-z0-9][A-Za-z0-9._-]*", max_length=100)]
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
-Word = Annotated[str, Meta(pattern=r"""^[^\s;'"`$\\]+$""", max_length=200)]
+Word = Annotated[str, whole(r"""[^\s;'"`$\\]+""", max_length=200)]
 """What Slurm is given: neither spaces nor quotes."""
 
+File = Annotated[str, whole("[^{}]+", max_length=1000)]
+"""A path; braces would be wildcards of Snakemake's."""
+Image = Annotated[str, whole("[A-Za-z0-9._/][A-Za-z0-9._/:@+-]*", max_length=1000)]
+"""The address of an image or the path of a file, which Snakemake gives to a shell as it is."""
+
+_NUMBER = r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?"
+_RATES = rf"([0-9]+:)?{_NUMBER}(,([0-9]+:)?{_NUMBER})*"
+_SLOWDOWNS = f"{_NUMBER}:{_NUMBER}(,{_NUMBER}:{_NUMBER})?"
 _Efficiency = Annotated[float, Meta(ge=1e-3, le=1)]
 RANDOM = "random"
 """Stands for random samples where a run names its data."""
@@ -67,7 +76,7 @@ class Slurm(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     partition: Word | None = None
     account: Word | None = None
     constraint: Word | None = None
-    gpus_per_node: Annotated[str, Meta(pattern="^([A-Za-z0-9_-]+:)?[0-9]+$")] | None = None
+    gpus_per_node: Annotated[str, whole("([A-Za-z0-9_-]+:)?[0-9]+")] | None = None
     cpus_per_node: Count = 1
     mem_mb: Count = 4000
     runtime_min: Count | None = None
@@ -101,9 +110,9 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """How long the collectives are measured."""
     all_nodes_here: bool = False
     """One machine stands for all nodes, to try a cluster's plans where there is no such cluster."""
-    inter_node_gbit_s: PositiveNumber | Annotated[str, Meta(pattern="^[0-9]")] | None = None
+    inter_node_gbit_s: PositiveNumber | Annotated[str, whole(_RATES)] | None = None
     """What one node sends to others, or `2:400,4:300`: where analytic and several nodes."""
-    overlap_slowdowns: Annotated[str, Meta(pattern="^[0-9]")] | None = None
+    overlap_slowdowns: Annotated[str, whole(_SLOWDOWNS)] | None = None
     """How many times as long computation and collectives take beside one another, as `1.25:1.1`: where analytic."""
 
     def __post_init__(self) -> None:
@@ -236,9 +245,9 @@ class Configuration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     searches: dict[Name, Search]
     runs: dict[Name, Run]
     validate: Validate
-    pictures: tuple[Text, ...] = ()
+    pictures: tuple[File, ...] = ()
     """Further pictures of the report, SVG, of grids and rent fronts: `results/grids/laptop.svg` is made for it."""
-    container: Text | None = None
+    container: Image | None = None
     """The image that every job runs in under `--sdm apptainer`, such as `shardwright.sif`: `docs/containers.md`."""
 
 

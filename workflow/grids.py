@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict
 
 from configuration import Workflow, spelled_options
-from configuration_checks import converted, read_yaml
+from configuration_checks import converted
+from configuration_files import read_yaml
 from grid_types import GridCluster, GridSettings, Profiles, Published
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from configuration_checks import read_yaml
+from configuration_files import read_yaml
 
 _FOLDER = "results/reference"
 _SDIST = f"{_FOLDER}/hetu-galvatron"

@@ -39,9 +39,10 @@ def job_resources(
 ) -> dict[str, int | str]:
     """What a job on these nodes asks for, as resources of Snakemake: `runtime` in minutes, `mem_mb` for each node.
 
-    `mpi` tells the plugin that the job starts srun itself; on_nodes.sh is told `node_groups`. The other resources are
-    the first component's; those behind it stand in `slurm_extra`, which comes last in the options of sbatch. `defaults`
-    are the resources of the profile, which hold where a node type does not say them; `each` are further options of all.
+    `mpi` tells the plugin that the job starts srun itself; on_nodes.sh is told `node_groups`, as one word. The other
+    resources are the first component's; those behind it stand in `slurm_extra`, which comes last in the options of
+    sbatch. `defaults` are the resources of the profile, which hold where a node type does not say them; `each` are
+    further options of all.
     """
     first, *others = components
     profile = defaults or {}
@@ -67,7 +68,7 @@ def _started(component: Component, nodes: int) -> str:
     """A component as on_nodes.sh is told of it; a single node exchanges nothing by an interface."""
     interface = component.slurm.socket_interface if nodes > 1 else None
     at = f"@{interface}" if interface else ""
-    return shlex.quote(f"{component.nodes}x{component.slurm.cpus_per_node}{at}")
+    return f"{component.nodes}x{component.slurm.cpus_per_node}{at}"
 
 
 def _extra(component: Component, each: str) -> str:

@@ -82,9 +82,12 @@ class Workspace:
         stops: str = "",
         kills: str = "",
         cores: tuple[str, ...] = ("--cores", "2"),
+        root: Path = ROOT,
+        configfile: str | None = "config.yaml",
     ) -> Called:
+        configured = [] if configfile is None else ["--configfile", configfile]
         command = [
-            "snakemake", *arguments, "--snakefile", str(ROOT / "Snakefile"), "--configfile", "config.yaml",
+            "snakemake", *arguments, "--snakefile", str(root / "Snakefile"), *configured,
             *cores, "--quiet", "host",
         ]  # fmt: skip
         return _forked(command, self.folder, self.environment(fails, stops, kills))
@@ -114,6 +117,12 @@ def finished(_finished_folder: Path, tmp_path: Path) -> Workspace:
     folder = tmp_path / "workspace"
     shutil.copytree(_finished_folder, folder, symlinks=True)
     return Workspace(folder)
+
+
+@pytest.fixture(scope="session")
+def workspace_in() -> type[Workspace]:
+    """What makes a workspace in a folder, for fixtures that serve a file."""
+    return Workspace
 
 
 @pytest.fixture

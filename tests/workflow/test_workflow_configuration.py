@@ -12,7 +12,8 @@ import yaml
 from snakemake_executor_plugin_slurm.validation import validate_slurm_extra
 
 from configuration import load_workflow
-from configuration_checks import check_model_keys, read_yaml
+from configuration_checks import check_model_keys
+from configuration_files import read_yaml
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import Document
 from shardwright_formats.types.cluster import Cluster
@@ -90,6 +91,16 @@ def _read(text: str, kind: type[Document]):
             {"clusters__laptop": {"nodes": [{"node_type": "cpu", "count": 2}], "hardware": "analytic"}},
             "clusters.laptop: inter_node_gbit_s is missing: what one of its several nodes sends",
         ),
+        (
+            {"clusters__h100x64__inter_node_gbit_s": "3200; touch FILE #"},
+            "clusters.h100x64.inter_node_gbit_s: Expected `str` matching",
+        ),
+        (
+            {"clusters__h100x64__overlap_slowdowns": "1.25:1.1 $(touch FILE)"},
+            "clusters.h100x64.overlap_slowdowns: Expected `str` matching",
+        ),
+        ({"container": "docker://image; touch FILE"}, "container: Expected `str` matching"),
+        ({"pictures": ["results/{grid}.svg"]}, "pictures.0: Expected `str` matching"),
         ({"clusters__laptop__overlap_slowdowns": "1.2:1"}, "overlap_slowdowns are told of what is measured"),
         ({"searches__tight__memory_gib": float("inf")}, "searches.tight.memory_gib: Expected `float` <="),
         ({"runs__demo__learning_rate": 1e300}, "runs.demo.learning_rate: Expected `float` <="),

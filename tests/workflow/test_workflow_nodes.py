@@ -42,11 +42,11 @@ def test_jobs_on_all_nodes_of_a_mixed_cluster_are_started_on_each_component_in_r
 
     finished.configure(with_two_node_types)
     asked = finished.snakemake("all", "-n", "-p", "-F").output
-    found = re.findall(r"on_nodes\.sh ((?:[0-9]\S* )+) *(shardwright-\w+ \w+)", asked)
-    both, measured = "2x4@ib0 3x8 ", "shardwright-train measure"
+    found = re.findall(r"on_nodes\.sh ('[^']*'|\S+) +(shardwright-\w+ \w+)", asked)
+    both, measured = "'2x4@ib0 3x8'", "shardwright-train measure"
     assert sorted(found) == sorted(
         [
-            ("1x4 ", measured), ("1x8 ", measured), (both, "shardwright-profile hardware"),
+            ("1x4", measured), ("1x8", measured), (both, "shardwright-profile hardware"),
             *[(both, measured)] * 2, *[(both, "shardwright-train run")] * 2,
         ]
     )  # fmt: skip
@@ -98,8 +98,8 @@ def test_ranks_are_started_by_srun_in_a_job_of_slurm_alone(tmp_path):
         f"srun --nodes=2 --ntasks=2 {said.format(8, ' --no-kill')} in  of"
     )
     interface = " --no-kill env GLOO_SOCKET_IFNAME=^lo NCCL_SOCKET_IFNAME=^lo"
-    assert _on_nodes("1x8@^lo", "2x4", "--no-kill", "echo", "--here", **job) == (
+    assert _on_nodes("1x8@^lo 2x4", "--no-kill", "echo", "--here", **job) == (
         f"srun --het-group=0 --nodes=1 --ntasks=1 {said.format(8, interface)}"
         f" : --het-group=1 --nodes=2 --ntasks=2 {said.format(4, ' --no-kill')} in 2 of n4"
     )
-    assert _on_nodes("1x8", "2x4", "echo", "--here", **job, SLURM_STEP_ID="0") == "--here"
+    assert _on_nodes("1x8 2x4", "echo", "--here", **job, SLURM_STEP_ID="0") == "--here"

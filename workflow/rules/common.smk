@@ -13,11 +13,19 @@ CONFIG_FILE = (
 )
 
 sys.path.insert(0, str(ROOT / "workflow"))
-from configuration import load_workflow  # noqa: E402
+from configuration import load_workflow, spelled_options  # noqa: E402
+from configuration_files import check_configurations  # noqa: E402
 from slurm_jobs import job_resources  # noqa: E402
 from slurm_states import know_heterogeneous_jobs  # noqa: E402
 from stopping import signal_lead_s  # noqa: E402
 from shardwright_formats.io.errors import one_line_errors  # noqa: E402
+
+if not workflow.overwrite_configfiles:
+    with one_line_errors():
+        check_configurations([Path(CONFIG_FILE)])
+
+    configfile: CONFIG_FILE
+
 
 with one_line_errors():
     CONFIG = load_workflow(config, CONFIG_FILE, ROOT)
@@ -93,7 +101,7 @@ def nodes_options(cluster_of):
 
     def said(wildcards):
         here = CONFIG.of.clusters[cluster_of(wildcards)].all_nodes_here
-        return "--all-nodes-here" if here else ""
+        return ["--all-nodes-here"] if here else []
 
     return said
 
@@ -131,7 +139,7 @@ def outliving_options(wildcards):
     """What srun is told besides where a run starts lost nodes anew: not to end the others."""
     several = CONFIG.of.clusters[cluster_of_run(wildcards)].num_machines > 1
     restarts = CONFIG.of.runs[wildcards.run].max_restarts
-    return "--no-kill --kill-on-bad-exit=0" if several and restarts else ""
+    return ["--no-kill", "--kill-on-bad-exit=0"] if several and restarts else []
 
 
 def replan_options(wildcards):
@@ -141,11 +149,13 @@ def replan_options(wildcards):
         return []
     search = CONFIG.of.searches[run.search]
     profiles = [
-        f"--replan-profile results/profiles/{search.model}@{node_type}.h5"
+        f"results/profiles/{search.model}@{node_type}.h5"
         for node_type in CONFIG.of.clusters[search.cluster].node_types
     ]
-    return [
-        f"--replan-hardware results/hardware/{search.cluster}.h5",
-        f"--replan-search results/searches/{run.search}.json",
-        *profiles,
-    ]
+    return spelled_options(
+        {
+            "replan_hardware": f"results/hardware/{search.cluster}.h5",
+            "replan_search": f"results/searches/{run.search}.json",
+            "replan_profile": profiles,
+        }
+    )

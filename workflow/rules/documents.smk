@@ -24,4 +24,4 @@ for kind, path, text_of in (
         params:
             text=lambda wildcards, of=text_of: of(wildcards.name),
         shell:
-            "printf '%s\\n' {params.text:q} > {output} 2> {log}"
+            "printf '%s\\n' {params.text:q} > {output:q} 2> {log:q}"

@@ -30,7 +30,7 @@ rule write_grid_cells:
             wildcards.model, wildcards.cluster
         ),
     shell:
-        "printf '%s\\n' {params.text:q} > {output} 2> {log}"
+        "printf '%s\\n' {params.text:q} > {output:q} 2> {log:q}"
 
 
 rule write_grid_cluster:
@@ -42,7 +42,7 @@ rule write_grid_cluster:
     params:
         text=lambda wildcards: GRIDS[wildcards.grid].cluster_json(wildcards.cluster),
     shell:
-        "printf '%s\\n' {params.text:q} > {output} 2> {log}"
+        "printf '%s\\n' {params.text:q} > {output:q} 2> {log:q}"
 
 
 rule write_grid_front:
@@ -54,7 +54,7 @@ rule write_grid_front:
     params:
         text=lambda wildcards: GRIDS[wildcards.grid].front_json(wildcards.front),
     shell:
-        "printf '%s\\n' {params.text:q} > {output} 2> {log}"
+        "printf '%s\\n' {params.text:q} > {output:q} 2> {log:q}"
 
 
 # All cells of a model on a cluster are one job. Answers are kept by what they rest on, beyond what Snakemake deletes.
@@ -83,9 +83,9 @@ rule grid_searches:
     message:
         "search the cells of {wildcards.model} on {wildcards.cluster}: progress and time left are in {log}"
     shell:
-        "shardwright-search grid {input.cells} --cluster {input.cluster} --model {input.model}"
+        "shardwright-search grid {input.cells:q} --cluster {input.cluster:q} --model {input.model:q}"
         " {params.profiles:q} --folder results/cells"
-        " --out {output.answers} > {log} 2>&1"
+        " --out {output.answers:q} > {log:q} 2>&1"
 
 
 rule grid_published_plans:
@@ -113,8 +113,8 @@ rule grid_published_plans:
     message:
         "price the published plans of {wildcards.model} on {wildcards.cluster}"
     shell:
-        "mkdir -p {output.plans}; printf '%s\\n' {params.lines:q} > {output.batch};"
-        " shardwright-search batch {output.batch} > {log} 2>&1"
+        "mkdir -p {output.plans:q}; printf '%s\\n' {params.lines:q} > {output.batch:q};"
+        " shardwright-search batch {output.batch:q} > {log:q} 2>&1"
 
 
 # The folder has plans beside the tables, which would be taken for points of the next front.
@@ -144,8 +144,8 @@ rule grid_front:
     message:
         "search the front {wildcards.front}, step time against price: progress is in {log}"
     shell:
-        "rm -rf {params.folder}; shardwright-search rent --cluster {input.cluster} --model {input.model}"
-        " {params.profiles:q} --search {input.search} --out {params.folder} > {log} 2>&1"
+        "rm -rf {params.folder:q}; shardwright-search rent --cluster {input.cluster:q} --model {input.model:q}"
+        " {params.profiles:q} --search {input.search:q} --out {params.folder:q} > {log:q} 2>&1"
 
 
 rule grid_even_plans:
@@ -172,8 +172,8 @@ rule grid_even_plans:
     message:
         "price the even plans of {wildcards.model} on {wildcards.cluster}"
     shell:
-        "mkdir -p {output.plans}; printf '%s\\n' {params.lines:q} > {output.batch};"
-        " shardwright-search batch {output.batch} > {log} 2>&1"
+        "mkdir -p {output.plans:q}; printf '%s\\n' {params.lines:q} > {output.batch:q};"
+        " shardwright-search batch {output.batch:q} > {log:q} 2>&1"
 
 
 rule grid_measure:
@@ -196,15 +196,17 @@ rule grid_measure:
         **on_cluster(lambda wildcards: wildcards.cluster, 240),
     params:
         nodes=nodes_options(lambda wildcards: wildcards.cluster),
-        even=lambda wildcards, input: f"--even {input.even}" if input.even else "",
+        even=lambda wildcards, input: spelled_options(
+            {"even": [*filter(None, [input.even])]}
+        ),
         of=lambda wildcards: GRIDS[wildcards.grid].of.measure,
     message:
         "measure the plans of {wildcards.model} on {wildcards.cluster}"
     shell:
-        "( python {input.script} plans {input.answers} --folder results/cells {params.even} --out {output.plans} &&"
-        " on_nodes.sh {resources.node_groups}"
-        " shardwright-train measure {output.plans} {params.nodes} --steps {params.of.steps}"
-        " --warmup-steps {params.of.warmup_steps} --out {output.measurement} ) 2> {log}"
+        "( python {input.script:q} plans {input.answers:q} --folder results/cells {params.even:q} --out {output.plans:q} &&"
+        " on_nodes.sh {resources.node_groups:q}"
+        " shardwright-train measure {output.plans:q} {params.nodes:q} --steps {params.of.steps:q}"
+        " --warmup-steps {params.of.warmup_steps:q} --out {output.measurement:q} ) 2> {log:q}"
 
 
 rule grid_table:
@@ -235,12 +237,12 @@ rule grid_table:
         **LIGHT,
     params:
         script=ROOT / "workflow/scripts/grid_tables.py",
-        measured=lambda wildcards, input: [
-            f"--measured {path}" for path in input.measured
-        ],
-        fronts=lambda wildcards, input: [f"--front {path}" for path in input.fronts],
+        measured=lambda wildcards, input: spelled_options(
+            {"measured": list(input.measured)}
+        ),
+        fronts=lambda wildcards, input: spelled_options({"front": list(input.fronts)}),
     message:
         "write the tables of the grid {wildcards.grid}"
     shell:
-        "python {params.script} tables results/grids/{wildcards.grid} --folder results/cells {params.measured}"
-        " {params.fronts} > {log} 2>&1"
+        "python {params.script:q} tables results/grids/{wildcards.grid:q} --folder results/cells {params.measured:q}"
+        " {params.fronts:q} > {log:q} 2>&1"

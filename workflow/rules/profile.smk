@@ -34,7 +34,7 @@ rule describe:
     message:
         "describe the model {wildcards.described}"
     shell:
-        "shardwright-train describe {params.folder} {params.options} --out {output.model} 2> {log}"
+        "shardwright-train describe {params.folder:q} {params.options:q} --out {output.model:q} 2> {log:q}"
 
 
 rule hardware:
@@ -57,9 +57,9 @@ rule hardware:
     message:
         "measure collectives and device rates on {wildcards.cluster}, for {params.time_budget_s} s"
     shell:
-        "on_nodes.sh {resources.node_groups}"
-        " shardwright-profile hardware {params.nodes} --cluster {input.cluster}"
-        " --time-budget {params.time_budget_s} --out {output.hardware} 2> {log}"
+        "on_nodes.sh {resources.node_groups:q}"
+        " shardwright-profile hardware {params.nodes:q} --cluster {input.cluster:q}"
+        " --time-budget {params.time_budget_s:q} --out {output.hardware:q} 2> {log:q}"
 
 
 rule analytic_hardware:
@@ -86,8 +86,8 @@ rule analytic_hardware:
     message:
         "estimate collectives and device rates on {wildcards.cluster}: analytic, not measured"
     shell:
-        "shardwright-profile analytic --cluster {input.cluster} {params.network}"
-        " --hardware-out {output.hardware} 2> {log}"
+        "shardwright-profile analytic --cluster {input.cluster:q} {params.network:q}"
+        " --hardware-out {output.hardware:q} 2> {log:q}"
 
 
 rule analytic_profile:
@@ -108,13 +108,13 @@ rule analytic_profile:
     resources:
         **LIGHT,
     params:
-        models=lambda wildcards, input: [f"--model {path}" for path in input.models],
+        models=lambda wildcards, input: spelled_options({"model": list(input.models)}),
         told=lambda wildcards: CONFIG.estimate_options(wildcards.model),
     message:
         "estimate the profile of {wildcards.model} on {wildcards.node_type}: analytic, not measured"
     shell:
-        "shardwright-profile analytic {params.models} --settings {input.settings} --cluster {input.cluster}"
-        " --node-type {wildcards.node_type} {params.told} --out {output.profile} 2> {log}"
+        "shardwright-profile analytic {params.models:q} --settings {input.settings:q} --cluster {input.cluster:q}"
+        " --node-type {wildcards.node_type:q} {params.told:q} --out {output.profile:q} 2> {log:q}"
 
 
 rule probes:
@@ -132,12 +132,12 @@ rule probes:
     resources:
         **LIGHT,
     params:
-        models=lambda wildcards, input: [f"--model {path}" for path in input.models],
+        models=lambda wildcards, input: spelled_options({"model": list(input.models)}),
     message:
         "choose the probes of {wildcards.model} on {wildcards.node_type}"
     shell:
-        "shardwright-profile probes {params.models} --cluster {input.cluster} --node-type {wildcards.node_type}"
-        " --settings {input.settings} --out {output.probes} 2> {log}"
+        "shardwright-profile probes {params.models:q} --cluster {input.cluster:q} --node-type {wildcards.node_type:q}"
+        " --settings {input.settings:q} --out {output.probes:q} 2> {log:q}"
 
 
 rule measure:
@@ -160,9 +160,9 @@ rule measure:
     message:
         "measure {wildcards.model} on {wildcards.node_type}"
     shell:
-        "on_nodes.sh {resources.node_groups}"
-        " shardwright-train measure {input.probes} {params.options}"
-        " --out {output.measurement} 2> {log}"
+        "on_nodes.sh {resources.node_groups:q}"
+        " shardwright-train measure {input.probes:q} {params.options:q}"
+        " --out {output.measurement:q} 2> {log:q}"
 
 
 rule fit:
@@ -180,7 +180,7 @@ rule fit:
     message:
         "fit the profile of {wildcards.model} on {wildcards.node_type}"
     shell:
-        "shardwright-profile fit --measurements {input.measurement} --out {output.profile} 2> {log}"
+        "shardwright-profile fit --measurements {input.measurement:q} --out {output.profile:q} 2> {log:q}"
 
 
 rule picture:
@@ -198,4 +198,4 @@ rule picture:
     message:
         "draw the profile of {wildcards.model} on {wildcards.node_type}"
     shell:
-        "shardwright-profile show {input.profile} --no-tables --picture {output.picture} 2> {log}"
+        "shardwright-profile show {input.profile:q} --no-tables --picture {output.picture:q} 2> {log:q}"

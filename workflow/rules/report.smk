@@ -55,5 +55,5 @@ rule report:
     message:
         "write the report"
     shell:
-        "( python {params.script} page {params.of} {params.profiles} {params.pictures:q} --out {output.page}"
-        " && python {params.script} summary {params.of} > {output.summary} ) 2> {log}"
+        "( python {params.script:q} page {params.of:q} {params.profiles:q} {params.pictures:q} --out {output.page:q}"
+        " && python {params.script:q} summary {params.of:q} > {output.summary:q} ) 2> {log:q}"

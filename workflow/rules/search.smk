@@ -25,17 +25,17 @@ rule search:
         mem_mb=4000,
         runtime=60,
     params:
-        profiles=lambda wildcards, input: [
-            f"--profile {path}" for path in input.profiles
-        ],
-        correction=lambda wildcards, input: (
-            f"--correction {input.correction}" if input.correction else ""
+        profiles=lambda wildcards, input: spelled_options(
+            {"profile": list(input.profiles)}
+        ),
+        correction=lambda wildcards: spelled_options(
+            {"correction": [*filter(None, [CONFIG.correction_of(wildcards.search)])]}
         ),
     message:
         "search the plan {wildcards.search}"
     shell:
-        "shardwright-search plan --cluster {input.cluster} --model {input.model} --hardware {input.hardware}"
-        " {params.profiles} {params.correction} --search {input.search} --out {output.plan} 2> {log}"
+        "shardwright-search plan --cluster {input.cluster:q} --model {input.model:q} --hardware {input.hardware:q}"
+        " {params.profiles:q} {params.correction:q} --search {input.search:q} --out {output.plan:q} 2> {log:q}"
 
 
 rule grid:
@@ -59,4 +59,4 @@ rule grid:
     message:
         "write the table of all plans"
     shell:
-        "python {input.script} grid --results results {params.searches} --out {output.table} 2> {log}"
+        "python {input.script:q} grid --results results {params.searches:q} --out {output.table:q} 2> {log:q}"

@@ -29,7 +29,7 @@ rule prepare:
     message:
         "tokenize the text {wildcards.data}"
     shell:
-        "shardwright-train prepare {params.options:q} --workers {threads} --out {params.folder} 2> {log}"
+        "shardwright-train prepare {params.options:q} --workers {threads:q} --out {params.folder:q} 2> {log:q}"
 
 
 rule prepare_images:
@@ -55,7 +55,7 @@ rule prepare_images:
     message:
         "decode the images {wildcards.data}"
     shell:
-        "shardwright-train prepare {params.options:q} --workers {threads} --out {params.folder} 2> {log}"
+        "shardwright-train prepare {params.options:q} --workers {threads:q} --out {params.folder:q} 2> {log:q}"
 
 
 # Checkpoints are no outputs: Snakemake would delete them before a run goes on. They lie under the plan's identity, so
@@ -96,11 +96,11 @@ rule run:
     message:
         "train {wildcards.run}: {params.steps} steps"
     shell:
-        "resume.sh 10 {params.folder}/STOPPED.json"
-        " on_nodes.sh {resources.node_groups} {params.outliving}"
-        " shardwright-train run {input.plan}"
-        " --data {params.data} --checkpoints {params.checkpoints} --log-dir {params.logs} {params.options:q}"
-        " {params.nodes} {params.replan} --out {params.folder} 2> {log}"
+        "resume.sh 10 {params.folder:q}/STOPPED.json"
+        " on_nodes.sh {resources.node_groups:q} {params.outliving:q}"
+        " shardwright-train run {input.plan:q}"
+        " --data {params.data:q} --checkpoints {params.checkpoints:q} --log-dir {params.logs:q} {params.options:q}"
+        " {params.nodes:q} {params.replan:q} --out {params.folder:q} 2> {log:q}"
 
 
 rule convert:
@@ -122,8 +122,8 @@ rule convert:
     message:
         "write the model of {wildcards.run} as a folder that transformers opens"
     shell:
-        "shardwright-train convert {input.done} --plan {input.plan} {params.options:q}"
-        " --out {output.model} 2> {log}"
+        "shardwright-train convert {input.done:q} --plan {input.plan:q} {params.options:q}"
+        " --out {output.model:q} 2> {log:q}"
 
 
 rule validate:
@@ -146,9 +146,9 @@ rule validate:
     message:
         "measure the plan {wildcards.search} and its runners-up"
     shell:
-        "on_nodes.sh {resources.node_groups}"
-        " shardwright-train measure {input.plan} {input.prediction} {params.nodes}"
-        " --steps {params.steps} --warmup-steps {params.warmup_steps} --out {output.measurement} 2> {log}"
+        "on_nodes.sh {resources.node_groups:q}"
+        " shardwright-train measure {input.plan:q} {input.prediction:q} {params.nodes:q}"
+        " --steps {params.steps:q} --warmup-steps {params.warmup_steps:q} --out {output.measurement:q} 2> {log:q}"
 
 
 # For searches with `select: measured`: what their runs train with.
@@ -169,7 +169,7 @@ rule select:
     message:
         "select the measured winner of {wildcards.search}"
     shell:
-        "shardwright-search select {input.measurement} --plan {input.plan} --out {output.plan} > {log} 2>&1"
+        "shardwright-search select {input.measurement:q} --plan {input.plan:q} --out {output.plan:q} > {log:q} 2>&1"
 
 
 # A file of its own: the profiles stay as they were measured, and a search takes it only where it is told to.
@@ -188,11 +188,11 @@ rule correct:
     resources:
         **LIGHT,
     params:
-        profiles=lambda wildcards, input: [
-            f"--profile {path}" for path in input.profiles
-        ],
+        profiles=lambda wildcards, input: spelled_options(
+            {"profile": list(input.profiles)}
+        ),
     message:
         "learn a correction from the measured plans of {wildcards.search}"
     shell:
-        "shardwright-search correct {input.measurement} --hardware {input.hardware} {params.profiles}"
-        " --out {output.correction} > {log} 2>&1"
+        "shardwright-search correct {input.measurement:q} --hardware {input.hardware:q} {params.profiles:q}"
+        " --out {output.correction:q} > {log:q} 2>&1"

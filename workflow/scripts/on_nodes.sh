@@ -1,13 +1,11 @@
 #!/bin/bash
-# on_nodes.sh NODESxCORES[@INTERFACE]... [--OPTION OF SRUN]... COMMAND...: run a command that starts the ranks of its node.
+# on_nodes.sh "NODESxCORES[@INTERFACE] ..." [--OPTION OF SRUN]... COMMAND...: run a command that starts the ranks of its node.
 # In a job of Slurm srun starts it, once on each node, so that Slurm's signals reach it and it learns its place from the
 # step. Elsewhere it is started here as it is, and so it is inside a step that somebody has started.
 # Several NODESxCORES are the components of a heterogeneous job, in rank order; INTERFACE is what gloo and NCCL take.
-groups=() options=()
-while [[ ${1:-} =~ ^[0-9]+x[0-9]+(@.+)?$ ]]; do
-    groups+=("$1")
-    shift
-done
+read -ra groups <<<"$1"
+shift
+options=()
 while [[ ${1:-} == --* ]]; do
     options+=("$1")
     shift

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import Value, read_bytes
-from shardwright_formats.types.limits import NonNegativeNumber, PositiveBytes, Rate
+from shardwright_formats.types.limits import NonNegativeNumber, PositiveBytes, Rate, whole
 
 _MAX_BYTES = 2**20
 _Text = Annotated[str, Meta(min_length=1)]
@@ -67,7 +67,7 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class DeviceTable(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every known device by its short key."""
 
-    revised: Annotated[str, Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+    revised: Annotated[str, whole(r"\d{4}-\d{2}-\d{2}")]
     """Day on which the table was last changed: the date of what is made from it."""
     devices: Annotated[dict[_Text, Device], Meta(min_length=1)]
 

@@ -1,4 +1,4 @@
-"""Numbers and their limits, for command options and files alike: beyond them nothing real is meant.
+"""Numbers and texts and their limits, for command options and files alike: beyond them nothing real is meant.
 
 The limits are generous; what they are for is that a mistyped or hostile number is refused where it is read, with its
 place, before anything is computed with it. A number of a table of a profile says its unit, too.
@@ -58,4 +58,14 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 """A part of a whole."""
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 """What the user calls something; it may become part of a file's name."""
-Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+def whole(pattern: str, max_length: int | None = None) -> Meta:
+    """Return the limit of a text that matches a pattern from its first character to its last.
+
+    In Python `$` alone matches before a last line break, too, and JSON Schema has no other end of a text.
+    """
+    return Meta(pattern=rf"^(?:{pattern})$(?!\n)", max_length=max_length)
+
+
+Sha256 = Annotated[str, whole("[0-9a-f]{64}")]

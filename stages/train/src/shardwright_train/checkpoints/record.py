@@ -6,13 +6,13 @@ import msgspec
 from msgspec import Meta
 
 from shardwright_formats.io.json import Document, Value, sha256_of_value
-from shardwright_formats.types.limits import Bytes, Count, NonNegativeCount, Samples, Seconds, Sha256
+from shardwright_formats.types.limits import Bytes, Count, NonNegativeCount, Samples, Seconds, Sha256, whole
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 from shardwright_train.options import RunOptions
 
-_FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}$")]
+_FileName = Annotated[str, whole("[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")]
 _Loss = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 

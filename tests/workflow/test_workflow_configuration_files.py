@@ -1,0 +1,67 @@
+"""A file that is no configuration is one line, whether Snakemake would read it or this workflow."""
+
+import pytest
+
+from configuration_files import read_yaml
+from shardwright_formats.io.errors import BadInput
+
+
+def _tenfold(first, each):
+    """Aliases of aliases of aliases: ten times as many values with each line."""
+    rows = [f"a0: &a0 {first}", *(f"a{i}: &a{i} {each.format(', '.join([f'*a{i - 1}'] * 10))}" for i in range(1, 12))]
+    return "\n".join(rows).encode()
+
+
+HOSTILE = [
+    (b"", "holds no keys"),
+    (b"- a", "holds no keys"),
+    (b"\x7fELF\x02\x01\x01\x00\xff", "not valid YAML"),
+    (_tenfold("[x, x]", "[{}]"), "its aliases stand for more than 2 MiB"),
+    (_tenfold("{k: v}", "{{<<: [{}]}}"), "its aliases stand for more than 2 MiB"),
+    (b"a: &a [*a]", "its aliases stand for more than 2 MiB"),
+    (b"__use_yte__: true\nx: ?open('RAN', 'w')", "__use_yte__: a configuration is no template"),
+    (b"a: 2026-99-99", "not valid YAML (month must be in 1..12)"),
+    (b"a: {1: 2}", "a.1: the key 1 is no text: quote it: '1'"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), HOSTILE, ids=lambda value: str(value)[:20])
+def test_what_is_no_configuration_is_one_line_before_anything_runs(bare, content, message):
+    (bare.folder / "config.yaml").write_bytes(content)
+    called = bare.snakemake("all", "-n")
+    assert called.status == 2, called.output
+    using, error = called.output.splitlines()
+    assert "profiles/default" in using and error.startswith("error: config.yaml: ") and message in error
+    assert {path.name for path in bare.folder.iterdir()} <= {"config.yaml", "output.txt"}
+
+
+def test_a_configuration_that_is_not_there_is_one_line(bare):
+    called = bare.snakemake("all", "-n")
+    assert called.status == 2
+    assert called.output.splitlines()[-1].startswith("error: config.yaml: there is no such configuration file: ")
+
+
+def test_a_target_that_was_taken_for_a_configuration_is_named(bare):
+    bare.configure()
+    called = bare.snakemake(cores=("results/plans/roomy.json", "--cores", "1", "-n"))
+    assert called.status == 2
+    error = called.output.splitlines()[-1]
+    assert error.startswith("error: results/plans/roomy.json: there is no such") and "write targets before" in error
+
+
+@pytest.mark.parametrize("content", [None, b"", b"- a", b"\xff"])
+def test_the_default_configuration_is_checked_as_others_are(bare, content):
+    if content is not None:
+        (bare.folder / "config").mkdir()
+        (bare.folder / "config" / "config.yaml").write_bytes(content)
+    called = bare.snakemake("all", "-n", configfile=None)
+    assert called.status == 2
+    assert called.output.splitlines()[-1].startswith("error: config/config.yaml: ")
+
+
+def test_a_file_that_repeats_itself_a_little_is_read(tmp_path):
+    (tmp_path / "some.yaml").write_text("a: &a {k: v}\nb: {<<: *a, l: w}\nc: [*a, *a]\n")
+    assert read_yaml(tmp_path / "some.yaml")["b"] == {"k": "v", "l": "w"}
+    (tmp_path / "large.yaml").write_text(f"a: &a {'x' * 2**19}\nb: [*a, *a, *a, *a]\n")
+    with pytest.raises(BadInput, match="aliases"):
+        read_yaml(tmp_path / "large.yaml")

@@ -1,0 +1,86 @@
+"""Reading YAML files strictly, before anything is made of them.
+
+The profile of the workflow calls `check_configurations` before Snakemake reads the files that it was told of.
+"""
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_bytes
+
+_MAX_BYTES = 2**20
+_MAX_SPELLED_OUT = 2**21
+"""Values and characters of a file once its aliases are replaced by what they stand for."""
+_TEMPLATE = "__use_yte__"
+"""The key by which Snakemake takes a configuration for a template, and runs the Python in it."""
+_CONTROLS = ("Cc", "Cs", "Zl", "Zp")
+"""Categories of Unicode: control characters, halves of surrogate pairs, separators of lines and paragraphs."""
+
+
+def check_configurations(files: Sequence[Path]) -> None:
+    """Refuse what is no configuration among the files of `--configfile`; raises BadInput."""
+    for path in files:
+        if not path.exists():
+            remedy = "check the path; write targets before --configfile, which takes all words behind it for files"
+            raise BadInput(path, "there is no such configuration file", remedy)
+        if _TEMPLATE in read_yaml(path):
+            raise BadInput(path, f"{_TEMPLATE}: a configuration is no template", "leave the key out")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file whose outermost value is a mapping; raises BadInput with the line."""
+    try:
+        loader = yaml.SafeLoader(read_bytes(path, _MAX_BYTES))
+        node = loader.get_single_node()
+        if _weight(node) > _MAX_SPELLED_OUT:
+            raise BadInput(path, "its aliases stand for more than 2 MiB", "write what is meant without them")
+        content = None if node is None else loader.construct_document(node)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise BadInput(path, f"not valid YAML{where} ({problem})", "correct the file") from None
+    if not isinstance(content, dict):
+        raise BadInput(path, "holds no keys", "see config/README.md")
+    check_texts(content, str(path))
+    return content
+
+
+def check_texts(content: object, file: str) -> None:
+    """Refuse keys that are no texts, and texts with control characters; raises BadInput naming the place."""
+    for place, key, text in _texts(content, ""):
+        if key is not None and not isinstance(key, str):
+            raise BadInput(file, f"{place}: the key {key} is no text", f"quote it: '{key}'")
+        if any(unicodedata.category(character) in _CONTROLS for character in f"{key or ''}{text}"):
+            raise BadInput(file, f"{place} holds a line break or another control character", "write it without")
+
+
+def _texts(value: object, place: str, key: object = None) -> Iterator[tuple[str, object, str]]:
+    """The place of each value, with its key in a mapping and its text."""
+    yield place, key, value if isinstance(value, str) else ""
+    if isinstance(value, dict):
+        for inner, child in value.items():
+            yield from _texts(child, f"{place}.{inner}".strip("."), inner)
+    elif isinstance(value, list):
+        for i, child in enumerate(value):
+            yield from _texts(child, f"{place}.{i}".strip("."))
+
+
+def _weight(node: yaml.Node | None) -> int:
+    """The values and characters that a node stands for; counted no further than the limit, as it may hold itself."""
+    total, open_nodes = 0, [node]
+    while open_nodes and total <= _MAX_SPELLED_OUT:
+        following = open_nodes.pop()
+        total += 1
+        if isinstance(following, yaml.ScalarNode):
+            total += len(following.value)
+        elif isinstance(following, yaml.SequenceNode):
+            open_nodes += following.value
+        elif isinstance(following, yaml.MappingNode):
+            open_nodes += [each for pair in following.value for each in pair]
+    return total
