@@ -3,7 +3,6 @@
 The profile of the workflow calls `check_configurations` before Snakemake reads the files that it was told of.
 """
 
-import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ import yaml
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_bytes
+from shardwright_formats.io.text import has_controls
 
 _MAX_BYTES = 2**20
 _MAX_SPELLED_OUT = 2**21
 """Values and characters of a file once its aliases are replaced by what they stand for."""
 _TEMPLATE = "__use_yte__"
 """The key by which Snakemake takes a configuration for a template, and runs the Python in it."""
-_CONTROLS = ("Cc", "Cs", "Zl", "Zp")
-"""Categories of Unicode: control characters, halves of surrogate pairs, separators of lines and paragraphs."""
 
 
 def check_configurations(files: Sequence[Path]) -> None:
@@ -56,8 +54,12 @@ def check_texts(content: object, file: str) -> None:
     for place, key, text in _texts(content, ""):
         if key is not None and not isinstance(key, str):
             raise BadInput(file, f"{place}: the key {key} is no text", f"quote it: '{key}'")
-        if any(unicodedata.category(character) in _CONTROLS for character in f"{key or ''}{text}"):
+        if _is_odd(f"{key or ''}{text}"):
             raise BadInput(file, f"{place} holds a line break or another control character", "write it without")
+
+
+def _is_odd(text: str) -> bool:
+    return "\n" in text or "\t" in text or has_controls(text)
 
 
 def _texts(value: object, place: str, key: object = None) -> Iterator[tuple[str, object, str]]:

@@ -73,6 +73,10 @@ LONG = "--an-option-with-quite-a-long-name-that-nobody-should-cut"
         (["--out", "x" * 300], "File name too long: choose a shorter name"),
         (["--out", "/proc/nowhere/out"], "No such file"),
         (["--out", "."], "is a folder"),
+        (["--out", "/"], "'/' has no name: name a file or a folder in it"),
+        (["--name", "a\nb"], "holds a control character"),
+        (["--name", "a\x1b[31m"], "holds a control character"),
+        (["--model", "a\u202eb"], "holds a control character"),
     ],
 )
 def test_a_bad_option_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, arguments, told):
@@ -181,9 +185,14 @@ def test_a_stream_that_takes_nothing_is_no_success(tmp_path, redirection):
     assert ended.stderr.count("\n") == (redirection != "2>&-") and not (tmp_path / "out").exists()
 
 
-def test_a_reader_that_stops_early_leaves_one_line(tmp_path):
-    ended = _shell("write a --out out | true; exit ${PIPESTATUS[0]}", tmp_path)
-    assert (ended.returncode, ended.stderr.count("\n")) in {(0, 0), (2, 1)}
+@pytest.mark.parametrize(("arguments", "exit_code"), [("write a --out out", 141), ("--help", 141), ("write a", 2)])
+def test_a_command_ends_quietly_where_nobody_reads_what_it_says(tmp_path, unread, arguments, exit_code):
+    """As `head -1` leaves it, of both streams; what is wrong with a command stays its exit code."""
+    command = [sys.executable, Path(__file__).with_name("front_door.py"), *arguments.split()]
+    alone = subprocess.run(command, cwd=tmp_path, stdout=unread, stderr=subprocess.PIPE, timeout=60)
+    assert (alone.returncode, alone.stderr.count(b"\n")) == (exit_code, exit_code == 2)
+    assert subprocess.run(command, cwd=tmp_path, stdout=unread, stderr=unread, timeout=60).returncode == exit_code
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_size_limit_is_one_line(tmp_path):

@@ -80,6 +80,11 @@ CORPUS: dict[str, tuple[Change, str]] = {
     "unknown collective": (lambda f: _set(f, "points/collective", 1, b"broadcast"), "'broadcast' in row 1"),
     "unknown source": (lambda f: _set(f, "points/source", 1, b"guessed"), "'guessed' in row 1"),
     "name that is no ASCII": (lambda f: _set(f, "rates/name", 0, b"\xff\xfe"), "not ASCII"),
+    "name that a terminal obeys": (lambda f: _set(f, "rates/name", 0, b"\x1b[31m"), "not ASCII that can be shown"),
+    "text that a terminal obeys": (
+        lambda f: f.attrs.modify("device", "\x1b[31m"),
+        "'device' holds a control character",
+    ),
     "a repeat of no point": (lambda f: _set(f, "repeats/point", 0, 7), "repeats without a point"),
     "a point without repeats": (lambda f: _set(f, "repeats/point", slice(4, 6), 0), "points without repeats"),
     "float32": (

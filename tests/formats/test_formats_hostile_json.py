@@ -57,6 +57,19 @@ BYTES = {
     "1e999": (_plan_text().replace('"usd_per_hour": 0.5', '"usd_per_hour": 1e999').encode(), "usd_per_hour"),
     "a float of 400 digits": (_plan_text().replace("0.5", "1" + "0" * 400).encode(), "usd_per_hour"),
     "an integer of 5000 digits": (_plan_text().replace("0.5", "1" * 5000).encode(), "not valid JSON"),
+    "a control character": (
+        _plan_text().replace('"example"', r'"exam\u001b[31mple"', 1).encode(),
+        "control character in",
+    ),
+    "a control character in a key": (
+        _plan_text().replace('"usd_per_hour"', r'"usd\u0007"').encode(),
+        "a control character in a key at `$.cluster",
+    ),
+    "another writing direction": (
+        _plan_text().replace('"example"', '"\u202eexample"', 1).encode(),
+        "control character",
+    ),
+    "half of a surrogate pair": (_plan_text().replace('"example"', r'"\ud800"', 1).encode(), "control character"),
     "NaN where anything may stand": (_plan_text().replace('"hidden_size": 8', '"x": [1, NaN]').encode(), "config.x[1]"),
 }
 
@@ -182,7 +195,7 @@ PLANS: dict[str, tuple[Change, str]] = {
         "tp_dim 2 of head.weight",
     ),
     "unknown node type": (lambda p: p["cluster"]["nodes"][0].update(node_type="a100"), "node type 'a100'"),
-    "a key that draws on the terminal": (lambda p: p.update({"\x1b[2J\n": 1}), "?[2J"),
+    "a key that draws on the terminal": (lambda p: p.update({"\x1b[2J\n": 1}), "a control character in a key at `$`"),
 }
 
 

@@ -1,3 +1,4 @@
+import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -47,6 +48,13 @@ def _profile() -> HardwareProfile:
         ),
         rates=Table(RateRow, {"name": ["matrix_flops_per_s"], "value": [1.5e12], "source": ["measured"]}),
     )
+
+
+def test_show_ends_quietly_where_nobody_reads_it(tmp_path, unread):
+    write_hardware_profile(tmp_path / "h.h5", _profile())
+    command = [Path(sys.executable).with_name("shardwright-profile"), "show", tmp_path / "h.h5"]
+    ended = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, timeout=60)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def test_show_prints_median_spread_and_bandwidth_by_kind_and_size(tmp_path, capsys):

@@ -49,6 +49,16 @@ def test_plan_writes_the_plan_and_its_prediction(inputs, tmp_path):
     assert (out.read_bytes(), (tmp_path / "plans/a.prediction.json").read_bytes()) == before
 
 
+@pytest.mark.parametrize(("out", "told"), [(".", "is a folder: choose another name"), ("/", "--out: '/' has no name")])
+def test_a_plan_needs_the_name_of_a_file(inputs, tmp_path, monkeypatch, out, told):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    result = plan(inputs, Path(out))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and told in result.stderr
+    assert list((tmp_path / "here").iterdir()) == []
+
+
 def test_an_infeasible_search_exits_with_3_and_writes_nothing(inputs, make, tmp_path):
     write_document(inputs["search"], make.request(memory_gib=1 / 1024))
     result = plan(inputs, tmp_path / "a.json")
@@ -121,6 +131,13 @@ def test_explain_shows_terms_binding_and_runners_up(inputs, tmp_path):
     (tmp_path / "a.prediction.json").unlink()
     alone = call("explain", tmp_path / "a.json", *options(inputs, "hardware", "profile"))
     assert alone.exit_code == 0 and "runners-up" not in alone.output
+
+
+def test_a_name_is_shown_as_it_is_not_taken_for_a_style(inputs, make, tmp_path):
+    write_document(inputs["search"], make.request(memory_gib=4 / 1024, name="[/red][bold]"))
+    assert plan(inputs, tmp_path / "a.json").exit_code == 0
+    result = call("explain", tmp_path / "a.json", *options(inputs, "hardware", "profile"))
+    assert result.exit_code == 0 and "[/red][bold]" in result.stdout
 
 
 def test_explain_refuses_the_prediction_of_another_plan(inputs, tmp_path):

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import Value, read_bytes
+from shardwright_formats.io.json import Value, first_odd, read_bytes
 from shardwright_formats.types.limits import NonNegativeNumber, PositiveBytes, Rate, whole
 
 _MAX_BYTES = 2**20
@@ -87,7 +87,10 @@ def read_devices(path: Path | None = None) -> DeviceTable:
             return read_devices(own)
     content = read_bytes(path, _MAX_BYTES)
     try:
-        return msgspec.convert(tomllib.loads(content.decode()), DeviceTable)
+        raw = tomllib.loads(content.decode())
+        if (odd := first_odd(raw)) is not None:
+            raise BadInput(path, odd, "correct the file")
+        return msgspec.convert(raw, DeviceTable)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput(path, f"is no TOML ({error})", "correct the file") from None
     except msgspec.ValidationError as error:

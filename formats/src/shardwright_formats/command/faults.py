@@ -2,25 +2,33 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 
-from shardwright_formats.io.errors import BadInput, system_fault
+from shardwright_formats.io.errors import BadInput, ReaderGone, system_fault
 
 _STANDARD_OUTPUT = "standard output"
 
 
 def show(text: str) -> None:
-    """Print a result on standard output; BadInput where that cannot take it."""
-    try:
+    """Print a result on standard output; BadInput where that cannot take it, ReaderGone where nobody reads it."""
+    with _faults_of_output():
         print(text, flush=True)
-    except OSError as error:
-        raise system_fault(error, _STANDARD_OUTPUT) from None
 
 
 def flush() -> None:
-    """Print what is still waiting; BadInput where standard output cannot take it."""
-    try:
+    """Print what is still waiting; BadInput where standard output cannot take it, ReaderGone where nobody reads it."""
+    with _faults_of_output():
         sys.stdout.flush()
+
+
+@contextmanager
+def _faults_of_output() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise ReaderGone from None
     except OSError as error:
         raise system_fault(error, _STANDARD_OUTPUT) from None
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import msgspec
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.text import has_controls
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,16 +79,23 @@ class Option(NamedTuple):
 
     def value(self, text: str) -> object:
         """The value that a text stands for; BadInput naming the option where it stands for none."""
-        if not text or not _is_encodable(text):
-            raise BadInput(self.name, f"{text!r} is empty or not UTF-8", "give another")
+        if not text or "\n" in text or has_controls(text):
+            raise BadInput(self.name, f"{text!r} is empty, not UTF-8 or holds a control character", "give another")
         if self.type is Path:
-            return Path(text)
+            return self._path(Path(text))
         try:
             return msgspec.convert(text, Annotated[(self.type, *self.metas)] if self.metas else self.type, strict=False)
         except msgspec.ValidationError:
             among = ", ".join(self.choices)
             wanted = f"one of {among}" if among else f"{_NOUNS[self.type]} {self.limits}".rstrip()
             raise BadInput(self.name, f"{text!r} is out of range or no value", f"give {wanted}") from None
+
+    def _path(self, path: Path) -> Path:
+        """A path that has a name, so that other files can be named after it: the folder that one is in, for `.`."""
+        named = path if path.name else path.absolute()
+        if not named.name:
+            raise BadInput(self.name, f"{str(path)!r} has no name", "name a file or a folder in it")
+        return named
 
 
 _NOUNS = {int: "a whole number", float: "a number", str: "a text"}
@@ -148,11 +156,3 @@ def _bounds(metas: tuple[msgspec.Meta, ...]) -> tuple[str, str]:
 
 def _worded(bound: tuple[float, str] | None) -> str:
     return "" if bound is None else f"{bound[1]} {bound[0]:,.10g}"
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -3,6 +3,7 @@
 ShardwrightError
 ├── BadInput     2   a file or a value that cannot be used, or a locked run
 ├── NothingFits  3   an answer: no plan in the asked space fits, by how much
+├── ReaderGone 141   nobody reads standard output any more, which is not said
 ├── RunFailed    4   a run that failed: NaN loss, a dead rank, a hang
 │   ├── OutOfMemory  a device had less memory than was asked of it
 │   └── RanksLost    ranks were killed, hang, or are gone with their node
@@ -10,6 +11,7 @@ ShardwrightError
 """
 
 import errno
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +43,12 @@ class NothingFits(ShardwrightError):
     """No plan of the asked space fits the budget."""
 
     exit_code = 3
+
+
+class ReaderGone(ShardwrightError):
+    """What read standard output has ended before its writer, as `head` does: a command then ends as Unix tools do."""
+
+    exit_code = 128 + signal.SIGPIPE
 
 
 class RunFailed(ShardwrightError):
@@ -94,7 +102,6 @@ _REMEDIES = {
     errno.EISDIR: "choose the name of a file",
     errno.EEXIST: "choose another name",
     errno.ENOENT: "check the path",
-    errno.EPIPE: "let its reader read to the end",
     errno.EMFILE: "raise the limit of open files",
 }
 

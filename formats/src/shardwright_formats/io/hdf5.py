@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import Value, check_regular, checked_header, write_bytes
 from shardwright_formats.io.table import Column, Row, Table, columns_of
+from shardwright_formats.io.text import has_controls
 
 _MAX_BYTES = 2**30
 _MAX_ROWS = 10_000_000
@@ -146,6 +147,8 @@ def _text(path: Path, file: h5py.File, name: str) -> str:
     value = _attribute(path, file, name)
     if not isinstance(value, str):
         raise BadInput(path, f"attribute {name!r} is absent or no text", _AGAIN)
+    if has_controls(value):
+        raise BadInput(path, f"attribute {name!r} holds a control character", _AGAIN)
     return value
 
 

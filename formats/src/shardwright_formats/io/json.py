@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -17,6 +17,7 @@ import msgspec
 
 from shardwright_formats.io.errors import BadInput, system_fault
 from shardwright_formats.io.owner import OWNER, is_gone, owner
+from shardwright_formats.io.text import has_controls
 
 _MAX_JSON_BYTES = 256 * 1024 * 1024
 _ENDING = ".tmp"
@@ -209,12 +210,15 @@ def read_bytes(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> bytes:
         raise system_fault(error, path) from None
 
 
-def read_object(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
-    """Read a JSON object of any keys; BadInput where it is larger than allowed, no JSON, repeats a key or holds NaN."""
+def read_object(path: Path, max_bytes: int = _MAX_JSON_BYTES, *, any_text: bool = False) -> dict[str, Any]:
+    """Read a JSON object of any keys; BadInput where it is larger than allowed, no JSON, repeats a key or holds NaN.
+
+    Texts may not hold control characters, as they are shown, unless it is said that they may: tokens are any text.
+    """
     content = read_bytes(path, max_bytes)
     try:
         raw = json.loads(content, object_pairs_hook=_without_repeats)
-        odd = _first_odd(raw, "$")
+        odd = first_odd(raw, _is_no_text if any_text else has_controls)
     except RecursionError:
         raise BadInput(path, "nested too deeply", "write the file again") from None
     except ValueError as error:
@@ -234,26 +238,25 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _first_odd(value: object, where: str) -> str | None:
-    """Where a number is not finite, or a text is none: JSON can spell half of a surrogate pair."""
+def first_odd(value: object, is_odd: Callable[[str], bool] = has_controls, where: str = "$") -> str | None:
+    """Return what and where the first number is that is not finite, or the first text or key that is odd, if any."""
     if isinstance(value, float):
         return None if math.isfinite(value) else f"not a finite number at `{where}`"
     if isinstance(value, str):
-        return None if value.isascii() or _is_encodable(value) else f"not a text at `{where}`"
+        return f"a control character in the text at `{where}`" if is_odd(value) else None
     children: Iterator[tuple[str, object]] = iter(())
     if isinstance(value, dict):
+        if any(map(is_odd, value)):
+            return f"a control character in a key at `{where}`"
         children = ((f"{where}.{key}", child) for key, child in value.items())
     elif isinstance(value, list):
         children = ((f"{where}[{i}]", child) for i, child in enumerate(value))
-    return next((odd for path, child in children if (odd := _first_odd(child, path)) is not None), None)
+    return next((odd for path, child in children if (odd := first_odd(child, is_odd, path)) is not None), None)
 
 
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _is_no_text(text: str) -> bool:
+    """Return whether a text holds half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    return not text.isascii() and any(0xD800 <= ord(character) < 0xE000 for character in text)
 
 
 def sync_path(path: Path) -> None:

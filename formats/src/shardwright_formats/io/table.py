@@ -12,6 +12,7 @@ from msgspec.inspect import BoolType, EnumType, FloatType, IntType, Metadata, St
 from numpy.typing import ArrayLike, NDArray
 
 from shardwright_formats.io.json import Value
+from shardwright_formats.io.text import has_controls
 
 
 class Source(StrEnum):
@@ -176,8 +177,8 @@ def _problem(columns: Mapping[str, Column], values: Mapping[str, NDArray[Any]]) 
 def _text_problem(kind: EnumType | StrType, values: NDArray[Any]) -> str | None:
     among = [member.value for member in kind.cls] if isinstance(kind, EnumType) else []
     for row, value in enumerate(values.tolist()):
-        if not value.isascii():
-            return f"{value!r} in row {row}, not ASCII"
+        if not value.isascii() or has_controls(value.decode()):
+            return f"{value!r} in row {row}, not ASCII that can be shown"
         if among and value.decode() not in among:
             return f"{value.decode()!r} in row {row}, not one of {', '.join(among)}"
     return None

@@ -5,12 +5,14 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
+from io import StringIO
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from shardwright_formats.command import show
 from shardwright_formats.io.errors import BadInput, OutOfMemory, RunFailed
 from shardwright_formats.io.json import Document, read_any_document, read_document, write_document
 from shardwright_formats.io.versions import versions_text
@@ -105,7 +107,9 @@ def check(options: CheckOptions) -> None:
 
     runnable, attention = without_devices(plan)
     checks = check_roles(runnable, family, attention, progress, options.reset_attention_mask)
-    print_checks(plan, checks, Console())
+    printed = StringIO()
+    print_checks(plan, checks, Console(file=printed, force_terminal=sys.stdout.isatty(), highlight=False, markup=False))
+    show(printed.getvalue().removesuffix("\n"))
     raise_if_too_large(plan, checks)
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from io import StringIO
 from itertools import chain, groupby
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as Printed
 
+from shardwright_formats.command import show
 from shardwright_formats.display.svg import document, without_variables
 from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
 from shardwright_formats.io.errors import BadInput
@@ -27,10 +29,12 @@ def show_profile(path: Path) -> None:
     """Print a hardware or a model profile on standard output; BadInput where the file is neither."""
     profile = _read(path)
     title, tables = _hardware_tables(profile) if isinstance(profile, HardwareProfile) else _model_tables(profile)
-    console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
-    console.print(title, highlight=False, markup=False)
-    for table in tables:
-        console.print(table)
+    printed, is_terminal = StringIO(), sys.stdout.isatty()
+    width = None if is_terminal else _PIPED_WIDTH
+    console = Console(file=printed, force_terminal=is_terminal, width=width, highlight=False, markup=False)
+    for each in (title, *tables):
+        console.print(each)
+    show(printed.getvalue().removesuffix("\n"))
 
 
 def draw_profile(path: Path, picture: Path) -> None:

@@ -29,7 +29,10 @@ def show_rich(what: RenderableType) -> None:
     """Print on standard output; what is no terminal has room for every column."""
     printed, is_terminal = StringIO(), sys.stdout.isatty()
     width = None if is_terminal else _WIDE
-    Console(file=printed, force_terminal=is_terminal, width=width, highlight=False, soft_wrap=True).print(what)
+    console = Console(
+        file=printed, force_terminal=is_terminal, width=width, highlight=False, markup=False, soft_wrap=True
+    )
+    console.print(what)
     show(printed.getvalue().removesuffix("\n"))
 
 

@@ -65,7 +65,7 @@ def given(folder: Path) -> Tokenizing:
     tokenizer = read_tokenizer(file)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    named = (_text_of(read_object(settings).get(key)) for key in _ENDS)
+    named = (_text_of(read_object(settings, any_text=True).get(key)) for key in _ENDS)
     ends = [number for token in named if token and (number := tokenizer.token_to_id(token)) is not None]
     if not ends:
         what = f"has no {' or '.join(_ENDS)} that is one of {file.name}"
@@ -86,7 +86,7 @@ def learnable(texts: Iterator[str], text: str) -> Iterator[str]:
 
 def read_tokenizer(file: Path) -> Tokenizer:
     """A tokenizer of a file, which nobody need have looked at; BadInput where it is none."""
-    read_object(file)
+    read_object(file, any_text=True)
     try:
         return Tokenizer.from_str(read_bytes(file).decode())
     except Exception as error:

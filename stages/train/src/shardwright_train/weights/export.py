@@ -151,7 +151,7 @@ def _to_copy(folder: Path, model: Model, family: Family) -> Iterator[Path]:
         if (folder / name).exists():
             file = inside(folder, name)
             if name.endswith("_config.json"):
-                refuse_code(file, read_object(file))
+                refuse_code(file, read_object(file, any_text=True))
             if name == TOKENIZER and (tokens := rows_of(read_tokenizer(file))) > rows:
                 raise BadInput(file, f"has {tokens} tokens, the model {rows}", "name the folder of its own tokenizer")
             yield file
