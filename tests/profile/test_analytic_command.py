@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from command_calls import call
 
 from shardwright_estimate.hardware import node_rates
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S
@@ -24,6 +26,7 @@ from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
 from shardwright_formats.types.model_profile import read_model_profile
 from shardwright_formats.types.plan import Precision
 from shardwright_formats.types.strategy import Recompute, SequenceParallel
+from shardwright_profile.cli import APP
 from shardwright_profile.options import AnalyticOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +126,15 @@ def test_the_same_inputs_give_the_same_bytes(written, command, tmp_path):
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "h.h5").read_bytes() == (folder / "h.h5").read_bytes()
+
+
+def test_twenty_thousand_nodes_take_seconds(tmp_path):
+    write_document(tmp_path / "cluster.json", a_cluster(20_000))
+    told = ("--cluster", tmp_path / "cluster.json", "--inter-node-gbit-s", 800)
+    begun_s = time.process_time()
+    called = call(APP, "analytic", *told, "--hardware-out", tmp_path / "h.h5")
+    assert called.exit_code == 0, called.stderr
+    assert time.process_time() - begun_s < 10
 
 
 def test_hardware_has_every_kind_of_message_by_the_alpha_beta_model(written):

@@ -1,7 +1,7 @@
 from collections import Counter
 from itertools import pairwise, product
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright_formats.semantics.layout import dp_groups, tp_groups
@@ -37,6 +37,18 @@ def test_every_group_of_every_pipeline_stage_has_its_kind(make_cluster, devices,
                 ranks = range(start, start + width)
                 every = (*tp_groups(ranks, tp_size, consecutive), *dp_groups(ranks, tp_size, consecutive))
                 assert {lying_of(cluster, group) for group in every if len(group) > 1} <= known
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 12), st.sampled_from([1, 2, 3, 4, 6, 8]))
+def test_a_few_groups_of_a_layout_are_of_all_its_kinds(make_cluster, count, devices):
+    cluster = make_cluster((count, devices))
+    known = {key.group for key, _ in collective_kinds(cluster) if key.collective is Collective.ALL_REDUCE}
+    world = cluster.num_devices
+    for size, stride in product(range(2, world + 1), range(1, world + 1)):
+        if world % (size * stride) == 0:
+            for first in (block + offset for block in range(0, world, size * stride) for offset in range(stride)):
+                assert lying_of(cluster, tuple(range(first, first + size * stride, stride))) in known
 
 
 def test_groups_that_share_a_nodes_network_are_timed_at_once(make_cluster):

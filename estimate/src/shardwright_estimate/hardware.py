@@ -1,6 +1,6 @@
 """A hardware profile from the table of devices: what messages take by the alpha-beta model, with nothing measured."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,10 +13,11 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Table
 from shardwright_formats.semantics.groups import ranks_on_nodes
-from shardwright_formats.semantics.sweep_plan import CollectiveKind, SizeRange, collective_kinds
+from shardwright_formats.semantics.sweep_plan import SizeRange, messages_alike
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import (
     Collective,
+    CollectiveKey,
     HardwareProfile,
     OverlapRow,
     PointRow,
@@ -90,8 +91,8 @@ def analytic_hardware(
     """
     if network.between is None and len(set(cluster.node_of_rank)) > 1:
         raise BadInput(_OPTION, "the cluster has several nodes", "give what one node sends, in Gbit/s")
-    kinds = collective_kinds(cluster)
-    points = list(_points(kinds, cluster, network))
+    points = sorted(_points(cluster, network), key=lambda point: (point[0].key, point[0].message_bytes))
+    keys = dict.fromkeys(row.key for row, _ in points)
     devices = sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})
     return HardwareProfile(
         cluster=cluster.name,
@@ -102,44 +103,49 @@ def analytic_hardware(
         repeats=Table.of(
             RepeatRow, (RepeatRow(point=i, time_s=time_s, outlier=False) for i, (_, time_s) in enumerate(points))
         ),
-        overlap=Table.of(OverlapRow, () if network.overlap is None else overlap_rows(kinds, network.overlap)),
+        overlap=Table.of(OverlapRow, () if network.overlap is None else overlap_rows(keys, network.overlap)),
         rates=Table.of(
             RateRow, (RateRow(name=name, value=value, source=Source.ANALYTIC) for name, value in rates.items())
         ),
     )
 
 
-def kind_times_s(kind: CollectiveKind, cluster: Cluster, network: Network, message_bytes: NDArray[Any]) -> NDArray[Any]:
-    """A kind of message that all its groups exchange at once: the slower of a device's link and a node's network.
+def message_times_s(key: CollectiveKey, leaving: float, network: Network, message_bytes: NDArray[Any]) -> NDArray[Any]:
+    """A message that all its groups exchange at once: the slower of a device's link and a node's network.
 
     A ring crosses the border of a node once each way, and an all_to_all sends from each rank to all ranks of other
-    nodes; groups that leave one node share its network.
+    nodes; groups that leave one node share its network, `leaving` being what they send out of it over a message.
     """
-    collective, size, across = kind.key.collective, kind.key.group_size, kind.key.group.across_nodes
+    collective, size, across = key.collective, key.group_size, key.group.across_nodes
     step_s = NETWORK_STEP_S if across else network.link.step_s
     moved = moved_bytes(collective, size, 1) / network.link.bytes_per_s
     if across and network.between is not None:
-        spanned = -(-size // kind.key.ranks_per_node)
-        moved = max(moved, _leaving_share(kind, cluster) / network.between.of(spanned))
+        spanned = -(-size // key.ranks_per_node)
+        moved = max(moved, leaving / network.between.of(spanned))
     return START_S + steps(collective, size) * step_s + moved * message_bytes
 
 
-def _leaving_share(kind: CollectiveKind, cluster: Cluster) -> float:
-    """Bytes that all groups send out of the node that sends most, over those of a message."""
-    collective, groups, nodes = kind.key.collective, np.array(kind.groups), np.array(cluster.node_of_rank)
-    if collective is Collective.P2P:
-        return float(np.bincount(nodes[groups[:, 0]]).max())
+def _leaving_shares(collectives: Iterable[Collective], groups: NDArray[Any], nodes: NDArray[Any]) -> Iterator[float]:
+    """Bytes that all groups send out of the node that sends most, over those of a message, by collective."""
     size = groups.shape[1]
     _, node, ranks = ranks_on_nodes(groups, nodes)
-    ring = np.full(len(ranks), moved_bytes(collective, size, 1))
-    leaving = ranks * (size - ranks) / size if collective is Collective.ALL_TO_ALL else ring
-    return float(np.bincount(node, leaving).max())
+    for collective in collectives:
+        if collective is Collective.P2P:
+            leaving, sending = np.ones(len(groups)), nodes[groups[:, 0]]
+        elif collective is Collective.ALL_TO_ALL:
+            leaving, sending = ranks * (size - ranks) / size, node
+        else:
+            leaving, sending = np.full(len(ranks), moved_bytes(collective, size, 1)), node
+        yield float(np.bincount(sending, leaving).max())
 
 
-def _points(kinds: tuple[CollectiveKind, ...], cluster: Cluster, network: Network) -> Iterator[tuple[PointRow, float]]:
-    for kind in kinds:
-        sizes = SizeRange(_MIN_BYTES, _MAX_BYTES).all(kind.key.group_size)
-        times_s = kind_times_s(kind, cluster, network, np.array(sizes)).tolist()
-        for message_bytes, time_s in zip(sizes, times_s, strict=True):
-            row = PointRow(**kind.key._asdict(), message_bytes=message_bytes, interval=0.0, source=Source.ANALYTIC)
-            yield row, time_s
+def _points(cluster: Cluster, network: Network) -> Iterator[tuple[PointRow, float]]:
+    nodes = np.array(cluster.node_of_rank)
+    for keys, groups in messages_alike(cluster):
+        shares = _leaving_shares([key.collective for key in keys], groups, nodes)
+        for key, leaving in zip(keys, shares, strict=True):
+            sizes = SizeRange(_MIN_BYTES, _MAX_BYTES).all(key.group_size)
+            times_s = message_times_s(key, leaving, network, np.array(sizes)).tolist()
+            for message_bytes, time_s in zip(sizes, times_s, strict=True):
+                row = PointRow(**key._asdict(), message_bytes=message_bytes, interval=0.0, source=Source.ANALYTIC)
+                yield row, time_s

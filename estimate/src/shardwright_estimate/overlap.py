@@ -1,12 +1,12 @@
 """What is told of computations and collectives of data parallelism that overlap: nothing is estimated of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.table import Source
-from shardwright_formats.semantics.sweep_plan import CollectiveKind, overlap_kinds
-from shardwright_formats.types.hardware_profile import OverlapRow
+from shardwright_formats.semantics.sweep_plan import overlap_keys
+from shardwright_formats.types.hardware_profile import CollectiveKey, OverlapRow
 
 _OPTION = "--overlap-slowdowns"
 _MAX_SLOWDOWN = 1000.0
@@ -52,14 +52,14 @@ def overlap_slowdowns(text: str) -> Overlap:
     return Overlap(pairs[0], pairs[-1])
 
 
-def overlap_rows(kinds: tuple[CollectiveKind, ...], overlap: Overlap) -> Iterator[OverlapRow]:
+def overlap_rows(keys: Iterable[CollectiveKey], overlap: Overlap) -> Iterator[OverlapRow]:
     """A row for each kind of collective that a sweep times beside a computation, of no known size."""
-    for kind in overlap_kinds(kinds):
-        told = overlap.across if kind.key.group.across_nodes else overlap.inside
+    for key in overlap_keys(keys):
+        told = overlap.across if key.group.across_nodes else overlap.inside
         yield OverlapRow(
-            collective=kind.key.collective,
-            group_size=kind.key.group_size,
-            ranks_per_node=kind.key.ranks_per_node,
+            collective=key.collective,
+            group_size=key.group_size,
+            ranks_per_node=key.ranks_per_node,
             collective_bytes=0,
             compute_s=0.0,
             collective_s=0.0,

@@ -23,9 +23,13 @@ def groups_by_kind(groups: ArrayLike, node_of_rank: Sequence[int] | NDArray[Any]
 
 def ranks_on_nodes(groups: NDArray[Any], nodes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Of each group and each node that it lies on: which group, which node, and how many of its ranks are there."""
-    count = int(nodes.max()) + 1
-    cells, ranks = np.unique(np.arange(len(groups))[:, None] * count + nodes[groups], return_counts=True)
-    return cells // count, cells % count, ranks
+    found = nodes[groups]
+    if (found[:, 1:] < found[:, :-1]).any():  # most groups are in the order of their ranks, and sorting takes longest
+        found = np.sort(found, axis=1)
+    begins = np.ones(found.shape, bool)
+    begins[:, 1:] = found[:, 1:] != found[:, :-1]
+    firsts = np.flatnonzero(begins)
+    return firsts // found.shape[1], found.ravel()[firsts], np.diff(firsts, append=found.size)
 
 
 @lru_cache(maxsize=4096)

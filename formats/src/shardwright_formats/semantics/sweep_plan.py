@@ -1,15 +1,16 @@
 """The plan of a sweep: which collectives are timed among which ranks, and at which sizes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from shardwright_formats.semantics.groups import groups_by_kind
 from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
+from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, GroupKind
 
 _ALWAYS_BYTES = 1024 * 1024
 """Sizes up to this one are timed however short the time budget is."""
@@ -113,32 +114,46 @@ def collective_kinds(cluster: Cluster) -> tuple[CollectiveKind, ...]:
     stands for all; where its groups are of several kinds, those of each are timed at once.
     """
     found: dict[CollectiveKey, Groups] = {}
-    nodes = np.array(cluster.node_of_rank)
-    others = tuple(collective for collective in Collective if collective is not Collective.P2P)
-    layouts: list[tuple[tuple[Collective, ...], ArrayLike]] = [(others, groups) for groups in _partitions(cluster)]
-    layouts += [((Collective.P2P,), pairs) for pairs in _pairings(cluster)]
-    for collectives, groups in layouts:
-        for kind, alike in groups_by_kind(groups, nodes).items():
-            keys = [CollectiveKey(collective, *kind) for collective in collectives]
-            if keys[0] not in found:
-                found |= dict.fromkeys(keys, tuple(map(tuple, alike.tolist())))
+    for keys, groups in messages_alike(cluster):
+        found |= dict.fromkeys(keys, tuple(map(tuple, groups.tolist())))
     return tuple(CollectiveKind(key, groups) for key, groups in sorted(found.items()))
 
 
+def messages_alike(cluster: Cluster) -> Iterator[tuple[list[CollectiveKey], NDArray[Any]]]:
+    """What `collective_kinds` says, as arrays [groups, size], each with the collectives that its groups exchange."""
+    nodes = np.array(cluster.node_of_rank)
+    others = tuple(collective for collective in Collective if collective is not Collective.P2P)
+    pairings = (_Layout(pairs, pairs.view) for pairs in map(np.asarray, _pairings(cluster)))
+    for collectives, layouts in ((others, _partitions(cluster)), ((Collective.P2P,), pairings)):
+        found: set[GroupKind] = set()
+        for layout in layouts:
+            if groups_by_kind(layout.sample, nodes).keys() <= found:
+                continue
+            for kind, groups in groups_by_kind(layout.groups(), nodes).items():
+                if kind not in found:
+                    found.add(kind)
+                    yield [CollectiveKey(collective, *kind) for collective in collectives], groups
+
+
 def overlap_kinds(kinds: Sequence[CollectiveKind]) -> tuple[CollectiveKind, ...]:
-    """The kinds that are timed overlapped with a computation: each group size inside a node and across nodes.
+    """The kinds that are timed overlapped with a computation."""
+    groups = dict(kinds)
+    return tuple(CollectiveKind(key, groups[key]) for key in overlap_keys(groups))
+
+
+def overlap_keys(keys: Iterable[CollectiveKey]) -> tuple[CollectiveKey, ...]:
+    """Those that are timed overlapped with a computation: each group size inside a node and across nodes.
 
     Of groups of one size across nodes those with the fewest ranks on a node are taken, as data parallelism has them.
     """
-    found: dict[tuple[Collective, int, bool], CollectiveKind] = {}
-    for kind in sorted(kinds, key=_overlap_order):
-        if kind.key.collective in _OVERLAPPED:
-            found.setdefault((*kind.key[:2], kind.key.group.across_nodes), kind)
+    found: dict[tuple[Collective, int, bool], CollectiveKey] = {}
+    for key in sorted(keys, key=_overlap_order):
+        if key.collective in _OVERLAPPED:
+            found.setdefault((*key[:2], key.group.across_nodes), key)
     return tuple(found.values())
 
 
-def _overlap_order(kind: CollectiveKind) -> tuple[object, ...]:
-    key = kind.key
+def _overlap_order(key: CollectiveKey) -> tuple[object, ...]:
     return -key.group_size, key.group.across_nodes, key.collective, key.ranks_per_node, not key.consecutive
 
 
@@ -158,24 +173,53 @@ def pair_rounds(cluster: Cluster, message_bytes: Sequence[int]) -> tuple[PairRou
     return tuple(rounds)
 
 
-def _partitions(cluster: Cluster) -> Iterator[NDArray[Any]]:
-    """The ranks cut into groups of one size [groups, size]: inside each node first, then over the whole cluster."""
+class _Layout(NamedTuple):
+    """A way to cut ranks into groups of one size [groups, size]."""
+
+    sample: NDArray[Any]
+    """As many of its groups as there are kinds of them."""
+    groups: Callable[[], NDArray[Any]]
+    """All of its groups."""
+
+
+def _partitions(cluster: Cluster) -> Iterator[_Layout]:
+    """The ranks cut into groups of one size: inside each node first, then over the whole cluster."""
     nodes = _nodes(cluster)
     for size in range(2, max(map(len, nodes)) + 1):
         fitting = [node for node in nodes if len(node) % size == 0]
         for strided in (False, True):
             if wanted := [node for node in fitting if len(node) > size or not strided]:
-                yield np.concatenate([_apart(node, size, len(node) // size if strided else 1) for node in wanted])
-    world = range(cluster.num_devices)
-    for size in (size for size in range(2, len(world) + 1) if len(world) % size == 0):
-        most = len(world) // size
+                groups = _in_nodes(wanted, size, strided)
+                yield _Layout(groups, groups.view)
+    world = cluster.num_devices
+    same = len(nodes[0]) if len(set(map(len, nodes))) == 1 else world
+    for size in (size for size in range(2, world + 1) if world % size == 0):
+        most = world // size
         for stride in (stride for stride in range(most, 0, -1) if most % stride == 0):
-            yield _apart(world, size, stride)
+            yield _Layout(_sample(world, size, stride, same), partial(_apart, np.arange(world), size, stride))
 
 
-def _apart(ranks: Sequence[int], size: int, stride: int) -> NDArray[Any]:
+def _sample(world: int, size: int, stride: int, same: int) -> NDArray[Any]:
+    """The groups a stride apart in the first blocks and at the first offsets in each.
+
+    Ranks `same` further lie on nodes as these, and so do groups as many ranks or blocks further.
+    """
+    block = size * stride
+    firsts = block * np.arange(min(same, world // block))[:, None] + np.arange(min(same, stride))
+    return firsts.reshape(-1, 1) + stride * np.arange(size)
+
+
+def _in_nodes(nodes: Sequence[tuple[int, ...]], size: int, strided: bool) -> NDArray[Any]:
+    """Groups inside each of these nodes, neighbours or as far apart as its ranks allow, in the order of the nodes."""
+    lengths = sorted({len(node) for node in nodes})
+    alike = [np.array([node for node in nodes if len(node) == length]) for length in lengths]
+    groups = np.concatenate([_apart(ranks, size, ranks.shape[1] // size if strided else 1) for ranks in alike])
+    return groups[np.argsort(groups[:, 0])]
+
+
+def _apart(ranks: NDArray[Any], size: int, stride: int) -> NDArray[Any]:
     """Groups of ranks a stride apart [groups, size]."""
-    return np.array(ranks).reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size)
+    return ranks.reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size)
 
 
 def _pairings(cluster: Cluster) -> Iterator[Groups]:
