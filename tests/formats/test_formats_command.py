@@ -195,11 +195,12 @@ def test_a_command_ends_quietly_where_nobody_reads_what_it_says(tmp_path, unread
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_size_limit_is_one_line(tmp_path):
+def test_a_file_size_limit_is_one_line_and_leaves_no_folder(tmp_path):
     ended = _shell(f"write {'a ' * 2000} --out out", tmp_path)
     assert ended.returncode == 0
     (tmp_path / "out").unlink()
-    line = f"ulimit -f 1; {sys.executable} {Path(__file__).with_name('front_door.py')} write {'a ' * 2000} --out out"
+    program = f"{sys.executable} {Path(__file__).with_name('front_door.py')}"
+    line = f"ulimit -f 1; {program} write {'a ' * 2000} --out new/folders/out"
     ended = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and "out" in ended.stderr
     assert list(tmp_path.iterdir()) == []

@@ -91,6 +91,13 @@ def test_each_row_of_a_saved_data_set_is_a_document(tmp_path: Path) -> None:
             _prepared(tmp_path / "saved", tmp_path / "none", **how)
 
 
+def _giant(page: str) -> bytes:
+    """A dump of a page and one of 1 GiB, in 46 KB: streams of bz2 follow one another."""
+    head, tail = _dump([page, PAGE.format(ns=0, more="", text="\0")]).split(b"\0")
+    return bz2.compress(head) + bz2.compress(b"x" * (1 << 20)) * 1024 + bz2.compress(tail)
+
+
+GIANT = _giant(PAGE.format(ns=0, more="", text="a"))
 DAMAGED: dict[str, tuple[str, bytes, str]] = {
     "empty": ("t.jsonl", b"", r"t\.jsonl: no text"),
     "documents without text": ("t.jsonl", b'{"text": ""}\n', r"t\.jsonl: no text"),
@@ -99,6 +106,11 @@ DAMAGED: dict[str, tuple[str, bytes, str]] = {
     "no text": ("t.jsonl", b'{"text": 3}\n', r"t\.jsonl: line 1: Expected `str`, got `int`"),
     "no such field": ("t.jsonl", b'{"txet": "a"}\n', r"line 1 has no field 'text': name one with --field: txet"),
     "no UTF-8": ("t.jsonl", b'{"text": "\xff"}\n', r"t\.jsonl: line 1: "),
+    "nested too deeply": (
+        "t.jsonl",
+        b'{"text": "a"}\n{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+        r"t\.jsonl: line 2 is nested too deeply: leave it out",
+    ),
     "truncated gzip": ("t.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-9], r"t\.jsonl\.gz: is damaged"),
     "no gzip": ("t.jsonl.gz", b'{"text": "a"}\n', r"t\.jsonl\.gz: is damaged behind line 0"),
     "no bz2": ("w.xml.bz2", b"<mediawiki/>", r"w\.xml\.bz2: is damaged behind page 0"),
@@ -108,6 +120,7 @@ DAMAGED: dict[str, tuple[str, bytes, str]] = {
         _dump([PAGE.format(ns=0, more="", text="a")])[:-12],
         r"w\.xml: is damaged behind page 1 \(no element found",
     ),
+    "a page of a GiB": ("w.xml.bz2", GIANT, r"w\.xml\.bz2: page 2 is longer than 32 MiB: leave it out"),
     "no articles": ("w.xml", _dump([]), r"w\.xml: no text"),
     "megatron without a tokenizer": ("t.idx", b"", r"t\.idx: its tokens are of some tokenizer"),
 }

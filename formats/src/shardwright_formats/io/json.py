@@ -48,18 +48,38 @@ Headed = TypeVar("Headed")
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path`; on success it is synced and renamed, on failure removed.
 
-    What processes that are gone have left of the same file is removed. Raises BadInput where no file of that name can
-    be made, at once or while it is written.
+    So are folders that were made for it. What processes that are gone have left of the same file is removed. Raises
+    BadInput where no file of that name can be made, at once or while it is written.
     """
-    check_writable(path)
     temporary = _temporary(path)
-    try:
-        with _faults_of(path):
+    with _removed_on_failure(path.parent):
+        check_writable(path)
+        with _unlinked(temporary), _faults_of(path):
             _remove_leftovers(path)
             yield temporary
             sync_path(temporary)
             os.replace(temporary, path)
             sync_path(path.parent)
+
+
+@contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    """Remove a folder and those that it is in, as far as they are not there yet, where the block fails."""
+    new = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    try:
+        yield
+    except BaseException:
+        for each in new:
+            with suppress(OSError):
+                each.rmdir()
+        raise
+
+
+@contextmanager
+def _unlinked(temporary: Path) -> Iterator[None]:
+    """Remove a file in the end, if it is there."""
+    try:
+        yield
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

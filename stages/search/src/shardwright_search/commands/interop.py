@@ -5,7 +5,7 @@ from os.path import realpath
 
 from shardwright_formats.command import show
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import atomic_path, read_document, write_bytes, write_document
+from shardwright_formats.io.json import atomic_path, read_document, write_document
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan
@@ -49,7 +49,7 @@ def export_plan(options: ExportOptions) -> None:
     with ExitStack() as stack:  # Each file is complete before the first gets its name.
         for path, text in {**files, options.out: exported.text}.items():
             temporary = stack.enter_context(atomic_path(path))
-            write_bytes(temporary, text.encode())
+            temporary.write_bytes(text.encode())
             if path.suffix == ".sh" and path in files:
                 temporary.chmod(_EXECUTABLE)
         show("\n".join((*exported.notes, *launch.notes)))

@@ -70,6 +70,8 @@ def _text(path: Path, number: int, line: bytes, field: str) -> str:
         return msgspec.json.decode(found[field], type=str) if field in found else _lacks(path, number, field, found)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadInput(path, f"line {number}: {error}", "correct it, or name another --field") from None
+    except RecursionError:
+        raise BadInput(path, f"line {number} is nested too deeply", "leave it out") from None
 
 
 def _lacks(path: Path, number: int, field: str, found: dict[str, msgspec.Raw]) -> str:

@@ -13,6 +13,8 @@ from shardwright_train.data.corpora.piece import Piece
 
 _ARTICLES = "0"
 """The namespace of articles; the others are talk, templates, users and the like."""
+_MAX_PAGE_BYTES = 1 << 25
+"""Of a page with its head; Wikipedia allows texts of 2 MiB."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +45,41 @@ class WikipediaDump:
             at += path.stat().st_size
 
 
+class _PageReader:
+    """Reads a dump, and no further than a page may be long: a few KB can be a page of a GiB once it is unpacked."""
+
+    def __init__(self, path: Path, raw: IO[bytes]) -> None:
+        self._path, self._file = path, bz2.BZ2File(raw) if path.suffix == ".bz2" else raw
+        self.pages, self._of_page = 0, 0
+
+    def read(self, size: int) -> bytes:
+        """Read the next bytes; BadInput where the page that they are of is too long."""
+        content = self._file.read(size)
+        self._of_page += len(content)
+        if self._of_page > _MAX_PAGE_BYTES:
+            what = f"page {self.pages + 1} is longer than {_MAX_PAGE_BYTES >> 20} MiB"
+            raise BadInput(self._path, what, "leave it out")
+        return content
+
+    def end_page(self) -> None:
+        """Count a page; the next one begins."""
+        self.pages, self._of_page = self.pages + 1, 0
+
+
 def _articles(path: Path, raw: IO[bytes]) -> Iterator[str]:
-    file = bz2.BZ2File(raw) if path.suffix == ".bz2" else raw
-    count = 0
+    file = _PageReader(path, raw)
     try:
         root: Element | None = None
         for event, element in iterparse(file, events=("start", "end")):
             if root is None:
                 root = element
             if event == "end" and _name(element) == "page":
-                count += 1
+                file.end_page()
                 if text := _article(element):
                     yield text
                 root.clear()  # what has been read is let go
     except (ParseError, EOFError, OSError, ValueError) as error:
-        raise BadInput(path, f"is damaged behind page {count} ({error})", "fetch it again") from None
+        raise BadInput(path, f"is damaged behind page {file.pages} ({error})", "fetch it again") from None
 
 
 def _article(page: Element) -> str:
