@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+from documented import told
 
 from shardwright_formats.command.options import options_of
+from shardwright_formats.io.errors import BadInput
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "config").glob("*.md"))]
@@ -41,6 +43,25 @@ def test_what_a_page_tells_to_type_can_be_typed(page):
             continue
         asked = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help"}
         assert asked <= known[name], f"shardwright-{stage} {name}: {asked - known[name]}"
+
+
+@pytest.mark.parametrize("stage", ["profile", "search", "train"])
+def test_a_command_of_a_page_is_taken_by_its_program_with_all_that_it_says(stage):
+    app = importlib.import_module(f"shardwright_{stage}.cli").APP
+    calls = [call for call in told(app.name) if not {"…", "..."} & {*call.words} and "--help" not in call.words]
+    assert len(calls) > 10
+    for call in calls:
+        name = max((name for name in app.commands if call.words[1:][: len(name.split())] == (*name.split(),)), key=len)
+        try:
+            app.commands[name].parse(app.name, call.words[1 + len(name.split()) :])
+        except BadInput as error:
+            pytest.fail(f"{call}: {error}")
+
+
+def test_a_target_of_make_that_a_page_tells_of_is_one():
+    targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M)
+    calls = told("make")
+    assert len(calls) > 10 and [call for call in calls if call.words[1] not in targets] == []
 
 
 def test_pages_tell_of_every_program():

@@ -180,6 +180,18 @@ def test_auto_takes_flash_attn_where_every_such_plan_can(
     assert settle_attention(plans, one_rank) == settled
 
 
+def test_auto_takes_sdpa_where_documents_are_told_apart_which_flash_attn_cannot(
+    one_rank: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_lack", lambda _device: None)
+    monkeypatch.setattr(kernels, "flash_attn_is_installed", lambda: True)
+    assert settle_attention([planned()], one_rank, by_document=True) == ("sdpa",)
+    family = family_named("llama", "test")
+    check_kernels(planned(), family, CUDA, "plan.json", by_document=True)
+    with pytest.raises(BadInput, match=r"plan\.json: attention flash_attention_2 knows no documents, which"):
+        check_kernels(planned(attention=FLASH), family, CUDA, "plan.json", by_document=True)
+
+
 def test_auto_takes_what_every_rank_can(one_rank: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_lack", lambda _device: None)
     monkeypatch.setattr(kernels, "flash_attn_is_installed", lambda: True)

@@ -28,15 +28,21 @@ _CAPABILITY = (8, 0)
 """The least compute capability of flash-attn 2: Ampere."""
 
 
-def check_kernels(plan: Plan, family: Family, device: torch.device, file: object) -> None:
-    """Raise BadInput naming the first kernel of a plan that this rank or the model's family cannot use."""
+def check_kernels(plan: Plan, family: Family, device: torch.device, file: object, *, by_document: bool = False) -> None:
+    """Raise BadInput naming the first kernel of a plan that this rank or the model's family cannot use.
+
+    `by_document`: whether positions are to attend to their own document alone.
+    """
     asked, model = plan.attention, plan.model
     if asked is not Attention.AUTO and asked not in family.kernels:
         others = ", ".join([Attention.AUTO, *family.kernels])
         raise BadInput(file, f"attention {asked} is not for {model.family} models", f"use one of: {others}")
+    if asked is _FLASH and by_document:
+        what = f"attention {asked} knows no documents, which --reset-attention-mask asks for"
+        raise BadInput(file, what, "use auto, sdpa or eager")
     if asked is _FLASH and (lack := _lack(device)) is not None:
         raise BadInput(file, f"attention {asked} {lack}", "use auto, sdpa or eager")
-    if asked is Attention.SDPA and (lack := _fused_lack(plan, family, device)) is not None:
+    if asked is Attention.SDPA and (lack := _fused_lack(plan, family, device, by_document)) is not None:
         raise BadInput(file, f"attention {asked} {lack}", "use sdpa_math or eager, which keep all scores")
     if plan.compile and (drops := _drops_alike(plan, family)) is not None:
         what = f"compile: {drops} splits heads over ranks that would drop the same of theirs"
@@ -45,13 +51,15 @@ def check_kernels(plan: Plan, family: Family, device: torch.device, file: object
         raise BadInput(file, f"fused {name}: {model.family} models have none that flash-attn computes", "leave it out")
 
 
-def settle_attention(plans: Sequence[Plan], world: World) -> tuple[str, ...]:
+def settle_attention(plans: Sequence[Plan], world: World, *, by_document: bool = False) -> tuple[str, ...]:
     """The attention kernel of each plan, the same on all ranks; rank 0 says so in one line.
 
-    `auto` is one kernel for all plans: the fastest that every rank can run for each of them.
+    `auto` is one kernel for all plans: the fastest that every rank can run for each of them, where positions attend to
+    their own document alone if it is to be `by_document`.
     """
     undecided = [plan for plan in plans if plan.attention is Attention.AUTO]
-    possible = [i for i, kernel in enumerate(_FASTEST_LAST) if all(_can(p, kernel, world.device) for p in undecided)]
+    can = partial(_can, device=world.device, by_document=by_document)
+    possible = [i for i, kernel in enumerate(_FASTEST_LAST) if all(can(plan, kernel) for plan in undecided)]
     best = torch.tensor(possible[-1], device=world.device)
     dist.all_reduce(best, dist.ReduceOp.MIN)
     chosen = _FASTEST_LAST[int(best.item())]
@@ -82,12 +90,12 @@ def use_kernels(precision: Precision, attention: str, device: torch.device) -> N
 ALL_ATTENTION_FUNCTIONS.register(_MATH.value, ALL_ATTENTION_FUNCTIONS[Attention.SDPA.value])
 
 
-def _can(plan: Plan, kernel: Attention, device: torch.device) -> bool:
+def _can(plan: Plan, kernel: Attention, device: torch.device, by_document: bool) -> bool:
     family = family_named(plan.model.family, plan.name)
-    if kernel not in family.kernels:
+    if kernel not in family.kernels or (kernel is _FLASH and by_document):
         return False
     if kernel is Attention.SDPA:
-        return _fused_lack(plan, family, device) is None
+        return _fused_lack(plan, family, device, by_document) is None
     return kernel is not _FLASH or (flash_attn_is_installed() and flash_obstacle(plan) is None and not _lack(device))
 
 
@@ -101,20 +109,20 @@ def _lack(device: torch.device) -> str | None:
     return None
 
 
-def _fused_lack(plan: Plan, family: Family, device: torch.device) -> str | None:
+def _fused_lack(plan: Plan, family: Family, device: torch.device, by_document: bool = False) -> str | None:
     """What a GPU's fused kernels of scaled_dot_product_attention lack for a plan."""
-    return _refusal(plan, family, device) if device.type == "cuda" else None
+    return _refusal(plan, family, device, by_document) if device.type == "cuda" else None
 
 
-def _refusal(plan: Plan, family: Family, device: torch.device) -> str | None:
+def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool = False) -> str | None:
     """Why no fused kernel takes one group of heads of each attention of a plan, or None.
 
     Without a mask transformers hands the heads of a group that share their keys over as they are (`enable_gqa`).
     """
     dtype, config = getattr(torch, plan.precision.compute), family.configuration(plan.model)
     attentions = (region.attention for kind in plan.model.types.values() for region in kind.regions)
-    masked, learned = family.mask in (Mask.PADDING, Mask.BIAS), family.mask is Mask.BIAS
-    causal, length = family.mask is Mask.CAUSAL, plan.model.sequence_length
+    masked, learned = by_document or family.mask in (Mask.PADDING, Mask.BIAS), family.mask is Mask.BIAS
+    causal, length = family.mask is Mask.CAUSAL and not masked, plan.model.sequence_length
     make = partial(torch.zeros, dtype=dtype, device=device)
     for heads in {heads for heads in attentions if heads is not None}:
         group = 1 if masked else heads.heads // heads.kv_heads

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwright_formats.io.errors import BadInput, RunFailed, Stopped
 from shardwright_formats.io.json import read_document, remove_temporaries, write_document
-from shardwright_formats.types.plan import Attention, Plan
+from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.run import BestCheckpoint, RunResult
 from shardwright_train.checkpoints.choice import (
     Resumed,
@@ -106,9 +106,7 @@ def train(job: RunJob, world: World) -> None:
     weights = _weights(job, plan, world)
     identity = run_identity(job, plan, batches.sha256, None if weights is None else weights.sha256(world))
     resumed = _resumed(job, identity, folder, world)
-    (attention,) = settle_attention([plan], world)
-    if job.reset_attention_mask and attention == Attention.FLASH_ATTENTION_2.value:
-        raise BadInput(job.plan, f"{attention} knows no documents, which --reset-attention-mask asks for", "take sdpa")
+    (attention,) = settle_attention([plan], world, by_document=job.reset_attention_mask)
     before = start(LossScale.for_compute(plan.precision.compute).value) if resumed is None else resumed.record.progress
     engine = _engine(job, plan, world, attention, before.updates, resumed is not None, weights)
     if job.reset_attention_mask and world.rank == 0:
@@ -140,7 +138,7 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, 
     def read() -> tuple[Batches, ValidationData | None]:
         check_device(plan, world, job.plan)
         family = family_named(plan.model.family, job.plan)
-        check_kernels(plan, family, world.device, job.plan)
+        check_kernels(plan, family, world.device, job.plan, by_document=job.reset_attention_mask)
         objective = family.trained_on(plan.model, job.objective)
         batches = objective.open(job.data, job.seed, Part(Split.TRAIN, job.fractions), job.boundaries)
         validation = open_validation(job, plan)

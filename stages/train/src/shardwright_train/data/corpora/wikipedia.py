@@ -52,7 +52,7 @@ class _PageReader:
         self._path, self._file = path, bz2.BZ2File(raw) if path.suffix == ".bz2" else raw
         self.pages, self._of_page = 0, 0
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int = -1, /) -> bytes:
         """Read the next bytes; BadInput where the page that they are of is too long."""
         content = self._file.read(size)
         self._of_page += len(content)
