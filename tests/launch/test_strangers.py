@@ -60,6 +60,31 @@ def test_a_peer_that_never_reads_holds_up_nobody(monkeypatch: pytest.MonkeyPatch
         assert time.monotonic() - began_s < 15
 
 
+_NESTED = b'{"type":"report","node":1,"ranks":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        *(len(body).to_bytes(4, "big") + body for body in (_NESTED, b"", b"\xff", b"[]", b'{"type":"count"}', b"{}")),
+        *(len(body).to_bytes(4, "big") + body for body in (b'{"type":"report","node":"x"}', b'{"type":"rank"}')),
+        (1 << 31).to_bytes(4, "big") + b"x",
+    ],
+    ids=lambda message: repr(message[4:30]),
+)
+def test_what_makes_no_sense_is_hung_up_on_without_a_traceback(
+    message: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a peer that knows the secret, which may be of another version."""
+    with met(2) as (first, second), exchange(first, "4") as one:
+        with call(place_of(first)) as line:
+            line.sendall(message)
+            assert line.recv(1) == b""
+        with exchange(second, "4"):
+            one.tell(NodeReport(node=0, ended=True))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_nothing_listens_where_ranks_are_of_one_node(tmp_path: Path) -> None:
     node = start_node(tmp_path, 0, ["wait", "wait"])
     until_in_a_step(tmp_path, 2)
