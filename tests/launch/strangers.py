@@ -55,7 +55,7 @@ def attempts() -> dict[str, bytes]:
         **framed,
         **{f"{kind} in a line": reports for kind, reports in lines.items()},
         "nested": nested + b"\n",
-        "nested in a report": b'{"node":1,"ranks":' + nested + b"}\n",
+        "nested in a report": b'{"node":1,"unknown":' + nested + b"}\n",
         "store": store,
         "pickle": pickle.dumps(_Command()),
         "long": b"\xff" * 1_000_000,

@@ -60,7 +60,7 @@ def test_a_peer_that_never_reads_holds_up_nobody(monkeypatch: pytest.MonkeyPatch
         assert time.monotonic() - began_s < 15
 
 
-_NESTED = b'{"type":"report","node":1,"ranks":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+_NESTED = b'{"type":"report","node":1,"unknown":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
 @pytest.mark.parametrize(
