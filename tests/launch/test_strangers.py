@@ -73,7 +73,7 @@ _NESTED = b'{"type":"report","node":1,"unknown":' + b"[" * 100_000 + b"]" * 100_
     ids=lambda message: repr(message[4:30]),
 )
 def test_what_makes_no_sense_is_hung_up_on_without_a_traceback(
-    message: bytes, capfd: pytest.CaptureFixture[str]
+    message: bytes, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a peer that knows the secret, which may be of another version."""
     with met(2) as (first, second), exchange(first, "4") as one:
@@ -82,7 +82,7 @@ def test_what_makes_no_sense_is_hung_up_on_without_a_traceback(
             assert line.recv(1) == b""
         with exchange(second, "4"):
             one.tell(NodeReport(node=0, ended=True))
-    assert capfd.readouterr() == ("", "")
+    assert (*capfd.readouterr(), caplog.text) == ("", "", "")
 
 
 def test_nothing_listens_where_ranks_are_of_one_node(tmp_path: Path) -> None:
