@@ -16,6 +16,7 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
 from shardwright_formats.types.strategy import Recompute
 from shardwright_search.cli import APP
+from shardwright_search.explain.tables import show_rich, table
 
 call = partial(call_app, APP)
 
@@ -133,11 +134,10 @@ def test_explain_shows_terms_binding_and_runners_up(inputs, tmp_path):
     assert alone.exit_code == 0 and "runners-up" not in alone.output
 
 
-def test_a_name_is_shown_as_it_is_not_taken_for_a_style(inputs, make, tmp_path):
-    write_document(inputs["search"], make.request(memory_gib=4 / 1024, name="[/red][bold]"))
-    assert plan(inputs, tmp_path / "a.json").exit_code == 0
-    result = call("explain", tmp_path / "a.json", *options(inputs, "hardware", "profile"))
-    assert result.exit_code == 0 and "[/red][bold]" in result.stdout
+def test_a_name_in_a_table_is_shown_as_it_is_not_taken_for_a_style(capsys):
+    show_rich(table("[/red]", ["[/bold]"], [["[red]"]]))
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("[/red]", "[/bold]", "[red]"))
 
 
 def test_explain_refuses_the_prediction_of_another_plan(inputs, tmp_path):
