@@ -18,7 +18,7 @@ from shardwright_formats.types.measurement import Measurement, PlanMeasurement, 
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_launch.journal import Journal
-from shardwright_train.commands import start_measure
+from shardwright_train.commands.measure import start_measure
 from shardwright_train.dry_run.simulated_step import simulate_step
 from shardwright_train.measurement.journal import MeasureIdentity, open_journal
 from shardwright_train.models.registry import family_named

@@ -15,7 +15,7 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.run import RunResult
 from shardwright_train.checkpoints.folders import complete_checkpoints, folder_of_run, prune
 from shardwright_train.checkpoints.record import Best
-from shardwright_train.commands import start_run
+from shardwright_train.commands.run import start_run
 from shardwright_train.data.prepare import prepare
 from shardwright_train.options import RunOptions, encode_job
 from shardwright_train.training.evaluation import better

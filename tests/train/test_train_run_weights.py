@@ -19,7 +19,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.run import BestCheckpoint, RunResult
-from shardwright_train.commands import convert, start_run
+from shardwright_train.commands.documents import convert
+from shardwright_train.commands.run import start_run
 from shardwright_train.data.prepare import prepare
 from shardwright_train.options import ConvertOptions, RunOptions, encode_job
 

@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from shardwright_formats.io.json import write_document
 from shardwright_formats.types.plan import Plan
-from shardwright_train.commands import convert
+from shardwright_train.commands.documents import convert
 from shardwright_train.data.prepare import prepare
 from shardwright_train.models.description import describe
 from shardwright_train.models.registry import family_named

@@ -11,12 +11,12 @@ APP = CommandLine(
     name="shardwright-train",
     purpose="Train a Transformer exactly as a plan says, and measure what plans take.",
     commands={
-        "describe": Command(options.DescribeOptions, f"{_COMMANDS}:describe"),
-        "prepare": Command(options.PrepareOptions, f"{_COMMANDS}:prepare_text"),
-        "run": Command(options.RunOptions, f"{_COMMANDS}:start_run"),
-        "convert": Command(options.ConvertOptions, f"{_COMMANDS}:convert"),
-        "check": Command(options.CheckOptions, f"{_COMMANDS}:check"),
-        "measure": Command(options.MeasureOptions, f"{_COMMANDS}:start_measure"),
+        "describe": Command(options.DescribeOptions, f"{_COMMANDS}.documents:describe"),
+        "prepare": Command(options.PrepareOptions, f"{_COMMANDS}.documents:prepare_text"),
+        "run": Command(options.RunOptions, f"{_COMMANDS}.run:start_run"),
+        "convert": Command(options.ConvertOptions, f"{_COMMANDS}.documents:convert"),
+        "check": Command(options.CheckOptions, f"{_COMMANDS}.documents:check"),
+        "measure": Command(options.MeasureOptions, f"{_COMMANDS}.measure:start_measure"),
     },
 )
 

@@ -1,0 +1,76 @@
+"""Commands that need no ranks: describe, prepare, convert and check. Each imports what only it needs when it runs."""
+
+import sys
+from io import StringIO
+from pathlib import Path
+
+from shardwright_formats.command import show
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.types.plan import Plan
+from shardwright_train.data.corpora.open import Source
+from shardwright_train.imports import without_collection
+from shardwright_train.models.describe import describe_folder
+from shardwright_train.models.support import check_supported, without_devices
+from shardwright_train.options import CheckOptions, ConvertOptions, DescribeOptions, PrepareOptions
+
+
+def describe(options: DescribeOptions) -> None:
+    """Write the description of a model."""
+    write_document(options.out, describe_folder(options.config_dir, options.name, options.sequence_length))
+
+
+def prepare_text(options: PrepareOptions) -> None:
+    """Write a tokenizer and the tokens of a text, or images as arrays."""
+    if options.source is Source.IMAGES:
+        _prepare_images(options)
+        return
+    if options.image_size is not None:
+        raise BadInput("--image-size", "a text has none", "leave it out, or say --source images")
+    from shardwright_train.data.prepare import How, prepare
+
+    how = How(options.source, options.field, options.dataset_split, options.tokenizer_mib, options.workers)
+    prepare(options.text, options.glob, options.vocab_size, options.max_mib, options.out, options.tokenizer, how)
+
+
+def _prepare_images(options: PrepareOptions) -> None:
+    from shardwright_train.data.image_folder import prepare_images
+
+    of_text = {"--vocab-size": options.vocab_size, "--tokenizer": options.tokenizer, "--max-mib": options.max_mib}
+    for option in (option for option, value in of_text.items() if value is not None):
+        raise BadInput(option, "images have no tokens", "leave it out")
+    if options.image_size is None:
+        raise BadInput("--image-size", "is missing", "say the model's image_size, in pixels")
+    prepare_images(Path(options.text), options.image_size, options.out, options.workers)
+
+
+def convert(options: ConvertOptions) -> None:
+    """Write the model of a checkpoint as a folder of Hugging Face."""
+    with without_collection():
+        from shardwright_train.weights.export import export
+    export(options)
+
+
+def check(options: CheckOptions) -> None:
+    """Print what a plan would do on every role; NothingFits where a rank lacks memory."""
+    from rich.console import Console
+
+    from shardwright_train.dry_run.check import check_roles, raise_if_too_large
+    from shardwright_train.dry_run.report import print_checks
+    from shardwright_train.models.registry import family_named
+
+    plan = read_document(options.plan, Plan)
+    check_supported(plan, options.plan)
+    family = family_named(plan.model.family, options.plan)
+    if options.reset_attention_mask and not family.learns(plan.model).keeps_boundaries:
+        raise BadInput("--reset-attention-mask", "samples of this family have no documents", "leave it out")
+
+    def progress(done: int, total: int) -> None:
+        print(f"simulated {done} of {total} roles", file=sys.stderr, flush=True)
+
+    runnable, attention = without_devices(plan)
+    checks = check_roles(runnable, family, attention, progress, options.reset_attention_mask)
+    printed = StringIO()
+    print_checks(plan, checks, Console(file=printed, force_terminal=sys.stdout.isatty(), highlight=False, markup=False))
+    show(printed.getvalue().removesuffix("\n"))
+    raise_if_too_large(plan, checks)

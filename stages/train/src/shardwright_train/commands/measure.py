@@ -1,0 +1,162 @@
+"""The command `measure`: launches of ranks for plans of one world size each, and one measurement of all."""
+
+import os
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from shardwright_formats.io.errors import OutOfMemory, RunFailed
+from shardwright_formats.io.json import Document, read_any_document, read_document, write_document
+from shardwright_formats.io.versions import versions_text
+from shardwright_formats.types.measurement import Measurement, PlanFailure
+from shardwright_formats.types.plan import Attention, Plan, Plans
+from shardwright_formats.types.prediction import Prediction
+from shardwright_launch.accelerator import CPU, device_type_of
+from shardwright_launch.journal import journal_path
+from shardwright_launch.lock import only_run
+from shardwright_launch.meeting import meeting_of
+from shardwright_launch.nodes import Nodes
+from shardwright_launch.ranks import EXPANDABLE, allocator_setting
+from shardwright_launch.scratch import scratch_folder
+from shardwright_train.commands.start import check_folder, check_plan, start_ranks
+from shardwright_train.options import MeasureJob, MeasureOptions
+
+
+def start_measure(options: MeasureOptions) -> None:
+    """Measure every plan of the files, in one launch per world size, and write one measurement.
+
+    What is finished is kept in a journal beside it until it is whole: started again after an end, only the rest is
+    measured. Each rank writes its traces into the folder `trace`, if there is one.
+    """
+    nodes, out = options.nodes(os.environ), options.out
+    asked = [(file, _plans_of(file)) for file in options.plans]
+    plans = [(file, plan) for file, some in asked for plan in some.plans]
+    for file, plan in plans:
+        check_plan(plan, file, nodes)
+    for folder in filter(None, (options.trace, options.log_dir)):
+        check_folder(folder)
+    with (
+        only_run(out.with_name(f"{out.name}.lock"), nodes),
+        meeting_of(nodes, out.with_name(f"{out.name}.secret"), os.environ) as nodes,
+        scratch_folder() as scratch,
+    ):
+        sized = sorted((plan for _, plan in plans), key=lambda plan: plan.world_size)
+        found, in_turns = _Found({}, {}), [_hashes(some, group) for _, some in asked for group in some.in_turns]
+        for _, group in groupby(sized, key=lambda plan: plan.world_size):
+            _measure(tuple(group), in_turns, options, nodes, scratch, found)
+        if nodes.rank == 0:
+            write_document(out, _in_order([plan for _, plan in plans], found))
+            journal_path(out).unlink(missing_ok=True)
+
+
+_Turns = tuple[str, ...]
+"""Hashes of plans that are measured in turns."""
+
+
+class _Found(NamedTuple):
+    """What became of each plan so far, by its hash; measurements are known on node 0."""
+
+    measured: dict[str, Measurement]
+    failed: dict[str, PlanFailure]
+
+
+def _measure(
+    plans: tuple[Plan, ...], in_turns: list[_Turns], options: MeasureOptions, nodes: Nodes, scratch: Path, found: _Found
+) -> None:
+    """Measure plans of one world size, in one launch and one more each time that a device lacked memory for a plan.
+
+    Ranks that wait for one that ran out cannot be called back: they are started anew, and what is measured is kept.
+    What ran out beside plans that it was measured in turns with is measured by itself, and so are they.
+    """
+    together, result = scratch / "plans.json", scratch / "result.json"
+    fields = msgspec.structs.asdict(options) | {"plans": (together,), "out": result}
+    apart: list[_Turns] = []
+    while plans:
+        write_document(together, _asked(plans, [group for group in in_turns if group not in apart]))
+        job = MeasureJob(**fields, journal=journal_path(options.out).absolute())
+        try:
+            start_ranks(job, plans[0], nodes, f"after {len(found.failed) + len(apart)} that lacked memory")
+        except OutOfMemory as error:
+            lacking = [plan for plan in plans if plan.sha256 == error.subject]
+            if not lacking:
+                raise
+            if beside := [group for group in in_turns if error.subject in group and group not in apart]:
+                told = "it and those that it is measured in turns with are measured one by one"
+                print(f"{lacking[0].name}: {error}: {told}", file=sys.stderr)
+                apart += beside
+                continue
+            print(f"{lacking[0].name} was not measured: {error}", file=sys.stderr)
+            found.failed[error.subject] = PlanFailure(
+                plan=lacking[0],
+                category="out_of_memory",
+                rank=error.rank,
+                where=error.where,
+                asked_bytes=error.asked_bytes,
+            )
+            plans = tuple(plan for plan in plans if plan.sha256 != error.subject)
+            continue
+        if nodes.rank == 0:
+            measurement = read_document(result, Measurement)
+            found.measured.update({one.plan.sha256: measurement for one in measurement.plans})
+        return
+
+
+def _asked(plans: tuple[Plan, ...], in_turns: Sequence[_Turns]) -> Plans:
+    """Some plans, and which of them are measured in turns."""
+    places = {plan.sha256: place for place, plan in enumerate(plans)}
+    groups = (tuple(places[one] for one in group if one in places) for group in in_turns)
+    return Plans(plans=plans, in_turns=tuple(group for group in groups if len(group) > 1))
+
+
+def _hashes(plans: Plans, places: Sequence[int]) -> _Turns:
+    return tuple(plans.plans[place].sha256 for place in places)
+
+
+def _in_order(plans: Sequence[Plan], found: _Found) -> Measurement:
+    failed = tuple(found.failed[plan.sha256] for plan in plans if plan.sha256 in found.failed)
+    done = [(plan, found.measured[plan.sha256]) for plan in plans if plan.sha256 in found.measured]
+    if not done:
+        return _of_failures(failed)
+    taken = {measured.attention for plan, measured in done if plan.attention is Attention.AUTO}
+    if len(taken) > 1:
+        raise RunFailed(f"auto took {' and '.join(sorted(taken))}: measure in two commands, or name one in the plans")
+    return msgspec.structs.replace(
+        done[0][1],
+        date=max(measured.date for _, measured in done),
+        attention=taken.pop() if taken else done[0][1].attention,
+        plans=tuple(next(one for one in measured.plans if one.plan.sha256 == plan.sha256) for plan, measured in done),
+        failed=failed,
+    )
+
+
+def _of_failures(failed: tuple[PlanFailure, ...]) -> Measurement:
+    """A measurement of nothing but failures: what is known without the ranks."""
+    plan = failed[0].plan
+    on_gpu = device_type_of(plan.cluster, plan.name) != CPU
+    return Measurement(
+        device=plan.cluster.of_rank(0).device,
+        backend="nccl" if on_gpu else "gloo",
+        date=datetime.now(UTC).date().isoformat(),
+        versions=versions_text(("torch", "transformers"), on_gpu=on_gpu),
+        attention=plan.attention.value,
+        allocator=(allocator_setting(os.environ) or EXPANDABLE) if on_gpu else "",
+        plans=(),
+        failed=failed,
+    )
+
+
+def _plans_of(file: Path) -> Plans:
+    document: Document = read_any_document(file, Plan, Plans, Prediction)
+    match document:
+        case Plan():
+            return Plans(plans=(document,))
+        case Plans():
+            return document
+        case Prediction():
+            return Plans(plans=tuple(runner_up.plan for runner_up in document.runners_up))
+    raise AssertionError(type(document))
