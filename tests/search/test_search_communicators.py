@@ -10,6 +10,7 @@ from random_requests import FILE, World, random_world
 
 from shardwright_formats.semantics.communication import Cause, step_messages
 from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes, communicators
+from shardwright_search import search
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.search import Found, find_best
@@ -105,6 +106,25 @@ def test_where_plans_make_more_communicators_than_expected_more_is_left_free_and
     same = searched(world._replace(request=asked))
     assert isinstance(same, Found)
     assert (same.chosen.plan, same.reserve_gib) == (found.chosen.plan, found.reserve_gib), "as if it had been asked for"
+
+
+def test_where_nothing_is_found_with_more_left_free_a_runner_up_that_fits_is_the_answer(
+    tight: list[tuple[World, Found]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = Infeasible("nothing", 1, 1, True)
+    answers: list[Found | Infeasible] = []
+    for world, found in tight:
+        if found.reserve_gib > world.request.reserve_gib:
+            once, calls = search._once, iter((search._once, lambda *_: nothing))
+            monkeypatch.setattr(search, "_once", lambda *given, calls=calls: next(calls)(*given))
+            answers.append(searched(world))
+            monkeypatch.setattr(search, "_once", once)
+            if isinstance(own := answers[-1], Found):
+                budgets = budgets_of_stages(own.chosen.plan, budgets_of(world.request, world.cluster, FILE))
+                stages = own.chosen.evaluation.estimate.stages
+                assert all(stage.memory_bytes <= most for stage, most in zip(stages, budgets, strict=True))
+                assert own.optimum_s >= own.bound_s
+    assert any(isinstance(own, Found) for own in answers)
 
 
 def test_counting_from_the_plan_is_no_less_than_any_of_its_collectives_need() -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, product
-from math import ceil
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -27,11 +26,11 @@ from shardwright_search.least_simulated import changed, simulated
 from shardwright_search.plain import plain_best
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.targets import Best, Optimum, Target
-from shardwright_search.space.budget import GIB, Infeasible, budgets_of, budgets_of_stages, infeasible
+from shardwright_search.space.budget import GIB, Infeasible, budgets_of, infeasible
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest, StageWidths
-from shardwright_search.space.room import room_bytes
+from shardwright_search.space.room import beyond_room, room_bytes
 from shardwright_search.space.unlisted import Unlisted, check_listed, unlisted
 
 _MAX_NEAR_ELSEWHERE = 16
@@ -125,34 +124,39 @@ def find_best(
     """The best plan of a request; `report` hears of the progress, `file` names the request in errors.
 
     Communicators are counted once plans are known. Where those of all near ones leave the rest too little, the search
-    begins again with as much in reserve as the best one's take beyond the room that was left for them.
+    begins again with as much in reserve as the best one's take beyond the room that was left for them; a runner-up that
+    fits is the answer where that finds nothing, or is stopped before it finds something better.
 
     Raises BadInput for a request that names no plan, and for profiles that do not fit it.
     """
     deadline = None if time_limit_s is None else monotonic() + time_limit_s
-    budgets, asked = budgets_of(request, cluster, file), request
+    budgets, asked, spare = budgets_of(request, cluster, file), request, None
     while not isinstance(found := _once(asked, model, cluster, profiles, file, report, deadline, budgets), Infeasible):
-        if (more := more_than_room(found.chosen, budgets, asked, profiles)) == 0:
-            fitting = tuple(one for one in found.runners_up if not more_than_room(one, budgets, asked, profiles))
-            return msgspec.structs.replace(found, runners_up=fitting, reserve_gib=asked.reserve_gib)
+        fitting = tuple(one for one in found.runners_up if not beyond_room(*one, budgets, asked, profiles))
+        found = msgspec.structs.replace(found, runners_up=fitting, reserve_gib=asked.reserve_gib)
+        if (more := beyond_room(*found.chosen, budgets, asked, profiles)) == 0:
+            return spare if spare is not None and found.stopped and _sample_s(spare) < _sample_s(found) else found
+        spare = _with_runner_up(found) if fitting else spare
         report(f"its communicators need {more} bytes more than was left for them: searching with as much in reserve")
         asked = msgspec.structs.replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
-    return found
+    return found if spare is None else spare
 
 
-def more_than_room(one: Candidate, budgets: Mapping[str, int], request: SearchRequest, profiles: Profiles) -> int:
-    """Return the bytes of a plan's communicators beyond the room for them where they overfill a stage, else 0."""
-    plan, evaluation = one
-    factor = max(own.memory_factor for own in profiles.used(plan.cluster))
-    room = ceil(factor * room_bytes(narrowed(request, plan.cluster), plan.model, plan.cluster, profiles))
-    pairs = zip(evaluation.estimate.stages, budgets_of_stages(plan, budgets), strict=True)
-    return max(
-        (
-            max(stage.memory_terms_bytes["communicators"] - room, stage.memory_bytes - most)
-            for stage, most in pairs
-            if stage.memory_bytes > most and "communicators" in stage.memory_terms_bytes
-        ),
-        default=0,
+def _sample_s(found: Found) -> float:
+    plan, evaluation = found.chosen
+    return evaluation.estimate.simulated_step_time_s / plan.global_batch_size
+
+
+def _with_runner_up(found: Found) -> Found:
+    """The fastest runner-up in place of the chosen plan."""
+    every = [msgspec.structs.replace(found, chosen=one) for one in found.runners_up]
+    best = min(every, key=_sample_s)
+    samples = best.chosen.plan.global_batch_size / found.chosen.plan.global_batch_size
+    return msgspec.structs.replace(
+        best,
+        optimum_s=best.chosen.evaluation.estimate.objective_s,
+        bound_s=found.bound_s * samples,
+        runners_up=tuple(one for one in found.runners_up if one is not best.chosen),
     )
 
 
@@ -171,7 +175,7 @@ def _once(
     def fits(one: Best[Configuration]) -> bool:
         plan = instance.plan(one.target.configuration, one.found.solution)
         candidate = Candidate(plan, evaluate(plan, profiles, instance.costs, timeline=False))
-        return not more_than_room(candidate, budgets, request, profiles)
+        return not beyond_room(*candidate, budgets, request, profiles)
 
     left, targets = unlisted(instance, file), targets_of(instance, file)
     if request.robust is not None:

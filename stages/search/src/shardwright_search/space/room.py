@@ -1,10 +1,17 @@
 """The room that a search leaves on every rank for its communicators, before it knows how many its plan makes."""
 
+from collections.abc import Mapping
+from math import ceil
+
 from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import Plan
+from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.tied_weights import has_shared
+from shardwright_search.space.budget import budgets_of_stages
+from shardwright_search.space.configurations import narrowed
 from shardwright_search.space.request import SearchRequest
 
 _GRID = {Purpose.WORLD: 1, Purpose.TENSOR_PARALLEL: 1, Purpose.DATA_PARALLEL: 1}
@@ -26,3 +33,20 @@ def room_bytes(request: SearchRequest, model: Model, cluster: Cluster, profiles:
     tied = bool(model.tied) or has_shared(model)
     end = {Purpose.EDGE: _END_EDGES, Purpose.TIED_PARAMETERS: int(tied)}
     return room + max(communicator_bytes(own, of_each) for own in ({Purpose.EDGE: _MIDDLE_EDGES}, end))
+
+
+def beyond_room(
+    plan: Plan, evaluation: Evaluation, budgets: Mapping[str, int], request: SearchRequest, profiles: Profiles
+) -> int:
+    """Return the bytes of a plan's communicators beyond the room for them where they overfill a stage, else 0."""
+    factor = max(own.memory_factor for own in profiles.used(plan.cluster))
+    room = ceil(factor * room_bytes(narrowed(request, plan.cluster), plan.model, plan.cluster, profiles))
+    pairs = zip(evaluation.estimate.stages, budgets_of_stages(plan, budgets), strict=True)
+    return max(
+        (
+            max(stage.memory_terms_bytes["communicators"] - room, stage.memory_bytes - most)
+            for stage, most in pairs
+            if stage.memory_bytes > most and "communicators" in stage.memory_terms_bytes
+        ),
+        default=0,
+    )
