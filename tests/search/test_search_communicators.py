@@ -115,8 +115,8 @@ def test_where_nothing_is_found_with_more_left_free_a_runner_up_that_fits_is_the
     answers: list[Found | Infeasible] = []
     for world, found in tight:
         if found.reserve_gib > world.request.reserve_gib:
-            once, calls = search._once, iter((search._once, lambda *_: nothing))
-            monkeypatch.setattr(search, "_once", lambda *given, calls=calls: next(calls)(*given))
+            once, calls = search._once, iter((search._once, lambda *_, **__: nothing))
+            monkeypatch.setattr(search, "_once", lambda *given, calls=calls, **named: next(calls)(*given, **named))
             answers.append(searched(world))
             monkeypatch.setattr(search, "_once", once)
             if isinstance(own := answers[-1], Found):
@@ -125,6 +125,19 @@ def test_where_nothing_is_found_with_more_left_free_a_runner_up_that_fits_is_the
                 assert all(stage.memory_bytes <= most for stage, most in zip(stages, budgets, strict=True))
                 assert own.optimum_s >= own.bound_s
     assert any(isinstance(own, Found) for own in answers)
+
+
+def test_a_plan_of_few_communicators_is_found_where_there_is_no_room_for_more() -> None:
+    """All devices in one data-parallel group: two communicators, where room for three is more than there is."""
+    model, cluster = make_model(2), make_cluster(4)
+    profiles = make_profiles(model, cluster)._replace(communicator_bytes=64 * MIB)
+    request = make_request(global_batch_size=4, pp_sizes=[1], memory_gib=0.16)
+    found = searched(World(request, model, cluster, profiles))
+    assert isinstance(found, Found)
+    (stage,) = found.chosen.evaluation.estimate.stages
+    assert stage.memory_terms_bytes["communicators"] == 2 * 64 * MIB and stage.memory_bytes <= 0.16 * GIB
+    too_little = searched(World(replace(request, memory_gib=0.12), model, cluster, profiles))
+    assert isinstance(too_little, Infeasible)
 
 
 def test_counting_from_the_plan_is_no_less_than_any_of_its_collectives_need() -> None:

@@ -1,8 +1,7 @@
 """The best plan of the asked space: every configuration bounded, the promising ones solved and compared."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain, product
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -16,21 +15,20 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.prediction import ScenarioRegret
-from shardwright_formats.types.strategy import LayerStrategy
 from shardwright_search.alternatives import MAX_NEAR, NEAR, further, other_configurations
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
-from shardwright_search.cost_model.tied_weights import has_shared
 from shardwright_search.least_simulated import changed, simulated
 from shardwright_search.plain import plain_best
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.targets import Best, Optimum, Target
 from shardwright_search.space.budget import GIB, Infeasible, budgets_of, infeasible
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
+from shardwright_search.space.expanded import expanded
 from shardwright_search.space.instance import Instance
-from shardwright_search.space.request import Objective, SearchRequest, StageWidths
-from shardwright_search.space.room import beyond_room, room_bytes
+from shardwright_search.space.request import Objective, SearchRequest
+from shardwright_search.space.room import beyond_room, least_bytes, room_bytes
 from shardwright_search.space.unlisted import Unlisted, check_listed, unlisted
 
 _MAX_NEAR_ELSEWHERE = 16
@@ -40,6 +38,7 @@ _ROUNDING_BYTES = 16
 _MAX_RUNNERS_UP = 5
 
 Report = Callable[[str], None]
+_Given = tuple[Model, Cluster, Profiles]
 
 
 class StoppedEarly(BadInput):
@@ -131,7 +130,9 @@ def find_best(
     """
     deadline = None if time_limit_s is None else monotonic() + time_limit_s
     budgets, asked, spare = budgets_of(request, cluster, file), request, None
-    while not isinstance(found := _once(asked, model, cluster, profiles, file, report, deadline, budgets), Infeasible):
+    given = model, cluster, profiles
+    once = partial(_once, given=given, file=file, report=report, deadline=deadline, budgets=budgets)
+    while not isinstance(found := once(asked), Infeasible):
         fitting = tuple(one for one in found.runners_up if not beyond_room(*one, budgets, asked, profiles))
         found = msgspec.structs.replace(found, runners_up=fitting, reserve_gib=asked.reserve_gib)
         if (more := beyond_room(*found.chosen, budgets, asked, profiles)) == 0:
@@ -139,7 +140,28 @@ def find_best(
         spare = _with_runner_up(found) if fitting else spare
         report(f"its communicators need {more} bytes more than was left for them: searching with as much in reserve")
         asked = msgspec.structs.replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
+    if spare is None and request is asked:
+        spare = _with_least_room(once, request, given, budgets)
     return found if spare is None else spare
+
+
+def _with_least_room(
+    once: Callable[[SearchRequest], Found | Infeasible],
+    request: SearchRequest,
+    given: _Given,
+    budgets: Mapping[str, int],
+) -> Found | None:
+    """The fastest plan that fits of those that are found where room is left for the fewest communicators alone."""
+    _, cluster, profiles = given
+    narrow = narrowed(request, cluster)
+    spared_gib = (room_bytes(narrow, *given) - least_bytes(narrow, *given)) / GIB
+    asked = msgspec.structs.replace(request, reserve_gib=request.reserve_gib - spared_gib)
+    if spared_gib == 0 or isinstance(found := once(asked), Infeasible):
+        return None
+    every = (found.chosen, *found.runners_up)
+    fitting = tuple(one for one in every if not beyond_room(*one, budgets, asked, profiles))
+    found = msgspec.structs.replace(found, runners_up=fitting, reserve_gib=asked.reserve_gib)
+    return _with_runner_up(found) if fitting else None
 
 
 def _sample_s(found: Found) -> float:
@@ -162,15 +184,14 @@ def _with_runner_up(found: Found) -> Found:
 
 def _once(
     request: SearchRequest,
-    model: Model,
-    cluster: Cluster,
-    profiles: Profiles,
+    given: _Given,
     file: Path,
     report: Report,
     deadline: float | None,
     budgets: Mapping[str, int],
 ) -> Found | Infeasible:
-    instance = instance_of(request, model, cluster, profiles, file)
+    instance = instance_of(request, *given, file)
+    profiles = instance.costs.profiles
 
     def fits(one: Best[Configuration]) -> bool:
         plan = instance.plan(one.target.configuration, one.found.solution)
@@ -250,45 +271,8 @@ def targets_of(instance: Instance, file: Path) -> tuple[Target[Configuration], .
 def all_targets(instance: Instance, file: Path) -> tuple[Target[Configuration], ...]:
     """The same; none where no configuration has a plan, whatever the memory. Those that are `unlisted` are not told."""
     request, costs = instance.request, instance.costs
-    every = _expanded(instance, configurations(request, costs.model, costs.cluster, file))
+    every = expanded(instance, configurations(request, costs.model, costs.cluster, file))
     return tuple(map(instance.target, every))
-
-
-def _expanded(instance: Instance, every: Iterable[Configuration]) -> Iterator[Configuration]:
-    """Those in which something has a plan, split where all layers share a strategy or a buffer is counted."""
-    for configuration in chain.from_iterable(map(partial(_by_ends, instance), _listed(instance, every))):
-        if not instance.choices.has_plans(configuration):
-            continue
-        shared: Sequence[LayerStrategy | None] = [None]
-        if not instance.request.fine_grained:
-            shared = instance.choices.layer_strategies(configuration)
-        for layers in shared:
-            split = configuration._replace(layers=layers)
-            if not instance.request.megatron_gather_buffer:
-                yield split
-                continue
-            for tokens in instance.choices.buffer_tokens(split):
-                if instance.choices.has_plans(here := split._replace(buffer_tokens=tokens)):
-                    yield here
-
-
-def _listed(instance: Instance, every: Iterable[Configuration]) -> Iterator[Configuration]:
-    """With stages of equal width, where there are such, for those that are not listed."""
-    for configuration in every:
-        if instance.choices.is_listed(configuration):
-            yield configuration
-        elif instance.costs.cluster.num_devices % configuration.pp_size == 0:
-            yield configuration._replace(widths=StageWidths.EQUAL)
-
-
-def _by_ends(instance: Instance, configuration: Configuration) -> Iterator[Configuration]:
-    """Split by the node types of the first and last stage where what ties cost depends on them: bounds know one tie."""
-    model, names = instance.costs.model, instance.stage_types
-    if len(names) == 1 or configuration.num_chunks > 1 or not (model.tied or has_shared(model)):
-        yield configuration
-        return
-    for first, last in product(names, repeat=2):
-        yield configuration._replace(ends=(first, last))
 
 
 def _optimum(

@@ -35,6 +35,16 @@ def room_bytes(request: SearchRequest, model: Model, cluster: Cluster, profiles:
     return room + max(communicator_bytes(own, of_each) for own in ({Purpose.EDGE: _MIDDLE_EDGES}, end))
 
 
+def least_bytes(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles) -> int:
+    """Return what the communicators of a rank hold at least, and no more than the room for them.
+
+    That of all ranks, with a group or the two edges of an end of the pipeline.
+    """
+    of_each = max(own.communicator_bytes for own in profiles.used(cluster))
+    least = communicator_bytes({Purpose.WORLD: 1, Purpose.EDGE: _END_EDGES}, of_each)
+    return min(least, room_bytes(request, model, cluster, profiles))
+
+
 def beyond_room(
     plan: Plan, evaluation: Evaluation, budgets: Mapping[str, int], request: SearchRequest, profiles: Profiles
 ) -> int:
