@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from msgspec.inspect import BoolType, EnumType, FloatType, IntType
 from numpy.typing import NDArray
+from random_documents import shown
 
 from shardwright_formats.io.hdf5 import Provenance, tables_of
 from shardwright_formats.io.json import sha256_of_file
@@ -86,7 +87,7 @@ def hardware_profiles(draw: st.DrawFn) -> HardwareProfile:
     )
 
 
-file_texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
+file_texts = st.text(shown, max_size=20)
 
 
 @st.composite
