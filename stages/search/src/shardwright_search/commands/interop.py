@@ -5,7 +5,7 @@ from os.path import realpath
 
 from shardwright_formats.command import show
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import atomic_path, read_document, write_document
+from shardwright_formats.io.json import atomic_path, read_document, sync_path, write_document
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan
@@ -50,6 +50,7 @@ def export_plan(options: ExportOptions) -> None:
         for path, text in {**files, options.out: exported.text}.items():
             temporary = stack.enter_context(atomic_path(path))
             temporary.write_bytes(text.encode())
+            sync_path(temporary)
             if path.suffix == ".sh" and path in files:
                 temporary.chmod(_EXECUTABLE)
         show("\n".join((*exported.notes, *launch.notes)))
