@@ -51,13 +51,13 @@ def test_a_peer_that_never_reads_holds_up_nobody(monkeypatch: pytest.MonkeyPatch
         for number in range(10):
             first.tell(NodeReport(node=0, hang=str(number) * 2_000_000))
         while not (heard := second.heard()) or (heard[0].hang or "")[:1] != "9":
-            assert time.monotonic() - began_s < 10
+            assert time.monotonic() - began_s < 60
             time.sleep(0.02)
         while not any(report.gone for report in first.heard()):
-            assert time.monotonic() - began_s < 10
+            assert time.monotonic() - began_s < 60
             time.sleep(0.02)
         stack.pop_all().close()
-        assert time.monotonic() - began_s < 15
+        assert time.monotonic() - began_s < 70
 
 
 _NESTED = b'{"type":"report","node":1,"unknown":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
