@@ -24,11 +24,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from shardwright_estimate.devices import read_devices
-from shardwright_estimate.layers import LayerEstimate, Machine, estimate_layer
+from shardwright_estimate.layers import Machine, estimate_layer
 from shardwright_estimate.messages import message_time_s
 from shardwright_estimate.rates import Efficiencies, machine_of, rates_of
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import Model
+from shardwright_formats.types.model_profile import LayerFigures
 from shardwright_formats.types.plan import Attention, Precision, misfit
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_train.models.description import describe
@@ -141,7 +142,14 @@ def machine(device: str, compute: str) -> Machine:
     return machine_of(rates_of(read_devices(), device), compute, Efficiencies())
 
 
-def estimate(model: Model, type_name: str, tp_size: int, samples: int, here: Machine, stored: Any) -> LayerEstimate:  # noqa: ANN401
+def estimate(
+    model: Model,
+    type_name: str,
+    tp_size: int,
+    samples: int,
+    here: Machine,
+    stored: Any,  # noqa: ANN401
+) -> LayerFigures[float]:
     """One layer with tensor parallelism alone, the attention scores kept."""
     strategy = LayerStrategy(type=type_name, tp_size=tp_size, dp_size=1)
     precision = Precision(parameters=stored, compute=stored, reduce=stored)

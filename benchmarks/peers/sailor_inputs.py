@@ -17,14 +17,16 @@ from accuracy_parts.sailor import SMALLEST_BYTES, ZONE, bytes_per_s_together
 from shardwright_estimate.messages import steps
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.json import read_document, sha256_of_file
-from shardwright_formats.io.table import Source
+from shardwright_formats.io.table import Source, Sourced
+from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.sweep_plan import SIZE_STEP, collective_kinds
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, write_hardware_profile
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.model_profile import LayerRow, ProfileOrigin, write_model_profile
+from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ProfileOrigin, write_model_profile
+from shardwright_formats.types.strategy import Strategy
 from shardwright_profile.importers.hardware_points import HardwarePoint, hardware_profile
-from shardwright_profile.importers.rows import LayerKey, Sourced, layer_row, noted, profile_of, state_row
+from shardwright_profile.importers.rows import ABSENT, noted, profile_of, state_row
 
 __all__ = ["OPT_350M", "PRECISION", "write_hardware", "write_profile"]
 
@@ -102,10 +104,9 @@ def _by_type(model: Model) -> dict[str, list[str]]:
 def _row(model: Model, name: str, tp_size: int, size: int, times: list[list[float]], one_sample: float) -> LayerRow:
     forward_s, backward_s = (Sourced(fmean(layer[part] for layer in times), Source.MEASURED) for part in (0, 1))
     held = Sourced(size * one_sample, Source.DERIVED)
-    key = LayerKey(name, tp_size)
-    return layer_row(
-        key, size, model.sequence_length, forward_s=forward_s, backward_s=backward_s, activation_bytes=held
-    )
+    strategy = Strategy(tp_size=tp_size, dp_size=1)
+    key = LayerKey.from_strategy(name, strategy, micro_batch_size=size, sequence_length=model.sequence_length)
+    return LayerRow.from_figures(key, LayerFigures(forward_s, backward_s, held, ABSENT))
 
 
 def _senders(key: CollectiveKey, devices_per_node: int) -> int:

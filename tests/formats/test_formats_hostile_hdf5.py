@@ -196,6 +196,7 @@ def _two_processes(file: h5py.File) -> None:
         _replace(file, f"process/{name}", data=np.repeat(file["process"][name][()], 2))
 
 
+BLOCK = "table layers: block tp_size 1 sequence_parallel none recompute none"
 MODEL_CORPUS: dict[str, tuple[Change, str]] = {
     "two processes": (
         _two_processes,
@@ -214,14 +215,17 @@ MODEL_CORPUS: dict[str, tuple[Change, str]] = {
     ),
     "unknown source": (lambda f: _set(f, "layers/forward_source", 0, b"guessed"), "forward_source is 'guessed'"),
     "a coefficient that is no number": (lambda f: _set(f, "fits/constant", 0, np.inf), "constant is inf in row 0"),
-    "a point twice": (lambda f: _set(f, "layers/type", 0, b"block"), "block, 1, none, none, 16, 2 is there twice"),
+    "a point twice": (
+        lambda f: _set(f, "layers/type", 0, b"block"),
+        f"{BLOCK} micro_batch_size 2 sequence_length 16 is there twice",
+    ),
     "activations that shrink": (
         lambda f: (
             _set(f, "layers/type", 0, b"block"),
             _set(f, "layers/micro_batch_size", 0, 4),
             _set(f, "layers/activation_bytes", 0, 100),
         ),
-        "block, 1, none, none, 16, 4: activation_bytes fall from 4096 to 100 as the micro-batch grows",
+        f"{BLOCK} micro_batch_size 4 sequence_length 16: activation_bytes fall from 4096 to 100 as the micro-batch",
     ),
     "a hardware profile": (lambda f: f.attrs.modify("format", FORMAT), "not shardwright.model_profile"),
 }

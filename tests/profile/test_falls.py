@@ -17,7 +17,7 @@ def _layers(times_s: tuple[float, ...], error_s: float) -> tuple[LayerRow, ...]:
 def test_a_time_that_falls_by_more_than_chance_is_told_in_one_sentence():
     (told,) = falling_times(_layers((0.010, 0.008, 0.020), 0.0001))
     assert told == (
-        "not monotone: forward time of block (tp_size 1, sequence_parallel none, recompute none, sequence_length 16)"
+        "not monotone: forward time of block tp_size 1 sequence_parallel none recompute none sequence_length 16"
         " falls from 0.01 s to 0.008 s as micro_batch_size grows from 1 to 2"
     )
 

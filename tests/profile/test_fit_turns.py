@@ -9,14 +9,14 @@ from probe_plans import probe_settings
 
 from shardwright_formats.types.measurement import Measurement, RankMeasurement
 from shardwright_profile.model.fit import fit_profile
-from shardwright_profile.model.probes import key_of, make_probes
+from shardwright_profile.model.probes import make_probes, probe_key
 
 
 def _in_turns(measured: Measurement, again: int = 0, slow: float = 1.0) -> Measurement:
     """The same, stepped in turns by pairs, five rounds of which the last two were so many times as slow."""
     by_key: dict[Any, list[str]] = {}
     for found in measured.plans:
-        by_key.setdefault(key_of(found.plan), []).append(found.plan.sha256)
+        by_key.setdefault(probe_key(found.plan), []).append(found.plan.sha256)
     pace = (1.0, 1.0, 1.0, slow, slow)
 
     def repeated(times_s: tuple[float, ...], offset: float = 0.0) -> tuple[float, ...]:
@@ -42,7 +42,7 @@ def _in_turns(measured: Measurement, again: int = 0, slow: float = 1.0) -> Measu
             msgspec.structs.replace(
                 found,
                 ranks=tuple(map(of_rank, found.ranks)),
-                in_turns=tuple(by_key[key_of(found.plan)]),
+                in_turns=tuple(by_key[probe_key(found.plan)]),
                 measured_again=again,
             )
             for found in measured.plans
@@ -75,7 +75,7 @@ def test_a_profile_says_what_was_measured_again_and_what_is_uncertain(plans, mak
 def test_probes_of_a_key_are_asked_for_in_turns_the_shortest_first(make_model, make_cluster):
     made = make_probes([make_model(("encoder", "decoder"))], make_cluster((1, 2)), "cpu-2", probe_settings())
     for group in made.document.in_turns:
-        assert len({key_of(made.plans[place]) for place in group}) == 1
+        assert len({probe_key(made.plans[place]) for place in group}) == 1
         assert min(group, key=lambda place: len(made.plans[place].layers)) == group[0]
     assert sorted(place for group in made.in_turns for place in group) == list(range(len(made.plans)))
     assert {len(group) for group in made.in_turns} == {3, 5}, "one has ZeRO's probes, too"

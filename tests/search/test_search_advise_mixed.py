@@ -89,8 +89,8 @@ def test_utilization_is_of_the_sum_of_the_peaks(answer):
 
 def test_links_are_those_of_each_type_and_of_one_node_too():
     question = _question()
-    assert [own.hardware.device for own in question.profiles.every] == ["NVIDIA A100-SXM4-40GB", "NVIDIA A10"]
-    for own in question.profiles.every:
+    assert [own.hardware.device for own in question.profiles.per_device] == ["NVIDIA A100-SXM4-40GB", "NVIDIA A10"]
+    for own in question.profiles.per_device:
         assert any(key.group_size > key.ranks_per_node for key in own.hardware.curves)
 
 

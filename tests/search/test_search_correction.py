@@ -11,12 +11,13 @@ from measured import FACTORS, PLAIN, a_plan, measured_as, scaled, three_plans
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, sha256_of_file, write_document
+from shardwright_formats.key import rows_by_key
 from shardwright_formats.types.correction import Correction, Term
 from shardwright_formats.types.hardware_profile import write_hardware_profile
 from shardwright_formats.types.measurement import (
     Measurement,
 )
-from shardwright_formats.types.model_profile import write_model_profile
+from shardwright_formats.types.model_profile import Quantity, write_model_profile
 from shardwright_formats.types.plan import GradientReduction, Plan
 from shardwright_formats.types.prediction import Prediction, RunnerUp
 from shardwright_formats.types.strategy import DataParallel
@@ -69,10 +70,10 @@ def test_curves_of_a_profile_are_corrected_like_its_points(world, tmp_path):
     (tmp_path / "p").write_text("p")
     factors, _ = learned(evidence_of(measured_as(a_plan(world), world[2], FACTORS), world[2]))
     names = ("forward_s", "backward_s", "activation_bytes")
-    curve = make_curve(1.0, 2.0, 4.0)
-    profiles = world[2]._replace(fits={("block", 1, "none", "none", name): (curve,) for name in names})
-    found = corrected(profiles, correction_of(factors, tmp_path / "p", tmp_path / "p")).fits
-    by_name = {key[-1]: (of.constant, of.linear, of.quadratic) for key, (of,) in found.items()}
+    curves = [make_curve(1.0, 2.0, 4.0, quantity=Quantity(name)) for name in names]
+    profiles = world[2]._replace(fits=rows_by_key(curves, "sequence_length"))
+    (changed,) = corrected(profiles, correction_of(factors, tmp_path / "p", tmp_path / "p")).fits.values()
+    by_name = {curve.quantity: (curve.constant, curve.linear, curve.quadratic) for curve in changed}
     assert by_name["forward_s"] == pytest.approx((1.5, 3.0, 6.0))
     assert by_name["backward_s"] == pytest.approx((1.25, 2.5, 5.0))
     assert by_name["activation_bytes"] == (1.0, 2.0, 4.0)

@@ -2,18 +2,21 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from made_up import make_curve
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.table import Table
+from shardwright_formats.key import LayerKey
 from shardwright_formats.types.model_profile import FitMode, FitRow, Quantity
+from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost, states_of
-from shardwright_search.cost_model.profiles import LayerKey, Profiles
+from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.time_model import TimeModel
 
-BLOCK = LayerKey("block", 1, "none", "none", 32)
+BLOCK = LayerKey.from_strategy("block", Strategy(tp_size=1, dp_size=1), sequence_length=32)
 
 
 def interpolated(profiles: Profiles, size: int, key: LayerKey = BLOCK) -> ComputeCost:
@@ -40,15 +43,15 @@ def fitted(make):
 def test_layer_time_is_interpolated_between_measured_samples(make):
     profiles = make.profiles(make.model(), make.cluster())
     exact, between = interpolated(profiles, 4), interpolated(profiles, 6)
-    assert exact.forward_s == pytest.approx(4.2e-4) and exact.backward_s == pytest.approx(8.4e-4)
-    assert between.forward_s == pytest.approx(6.2e-4) and between.warning is None
-    assert between.activation_bytes == 120 * 6 * 32 * 64
+    assert exact.figures.forward_s == pytest.approx(4.2e-4) and exact.figures.backward_s == pytest.approx(8.4e-4)
+    assert between.figures.forward_s == pytest.approx(6.2e-4) and between.warning is None
+    assert between.figures.activation_bytes == 120 * 6 * 32 * 64
 
 
 def test_layer_time_outside_the_measured_range_is_extrapolated_with_a_warning(make):
     profiles = make.profiles(make.model(), make.cluster(), micro_batch_sizes=(2, 4))
     above, below = interpolated(profiles, 8), interpolated(profiles, 1)
-    assert above.forward_s == pytest.approx(8.2e-4) and below.forward_s == pytest.approx(1.2e-4)
+    assert above.figures.forward_s == pytest.approx(8.2e-4) and below.figures.forward_s == pytest.approx(1.2e-4)
     assert above.warning is not None and "micro_batch_size 8, measured 2 to 4" in above.warning
     assert below.warning is not None
 
@@ -70,7 +73,7 @@ def test_times_that_an_extrapolation_makes_negative_are_refused(make):
 def test_a_missing_combination_is_named_with_its_remedy(make):
     profiles = make.profiles(make.model(), make.cluster(), tp_sizes=(1,))
     with pytest.raises(BadInput, match=r"^m\.h5: no point for block tp_size 2 sequence_parallel none .* sequence$"):
-        interpolated(profiles, 4, BLOCK._replace(tp_size=2))
+        interpolated(profiles, 4, msgspec.structs.replace(BLOCK, tp_size=2))
     with pytest.raises(BadInput, match=r"^m\.h5: no states for block tp_size 2"):
         states_of(profiles, "block", 2)
 
@@ -83,26 +86,26 @@ def test_static_times_are_proportional_and_batch_times_a_line(fitted):
         curve("batch", "activation_bytes", 0, 32, 500.0, 900.0, 0.0),
     )
     static = layer_cost(profiles, BLOCK, 4, TimeModel.STATIC)
-    assert (static.forward_s, static.activation_bytes) == pytest.approx((12e-4, 4000))
+    assert (static.figures.forward_s, static.figures.activation_bytes) == pytest.approx((12e-4, 4000))
     batch = layer_cost(profiles, BLOCK, 4, TimeModel.BATCH)
-    assert (batch.backward_s, batch.activation_bytes) == pytest.approx((9e-4, 4100))
+    assert (batch.figures.backward_s, batch.figures.activation_bytes) == pytest.approx((9e-4, 4100))
     # what is held for a moment has no curve: the point measured at 4 samples
-    assert batch.workspace_bytes == 24 * 4 * 2048
+    assert batch.figures.workspace_bytes == 24 * 4 * 2048
     assert batch.warning is None
     beyond = layer_cost(profiles, BLOCK, 16, TimeModel.BATCH)
     assert beyond.warning is not None and "micro_batch_size 16, measured 1 to 8" in beyond.warning
-    assert beyond.workspace_bytes == 2 * 24 * 8 * 2048, "grows with the tokens from 8 samples"
+    assert beyond.figures.workspace_bytes == 2 * 24 * 8 * 2048, "grows with the tokens from 8 samples"
 
 
 def test_sequence_times_are_quadratic_in_a_length_that_was_never_profiled(fitted):
     """At 2 samples 1e-5 + 2e-6 s + 1e-8 s^2: 178.72 us at 48 tokens, and 4 samples take twice that."""
     quantities = ("forward_s", "backward_s", "activation_bytes")
     profiles = fitted(*(curve("sequence", name, 2, 0, 1e-5, 2e-6, 1e-8) for name in quantities))
-    found = layer_cost(profiles, BLOCK._replace(sequence_length=48), 4, TimeModel.SEQUENCE)
+    found = layer_cost(profiles, msgspec.structs.replace(BLOCK, sequence_length=48), 4, TimeModel.SEQUENCE)
     at_two = 1e-5 + 48 * 2e-6 + 48 * 48 * 1e-8
     assert at_two == pytest.approx(129.04e-6)
-    assert (found.forward_s, found.backward_s) == pytest.approx((2 * at_two, 2 * at_two))
-    assert found.workspace_bytes == pytest.approx(24 * 4 * 2048 * 48 / 32)
+    assert (found.figures.forward_s, found.figures.backward_s) == pytest.approx((2 * at_two, 2 * at_two))
+    assert found.figures.workspace_bytes == pytest.approx(24 * 4 * 2048 * 48 / 32)
     assert found.warning is not None
     assert "extrapolated" in found.warning and "sequence_length 48, nearest measured 32" in found.warning
 
@@ -110,16 +113,16 @@ def test_sequence_times_are_quadratic_in_a_length_that_was_never_profiled(fitted
 def test_a_joint_curve_serves_every_size_and_length(fitted):
     quantities = ("forward_s", "backward_s", "activation_bytes")
     profiles = fitted(*(curve("joint", name, 0, 0, 1e-5, 2e-6, 1e-8) for name in quantities))
-    found = layer_cost(profiles, BLOCK._replace(sequence_length=64), 3, TimeModel.SEQUENCE)
-    assert found.forward_s == pytest.approx(1e-5 + 3 * 64 * 2e-6 + 3 * 64**2 * 1e-8)
+    found = layer_cost(profiles, msgspec.structs.replace(BLOCK, sequence_length=64), 3, TimeModel.SEQUENCE)
+    assert found.figures.forward_s == pytest.approx(1e-5 + 3 * 64 * 2e-6 + 3 * 64**2 * 1e-8)
 
 
 def test_a_curve_that_is_missing_is_told_and_the_points_serve(fitted):
     plain = layer_cost(fitted(), BLOCK, 6, TimeModel.BATCH)
-    assert plain[:4] == interpolated(fitted(), 6)[:4]
+    assert plain.figures == interpolated(fitted(), 6).figures
     assert plain.warning == "no batch curve of block: taken from its points, in proportion to the tokens"
-    longer = layer_cost(fitted(), BLOCK._replace(sequence_length=64), 6, TimeModel.SEQUENCE)
-    assert longer[:4] == pytest.approx([2 * value for value in interpolated(fitted(), 6)[:4]])
+    longer = layer_cost(fitted(), msgspec.structs.replace(BLOCK, sequence_length=64), 6, TimeModel.SEQUENCE)
+    assert longer.figures == pytest.approx([2 * value for value in interpolated(fitted(), 6).figures])
     assert "no sequence curve of block" in str(longer.warning)
     assert "sequence_length 64, nearest measured 32" in str(longer.warning)
 
@@ -133,4 +136,4 @@ def test_a_curve_below_zero_is_refused(fitted):
 
 def test_a_combination_without_any_point_has_no_curve_either(fitted):
     with pytest.raises(BadInput, match=r"^m\.h5: no point for block tp_size 3 .* probes again$"):
-        layer_cost(fitted(), BLOCK._replace(tp_size=3), 4, TimeModel.BATCH)
+        layer_cost(fitted(), msgspec.structs.replace(BLOCK, tp_size=3), 4, TimeModel.BATCH)

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 from random_requests import HIDDEN, LENGTH, random_model
 
+from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.layout import Layout, closed_groups, layout_of, sent_numel
 from shardwright_formats.semantics.tied_weights import pieces_from_owners, pieces_to_owners, tied_parameters
 from shardwright_formats.types.hardware_profile import Collective
@@ -139,12 +140,15 @@ def test_tensor_parallelism_that_no_node_can_measure_is_rounded_up_to_what_it_ca
     strategy = LayerStrategy(type="block", tp_size=6, dp_size=1)
     found = costs.layer("block", strategy, stage_topology(cluster, range(6)), 2, 2)
     t = measured[-1]
-    (row,) = (r for r in profile.layers.rows if r.place[:4] == ("block", t, "none", "none") and r.micro_batch_size == 2)
+    key = LayerKey.from_strategy("block", Strategy(tp_size=t, dp_size=1), micro_batch_size=2, sequence_length=LENGTH)
+    (row,) = (row for row in profile.layers.rows if row.key == key)
     message = 1000 * LENGTH * HIDDEN * 4 * 2
     longer = 4 * (20_000_000 + message * 2 * (5 / 6 - (t - 1) / t))
     assert found.forward_ps + found.backward_ps == pytest.approx((row.forward_s + row.backward_s) * 1e12 + longer)
     assert found.activation_bytes == row.activation_bytes
-    assert found.optimizer_ps == pytest.approx(costs.profiles.states["block", t].optimizer_s * 1e12)
+    assert found.optimizer_ps == pytest.approx(
+        costs.profiles.states[LayerKey(type="block", tp_size=t)].optimizer_s * 1e12
+    )
     assert found.memory.parameters == 4 * model.types["block"].parameter_count(6)
     assert found.warnings == (f"rounded up: block tp_size 6: as profiled with tp_size {t}",)
 

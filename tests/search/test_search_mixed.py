@@ -200,7 +200,7 @@ def test_a_node_type_without_a_profile_and_a_device_with_two_are_refused(make):
     with pytest.raises(BadInput, match=r"^a\.h5: profiled on 'a', cluster 'mixed' has 'c': add its profile"):
         evaluate(plan, profiles)
     with pytest.raises(BadInput, match=r"^a\.h5: profiled on 'a', as a\.h5 was: give one profile for each device"):
-        together([profiles, profiles.every[0]])
+        together([profiles, profiles.per_device[0]])
 
 
 def test_profiles_of_two_models_or_precisions_are_refused(make):

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 from made_up import make_cluster, make_curve, make_hardware, make_model, make_profiles, make_request
 
+from shardwright_formats.key import LayerKey, rows_by_key
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
-from shardwright_formats.types.model_profile import ModelProfile
+from shardwright_formats.types.model_profile import ModelProfile, Quantity
 from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types.strategy import Strategy
 from shardwright_search import robust as module
 from shardwright_search import search as optimal
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.cost_model.profiles import LayerKey, Profiles, index_profiles
+from shardwright_search.cost_model.profiles import Profiles, index_profiles
 from shardwright_search.robust import NOMINAL, longer, scenarios
 from shardwright_search.search import find_best
 from shardwright_search.solver.partition import Found
@@ -134,7 +136,7 @@ def test_without_spread_and_slow_links_the_robust_plan_is_the_nominal_one(seed):
 
 def test_layers_are_longer_by_their_own_errors_and_messages_by_their_intervals():
     profiles = doubtful(make_cluster(2), error=0.05, interval=0.196)
-    key = LayerKey("block", 1, "none", "none", 32)
+    key = LayerKey.from_strategy("block", Strategy(tp_size=1, dp_size=1), sequence_length=32)
     errors = profiles.layers[key].errors.copy()
     errors[0] = (0.2, 0.3)
     profiles.layers[key] = profiles.layers[key]._replace(errors=errors)
@@ -147,12 +149,11 @@ def test_layers_are_longer_by_their_own_errors_and_messages_by_their_intervals()
 
 def test_curves_are_longer_by_the_median_share_of_their_points():
     profiles = doubtful(make_cluster(2), error=0.05)
-    curve = make_curve(1.0, 2.0, 0.0)
-    keys = [("block", 1, "none", "none", name) for name in ("forward_s", "activation_bytes")]
-    slower = longer(profiles._replace(fits={key: (curve,) for key in keys}), 2.0)
-    (scaled,) = slower.fits[keys[0]]
-    assert (scaled.constant, scaled.linear, scaled.quadratic) == pytest.approx((1.1, 2.2, 0.0))
-    assert slower.fits[keys[1]] == (curve,)
+    curves = [make_curve(1.0, 2.0, 0.0, quantity=kind) for kind in (Quantity.FORWARD_S, Quantity.ACTIVATION_BYTES)]
+    slower = longer(profiles._replace(fits=rows_by_key(curves, "sequence_length")), 2.0)
+    ((time, memory),) = slower.fits.values()
+    assert (time.constant, time.linear, time.quadratic) == pytest.approx((1.1, 2.2, 0.0))
+    assert memory == curves[1]
 
 
 def test_errors_of_a_profile_are_read_as_shares_of_its_times(make):

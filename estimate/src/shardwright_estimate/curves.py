@@ -1,7 +1,6 @@
 """Curves through the points of a model profile: how time and memory grow with micro-batch and sequence length."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -9,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_formats.io.table import Table
+from shardwright_formats.key import rows_by_key
 from shardwright_formats.types.model_profile import FitMode, FitRow, LayerRow, Quantity
 
 
@@ -26,12 +26,12 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def coefficients(self) -> NDArray[Any]:
-        """constant, linear, quadratic."""
+        """Return the constant, the linear and the quadratic coefficient."""
         return np.array([self.constant, self.linear, self.quadratic])
 
 
 def design_of(mode: FitMode, micro_batch_sizes: NDArray[Any], sequence_lengths: NDArray[Any]) -> NDArray[Any]:
-    """What multiplies a curve's coefficients at some points: [points, 3], 0 where the mode has no such term."""
+    """Return the factors of a curve's coefficients at some points: [points, 3], 0 where the mode has no such term."""
     b, s = micro_batch_sizes.astype(float), sequence_lengths.astype(float)
     one, none = np.ones_like(b), np.zeros_like(b)
     columns = {
@@ -44,10 +44,10 @@ def design_of(mode: FitMode, micro_batch_sizes: NDArray[Any], sequence_lengths: 
 
 
 def fit_curve(design: NDArray[Any], values: NDArray[Any]) -> Fit | None:
-    """The curve nearest to positive values [points], by least squares of the relative errors.
+    """Return the curve nearest to positive values [points], by least squares of the relative errors.
 
-    None where the points do not determine it. Each point is also left out in turn and predicted by a curve through the
-    others, where these determine one.
+    It is None where the points do not determine it. Each point is also left out in turn and predicted by a curve
+    through the others, where these determine one.
     """
     coefficients = _solved(design, values)
     if coefficients is None:
@@ -56,9 +56,9 @@ def fit_curve(design: NDArray[Any], values: NDArray[Any]) -> Fit | None:
     left_out = []
     for point in range(len(values)):
         others = np.arange(len(values)) != point
-        found = _solved(design[others], values[others])
-        if found is not None:
-            left_out.append(abs(float(design[point] @ found / values[point]) - 1))
+        without_point = _solved(design[others], values[others])
+        if without_point is not None:
+            left_out.append(abs(float(design[point] @ without_point / values[point]) - 1))
     constant, linear, quadratic = (float(c) for c in coefficients)
     return Fit(
         constant=constant,
@@ -73,14 +73,12 @@ def fit_curve(design: NDArray[Any], values: NDArray[Any]) -> Fit | None:
 
 
 def fits_table(layers: Iterable[LayerRow]) -> Table[FitRow]:
-    """Every curve that the points determine."""
+    """Return the table of all curves that the points determine."""
     return Table.of(FitRow, _rows(layers))
 
 
 def _rows(layers: Iterable[LayerRow]) -> Iterator[FitRow]:
-    ordered = sorted(layers, key=lambda row: row.curve[:4])
-    for _, found in groupby(ordered, key=lambda row: row.curve[:4]):
-        rows = list(found)
+    for key, rows in rows_by_key(layers, "micro_batch_size", "sequence_length").items():
         for quantity in Quantity:
             known = [row for row in rows if getattr(row, quantity) > 0]
             for mode, size, length, points in _selections(known):
@@ -89,21 +87,12 @@ def _rows(layers: Iterable[LayerRow]) -> Iterator[FitRow]:
                 values = np.array([getattr(row, quantity) for row in points], float)
                 fit = fit_curve(design_of(mode, sizes, lengths), values)
                 if fit is not None:
-                    yield FitRow(
-                        type=rows[0].type,
-                        tp_size=rows[0].tp_size,
-                        sequence_parallel=rows[0].sequence_parallel,
-                        recompute=rows[0].recompute,
-                        quantity=quantity,
-                        mode=mode,
-                        micro_batch_size=size,
-                        sequence_length=length,
-                        **msgspec.structs.asdict(fit),
-                    )
+                    columns = key.columns | {"micro_batch_size": size, "sequence_length": length}
+                    yield FitRow(**columns, quantity=quantity, mode=mode, **msgspec.structs.asdict(fit))
 
 
 def _selections(rows: Sequence[LayerRow]) -> Iterator[tuple[FitMode, int, int, Sequence[LayerRow]]]:
-    """Each curve's mode, the micro-batch size and the length that its points have in common (0: none), and these."""
+    """Yield each curve's mode, the micro-batch size and the length that its points share (0: none), and the points."""
     for length in sorted({row.sequence_length for row in rows}):
         for mode in (FitMode.STATIC, FitMode.BATCH):
             yield mode, 0, length, [row for row in rows if row.sequence_length == length]

@@ -16,6 +16,7 @@ from shardwright_estimate.parts import Part, layer_parts
 from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
 from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.model import HEAD, LayerType, Model
+from shardwright_formats.types.model_profile import LayerFigures
 from shardwright_formats.types.plan import ITEMSIZE, Attention, Precision
 from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
 
@@ -37,15 +38,6 @@ class Machine(NamedTuple):
     """Of flash kernels; None: as other products."""
     operator_s: float = OPERATOR_S
     """Of the host, for each kernel."""
-
-
-class LayerEstimate(NamedTuple):
-    """One microbatch through one layer on one rank, as a profile's row has it."""
-
-    forward_s: float
-    backward_s: float
-    activation_bytes: int
-    workspace_bytes: int
 
 
 class _Share(NamedTuple):
@@ -92,7 +84,7 @@ def estimate_layer(
     attention: Attention,
     machine: Machine,
     fused: bool = False,
-) -> LayerEstimate:
+) -> LayerFigures[float]:
     """One layer of a type under a strategy of one tensor-parallel group; `recompute` is that of a `LayerStrategy`."""
     share = _share(strategy, micro_batch_size, precision, attention)
     parts = layer_parts(model, type_name, fused)
@@ -118,7 +110,7 @@ def estimate_layer(
     else:
         held = kept + sum(share.result_bytes(part) for part in replayed)
     kernels, again_kernels = (sum(part.kernels for part in some) for some in (parts, replayed))
-    return LayerEstimate(
+    return LayerFigures(
         max(forward_s + messages_time_s(there, machine.link), kernels * machine.operator_s),
         max(backward_s + messages_time_s(back, machine.link), (2 * kernels + again_kernels) * machine.operator_s),
         round(held),

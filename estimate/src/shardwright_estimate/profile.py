@@ -8,6 +8,8 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import asdict
+
 from shardwright_estimate.curves import fits_table
 from shardwright_estimate.hardware import Network, NodeRates, analytic_hardware
 from shardwright_estimate.layers import Machine, estimate_layer, optimizer_time_s
@@ -18,12 +20,20 @@ from shardwright_estimate.rates import Efficiencies, Rates, link_of, machine_of,
 from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.io.table import Source, Table
+from shardwright_formats.io.table import Source, Sourced, Table
 from shardwright_formats.io.versions import versions_text
+from shardwright_formats.key import LayerKey
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProcessRow, ProfileOrigin, StateRow
+from shardwright_formats.types.model_profile import (
+    LayerFigures,
+    LayerRow,
+    ModelProfile,
+    ProcessRow,
+    ProfileOrigin,
+    StateRow,
+)
 from shardwright_formats.types.plan import ITEMSIZE, Precision, misfit
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
 
@@ -60,7 +70,7 @@ def model_profile(
     if all(problem is not None for _, _, problem in asked):
         raise BadInput("--settings", f"no strategy fits ({'; '.join(left_out)})", "choose other tp_sizes")
     rows = [row for one, strategy, _ in asked for row in _layer_rows(one, strategy, settings, machine, fused)]
-    layers = sorted(rows, key=lambda row: row.place)
+    layers = sorted(rows, key=lambda row: row.key)
     origin = ProfileOrigin(
         model=model.name,
         architecture_sha256=model.architecture_sha256,
@@ -142,28 +152,12 @@ def _layer_rows(
             continue
         kinds = (Recompute.NONE,) if name in (EMBEDDING, HEAD) else settings.recompute
         for recompute, samples in product(kinds, sizes):
-            sharded = LayerStrategy(
-                type=name,
-                tp_size=strategy.tp_size,
-                dp_size=1,
-                sequence_parallel=strategy.sequence_parallel,
-                recompute=recompute,
-            )
-            found = estimate_layer(
-                model, name, sharded, samples, settings.precision, settings.attention, machine, fused
-            )
-            yield LayerRow(
-                type=name,
-                tp_size=strategy.tp_size,
-                sequence_parallel=strategy.sequence_parallel,
-                recompute=recompute,
-                micro_batch_size=samples,
-                sequence_length=model.sequence_length,
-                forward_source=Source.ANALYTIC,
-                backward_source=Source.ANALYTIC,
-                activation_source=Source.ANALYTIC,
-                workspace_source=Source.ANALYTIC,
-                **found._asdict(),
+            sharded = LayerStrategy(**asdict(strategy), type=name, recompute=recompute)
+            precision, attention = settings.precision, settings.attention
+            figures = estimate_layer(model, name, sharded, samples, precision, attention, machine, fused)
+            yield LayerRow.from_figures(
+                LayerKey.from_fields(sharded, micro_batch_size=samples, sequence_length=model.sequence_length),
+                LayerFigures(*(Sourced(value, Source.ANALYTIC) for value in figures)),
             )
 
 

@@ -30,6 +30,14 @@ class Source(StrEnum):
     """Nobody knows it; the number beside it is 0."""
 
 
+class Sourced(NamedTuple):
+    """A number of a profile, where it comes from, and its standard error, which is 0 where none is known."""
+
+    value: float
+    source: Source
+    error: float = 0.0
+
+
 class Row(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One row of a table; each field is a column.
 

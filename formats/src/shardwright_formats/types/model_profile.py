@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Generic, NamedTuple, TypeVar
 
 from msgspec import Meta
 
 from shardwright_formats.io.hdf5 import Profile, Provenance, read_profile, write_profile
 from shardwright_formats.io.json import Value
-from shardwright_formats.io.table import Row, Source, Table, sourced
+from shardwright_formats.io.table import Row, Source, Sourced, Table, sourced
+from shardwright_formats.key import LayerKey, rows_by_key
 from shardwright_formats.types.limits import (
     Bytes,
     Count,
@@ -49,17 +51,44 @@ class Quantity(StrEnum):
     ACTIVATION_BYTES = "activation_bytes"
 
 
-class LayerRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Time and memory of one microbatch in one layer, with the traffic of tensor and sequence parallelism inside."""
+Number = TypeVar("Number")
+
+
+class LayerFigures(NamedTuple, Generic[Number]):
+    """What one microbatch in one layer takes on one rank; the fields are named as the columns of `layers`."""
+
+    forward_s: Number
+    backward_s: Number
+    activation_bytes: Number
+    workspace_bytes: Number
+
+
+class _TypeColumns(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The columns of the key that all figures of layers have."""
 
     type: _TypeName
     """The layer's type: a key of the model description's `types`."""
     tp_size: Ranks
     """Tensor-parallel ranks."""
+
+    @property
+    def key(self) -> LayerKey:
+        """Return the key of the row; columns that it lacks or that vary in it are left open."""
+        return LayerKey.from_fields(self)
+
+
+class _StrategyColumns(_TypeColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The columns of the key that figures of a pass have."""
+
     sequence_parallel: SequenceParallel
     """How they share the sequence."""
     recompute: Recompute
     """Which activations are computed again."""
+
+
+class LayerRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Time and memory of one microbatch in one layer, with the traffic of tensor and sequence parallelism inside."""
+
     micro_batch_size: Samples
     """Of one tensor-parallel group."""
     sequence_length: Tokens
@@ -85,24 +114,38 @@ class LayerRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workspace_source: Source
     """Of `workspace_bytes`."""
 
-    @property
-    def place(self) -> tuple[str, int, str, str, int, int]:
-        """Where the row stands in a table: by what tells it from the others."""
-        return (*self.curve[:4], self.micro_batch_size, self.sequence_length)
+    @classmethod
+    def from_figures(cls, key: LayerKey, figures: LayerFigures[Sourced]) -> "LayerRow":
+        """Return the row of these figures, with whole bytes."""
+        forward, backward, activation, workspace = figures
+        return cls(
+            **key.columns,
+            forward_s=forward.value,
+            forward_error_s=forward.error,
+            forward_source=forward.source,
+            backward_s=backward.value,
+            backward_error_s=backward.error,
+            backward_source=backward.source,
+            activation_bytes=round(activation.value),
+            activation_source=activation.source,
+            workspace_bytes=round(workspace.value),
+            workspace_source=workspace.source,
+        )
 
     @property
-    def curve(self) -> tuple[str, int, str, str, int]:
-        """What it has in common with the points of other micro-batch sizes."""
-        return self.type, self.tp_size, self.sequence_parallel, self.recompute, self.sequence_length
+    def figures(self) -> LayerFigures[Sourced]:
+        """Return the figures of the row."""
+        return LayerFigures(
+            Sourced(self.forward_s, self.forward_source, self.forward_error_s),
+            Sourced(self.backward_s, self.backward_source, self.backward_error_s),
+            Sourced(self.activation_bytes, self.activation_source),
+            Sourced(self.workspace_bytes, self.workspace_source),
+        )
 
 
-class StateRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StateRow(_TypeColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the parameters of one layer cost one rank under plain ddp, whatever runs through them."""
 
-    type: _TypeName
-    """The layer's type."""
-    tp_size: Ranks
-    """Tensor-parallel ranks."""
     parameter_bytes: Annotated[Bytes, sourced("bytes_source")]
     """Of the stored parameters."""
     gradient_bytes: Annotated[Bytes, sourced("bytes_source")]
@@ -156,17 +199,9 @@ class ProcessRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of `reference_s`."""
 
 
-class FitRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FitRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A curve through the points of `layers`, with what it leaves unexplained, relative to the points."""
 
-    type: _TypeName
-    """The layer's type."""
-    tp_size: Ranks
-    """Tensor-parallel ranks."""
-    sequence_parallel: SequenceParallel
-    """How they share the sequence."""
-    recompute: Recompute
-    """Which activations are computed again."""
     quantity: Quantity
     """What the curve says."""
     mode: FitMode
@@ -230,24 +265,24 @@ class ModelProfile(Profile):
     process: Table[ProcessRow]
     fits: Table[FitRow]
 
+    @cached_property
+    def curves(self) -> dict[LayerKey, list[LayerRow]]:
+        """Return the points of `layers` that differ in micro-batch size alone, ascending, by what they share."""
+        return rows_by_key(sorted(self.layers.rows, key=lambda row: row.key), "micro_batch_size")
+
     @property
     def problem(self) -> str | None:
         """There is one process; no point is there twice, and activations do not shrink as the micro-batch grows."""
         if (rows := len(self.process)) != 1:
             return f"table process has {rows} rows, not 1"
-        ordered = sorted(self.layers.rows, key=lambda row: (row.curve, row.micro_batch_size))
-        for curve, points in groupby(ordered, key=lambda row: row.curve):
-            known = less = None
-            for row in points:
-                where = f"table layers: {', '.join(map(str, (*curve, row.micro_batch_size)))}"
-                if less is not None and less.micro_batch_size == row.micro_batch_size:
-                    return f"{where} is there twice"
-                less = row
-                if row.activation_source is not Source.ABSENT:
-                    if known is not None and row.activation_bytes < known.activation_bytes:
-                        fall = f"from {known.activation_bytes} to {row.activation_bytes}"
-                        return f"{where}: activation_bytes fall {fall} as the micro-batch grows"
-                    known = row
+        for points in self.curves.values():
+            for less, more in pairwise(points):
+                if less.key == more.key:
+                    return f"table layers: {more.key} is there twice"
+            for less, more in pairwise(row for row in points if row.activation_source is not Source.ABSENT):
+                if more.activation_bytes < less.activation_bytes:
+                    fall = f"from {less.activation_bytes} to {more.activation_bytes}"
+                    return f"table layers: {more.key}: activation_bytes fall {fall} as the micro-batch grows"
         return None
 
 

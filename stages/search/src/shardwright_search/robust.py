@@ -155,7 +155,7 @@ def _links(profiles: Profiles, cluster: Cluster) -> Iterator[tuple[str, Points]]
         ("collectives across nodes", several, lambda of: ~_is_send(of) & _is_across(of)),
     )
     for name, there, points_of in kinds:
-        if there and any(points_of(own.hardware).any() for own in profiles.every):
+        if there and any(points_of(own.hardware).any() for own in profiles.per_device):
             yield name, points_of
 
 
@@ -168,5 +168,5 @@ def _is_across(hardware: HardwareProfile) -> Flags:
 
 
 def _has_spread(profiles: Profiles) -> bool:
-    errors = any(points.errors.any() for own in profiles.every for points in own.layers.values())
-    return errors or any(own.hardware.points["interval"].any() for own in profiles.every)
+    errors = any(points.errors.any() for own in profiles.per_device for points in own.layers.values())
+    return errors or any(own.hardware.points["interval"].any() for own in profiles.per_device)

@@ -13,13 +13,14 @@ from msgspec import Meta
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.json import Value, read_bytes, read_object, sha256_of_file
-from shardwright_formats.io.table import Source
+from shardwright_formats.io.table import Source, Sourced
+from shardwright_formats.key import LayerKey
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProfileOrigin
-from shardwright_formats.types.strategy import Recompute
+from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, ProfileOrigin
+from shardwright_formats.types.strategy import LayerStrategy, Recompute
 from shardwright_profile.importers.hardware_points import HardwarePoint, hardware_profile, link_points
-from shardwright_profile.importers.rows import ABSENT, LayerKey, Sourced, layer_row, noted, profile_of, state_row
+from shardwright_profile.importers.rows import ABSENT, noted, profile_of, state_row
 from shardwright_profile.options import FasopHardwareOptions, FasopOptions
 
 _COLUMNS = ["model", "gpu", "tp_size", "kind", "layers", "forward_s"]
@@ -160,18 +161,16 @@ def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[st
 
 
 def _rows(request: FasopRequest, tp_size: int, times: Mapping[str, Sourced]) -> Iterator[LayerRow]:
-    options = request.options
+    options, length = request.options, request.model.sequence_length
     for name, forward in times.items():
         for recompute in (Recompute.NONE, Recompute.FULL) if name not in (EMBEDDING, HEAD) else (Recompute.NONE,):
             passes = options.backward_ratio + (recompute is Recompute.FULL)
+            strategy = LayerStrategy(type=name, tp_size=tp_size, dp_size=1, recompute=recompute)
             for size in sorted({1, *options.micro_batches}):
-                yield layer_row(
-                    LayerKey(name, tp_size, recompute=recompute),
-                    size,
-                    request.model.sequence_length,
-                    forward_s=Sourced(size * forward.value, forward.source if size == 1 else Source.ASSUMED),
-                    backward_s=Sourced(passes * size * forward.value, Source.ASSUMED),
-                )
+                key = LayerKey.from_fields(strategy, micro_batch_size=size, sequence_length=length)
+                forward_s = Sourced(size * forward.value, forward.source if size == 1 else Source.ASSUMED)
+                backward_s = Sourced(passes * size * forward.value, Source.ASSUMED)
+                yield LayerRow.from_figures(key, LayerFigures(forward_s, backward_s, ABSENT, ABSENT))
 
 
 def _notes(request: FasopRequest, by_type: Mapping[int, Mapping[str, Sourced]]) -> Iterator[str]:

@@ -1,21 +1,11 @@
 """The profile that importers write: numbers with their sources, everything else absent."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from shardwright_estimate.curves import fits_table
 from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.io.table import Source, Table
+from shardwright_formats.io.table import Source, Sourced, Table
 from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProcessRow, ProfileOrigin, StateRow
-from shardwright_formats.types.strategy import Recompute, SequenceParallel
-
-
-class Sourced(NamedTuple):
-    """A number and where it comes from."""
-
-    value: float
-    source: Source
-
 
 ABSENT = Sourced(0.0, Source.ABSENT)
 
@@ -26,43 +16,8 @@ _MAX_CHARACTERS = 400
 _WEAKNESS = (Source.MEASURED, Source.DERIVED, Source.ASSUMED, Source.ABSENT)
 
 
-class LayerKey(NamedTuple):
-    """A type of layer under a strategy."""
-
-    type: str
-    tp_size: int
-    sequence_parallel: SequenceParallel = SequenceParallel.NONE
-    recompute: Recompute = Recompute.NONE
-
-
-def layer_row(
-    key: LayerKey,
-    micro_batch_size: int,
-    sequence_length: int,
-    *,
-    forward_s: Sourced,
-    backward_s: Sourced,
-    activation_bytes: Sourced = ABSENT,
-    workspace_bytes: Sourced = ABSENT,
-) -> LayerRow:
-    """A row whose errors of times are not known."""
-    return LayerRow(
-        **key._asdict(),
-        micro_batch_size=micro_batch_size,
-        sequence_length=sequence_length,
-        forward_s=forward_s.value,
-        forward_source=forward_s.source,
-        backward_s=backward_s.value,
-        backward_source=backward_s.source,
-        activation_bytes=round(activation_bytes.value),
-        activation_source=activation_bytes.source,
-        workspace_bytes=round(workspace_bytes.value),
-        workspace_source=workspace_bytes.source,
-    )
-
-
 def state_row(type_name: str, tp_size: int, parameter_bytes: Sourced) -> StateRow:
-    """Gradients are as large as parameters, Adam's moments twice that; optimizer and reduction are absent."""
+    """Return a row whose gradients are as large as the parameters and Adam's moments twice that; times are absent."""
     size = round(parameter_bytes.value)
     return StateRow(
         type=type_name,
@@ -84,7 +39,7 @@ def state_row(type_name: str, tp_size: int, parameter_bytes: Sourced) -> StateRo
 
 
 def noted(notes: Iterable[str]) -> str:
-    """The notes as a profile keeps them, one sentence a line; a file of defects is not repeated whole."""
+    """Return the notes as a profile keeps them, one sentence a line; a file of defects is not repeated whole."""
     lines = [" ".join(note.split()) for note in notes]
     cut = [line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}..." for line in lines[:_MAX_NOTES]]
     left = len(lines) - len(cut)
@@ -92,18 +47,18 @@ def noted(notes: Iterable[str]) -> str:
 
 
 def weaker(first: Source, second: Source) -> Source:
-    """Of two sources the one that promises less."""
+    """Return the one of two sources that promises less."""
     return max(first, second, key=_WEAKNESS.index)
 
 
 def profile_of(
     origin: ProfileOrigin, provenance: Provenance, layers: Iterable[LayerRow], states: Iterable[StateRow]
 ) -> ModelProfile:
-    """The profile of these rows; process and overhead are absent.
+    """Return the profile of these rows; process and overhead are absent.
 
     Curves go through what was measured only: points off a line would make it look better than it is.
     """
-    ordered = sorted(layers, key=lambda row: row.place)
+    ordered = sorted(layers, key=lambda row: row.key)
     process = ProcessRow(
         process_bytes=0,
         process_source=Source.ABSENT,

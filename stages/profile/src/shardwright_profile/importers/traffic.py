@@ -9,7 +9,7 @@ from shardwright_formats.semantics.groups import seconds_on
 from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model import HEAD, Model
-from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel
+from shardwright_formats.types.strategy import LayerStrategy
 
 
 class Hardware(NamedTuple):
@@ -24,34 +24,20 @@ class Hardware(NamedTuple):
         return cls(file, read_hardware_profile(file))
 
 
-class LayerTraffic(NamedTuple):
-    """Seconds that a microbatch of one layer spends on messages inside its tensor-parallel group."""
-
-    forward_s: float
-    backward_s: float
-
-
 def layer_traffic(
-    hardware: Hardware,
-    model: Model,
-    type_name: str,
-    tp_size: int,
-    sequence_parallel: SequenceParallel,
-    recompute: Recompute,
-    samples: int,
-    itemsize: int,
-) -> LayerTraffic:
-    """Time of the layer's messages, one after another; `samples` are those of the group."""
-    strategy = LayerStrategy(
-        type=type_name, tp_size=tp_size, dp_size=1, sequence_parallel=sequence_parallel, recompute=recompute
-    )
-    messages = list(region_messages(model, type_name, strategy, samples, itemsize, 1))
-    if type_name == HEAD:
-        messages += loss_messages(model.types[type_name], strategy, samples, itemsize, 1)
+    hardware: Hardware, model: Model, strategy: LayerStrategy, samples: int, itemsize: int
+) -> dict[Pass | None, float]:
+    """Return the seconds that a microbatch of one layer, of so many samples, spends on messages in its group, by pass.
+
+    The messages, all inside the layer's tensor-parallel group, follow one another.
+    """
+    messages = list(region_messages(model, strategy.type, strategy, samples, itemsize, 1))
+    if strategy.type == HEAD:
+        messages += loss_messages(model.types[HEAD], strategy, samples, itemsize, 1)
     times_s: dict[Pass | None, float] = dict.fromkeys(Pass, 0.0)
     for message in messages:
         times_s[message.during] += _time_s(hardware, message) * message.times
-    return LayerTraffic(times_s[Pass.FORWARD], times_s[Pass.BACKWARD])
+    return times_s
 
 
 def _time_s(hardware: Hardware, message: Message) -> float:

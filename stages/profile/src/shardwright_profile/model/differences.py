@@ -5,9 +5,9 @@ from math import hypot
 from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.key import rows_by_key
 from shardwright_formats.semantics.differences import Duration
 from shardwright_profile.model.probe_results import ProbeResult, Repeats
-from shardwright_profile.model.probes import ProbeKey
 
 
 class LayerPair(NamedTuple):
@@ -34,10 +34,7 @@ def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
     Galvatron's method (Miao et al. 2022): whatever does not grow with the layers falls out of the difference. Raises
     BadInput naming the probe that has no partner.
     """
-    by_key: dict[ProbeKey, list[ProbeResult]] = {}
-    for probe in probes:
-        by_key.setdefault(probe.key, []).append(probe)
-    return tuple(_pair(group, name) for group in by_key.values() for name in group[0].counts)
+    return tuple(_pair(group, name) for group in rows_by_key(probes).values() for name in group[0].counts)
 
 
 def seconds_per_layer(pair: LayerPair, what: str, repeats_of: Callable[[ProbeResult], Repeats]) -> Duration:

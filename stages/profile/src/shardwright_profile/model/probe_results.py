@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
+from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.differences import Duration, median_of, paired_difference
 from shardwright_formats.semantics.process_groups import COMMUNICATOR_BYTES, communicator_bytes, communicators
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement
@@ -14,7 +15,7 @@ from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import ProfileOrigin
 from shardwright_formats.types.plan import Attention, GradientReduction, Plan, profiled_as
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
-from shardwright_profile.model.probes import NUM_MICROBATCHES, ProbeKey, key_of, layer_counts
+from shardwright_profile.model.probes import NUM_MICROBATCHES, layer_counts, probe_key
 
 LAYERS = "layers"
 _SEGMENTS = (EMBEDDING, LAYERS, HEAD)
@@ -56,7 +57,7 @@ class ProbeResult(NamedTuple):
 
     file: Path
     plan: Plan
-    key: ProbeKey
+    key: LayerKey
     counts: Mapping[str, int]
     """Number of layers by block type."""
     segments: Mapping[str, SegmentCost]
@@ -188,7 +189,7 @@ def _result(file: Path, found: PlanMeasurement, reference_s: float, of_each: int
     return ProbeResult(
         file=file,
         plan=plan,
-        key=key_of(plan),
+        key=probe_key(plan),
         counts=layer_counts(plan.model),
         segments={name: _segment(file, found, name) for name in _SEGMENTS},
         parameter_bytes=largest(lambda rank: memory[rank].parameters_bytes),

@@ -4,14 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import asdict, replace
 
 from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.key import LayerKey
 from shardwright_formats.types.cluster import Cluster, NodeGroup
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import PipelineStage, Plan, Plans, Schedule
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 
 NUM_MICROBATCHES = 3
 """The least with a middle one: it gathers no parameters, reduces no gradients, and adds to those that are there."""
@@ -77,21 +78,12 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
     return Probes(plans, tuple(_in_turns(plans)), tuple(left_out))
 
 
-class ProbeKey(NamedTuple):
-    """What the probes have in common whose difference is one layer."""
-
-    tp_size: int
-    sequence_parallel: SequenceParallel
-    recompute: Recompute
-    micro_batch_size: int
-    sequence_length: int
-
-
-def key_of(plan: Plan) -> ProbeKey:
-    """The key of a probe."""
-    own = plan.layers[0]
-    size = plan.microbatch_samples // own.dp_size
-    return ProbeKey(own.tp_size, own.sequence_parallel, own.recompute, size, plan.model.sequence_length)
+def probe_key(plan: Plan) -> LayerKey:
+    """Return what the probes share whose difference is one layer: the key of their layers without the type."""
+    strategy = plan.layers[0]
+    size = plan.microbatch_samples // strategy.dp_size
+    key = LayerKey.from_fields(strategy, micro_batch_size=size, sequence_length=plan.model.sequence_length)
+    return key.without("type")
 
 
 def layer_counts(model: Model) -> dict[str, int]:
@@ -110,14 +102,14 @@ def with_layers(model: Model, counts: Mapping[str, int]) -> Model:
         for name, count in counts.items()
         for number in range(count)
     )
-    return msgspec.structs.replace(model, layers=tuple(name for _, _, name in order))
+    return replace(model, layers=tuple(name for _, _, name in order))
 
 
 def _in_turns(plans: Sequence[Plan]) -> Iterator[tuple[int, ...]]:
     """Places of all probes of a key, in their order: the shortest one comes first."""
-    by_key: dict[ProbeKey, list[int]] = {}
+    by_key: dict[LayerKey, list[int]] = {}
     for place, plan in enumerate(plans):
-        by_key.setdefault(key_of(plan), []).append(place)
+        by_key.setdefault(probe_key(plan), []).append(place)
     yield from map(tuple, by_key.values())
 
 
@@ -131,7 +123,7 @@ def _zero_probes(
     longer = with_layers(model, dict.fromkeys(block_types(model), settings.layers[1]))
     size = min(settings.sizes(model.sequence_length, model.sequence_length))
     kinds = (DataParallel.ZERO2, DataParallel.ZERO3)
-    strategies = (msgspec.structs.replace(widest, data_parallel=kind) for kind in kinds)
+    strategies = (replace(widest, data_parallel=kind) for kind in kinds)
     return tuple(_probe(longer, node, settings, own, Recompute.NONE, size) for own in strategies)
 
 
@@ -172,17 +164,7 @@ def _probe(
     micro_batch_size: int,
 ) -> Plan:
     counts = " ".join(f"{name}={count}" for name, count in layer_counts(model).items())
-    layers = tuple(
-        LayerStrategy(
-            type=name,
-            tp_size=strategy.tp_size,
-            dp_size=strategy.dp_size,
-            data_parallel=strategy.data_parallel,
-            sequence_parallel=strategy.sequence_parallel,
-            recompute=recompute,
-        )
-        for name in model.layers
-    )
+    layers = tuple(LayerStrategy(**asdict(strategy), type=name, recompute=recompute) for name in model.layers)
     return Plan(
         name=f"{model.name}@{node.name} {formatted(strategy)} recompute={recompute} "
         f"micro_batch_size={micro_batch_size} sequence_length={model.sequence_length} layers {counts}",

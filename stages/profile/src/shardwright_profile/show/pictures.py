@@ -1,7 +1,6 @@
 """Pictures of profiles: measured points, the curves through them, and what these leave over."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +10,7 @@ from shardwright_estimate.curves import design_of
 from shardwright_formats.display.chart import Axis, Panel, bytes_axis, linear_axis, logarithmic_axis
 from shardwright_formats.display.svg import legend, line, marker, picture, text
 from shardwright_formats.display.units import bytes_text, seconds_text
+from shardwright_formats.key import LayerKey
 from shardwright_formats.types.hardware_profile import CollectiveKey, HardwareProfile
 from shardwright_formats.types.model_profile import FitMode, ModelProfile
 
@@ -152,24 +152,23 @@ def _ranks(key: CollectiveKey) -> str:
 
 
 def _series(profile: ModelProfile, name: str, quantity: str) -> Iterator[_Series]:
-    rows = [row for row in profile.layers.rows if row.type == name and getattr(row, quantity) > 0]
-    rows.sort(key=lambda row: (row.curve, row.micro_batch_size))
-    for curve, found in groupby(rows, key=lambda row: row.curve):
-        points = list(found)
-        error = f"{quantity.removesuffix('_s')}_error_s"
-        _, tp_size, split, recompute, length = curve
-        yield _Series(
-            f"tp {tp_size} {split}, recompute {recompute}, {length} tokens",
-            np.array([row.micro_batch_size for row in points]),
-            np.array([getattr(row, quantity) for row in points], float),
-            np.array([getattr(row, error, 0.0) for row in points]),
-            _batch_line(profile, quantity, curve),
-        )
+    """Yield the series of one layer type, of the points at which the quantity is known."""
+    for key, rows in profile.curves.items():
+        known = [(row.micro_batch_size, getattr(row.figures, quantity)) for row in rows]
+        known = [(size, figure) for size, figure in known if figure.value > 0]
+        if key.type == name and known:
+            yield _Series(
+                f"tp {key.tp_size} {key.sequence_parallel}, recompute {key.recompute}, {key.sequence_length} tokens",
+                np.array([size for size, _ in known]),
+                np.array([figure.value for _, figure in known], float),
+                np.array([figure.error for _, figure in known]),
+                _batch_line(profile, quantity, key),
+            )
 
 
-def _batch_line(profile: ModelProfile, quantity: str, curve: tuple[object, ...]) -> NDArray[Any] | None:
+def _batch_line(profile: ModelProfile, quantity: str, key: LayerKey) -> NDArray[Any] | None:
+    """Return the coefficients of the line through the points of a key; None where there is no line."""
     for fit in profile.fits.rows:
-        of = fit.type, fit.tp_size, fit.sequence_parallel, fit.recompute, fit.sequence_length
-        if (of, fit.quantity, fit.mode) == (curve, quantity, FitMode.BATCH):
+        if (fit.key, fit.quantity, fit.mode) == (key, quantity, FitMode.BATCH):
             return np.array([fit.constant, fit.linear, fit.quadratic])
     return None

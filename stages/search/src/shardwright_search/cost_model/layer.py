@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.communication import region_messages
 from shardwright_formats.semantics.layout import Layout, parameter_layout
 from shardwright_formats.semantics.schedule import Pass
@@ -19,13 +20,13 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import GroupKind
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, Precision
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
+from shardwright_formats.types.strategy import DataParallel, Strategy
 from shardwright_search.cost_model.collectives import Duration, Slowdowns, collective_time, longest, overlapped_time
 from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost, probed_tp_size, slowest_compute, states_of
 from shardwright_search.cost_model.memory import ParameterMemory, itemsize
 from shardwright_search.cost_model.parameters import Overlapped, ParameterCosts, parameter_costs, slowest_parameters
-from shardwright_search.cost_model.profiles import LayerKey, Profiles
+from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import StageTopology, tp_group_kinds
 from shardwright_search.solver.cached import cached_method
@@ -249,7 +250,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         compute = slowest_compute([self._compute(type_name, strategy, on, samples // strategy.dp_size) for on in views])
         sent = [self._further_traffic(type_name, strategy, on, samples) for on in views]
         further = [longest(during) for during in zip(*sent, strict=True)]
-        forward_s, backward_s = compute.forward_s + further[0].time_s, compute.backward_s + further[1].time_s
+        figures = compute.figures
+        forward_s, backward_s = figures.forward_s + further[0].time_s, figures.backward_s + further[1].time_s
         plain = Strategy(**{name: getattr(strategy, name) for name in Strategy.__struct_fields__})
         own = slowest_parameters([self._parameters(type_name, plain, on, single_microbatch) for on in views])
         zero3 = strategy.data_parallel is DataParallel.ZERO3
@@ -278,8 +280,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             sync_ps=picoseconds(own.partial_sum_s) + (0 if zero3 else gather_forward) + once,
             optimizer_ps=picoseconds(own.optimizer_s),
             memory=own.memory,
-            activation_bytes=ceil(compute.activation_bytes),
-            workspace_bytes=max(ceil(compute.workspace_bytes), own.memory.unreduced_gradients) + own.memory.buffers,
+            activation_bytes=ceil(figures.activation_bytes),
+            workspace_bytes=max(ceil(figures.workspace_bytes), own.memory.unreduced_gradients) + own.memory.buffers,
             warnings=tuple(dict.fromkeys(warning for warning in warnings if warning is not None)),
         )
 
@@ -298,19 +300,19 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _compute(
         self, type_name: str, strategy: Strategy, topology: StageTopology, micro_batch_size: int
     ) -> ComputeCost:
-        recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
+        """Return the cost of the layer as measured, or rounded up to a measured degree with a warning."""
         tp_size, length = self._probed(type_name, strategy.tp_size, topology), self.model.sequence_length
-        key = LayerKey(type_name, tp_size, strategy.sequence_parallel, recompute, length)
-        found = self._measured(topology.node_type, key, micro_batch_size)
+        key = LayerKey.from_strategy(type_name, strategy, tp_size=tp_size, sequence_length=length)
+        cost = self._measured(topology.node_type, key, micro_batch_size)
         if tp_size == strategy.tp_size:
-            return found
+            return cost
         rounded = f"rounded up: {type_name} tp_size {strategy.tp_size}: as profiled with tp_size {tp_size}"
-        return found._replace(warning=f"{rounded}; {found.warning}" if found.warning else rounded)
+        return cost._replace(warning=f"{rounded}; {cost.warning}" if cost.warning else rounded)
 
     @cached_method
     def _probed(self, type_name: str, tp_size: int, topology: StageTopology) -> int:
         """The tensor-parallel degree whose numbers serve."""
-        profiled = (size for name, size in self.profiles_on(topology.node_type).states if name == type_name)
+        profiled = (key.tp_size for key in self.profiles_on(topology.node_type).states if key.type == type_name)
         return probed_tp_size(profiled, tp_size, self._node_devices(topology))
 
     def _node_devices(self, topology: StageTopology) -> int:

@@ -1,14 +1,17 @@
 """Profiles whose times are so many times as long: what corrections, robust scenarios and what-ifs are made of."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
+from shardwright_formats.key import LayerKey
 from shardwright_formats.types.hardware_profile import HardwareProfile
-from shardwright_formats.types.model_profile import FitRow
-from shardwright_search.cost_model.profiles import CurveKey, LayerPoints, Profiles
+from shardwright_formats.types.model_profile import FitRow, Quantity
+from shardwright_search.cost_model.profiles import LayerPoints, Profiles
 
 
 class Scaling(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -29,25 +32,28 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def scaled(profiles: Profiles, by: Scaling) -> Profiles:
-    """The profiles with every number multiplied.
+    """Return the profiles with every number multiplied.
 
     Curves through the points, which have no standard error of their own, take the median share of their points.
     """
+    errors: dict[LayerKey, list[NDArray[Any]]] = {}
+    for key, points in profiles.layers.items():
+        errors.setdefault(key.without("sequence_length"), []).append(points.errors)
     return profiles._replace(
         hardware=_scaled_collectives(profiles.hardware, by.collectives),
         layers={key: _scaled_points(points, by) for key, points in profiles.layers.items()},
         fits={
-            key: tuple(_scaled_curve(curve, _curve_factor(profiles, key, by)) for curve in curves)
+            key: tuple(_scaled_curve(curve, errors.get(key, []), by) for curve in curves)
             for key, curves in profiles.fits.items()
         },
         states={
             key: msgspec.structs.replace(
-                of,
-                optimizer_s=of.optimizer_s * by.optimizer,
-                reduction_s=of.reduction_s * by.reduction,
-                scatter_s=of.scatter_s * by.reduction,
+                states,
+                optimizer_s=states.optimizer_s * by.optimizer,
+                reduction_s=states.reduction_s * by.reduction,
+                scatter_s=states.scatter_s * by.reduction,
             )
-            for key, of in profiles.states.items()
+            for key, states in profiles.states.items()
         },
         step_overhead_s=profiles.step_overhead_s * by.step_overhead,
         memory_factor=profiles.memory_factor * by.memory,
@@ -55,27 +61,27 @@ def scaled(profiles: Profiles, by: Scaling) -> Profiles:
 
 
 def _scaled_points(points: LayerPoints, by: Scaling) -> LayerPoints:
+    """Return the points with their times multiplied, and longer by their errors."""
     values = points.values.copy()
     values[:, :2] *= np.array([by.forward, by.backward]) * (1 + by.standard_errors * points.errors)
     return points._replace(values=values)
 
 
-def _curve_factor(profiles: Profiles, key: CurveKey, by: Scaling) -> float:
-    columns = {"forward_s": (0, by.forward), "backward_s": (1, by.backward)}
-    if (quantity := key[-1]) not in columns:
-        return 1.0
-    column, factor = columns[quantity]
-    shares = [points.errors[:, column] for of, points in profiles.layers.items() if of[:4] == key[:4]]
-    return factor * (1 + by.standard_errors * float(np.median(np.concatenate(shares)))) if shares else factor
-
-
-def _scaled_curve(curve: FitRow, factor: float) -> FitRow:
+def _scaled_curve(curve: FitRow, errors: Sequence[NDArray[Any]], by: Scaling) -> FitRow:
+    """Return a curve of times multiplied, and longer by the median of its points' errors; a curve of bytes as it is."""
+    times = (Quantity.FORWARD_S, Quantity.BACKWARD_S)
+    if curve.quantity not in times:
+        return curve
+    column = times.index(curve.quantity)
+    factor = (by.forward, by.backward)[column]
+    if errors:
+        factor *= 1 + by.standard_errors * float(np.median(np.concatenate(errors)[:, column]))
     terms = {name: getattr(curve, name) * factor for name in ("constant", "linear", "quadratic")}
     return msgspec.structs.replace(curve, **terms)
 
 
 def _scaled_collectives(hardware: HardwareProfile, factors: ArrayLike) -> HardwareProfile:
-    """Every repeat of a point times the point's factor."""
+    """Return the profile with every repeat of a point multiplied by the point's factor."""
     repeats = hardware.repeats
-    every = np.broadcast_to(factors, len(hardware.points))
-    return replace(hardware, repeats=repeats.replace(time_s=repeats["time_s"] * every[repeats["point"]]))
+    by_point = np.broadcast_to(factors, len(hardware.points))
+    return replace(hardware, repeats=repeats.replace(time_s=repeats["time_s"] * by_point[repeats["point"]]))

@@ -10,14 +10,15 @@ from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.key import LayerKey
 from shardwright_formats.types.cluster import Cluster, NodeType
 from shardwright_formats.types.hardware_profile import Collective, GroupKind
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import misfit
-from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.collectives import collective_time, send_kind_time
 from shardwright_search.cost_model.compute import layer_cost
-from shardwright_search.cost_model.profiles import LayerKey, Profiles, check_profiles
+from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.fasop.partition import is_exact
 from shardwright_search.fasop.problem import LayerKind, NodeCosts, Problem
 from shardwright_search.fasop.space import MAX_TP_SIZE, divisors
@@ -111,17 +112,20 @@ def _tp_sizes(model: Model, profiles: Profiles, devices: int) -> tuple[int, ...]
         for tp in divisors(devices)
         if tp <= MAX_TP_SIZE
         and all(misfit(model, t, Strategy(tp_size=tp, dp_size=1)) is None for t in types)
-        and all((t, tp) in own.states for t in types for own in profiles.every)
+        and all(LayerKey(type=t, tp_size=tp) in one.states for t in types for one in profiles.per_device)
     )
 
 
 def _layer_ps(
     profiles: Profiles, model: Model, layers: Sequence[str], tp_size: int, size: int, request: SearchRequest
 ) -> NDArray[Any]:
+    """Return forward and backward of each layer in picoseconds [layers]."""
+    strategy = Strategy(tp_size=tp_size, dp_size=1)
+
     def time_ps(name: str) -> int:
-        key = LayerKey(name, tp_size, SequenceParallel.NONE, Recompute.NONE, model.sequence_length)
-        cost = layer_cost(profiles, key, size, request.time_model)
-        return max(1, round((cost.forward_s + cost.backward_s) * 1e12))
+        key = LayerKey.from_strategy(name, strategy, sequence_length=model.sequence_length)
+        figures = layer_cost(profiles, key, size, request.time_model).figures
+        return max(1, round((figures.forward_s + figures.backward_s) * 1e12))
 
     by_type = {name: time_ps(name) for name in dict.fromkeys(layers)}
     found = np.array([by_type[name] for name in layers], np.int64)

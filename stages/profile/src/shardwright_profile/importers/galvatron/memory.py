@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.table import Source
+from shardwright_formats.io.table import Source, Sourced
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_profile.importers.galvatron.keys import (
@@ -18,7 +18,7 @@ from shardwright_profile.importers.galvatron.keys import (
     Memory,
     RankMemory,
 )
-from shardwright_profile.importers.rows import ABSENT, Sourced
+from shardwright_profile.importers.rows import ABSENT
 
 _MIB = 1024**2
 _STALE = 0.01

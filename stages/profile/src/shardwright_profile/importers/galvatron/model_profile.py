@@ -1,37 +1,34 @@
 """Model profiles from the computation and memory files of hetu-galvatron."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.json import sha256_of_file
-from shardwright_formats.io.table import Source
+from shardwright_formats.io.table import Source, Sourced
+from shardwright_formats.key import LayerKey
+from shardwright_formats.semantics.schedule import Pass
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProfileOrigin, StateRow
+from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, ProfileOrigin, StateRow
 from shardwright_formats.types.plan import ITEMSIZE
-from shardwright_formats.types.strategy import Recompute, SequenceParallel
+from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel
 from shardwright_profile.importers.flat_model import FlatType, flat_model
 from shardwright_profile.importers.galvatron.keys import Computation, Memory
 from shardwright_profile.importers.galvatron.memory import ModelMemory, model_memory, tables_of
 from shardwright_profile.importers.galvatron.times import LayerTimes, Point, completed, layer_times, lengths_of
 from shardwright_profile.importers.rows import (
     ABSENT,
-    LayerKey,
-    Sourced,
-    layer_row,
     noted,
     profile_of,
     state_row,
     weaker,
 )
-from shardwright_profile.importers.traffic import Hardware, LayerTraffic, layer_traffic
+from shardwright_profile.importers.traffic import Hardware, layer_traffic
 from shardwright_profile.options import GalvatronOptions
 
 FLAT_FAMILY = "galvatron"
 """The family of a model that these files alone describe."""
-
-_NO_TRAFFIC = LayerTraffic(0.0, 0.0)
 
 
 class GalvatronRequest(NamedTuple):
@@ -46,8 +43,8 @@ class GalvatronRequest(NamedTuple):
     """Prices the traffic of tensor parallelism."""
 
 
-_Missing = dict[tuple[str, SequenceParallel, Recompute], list[int]]
-"""The tp_sizes at which nothing is known of the memory of a type under a strategy."""
+_Missing = dict[LayerKey, list[int]]
+"""The tp_sizes at which nothing is known of the memory of a type under a strategy, by their keys without tp_size."""
 
 
 class _Length(NamedTuple):
@@ -178,47 +175,45 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
     half = [point._replace(time_s=point.time_s / 2) for point in rest]
     missing: _Missing = {}
     for name, points in zip((*_block_types(length.model), EMBEDDING, HEAD), (*layers, half, half), strict=True):
-        for key in _keys(length, name, notes):
-            resident = length.memory.activation(name, key.tp_size, recompute=key.recompute is Recompute.FULL)
-            if resident == ABSENT and key.tp_size > 1:
-                missing.setdefault((name, key.sequence_parallel, key.recompute), []).append(key.tp_size)
+        for strategy in _strategies(length, name, notes):
+            tp_size, recomputes = strategy.tp_size, strategy.recompute is Recompute.FULL
+            resident = length.memory.activation(name, tp_size, recompute=recomputes)
+            if resident == ABSENT and tp_size > 1:
+                missing.setdefault(LayerKey.from_fields(strategy).without("tp_size"), []).append(tp_size)
                 continue
-            workspace = ABSENT
-            if key.recompute is Recompute.FULL:
-                workspace = length.memory.activation(name, key.tp_size, recompute=False)
-            yield from (_row(length, key, point, resident, workspace) for point in points)
+            workspace = length.memory.activation(name, tp_size, recompute=False) if recomputes else ABSENT
+            yield from (_row(length, strategy, point, resident, workspace) for point in points)
     notes += _left_out(missing)
 
 
-def _row(length: _Length, key: LayerKey, point: Point, activation: Sourced, workspace: Sourced) -> LayerRow:
-    """One row: computation divided by tp_size, and the traffic added; bytes are given a sample."""
+def _row(length: _Length, strategy: LayerStrategy, point: Point, activation: Sourced, workspace: Sourced) -> LayerRow:
+    """Return a row: computation divided by tp_size, and the traffic added; bytes are given a sample."""
     request, size = length.request, point.micro_batch_size
-    traffic = _NO_TRAFFIC
-    if key.tp_size > 1 and request.hardware is not None:
+    traffic: Mapping[Pass | None, float] = dict.fromkeys(Pass, 0.0)
+    if strategy.tp_size > 1 and request.hardware is not None:
         itemsize = ITEMSIZE[request.options.precision.split("/")[1]]
-        traffic = layer_traffic(request.hardware, length.model, *key, size, itemsize)
-    alone_s = point.time_s / key.tp_size
-    passes = request.options.backward_ratio + (key.recompute is Recompute.FULL)
+        traffic = layer_traffic(request.hardware, length.model, strategy, size, itemsize)
+    alone_s = point.time_s / strategy.tp_size
+    passes = request.options.backward_ratio + (strategy.recompute is Recompute.FULL)
     forward_source, backward_source = point.source, weaker(Source.ASSUMED, point.source)
-    if key.tp_size > 1:
+    if strategy.tp_size > 1:
         forward_source = backward_source = Source.ASSUMED
-    return layer_row(
-        key,
-        size,
-        length.model.sequence_length,
-        forward_s=_time(alone_s + traffic.forward_s, forward_source),
-        backward_s=_time(passes * alone_s + traffic.backward_s, backward_source),
-        activation_bytes=activation._replace(value=activation.value * size),
-        workspace_bytes=workspace._replace(value=workspace.value * size),
+    figures = LayerFigures(
+        _time(alone_s + traffic[Pass.FORWARD], forward_source),
+        _time(passes * alone_s + traffic[Pass.BACKWARD], backward_source),
+        activation._replace(value=activation.value * size),
+        workspace._replace(value=workspace.value * size),
     )
+    key = LayerKey.from_fields(strategy, micro_batch_size=size, sequence_length=length.model.sequence_length)
+    return LayerRow.from_figures(key, figures)
 
 
 def _time(time_s: float, source: Source) -> Sourced:
     return Sourced(time_s, source) if source is not Source.ABSENT else ABSENT
 
 
-def _keys(length: _Length, name: str, notes: list[str]) -> Iterator[LayerKey]:
-    """The strategies to have rows for; embedding and head are never recomputed."""
+def _strategies(length: _Length, name: str, notes: list[str]) -> Iterator[LayerStrategy]:
+    """Yield the strategies to have rows for; embedding and head are never recomputed."""
     for tp_size in length.request.options.sizes:
         if odd := [what for what, size in length.model.types[name].tp_must_divide.items() if size % tp_size]:
             notes.append(f"{name} at tp_size {tp_size} is left out: it does not divide {odd[0]}.")
@@ -226,17 +221,20 @@ def _keys(length: _Length, name: str, notes: list[str]) -> Iterator[LayerKey]:
         split = tp_size > 1 and length.memory.sequence
         sequence_parallel = SequenceParallel.MEGATRON if split else SequenceParallel.NONE
         for recompute in (Recompute.NONE, Recompute.FULL)[: 1 if name in (EMBEDDING, HEAD) else 2]:
-            yield LayerKey(name, tp_size, sequence_parallel, recompute)
+            yield LayerStrategy(
+                type=name, tp_size=tp_size, dp_size=1, sequence_parallel=sequence_parallel, recompute=recompute
+            )
 
 
 def _left_out(missing: _Missing) -> Iterator[str]:
-    names: dict[tuple[SequenceParallel, Recompute, tuple[int, ...]], list[str]] = {}
-    for (name, sequence_parallel, recompute), tp_sizes in missing.items():
-        names.setdefault((sequence_parallel, recompute, tuple(tp_sizes)), []).append(name)
-    for (sequence_parallel, recompute, sizes), found in names.items():
+    """Yield a sentence for all types that are left out at the same tp_sizes under the same strategy."""
+    names: dict[tuple[LayerKey, tuple[int, ...]], list[str]] = {}
+    for key, tp_sizes in missing.items():
+        names.setdefault((key.without("type"), tuple(tp_sizes)), []).append(key.type)
+    for (key, sizes), types in names.items():
         yield (
-            f"Left out at tp_size {', '.join(map(str, sizes))} with sequence_parallel {sequence_parallel.value},"
-            f" recompute {recompute.value}, because their memory is in no table: {', '.join(found)}."
+            f"Left out at tp_size {', '.join(map(str, sizes))} with sequence_parallel {key.sequence_parallel},"
+            f" recompute {key.recompute}, because their memory is in no table: {', '.join(types)}."
         )
 
 
