@@ -46,7 +46,7 @@ def test_two_ranks_measure_every_kind_of_message_to_one_mebibyte(make_cluster, t
     assert (profile.cluster, profile.device, profile.backend) == ("toys", "cpu", "gloo")
     assert {key.collective for key in profile.curves} == set(Collective)
     for key, (sizes, medians_s) in profile.curves.items():
-        assert key[1:] == (2, 2, True)
+        assert key.group == (2, 2, True)
         assert sizes.tolist()[:6] == [1024 * 4**i for i in range(6)]
         assert sizes[5] == _ONE_MIB
         assert (medians_s > 0).all()

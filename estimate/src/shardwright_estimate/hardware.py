@@ -147,5 +147,5 @@ def _points(cluster: Cluster, network: Network) -> Iterator[tuple[PointRow, floa
             sizes = SizeRange(_MIN_BYTES, _MAX_BYTES).all(key.group_size)
             times_s = message_times_s(key, leaving, network, np.array(sizes)).tolist()
             for message_bytes, time_s in zip(sizes, times_s, strict=True):
-                row = PointRow(**key._asdict(), message_bytes=message_bytes, interval=0.0, source=Source.ANALYTIC)
+                row = PointRow(**key.columns, message_bytes=message_bytes, interval=0.0, source=Source.ANALYTIC)
                 yield row, time_s

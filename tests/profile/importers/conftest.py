@@ -90,7 +90,7 @@ def hardware(tmp_path):
     reduce = CollectiveKey(Collective.ALL_REDUCE, 2, 2, True)
     points = list(link_points(reduce, 1e6, Source.DERIVED))
     for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
-        points += link_points(reduce._replace(collective=collective), 1e6, Source.DERIVED)
+        points += link_points(CollectiveKey.from_fields(reduce, collective=collective), 1e6, Source.DERIVED)
     profile = hardware_profile("toys", "A100", [], points, None)
     write_hardware_profile(tmp_path / "hardware.h5", profile)
     return Hardware(tmp_path / "hardware.h5", profile)

@@ -239,7 +239,7 @@ def test_mending_keeps_the_longest_run_of_rows_and_levels_what_falls(request_for
     # As another, slower machine: rows that fall afterwards.
     times |= {"layernum[2]_bsz1_seq32": 50.0, "layernum[4]_bsz1_seq32": 70.0}
     profile = import_galvatron(request_for(times=times, repair=True))
-    sizes = [key[4] for key in rows_of(profile) if key[:4] == ("block", 1, "none", "none")]
+    sizes = [size for *strategy, size in rows_of(profile) if strategy == ["block", 1, "none", "none"]]
     assert sizes == [2, 3, 4]
     assert "layernum[2] takes 50 ms at batch 1 and 9 ms at 2: only its batches 2 to 4 are used." in (
         profile.provenance.notes

@@ -91,7 +91,7 @@ def test_neighbours_cross_nodes_when_one_is_too_small_and_strided_ranks_when_the
         "allreduce_size_2_consec_0": 8.0,
     }
     keys = imported(tables_for("2nodes_8gpus", allreduce=bandwidths)).curves
-    found = {key[1:] for key in keys if key.collective is Collective.ALL_REDUCE}
+    found = {key.group for key in keys if key.collective is Collective.ALL_REDUCE}
     assert found == {(16, 8, True), (8, 8, True), (2, 1, False)}
 
 

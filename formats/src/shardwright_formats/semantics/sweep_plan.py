@@ -149,7 +149,7 @@ def overlap_keys(keys: Iterable[CollectiveKey]) -> tuple[CollectiveKey, ...]:
     found: dict[tuple[Collective, int, bool], CollectiveKey] = {}
     for key in sorted(keys, key=_overlap_order):
         if key.collective in _OVERLAPPED:
-            found.setdefault((*key[:2], key.group.across_nodes), key)
+            found.setdefault((key.collective, key.group_size, key.group.across_nodes), key)
     return tuple(found.values())
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from shardwright_formats.io.hdf5 import Profile, Provenance, read_profile, write_profile
 from shardwright_formats.io.table import Row, Source, Table, median
+from shardwright_formats.key import Key
 from shardwright_formats.types.limits import (
     Bytes,
     NonNegativeCount,
@@ -69,8 +70,8 @@ class GroupKind(NamedTuple):
         return f"{self.size} {layout} ranks{place}"
 
 
-class CollectiveKey(NamedTuple):
-    """A kind of message: which collective, and the kind of group."""
+class CollectiveKey(Key, frozen=True, order=True):
+    """What times of messages are looked up by: which collective, and the kind of group."""
 
     collective: Collective
     group_size: int
@@ -79,8 +80,8 @@ class CollectiveKey(NamedTuple):
 
     @property
     def group(self) -> GroupKind:
-        """The kind of group."""
-        return GroupKind(*self[1:])
+        """Return the kind of group."""
+        return GroupKind(self.group_size, self.ranks_per_node, self.consecutive)
 
 
 _RateName = Annotated[str, Meta(max_length=32)]
@@ -108,8 +109,8 @@ class PointRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> CollectiveKey:
-        """The kind of message."""
-        return CollectiveKey(self.collective, self.group_size, self.ranks_per_node, self.consecutive)
+        """Return the kind of message."""
+        return CollectiveKey.from_fields(self)
 
 
 class RepeatRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):

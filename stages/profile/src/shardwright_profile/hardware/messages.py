@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardwright_formats.semantics.sweep_plan import SIZE_STEP, CollectiveKind, PairRound
 from shardwright_profile.hardware.collectives import collective_call, p2p_call
-from shardwright_profile.hardware.profile import Key, PairEntry, PointEntry
+from shardwright_profile.hardware.profile import EntryKey, PairEntry, PointEntry
 from shardwright_profile.hardware.session import Session, Task
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS
 
@@ -33,7 +33,7 @@ def _done_before(session: Session, kinds: Sequence[CollectiveKind]) -> int:
         number
         for number, kind in enumerate(kinds)
         for size in sizes.all(kind.key.group_size)
-        if session.find("point", *kind.key, size)
+        if session.find("point", kind.key, size)
     ]
     return max(begun, default=0)
 
@@ -42,7 +42,7 @@ def _points(session: Session, kind: CollectiveKind, grows: bool) -> Iterator[Tas
     sizes, always = (of(kind.key.group_size) for of in (session.identity.sizes.all, session.identity.sizes.always))
     needs_s = 0.0
     for number, size in enumerate(sizes):
-        key = ("point", *kind.key, size)
+        key = ("point", kind.key, size)
         limit_s = None if size in always else needs_s if grows else inf
         yield Task(kind, [key], partial(_timed_point, session, kind, size), 1 / (len(sizes) - number), limit_s)
         entry = session.find(*key)
@@ -56,14 +56,14 @@ def _timed_point(session: Session, kind: CollectiveKind, message_bytes: int, sha
     call = collective_call(kind, message_bytes, session.process_groups.of(kind), session.device)
     stopwatch.slowest_s(call, WARM_UP_REPEATS)
     times_s = stopwatch.repeated(lambda n: stopwatch.slowest_s(call, n)[None], share_s, session.max_repeats)
-    return [PointEntry(**kind.key._asdict(), message_bytes=message_bytes, times_s=tuple(times_s[0].tolist()))]
+    return [PointEntry(**kind.key.columns, message_bytes=message_bytes, times_s=tuple(times_s[0].tolist()))]
 
 
 def pair_tasks(session: Session, rounds: Sequence[PairRound]) -> list[list[Task]]:
     """Every link, the pairs of a round at once."""
 
     def task(timed: PairRound) -> Task:
-        keys: list[Key] = [("pair", source, target, timed.message_bytes) for source, target in timed.pairs]
+        keys: list[EntryKey] = [("pair", source, target, timed.message_bytes) for source, target in timed.pairs]
         return Task(timed, keys, partial(_timed_pairs, session, timed))
 
     return [[task(timed)] for timed in rounds]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardwright_formats.semantics.sweep_plan import COMPUTE_RATIOS, CollectiveKind
 from shardwright_profile.hardware.collectives import collective_call
-from shardwright_profile.hardware.profile import OverlapEntry, PointEntry
+from shardwright_profile.hardware.profile import OverlapEntry, PointEntry, overlap_key
 from shardwright_profile.hardware.session import Session, Task
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS
 
@@ -64,11 +64,11 @@ def overlap_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Ite
 def _overlaps(session: Session, timer: "_Timer", kind: CollectiveKind) -> Iterator[Task]:
     always = session.identity.sizes.always(kind.key.group_size)
     for size in session.identity.sizes.overlapped(kind.key.group_size):
-        point = session.find("point", *kind.key, size)
+        point = session.find("point", kind.key, size)
         if not isinstance(point, PointEntry):
             return
         what = f"overlapped with a computation, {kind}"
-        keys = [("overlap", *kind.key[:3], size, ratio) for ratio in COMPUTE_RATIOS]
+        keys = [overlap_key(kind.key, size, ratio) for ratio in COMPUTE_RATIOS]
         needs_s = CASE_MESSAGES * (WARM_UP_REPEATS + session.min_repeats) * float(np.median(point.times_s))
         # Half: the sizes that follow take more.
         yield Task(what, keys, partial(timer.entries, kind, point), 1 / 2, None if size in always else needs_s)

@@ -1,6 +1,6 @@
 """What a sweep is asked, what it measures, one value each as its journal has them, and the profile that they make."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -32,7 +32,7 @@ from shardwright_profile.hardware.statistics import median_interval, outliers
 _Positive = Annotated[float, Meta(gt=0)]
 _Count = Annotated[int, Meta(ge=1)]
 
-Key = tuple[str | int | float, ...]
+EntryKey = tuple[Hashable, ...]
 """What tells an entry from all others of a sweep."""
 
 
@@ -86,8 +86,8 @@ class StartEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     time_s: _Positive
 
     @property
-    def key(self) -> Key:
-        """There is one."""
+    def key(self) -> EntryKey:
+        """Return the kind of entry, of which there is one."""
         return ("start",)
 
     def __str__(self) -> str:
@@ -101,8 +101,8 @@ class RateEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
     values: Annotated[tuple[_Positive, ...], Meta(min_length=1)]
 
     @property
-    def key(self) -> Key:
-        """By its name."""
+    def key(self) -> EntryKey:
+        """Return the kind of entry and the name of the rate."""
         return ("rate", self.name)
 
     def __str__(self) -> str:
@@ -121,13 +121,13 @@ class PointEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def kind(self) -> CollectiveKey:
-        """The kind of message."""
-        return CollectiveKey(self.collective, self.group_size, self.ranks_per_node, self.consecutive)
+        """Return the kind of message."""
+        return CollectiveKey.from_fields(self)
 
     @property
-    def key(self) -> Key:
-        """By kind and size."""
-        return ("point", *self.kind, self.message_bytes)
+    def key(self) -> EntryKey:
+        """Return the kind of entry and of message, and the size."""
+        return ("point", self.kind, self.message_bytes)
 
     def __str__(self) -> str:
         median = seconds_text(float(np.median(self.times_s)))
@@ -141,13 +141,18 @@ class PairEntry(PairRow, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     source: Source = Source.MEASURED
 
     @property
-    def key(self) -> Key:
-        """By ranks and size."""
+    def key(self) -> EntryKey:
+        """Return the kind of entry, the ranks and the size."""
         return ("pair", self.source_rank, self.target_rank, self.message_bytes)
 
     def __str__(self) -> str:
         ranks = f"rank {self.source_rank} to rank {self.target_rank}"
         return f"{bytes_text(self.message_bytes)} from {ranks} in {seconds_text(self.time_s)}"
+
+
+def overlap_key(kind: CollectiveKey | OverlapRow, message_bytes: int, compute_ratio: float) -> EntryKey:
+    """Return the key of an overlap of a kind of message, whether its ranks are neighbours or not."""
+    return ("overlap", kind.collective, kind.group_size, kind.ranks_per_node, message_bytes, compute_ratio)
 
 
 class OverlapEntry(OverlapRow, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="overlap"):
@@ -158,16 +163,9 @@ class OverlapEntry(OverlapRow, frozen=True, kw_only=True, forbid_unknown_fields=
     source: Source = Source.MEASURED
 
     @property
-    def key(self) -> Key:
-        """By kind of message, size, and length of the computation."""
-        return (
-            "overlap",
-            self.collective,
-            self.group_size,
-            self.ranks_per_node,
-            self.collective_bytes,
-            self.compute_ratio,
-        )
+    def key(self) -> EntryKey:
+        """Return the kind of entry and of message, the size, and the length of the computation."""
+        return overlap_key(self, self.collective_bytes, self.compute_ratio)
 
     def __str__(self) -> str:
         return (
@@ -214,9 +212,7 @@ def profile_of(identity: SweepIdentity, entries: Sequence[Entry], date: str) -> 
 
 def _point(entry: PointEntry) -> PointRow:
     interval = median_interval(entry.times_s)
-    return PointRow(
-        **entry.kind._asdict(), message_bytes=entry.message_bytes, interval=interval, source=Source.MEASURED
-    )
+    return PointRow(**entry.kind.columns, message_bytes=entry.message_bytes, interval=interval, source=Source.MEASURED)
 
 
 def _repeats(number: int, entry: PointEntry) -> list[RepeatRow]:

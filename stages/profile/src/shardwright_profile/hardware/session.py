@@ -11,7 +11,7 @@ from shardwright_formats.semantics.process_groups import EDGE_CHANNELS
 from shardwright_formats.semantics.sweep_plan import CollectiveKind, Groups
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_launch.journal import Journal
-from shardwright_profile.hardware.profile import Entry, Key, SweepIdentity
+from shardwright_profile.hardware.profile import Entry, EntryKey, SweepIdentity
 from shardwright_profile.hardware.statistics import MIN_REPEATS
 from shardwright_profile.hardware.timing import Stopwatch
 
@@ -86,7 +86,7 @@ class Task(NamedTuple):
 
     what: object
     """What the user is told of it, as text."""
-    keys: Sequence[Key]
+    keys: Sequence[EntryKey]
     """Of the entries that it gives."""
     measure: Callable[[float], Sequence[Entry]]
     """Given so many seconds."""

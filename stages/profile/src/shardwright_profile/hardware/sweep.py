@@ -10,7 +10,7 @@ from shardwright_profile.hardware.collectives import collective_call
 from shardwright_profile.hardware.device_rates import rate_tasks
 from shardwright_profile.hardware.messages import pair_tasks, point_tasks
 from shardwright_profile.hardware.overlap import CASE_MESSAGES, overlap_tasks
-from shardwright_profile.hardware.profile import Entry, OverlapEntry, PairEntry, Progress, Remark
+from shardwright_profile.hardware.profile import Entry, OverlapEntry, PairEntry, Progress, Remark, overlap_key
 from shardwright_profile.hardware.progress import Line, Workload, line_through
 from shardwright_profile.hardware.session import Session, Task, timed
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS, Budget
@@ -63,13 +63,13 @@ def _workload(session: Session, plan: SweepPlan) -> Workload:
         return sizes.always(kind.key.group_size)
 
     return Workload(
-        points=[size for kind in plan.kinds for size in always(kind) if not find("point", *kind.key, size)],
+        points=[size for kind in plan.kinds for size in always(kind) if not find("point", kind.key, size)],
         pairs=[r.message_bytes for r in plan.rounds if not find("pair", *r.pairs[0], r.message_bytes)],
         overlap=[
             size
             for kind in plan.overlapped
             for size in sizes.overlapped(kind.key.group_size)
-            if size in always(kind) and not find("overlap", *kind.key[:3], size, 1.0)
+            if size in always(kind) and not find(*overlap_key(kind.key, size, 1.0))
         ],
         case_messages=CASE_MESSAGES,
         min_repeats=session.min_repeats,

@@ -46,7 +46,7 @@ def link_points(
 def halves(reduce: HardwarePoint) -> Iterator[HardwarePoint]:
     """The gather and the scatter that an all-reduce consists of on a ring (Patarasuk & Yuan 2009)."""
     for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
-        key = reduce.key._replace(collective=collective)
+        key = CollectiveKey.from_fields(reduce.key, collective=collective)
         yield HardwarePoint(key, reduce.message_bytes, reduce.time_s / 2, Source.DERIVED)
 
 
@@ -66,10 +66,7 @@ def hardware_profile(
         provenance=Provenance(date="unknown", versions="nccl, driver unknown", notes=noted(notes)),
         points=Table.of(
             PointRow,
-            (
-                PointRow(**p.key._asdict(), message_bytes=p.message_bytes, interval=0.0, source=p.source)
-                for p in ordered
-            ),
+            (PointRow(**p.key.columns, message_bytes=p.message_bytes, interval=0.0, source=p.source) for p in ordered),
         ),
         repeats=Table.of(
             RepeatRow, (RepeatRow(point=i, time_s=p.time_s, outlier=False) for i, p in enumerate(ordered))

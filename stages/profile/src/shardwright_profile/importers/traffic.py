@@ -20,7 +20,7 @@ class Hardware(NamedTuple):
 
     @classmethod
     def read(cls, file: Path) -> "Hardware":
-        """The profile of a file."""
+        """Return the profile of a file."""
         return cls(file, read_hardware_profile(file))
 
 
@@ -41,10 +41,11 @@ def layer_traffic(
 
 
 def _time_s(hardware: Hardware, message: Message) -> float:
-    """On neighbouring ranks, inside a node where one holds them all."""
+    """Return the time of a message on neighbouring ranks, inside a node where one holds them all."""
+    neighbours = (message.collective, message.group_size, True)
     curves = hardware.profile.curves
-    alike = (key for key in curves if key[:2] == (message.collective, message.group_size) and key.consecutive)
+    alike = (key for key in curves if (key.collective, key.group_size, key.consecutive) == neighbours)
     if (key := max(alike, key=lambda key: key.ranks_per_node, default=None)) is None:
-        what = f"no {message.collective} among {message.group_size} neighbouring ranks"
-        raise BadInput(hardware.file, what, "leave that size out of --tp-sizes, or give another profile")
+        problem = f"no {message.collective} among {message.group_size} neighbouring ranks"
+        raise BadInput(hardware.file, problem, "leave that size out of --tp-sizes, or give another profile")
     return seconds_on(hardware.profile, key, message.bytes)

@@ -48,7 +48,7 @@ def send_kind_time(profiles: Profiles, consecutive: bool, across_nodes: bool, nu
     """Time of a message from one rank to another; neighbours or not makes no difference to two ranks."""
     key = CollectiveKey(Collective.P2P, 2, 1 if across_nodes else 2, consecutive)
     if key not in profiles.hardware.curves:
-        other = key._replace(consecutive=not consecutive)
+        other = CollectiveKey.from_fields(key, consecutive=not consecutive)
         key = other if other in profiles.hardware.curves else key
     return _on_curve(profiles, key, num_bytes)
 

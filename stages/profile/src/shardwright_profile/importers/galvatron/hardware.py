@@ -64,7 +64,8 @@ def import_galvatron_hardware(options: GalvatronHardwareOptions) -> HardwareProf
     notes += _disagreements(timed, bandwidths)
     reduces = {key: list(link_points(key, rate, Source.DERIVED)) for key, rate in bandwidths.items()}
     reduces |= {key: found for key, found in timed.items() if key.collective is Collective.ALL_REDUCE}
-    exchanges = {key._replace(collective=Collective.ALL_TO_ALL): rate for key, rate in bandwidths.items()}
+    to_all = Collective.ALL_TO_ALL
+    exchanges = {CollectiveKey.from_fields(key, collective=to_all): rate for key, rate in bandwidths.items()}
     assumed = {key: list(link_points(key, rate, Source.ASSUMED)) for key, rate in exchanges.items() if key not in timed}
     if assumed:
         notes.append("Where no all-to-all was timed, the all-reduce's bus bandwidth is assumed for it.")
