@@ -85,7 +85,7 @@ def estimate_layer(
     machine: Machine,
     fused: bool = False,
 ) -> LayerFigures[float]:
-    """One layer of a type under a strategy of one tensor-parallel group; `recompute` is that of a `LayerStrategy`."""
+    """Return the figures of a layer under a strategy of one tensor-parallel group, which may be a `LayerStrategy`."""
     share = _share(strategy, micro_batch_size, precision, attention)
     parts = layer_parts(model, type_name, fused)
     recompute = getattr(strategy, "recompute", Recompute.NONE)
@@ -119,7 +119,7 @@ def estimate_layer(
 
 
 def _accumulated_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
-    """What adding a microbatch's gradients to those of others reads and writes."""
+    """Return the bytes that adding a microbatch's gradients to those of others reads and writes."""
     tp_size = 1 if strategy.sequence_parallel is SequenceParallel.ULYSSES else strategy.tp_size
     return kind.parameter_count(tp_size) * (2 * ITEMSIZE[precision.reduce] + ITEMSIZE[precision.compute])
 
@@ -180,8 +180,8 @@ def _between_products_s(part: Part, share: _Share, machine: Machine) -> float:
 def _messages(
     model: Model, type_name: str, strategy: Strategy, samples: int, itemsize: int, during: Pass
 ) -> Iterator[Message]:
-    """What tensor and sequence parallelism move in one pass, replays in the backward one."""
-    found = list(region_messages(model, type_name, strategy, samples, itemsize, 1))
+    """Yield what tensor and sequence parallelism move in one pass, replays in the backward one."""
+    messages = list(region_messages(model, type_name, strategy, samples, itemsize, 1))
     if type_name == HEAD:
-        found += loss_messages(model.types[type_name], strategy, samples, itemsize, 1)
-    return (message for message in found if message.during is during)
+        messages += loss_messages(model.types[type_name], strategy, samples, itemsize, 1)
+    return (message for message in messages if message.during is during)

@@ -55,7 +55,7 @@ def model_profile(
     fused: bool = False,
     process: Process | None = None,
 ) -> AnalyticProfile:
-    """The profile of a model at the length of each of its descriptions; `package` is the one whose command makes it.
+    """Return the profile of a model at the length of each of its descriptions, made by a command of `package`.
 
     `fused`: norms and activation functions are one kernel each. `process`: what is known of its own memory.
     Raises BadInput where these are of different models or of one length, and where no strategy fits.
@@ -104,7 +104,7 @@ def hardware_profile(
     package: str = "shardwright-profile",
     overlap: Overlap | None = None,
 ) -> HardwareProfile:
-    """The hardware profile of a cluster, `rates` being those of its kinds of device, `between` those of its nodes.
+    """Return the hardware profile of a cluster, with the rates of its kinds of device and `between` its nodes.
 
     `overlap`: what is known of computation and collectives beside one another.
     """
@@ -134,7 +134,7 @@ def _same_model(models: Sequence[tuple[Path, Model]]) -> Model:
 
 
 def _strategies(models: Sequence[Model], settings: ProfileSettings) -> Iterator[tuple[Model, Strategy, str | None]]:
-    """Every asked strategy of one tensor-parallel group, with the reason why it does not fit all layers or None."""
+    """Yield every asked strategy of one tensor-parallel group, with the reason why it does not fit or None."""
     for model, (tp_size, kind) in product(models, settings.strategies):
         strategy = Strategy(tp_size=tp_size, dp_size=1, sequence_parallel=kind)
         problem = misfit_of(model, strategy)
@@ -144,7 +144,7 @@ def _strategies(models: Sequence[Model], settings: ProfileSettings) -> Iterator[
 def _layer_rows(
     model: Model, strategy: Strategy, settings: ProfileSettings, machine: Machine, fused: bool
 ) -> Iterator[LayerRow]:
-    """Of the layers that a strategy fits: heads that it does not divide leave it to embedding and head."""
+    """Yield the rows of layers that a strategy fits: heads that it does not divide leave it to embedding and head."""
     asked = settings.micro_batch_sizes
     sizes = asked if isinstance(asked, tuple) else asked.values(None)
     for name in (EMBEDDING, *block_types(model), HEAD):

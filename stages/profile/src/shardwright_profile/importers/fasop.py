@@ -45,7 +45,7 @@ class _Links(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class FasopConstants(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What FASOP's source has as numbers; settings are `default` and `pareto`."""
+    """The numbers that FASOP's source has; settings are `default` and `pareto`."""
 
     citation: str
     sequence_lengths: dict[str, Annotated[int, Meta(ge=1)]]
@@ -92,7 +92,7 @@ def read_fasop_times(file: Path) -> FasopTimes:
 
 
 def import_fasop(request: FasopRequest) -> ModelProfile:
-    """The profile of one model on one GPU; memory, optimizer and overheads are absent.
+    """Return the profile of one model on one GPU; memory, optimizer and overheads are absent.
 
     Raises BadInput where the table has no such model or GPU, or lacks a kind of layer, and where the description is of
     another length.
@@ -101,12 +101,12 @@ def import_fasop(request: FasopRequest) -> ModelProfile:
     table = request.times.get((options.model_name, options.gpu))
     if table is None:
         known = ", ".join(sorted(f"{model} on {gpu}" for model, gpu in request.times))
-        what = f"no times of {options.model_name} on {options.gpu}, only of {known}"
-        raise BadInput(options.times, what, "ask for one of these")
+        problem = f"no times of {options.model_name} on {options.gpu}, only of {known}"
+        raise BadInput(options.times, problem, "ask for one of these")
     length = request.constants.sequence_lengths.get(options.model_name)
     if length != request.model.sequence_length:
-        what = f"{options.model_name} was timed at sequence_length {length}, not {request.model.sequence_length}"
-        raise BadInput(options.constants, what, "describe the model at that length")
+        problem = f"{options.model_name} was timed at sequence_length {length}, not {request.model.sequence_length}"
+        raise BadInput(options.constants, problem, "describe the model at that length")
     tp_sizes = sorted({tp_size for tp_size, _ in table})
     by_type = {tp_size: _times_by_type(request, table, tp_size) for tp_size in tp_sizes}
     rows = [row for tp_size in tp_sizes for row in _rows(request, tp_size, by_type[tp_size])]
@@ -135,28 +135,29 @@ def _cells(file: Path, line: int, cells: Sequence[str]) -> tuple[str, str, int, 
 
 
 def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[str, Sourced]:
-    """Time of each of the model's types; what a kind adds to a plain layer belongs to the head."""
+    """Return the time of each of the model's types; what a kind adds to a plain layer belongs to the head."""
     options = request.options
 
-    def of(kind: str) -> float:
+    def time_of(kind: str) -> float:
         if (tp_size, kind) not in table:
-            what = f"no {kind} of {options.model_name} on {options.gpu} at tp_size {tp_size}"
-            raise BadInput(options.times, what, "add that row")
+            problem = f"no {kind} of {options.model_name} on {options.gpu} at tp_size {tp_size}"
+            raise BadInput(options.times, problem, "add that row")
         return table[(tp_size, kind)]
 
     types = tuple(dict.fromkeys(request.model.layers))
     if (1, "transformer") in table:
-        kinds, embedding = ["transformer"], Sourced(of("embedding"), Source.MEASURED)
-        head = Sourced(of("post_process"), Source.MEASURED)
+        kinds, embedding = ["transformer"], Sourced(time_of("embedding"), Source.MEASURED)
+        head = Sourced(time_of("post_process"), Source.MEASURED)
     else:
-        kinds, embedding = ["encoder", "decoder"], Sourced(of("embedding") + of("decoder_embedding"), Source.DERIVED)
-        head = Sourced(sum(of(f"{kind}_plus_post") - of(kind) for kind in kinds), Source.DERIVED)
+        both_s = time_of("embedding") + time_of("decoder_embedding")
+        kinds, embedding = ["encoder", "decoder"], Sourced(both_s, Source.DERIVED)
+        head = Sourced(sum(time_of(f"{kind}_plus_post") - time_of(kind) for kind in kinds), Source.DERIVED)
     if len(types) != len(kinds):
-        what = f"{options.model_name} has {len(kinds)} types of layers, model {request.model.name!r} {len(types)}"
-        raise BadInput(options.times, what, "pass the description of that model")
+        problem = f"{options.model_name} has {len(kinds)} types of layers, model {request.model.name!r} {len(types)}"
+        raise BadInput(options.times, problem, "pass the description of that model")
     if head.value <= 0:
         raise BadInput(options.times, f"the head takes {head.value:g} s at tp_size {tp_size}", "measure it again")
-    blocks = {name: Sourced(of(kind), Source.MEASURED) for name, kind in zip(types, kinds, strict=True)}
+    blocks = {name: Sourced(time_of(kind), Source.MEASURED) for name, kind in zip(types, kinds, strict=True)}
     return {EMBEDDING: embedding, **blocks, HEAD: head}
 
 
@@ -206,7 +207,7 @@ def read_fasop_constants(file: Path) -> FasopConstants:
 
 
 def fasop_hardware(constants: FasopConstants, options: FasopHardwareOptions) -> HardwareProfile:
-    """Times of messages by bandwidth alone, all derived; BadInput where the constants have no such GPU or setting."""
+    """Return times of messages by bandwidth alone, all derived; BadInput where the constants lack GPU or setting."""
     file, setting, gpu = options.constants, options.setting, options.gpu
     links = constants.bandwidth_bits_per_s.get(setting, {}).get(gpu)
     if links is None:
@@ -231,14 +232,14 @@ def fasop_hardware(constants: FasopConstants, options: FasopHardwareOptions) -> 
 
 
 def _inside(a_node: int, bytes_per_s: float) -> Iterator[HardwarePoint]:
-    """Of groups in a node of so many GPUs."""
+    """Yield the points of groups in a node of so many GPUs."""
     for ranks, consecutive, collective in product(range(2, a_node + 1), (False, True), Collective):
         if collective is not Collective.P2P or ranks == 2:
             yield from link_points(CollectiveKey(collective, ranks, ranks, consecutive), bytes_per_s, Source.DERIVED)
 
 
 def _between(nodes: int, a_node: int, bytes_per_s: float) -> Iterator[HardwarePoint]:
-    """Of groups with equally many ranks on each of their nodes; all of a node's groups share its network."""
+    """Yield the points of groups with equally many ranks on each of their nodes, which share a node's network."""
     even = (size for size in range(1, a_node + 1) if a_node % size == 0)
     for on_a_node, on_nodes, collective in product(even, range(2, nodes + 1), Collective):
         if collective is not Collective.P2P:
@@ -251,7 +252,7 @@ def _between(nodes: int, a_node: int, bytes_per_s: float) -> Iterator[HardwarePo
 
 
 def _sharing(key: CollectiveKey, a_node: int) -> float:
-    """How many times what a rank of a group sends leaves each node; in an all-to-all a part of it stays there."""
+    """Return how many times what a rank sends leaves each node; in an all-to-all a part of it stays there."""
     if key.collective is Collective.ALL_TO_ALL:
         return a_node * (key.group_size - key.ranks_per_node) / (key.group_size - 1)
     return a_node / key.ranks_per_node

@@ -33,7 +33,7 @@ class HardwarePoint(NamedTuple):
 def link_points(
     key: CollectiveKey, bytes_per_s: float, source: Source, sizes: Sequence[int] = _SIZES
 ) -> Iterator[HardwarePoint]:
-    """Time by bandwidth, without latency: of the link for p2p, of the bus for collectives, as nccl-tests defines it.
+    """Yield times by bandwidth without latency: of the link for p2p, of the bus as nccl-tests has it for collectives.
 
     Of n ranks an all-reduce moves 2(n-1)/n of its message, the others (n-1)/n.
     """
@@ -44,7 +44,7 @@ def link_points(
 
 
 def halves(reduce: HardwarePoint) -> Iterator[HardwarePoint]:
-    """The gather and the scatter that an all-reduce consists of on a ring (Patarasuk & Yuan 2009)."""
+    """Yield the gather and the scatter that an all-reduce consists of on a ring (Patarasuk & Yuan 2009)."""
     for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
         key = CollectiveKey.from_fields(reduce.key, collective=collective)
         yield HardwarePoint(key, reduce.message_bytes, reduce.time_s / 2, Source.DERIVED)
@@ -57,7 +57,7 @@ def hardware_profile(
     points: Sequence[HardwarePoint],
     overlap: tuple[CollectiveKey, float] | None,
 ) -> HardwareProfile:
-    """The profile of these points, one time each, and of one slowdown of both sides of an overlap."""
+    """Return the profile of these points, one time each, and of one slowdown of both sides of an overlap."""
     ordered = sorted(points)
     return HardwareProfile(
         cluster=cluster,

@@ -19,17 +19,17 @@ class LayerPair(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """How many layers they differ by."""
+        """Return how many layers they differ by."""
         return self.many.counts[self.type] - self.few.counts[self.type]
 
     @property
     def in_turns(self) -> bool:
-        """Whether their steps of one number are of one round."""
+        """Return whether their steps of one number are of one round."""
         return bool(self.few.in_turns) and self.few.in_turns == self.many.in_turns
 
 
 def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
-    """For every key and block type its pair: the fewest and the most layers of the type.
+    """Return the pair of every key and block type: the fewest and the most layers of the type.
 
     Galvatron's method (Miao et al. 2022): whatever does not grow with the layers falls out of the difference. Raises
     BadInput naming the probe that has no partner.
@@ -37,35 +37,35 @@ def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
     return tuple(_pair(group, name) for group in rows_by_key(probes).values() for name in group[0].counts)
 
 
-def seconds_per_layer(pair: LayerPair, what: str, repeats_of: Callable[[ProbeResult], Repeats]) -> Duration:
-    """Seconds of one layer; BadInput names both probes where the longer one was not slower: no layer is free.
+def seconds_per_layer(pair: LayerPair, quantity: str, repeats_of: Callable[[ProbeResult], Repeats]) -> Duration:
+    """Return the seconds of one layer; BadInput names both probes where the longer was not slower: no layer is free.
 
     Of probes that were stepped in turns it is the median over the rounds, else the difference of two medians.
     """
     few, many = repeats_of(pair.few), repeats_of(pair.many)
     more = many.beyond(few) if pair.in_turns else _difference(few.slowest, many.slowest)
     if more.median_s <= 0:
-        raise _noisy(pair, what, *(f"{repeats.slowest.median_s:.6g} s" for repeats in (few, many)))
+        raise _noisy(pair, quantity, *(f"{repeats.slowest.median_s:.6g} s" for repeats in (few, many)))
     return more.scaled(1 / pair.layers)
 
 
 def _difference(few: Duration, many: Duration) -> Duration:
-    """Of two medians whose errors are independent."""
+    """Return the difference of two medians whose errors are independent."""
     return Duration(many.median_s - few.median_s, hypot(few.error_s, many.error_s))
 
 
-def bytes_per_layer(pair: LayerPair, what: str, bytes_of: Callable[[ProbeResult], int]) -> int:
-    """Bytes of one layer, rounded up; BadInput names both probes where the longer one held less."""
+def bytes_per_layer(pair: LayerPair, quantity: str, bytes_of: Callable[[ProbeResult], int]) -> int:
+    """Return the bytes of one layer, rounded up; BadInput names both probes where the longer one held less."""
     few_bytes, many_bytes = bytes_of(pair.few), bytes_of(pair.many)
     if many_bytes < few_bytes:
-        raise _noisy(pair, what, f"{few_bytes} bytes", f"{many_bytes} bytes")
+        raise _noisy(pair, quantity, f"{few_bytes} bytes", f"{many_bytes} bytes")
     return -((few_bytes - many_bytes) // pair.layers)
 
 
-def _noisy(pair: LayerPair, what: str, few: str, many: str) -> BadInput:
+def _noisy(pair: LayerPair, quantity: str, few: str, many: str) -> BadInput:
     return BadInput(
         pair.many.file,
-        f"{what} of {pair.many.plan.name!r} ({many}) is not above that of {pair.few.plan.name!r} ({few})",
+        f"{quantity} of {pair.many.plan.name!r} ({many}) is not above that of {pair.few.plan.name!r} ({few})",
         "measure both with more --steps on a quieter machine",
     )
 

@@ -34,12 +34,12 @@ class Repeats(NamedTuple):
         return max(map(median_of, self.ranks))
 
     def beyond(self, other: "Repeats") -> Duration:
-        """What it takes more than the other, round by round, on the rank that is the slowest of both."""
+        """Return how much longer it takes than the other, round by round, on the rank that is the slowest of both."""
         slowest = max(zip(self.ranks, other.ranks, strict=True), key=lambda pair: sum(map(median, pair)))
         return paired_difference(slowest[1], slowest[0])
 
     def scaled(self, by: float) -> "Repeats":
-        """So many times as long."""
+        """Return the repeats multiplied by a factor."""
         return Repeats(tuple(tuple(by * time_s for time_s in rank) for rank in self.ranks))
 
 
@@ -73,7 +73,7 @@ class ProbeResult(NamedTuple):
     reduction_s: float
     optimizer_s: float
     reference_s: float
-    """Of the reference workload meanwhile."""
+    """The time of the reference workload meanwhile."""
     in_turns: tuple[str, ...]
     """As in its measurement, `measured_again` too."""
     measured_again: int
@@ -119,20 +119,20 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Proven
     """
     for file, measurement in measurements:
         for failure in measurement.failed:
-            what = f"probe {failure.plan.name!r} ran out of memory on rank {failure.rank}"
-            raise BadInput(file, what, "measure probes of smaller batches, shorter samples or fewer layers")
+            problem = f"probe {failure.plan.name!r} ran out of memory on rank {failure.rank}"
+            raise BadInput(file, problem, "measure probes of smaller batches, shorter samples or fewer layers")
     results = [
-        _result(file, found, _reference_s(measurement.plans, place), _of_each_communicator(measurement))
+        _result(file, measured, _reference_s(measurement.plans, place), _of_each_communicator(measurement))
         for file, measurement in measurements
-        for place, found in enumerate(measurement.plans)
+        for place, measured in enumerate(measurement.plans)
     ]
-    origins = [(file, _origin(m, found)) for file, m in measurements for found in m.plans]
+    origins = [(file, _origin(m, measured)) for file, m in measurements for measured in m.plans]
     first_file, origin = origins[0]
     for file, other in origins[1:]:
         for field in ProfileOrigin.__struct_fields__:
             if (one := getattr(origin, field)) != (two := getattr(other, field)):
-                what = f"{field} is {two!r}, but {one!r} in {first_file}"
-                raise BadInput(file, what, "fit the measurements of one model on one kind of device at a time")
+                problem = f"{field} is {two!r}, but {one!r} in {first_file}"
+                raise BadInput(file, problem, "fit the measurements of one model on one kind of device at a time")
     seen: dict[tuple[object, ...], ProbeResult] = {}
     for result in results:
         identity = (result.key, result.data_parallel, *sorted(result.counts.items()))
@@ -150,8 +150,8 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Proven
     return origin, provenance, tuple(result.at_speed(reference_s) for result in ordered)
 
 
-def _origin(measurement: Measurement, found: PlanMeasurement) -> ProfileOrigin:
-    plan = found.plan
+def _origin(measurement: Measurement, measured: PlanMeasurement) -> ProfileOrigin:
+    plan = measured.plan
     return ProfileOrigin(
         model=plan.model.name,
         architecture_sha256=plan.model.architecture_sha256,
@@ -163,35 +163,36 @@ def _origin(measurement: Measurement, found: PlanMeasurement) -> ProfileOrigin:
 
 
 def _reference_s(measured: Sequence[PlanMeasurement], place: int) -> float:
-    """Of the reference workload around the plan at a place.
+    """Return the time of the reference workload around the plan at a place.
 
     Of plans that were stepped in turns it is the median over the steps of all, the same for each of them; else the
     median of the plan and its neighbours.
     """
     if turns := measured[place].in_turns:
-        return median(time_s for found in measured if found.in_turns == turns for time_s in found.reference_times_s)
-    return median(found.reference_s for found in measured[max(0, place - 1) : place + 2])
+        return median(time_s for plan in measured if plan.in_turns == turns for time_s in plan.reference_times_s)
+    return median(plan.reference_s for plan in measured[max(0, place - 1) : place + 2])
 
 
 def _of_each_communicator(measurement: Measurement) -> int:
     return COMMUNICATOR_BYTES if measurement.backend == "nccl" else 0
 
 
-def _result(file: Path, found: PlanMeasurement, reference_s: float, of_each: int) -> ProbeResult:
-    plan = found.plan
+def _result(file: Path, measured: PlanMeasurement, reference_s: float, of_each: int) -> ProbeResult:
+    plan = measured.plan
     if (problem := _no_probe(plan)) is not None:
         raise BadInput(file, f"plan {plan.name!r} is no probe: {problem}", "pass measurements of probes")
 
     def largest(bytes_of: Callable[[int], int]) -> int:
         return max(bytes_of(rank) for rank in range(plan.world_size))
 
-    memory, held = [rank.memory for rank in found.ranks], communicators(plan)
+    ranks, held = measured.ranks, communicators(plan)
+    memory = [rank.memory for rank in ranks]
     return ProbeResult(
         file=file,
         plan=plan,
         key=probe_key(plan),
         counts=layer_counts(plan.model),
-        segments={name: _segment(file, found, name) for name in _SEGMENTS},
+        segments={name: _segment(file, measured, name) for name in _SEGMENTS},
         parameter_bytes=largest(lambda rank: memory[rank].parameters_bytes),
         gradient_bytes=largest(lambda rank: memory[rank].gradients_bytes),
         optimizer_bytes=largest(lambda rank: memory[rank].optimizer_bytes),
@@ -200,12 +201,12 @@ def _result(file: Path, found: PlanMeasurement, reference_s: float, of_each: int
         ),
         communicator_bytes=of_each,
         resident_bytes=largest(lambda rank: memory[rank].resident_bytes),
-        step_s=median(found.step_times_s),
-        reduction_s=_slowest_s(file, found, "gradient_reduction_s", [r.gradient_reduction_s for r in found.ranks]),
-        optimizer_s=_slowest_s(file, found, "optimizer_s", [r.optimizer_s for r in found.ranks]),
+        step_s=median(measured.step_times_s),
+        reduction_s=_slowest_s(file, measured, "gradient_reduction_s", [r.gradient_reduction_s for r in ranks]),
+        optimizer_s=_slowest_s(file, measured, "optimizer_s", [r.optimizer_s for r in ranks]),
         reference_s=reference_s,
-        in_turns=found.in_turns,
-        measured_again=found.measured_again,
+        in_turns=measured.in_turns,
+        measured_again=measured.measured_again,
     )
 
 
@@ -233,25 +234,26 @@ def _sharding(layer: LayerStrategy) -> tuple[int, bool, SequenceParallel, Recomp
     return layer.tp_size, layer.tp_consecutive, layer.sequence_parallel, layer.recompute
 
 
-def _segment(file: Path, found: PlanMeasurement, name: str) -> SegmentCost:
-    times = [segment for rank in found.ranks for segment in rank.segments if segment.name == name]
-    memory = [segment for rank in found.ranks for segment in rank.memory.segments if segment.name == name]
-    if len(times) != found.plan.world_size or len(memory) != found.plan.world_size:
-        what = f"probe {found.plan.name!r} has no segment {name!r} of every rank, in time and in memory"
-        raise BadInput(file, what, "measure it again")
+def _segment(file: Path, measured: PlanMeasurement, name: str) -> SegmentCost:
+    times = [segment for rank in measured.ranks for segment in rank.segments if segment.name == name]
+    memory = [segment for rank in measured.ranks for segment in rank.memory.segments if segment.name == name]
+    if len(times) != measured.plan.world_size or len(memory) != measured.plan.world_size:
+        problem = f"probe {measured.plan.name!r} has no segment {name!r} of every rank, in time and in memory"
+        raise BadInput(file, problem, "measure it again")
     return SegmentCost(
-        forward=_repeats(file, found, f"forward_s of {name}", [segment.forward_s for segment in times]),
-        backward=_repeats(file, found, f"backward_s of {name}", [segment.backward_s for segment in times]),
+        forward=_repeats(file, measured, f"forward_s of {name}", [segment.forward_s for segment in times]),
+        backward=_repeats(file, measured, f"backward_s of {name}", [segment.backward_s for segment in times]),
         activation_bytes=max(segment.activation_bytes for segment in memory),
         workspace_bytes=max(max(s.forward_workspace_bytes, s.backward_workspace_bytes) for s in memory),
     )
 
 
-def _slowest_s(file: Path, found: PlanMeasurement, what: str, ranks: Sequence[tuple[float, ...]]) -> float:
-    return _repeats(file, found, what, ranks).slowest.median_s
+def _slowest_s(file: Path, measured: PlanMeasurement, quantity: str, ranks: Sequence[tuple[float, ...]]) -> float:
+    return _repeats(file, measured, quantity, ranks).slowest.median_s
 
 
-def _repeats(file: Path, found: PlanMeasurement, what: str, ranks: Sequence[tuple[float, ...]]) -> Repeats:
+def _repeats(file: Path, measured: PlanMeasurement, quantity: str, ranks: Sequence[tuple[float, ...]]) -> Repeats:
     if any(not repeats for repeats in ranks):
-        raise BadInput(file, f"probe {found.plan.name!r} has no repeats of {what}", "measure it with more steps")
+        problem = f"probe {measured.plan.name!r} has no repeats of {quantity}"
+        raise BadInput(file, problem, "measure it with more steps")
     return Repeats(tuple(ranks))

@@ -28,12 +28,12 @@ class Probes(NamedTuple):
 
     @property
     def document(self) -> Plans:
-        """What is to be measured."""
+        """Return the document that says what is to be measured."""
         return Plans(plans=self.plans, in_turns=self.in_turns)
 
 
 def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, settings: ProfileSettings) -> Probes:
-    """The probes of a model on one node of `node_type`, all of whose devices take part.
+    """Return the probes of a model on one node of `node_type`, all of whose devices take part.
 
     `models` are descriptions of one model at each length of the settings, its own first. For each strategy, length and
     micro-batch size: one plan with `settings.layers[0]` layers of every block type, and one for each block type with
@@ -59,13 +59,13 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
             left_out.append(f"{formatted(strategy)}: {problem}")
     if not fitting:
         raise BadInput("--settings", f"no strategy fits ({'; '.join(left_out)})", "choose other tp_sizes")
-    own = model.sequence_length
+    length = model.sequence_length
     plans = tuple(
         _probe(truncated, node, settings, strategy, recompute, size)
         for strategy, recompute in product(fitting, settings.recompute)
         for described in models
         if misfit_of(described, strategy) is None
-        for size in settings.sizes(described.sequence_length, own)
+        for size in settings.sizes(described.sequence_length, length)
         for truncated in _truncations(described, settings.layers)
     )
     plans += _zero_probes(model, node, settings, fitting)
@@ -87,12 +87,12 @@ def probe_key(plan: Plan) -> LayerKey:
 
 
 def layer_counts(model: Model) -> dict[str, int]:
-    """How many layers a model has of each block type."""
+    """Return how many layers a model has of each block type."""
     return {name: model.layers.count(name) for name in block_types(model)}
 
 
 def with_layers(model: Model, counts: Mapping[str, int]) -> Model:
-    """The model with `counts` layers of each block type, which keep the order they have in the model.
+    """Return the model with `counts` layers of each block type, which keep the order they have in the model.
 
     Layers that the model does not have follow the last one of their type.
     """
@@ -106,7 +106,7 @@ def with_layers(model: Model, counts: Mapping[str, int]) -> Model:
 
 
 def _in_turns(plans: Sequence[Plan]) -> Iterator[tuple[int, ...]]:
-    """Places of all probes of a key, in their order: the shortest one comes first."""
+    """Yield the places of all probes of a key, in their order: the shortest one comes first."""
     by_key: dict[LayerKey, list[int]] = {}
     for place, plan in enumerate(plans):
         by_key.setdefault(probe_key(plan), []).append(place)
@@ -116,7 +116,7 @@ def _in_turns(plans: Sequence[Plan]) -> Iterator[tuple[int, ...]]:
 def _zero_probes(
     model: Model, node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy]
 ) -> tuple[Plan, ...]:
-    """Of the strategy with the most data-parallel ranks, at the model's own length and the smallest micro-batch."""
+    """Return the probes under ZeRO: widest data parallelism, the model's own length, the smallest micro-batch."""
     widest = max(fitting, key=lambda strategy: strategy.dp_size)
     if widest.dp_size == 1:
         return ()
@@ -124,7 +124,7 @@ def _zero_probes(
     size = min(settings.sizes(model.sequence_length, model.sequence_length))
     kinds = (DataParallel.ZERO2, DataParallel.ZERO3)
     strategies = (replace(widest, data_parallel=kind) for kind in kinds)
-    return tuple(_probe(longer, node, settings, own, Recompute.NONE, size) for own in strategies)
+    return tuple(_probe(longer, node, settings, strategy, Recompute.NONE, size) for strategy in strategies)
 
 
 def _truncations(model: Model, layers: tuple[int, int]) -> Iterator[Model]:
@@ -136,7 +136,7 @@ def _truncations(model: Model, layers: tuple[int, int]) -> Iterator[Model]:
 
 
 def _strategies(model: Model, devices: int, settings: ProfileSettings) -> Iterator[tuple[Strategy, str | None]]:
-    """Every asked strategy, with the reason why it does not fit or None."""
+    """Yield every asked strategy, with the reason why it does not fit or None."""
     for tp_size, kind in settings.strategies:
         strategy = Strategy(tp_size=tp_size, dp_size=max(1, devices // tp_size), sequence_parallel=kind)
         if devices % tp_size:
@@ -146,11 +146,11 @@ def _strategies(model: Model, devices: int, settings: ProfileSettings) -> Iterat
 
 
 def _check_lengths(models: Sequence[Model], settings: ProfileSettings) -> None:
-    found = tuple(model.sequence_length for model in models)
-    wanted = settings.lengths(found[0])
-    if sorted(found) != sorted(wanted):
-        what = f"they describe sequence_length {list(found)}, the settings ask for {list(wanted)}"
-        raise BadInput("--model", what, "describe the model at each of these lengths, its own first")
+    lengths = tuple(model.sequence_length for model in models)
+    wanted = settings.lengths(lengths[0])
+    if sorted(lengths) != sorted(wanted):
+        problem = f"they describe sequence_length {list(lengths)}, the settings ask for {list(wanted)}"
+        raise BadInput("--model", problem, "describe the model at each of these lengths, its own first")
     if len({model.architecture_sha256 for model in models}) > 1:
         raise BadInput("--model", "they describe different models", "describe one model at each length")
 

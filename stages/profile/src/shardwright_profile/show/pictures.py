@@ -142,9 +142,10 @@ def _messages(curves: Sequence[tuple[int, str, NDArray[Any]]], name: str, left: 
 
 
 def _quartiles(profile: HardwareProfile, key: CollectiveKey) -> NDArray[Any]:
+    """Return the sizes of a kind of message, ascending, and the quartiles of its times: [sizes, 4]."""
     timed = zip(profile.points.rows, profile.times_s, strict=True)
-    found = [(float(p.message_bytes), *np.quantile(times_s, [0.25, 0.5, 0.75])) for p, times_s in timed if p.key == key]
-    return np.array(sorted(found))
+    points = [(row.message_bytes, *np.quantile(times_s, [0.25, 0.5, 0.75])) for row, times_s in timed if row.key == key]
+    return np.array(sorted(points), float)
 
 
 def _ranks(key: CollectiveKey) -> str:

@@ -98,8 +98,8 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
         return self.memory.parameters + self.memory.gathered_parameters + self.memory.optimizer
 
 
-def _gather(own: Overlapped) -> Gather:
-    return Gather(picoseconds(own.alone.time_s), own.slowdowns, picoseconds(own.overhead_s))
+def _gather(overlapped: Overlapped) -> Gather:
+    return Gather(picoseconds(overlapped.alone.time_s), overlapped.slowdowns, picoseconds(overlapped.overhead_s))
 
 
 def picoseconds(time_s: float) -> int:
@@ -200,13 +200,13 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     @property
     def step_overhead_s(self) -> float:
         """What is there once a step, on the ranks where it is longest."""
-        return max(own.step_overhead_s for own in self._profiles_by_type.values())
+        return max(profiles.step_overhead_s for profiles in self._profiles_by_type.values())
 
     def send(self, type_name: str, layout: Layout, link: Link, samples: int) -> Cost:
         """Handing the outputs of a layer of that type to the next pipeline stage, one way."""
         outputs, shape = self.model.types[type_name].outputs, (link.consecutive, link.across_nodes)
         ends = map(self.profiles_on, link.node_types)
-        return _slower(send_time(own, *shape, layout, samples, outputs, self.compute_bytes) for own in ends)
+        return _slower(send_time(profiles, *shape, layout, samples, outputs, self.compute_bytes) for profiles in ends)
 
     def handover(
         self,
@@ -223,7 +223,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         """
         outputs, ends = self.model.types[type_name].outputs, map(self.profiles_on, node_types)
         layouts = source, target, samples
-        return _slower(handover_time(own, nodes, *layouts, outputs, self.compute_bytes) for own in ends)
+        return _slower(handover_time(profiles, nodes, *layouts, outputs, self.compute_bytes) for profiles in ends)
 
     def boundary_bytes(self, type_name: str, layout: Layout, samples: int) -> int:
         """What one rank holds of the outputs of a layer of that type for one microbatch."""
@@ -253,35 +253,35 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         figures = compute.figures
         forward_s, backward_s = figures.forward_s + further[0].time_s, figures.backward_s + further[1].time_s
         plain = Strategy(**{name: getattr(strategy, name) for name in Strategy.__struct_fields__})
-        own = slowest_parameters([self._parameters(type_name, plain, on, single_microbatch) for on in views])
+        costs = slowest_parameters([self._parameters(type_name, plain, on, single_microbatch) for on in views])
         zero3 = strategy.data_parallel is DataParallel.ZERO3
-        gather_forward, gather_backward = (picoseconds(own.gather.added_s(t)) for t in (forward_s, backward_s))
-        added = picoseconds(own.reduction.added_s(backward_s))
+        gather_forward, gather_backward = (picoseconds(costs.gather.added_s(t)) for t in (forward_s, backward_s))
+        added = picoseconds(costs.reduction.added_s(backward_s))
         once, alone, beside = (
             (0, 0, 0)
             if reduces_every
             else (
                 added,
-                picoseconds(own.reduction.alone.time_s),
-                picoseconds(own.reduction.beside_s(backward_s)),
+                picoseconds(costs.reduction.alone.time_s),
+                picoseconds(costs.reduction.beside_s(backward_s)),
             )
         )
-        warnings = [compute.warning, *(d.warning for d in (*further, own.gather.alone, own.reduction.alone))]
+        warnings = [compute.warning, *(d.warning for d in (*further, costs.gather.alone, costs.reduction.alone))]
         return LayerCost(
             forward_ps=picoseconds(forward_s),
             backward_ps=picoseconds(backward_s),
             gather_forward_ps=gather_forward if zero3 else 0,
             gather_backward_ps=gather_backward if zero3 else 0,
-            gather=_gather(own.gather) if zero3 else Gather(),
+            gather=_gather(costs.gather) if zero3 else Gather(),
             sync_every_ps=added - once,
             reduction_ps=alone,
-            slowdowns=own.reduction.slowdowns,
+            slowdowns=costs.reduction.slowdowns,
             overlapped_ps=beside,
-            sync_ps=picoseconds(own.partial_sum_s) + (0 if zero3 else gather_forward) + once,
-            optimizer_ps=picoseconds(own.optimizer_s),
-            memory=own.memory,
+            sync_ps=picoseconds(costs.partial_sum_s) + (0 if zero3 else gather_forward) + once,
+            optimizer_ps=picoseconds(costs.optimizer_s),
+            memory=costs.memory,
             activation_bytes=ceil(figures.activation_bytes),
-            workspace_bytes=max(ceil(figures.workspace_bytes), own.memory.unreduced_gradients) + own.memory.buffers,
+            workspace_bytes=max(ceil(figures.workspace_bytes), costs.memory.unreduced_gradients) + costs.memory.buffers,
             warnings=tuple(dict.fromkeys(warning for warning in warnings if warning is not None)),
         )
 

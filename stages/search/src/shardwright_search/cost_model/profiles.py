@@ -48,25 +48,25 @@ class Profiles(NamedTuple):
     origin: ProfileOrigin
     model_file: Path
     layers: Mapping[LayerKey, LayerPoints]
-    """By keys without micro_batch_size."""
+    """The points of each curve, by keys without micro_batch_size."""
     states: Mapping[LayerKey, StateRow]
-    """By keys of type and tp_size."""
+    """The costs of parameters, by keys of type and tp_size."""
     fits: Mapping[LayerKey, Sequence[FitRow]]
-    """By keys without micro_batch_size and sequence_length."""
+    """The fitted curves, by keys without micro_batch_size and sequence_length."""
     process_bytes: int
     communicator_bytes: int
     """Of each communicator that is no edge."""
     step_overhead_s: float
     sources: Sources
-    """Of these three."""
+    """Where these three come from."""
     reference_s: float
-    """Of the reference workload on the machine as it was profiled; 0 where none was run."""
+    """The time of the reference workload on the machine as it was profiled; 0 where none was run."""
     notes: str
-    """Of the model profile, one sentence a line."""
+    """The notes of the model profile, one sentence a line."""
     memory_factor: float = 1.0
-    """What the memory of a rank is multiplied by, where measured plans taught that."""
+    """The factor of a rank's memory that measured plans taught."""
     others: tuple["Profiles", ...] = ()
-    """Of the other devices of a mixed cluster."""
+    """The profiles of the other devices of a mixed cluster."""
 
     @property
     def per_device(self) -> tuple["Profiles", ...]:

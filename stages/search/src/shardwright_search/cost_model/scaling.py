@@ -15,20 +15,20 @@ from shardwright_search.cost_model.profiles import LayerPoints, Profiles
 
 
 class Scaling(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What each kind of number is multiplied by."""
+    """The factors that kinds of numbers are multiplied by."""
 
     forward: float = 1.0
     backward: float = 1.0
     standard_errors: float = 0.0
-    """By so many of its own, every time of a layer is longer besides."""
+    """How many standard errors of its own every time of a layer is longer besides."""
     reduction: float = 1.0
-    """What reducing gradients was measured to add."""
+    """The factor of what reducing gradients was measured to add."""
     optimizer: float = 1.0
     step_overhead: float = 1.0
     memory: float = 1.0
-    """All that a rank holds."""
+    """The factor of all that a rank holds."""
     collectives: ArrayLike = 1.0
-    """Of each point of the hardware profile [points], or one for all."""
+    """The factors of the points of the hardware profile [points], or one for all."""
 
 
 def scaled(profiles: Profiles, by: Scaling) -> Profiles:

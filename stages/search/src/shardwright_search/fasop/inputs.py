@@ -57,7 +57,7 @@ def check_request(request: SearchRequest, file: Path) -> None:
 def problem_of(
     request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, cluster_file: Path, file: Path
 ) -> Problem:
-    """What the table is made of; links as the largest messages go, layers as profiled.
+    """Return what the table is made of; links as the largest messages go, layers as profiled.
 
     Raises BadInput where a profile lacks a point, the node types have unequal numbers of devices, or the model has no
     attention.
@@ -67,20 +67,22 @@ def problem_of(
     names = tuple(dict.fromkeys(group.node_type for group in cluster.nodes))
     per_node = {cluster.node_types[name].devices_per_node for name in names}
     if len(per_node) > 1:
-        what = f"nodes of {' and '.join(map(str, sorted(per_node)))} devices"
-        raise BadInput(cluster_file, what, "FASOP's space needs equally many in each: search another space")
+        problem = f"nodes of {' and '.join(map(str, sorted(per_node)))} devices"
+        raise BadInput(cluster_file, problem, "FASOP's space needs equally many in each: search another space")
     (devices,) = per_node
     layers = (EMBEDDING, *model.layers, HEAD)
     tp_sizes = _tp_sizes(model, profiles, devices)
     budgets = budgets_of(request, cluster, file)
-    own = {name: profiles.of_device(cluster.node_types[name].device) for name in names}
+    by_type = {name: profiles.of_device(cluster.node_types[name].device) for name in names}
     parameters = {tp: np.array([float(model.types[t].parameter_count(tp)) for t in layers]) for tp in tp_sizes}
     assert isinstance(request.global_batch_size, int)
     sizes = divisors(request.global_batch_size)
     hidden = model.types[model.layers[0]].outputs[-1].features
     return Problem(
         node_types=tuple(
-            _node_costs(name, cluster.node_types[name], budgets[name], own[name], len(cluster.node_of_rank) > devices)
+            _node_costs(
+                name, cluster.node_types[name], budgets[name], by_type[name], len(cluster.node_of_rank) > devices
+            )
             for name in names
         ),
         devices_per_node=devices,
@@ -88,7 +90,7 @@ def problem_of(
         max_pp_size=len(model.layers),
         kinds=(LayerKind.EMBEDDING, *[LayerKind.BLOCK] * len(model.layers), LayerKind.HEAD),
         layer_ps={
-            (name, tp, size): _layer_ps(own[name], model, layers, tp, size, request)
+            (name, tp, size): _layer_ps(by_type[name], model, layers, tp, size, request)
             for name in names
             for tp in tp_sizes
             for size in sizes
@@ -105,7 +107,7 @@ def problem_of(
 
 
 def _tp_sizes(model: Model, profiles: Profiles, devices: int) -> tuple[int, ...]:
-    """Up to FASOP's 4, of one node, that every layer can be split by and was profiled at on every device."""
+    """Return the degrees up to 4, as in FASOP, in a node, that all layers can be split by and all profiles have."""
     types = tuple(dict.fromkeys((EMBEDDING, *model.layers, HEAD)))
     return tuple(
         tp
@@ -128,11 +130,13 @@ def _layer_ps(
         return max(1, round((figures.forward_s + figures.backward_s) * 1e12))
 
     by_type = {name: time_ps(name) for name in dict.fromkeys(layers)}
-    found = np.array([by_type[name] for name in layers], np.int64)
-    if not is_exact(len(layers), int(found.sum())):
-        what = f"a microbatch of {size} samples takes {found.sum() * 1e-12:.0f} s"
-        raise BadInput(profiles.model_file, what, "that is more than partitions are compared for: take a smaller batch")
-    return found
+    times_ps = np.array([by_type[name] for name in layers], np.int64)
+    if not is_exact(len(layers), int(times_ps.sum())):
+        problem = f"a microbatch of {size} samples takes {times_ps.sum() * 1e-12:.0f} s"
+        raise BadInput(
+            profiles.model_file, problem, "that is more than partitions are compared for: take a smaller batch"
+        )
+    return times_ps
 
 
 def _node_costs(name: str, node_type: NodeType, budget: int, profiles: Profiles, several: bool) -> NodeCosts:
@@ -154,7 +158,7 @@ def _send_rate(profiles: Profiles, across: bool) -> float:
 
 
 def _ring_rate(profiles: Profiles, kind: GroupKind) -> float:
-    """The bandwidth at which a ring would take as long: 2 (n - 1) / n of the bytes go over each link."""
+    """Return the bandwidth at which a ring would take as long: 2 (n - 1) / n of the bytes go over each link."""
     taken = collective_time(profiles, Collective.ALL_REDUCE, [kind], _MESSAGE_BYTES)
     return 2 * (kind.size - 1) / kind.size * _MESSAGE_BYTES / taken.time_s
 
@@ -166,7 +170,7 @@ def _tied(model: Model) -> int:
 
 
 def _heads(model: Model, file: Path) -> int:
-    found = [r.attention.heads for r in model.types[model.layers[0]].regions if r.attention is not None]
-    if not found:
+    heads = [r.attention.heads for r in model.types[model.layers[0]].regions if r.attention is not None]
+    if not heads:
         raise BadInput(file, f"model {model.name} has no attention", "FASOP's memory formula needs its heads")
-    return found[0]
+    return heads[0]

@@ -38,7 +38,7 @@ class GalvatronRequest(NamedTuple):
     computation: Computation
     memory: Memory | None
     models: tuple[Model, ...]
-    """Of one architecture, one for each length to import."""
+    """Descriptions of one architecture, one for each length to import."""
     hardware: Hardware | None
     """Prices the traffic of tensor parallelism."""
 
@@ -57,7 +57,7 @@ class _Length(NamedTuple):
 
 
 def import_galvatron(request: GalvatronRequest) -> ModelProfile:
-    """The profile that the files determine, with every assumption and defect in its notes.
+    """Return the profile that the files determine, with every assumption and defect in its notes.
 
     Raises BadInput where models and files do not belong together, where a point is missing or impossible, and where
     tensor parallelism is asked for without hardware to price its traffic.
@@ -68,16 +68,16 @@ def import_galvatron(request: GalvatronRequest) -> ModelProfile:
     if len({model.sequence_length for model in request.models}) < len(request.models):
         raise BadInput("--model", "two descriptions of one sequence_length", "give one for each length")
     if max(request.options.sizes) > 1 and request.hardware is None:
-        what = f"tp_size {max(request.options.sizes)} has traffic inside its layers, which needs a hardware profile"
-        raise BadInput("--tp-sizes", what, "pass --hardware, or --tp-sizes 1")
+        problem = f"tp_size {max(request.options.sizes)} has traffic inside its layers, which needs a hardware profile"
+        raise BadInput("--tp-sizes", problem, "pass --hardware, or --tp-sizes 1")
     lengths = [_length(request, model) for model in request.models]
     notes = list(_heading(request))
     rows: list[LayerRow] = []
     said_at: dict[str, list[int]] = {}
     for length in lengths:
-        found = [*length.times.notes, *length.memory.notes]
-        rows += _rows(length, found)
-        for note in dict.fromkeys(found):
+        length_notes = [*length.times.notes, *length.memory.notes]
+        rows += _rows(length, length_notes)
+        for note in dict.fromkeys(length_notes):
             said_at.setdefault(note, []).append(length.model.sequence_length)
     for note, where in said_at.items():
         everywhere = len(where) == len(lengths)
@@ -103,11 +103,11 @@ def flat_galvatron_model(
     types: Sequence[FlatType],
     sequence_parallel: SequenceParallel | None,
 ) -> Model:
-    """A minimal model of what the files say: flat parameters, and an identity made of the files."""
+    """Return a minimal model of what the files say: flat parameters, and an identity made of the files."""
     lengths = lengths_of(computation, types[0].positions)
     names = (*(kind.name for kind in types), EMBEDDING, HEAD)
-    found = model_memory(memory, lengths, names[:-2], tables_of(memory, sequence_parallel))
-    sizes = {name: found.parameters(name, 1) for name in names}
+    known = model_memory(memory, lengths, names[:-2], tables_of(memory, sequence_parallel))
+    sizes = {name: known.parameters(name, 1) for name in names}
     if ABSENT in sizes.values():
         raise BadInput(memory.file, "lacks the sizes of some types", "pass --model in place of --type")
     config = {"computation_sha256": sha256_of_file(computation.file), "memory_sha256": sha256_of_file(memory.file)}
@@ -119,8 +119,8 @@ def _length(request: GalvatronRequest, model: Model) -> _Length:
     times = layer_times(request.computation, lengths, request.options.repair)
     types = _block_types(model)
     if len(times.layers) != len(types):
-        what = f"times of {len(times.layers)} types of layers, where model {model.name!r} has {len(types)}"
-        raise BadInput(request.computation.file, what, "pass the description of that file's model")
+        problem = f"times of {len(times.layers)} types of layers, where model {model.name!r} has {len(types)}"
+        raise BadInput(request.computation.file, problem, "pass the description of that file's model")
     if request.memory is None:
         memory = ModelMemory(False, {}, {}, frozenset(), ("No memory file: memory is absent.",))
     else:
@@ -215,7 +215,7 @@ def _time(time_s: float, source: Source) -> Sourced:
 def _strategies(length: _Length, name: str, notes: list[str]) -> Iterator[LayerStrategy]:
     """Yield the strategies to have rows for; embedding and head are never recomputed."""
     for tp_size in length.request.options.sizes:
-        if odd := [what for what, size in length.model.types[name].tp_must_divide.items() if size % tp_size]:
+        if odd := [text for text, size in length.model.types[name].tp_must_divide.items() if size % tp_size]:
             notes.append(f"{name} at tp_size {tp_size} is left out: it does not divide {odd[0]}.")
             continue
         split = tp_size > 1 and length.memory.sequence
@@ -239,7 +239,7 @@ def _left_out(missing: _Missing) -> Iterator[str]:
 
 
 def _states(length: _Length) -> Iterator[StateRow]:
-    """Float32 bytes of each type's parameters on a rank."""
+    """Yield rows of the float32 bytes of each type's parameters on a rank."""
     for tp_size in length.request.options.sizes:
         for name in (*_block_types(length.model), EMBEDDING, HEAD):
             yield state_row(name, tp_size, length.memory.parameters(name, tp_size))
