@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "formats/src",
+    "models/src",
     "launch/src",
     "estimate/src",
     "stages/profile/src",

@@ -12,16 +12,19 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from shardwright_models.registry import FAMILIES
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "shardwright-formats": ROOT / "formats",
+    "shardwright-models": ROOT / "models",
     "shardwright-launch": ROOT / "launch",
     "shardwright-estimate": ROOT / "estimate",
     "shardwright-profile": ROOT / "stages" / "profile",
     "shardwright-search": ROOT / "stages" / "search",
     "shardwright-train": ROOT / "stages" / "train",
 }
-LIBRARIES = ("shardwright-formats", "shardwright-launch", "shardwright-estimate")
+LIBRARIES = ("shardwright-formats", "shardwright-models", "shardwright-launch", "shardwright-estimate")
 # What a name of an import is called where it is installed from, when these differ.
 DISTRIBUTIONS = {"PIL": "pillow", "mlflow": "mlflow-skinny", "yaml": "pyyaml"}
 LONGEST = 350
@@ -86,6 +89,7 @@ def test_no_module_of_the_product_imports_another_ones_private_names():
     files = [
         *_tracked(
             "formats/src/**/*.py",
+            "models/src/**/*.py",
             "launch/src/**/*.py",
             "estimate/src/**/*.py",
             "stages/*/src/**/*.py",
@@ -216,3 +220,43 @@ def test_every_rule_names_its_outputs_log_benchmark_and_resources():
                 for part in ("output:", "log:", "benchmark:", "message:", "threads:", "resources:"):
                     assert part in block, f"{path.name}: {name} has no {part}"
             assert not re.search(r"^    (run|script):", block, re.MULTILINE), f"{name}: shell starts fastest"
+
+
+# A family's facts and its runtime file alone say its name; longer words, such as llama3, are others' names.
+_FAMILY = re.compile(rf"(?<![a-z0-9])({'|'.join(FAMILIES)})(?![a-z0-9])", re.IGNORECASE)
+
+
+def _texts(path):
+    """The strings and names of a file's code, docstrings left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            yield node.value
+        elif isinstance(node, ast.Name):
+            yield node.id.replace("_", " ")
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name.replace("_", " ")
+
+
+def _homes(family):
+    """The files that may name a family: its facts, the registry of all, and its runtime file."""
+    runtime, _, _ = FAMILIES[family].runtime.partition(":")
+    models, train = PACKAGES["shardwright-models"], PACKAGES["shardwright-train"]
+    facts = models / "src/shardwright_models"
+    return {facts / "registry.py", *facts.glob("families/*.py"), train / f"src/shardwright_train/models/{runtime}.py"}
+
+
+def test_no_code_but_its_facts_and_its_runtime_names_a_family():
+    files = [path for package in PACKAGES for path in _sources(package)]
+    files += _tracked("workflow/**/*.py")
+    named = {
+        (str(path.relative_to(ROOT)), family)
+        for path in files
+        for text in _texts(path)
+        for family in map(str.lower, _FAMILY.findall(text))
+        if path not in _homes(family)
+    }
+    assert named == set()
+    # What is looked for is found where it may stand.
+    assert "bert" in {name for path in _homes("bert") for text in _texts(path) for name in _FAMILY.findall(text)}

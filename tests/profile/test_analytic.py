@@ -19,12 +19,24 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.model import BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_formats.types.plan import Attention, Precision
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_models.facts import FeedForward
+from shardwright_models.families.bert import BERT
+from shardwright_models.registry import FAMILIES
 
 HIDDEN, LENGTH, HEADS, VOCABULARY = 64, 32, 8, 256
 TOKENS = HIDDEN * LENGTH
 MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
 MACHINE = Machine(flops_per_s=1e12, memory_bytes_per_s=1e11, link=Link(bytes_per_s=1e10, step_s=2e-6), operator_s=0.0)
 SPLIT = {"none": SequenceParallel.NONE, "megatron": SequenceParallel.MEGATRON, "ulysses": SequenceParallel.ULYSSES}
+
+
+@pytest.fixture(autouse=True)
+def toy_families(monkeypatch):
+    """Families with LayerNorms, positions that attend to all others and no activation that keeps more."""
+    for name, gated in (("toy", False), ("gated toy", True)):
+        feed_forward = FeedForward("gelu", gated)
+        facts = msgspec.structs.replace(BERT, model_type=name, feed_forward=lambda _, kind=feed_forward: kind)
+        monkeypatch.setitem(FAMILIES, name, facts)
 
 
 def decoder(gated=False, dropout=True):
@@ -50,7 +62,7 @@ def decoder(gated=False, dropout=True):
     )
     table = Parameter(name="table", shape=(VOCABULARY, HIDDEN), tp_dim=0)
     return Model(
-        name="toy", family="toy", config={}, sequence_length=LENGTH, layers=("block",) * 2,
+        name="toy", family="gated toy" if gated else "toy", config={}, sequence_length=LENGTH, layers=("block",) * 2,
         types={
             "embedding": LayerType(
                 parameters=(table,), forward_flops_per_sample=0, outputs=stream,
@@ -156,14 +168,18 @@ def test_no_layer_is_faster_than_its_host():
 
 
 def test_single_operators_keep_more_than_fused_norms_and_activations():
-    plain = estimate(decoder(dropout=False)).activation_bytes
-    llama = msgspec.structs.replace(decoder(dropout=False), family="llama")
-    gpt2 = msgspec.structs.replace(decoder(dropout=False), family="gpt2")
+    gated, plain = decoder(gated=True, dropout=False), decoder(dropout=False)
     # Two norms with a float32 input and a product; three more of GELU's wide tensors.
-    assert estimate(llama).activation_bytes == plain + 2 * 4 * TOKENS
-    assert estimate(gpt2).activation_bytes == plain + 3 * 2 * 4 * TOKENS
-    for model in (llama, gpt2):
-        assert estimate_fused(model, MACHINE).activation_bytes == plain
+    for model, family, more in ((gated, "llama", 2 * 4 * TOKENS), (plain, "gpt2", 3 * 2 * 4 * TOKENS)):
+        known, fused = msgspec.structs.replace(model, family=family), estimate(model).activation_bytes
+        assert estimate(known).activation_bytes == fused + more
+        assert estimate_fused(known, MACHINE).activation_bytes == fused
+
+
+def test_a_family_that_nothing_is_known_of_is_refused_in_one_line():
+    model = msgspec.structs.replace(decoder(), family="mamba")
+    with pytest.raises(BadInput, match="model toy: nothing is known of the family 'mamba': use a model of bert, gpt2"):
+        estimate(model)
 
 
 def test_products_of_few_operations_are_bound_by_their_bytes():

@@ -14,17 +14,16 @@ import msgspec
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.semantics.communication import LOSS_ELEMENTS
 from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, Region
+from shardwright_models.facts import Mask
+from shardwright_models.registry import facts_of
 
 _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15}
 """Kernels of one forward pass of a part, about as many as an unfused Hugging Face model starts."""
-_CAUSAL = frozenset({"gpt2", "llama", "mistral", "qwen2", "qwen3"})
-"""Families whose positions attend to earlier ones alone: flash kernels leave out half of the scores."""
 _RMS_NORM_BYTES = 4
 """What an RMSNorm of single operators keeps of a feature beside its input and output.
 
 In 16 bit its float32 input (in place of the 16-bit one) and what it multiplies by its weights; in float32 the latter.
 """
-_RMS_NORMS = _CAUSAL - {"gpt2"}
 _TANH_GELU_COPIES = 3
 """Tensors that GELU's tanh form (Hendrycks and Gimpel 2016), of single operators, keeps beside its input and output."""
 _ID_BYTES = 8
@@ -109,7 +108,7 @@ def layer_parts(model: Model, type_name: str, fused: bool = False) -> tuple[Part
 
 def _with_norm(model: Model, part: Part, fused: bool) -> Part:
     """A part with what the norm before it keeps more than its input and its output."""
-    if fused or model.family not in _RMS_NORMS:
+    if fused or facts_of(model).norm.kind != "RMSNorm":
         return part
     return msgspec.structs.replace(part, outside_bytes=part.outside_bytes + _RMS_NORM_BYTES * part.result)
 
@@ -123,13 +122,15 @@ def _block(
         if region.attention is not None:
             yield _attention_part(model, region, hidden)
         else:
-            yield _mlp_part(model, region, hidden, feed_forward, mlps, 0 if fused else _activation_copies(model))
+            yield _mlp_part(model, region, hidden, feed_forward, mlps, _activation_copies(model, fused))
 
 
-def _activation_copies(model: Model) -> int:
-    """Wide tensors that an activation function of single operators keeps beside its input and output."""
-    default = "gelu_new" if model.family == "gpt2" else None
-    return _TANH_GELU_COPIES if model.config.get("activation_function", default) == "gelu_new" else 0
+def _activation_copies(model: Model, fused: bool) -> int:
+    """Return how many wide tensors a feed-forward part keeps beside those that its matrices take and give."""
+    family = facts_of(model)
+    activation, gated = family.feed_forward(family.configured(model.config))
+    copies = 0 if fused or activation != "gelu_new" else _TANH_GELU_COPIES
+    return copies + (1 if gated else 0)
 
 
 def _attention_part(model: Model, region: Region, hidden: int) -> Part:
@@ -142,7 +143,7 @@ def _attention_part(model: Model, region: Region, hidden: int) -> Part:
         name="attention",
         flops=2.0 * hidden * width,
         attention_flops=4.0 * a.queries * a.keys * a.query_width,
-        causal=model.family in _CAUSAL,
+        causal=facts_of(model).mask is Mask.CAUSAL,
         weights=2 * hidden * (a.query_width + a.key_width),
         inside=width,
         products=width,
@@ -158,19 +159,18 @@ def _attention_part(model: Model, region: Region, hidden: int) -> Part:
 def _mlp_part(
     model: Model, region: Region, hidden: int, matrices: Sequence[Parameter], parts: int, copies: int
 ) -> Part:
-    """Two matrices keep what enters and what leaves the activation function; a gate, the third, its product too."""
+    """Two matrices keep what enters and what leaves the activation function; `copies` are what it keeps further."""
     stream = _stream(model, region)
     length = stream // hidden
     weights = sum(p.numel(1) for p in matrices) // parts
     widths = [p.numel(1) // hidden for p in matrices]
     widest = max(widths, default=hidden)
-    gated = len(matrices) == 3 * parts
     drops = bool(region.replays_sum)
     return Part(
         name="mlp",
         flops=2.0 * weights * length,
         weights=weights,
-        inside=(weights // hidden + (widest if gated else copies * widest)) * length,
+        inside=(weights // hidden + copies * widest) * length,
         products=(weights // hidden - widest) * length,
         outside=2 * stream,
         outside_bytes=stream if drops else 0,

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from megatron_parser import megatron
 
-from shardwright_estimate.model_shapes import model_of_config
-from shardwright_estimate.presets import read_presets
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.plan import GradientReduction, Plan
 from shardwright_formats.types.strategy import DataParallel
+from shardwright_models.description import model_of_config
+from shardwright_models.presets import read_presets
 from shardwright_search.interop.megatron import megatron_arguments
 from shardwright_search.interop.torchtitan import torchtitan_toml
 from shardwright_search.interop.uniform import uniform_plan

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwright_estimate.devices import Device, DeviceTable, read_devices
-from shardwright_estimate.model_shapes import model_of_config
 from shardwright_estimate.overlap import overlap_slowdowns
-from shardwright_estimate.presets import read_presets
 from shardwright_estimate.profile import hardware_profile, model_profile
 from shardwright_estimate.rates import Efficiencies, rates_of
 from shardwright_estimate.settings import ProfileSettings
@@ -18,6 +16,8 @@ from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan, Precision
 from shardwright_formats.types.prediction import Estimate
 from shardwright_formats.types.strategy import Recompute
+from shardwright_models.description import model_of_config
+from shardwright_models.presets import read_presets
 from shardwright_search.advise.machines import Machines, machines_of
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
 from shardwright_search.options import AdviseOptions

@@ -8,25 +8,24 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwright_formats.types.model import Heads, Model
+from shardwright_models.facts import Family, Positions
+from shardwright_models.registry import FAMILIES
 from shardwright_search.interop.target import Target
 
 Options = Mapping[str, str | int | float]
 """Options by name; True for one without a value, False for one that is left out."""
 
-_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
-_INNER = ("intermediate_size", "n_inner", "d_ff")
-"""What the families call the width of the feed-forward part."""
-
 
 def model_options(model: Model, target: Target) -> Options:
-    """Sizes of any model with layers of one type; of Llama's kin and GPT-2 also norms, positions and biases.
+    """Sizes of any model with layers of one type; of those that it runs exactly also norms, positions and biases.
 
     Raises BadInput for biases that Megatron-LM cannot be told of.
     """
     block = model.types[model.layers[0]]
     hidden = model.boundary[0].features
     heads = next((region.attention for region in block.regions if region.attention is not None), None)
-    inner = next((block.tp_must_divide[name] for name in _INNER if name in block.tp_must_divide), None)
+    family = FAMILIES.get(model.family)
+    inner = None if family is None else block.tp_must_divide.get(family.divided[-1])
     options: dict[str, str | int | float] = {"--num-layers": len(model.layers), "--hidden-size": hidden}
     options |= {} if inner is None else {"--ffn-hidden-size": inner}
     options |= {} if heads is None else _heads(heads, hidden)
@@ -38,21 +37,19 @@ def model_options(model: Model, target: Target) -> Options:
         # A plan pads nothing that tensor parallelism does not need.
         options |= {"--vocab-size": vocabulary, "--make-vocab-size-divisible-by": 1}
     options["--untie-embeddings-and-output-weights"] = not model.tied
-    if model.family in _LLAMA:
-        options |= _llama(model, target)
-    elif model.family == "gpt2":
-        options |= _gpt2(model.config)
-    return options
+    exact = {} if family is None or target.name not in family.called else _exact(family, model, target)
+    return {**options, **exact}
 
 
-def model_notes(model: Model) -> Iterator[str]:
+def model_notes(model: Model, target: str) -> Iterator[str]:
     """What of the model the arguments cannot hold."""
+    family = FAMILIES.get(model.family)
     if isinstance(model.config.get("vocab_size"), int):
         yield "--vocab-size is of its NullTokenizer; another tokenizer brings its own"
-    if model.family not in (*_LLAMA, "gpt2"):
+    if family is None or target not in family.called:
         yield f"of a {model.family} model it is told the sizes alone: norms, positions and activations are yours"
     scaling = _rope(model.config).get("rope_type", "default")
-    if model.family in _LLAMA and scaling not in ("default", "llama3"):
+    if family is not None and family.positions is Positions.ROTARY and scaling not in ("default", "llama3"):
         yield f"rotary embeddings of type {scaling} are not in the file"
 
 
@@ -65,43 +62,35 @@ def _heads(heads: Heads, hidden: int) -> Options:
     return options
 
 
-def _llama(model: Model, target: Target) -> Options:
-    config, rope = model.config, _rope(model.config)
+def _exact(family: Family, model: Model, target: Target) -> Options:
+    """Return what a family's facts say beside sizes."""
+    config, rope, hidden = family.configured(model.config), _rope(model.config), family.dropouts.hidden
+    rotary = family.positions is Positions.ROTARY
     options: dict[str, str | int | float] = {
-        "--position-embedding-type": "rope",
-        "--rotary-base": int(rope.get("rope_theta", 10000)),
-        "--normalization": "RMSNorm",
-        "--norm-epsilon": config.get("rms_norm_eps", 1e-6),
-        "--swiglu": True,
-        "--attention-dropout": config.get("attention_dropout", 0.0),
-        "--hidden-dropout": 0.0,
-        "--qk-layernorm": model.family == "qwen3",
+        "--position-embedding-type": family.positions.value,
+        "--rotary-base": rotary and int(rope.get("rope_theta", 10000)),
+        "--normalization": family.norm.kind,
+        "--norm-epsilon": config[family.norm.epsilon],
+        "--swiglu": family.feed_forward(config).gated,
+        "--attention-dropout": config[family.dropouts.attention],
+        "--hidden-dropout": 0.0 if hidden is None else config[hidden],
+        "--qk-layernorm": any(p.name.endswith("q_norm.weight") for p in model.types[model.layers[0]].parameters),
         **_biases(model, target),
     }
-    if rope.get("rope_type") == "llama3":
+    if rotary and rope.get("rope_type") == "llama3":
         options |= {"--use-rope-scaling": True, "--rope-scaling-factor": rope.get("factor", 8.0)}
     return options
 
 
 def _biases(model: Model, target: Target) -> Options:
     """All matrices have biases, none, or queries, keys and values alone."""
-    names = [parameter.name for parameter in model.types[model.layers[0]].parameters]
-    matrices = {name.removesuffix(".weight") for name in names if name.endswith("_proj.weight")}
-    biased = {name.removesuffix(".bias") for name in names if name.endswith(".bias")}
+    parameters = model.types[model.layers[0]].parameters
+    matrices = {p.name.removesuffix(".weight") for p in parameters if p.name.endswith(".weight") and len(p.shape) > 1}
+    biased = matrices & {p.name.removesuffix(".bias") for p in parameters}
     inputs = {name for name in matrices if name.endswith(("q_proj", "k_proj", "v_proj"))}
     remedy = "set attention_bias and mlp_bias alike"
     target.demand(biased in (set(), inputs, matrices), "biases of some matrices of a layer", remedy)
     return {"--disable-bias-linear": biased != matrices, "--add-qkv-bias": bool(biased) and biased == inputs}
-
-
-def _gpt2(config: Mapping[str, Any]) -> Options:
-    return {
-        "--position-embedding-type": "learned_absolute",
-        "--normalization": "LayerNorm",
-        "--norm-epsilon": config.get("layer_norm_epsilon", 1e-5),
-        "--attention-dropout": config.get("attn_pdrop", 0.1),
-        "--hidden-dropout": config.get("resid_pdrop", 0.1),
-    }
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:

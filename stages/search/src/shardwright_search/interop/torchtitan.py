@@ -13,18 +13,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_models.registry import FAMILIES
 from shardwright_search.interop.target import Degrees, Exported, Target, kernel_notes
 
 Toml = str | int | Sequence[Sequence[str]]
 
 _TARGET = "torchtitan"
-_FAMILIES = {"llama": "llama3", "qwen3": "qwen3"}
 _FLAVORS: Mapping[tuple[object, ...], str] = {
     (4096, 32, 32, 8, 14336, 128256): "8B",
     (8192, 80, 64, 8, 28672, 128256): "70B",
     (16384, 126, 128, 8, 53248, 128256): "405B",
 }
 """Sizes that `models/llama3/__init__.py` registers."""
+_REGISTERED = "llama3"
+"""The model that has them."""
 
 
 def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
@@ -55,19 +57,28 @@ def _sizes(model: Model) -> tuple[object, ...]:
     return tuple(sizes.get(key) for key in (*keys, "vocab_size"))
 
 
+def _name(model: Model) -> str | None:
+    """Return the name of its family there."""
+    family = FAMILIES.get(model.family)
+    return None if family is None else family.called.get(_TARGET)
+
+
+def _flavor(model: Model) -> str | None:
+    """Return the registered sizes that are the model's."""
+    return _FLAVORS.get(_sizes(model)) if _name(model) == _REGISTERED else None
+
+
 def _model(model: Model) -> dict[str, Mapping[str, Toml]]:
-    """The name of its family there, and of the registered sizes that are the model's."""
-    if model.family not in _FAMILIES:
-        return {}
-    flavor = _FLAVORS.get(_sizes(model)) if model.family == "llama" else None
-    return {"model": {"name": _FAMILIES[model.family]} | ({} if flavor is None else {"flavor": flavor})}
+    keys = {"name": _name(model), "flavor": _flavor(model)}
+    known = {key: value for key, value in keys.items() if value is not None}
+    return {"model": known} if known else {}
 
 
 def _model_notes(plan: Plan, degrees: Degrees) -> Iterator[str]:
     model = plan.model
-    if model.family not in _FAMILIES:
+    if _name(model) is None:
         yield f"torchtitan has no {model.family} model: the modules are named as in its decoders"
-    elif model.family != "llama" or _sizes(model) not in _FLAVORS:
+    elif _flavor(model) is None:
         yield f"the flavor of [model] is yours: {len(model.layers)} layers, dim {model.boundary[0].features}"
     if degrees.pp_size > 1:
         yield "from torchtitan 0.3 on the module output is called lm_head"

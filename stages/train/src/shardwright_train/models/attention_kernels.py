@@ -14,8 +14,8 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Attention, Plan, Precision
 from shardwright_formats.types.strategy import SequenceParallel
+from shardwright_models.facts import Mask
 from shardwright_train.models.base import Family
-from shardwright_train.models.masks import Mask
 from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import flash_attn_is_installed, flash_obstacle
 from shardwright_train.parallel.fused import fusible
@@ -121,8 +121,9 @@ def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool
     """
     dtype, config = getattr(torch, plan.precision.compute), family.configuration(plan.model)
     attentions = (region.attention for kind in plan.model.types.values() for region in kind.regions)
-    masked, learned = by_document or family.mask in (Mask.PADDING, Mask.BIAS), family.mask is Mask.BIAS
-    causal, length = family.mask is Mask.CAUSAL and not masked, plan.model.sequence_length
+    mask = family.facts.mask
+    masked, learned = by_document or mask in (Mask.PADDING, Mask.BIAS), mask is Mask.BIAS
+    causal, length = mask is Mask.CAUSAL and not masked, plan.model.sequence_length
     make = partial(torch.zeros, dtype=dtype, device=device)
     for heads in {heads for heads in attentions if heads is not None}:
         group = 1 if masked else heads.heads // heads.kv_heads

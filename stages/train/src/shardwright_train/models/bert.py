@@ -4,12 +4,11 @@ from typing import Any
 
 import torch
 
+from shardwright_models.facts import BLOCK
 from shardwright_train.data.boundaries import POSITIONS
 from shardwright_train.data.objectives import Masked
 from shardwright_train.data.share import Batch
-from shardwright_train.models.base import BLOCK, Family, States
-from shardwright_train.models.configuration import Only
-from shardwright_train.models.masks import Mask
+from shardwright_train.models.base import Family, States
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts
 from shardwright_train.parallel.vocab import positions_of, token_embedding
@@ -36,16 +35,7 @@ class Bert(Family):
         "output.dense": "rowwise",
         "decoder": "colwise_gather_output",
     }
-    mask = Mask.PADDING
     objective = Masked
-    dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-    own_keys = ("mask_token_id", "position_embedding_type")
-    only = {
-        "is_decoder": Only(False, "it fills in hidden tokens"),
-        "add_cross_attention": Only(False, "there is one stack"),
-        "position_embedding_type": Only("absolute", "transformers has no others"),
-        "tie_word_embeddings": Only(True, "the head's matrix is the token table"),
-    }
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
         """Vectors of token, position and type (always 0), summed and normed."""
@@ -55,7 +45,3 @@ class Bert(Family):
         summed = summed + stock.position_embeddings(positions)
         summed = summed + stock.token_type_embeddings(torch.zeros_like(positions))
         return (stock.dropout(stock.LayerNorm(summed)),)
-
-    def replays_sum(self, config: Any) -> tuple[str, ...]:
-        """Each part ends in a norm, which keeps its input."""
-        return ("full", "attention", "mlp")

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from shardwright_models.facts import BLOCK
 from shardwright_train.data.boundaries import POSITIONS
 from shardwright_train.data.share import Batch
-from shardwright_train.models.base import BLOCK, Family, States
-from shardwright_train.models.configuration import Only
+from shardwright_train.models.base import Family, States
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts, Rule
 from shardwright_train.parallel.vocab import positions_of, token_embedding
@@ -17,7 +17,7 @@ class GPT2(Family):
 
     embedding = ("transformer.wte", "transformer.wpe", "transformer.drop")
     head = ("transformer.ln_f", "lm_head")
-    parts = {BLOCK: Parts("transformer.h", attention=("attn",), mlp=("mlp",), counted_by="n_layer")}
+    parts = {BLOCK: Parts("transformer.h", attention=("attn",), mlp=("mlp",))}
     plan = {
         "wte": "embedding_rowwise",
         "c_attn": Rule("column", fused=3),
@@ -26,14 +26,6 @@ class GPT2(Family):
         "lm_head": "colwise_gather_output",
     }
     counted_per_rank = ("split_size",)
-    divided = ("n_head", "n_inner")
-    dropouts = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
-    ends_in_dropout = ("full", "attention", "mlp")
-    own_keys = ("n_ctx",)
-    only = {
-        "add_cross_attention": Only(False, "there is one stack"),
-        "reorder_and_upcast_attn": Only(False, "the kernels have an order of operations of their own"),
-    }
 
     def configured(self, config: Mapping[str, Any]) -> Any:
         """The feed-forward is four times as wide as the hidden states unless its width is given."""

@@ -1,6 +1,7 @@
 """Llama (Touvron et al. 2023); Mistral, Qwen2 and Qwen3 differ by their stock classes alone."""
 
-from shardwright_train.models.base import BLOCK, Family
+from shardwright_models.facts import BLOCK
+from shardwright_train.models.base import Family
 from shardwright_train.parallel.sharding_rules import Parts
 
 
@@ -12,5 +13,3 @@ class Llama(Family):
     parts = {BLOCK: Parts("model.layers", attention=("self_attn",), mlp=("mlp",))}
     plan = {"embed_tokens": "embedding_rowwise"}
     rotary = "model.rotary_emb"
-    divided = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    dropouts = ("attention_dropout",)

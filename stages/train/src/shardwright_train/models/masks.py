@@ -1,25 +1,14 @@
 """What attention is told of the positions that it must not attend to, in the form that each kernel wants."""
 
-from enum import StrEnum
-
 import torch
 from torch import Tensor
 
 from shardwright_formats.types.plan import Attention
+from shardwright_models.facts import Mask
 from shardwright_train.data.share import Batch
 
 MASK = "mask"
 """What a microbatch has beside its tensors: the mask that all its layers share, of the form of `document_mask`."""
-
-
-class Mask(StrEnum):
-    """Which positions a block's attention leaves out."""
-
-    NONE = "none"
-    CAUSAL = "causal"
-    PADDING = "padding"
-    BIAS = "bias"
-    """What the block itself adds to its scores."""
 
 
 def mask_for(mask: Mask, states: Tensor, batch: Batch, kernel: str) -> Tensor | None:

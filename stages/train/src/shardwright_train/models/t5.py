@@ -5,12 +5,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright_formats.types.plan import Attention
 from shardwright_train.data.objectives import Prefix
 from shardwright_train.data.share import Batch
 from shardwright_train.data.span_corruption import SpanCorruption
 from shardwright_train.models.base import Family, States
-from shardwright_train.models.masks import Mask, causal_mask
+from shardwright_train.models.masks import causal_mask
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts
 from shardwright_train.parallel.tensor import TensorParallel
@@ -26,25 +25,20 @@ class T5(Family):
     embedding = ("shared", "encoder.dropout")
     head = ("decoder.final_layer_norm", "decoder.dropout", "lm_head")
     parts = {
-        "encoder": Parts("encoder.block", (_ATTENTION,), ("layer.1.DenseReluDense",), counted_by="num_layers"),
-        "decoder": Parts("decoder.block", _BOTH, ("layer.2.DenseReluDense",), counted_by="num_decoder_layers"),
+        "encoder": Parts("encoder.block", (_ATTENTION,), ("layer.1.DenseReluDense",)),
+        "decoder": Parts("decoder.block", _BOTH, ("layer.2.DenseReluDense",)),
     }
     plan = {
         **dict.fromkeys(("q", "k", "v", "wi", "wi_0", "wi_1", "relative_attention_bias"), "colwise"),
         **dict.fromkeys(("o", "wo"), "rowwise"),
         **{"shared": "embedding_rowwise", "lm_head": "colwise_gather_output"},
     }
-    states = {"encoder_states": "tokens", "decoder_states": "decoder_tokens"}
+    tokens = ("tokens", "decoder_tokens")
     shared = {_BIAS: f"{{kind}}.block.0.{_BIAS}", "final_layer_norm.weight": "{kind}.final_layer_norm.weight"}
     objective = Prefix
     objectives = {"span-corruption": SpanCorruption, "prefix": Prefix}
     counted_per_rank = ("n_heads",)
-    divided = ("num_heads", "d_ff")
-    dropouts = ("dropout_rate",)
-    ends_in_dropout = ("full",)
-    own_keys = ("decoder_start_token_id", "n_positions")
-    mask, normed_behind = Mask.BIAS, ("encoder",)
-    kernels = (Attention.SDPA, Attention.SDPA_MATH, Attention.EAGER)
+    normed_behind = ("encoder",)
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
         """A stock block with replicas of what the stock model has once in a stack.

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from shardwright_formats.types.model import HEAD
+from shardwright_models.facts import BLOCK
 from shardwright_train.data.objectives import Classification
 from shardwright_train.data.share import Batch
-from shardwright_train.models.base import BLOCK, Family, States
-from shardwright_train.models.masks import Mask
+from shardwright_train.models.base import Family, States
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts
 
@@ -22,14 +21,8 @@ class ViT(Family):
         **dict.fromkeys(("o_proj", "fc2"), "rowwise"),
         "classifier": "colwise_gather_output",
     }
-    mask = Mask.NONE
     objective = Classification
     counted_per_rank = ("num_attention_heads",)
-    dropouts = ("attention_probs_dropout_prob", "hidden_dropout_prob")
-    ends_in_dropout = ("full",)
-    own_keys = ("num_labels",)
-    # The head uses position 0, which under Ulysses only one rank has.
-    undivided_by_ulysses = {HEAD: "pooled_positions"}
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
         """Class and patches: every rank computes all positions and keeps its own."""

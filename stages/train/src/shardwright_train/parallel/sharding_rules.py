@@ -47,8 +47,6 @@ class Parts(NamedTuple):
     mlp: tuple[str, ...]
     products: tuple[str, ...] = ()
     """Where column-parallel products begin; where there is none, with each part."""
-    counted_by: str = "num_hidden_layers"
-    """The key of the configuration that says how many there are."""
 
     @property
     def enter(self) -> tuple[str, ...]:

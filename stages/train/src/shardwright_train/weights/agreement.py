@@ -126,13 +126,13 @@ def _of_head(model: Model, family: Family) -> set[str]:
 
 def _check_configuration(file: Path, config: Mapping[str, Any], model: Model, family: Family) -> None:
     """Raise BadInput where a config.json is not that of the model, in anything that its weights are used for."""
-    if (kind := config.get("model_type")) != family.name:
-        raise BadInput(file, f"model_type is {kind!r}, the plan's model is a {family.name}", _REMEDY)
+    if (kind := config.get("model_type")) != family.facts.model_type:
+        raise BadInput(file, f"model_type is {kind!r}, the plan's model is a {family.facts.model_type}", _REMEDY)
     try:
         found, wanted = family.configured(config).to_dict(), family.configuration(model).to_dict()
     except ValueError as error:
         raise BadInput(file, str(error), "correct the configuration") from None
-    free = set(PreTrainedConfig().to_dict()) | {*family.own_keys, *family.dropouts}
+    free = set(PreTrainedConfig().to_dict()) | {*family.facts.ignored, *family.facts.dropouts.keys}
     for key in sorted(set(found) | set(wanted)):
         if found.get(key) != wanted.get(key) and key not in free and not _FREE.fullmatch(key):
             raise BadInput(file, f"{key} is {found.get(key)}, of the plan's model {wanted.get(key)}", _REMEDY)

@@ -136,13 +136,12 @@ def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exporte
 
 def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.dtype) -> dict[str, Any]:
     """What from_pretrained is told: the description's configuration, and what it leaves out."""
-    counts = {parts.counted_by: model.layers.count(kind) for kind, parts in family.parts.items()}
     labels: dict[str, Any] = {}
     if copy_from is not None and (copy_from / CONFIG).is_file():
         labels = {key: value for key, value in read_config(copy_from).items() if key in _LABELS}
     kept = {key: value for key, value in model.config.items() if key not in _FORMATS}
-    named = {"architectures": [family.stock.__name__], "model_type": family.name}
-    return {**kept, **counts, **labels, **named, "dtype": str(dtype).removeprefix("torch.")}
+    named = {"architectures": [family.stock.__name__], "model_type": model.family}
+    return {**kept, **family.facts.counted(model.layers), **labels, **named, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def _to_copy(folder: Path, model: Model, family: Family) -> Iterator[Path]:

@@ -1,6 +1,7 @@
-"""Descriptions by shapes alone are those that `shardwright-train describe` reads off the stock models."""
+"""Descriptions by the facts of families are those that `shardwright-train describe` reads off the stock models."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -8,14 +9,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardwright_estimate.families import FAMILIES
-from shardwright_estimate.model_shapes import model_of_config
-from shardwright_estimate.presets import read_presets
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document
 from shardwright_formats.types.model import Model
+from shardwright_models.description import model_of_config
+from shardwright_models.presets import read_presets
+from shardwright_models.registry import FAMILIES
 from shardwright_train.models.describe import describe_folder
+from shardwright_train.models.description import describe
+from shardwright_train.models.registry import family_named
 
+RANDOM = 8
 ROOT = Path(__file__).parents[2]
 COMMITTED = sorted((ROOT / "tests" / "frozen" / "committed" / "models").glob("*.json"))
 LAYERS = {"gpt2": {"block": "n_layer"}, "t5": {"encoder": "num_layers", "decoder": "num_decoder_layers"}}
@@ -51,6 +55,42 @@ VARIANTS = {
 }
 
 
+def random_configuration(name, rng):
+    """A small configuration of a family, with keys left out at random, and a length of samples."""
+    heads, size, inner = rng.choice((1, 2, 4, 6)), rng.choice((2, 4, 6)), rng.randint(3, 40)
+    shape = {"hidden_size": heads * size, "num_attention_heads": heads}
+    numbers = {"vocab_size": rng.randint(8, 99), "intermediate_size": inner, "num_hidden_layers": rng.randint(1, 4)}
+    match name:
+        case "gpt2":
+            usual = shape | {"num_hidden_layers": rng.randint(1, 4)}
+            config = {rng.choice((key, FAMILIES[name].aliases[key])): value for key, value in usual.items()}
+            config |= {"vocab_size": numbers["vocab_size"], "n_positions": 64}
+            further = {"n_inner": inner, "resid_pdrop": 0.0, "tie_word_embeddings": False}
+        case "bert":
+            config = shape | numbers | {"max_position_embeddings": 64}
+            further = {"type_vocab_size": 3, "hidden_dropout_prob": 0.0, "hidden_act": "gelu_new"}
+        case "t5":
+            config = {"d_model": heads * size, "num_heads": heads, "d_ff": inner, "num_layers": rng.randint(1, 4)}
+            config |= {"vocab_size": numbers["vocab_size"]}
+            further = {"d_kv": size + 1, "num_decoder_layers": rng.randint(1, 4), "dropout_rate": 0.0}
+            further |= {"relative_attention_num_buckets": 8, "tie_word_embeddings": False}
+            further |= {"feed_forward_proj": rng.choice(("gated-gelu", "gated-silu", "gelu"))}
+        case "vit":
+            del numbers["vocab_size"]
+            config = shape | numbers | {"image_size": 32, "patch_size": 4}
+            further = {"num_channels": 1, "num_labels": 5, "qkv_bias": False, "hidden_dropout_prob": 0.1}
+            further |= {"id2label": {str(i): f"c{i}" for i in range(5)}}
+        case _:
+            key_value_heads = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
+            config = shape | numbers | {"num_key_value_heads": key_value_heads}
+            further = {} if name == "qwen2" else {"head_dim": size + 2}
+            further |= {"tie_word_embeddings": True, "max_position_embeddings": 64}
+            biases = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
+            further |= dict.fromkeys(biases.get(name, ()), True)
+    config |= {key: value for key, value in further.items() if rng.random() < 0.5}
+    return {"model_type": name} | config, 65 if name == "vit" else rng.randint(1, 64)
+
+
 def _published():
     for path in sorted((ROOT / "config" / "models").glob("*.yaml")):
         said = yaml.safe_load(path.read_text())
@@ -66,6 +106,15 @@ def _published():
 def test_shapes_are_what_describe_reads_off_the_stock_model(config, length, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert model_of_config(config, "m", length, "config.json") == describe_folder(tmp_path, "m", length)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_shapes_of_random_small_configurations_are_what_describe_reads_off_the_stock_model(name):
+    family, rng = family_named(name, "test"), random.Random(name)
+    for _ in range(RANDOM):
+        config, length = random_configuration(name, rng)
+        described = describe(family, config, "m", length)
+        assert model_of_config(config, "m", length, "config.json") == described, config
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
@@ -96,7 +145,7 @@ def test_what_has_no_shapes_is_refused_in_one_line(change, said):
 
 def test_shapes_need_no_torch():
     code = (
-        "import sys, shardwright_estimate.model_shapes, shardwright_estimate.profile, shardwright_estimate.presets\n"
+        "import sys, shardwright_models.description, shardwright_estimate.profile, shardwright_models.presets\n"
         "assert not {'torch', 'transformers', 'pandas', 'snakemake'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -24,5 +24,5 @@ class Preset(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def read_presets() -> dict[str, Preset]:
     """Every preset by its name."""
-    text = (files("shardwright_estimate") / "presets.toml").read_text(encoding="utf-8")
+    text = (files("shardwright_models") / "presets.toml").read_text(encoding="utf-8")
     return msgspec.convert(tomllib.loads(text), dict[str, Preset])

@@ -1,0 +1,156 @@
+"""A model description from a config.json by its family's facts: equal to what `shardwright-train describe` writes.
+
+Keys that change no shape are not judged: whether the runtime can train the model is for `describe` to say.
+"""
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import NamedTuple
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.limits import MAX_LAYERS
+from shardwright_formats.types.model import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
+from shardwright_models.facts import Config, Family
+from shardwright_models.registry import FAMILIES
+
+_TABLES = ("embed_tokens", "wte", "wpe", "embeddings", "shared", "relative_attention_bias")
+"""Modules that are looked up in: nothing is multiplied."""
+_MAX_LENGTH = 2**31 - 1
+
+
+class Contents(NamedTuple):
+    """The parameters of a layer type, and the elements of those that are matrices, not tables."""
+
+    parameters: tuple[Parameter, ...]
+    products: int
+
+
+def model_of_config(given: Config, name: str, sequence_length: int, file: object) -> Model:
+    """Return the description of a configuration for samples of a length in tokens, positions of images included.
+
+    Raises BadInput, naming `file`, for families without facts, and for keys that are missing or no lengths.
+    """
+    kind = given.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise BadInput(file, f"model_type {kind!r} has no shapes here", f"use a model of {known}")
+    family = FAMILIES[kind]
+    config = _checked(family, given, file)
+    if (wrong := wrong_length(config, sequence_length)) is not None:
+        raise BadInput(file, wrong, "lower --seq")
+
+    def contents(layer: str) -> Contents:
+        parameters = tuple(family.parameters(layer, config))
+        return Contents(parameters, sum(prod(p.shape) for p in parameters if _is_matrix(p)))
+
+    return described_model(family, config, given, name, sequence_length, contents)
+
+
+def described_model(
+    family: Family,
+    config: Config,
+    given: Config,
+    name: str,
+    sequence_length: int,
+    contents: Callable[[str], Contents],
+) -> Model:
+    """Return a description by what a family's layer types contain; `config` is what `given` means."""
+    layers = family.layers(config)
+    kinds = (EMBEDDING, *dict.fromkeys(layers), HEAD)
+    return Model(
+        name=name,
+        family=family.model_type,
+        config=family.described(given),
+        sequence_length=sequence_length,
+        layers=layers,
+        types={layer: _layer_type(family, config, layer, sequence_length, contents(layer)) for layer in kinds},
+        tied=family.tied if config.get("tie_word_embeddings") else (),
+    )
+
+
+def wrong_length(config: Config, sequence_length: int) -> str | None:
+    """Return what the samples' length has too much of: positions that the model has not, or of a window."""
+    longest = config.get("max_position_embeddings")
+    if isinstance(longest, int) and sequence_length > longest:
+        return f"sequence length {sequence_length} is over {longest} positions"
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if isinstance(window, int) and sequence_length > window:
+        return f"sequence length {sequence_length} is over the sliding_window {window}: attention is whole"
+    return None
+
+
+def _checked(family: Family, given: Config, file: object) -> Config:
+    """Return all keys that shapes are read from, each of which is a length."""
+    read = family.configured(given)
+    for key in ("hidden_size", "num_attention_heads"):
+        _length(family, read, key, file)
+    config = family.completed(read)
+    for key in sorted({*family.counts, *family.divided, *family.lengths, "head_dim"}):
+        _length(family, config, key, file)
+    for key in family.counts:
+        if config[key] > MAX_LAYERS:
+            raise BadInput(file, f"{key} {config[key]} is over {MAX_LAYERS}", "correct the configuration")
+    return config
+
+
+def _length(family: Family, config: Config, key: str, file: object) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_LENGTH:
+        named = family.aliases.get(key, key)
+        what = f"{named} is missing" if value is None else f"{named} {value!r} is no length"
+        raise BadInput(file, what, "correct the configuration")
+    return value
+
+
+def _layer_type(family: Family, config: Config, layer: str, sequence_length: int, contents: Contents) -> LayerType:
+    inside = family.stack_of(layer) is not None
+    labels = sequence_length if family.labels is None else family.labels
+    positions = {EMBEDDING: sequence_length - family.positions_without_input, HEAD: labels}
+    attended = sequence_length * len(family.attended(layer)) if inside else 0
+    scores = 4 * attended * config["head_dim"] * config["num_attention_heads"]
+    divided = {key: config[key] for key in family.divided} if inside else {}
+    heads = {key: config[key] for key in family.divided[:1]} if inside else {}
+    outputs = (
+        BoundaryTensor(name=name, sequence_length=sequence_length, features=config["hidden_size"])
+        for name in family.states
+    )
+    return LayerType(
+        parameters=contents.parameters,
+        forward_flops_per_sample=(2 * contents.products + scores) * positions.get(layer, sequence_length),
+        tp_must_divide=divided | _one_rank(family.undivided, layer),
+        ulysses_must_divide=heads | _one_rank(family.undivided_by_ulysses, layer),
+        outputs=() if layer == HEAD else tuple(outputs),
+        regions=tuple(_regions(family, config, layer, any(p.tp_dim is not None for p in contents.parameters))),
+        labels=labels if layer == HEAD else 0,
+    )
+
+
+def _one_rank(undivided: Config, layer: str) -> dict[str, int]:
+    return {undivided[layer]: 1} if layer in undivided else {}
+
+
+def _is_matrix(parameter: Parameter) -> bool:
+    *_, module, kind = parameter.name.split(".")
+    return kind == "weight" and len(parameter.shape) > 1 and not module.endswith(_TABLES)
+
+
+def _regions(family: Family, config: Config, layer: str, is_cut: bool) -> Iterator[Region]:
+    own = family.attended(layer)[0]
+    if layer == EMBEDDING:
+        yield from (Region(name="lookup", leaves=name) for name in family.states if is_cut)
+        return
+    if layer == HEAD:
+        yield Region(name="logits", enters=(own,))
+        return
+    replays = family.replays_sum(config)
+    for keys in family.attended(layer):
+        attention = Heads(
+            queries=own,
+            keys=keys,
+            heads=config["num_attention_heads"],
+            kv_heads=config["num_key_value_heads"],
+            head_features=config["head_dim"],
+        )
+        enters = tuple(dict.fromkeys((own, keys)))
+        yield Region(name="attention", enters=enters, leaves=own, attention=attention, replays_sum=replays)
+    yield Region(name="mlp", enters=(own,), leaves=own, replays_sum=replays)

@@ -1,0 +1,203 @@
+"""The facts of a model family: what estimates, exports and the runtime must agree on, in one frozen value."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from shardwright_formats.types.model import Parameter
+
+Config = Mapping[str, Any]
+"""The keys of a config.json; once `configured` has read it, also those that are absent, and under the usual names."""
+Layers = Callable[[str, Config], Iterator[Parameter]]
+"""The parameters of a layer type, in the stock model's names and order."""
+Recomputation = Literal["full", "attention", "mlp"]
+BLOCK = "block"
+"""The layer type of families that have one."""
+
+
+class Mask(StrEnum):
+    """Which positions a block's attention leaves out."""
+
+    NONE = "none"
+    CAUSAL = "causal"
+    PADDING = "padding"
+    BIAS = "bias"
+    """What the block itself adds to its scores."""
+
+
+class Norm(NamedTuple):
+    """The norm of the hidden states."""
+
+    kind: Literal["LayerNorm", "RMSNorm"]
+    epsilon: str
+    """The key of what it adds to the variance."""
+
+
+class Positions(StrEnum):
+    """What tells attention where a token stands."""
+
+    LEARNED = "learned_absolute"
+    ROTARY = "rope"
+    RELATIVE = "relative"
+
+
+class FeedForward(NamedTuple):
+    """The activation function of a block, by transformers' name, and whether a second matrix gates it."""
+
+    activation: str
+    gated: bool
+
+
+class Stack(NamedTuple):
+    """A list of blocks: how many there are, which type each has, and what they hand on."""
+
+    counted_by: str = "num_hidden_layers"
+    """The key of the configuration that says how many there are."""
+    types: tuple[str, ...] = (BLOCK,)
+    type_at: Callable[[Config, int], str] | None = None
+    """The type of a block by its index; None where there is but one."""
+    state: str = "hidden_states"
+    """The boundary tensor that its blocks change."""
+
+    def layers(self, config: Config) -> Iterator[str]:
+        """Yield the type of each block, in order."""
+        for index in range(config[self.counted_by]):
+            yield self.types[0] if self.type_at is None else self.type_at(config, index)
+
+
+class Dropouts(NamedTuple):
+    """The keys of the rates at which parts of a block or of the embedding are dropped; None: never."""
+
+    attention: str
+    hidden: str | None
+    """Of what a block adds to the hidden states."""
+    embedding: str | None = None
+    ends: tuple[Recomputation, ...] = ()
+    """The kinds of recomputation whose end is a dropout of hidden states, which keeps its mask."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the keys, each once."""
+        return tuple(dict.fromkeys(key for key in (self.attention, self.hidden, self.embedding) if key is not None))
+
+
+class Only(NamedTuple):
+    """The only value of a key that can be trained, and why."""
+
+    value: object
+    reason: str
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """What a family is. Whatever an estimate or an export reads of every family has no default and must be given.
+
+    Keys are those of its config.json.
+    """
+
+    model_type: str
+    """Its name in a config.json, in descriptions and in transformers."""
+    stock: str
+    """The class of transformers that is trained."""
+    runtime: str
+    """File and class of the runtime that cut and call the stock model's modules, such as `llama:Llama`."""
+    parameters: Layers
+    stacks: tuple[Stack, ...]
+    defaults: Config
+    """What a key that is absent means to transformers, for those that published files leave out."""
+    lengths: tuple[str, ...]
+    """Further keys that parameters take their shapes from, each 1 or more."""
+    divided: tuple[str, ...]
+    """Lengths that tensor parallelism must divide: first the heads, as Ulysses does, last those of the feed-forward."""
+    tied: tuple[tuple[str, str], ...]
+    """Parameters of embedding and head that are one where the configuration says tie_word_embeddings."""
+    mask: Mask
+    norm: Norm
+    positions: Positions
+    feed_forward: Callable[[Config], FeedForward]
+    dropouts: Dropouts
+    ends_in_norm: tuple[Recomputation, ...]
+    """The kinds of recomputation whose end is a norm, which keeps its input."""
+    aliases: Mapping[str, str] = {}
+    """The family's words for keys, by the usual ones."""
+    implied: Callable[[Config], Config] = lambda _: {}
+    """Further keys that follow from others."""
+    undivided: Mapping[str, str] = {}
+    """What tensor parallelism cannot divide, by layer type: one rank has all of it."""
+    undivided_by_ulysses: Mapping[str, str] = {}
+    """What the Ulysses degree cannot divide, by layer type."""
+    positions_without_input: int = 0
+    """Positions that the embedding multiplies nothing for: a class of an image has no patch."""
+    labels: int | None = None
+    """Labels of a sample; None: one of each position."""
+    called: Mapping[str, str] = {}
+    """What other programs that run its blocks exactly call it, by their names."""
+    ignored: tuple[str, ...] = ()
+    """Keys of a config.json that mean something here, or nothing, and that transformers does not list."""
+    only: Mapping[str, Only] = {}
+    """Keys of which but one value can be trained."""
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Return the boundary tensors that cross from each layer to the next, one for each stack."""
+        return tuple(stack.state for stack in self.stacks)
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """Return the keys that number the layers, one for each stack."""
+        return tuple(stack.counted_by for stack in self.stacks)
+
+    def stack_of(self, layer: str) -> int | None:
+        """Return the number of the stack that has blocks of a type; None for embedding and head."""
+        return next((number for number, stack in enumerate(self.stacks) if layer in stack.types), None)
+
+    def attended(self, layer: str) -> tuple[str, ...]:
+        """Return the states that each attention of a block attends to: its stack's, then those of stacks before.
+
+        The head has those of the last stack.
+        """
+        number = self.stack_of(layer)
+        return self.states[number::-1] if number is not None else self.states[::-1]
+
+    def layers(self, config: Config) -> tuple[str, ...]:
+        """Return the type of each block of a configuration, in order."""
+        return tuple(layer for stack in self.stacks for layer in stack.layers(config))
+
+    def counted(self, layers: Sequence[str]) -> dict[str, int]:
+        """Return the keys that number the layers, with the numbers that these are."""
+        return {stack.counted_by: sum(layer in stack.types for layer in layers) for stack in self.stacks}
+
+    def replays_sum(self, config: Config) -> tuple[Recomputation, ...]:
+        """Return the kinds of recomputation that repeat the sum at their end, since something behind it is kept."""
+        drops = self.dropouts.hidden is not None and config[self.dropouts.hidden] > 0
+        return self.ends_in_norm or (self.dropouts.ends if drops else ())
+
+    def configured(self, given: Config) -> dict[str, Any]:
+        """Return a configuration with its defaults, under the usual names as well as the family's."""
+        config = {**self._under_both_names(self.defaults), **self._under_both_names(given)}
+        if isinstance(classes := given.get("id2label"), Mapping) and "num_labels" not in given:
+            config["num_labels"] = len(classes)
+        return config
+
+    def completed(self, config: Config) -> Config:
+        """Return a configuration with the keys that follow from the width and the number of heads."""
+        heads = config["num_attention_heads"]
+        usual = {"head_dim": config["hidden_size"] // heads, "num_key_value_heads": heads}
+        given = {key: value for key, value in config.items() if key not in usual or value is not None}
+        return {**usual, **given, **self.implied(config)}
+
+    def described(self, given: Config) -> dict[str, Any]:
+        """Return a configuration as descriptions keep it: the layers are listed there, and classes need no names."""
+        counted = {*self.counts, *(usual for usual, short in self.aliases.items() if short in self.counts)}
+        left_out = {*counted, "layer_types", "id2label", "label2id"}
+        kept = {key: value for key, value in given.items() if key not in left_out}
+        labels = self.configured(given).get("num_labels") if given.get("id2label") is not None else None
+        return kept if labels is None else kept | {"num_labels": labels}
+
+    def _under_both_names(self, config: Config) -> dict[str, Any]:
+        named: dict[str, Any] = {}
+        for usual, short in self.aliases.items():
+            if (key := short if short in config else usual) in config:
+                named |= {usual: config[key], short: config[key]}
+        return {**config, **named}

@@ -1,0 +1,1 @@
+"""One file of facts for each family, or for families that differ in keys and biases alone."""

@@ -1,0 +1,75 @@
+"""Llama (Touvron et al. 2023) and its kin, which differ in biases, norms of heads and defaults."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
+from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Layers, Mask, Norm, Positions, Stack
+from shardwright_models.parameters import Parameters, linear, norm, vocabulary
+
+_MEGATRON = {"Megatron-LM": "GPT"}
+
+
+def _parameters(layer: str, config: Config, input_biases: bool = False, head_norms: bool = False) -> Parameters:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    if layer == EMBEDDING:
+        yield from vocabulary("model.embed_tokens.weight", config)
+    elif layer == HEAD:
+        yield from norm("model.norm", hidden, bias=False)
+        yield from vocabulary("lm_head.weight", config)
+    else:
+        yield from _grouped_attention(config, input_biases, head_norms)
+        for name in ("gate_proj", "up_proj"):
+            yield from linear(f"mlp.{name}", inner, hidden, "columns", config["mlp_bias"])
+        yield from linear("mlp.down_proj", hidden, inner, "rows", config["mlp_bias"])
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield from norm(name, hidden, bias=False)
+
+
+def _grouped_attention(config: Config, input_biases: bool, head_norms: bool) -> Parameters:
+    hidden, size, bias = config["hidden_size"], config["head_dim"], config["attention_bias"]
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
+    for name, count in heads.items():
+        yield from linear(f"self_attn.{name}_proj", count * size, hidden, "columns", input_biases or bias)
+    yield from linear("self_attn.o_proj", hidden, heads["q"] * size, "rows", bias)
+    for name in ("q_norm", "k_norm") if head_norms else ():
+        yield Parameter(name=f"self_attn.{name}.weight", shape=(size,), inside=True)
+
+
+def _kin(
+    stock: str, parameters: Layers = _parameters, called: Mapping[str, str] = _MEGATRON, **defaults: Any
+) -> Family:
+    """Return the facts of a family by its stock model and what differs from Llama's."""
+    usual = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "mlp_bias": False}
+    return Family(
+        model_type=stock.removesuffix("ForCausalLM").lower(),
+        stock=stock,
+        runtime="llama:Llama",
+        parameters=parameters,
+        stacks=(Stack(),),
+        defaults={**usual, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, **defaults},
+        lengths=("vocab_size",),
+        divided=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+        tied=(("model.embed_tokens.weight", "lm_head.weight"),),
+        mask=Mask.CAUSAL,
+        norm=Norm("RMSNorm", "rms_norm_eps"),
+        positions=Positions.ROTARY,
+        feed_forward=lambda config: FeedForward(config["hidden_act"], gated=True),
+        dropouts=Dropouts(attention="attention_dropout", hidden=None),
+        ends_in_norm=(),
+        called=called,
+    )
+
+
+LLAMA = _kin("LlamaForCausalLM", called=_MEGATRON | {"torchtitan": "llama3"})
+MISTRAL = _kin("MistralForCausalLM", num_key_value_heads=8, sliding_window=4096)
+# Biases of queries, keys and values alone, whatever the configuration says.
+QWEN2 = _kin("Qwen2ForCausalLM", partial(_parameters, input_biases=True), num_key_value_heads=32)
+QWEN3 = _kin(
+    "Qwen3ForCausalLM",
+    partial(_parameters, head_norms=True),
+    _MEGATRON | {"torchtitan": "qwen3"},
+    head_dim=128,
+    num_key_value_heads=32,
+)

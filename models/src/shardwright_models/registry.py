@@ -1,0 +1,23 @@
+"""All families, by the `model_type` of their config.json."""
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.model import Model
+from shardwright_models.facts import Family
+from shardwright_models.families.bert import BERT
+from shardwright_models.families.gpt2 import GPT2
+from shardwright_models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from shardwright_models.families.t5 import T5
+from shardwright_models.families.vit import VIT
+
+FAMILIES = {family.model_type: family for family in (BERT, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, T5, VIT)}
+
+
+def facts_of(model: Model) -> Family:
+    """Return the facts of a described model's family.
+
+    Raises BadInput for a family that nothing is known of, such as that of a description made from others' profiles.
+    """
+    if model.family not in FAMILIES:
+        what = f"nothing is known of the family {model.family!r}"
+        raise BadInput(f"model {model.name}", what, f"use a model of {', '.join(FAMILIES)}")
+    return FAMILIES[model.family]

@@ -1,0 +1,121 @@
+"""Facts that no description holds are those of the stock models, and no family is without one of them."""
+
+import msgspec
+import pytest
+import torch
+from msgspec.structs import fields, replace
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.pytorch_utils import Conv1D
+
+from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_models.description import model_of_config
+from shardwright_models.facts import Family, Mask, Positions, Stack
+from shardwright_models.registry import FAMILIES
+from shardwright_train.models.description import describe
+from shardwright_train.models.llama import Llama
+from shardwright_train.models.registry import family_named
+from shardwright_train.models.stock import stock_class
+from shardwright_train.parallel.sharding_rules import Parts
+
+NAMES = sorted(FAMILIES)
+NEEDED = {
+    "model_type", "stock", "runtime", "parameters", "stacks", "defaults", "lengths", "divided", "tied", "mask", "norm",
+    "positions", "feed_forward", "dropouts", "ends_in_norm",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def stock(request):
+    """A family's facts, its runtime, and its stock model with two blocks in each stack on the meta device."""
+    facts, runtime = FAMILIES[request.param], family_named(request.param, "test")
+    config = runtime.stock.config_class(**dict.fromkeys(facts.counts, 2))
+    with torch.device("meta"):
+        return facts, runtime, runtime.stock(config)
+
+
+def _kinds(model, part):
+    return {type(module).__name__: module for module in model.modules() if part in type(module).__name__}
+
+
+def test_a_family_that_lacks_a_fact_cannot_be_made():
+    assert {field.name for field in fields(Family) if field.required} == NEEDED
+    for name in NEEDED:
+        known = {key: value for key, value in msgspec.structs.asdict(FAMILIES["llama"]).items() if key != name}
+        with pytest.raises(TypeError, match=f"Missing required argument '{name}'"):
+            Family(**known)
+
+
+def test_keys_mean_what_transformers_says(stock):
+    facts, runtime, model = stock
+    assert facts.aliases == runtime.stock.config_class.attribute_map
+    # A key that the class does not have is one that another class of the same facts has.
+    said = {key: getattr(model.config, key) for key in facts.defaults if hasattr(model.config, key)}
+    assert {key: facts.defaults[key] for key in said} == said
+    assert set(facts.dropouts.keys) <= set(model.config.to_dict()) and hasattr(model.config, facts.norm.epsilon)
+
+
+def test_attention_sees_what_the_stock_model_lets_it_see(stock):
+    facts, runtime, model = stock
+    causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")}
+    # T5's mask is the bias; its decoder is causal beside it.
+    assert causal == {Mask.CAUSAL: {True}, Mask.BIAS: {True, False}}.get(facts.mask, {False})
+    assert (runtime.rotary is not None) == (facts.positions is Positions.ROTARY)
+
+
+@pytest.mark.parametrize(("name", "activation"), [*((name, None) for name in NAMES), ("t5", "gated-gelu")])
+def test_feed_forward_parts_have_the_stock_models_activation_and_gate(name, activation):
+    facts, runtime = FAMILIES[name], family_named(name, "test")
+    given = dict.fromkeys(facts.counts, 1) | ({} if activation is None else {"feed_forward_proj": activation})
+    with torch.device("meta"):
+        block = runtime.module(runtime.stock(runtime.stock.config_class(**given)), next(iter(runtime.parts)), 0)
+    function, gated = facts.feed_forward(facts.configured(given))
+    assert type(ACT2FN[function]) in {type(module) for module in block.modules()}
+    matrices = [module for module in block.modules() if isinstance(module, nn.Linear | Conv1D)]
+    attention = 2 if name == "gpt2" else 4
+    assert len(matrices) - attention == (3 if gated else 2)
+
+
+def test_tied_parameters_are_those_of_the_stock_model(stock):
+    facts, runtime, model = stock
+    ends = {EMBEDDING: runtime.embedding, HEAD: runtime.head}
+    tied = {(own, other) for other, own in (model._tied_weights_keys or {}).items()}
+    within = {
+        pair
+        for pair in tied
+        if all(name.startswith(tuple(f"{path}." for path in ends[end])) for name, end in zip(pair, ends, strict=True))
+    }
+    assert set(facts.tied) == within
+
+
+def test_samples_have_the_labels_of_the_objective(stock):
+    facts, runtime, model = stock
+    length = 197 if facts.positions_without_input else 32
+    objective = runtime.objective.of(model.config, length)
+    assert (facts.labels or length, facts.positions_without_input) == (objective.labels, objective.no_inputs)
+
+
+def test_blocks_of_one_list_may_have_several_types(monkeypatch):
+    """A made-up family whose blocks alternate as the configuration says, on Llama's stock model."""
+    stack = Stack(types=("local", "global"), type_at=lambda config, index: config["pattern"][index])
+    made_up = replace(FAMILIES["llama"], stacks=(stack,), ignored=("pattern",))
+    monkeypatch.setitem(FAMILIES, "llama", made_up)
+
+    class MadeUp(Llama):
+        parts = dict.fromkeys(stack.types, Parts("model.layers", attention=("self_attn",), mlp=("mlp",)))
+
+        def configured(self, config):
+            parsed = super().configured({key: value for key, value in config.items() if key != "pattern"})
+            parsed.pattern = config["pattern"]
+            return parsed
+
+    pattern = ["local", "local", "global", "local"]
+    config = {"model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "pattern": pattern}
+    config |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+    by_shapes = model_of_config(config, "m", 16, "config.json")
+    assert by_shapes.layers == tuple(pattern) and set(by_shapes.types) == {"embedding", "local", "global", "head"}
+    family = MadeUp(made_up, stock_class("llama", "LlamaForCausalLM"))
+    assert describe(family, config, "m", 16) == by_shapes
+    names = {name for name, _ in family.stock_model(by_shapes).named_parameters()}
+    assert set(family.stock_names(by_shapes)) == names
+    assert family.full_name(by_shapes, "layers[3]", "mlp.up_proj.weight") == "model.layers.3.mlp.up_proj.weight"
