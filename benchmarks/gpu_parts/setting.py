@@ -16,7 +16,7 @@ from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 
 ROOT = Path(__file__).resolve().parents[2]
 REHEARSAL = "rehearsal on cpu"
-_SOURCES = ("formats/src", "launch/src", "stages", "benchmarks/gpu.py", "benchmarks/gpu_parts")
+_SOURCES = ("formats/src", "models/src", "launch/src", "stages", "benchmarks/gpu.py", "benchmarks/gpu_parts")
 _REHEARSED_DEVICES = 2
 _USABLE = 0.9
 """Of a device's memory, what plans may be asked to fill: other processes and fragments take the rest."""

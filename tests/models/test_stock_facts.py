@@ -5,17 +5,17 @@ import pytest
 import torch
 from msgspec.structs import fields, replace
 from torch import nn
+from transformers import LlamaForCausalLM
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_models.description import model_of_config
-from shardwright_models.facts import Family, Mask, Positions, Stack
+from shardwright_models.facts import Family, Mask, Stack
 from shardwright_models.registry import FAMILIES
 from shardwright_train.models.description import describe
 from shardwright_train.models.llama import Llama
 from shardwright_train.models.registry import family_named
-from shardwright_train.models.stock import stock_class
 from shardwright_train.parallel.sharding_rules import Parts
 
 NAMES = sorted(FAMILIES)
@@ -60,7 +60,7 @@ def test_attention_sees_what_the_stock_model_lets_it_see(stock):
     causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")}
     # T5's mask is the bias; its decoder is causal beside it.
     assert causal == {Mask.CAUSAL: {True}, Mask.BIAS: {True, False}}.get(facts.mask, {False})
-    assert (runtime.rotary is not None) == (facts.positions is Positions.ROTARY)
+    assert (runtime.rotary is not None) == (facts.positions == "rope")
 
 
 @pytest.mark.parametrize(("name", "activation"), [*((name, None) for name in NAMES), ("t5", "gated-gelu")])
@@ -114,7 +114,7 @@ def test_blocks_of_one_list_may_have_several_types(monkeypatch):
     config |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
     by_shapes = model_of_config(config, "m", 16, "config.json")
     assert by_shapes.layers == tuple(pattern) and set(by_shapes.types) == {"embedding", "local", "global", "head"}
-    family = MadeUp(made_up, stock_class("llama", "LlamaForCausalLM"))
+    family = MadeUp(made_up, LlamaForCausalLM)
     assert describe(family, config, "m", 16) == by_shapes
     names = {name for name, _ in family.stock_model(by_shapes).named_parameters()}
     assert set(family.stock_names(by_shapes)) == names

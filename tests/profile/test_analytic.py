@@ -57,6 +57,7 @@ def decoder(gated=False, dropout=True):
             Parameter(name="norm", shape=(HIDDEN,)),
         ),
         forward_flops_per_sample=LENGTH * (24 + 8 * gated) * HIDDEN**2 + 4 * LENGTH**2 * HIDDEN,
+        tp_must_divide={"num_attention_heads": HEADS, "intermediate_size": wide, "n_inner": wide},
         outputs=stream,
         regions=(attention, feed_forward),
     )
@@ -174,6 +175,14 @@ def test_single_operators_keep_more_than_fused_norms_and_activations():
         known, fused = msgspec.structs.replace(model, family=family), estimate(model).activation_bytes
         assert estimate(known).activation_bytes == fused + more
         assert estimate_fused(known, MACHINE).activation_bytes == fused
+
+
+def test_a_block_without_a_width_is_refused_in_one_line():
+    model = decoder()
+    block = msgspec.structs.replace(model.types["block"], tp_must_divide={})
+    narrow = msgspec.structs.replace(model, types=model.types | {"block": block})
+    with pytest.raises(BadInput, match="model toy: its blocks have no intermediate_size: describe it again"):
+        estimate(narrow)
 
 
 def test_a_family_that_nothing_is_known_of_is_refused_in_one_line():

@@ -1,9 +1,8 @@
-"""What the parts of a layer compute and keep, derived from the shapes in the model description alone.
+"""What the parts of a layer compute and keep, derived from the shapes in the model description and its family's facts.
 
-The parts are the description's regions: attention, feed-forward (mlp), lookup, logits. Matrices are those parameters
-that tensor parallelism splits; each but the lookup's multiplies the residual stream of `hidden` features, so that its
-other side is its number of elements over `hidden`. The first matrices of a block are those of its attentions, whose
-sizes the number of heads tells; what is left belongs to the feed-forward part.
+The parts are the description's regions: attention, feed-forward (mlp), lookup, logits. Each matrix but the lookup's
+multiplies the residual stream of `hidden` features: those of attention are as wide as its heads, those of a
+feed-forward part as the length that tensor parallelism divides.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ import msgspec
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.semantics.communication import LOSS_ELEMENTS
-from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, Region
+from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Region
 from shardwright_models.facts import Mask
 from shardwright_models.registry import facts_of
 
@@ -93,10 +92,7 @@ def layer_parts(model: Model, type_name: str, fused: bool = False) -> tuple[Part
         return tuple(_lookup(model, kind))
     if type_name == HEAD:
         return (_with_norm(model, _logits(model, kind), fused),)
-    attentions = [_attention_of(model, region) for region in kind.regions if region.attention is not None]
-    matrices = [p for p in kind.parameters if p.tp_dim is not None and len(p.shape) > 1 and hidden in p.shape]
-    feed_forward = _without_attention(matrices, hidden, attentions)
-    parts = [_with_norm(model, part, fused) for part in _block(model, kind, hidden, feed_forward, fused)]
+    parts = [_with_norm(model, part, fused) for part in _block(model, kind, hidden, fused)]
     # The description's count of operations holds; the shapes only say how it is shared out.
     counted = sum(part.flops + part.attention_flops for part in parts)
     share = kind.forward_flops_per_sample / counted if counted else 0.0
@@ -113,24 +109,13 @@ def _with_norm(model: Model, part: Part, fused: bool) -> Part:
     return msgspec.structs.replace(part, outside_bytes=part.outside_bytes + _RMS_NORM_BYTES * part.result)
 
 
-def _block(
-    model: Model, kind: LayerType, hidden: int, feed_forward: Sequence[Parameter], fused: bool
-) -> Iterator[Part]:
+def _block(model: Model, kind: LayerType, hidden: int, fused: bool) -> Iterator[Part]:
     regions: Sequence[Region] = kind.regions or (Region(name="mlp", leaves=model.boundary[0].name),)
-    mlps = sum(region.attention is None for region in regions)
     for region in regions:
         if region.attention is not None:
             yield _attention_part(model, region, hidden)
         else:
-            yield _mlp_part(model, region, hidden, feed_forward, mlps, _activation_copies(model, fused))
-
-
-def _activation_copies(model: Model, fused: bool) -> int:
-    """Return how many wide tensors a feed-forward part keeps beside those that its matrices take and give."""
-    family = facts_of(model)
-    activation, gated = family.feed_forward(family.configured(model.config))
-    copies = 0 if fused or activation != "gelu_new" else _TANH_GELU_COPIES
-    return copies + (1 if gated else 0)
+            yield _mlp_part(model, kind, region, hidden, fused)
 
 
 def _attention_part(model: Model, region: Region, hidden: int) -> Part:
@@ -156,26 +141,26 @@ def _attention_part(model: Model, region: Region, hidden: int) -> Part:
     )
 
 
-def _mlp_part(
-    model: Model, region: Region, hidden: int, matrices: Sequence[Parameter], parts: int, copies: int
-) -> Part:
-    """Two matrices keep what enters and what leaves the activation function; `copies` are what it keeps further."""
-    stream = _stream(model, region)
-    length = stream // hidden
-    weights = sum(p.numel(1) for p in matrices) // parts
-    widths = [p.numel(1) // hidden for p in matrices]
-    widest = max(widths, default=hidden)
+def _mlp_part(model: Model, kind: LayerType, region: Region, hidden: int, fused: bool) -> Part:
+    """Two matrices keep what enters and what leaves the activation function; a gate, the third, its product too."""
+    stream, family = _stream(model, region), facts_of(model)
+    activation, gated = family.feed_forward(family.configured(model.config))
+    copies = 0 if fused or activation != "gelu_new" else _TANH_GELU_COPIES
+    matrices = 3 if gated else 2
+    if (inner := kind.tp_must_divide.get(family.divided[-1])) is None:
+        raise BadInput(f"model {model.name}", f"its blocks have no {family.divided[-1]}", "describe it again")
+    wide = inner * stream // hidden
     drops = bool(region.replays_sum)
     return Part(
         name="mlp",
-        flops=2.0 * weights * length,
-        weights=weights,
-        inside=(weights // hidden + copies * widest) * length,
-        products=(weights // hidden - widest) * length,
+        flops=2.0 * matrices * hidden * wide,
+        weights=matrices * hidden * inner,
+        inside=(matrices + gated + copies) * wide,
+        products=(matrices - 1) * wide,
         outside=2 * stream,
         outside_bytes=stream if drops else 0,
         result=stream,
-        widest=widest * length,
+        widest=wide,
         kernels=_KERNELS["mlp"],
     )
 
@@ -219,18 +204,6 @@ def _logits(model: Model, kind: LayerType) -> Part:
         widest_bytes=_FLOAT32_BYTES * min(logits, LOSS_ELEMENTS),
         kernels=_KERNELS["logits"],
     )
-
-
-def _without_attention(
-    matrices: Sequence[Parameter], hidden: int, attentions: Sequence[_Attention]
-) -> tuple[Parameter, ...]:
-    """The matrices behind the first that make up the attentions."""
-    wanted = sum(2 * hidden * (a.query_width + a.key_width) for a in attentions)
-    taken = count = 0
-    while count < len(matrices) and taken < wanted:
-        taken += matrices[count].numel(1)
-        count += 1
-    return tuple(matrices[count:])
 
 
 def _attention_of(model: Model, region: Region) -> _Attention:

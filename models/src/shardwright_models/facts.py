@@ -35,14 +35,6 @@ class Norm(NamedTuple):
     """The key of what it adds to the variance."""
 
 
-class Positions(StrEnum):
-    """What tells attention where a token stands."""
-
-    LEARNED = "learned_absolute"
-    ROTARY = "rope"
-    RELATIVE = "relative"
-
-
 class FeedForward(NamedTuple):
     """The activation function of a block, by transformers' name, and whether a second matrix gates it."""
 
@@ -114,7 +106,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of embedding and head that are one where the configuration says tie_word_embeddings."""
     mask: Mask
     norm: Norm
-    positions: Positions
+    positions: Literal["learned_absolute", "relative", "rope"]
+    """What tells attention where a token stands, in Megatron-LM's words."""
     feed_forward: Callable[[Config], FeedForward]
     dropouts: Dropouts
     ends_in_norm: tuple[Recomputation, ...]

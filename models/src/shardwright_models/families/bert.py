@@ -1,7 +1,7 @@
 """BERT (Devlin et al. 2019), trained as a masked language model."""
 
 from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
-from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Mask, Norm, Only, Positions, Stack
+from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Mask, Norm, Only, Stack
 from shardwright_models.parameters import Parameters, linear, norm, vocabulary
 
 _HEAD = "cls.predictions"
@@ -41,7 +41,7 @@ BERT = Family(
     tied=(("bert.embeddings.word_embeddings.weight", f"{_HEAD}.decoder.weight"),),
     mask=Mask.PADDING,
     norm=Norm("LayerNorm", "layer_norm_eps"),
-    positions=Positions.LEARNED,
+    positions="learned_absolute",
     feed_forward=lambda config: FeedForward(config["hidden_act"], gated=False),
     dropouts=Dropouts(attention="attention_probs_dropout_prob", hidden="hidden_dropout_prob"),
     ends_in_norm=("full", "attention", "mlp"),

@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019)."""
 
 from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
-from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Mask, Norm, Only, Positions, Stack
+from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Mask, Norm, Only, Stack
 from shardwright_models.parameters import Parameters, conv1d, norm, vocabulary
 
 
@@ -48,7 +48,7 @@ GPT2 = Family(
     tied=(("transformer.wte.weight", "lm_head.weight"),),
     mask=Mask.CAUSAL,
     norm=Norm("LayerNorm", "layer_norm_epsilon"),
-    positions=Positions.LEARNED,
+    positions="learned_absolute",
     feed_forward=lambda config: FeedForward(config["activation_function"], gated=False),
     dropouts=Dropouts(
         attention="attn_pdrop", hidden="resid_pdrop", embedding="embd_pdrop", ends=("full", "attention", "mlp")

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
-from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Layers, Mask, Norm, Positions, Stack
+from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Layers, Mask, Norm, Stack
 from shardwright_models.parameters import Parameters, linear, norm, vocabulary
 
 _MEGATRON = {"Megatron-LM": "GPT"}
@@ -54,7 +54,7 @@ def _kin(
         tied=(("model.embed_tokens.weight", "lm_head.weight"),),
         mask=Mask.CAUSAL,
         norm=Norm("RMSNorm", "rms_norm_eps"),
-        positions=Positions.ROTARY,
+        positions="rope",
         feed_forward=lambda config: FeedForward(config["hidden_act"], gated=True),
         dropouts=Dropouts(attention="attention_dropout", hidden=None),
         ends_in_norm=(),

@@ -1,7 +1,7 @@
 """T5 (Raffel et al. 2020): an encoder, and a decoder whose blocks also attend to what the encoder made."""
 
 from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
-from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Mask, Norm, Positions, Stack
+from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Mask, Norm, Stack
 from shardwright_models.parameters import Parameters, linear, norm, vocabulary
 
 _ENCODER, _DECODER = "encoder", "decoder"
@@ -73,7 +73,7 @@ T5 = Family(
     tied=(("shared.weight", "lm_head.weight"),),
     mask=Mask.BIAS,
     norm=Norm("LayerNorm", "layer_norm_epsilon"),
-    positions=Positions.RELATIVE,
+    positions="relative",
     feed_forward=_feed_forward,
     dropouts=Dropouts(attention="dropout_rate", hidden="dropout_rate", ends=("full",)),
     ends_in_norm=(),

@@ -1,7 +1,7 @@
 """ViT (Dosovitskiy et al. 2021): patches of an image instead of tokens, and a class instead of the next token."""
 
 from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
-from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Mask, Norm, Positions, Stack
+from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Mask, Norm, Stack
 from shardwright_models.parameters import Parameters, linear, norm
 
 
@@ -39,7 +39,7 @@ VIT = Family(
     tied=(),
     mask=Mask.NONE,
     norm=Norm("LayerNorm", "layer_norm_eps"),
-    positions=Positions.LEARNED,
+    positions="learned_absolute",
     feed_forward=lambda config: FeedForward(config["hidden_act"], gated=False),
     dropouts=Dropouts(attention="attention_probs_dropout_prob", hidden="hidden_dropout_prob", ends=("full",)),
     ends_in_norm=(),

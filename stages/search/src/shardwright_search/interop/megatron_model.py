@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwright_formats.types.model import Heads, Model
-from shardwright_models.facts import Family, Positions
+from shardwright_models.facts import Family
 from shardwright_models.registry import FAMILIES
 from shardwright_search.interop.target import Target
 
@@ -49,7 +49,7 @@ def model_notes(model: Model, target: str) -> Iterator[str]:
     if family is None or target not in family.called:
         yield f"of a {model.family} model it is told the sizes alone: norms, positions and activations are yours"
     scaling = _rope(model.config).get("rope_type", "default")
-    if family is not None and family.positions is Positions.ROTARY and scaling not in ("default", "llama3"):
+    if family is not None and family.positions == "rope" and scaling not in ("default", "llama3"):
         yield f"rotary embeddings of type {scaling} are not in the file"
 
 
@@ -65,9 +65,9 @@ def _heads(heads: Heads, hidden: int) -> Options:
 def _exact(family: Family, model: Model, target: Target) -> Options:
     """Return what a family's facts say beside sizes."""
     config, rope, hidden = family.configured(model.config), _rope(model.config), family.dropouts.hidden
-    rotary = family.positions is Positions.ROTARY
+    rotary = family.positions == "rope"
     options: dict[str, str | int | float] = {
-        "--position-embedding-type": family.positions.value,
+        "--position-embedding-type": family.positions,
         "--rotary-base": rotary and int(rope.get("rope_theta", 10000)),
         "--normalization": family.norm.kind,
         "--norm-epsilon": config[family.norm.epsilon],

@@ -6,7 +6,6 @@ from pkgutil import resolve_name
 from shardwright_formats.io.errors import BadInput
 from shardwright_models.registry import FAMILIES
 from shardwright_train.models.base import Family
-from shardwright_train.models.stock import stock_class
 
 
 def family_named(name: str, file: object) -> Family:
@@ -20,4 +19,4 @@ def family_named(name: str, file: object) -> Family:
 def _family(name: str) -> Family:
     facts = FAMILIES[name]
     runtime: type[Family] = resolve_name(f"{__package__}.{facts.runtime}")
-    return runtime(facts, stock_class(name, facts.stock))
+    return runtime(facts, resolve_name(f"transformers.models.{name}.modeling_{name}:{facts.stock}"))

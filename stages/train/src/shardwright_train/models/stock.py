@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -45,11 +44,6 @@ class Pieces(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Hand the pieces and what they are applied to over to the family."""
         return self.compute(self, *inputs)
-
-
-def stock_class(model_type: str, name: str) -> Any:
-    """A class of transformers, of which nothing is imported but what it needs itself."""
-    return getattr(import_module(f"transformers.models.{model_type}.modeling_{model_type}"), name)
 
 
 def skeleton(stock: Any, config: Any) -> Any:
