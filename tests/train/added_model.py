@@ -1,4 +1,4 @@
-"""Run with a copy of the package first on PYTHONPATH: parity of an OLMo 2 that the copy alone knows, as JSON."""
+"""Run with copies of two packages first on PYTHONPATH: parity of an OLMo 2 that the copies alone know, as JSON."""
 
 import json
 import sys
@@ -8,9 +8,11 @@ from forked_ranks import run_worker
 from random_plans import random_plan
 from tiny_models import CONFIGS, LAYERS, tiny
 
+import shardwright_models
 import shardwright_train
 from shardwright_formats.io.json import write_document
 from shardwright_formats.types.plan import Plans
+from shardwright_models.description import model_of_config
 
 PLANS = 8
 CONFIGS["olmo2"] = {
@@ -31,8 +33,11 @@ def main(folder: Path) -> None:
     write_document(folder / "plans.json", plans)
     # Ranks that are forked from this very process have the copy, too.
     run_worker("parity_worker", [str(folder / "plans.json"), str(folder / "errors.json")], 2, method="fork")
-    package = Path(shardwright_train.__file__).parent
-    (folder / "package.json").write_text(json.dumps(str(package)))
+    by_shapes = model_of_config(CONFIGS["olmo2"], model.name, model.sequence_length, "config.json")
+    write_document(folder / "shapes.json", by_shapes)
+    write_document(folder / "described.json", model)
+    packages = [str(Path(str(package.__file__)).parent) for package in (shardwright_train, shardwright_models)]
+    (folder / "packages.json").write_text(json.dumps(packages))
 
 
 if __name__ == "__main__":

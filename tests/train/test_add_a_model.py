@@ -1,4 +1,4 @@
-"""The model that docs/add-a-model.md adds trains as its stock model does, from the page's file and row alone."""
+"""The model that docs/add-a-model.md adds trains as its stock model does, from the page's facts and runtime file alone."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import shardwright_models
 import shardwright_train
 from shardwright_formats.io.json import read_document
 from shardwright_formats.types.plan import Plans
@@ -20,23 +21,28 @@ MOST_LINES = 60
 TOLERANCE = 1e-10
 
 
-def blocks_of_the_page() -> tuple[str, str]:
-    """The family's file, and its row of the registry."""
-    file, row = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    return file, row
+def blocks_of_the_page() -> tuple[str, str, str]:
+    """The family's facts, its runtime file, and its import in the registry."""
+    facts, runtime, row = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return facts, runtime, row
 
 
 @pytest.fixture(scope="module")
 def added(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the results of a copy of the package that has the page's file."""
+    """A folder with the results of copies of two packages that have the page's files."""
     folder = tmp_path_factory.mktemp("added")
-    stock, copy = Path(shardwright_train.__file__).parent, folder / "shardwright_train"
-    shutil.copytree(stock, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    assert not (copy / "models" / "olmo2.py").exists()
-    file, row = blocks_of_the_page()
-    (copy / "models" / "olmo2.py").write_text(file)
-    registry = (copy / "models" / "registry.py").read_text()
-    (copy / "models" / "registry.py").write_text(registry.replace("_ROWS = {\n", f"_ROWS = {{\n{row}"))
+    for package in (shardwright_train, shardwright_models):
+        stock = Path(str(package.__file__)).parent
+        shutil.copytree(stock, folder / package.__name__, ignore=shutil.ignore_patterns("__pycache__"))
+    facts, runtime, row = blocks_of_the_page()
+    models, train = folder / "shardwright_models", folder / "shardwright_train" / "models"
+    for file, text in ((models / "families" / "olmo2.py", facts), (train / "olmo2.py", runtime)):
+        assert not file.exists()
+        file.write_text(text)
+    registry = (models / "registry.py").read_text()
+    added = registry.replace("\n\nFAMILIES", f"\n{row}\nFAMILIES").replace("T5, VIT)", "T5, VIT, OLMO2)")
+    assert added.count("OLMO2") == 2
+    (models / "registry.py").write_text(added)
     path = os.pathsep.join(filter(None, [str(folder), str(PAGE.parents[1] / "tests"), os.environ.get("PYTHONPATH")]))
     script = Path(__file__).with_name("added_model.py")
     ended = subprocess.run(
@@ -51,13 +57,20 @@ def added(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_page_adds_a_model_in_few_lines() -> None:
-    file, row = blocks_of_the_page()
-    assert 0 < len(file.splitlines()) <= MOST_LINES and row.count("\n") == 1
+    facts, runtime, row = blocks_of_the_page()
+    assert all(0 < len(file.splitlines()) <= MOST_LINES for file in (facts, runtime)) and row.count("\n") == 1
 
 
 @pytest.mark.long
 def test_the_copy_with_the_added_file_is_what_ran(added: Path) -> None:
-    assert json.loads((added / "package.json").read_bytes()) == str(added / "shardwright_train")
+    packages = json.loads((added / "packages.json").read_bytes())
+    assert packages == [str(added / "shardwright_train"), str(added / "shardwright_models")]
+
+
+@pytest.mark.long
+def test_the_added_facts_are_what_describe_reads_off_the_stock_model(added: Path) -> None:
+    by_shapes, described = (json.loads((added / f"{name}.json").read_bytes()) for name in ("shapes", "described"))
+    assert by_shapes == described
 
 
 @pytest.mark.long

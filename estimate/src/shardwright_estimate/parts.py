@@ -92,7 +92,14 @@ def layer_parts(model: Model, type_name: str, fused: bool = False) -> tuple[Part
         return tuple(_lookup(model, kind))
     if type_name == HEAD:
         return (_with_norm(model, _logits(model, kind), fused),)
-    parts = [_with_norm(model, part, fused) for part in _block(model, kind, hidden, fused)]
+    regions: Sequence[Region] = kind.regions or (Region(name="mlp", leaves=model.boundary[0].name),)
+    made = (
+        _mlp_part(model, kind, region, hidden, fused)
+        if region.attention is None
+        else _attention_part(model, region, hidden)
+        for region in regions
+    )
+    parts = [_with_norm(model, part, fused) for part in made]
     # The description's count of operations holds; the shapes only say how it is shared out.
     counted = sum(part.flops + part.attention_flops for part in parts)
     share = kind.forward_flops_per_sample / counted if counted else 0.0
@@ -107,15 +114,6 @@ def _with_norm(model: Model, part: Part, fused: bool) -> Part:
     if fused or facts_of(model).norm.kind != "RMSNorm":
         return part
     return msgspec.structs.replace(part, outside_bytes=part.outside_bytes + _RMS_NORM_BYTES * part.result)
-
-
-def _block(model: Model, kind: LayerType, hidden: int, fused: bool) -> Iterator[Part]:
-    regions: Sequence[Region] = kind.regions or (Region(name="mlp", leaves=model.boundary[0].name),)
-    for region in regions:
-        if region.attention is not None:
-            yield _attention_part(model, region, hidden)
-        else:
-            yield _mlp_part(model, kind, region, hidden, fused)
 
 
 def _attention_part(model: Model, region: Region, hidden: int) -> Part:

@@ -4,6 +4,7 @@ Keys that change no shape are not judged: whether the runtime can train the mode
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -47,12 +48,7 @@ def model_of_config(given: Config, name: str, sequence_length: int, file: object
 
 
 def described_model(
-    family: Family,
-    config: Config,
-    given: Config,
-    name: str,
-    sequence_length: int,
-    contents: Callable[[str], Contents],
+    family: Family, config: Config, given: Config, name: str, sequence_length: int, contents: Callable[[str], Contents]
 ) -> Model:
     """Return a description by what a family's layer types contain; `config` is what `given` means."""
     layers = family.layers(config)
@@ -103,23 +99,20 @@ def _length(family: Family, config: Config, key: str, file: object) -> int:
 
 
 def _layer_type(family: Family, config: Config, layer: str, sequence_length: int, contents: Contents) -> LayerType:
-    inside = family.stack_of(layer) is not None
+    inside = layer not in (EMBEDDING, HEAD)
     labels = sequence_length if family.labels is None else family.labels
     positions = {EMBEDDING: sequence_length - family.positions_without_input, HEAD: labels}
     attended = sequence_length * len(family.attended(layer)) if inside else 0
     scores = 4 * attended * config["head_dim"] * config["num_attention_heads"]
     divided = {key: config[key] for key in family.divided} if inside else {}
     heads = {key: config[key] for key in family.divided[:1]} if inside else {}
-    outputs = (
-        BoundaryTensor(name=name, sequence_length=sequence_length, features=config["hidden_size"])
-        for name in family.states
-    )
+    boundary = partial(BoundaryTensor, sequence_length=sequence_length, features=config["hidden_size"])
     return LayerType(
         parameters=contents.parameters,
         forward_flops_per_sample=(2 * contents.products + scores) * positions.get(layer, sequence_length),
         tp_must_divide=divided | _one_rank(family.undivided, layer),
         ulysses_must_divide=heads | _one_rank(family.undivided_by_ulysses, layer),
-        outputs=() if layer == HEAD else tuple(outputs),
+        outputs=() if layer == HEAD else tuple(boundary(name=name) for name in family.states),
         regions=tuple(_regions(family, config, layer, any(p.tp_dim is not None for p in contents.parameters))),
         labels=labels if layer == HEAD else 0,
     )
@@ -143,14 +136,9 @@ def _regions(family: Family, config: Config, layer: str, is_cut: bool) -> Iterat
         yield Region(name="logits", enters=(own,))
         return
     replays = family.replays_sum(config)
+    heads, kv_heads, head_features = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     for keys in family.attended(layer):
-        attention = Heads(
-            queries=own,
-            keys=keys,
-            heads=config["num_attention_heads"],
-            kv_heads=config["num_key_value_heads"],
-            head_features=config["head_dim"],
-        )
+        attention = Heads(queries=own, keys=keys, heads=heads, kv_heads=kv_heads, head_features=head_features)
         enters = tuple(dict.fromkeys((own, keys)))
         yield Region(name="attention", enters=enters, leaves=own, attention=attention, replays_sum=replays)
     yield Region(name="mlp", enters=(own,), leaves=own, replays_sum=replays)

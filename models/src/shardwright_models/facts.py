@@ -48,15 +48,10 @@ class Stack(NamedTuple):
     counted_by: str = "num_hidden_layers"
     """The key of the configuration that says how many there are."""
     types: tuple[str, ...] = (BLOCK,)
-    type_at: Callable[[Config, int], str] | None = None
-    """The type of a block by its index; None where there is but one."""
+    type_at: Callable[[Config, int], str] = lambda _config, _index: BLOCK
+    """The type of a block by its index."""
     state: str = "hidden_states"
     """The boundary tensor that its blocks change."""
-
-    def layers(self, config: Config) -> Iterator[str]:
-        """Yield the type of each block, in order."""
-        for index in range(config[self.counted_by]):
-            yield self.types[0] if self.type_at is None else self.type_at(config, index)
 
 
 class Dropouts(NamedTuple):
@@ -124,8 +119,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Positions that the embedding multiplies nothing for: a class of an image has no patch."""
     labels: int | None = None
     """Labels of a sample; None: one of each position."""
-    called: Mapping[str, str] = {}
-    """What other programs that run its blocks exactly call it, by their names."""
+    megatron: bool = False
+    """Whether Megatron-LM's GPT runs its blocks exactly."""
+    torchtitan: str | None = None
+    """What torchtitan calls it; None: it does not run its blocks."""
     ignored: tuple[str, ...] = ()
     """Keys of a config.json that mean something here, or nothing, and that transformers does not list."""
     only: Mapping[str, Only] = {}
@@ -141,21 +138,17 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         """Return the keys that number the layers, one for each stack."""
         return tuple(stack.counted_by for stack in self.stacks)
 
-    def stack_of(self, layer: str) -> int | None:
-        """Return the number of the stack that has blocks of a type; None for embedding and head."""
-        return next((number for number, stack in enumerate(self.stacks) if layer in stack.types), None)
-
     def attended(self, layer: str) -> tuple[str, ...]:
         """Return the states that each attention of a block attends to: its stack's, then those of stacks before.
 
         The head has those of the last stack.
         """
-        number = self.stack_of(layer)
-        return self.states[number::-1] if number is not None else self.states[::-1]
+        number = next((n for n, stack in enumerate(self.stacks) if layer in stack.types), len(self.stacks) - 1)
+        return self.states[number::-1]
 
     def layers(self, config: Config) -> tuple[str, ...]:
         """Return the type of each block of a configuration, in order."""
-        return tuple(layer for stack in self.stacks for layer in stack.layers(config))
+        return tuple(stack.type_at(config, i) for stack in self.stacks for i in range(config[stack.counted_by]))
 
     def counted(self, layers: Sequence[str]) -> dict[str, int]:
         """Return the keys that number the layers, with the numbers that these are."""
@@ -175,18 +168,16 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     def completed(self, config: Config) -> Config:
         """Return a configuration with the keys that follow from the width and the number of heads."""
-        heads = config["num_attention_heads"]
-        usual = {"head_dim": config["hidden_size"] // heads, "num_key_value_heads": heads}
+        usual = {"head_dim": config["hidden_size"] // (n := config["num_attention_heads"]), "num_key_value_heads": n}
         given = {key: value for key, value in config.items() if key not in usual or value is not None}
         return {**usual, **given, **self.implied(config)}
 
     def described(self, given: Config) -> dict[str, Any]:
         """Return a configuration as descriptions keep it: the layers are listed there, and classes need no names."""
         counted = {*self.counts, *(usual for usual, short in self.aliases.items() if short in self.counts)}
-        left_out = {*counted, "layer_types", "id2label", "label2id"}
-        kept = {key: value for key, value in given.items() if key not in left_out}
-        labels = self.configured(given).get("num_labels") if given.get("id2label") is not None else None
-        return kept if labels is None else kept | {"num_labels": labels}
+        kept = {key: given[key] for key in given if key not in counted | {"layer_types", "id2label", "label2id"}}
+        named = isinstance(given.get("id2label"), Mapping)
+        return kept | {"num_labels": self.configured(given)["num_labels"]} if named else kept
 
     def _under_both_names(self, config: Config) -> dict[str, Any]:
         named: dict[str, Any] = {}

@@ -1,14 +1,11 @@
 """Llama (Touvron et al. 2023) and its kin, which differ in biases, norms of heads and defaults."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
 from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Layers, Mask, Norm, Stack
 from shardwright_models.parameters import Parameters, linear, norm, vocabulary
-
-_MEGATRON = {"Megatron-LM": "GPT"}
 
 
 def _parameters(layer: str, config: Config, input_biases: bool = False, head_norms: bool = False) -> Parameters:
@@ -37,9 +34,7 @@ def _grouped_attention(config: Config, input_biases: bool, head_norms: bool) -> 
         yield Parameter(name=f"self_attn.{name}.weight", shape=(size,), inside=True)
 
 
-def _kin(
-    stock: str, parameters: Layers = _parameters, called: Mapping[str, str] = _MEGATRON, **defaults: Any
-) -> Family:
+def _kin(stock: str, parameters: Layers = _parameters, torchtitan: str | None = None, **defaults: Any) -> Family:
     """Return the facts of a family by its stock model and what differs from Llama's."""
     usual = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "mlp_bias": False}
     return Family(
@@ -58,18 +53,13 @@ def _kin(
         feed_forward=lambda config: FeedForward(config["hidden_act"], gated=True),
         dropouts=Dropouts(attention="attention_dropout", hidden=None),
         ends_in_norm=(),
-        called=called,
+        megatron=True,
+        torchtitan=torchtitan,
     )
 
 
-LLAMA = _kin("LlamaForCausalLM", called=_MEGATRON | {"torchtitan": "llama3"})
+LLAMA = _kin("LlamaForCausalLM", torchtitan="llama3")
 MISTRAL = _kin("MistralForCausalLM", num_key_value_heads=8, sliding_window=4096)
 # Biases of queries, keys and values alone, whatever the configuration says.
 QWEN2 = _kin("Qwen2ForCausalLM", partial(_parameters, input_biases=True), num_key_value_heads=32)
-QWEN3 = _kin(
-    "Qwen3ForCausalLM",
-    partial(_parameters, head_norms=True),
-    _MEGATRON | {"torchtitan": "qwen3"},
-    head_dim=128,
-    num_key_value_heads=32,
-)
+QWEN3 = _kin("Qwen3ForCausalLM", partial(_parameters, head_norms=True), "qwen3", head_dim=128, num_key_value_heads=32)

@@ -53,8 +53,8 @@ T5 = Family(
     runtime="t5:T5",
     parameters=_parameters,
     stacks=(
-        Stack("num_layers", (_ENCODER,), state="encoder_states"),
-        Stack("num_decoder_layers", (_DECODER,), state="decoder_states"),
+        Stack("num_layers", (_ENCODER,), lambda *_: _ENCODER, "encoder_states"),
+        Stack("num_decoder_layers", (_DECODER,), lambda *_: _DECODER, "decoder_states"),
     ),
     aliases={
         "hidden_size": "d_model",
@@ -72,6 +72,7 @@ T5 = Family(
     divided=("num_heads", "d_ff"),
     tied=(("shared.weight", "lm_head.weight"),),
     mask=Mask.BIAS,
+    # The stock model's is an RMSNorm; estimates do not yet count what it keeps more.
     norm=Norm("LayerNorm", "layer_norm_epsilon"),
     positions="relative",
     feed_forward=_feed_forward,

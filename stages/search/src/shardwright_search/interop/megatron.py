@@ -100,7 +100,7 @@ def _notes(plan: Plan, degrees: Degrees, options: Options) -> Iterator[str]:
         yield "set CUDA_DEVICE_MAX_CONNECTIONS=1 where the GPUs are older than Blackwell"
     if plan.num_microbatches == 1 and "--use-distributed-optimizer" in options and not fsdp:
         yield "its distributed optimizer holds whole gradients with one microbatch too, 4 bytes a parameter"
-    yield from model_notes(plan.model, _TARGET)
+    yield from model_notes(plan.model)
     yield from kernel_notes(plan)
 
 

@@ -37,16 +37,15 @@ def model_options(model: Model, target: Target) -> Options:
         # A plan pads nothing that tensor parallelism does not need.
         options |= {"--vocab-size": vocabulary, "--make-vocab-size-divisible-by": 1}
     options["--untie-embeddings-and-output-weights"] = not model.tied
-    exact = {} if family is None or target.name not in family.called else _exact(family, model, target)
-    return {**options, **exact}
+    return {**options, **(_exact(family, model, target) if family is not None and family.megatron else {})}
 
 
-def model_notes(model: Model, target: str) -> Iterator[str]:
+def model_notes(model: Model) -> Iterator[str]:
     """What of the model the arguments cannot hold."""
     family = FAMILIES.get(model.family)
     if isinstance(model.config.get("vocab_size"), int):
         yield "--vocab-size is of its NullTokenizer; another tokenizer brings its own"
-    if family is None or target not in family.called:
+    if family is None or not family.megatron:
         yield f"of a {model.family} model it is told the sizes alone: norms, positions and activations are yours"
     scaling = _rope(model.config).get("rope_type", "default")
     if family is not None and family.positions == "rope" and scaling not in ("default", "llama3"):

@@ -59,8 +59,7 @@ def _sizes(model: Model) -> tuple[object, ...]:
 
 def _name(model: Model) -> str | None:
     """Return the name of its family there."""
-    family = FAMILIES.get(model.family)
-    return None if family is None else family.called.get(_TARGET)
+    return FAMILIES[model.family].torchtitan if model.family in FAMILIES else None
 
 
 def _flavor(model: Model) -> str | None:
@@ -70,8 +69,7 @@ def _flavor(model: Model) -> str | None:
 
 def _model(model: Model) -> dict[str, Mapping[str, Toml]]:
     keys = {"name": _name(model), "flavor": _flavor(model)}
-    known = {key: value for key, value in keys.items() if value is not None}
-    return {"model": known} if known else {}
+    return {"model": {key: value for key, value in keys.items() if value is not None}} if _name(model) else {}
 
 
 def _model_notes(plan: Plan, degrees: Degrees) -> Iterator[str]:
