@@ -149,3 +149,9 @@ def test_shapes_need_no_torch():
         "assert not {'torch', 'transformers', 'pandas', 'snakemake'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("page", ["advise.md", "status.md"])
+def test_the_pages_name_every_family(page):
+    words = (ROOT / "docs" / page).read_text(encoding="utf-8").lower().replace("-", "")
+    assert [name for name in FAMILIES if name not in words] == []

@@ -1,4 +1,4 @@
-"""The model that docs/add-a-model.md adds trains as its stock model does, from the page's facts and runtime file alone."""
+"""The model that docs/add-a-model.md adds trains as its stock model does, from its facts and runtime file alone."""
 
 import json
 import os

@@ -9,7 +9,8 @@ from shardwright_formats.semantics.schedule import Action, actions
 from shardwright_formats.types.plan import ITEMSIZE
 from shardwright_train.data.boundaries import DOCUMENTS
 from shardwright_train.data.share import Batch
-from shardwright_train.models.masks import MASK, Mask, document_mask
+from shardwright_models.facts import Mask
+from shardwright_train.models.masks import MASK, document_mask
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.stage import Stage
@@ -40,7 +41,7 @@ class Microbatches:
             return batch
         mask = self._masks.pop(action.microbatch, None)
         if mask is None:
-            padding = batch["attention_mask"] if context.family.mask is Mask.PADDING else None
+            padding = batch["attention_mask"] if context.family.facts.mask is Mask.PADDING else None
             mask = document_mask(batch[DOCUMENTS], torch_dtype(context.plan.precision.compute), padding)
         if action.chunk < len(self.stage.chunks) - 1:
             self._masks[action.microbatch] = mask
