@@ -121,9 +121,9 @@ def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool
     """
     dtype, config = getattr(torch, plan.precision.compute), family.configuration(plan.model)
     attentions = (region.attention for kind in plan.model.types.values() for region in kind.regions)
-    mask = family.facts.mask
-    masked, learned = by_document or mask in (Mask.PADDING, Mask.BIAS), mask is Mask.BIAS
-    causal, length = mask is Mask.CAUSAL and not masked, plan.model.sequence_length
+    leaves_out = family.facts.mask
+    masked, learned = by_document or leaves_out in (Mask.PADDING, Mask.BIAS), leaves_out is Mask.BIAS
+    causal, length = leaves_out is Mask.CAUSAL and not masked, plan.model.sequence_length
     make = partial(torch.zeros, dtype=dtype, device=device)
     for heads in {heads for heads in attentions if heads is not None}:
         group = 1 if masked else heads.heads // heads.kv_heads

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from shardwright_formats.semantics.schedule import Action, actions
 from shardwright_formats.types.plan import ITEMSIZE
+from shardwright_models.facts import Mask
 from shardwright_train.data.boundaries import DOCUMENTS
 from shardwright_train.data.share import Batch
-from shardwright_models.facts import Mask
 from shardwright_train.models.masks import MASK, document_mask
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.pipeline.layer import RankContext
