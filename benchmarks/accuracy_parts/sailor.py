@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 
 from accuracy_parts.figures import Compared
 
-from shardwright_formats.semantics.schedule import in_flight
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.model import LayerType, Parameter
 from shardwright_formats.types.plan import Precision, Schedule
 from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.memory import parameter_memory
 from shardwright_search.simulation.simulator import StageTimes, simulate
-from shardwright_search.solver.objective import step_time
 
 __all__ = ["OUTLIERS", "SMALLEST_BYTES", "ZONE", "bytes_per_s_together", "compared"]
 
@@ -122,7 +121,8 @@ def closed_form_s(plan: SailorPlan, ranges: Sequence[StageTimes]) -> float:
         for here, (before, after) in zip(ranges, pairwise(sends), strict=True)
     ]
     end = max(here.gradient_sync_ps + here.optimizer_ps for here in ranges)
-    return step_time(sum(stages), max(stages), end, plan.num_microbatches) / 1e12
+    (form,) = schedule_of(Schedule.ONE_F_ONE_B).closed_forms(plan.num_microbatches)
+    return form.time(sum(stages), max(stages), end) / 1e12
 
 
 def _ranges(plan: SailorPlan, tables: Tables) -> list[StageTimes]:
@@ -164,7 +164,7 @@ def _states_bytes(parameters: int) -> int:
 
 
 def _activation_bytes(plan: SailorPlan, tables: Tables, index: int, replica: Replica) -> int:
-    held = in_flight(Schedule.ONE_F_ONE_B, len(plan.stages), plan.num_microbatches, index)
+    held = schedule_of(Schedule.ONE_F_ONE_B).in_flight(len(plan.stages), plan.num_microbatches, index)
     floats = sum(layer["act_mem_floats"] for layer in _layer_info(plan, tables, index, replica))
     return held * plan.micro_batch_size * int(floats) * FLOAT32_BYTES
 

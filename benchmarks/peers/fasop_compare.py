@@ -18,7 +18,6 @@ from shardwright_search.fasop.estimate import (
     Estimate,
     batches,
     estimate_of,
-    num_microbatches,
     priced,
 )
 from shardwright_search.fasop.partition import fastest_partitions, least_bottlenecks, stage_times
@@ -223,7 +222,7 @@ def partitions_of(table: Table) -> Partitions:
 
 def _compare(problem: Problem, batch: Batch, theirs: dict[Candidate, tuple[int, ...]], found: Partitions) -> None:
     cuts = np.array([np.cumsum([0, *theirs[own]]) for own in batch.candidates])
-    ours = fastest_partitions(batch.pipelines, num_microbatches(problem, batch))
+    ours = fastest_partitions(batch.pipelines)
     least = least_bottlenecks(batch.pipelines)
     bottlenecks = stage_times(batch.pipelines, cuts).max(axis=1)
     found.missed.extend((bottlenecks / least - 1)[bottlenecks > least].tolist())

@@ -11,7 +11,8 @@ from typing import Any
 from shardwright_formats.io.hdf5 import Profile, Provenance, tables_of
 from shardwright_formats.io.json import Document, write_document
 from shardwright_formats.io.table import Table, columns_of
-from shardwright_formats.semantics.schedule import Pass, actions
+from shardwright_formats.semantics.chunks import stage_actions
+from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.certificate import Band, Certificate, ConfigurationProof, MemoryPrice
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
@@ -270,7 +271,7 @@ def _rank(plan: Plan, rank: int) -> RankMeasurement:
                 start_s=0.125 * (number + 1),
                 time_s=0.0625,
             )
-            for number, action in enumerate(actions(plan.schedule, len(plan.stages), plan.num_microbatches, stage))
+            for number, action in enumerate(stage_actions(plan, stage))
         ),
         memory=memory,
     )

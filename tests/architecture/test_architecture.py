@@ -260,3 +260,47 @@ def test_no_code_but_its_facts_and_its_runtime_names_a_family():
     assert named == set()
     # What is looked for is found where it may stand.
     assert "bert" in {name for path in _homes("bert") for text in _texts(path) for name in _FAMILY.findall(text)}
+
+
+SCHEDULES = ROOT / "formats/src/shardwright_formats/semantics/schedules"
+NAMES_OF_SCHEDULES = {"GPIPE", "ONE_F_ONE_B", "INTERLEAVED_1F1B", "gpipe", "1f1b", "interleaved_1f1b"}
+
+
+def _named(node):
+    """Whether an expression holds the name of a schedule."""
+    return any(
+        (isinstance(part, ast.Attribute) and part.attr in NAMES_OF_SCHEDULES)
+        or (isinstance(part, ast.Constant) and part.value in NAMES_OF_SCHEDULES)
+        for part in ast.walk(node)
+    )
+
+
+def _asks_for_a_schedule(tree):
+    """Whether something is compared to a schedule's name, or matched with it."""
+    compared = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
+    cases = (node.pattern for node in ast.walk(tree) if isinstance(node, ast.match_case))
+    return any(map(_named, (*compared, *cases)))
+
+
+def _is_a_closed_form(tree):
+    """Whether something is multiplied by the microbatches less one."""
+    products = (node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult))
+    factors = [ast.unparse(side) for node in products for side in (node.left, node.right)]
+    return any(re.fullmatch(r"\(?(\w+\.)*(m|num_microbatches) - 1\)?", factor) for factor in factors)
+
+
+@pytest.mark.parametrize(
+    ("seen", "allowed", "source"),
+    [
+        (_asks_for_a_schedule, set(), "a = 1 if plan.schedule is not Schedule.GPIPE else 2"),
+        (_asks_for_a_schedule, set(), "match plan.schedule:\n    case Schedule.GPIPE:\n        pass"),
+        (_is_a_closed_form, {"simulator.py"}, "t = total + (plan.num_microbatches - 1) * slowest + exposed"),
+    ],
+)
+def test_a_schedule_says_in_one_file_what_sets_it_apart(seen, allowed, source):
+    """Others ask its object; the simulator's lower bound is of passes, not of the closed form."""
+    assert seen(ast.parse(source))
+    files = [path for package in PACKAGES for path in _sources(package) if SCHEDULES not in path.parents]
+    files += _tracked("workflow/**/*.py")
+    found = {path.name for path in files if seen(ast.parse(path.read_text(encoding="utf-8")))}
+    assert found == allowed

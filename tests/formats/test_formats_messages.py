@@ -14,7 +14,7 @@ from shardwright_formats.semantics.communication import (
     region_messages,
     step_messages,
 )
-from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import BoundaryTensor, Heads, Model, Region
 from shardwright_formats.types.plan import ITEMSIZE, PipelineStage, Plan

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats.semantics.schedule import Action, Pass, actions, in_flight
+from shardwright_formats.semantics.schedules.passes import Action, Pass
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.plan import Schedule
 
 INTERLEAVED = Schedule.INTERLEAVED_1F1B
@@ -67,7 +68,8 @@ def program(todo: Sequence[Action], stage: int, p: int, v: int, ahead: int) -> I
 
 def waits_for_ever(schedule: Schedule, p: int, m: int, v: int, *, ahead: int = 1, warmed_up: bool = True) -> bool:
     """Play a step; edges that are not warmed up make both ranks wait for each other at their first message."""
-    waiting = [list(program(actions(schedule, p, m, stage, v), stage, p, v, ahead))[::-1] for stage in range(p)]
+    lists = [schedule_of(schedule).actions(p, m, stage, v) for stage in range(p)]
+    waiting = [list(program(own, stage, p, v, ahead))[::-1] for stage, own in enumerate(lists)]
     begun: Counter[tuple[str, Edge]] = Counter()
     there: set[tuple[Edge, int]] = set()
     moved = True
@@ -115,9 +117,9 @@ def test_no_more_is_on_its_way_than_activations_are_in_flight(schedule: Schedule
     What goes forward the stage itself keeps as activations, and of what goes backward the receiver keeps them.
     """
     v = v if schedule is INTERLEAVED else 1
-    lists = [actions(schedule, p, m, stage, v) for stage in range(p)]
+    lists = [schedule_of(schedule).actions(p, m, stage, v) for stage in range(p)]
     numbers = [{action: number for number, action in enumerate(todo)} for todo in lists]
-    in_flights = [in_flight(schedule, p, m, stage, v) for stage in range(p)]
+    in_flights = [schedule_of(schedule).in_flight(p, m, stage, v) for stage in range(p)]
     for stage, todo in enumerate(lists):
         on_their_way: list[tuple[Edge, int]] = []
         for action in todo:

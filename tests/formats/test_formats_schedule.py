@@ -1,13 +1,18 @@
 """The action list of every pipeline stage, alone and against its neighbours."""
 
 from collections import defaultdict, deque
+from fractions import Fraction
 from itertools import product
+from math import ceil
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright_formats.semantics.schedule import Action, Pass, actions, in_flight
+from shardwright_formats.semantics.schedules.closed_form import step_time
+from shardwright_formats.semantics.schedules.passes import Action, Pass
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.plan import Schedule
 
 F1B, GPIPE, INTERLEAVED = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED_1F1B
@@ -56,7 +61,7 @@ def _play(lists: list[tuple[Action, ...]]) -> int:
 
 
 def _lists(schedule: Schedule, p: int, m: int, v: int = 1) -> list[tuple[Action, ...]]:
-    return [actions(schedule, p, m, stage, v) for stage in range(p)]
+    return [schedule_of(schedule).actions(p, m, stage, v) for stage in range(p)]
 
 
 def _brief(own: tuple[Action, ...]) -> str:
@@ -97,12 +102,12 @@ def test_the_token_game_sees_messages_in_another_order_than_they_are_taken() -> 
 
 @given(stage_counts, microbatch_counts)
 def test_1f1b_holds_no_more_microbatches_than_there_are_stages_to_come(p: int, m: int) -> None:
-    assert [in_flight(F1B, p, m, i) for i in range(p)] == [min(m, p - i) for i in range(p)]
+    assert [schedule_of(F1B).in_flight(p, m, i) for i in range(p)] == [min(m, p - i) for i in range(p)]
 
 
 @given(stage_counts, microbatch_counts)
 def test_gpipe_holds_every_microbatch(p: int, m: int) -> None:
-    assert {in_flight(GPIPE, p, m, i) for i in range(p)} == {m}
+    assert {schedule_of(GPIPE).in_flight(p, m, i) for i in range(p)} == {m}
 
 
 def test_interleaved_lists_equal_those_written_by_hand() -> None:
@@ -151,12 +156,31 @@ def test_interleaved_holds_a_group_for_each_chunk_and_two_chunks_for_each_later_
     """v p + p - 1 in the first stage: Korthikanti et al. 2022."""
     for p, groups, v in product(range(1, 7), range(1, 4), range(2, 5)):
         m = groups * p
-        held = [in_flight(INTERLEAVED, p, m, stage, v) for stage in range(p)]
+        held = [schedule_of(INTERLEAVED).in_flight(p, m, stage, v) for stage in range(p)]
         assert held == [min(m * v, (v - 1) * p + 2 * (p - 1 - stage) + 1) for stage in range(p)]
-    assert in_flight(INTERLEAVED, 4, 16, 0, 2) == 2 * 4 + 4 - 1
+    assert schedule_of(INTERLEAVED).in_flight(4, 16, 0, 2) == 2 * 4 + 4 - 1
 
 
 def test_several_chunks_need_the_interleaved_schedule() -> None:
     for schedule in (GPIPE, F1B):
         with pytest.raises(ValueError, match=f"2 chunks need the schedule interleaved_1f1b, not {schedule}"):
-            actions(schedule, 2, 4, 0, 2)
+            schedule_of(schedule).actions(2, 4, 0, 2)
+
+
+@given(st.sampled_from(Schedule), microbatch_counts, st.integers(1, 4), st.lists(st.integers(0, 2**52), min_size=1))
+def test_a_step_is_the_closed_form_rounded_up_to_whole_picoseconds(
+    schedule: Schedule, m: int, v: int, times: list[int]
+) -> None:
+    chunks = v if schedule.interleaves else 1
+    total, slowest = Fraction(sum(times)), max(times)
+    filled = (total - slowest) / chunks + m * slowest
+    few = total + Fraction((m - 1) * slowest, chunks)
+    forms = schedule_of(schedule).closed_forms(m, chunks)
+    assert step_time(forms, sum(times), slowest, 7) == ceil(max(filled, few)) + 7
+    small = [time % 2**36 for time in times]
+    columns = (np.array([float(number)]) for number in (sum(small), max(small), 7))
+    assert step_time(forms, *columns).tolist() == [step_time(forms, sum(small), max(small), 7)]
+
+
+def test_every_schedule_has_an_object_of_its_name() -> None:
+    assert [schedule_of(name).name for name in Schedule] == list(Schedule)

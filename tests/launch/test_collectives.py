@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shardwright_formats.semantics.process_groups import PlannedGroup, Purpose
-from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_launch.collectives import RankCollectives, collectives_of, first_missing
 
 WORLD = ("0", "default_pg")

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from shardwright_formats.semantics.schedule import Pass, actions
+from shardwright_formats.semantics.schedules.passes import Pass
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.plan import Schedule
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.interleaved import Interleaved
@@ -64,6 +65,7 @@ def random_interleaved(seed: int) -> InterleavedProblem:
         pp_size=pp_size,
         num_chunks=num_chunks,
         num_microbatches=count,
+        closed_forms=schedule_of(configuration.schedule).closed_forms(count, num_chunks),
         sends_ps=rng.integers(0, 1 + sharding // 4, (pp_size, 4, layouts)).astype(float),
         boundary_bytes=rng.integers(0, 1 + sharding // 8, (4, layouts)).astype(float),
         moments_in_flight=(
@@ -147,7 +149,7 @@ def _time_ps(problem: InterleavedProblem, chosen: tuple[int, ...]) -> float:
             before = kind, option
     slowest, total = max(time), sum(time)
     full = slowest * m - (slowest - total) // v
-    few = total - (m - 1) * (-slowest // v)
+    few = total - (1 - m) * slowest // v
     options = group.options
     tie = problem.tie_ps[
         options[problem.embedding].input_layout[chosen[0]], options[problem.head].output_layout[chosen[-1]]
@@ -179,7 +181,7 @@ def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
         static += max(received) + max(given) + message
         flying: set[tuple[int, int]] = set()
         made: set[int] = set()
-        for action in actions(Schedule.INTERLEAVED_1F1B, p, m, stage, v):
+        for action in schedule_of(Schedule.INTERLEAVED_1F1B).actions(p, m, stage, v):
             own = action.microbatch, action.chunk
             flying.discard(own)
             resident = static + sum(kept[chunk] for _, chunk in flying) + received[action.chunk]

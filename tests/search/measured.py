@@ -2,7 +2,8 @@
 
 import msgspec
 
-from shardwright_formats.semantics.schedule import Pass, actions
+from shardwright_formats.semantics.chunks import stage_actions
+from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.correction import Term
 from shardwright_formats.types.measurement import (
     PassTime,
@@ -63,7 +64,7 @@ def _rank(plan, rank, estimate: Estimate, overhead_s, factors, repeats) -> RankM
             time_s=(forward if action.kind is Pass.FORWARD else backward)
             + (sync / 2 if action.kind is Pass.BACKWARD and action.microbatch == plan.num_microbatches - 1 else 0),
         )
-        for action in actions(plan.schedule, len(plan.stages), plan.num_microbatches, index)
+        for action in stage_actions(plan, index)
     )  # fmt: skip
     # The later stage waits for the first at the end of the step.
     step = sum(each.wait_s + each.time_s for each in passes) + sync / 2 + end + index

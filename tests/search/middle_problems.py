@@ -5,6 +5,7 @@ from brute_force import pipeline_of
 from random_problems import with_budgets
 from stage_moves import counted, handed_as_given
 
+from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.min_memory import min_memory
 from shardwright_search.solver.partition import Found
@@ -47,6 +48,7 @@ def middle_problem(seed: int) -> Problem:
         sends_ps=handed_as_given(placements, np.round(rng.uniform(0, 1e10, (pp_size - 1, 1, 1, _TYPES, _LAYOUTS)))),
         in_flight=tuple(min(count, pp_size - i) for i in range(pp_size)),
         num_microbatches=count,
+        closed_form=ClosedForm(1, count - 1),
         tie_ps=np.round(rng.uniform(0, 3e10, (_CLASSES, _CLASSES))),
         boundary_bytes=np.round(rng.uniform(0, 3e8, (_TYPES, _LAYOUTS))),
     )

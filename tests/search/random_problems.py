@@ -9,6 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 from stage_moves import counted, cuts_of, handed_as_given, moves_of
 
+from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_search.solver.problem import Cut, DeviceGroup, Moves, Options, Position, Problem, Solution
 
 
@@ -108,6 +109,7 @@ def random_problem(seed: int) -> Problem:
         sends_ps=handed_as_given(moves, sends),
         in_flight=_in_flight(rng, count, pp_size),
         num_microbatches=count,
+        closed_form=ClosedForm(1, count - 1),
         boundary_bytes=rng.integers(0, 1 + scale.costs // 3, (4, scale.layouts)).astype(float),
         tie_ps=rng.integers(0, 1 + scale.costs // 2, (scale.classes, scale.classes)).astype(float),
     )
@@ -212,6 +214,7 @@ def _with_sends(
         sends_ps=sends,
         in_flight=_in_flight(rng, count, len(moves)),
         num_microbatches=count,
+        closed_form=ClosedForm(1, count - 1),
         boundary_bytes=rng.integers(0, 1 + scale.costs // 3, (4, scale.layouts)).astype(float),
         tie_ps=rng.integers(0, 1 + scale.costs // 2, (scale.classes, scale.classes)).astype(float),
     )

@@ -12,7 +12,8 @@ from random_problems import Enumerated, every_plan, fitting
 from random_requests import FILE, World
 
 from shardwright_formats.io.table import Table
-from shardwright_formats.semantics.schedule import Pass, actions
+from shardwright_formats.semantics.schedules.passes import Pass
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.model_profile import LayerRow
 from shardwright_search.cost_model.profiles import index_profiles
 from shardwright_search.search import Found, find_best
@@ -151,7 +152,7 @@ def _one_way(instance: Instance, configuration: Configuration, name: str, topolo
 def _simulated(configuration: Configuration, times: _Times) -> np.ndarray:
     """All plans at once, action by action: asynchronous sends, one message of a direction at a time on a link."""
     p, m = configuration.pp_size, configuration.num_microbatches
-    lists = [list(actions(configuration.schedule, p, m, stage)) for stage in range(p)]
+    lists = [list(schedule_of(configuration.schedule).actions(p, m, stage)) for stage in range(p)]
     nothing = np.zeros(times.forward.shape[1])
     free, link = [nothing] * p, {(kind, stage): nothing for kind in Pass for stage in range(p)}
     come: dict[tuple[Pass, int, int], np.ndarray] = {(Pass.FORWARD, i, 0): nothing for i in range(m)}

@@ -63,6 +63,10 @@ def without_redistribution(problem: Problem) -> Problem:
         pytest.param(lambda p: changed(p, tie_ps=np.zeros_like(p.tie_ps)), id="tie_ps"),
         pytest.param(lambda p: changed(p, in_flight=(1,) * p.pp_size), id="in_flight"),
         pytest.param(lambda p: changed(p, num_microbatches=1), id="num_microbatches"),
+        *(
+            pytest.param(lambda p, of=of: changed(p, closed_form=p.closed_form._replace(**{of: 0})), id=of)
+            for of in ("fill", "steady", "once")
+        ),
     ],
 )
 def test_a_dropped_term_is_caught(seen):

@@ -14,7 +14,6 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.search import NEAR
 from shardwright_search.solver.branch_and_bound import optimize
-from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.problem import Solution, price
 from shardwright_search.solver.targets import Target
 from shardwright_search.space.configurations import Configuration
@@ -117,10 +116,10 @@ def caught() -> bool:
 
 
 def test_an_evaluation_that_ignores_middle_stages_is_caught(monkeypatch):
-    def ignoring(stages, num_microbatches, num_chunks):
+    def ignoring(plan, stages):
         times = [stage.microbatch_ps for stage in stages]
         end = max(stage.sum_of("sync_ps") + stage.sum_of("optimizer_ps") for stage in stages)
-        return step_time(sum(times), max(times[0], times[-1]), end, num_microbatches)
+        return sum(times) + (plan.num_microbatches - 1) * max(times[0], times[-1]) + end
 
     monkeypatch.setattr(evaluation, "_closed_form_ps", ignoring)
     assert caught()

@@ -105,7 +105,7 @@ def test_no_plan_of_any_widths_is_below_the_first_bound():
 def test_a_first_bound_of_any_widths_that_counts_too_much_is_caught(monkeypatch):
     """Stages' shares in the ranks, half as much again."""
     right = first_bound.mean_weights
-    monkeypatch.setattr(first_bound, "mean_weights", lambda p, m, weight: right(p, m, 1.5 * weight))
+    monkeypatch.setattr(first_bound, "mean_weights", lambda form, p, weight: right(form, p, 1.5 * weight))
     pairs = bounds_and_bests(range(60), slow_links=False, **ANY)
     assert any(bound > best for bound, best in pairs)
 

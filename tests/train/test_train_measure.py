@@ -13,7 +13,7 @@ from tiny_models import tiny
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.semantics.schedule import actions
+from shardwright_formats.semantics.chunks import stage_actions
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
@@ -178,8 +178,7 @@ def test_passes_come_in_the_order_of_the_schedule_and_fill_the_median_step(measu
     for plan in measured.values():
         made = plan.plan
         for rank in plan.ranks:
-            chunks = len(made.stages[rank.stage].layers)
-            wanted = actions(made.schedule, len(made.stages), made.num_microbatches, rank.stage, chunks)
+            wanted = stage_actions(made, rank.stage)
             assert [(p.kind, p.microbatch, p.chunk) for p in rank.passes] == list(wanted)
             over_s = 0.0
             for one in rank.passes:
@@ -285,7 +284,7 @@ def test_a_trace_of_each_plan_and_rank_names_its_passes(measured: Measured, fold
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
         spans = [(e["ts"], e["name"]) for e in events if e.get("cat") == "user_annotation" and e["pid"] == rank]
         made = measured["in turns"].plan
-        wanted = [f"{kind} microbatch {i} chunk {c}" for kind, i, c in actions(made.schedule, 2, 4, rank, 2)]
+        wanted = [f"{kind} microbatch {i} chunk {c}" for kind, i, c in stage_actions(made, rank)]
         assert [name for _, name in sorted(spans) if name in wanted] == wanted
         assert {f"wait for {name}" for name in wanted} | {"optimizer"} <= {name for _, name in spans}
         names = [e["args"]["name"] for e in events if e["name"] == "process_name"]

@@ -11,7 +11,8 @@ from random_plans import random_plan, uneven_plan
 from tiny_models import tiny
 
 from shardwright_formats.io.json import write_document
-from shardwright_formats.semantics.schedule import Action, Pass, actions
+from shardwright_formats.semantics.schedules.passes import Action, Pass
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.plan import Plan, Plans, Schedule
 from shardwright_train.pipeline.alone import until_fullest
 
@@ -66,7 +67,7 @@ def test_the_microbatches_that_are_tried_hold_as_much_as_all(schedule: Schedule)
     chunks = (2, 3) if schedule is Schedule.INTERLEAVED_1F1B else (1,)
     for stages, microbatches, each in product((2, 3, 4), (1, 2, 5, 16), chunks):
         for stage in range(stages):
-            full = actions(schedule, stages, microbatches, stage, each)
+            full = schedule_of(schedule).actions(stages, microbatches, stage, each)
             tried = until_fullest(full)
             assert _most(tried) == _most(full), (stages, microbatches, stage)
             begun = {action.microbatch for action in tried}

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from shardwright_formats.io.json import write_document
-from shardwright_formats.semantics.schedule import actions
+from shardwright_formats.semantics.chunks import stage_actions
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
 from shardwright_formats.types.measurement import (
@@ -63,7 +63,7 @@ def an_estimate(plan: Plan, step_time_s: float) -> Estimate:
     timeline: list[TimelineEvent] = []
     for stage in range(stages):
         clock = stage * unit
-        for action in actions(plan.schedule, stages, plan.num_microbatches, stage):
+        for action in stage_actions(plan, stage):
             length = unit if action.kind == "forward" else 2 * unit
             timeline.append(
                 TimelineEvent(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shardwright_estimate.messages import Link, messages_time_s
 from shardwright_estimate.parts import Part, layer_parts
 from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
-from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.model import HEAD, LayerType, Model
 from shardwright_formats.types.model_profile import LayerFigures
 from shardwright_formats.types.plan import ITEMSIZE, Attention, Precision

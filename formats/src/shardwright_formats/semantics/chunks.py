@@ -6,7 +6,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from shardwright_formats.semantics.layout import Layout, Transfer, layout_of, redistribution_plan
-from shardwright_formats.semantics.schedule import Pass, actions
+from shardwright_formats.semantics.schedules.passes import Action, Pass
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import DataParallel, Strategy
@@ -21,6 +22,12 @@ def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str,
         yield f"layers[{i}]", plan.layers[i].type, plan.layers[i]
     if stage == len(plan.stages) - 1 and chunk == len(plan.stages[stage].layers) - 1:
         yield HEAD, HEAD, plan.head
+
+
+def stage_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
+    """Return what a pipeline stage does in one step, in order."""
+    stages, schedule = plan.stages, schedule_of(plan.schedule)
+    return schedule.actions(len(stages), plan.num_microbatches, stage, len(stages[stage].layers))
 
 
 class Cut(NamedTuple):
@@ -72,8 +79,8 @@ def gathers_spared(plan: Plan, stage: int, chunk: int) -> Counter[tuple[str, Pas
 
     Where a pass begins with the layer that the rank's pass before has ended with, that layer stays gathered.
     """
-    layers, chunks = list(chunk_layers(plan, stage, chunk)), len(plan.stages[stage].layers)
-    own = actions(plan.schedule, len(plan.stages), plan.num_microbatches, stage, chunks)
+    layers = list(chunk_layers(plan, stage, chunk))
+    own = stage_actions(plan, stage)
     pairs = [(a.kind, b.kind) for a, b in pairwise(own) if a.chunk == b.chunk == chunk]
     found: Counter[tuple[str, Pass | bool | None]] = Counter()
     for during, (name, _, strategy) in zip(Pass, (layers[0], layers[-1]) if layers else (), strict=False):

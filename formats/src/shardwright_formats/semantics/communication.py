@@ -20,7 +20,7 @@ from shardwright_formats.semantics.layout import (
     parameter_layout,
     sent_numel,
 )
-from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.tied_weights import (
     pieces_from_owners,
     pieces_to_owners,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shardwright_formats.semantics.chunks import chunk_layers, cuts, incoming_layout
 from shardwright_formats.semantics.layout import closed_groups, dp_groups, layout_of, parameter_layout, tp_groups
-from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.tied_weights import ranks_of_replicas, tied_parameters
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import SequenceParallel, Strategy

@@ -18,11 +18,20 @@ DType = Literal["float64", "float32", "bfloat16", "float16"]
 class Schedule(StrEnum):
     """The order in which a pipeline stage works through its microbatches."""
 
+    interleaves: bool
+    """Whether a pipeline stage may hold several layer ranges."""
+
+    def __new__(cls, name: str, interleaves: bool = False) -> "Schedule":
+        """Make a member of its name in files."""
+        member = str.__new__(cls, name)
+        member._value_, member.interleaves = name, interleaves
+        return member
+
     GPIPE = "gpipe"
     """All forward passes, then all backward passes."""
     ONE_F_ONE_B = "1f1b"
     """One forward and one backward pass in turn, once the pipeline is full."""
-    INTERLEAVED_1F1B = "interleaved_1f1b"
+    INTERLEAVED_1F1B = "interleaved_1f1b", True
     """1F1B with several layer ranges on every pipeline stage."""
 
 
@@ -216,7 +225,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if layer.type != type_name:
                 raise ValueError(f"layers[{i}]: type {layer.type!r}, the model has {type_name!r} there")
         chunks = {len(stage.layers) for stage in self.stages}
-        if self.schedule is not Schedule.INTERLEAVED_1F1B and chunks != {1}:
+        if chunks != {1} and not self.schedule.interleaves:
             raise ValueError(f"several layer ranges in a stage need the schedule interleaved_1f1b, not {self.schedule}")
         if chunks != {1} and len(self.stages) == 1:
             raise ValueError("several layer ranges need several pipeline stages")

@@ -10,10 +10,9 @@ import msgspec
 import numpy as np
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_formats.semantics.schedule import actions
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import ScenarioRegret
 from shardwright_search.alternatives import MAX_NEAR, NEAR, further, other_configurations
 from shardwright_search.cost_model.layer import CostModel
@@ -309,9 +308,6 @@ def _runners_up(instance: Instance, chosen: Plan, others: Sequence[Best[Configur
 
 
 def _decision(plan: Plan) -> tuple[object, ...]:
-    """What a plan does, whatever it is called: schedules that give the same action lists are one."""
-    count, chunks = len(plan.stages), len(plan.stages[0].layers)
-    schedule: object = plan.schedule
-    if plan.schedule is not Schedule.INTERLEAVED_1F1B and min(count, plan.num_microbatches) == 1:
-        schedule = actions(plan.schedule, count, plan.num_microbatches, 0, chunks)
+    """Return what a plan does, whatever it is called: with one microbatch all schedules do the same."""
+    schedule = plan.schedule if plan.num_microbatches > 1 else None
     return plan.stages, plan.embedding, plan.head, plan.layers, plan.global_batch_size, plan.num_microbatches, schedule

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from shardwright_estimate.accuracy import SEEN
 from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
 from shardwright_search.advise.question import Question
 from shardwright_search.explain.difference import plan_differences, time_changes
@@ -78,7 +78,7 @@ def usd_per_billion_tokens(plan: Plan, estimate: Estimate) -> float | None:
 def plan_words(plan: Plan) -> str:
     """What a plan does, in one line."""
     shape = f"pp{len(plan.stages)}, {plan.num_microbatches} x {plan.microbatch_samples} samples"
-    if plan.schedule is not Schedule.ONE_F_ONE_B:
+    if plan.schedule.interleaves:
         shape += f", {plan.schedule}"
     runs = layer_runs(plan, 0, len(plan.layers))
     alike = len(runs) == 1

@@ -1,10 +1,11 @@
 """The checker of a certificate: whether its bands and dual values confirm a bound.
 
-A plan takes T = sum A' + (m - 1) z + u + tie, with z the slowest stage's A' and u the largest U. For any weights
-mu, nu >= 0 of the stages T >= sum of ((1 + mu) A' + nu U) + (m - 1 - sum mu) z + (1 - sum nu) u + tie, with z in a
-band; `bounds` bounds the sum. Where that is below what is to be confirmed, the ways to treat a stage whose priced
-cost leaves room below it are listed with their exact memory, and the path is taken over these, in ranges of z and u
-that are halved: a U below its range counts as the least of it, and a way above either range not at all.
+A plan takes T = f sum A' + s z + o u + tie, with z the slowest stage's A', u the largest U, and f, s and o the
+coefficients of the closed form. For any weights mu, nu >= 0 of the stages
+T >= sum of ((f + mu) A' + nu U) + (s - sum mu) z + (o - sum nu) u + tie, with z in a band; `bounds` bounds the sum.
+Where that is below what is to be confirmed, the ways to treat a stage whose priced cost leaves room below it are listed
+with their exact memory, and the path is taken over these, in ranges of z and u that are halved: a U below its range
+counts as the least of it, and a way above either range not at all.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,8 @@ def _listed(chain: Chain, place: Place, caps: Sequence[tuple[Duals, Array]]) -> 
     prefixes = np.concatenate([duals.prefixes[:, rows] for duals, rows, _ in known], 1)
     priced = [(duals.weights[row], duals.rows[row][1]) for duals, rows, _ in known for row in rows]
     weights = np.array([duals.weights[rows[0]] for duals, rows, _ in known])
-    single = np.array([[chain.problem.num_microbatches, 1.0]])
+    form = chain.problem.closed_form
+    single = np.array([[form.fill + form.steady, form.once]])
     found, listed, weighed = [np.empty((0, 5))], 0, single if chain.problem.pp_size == 1 else np.eye(2)
     alive = [run for run, number in chain.runs.items() if (slack[number].max(1) > -np.inf).all()]
     waiting: list[tuple[Run, Ways]]
@@ -137,11 +139,11 @@ def band_holds(chain: Chain, band: Band, from_ps: float, times: Duals | None, be
 
     Without `lists` no ways are listed.
     """
-    weights, to_ps = np.column_stack([1 + np.array(band.slowest_weights), band.exposed_weights]), band.slowest_below_ps
-    steps, margin = chain.problem.num_microbatches - 1, _ROUNDING * below_ps
-    left = np.array([steps, 1]) - (weights - (1, 0)).sum(0)
+    form, to_ps = chain.problem.closed_form, band.slowest_below_ps
+    weights = np.column_stack([form.fill + np.array(band.slowest_weights), band.exposed_weights])
+    left, margin = np.array([form.steady, form.once]) - (weights - (form.fill, 0)).sum(0), _ROUNDING * below_ps
     ranges = np.array([(from_ps, to_ps or np.inf), (0.0, np.inf)])
-    if (left * (ranges[:, 1] == np.inf) < -_ROUNDING * np.array([steps + 1, 1])).any():
+    if (left * (ranges[:, 1] == np.inf) < -_ROUNDING * np.array([form.fill + form.steady, form.once])).any():
         return False
     costs, tables, within = bounds.duals_of(chain, band.prices, weights), dict[Place, Array](), dict[Place, Array]()
     for place, sent in chain.sent.items():

@@ -79,16 +79,16 @@ class _Maker:
 
     def __init__(self, chain: Chain, below_ps: float, listing: bool, halvings: int) -> None:
         self._chain, self._below, self._listing, self._halvings = chain, below_ps, listing, halvings
-        self._stages, self._steps = chain.problem.pp_size, chain.problem.num_microbatches - 1
+        self._stages, self._form = chain.problem.pp_size, chain.problem.closed_form
         self.time_prices: Prices = (_FREE,) * self._stages
         self._times: Duals | None = None
 
     def bands(self) -> tuple[Band, ...] | None:
         """Bands of all plans, each confirmed; None where one was not."""
-        whole = self._band(float(self._steps), None, (_FREE,) * self._stages)
+        whole = self._band(float(self._form.steady), None, (_FREE,) * self._stages)
         if self._holds(whole, 0.0, False):
             return (whole,)
-        if self._stages == 1 or self._steps == 0:
+        if self._stages == 1 or self._form.steady == 0:
             return self._found(self._confirmed(0.0, None, 0))
         one = self._weights(1.0, 0.0)
         self.time_prices = self._useful(self._candidates(1.0, 0.0), one, np.inf)
@@ -111,9 +111,9 @@ class _Maker:
 
     def _confirmed(self, low: float, high: float | None, halvings: int) -> Iterator[Band | None]:
         """A band, halved where it takes that; None where it was not confirmed."""
-        sums = dict.fromkeys((0.0, float(self._steps)) if high is None else (0.0,))
+        sums = dict.fromkeys((0.0, float(self._form.steady)) if high is None else (0.0,))
         for total in reversed(sums):
-            weights = self._weights(1 + total / self._stages, 1 / self._stages)
+            weights = self._weights(self._form.fill + total / self._stages, self._form.once / self._stages)
             prices = self._useful(self._candidates(*weights[0]), weights, np.inf if high is None else high)
             band = self._band(total, high, prices)
             if self._holds(band, low, self._listing):
@@ -128,17 +128,17 @@ class _Maker:
 
     def _range(self) -> tuple[float, float]:
         """A time that no slowest stage is below, found by bisection, and one above which every plan takes too long."""
-        low, high = 0.0, self._below / self._steps
+        low, high = 0.0, self._below / self._form.steady
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
             if np.isinf(paths(self._chain, self._tables(self._times, middle), self._weights(1.0, 0.0))[0]):
                 low = middle
             else:
                 high = middle
-        weights = self._weights(1.0, 1 / self._stages)
+        weights = self._weights(self._form.fill, self._form.once / self._stages)
         duals = duals_of(self._chain, self.time_prices, weights)
         least, _ = paths(self._chain, self._tables(duals, np.inf), weights)
-        return low, (self._below * (1 + 1e-6) - least) / self._steps
+        return low, (self._below * (1 + 1e-6) - least) / self._form.steady
 
     def _tables(self, duals: Duals | None, below: float) -> dict[tuple[int, int], Array]:
         """Bounds of runs that a band below some time can hold."""
@@ -157,7 +157,7 @@ class _Maker:
         return Band(
             slowest_below_ps=high,
             slowest_weights=(slowest_weight / self._stages,) * self._stages,
-            exposed_weights=(1 / self._stages,) * self._stages,
+            exposed_weights=(self._form.once / self._stages,) * self._stages,
             prices=prices,
         )
 

@@ -9,7 +9,7 @@ import msgspec
 from shardwright_formats.io.errors import BadInput, RunFailed
 from shardwright_formats.io.json import sha256_of_file
 from shardwright_formats.types.certificate import Certificate
-from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_formats.types.plan import Plan
 from shardwright_search.certificate.make import certified
 from shardwright_search.search import Found, targets_of
 from shardwright_search.space.configurations import Configuration
@@ -23,7 +23,7 @@ _TOLD_BY_PLAN = ("cluster", "model")
 
 def check_certifiable(request: SearchRequest, file: Path) -> None:
     """Raise BadInput for a request whose space no certificate covers."""
-    if Schedule.INTERLEAVED_1F1B in request.schedules:
+    if any(schedule.interleaves for schedule in request.schedules):
         what = "schedules: certificates do not cover interleaved_1f1b"
         raise BadInput(file, what, "leave it out, or search without --certificate")
 

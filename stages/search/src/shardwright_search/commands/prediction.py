@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import atomic_path, read_document, sha256_of_file, write_document
-from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction, Proof, RunnerUp
 from shardwright_search.alternatives import NEAR
 from shardwright_search.cost_model.plan import Evaluation
@@ -143,7 +143,7 @@ def _scope(request: SearchRequest, found: Found) -> str:
     layers = "any strategy for each layer" if request.fine_grained else "one strategy for all layers"
     interleaved = (
         ""
-        if Schedule.INTERLEAVED_1F1B not in request.schedules
+        if not any(schedule.interleaves for schedule in request.schedules)
         else (
             f"; interleaved schedules with {', '.join(map(str, request.chunks_per_stage))} equal chunks a stage and "
             "the same strategies at each position of a chunk"

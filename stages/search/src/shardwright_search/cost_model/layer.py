@@ -15,7 +15,7 @@ import msgspec
 from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.communication import region_messages
 from shardwright_formats.semantics.layout import Layout, parameter_layout
-from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import GroupKind
 from shardwright_formats.types.model import Model

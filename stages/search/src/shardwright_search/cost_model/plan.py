@@ -5,6 +5,8 @@ from math import ceil
 from typing import NamedTuple
 
 from shardwright_formats.semantics.process_groups import communicator_bytes, communicators
+from shardwright_formats.semantics.schedules.closed_form import step_time
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate, StagePrediction, TimelineEvent
 from shardwright_search.cost_model.layer import CostModel, picoseconds
@@ -15,7 +17,6 @@ from shardwright_search.cost_model.tied_weights import shared_cost_ps, tie_cost_
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.simulation.sends import Sends
 from shardwright_search.simulation.simulator import Simulation, lower_bound_ps, simulate, step_time_ps
-from shardwright_search.solver.objective import step_time
 
 _PER_SECOND = 1e12
 
@@ -74,7 +75,7 @@ def evaluate(
     times, num_chunks = [own.times for own in ranges], len(plan.stages[0].layers)
     shape = plan.schedule, plan.num_microbatches, num_chunks
     simulation = simulate(times, *shape, sends) if timeline else Simulation((), step_time_ps(times, *shape))
-    objective_ps = always_ps + _closed_form_ps(stages, plan.num_microbatches, num_chunks)
+    objective_ps = always_ps + _closed_form_ps(plan, stages)
     step_s = (simulation.step_ps + always_ps) / _PER_SECOND
     bound_ps = lower_bound_ps(times, plan.num_microbatches, num_chunks) + always_ps
     estimate = Estimate(
@@ -92,12 +93,12 @@ def evaluate(
     return Evaluation(estimate, objective_ps, told, used[0].reference_s if len(used) == 1 else 0.0)
 
 
-def _closed_form_ps(stages: Sequence[StageCosts], num_microbatches: int, num_chunks: int) -> int:
-    """The closed form of a step without what every step takes."""
+def _closed_form_ps(plan: Plan, stages: Sequence[StageCosts]) -> int:
+    """Return the closed form of a step without what every step takes."""
     microbatch_ps = [stage.microbatch_ps for stage in stages]
-    total, slowest = sum(microbatch_ps), max(microbatch_ps)
     end = max(stage.sum_of("exposed_ps") for stage in stages)
-    return step_time(total, slowest, end, num_microbatches, num_chunks)
+    forms = schedule_of(plan.schedule).closed_forms(plan.num_microbatches, len(plan.stages[0].layers))
+    return step_time(forms, sum(microbatch_ps), max(microbatch_ps), end)
 
 
 def _communicators(plan: Plan, profiles_of: Sequence[Sequence[Profiles]]) -> Sequence[int | None]:

@@ -10,9 +10,10 @@ import msgspec
 from msgspec.structs import replace
 
 from shardwright_formats.semantics.canonical import effective
-from shardwright_formats.semantics.chunks import gathers_spared
+from shardwright_formats.semantics.chunks import gathers_spared, stage_actions
 from shardwright_formats.semantics.layout import layout_of
-from shardwright_formats.semantics.schedule import Pass, actions, in_flight
+from shardwright_formats.semantics.schedules.passes import Pass
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import Strategy
@@ -202,16 +203,16 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
     alone has the phases of the solver; of several, each range's gradients are made by its first backward pass.
     """
     own = tuple(ranges[stage :: len(plan.stages)])
-    shape = plan.schedule, len(plan.stages), plan.num_microbatches, stage
     kept = [here.sum_of("activation_bytes") + here.before_bytes for here in own]
     if len(own) == 1:
-        count, keeps_sums = in_flight(*shape), own[0].sum_of("memory.gradient_sums") > 0
+        count = schedule_of(plan.schedule).in_flight(len(plan.stages), plan.num_microbatches, stage)
+        keeps_sums = own[0].sum_of("memory.gradient_sums") > 0
         peak = own[0].memory(phases(count, plan.num_microbatches, keeps_sums)).peak.max() + own[0].after_bytes
         return StageCosts(ranges=own, activation_bytes=count * kept[0], working_bytes=int(peak))
     peaks, making = [_peak_of_one(here) for here in own], [_peak_that_makes(here) for here in own]
     held = max_held = made = most = 0
     unmade = set(range(len(own)))
-    for action in actions(*shape, len(own)):
+    for action in stage_actions(plan, stage):
         chunk, backward = action.chunk, action.kind is Pass.BACKWARD
         held -= kept[chunk] * backward
         makes = backward and chunk in unmade

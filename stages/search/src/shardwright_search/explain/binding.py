@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.semantics.canonical import effective
+from shardwright_formats.semantics.schedules.closed_form import step_time
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute
@@ -16,7 +18,6 @@ from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.explain.tables import STEP_TERMS
 from shardwright_search.explain.wording import MIB, range_words, strategy_words
-from shardwright_search.solver.objective import step_time
 
 _PER_SECOND = 1e12
 
@@ -62,10 +63,8 @@ def step_parts(plan: Plan, estimate: Estimate) -> StepParts:
     """Split the closed form: the parts add up to it exactly."""
     times = [picoseconds(stage.time_s) for stage in estimate.stages]
     end = max(picoseconds(sum(stage.time_terms_s[name] for name in STEP_TERMS)) for stage in estimate.stages)
-    count, chunks = plan.num_microbatches, len(plan.stages[0].layers)
-    bottleneck = count * max(times)
-    shape = (sum(times), max(times), 0, count)
-    passes = step_time(*shape, chunks)
+    forms = schedule_of(plan.schedule).closed_forms(plan.num_microbatches, len(plan.stages[0].layers))
+    bottleneck, passes = plan.num_microbatches * max(times), step_time(forms, sum(times), max(times), 0)
     always = picoseconds(estimate.objective_s) - passes - end
     parts = (bottleneck, passes - bottleneck, end, always)
     return StepParts(times.index(max(times)), *(part / _PER_SECOND for part in parts))

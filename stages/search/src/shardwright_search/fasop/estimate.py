@@ -1,8 +1,7 @@
 """FASOP's estimate of candidates: time, price, and memory with and without sharded optimizer states.
 
 The formulas are those of FASOP's source (github.com/AvatarHwang/FASOP, commit 93cb38b) without its named defects; see
-docs/fasop.md. The pipeline's time is this project's closed form: the sum over all stages, and the slowest stage once
-more for every further microbatch.
+docs/fasop.md. The pipeline's time is this project's closed form of 1F1B.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright_formats.semantics.schedules.registry import schedule_of
+from shardwright_formats.types.plan import Schedule
 from shardwright_search.fasop.memory import Memory, memory
 from shardwright_search.fasop.network import Network, network
 from shardwright_search.fasop.partition import Pipelines, fastest_partitions, pipeline_times
@@ -57,7 +58,7 @@ def estimates(problem: Problem, every: Iterable[Candidate]) -> list[Estimate]:
     found = [
         estimate
         for batch in batches(problem, every)
-        for estimate in priced(problem, batch, fastest_partitions(batch.pipelines, num_microbatches(problem, batch)))
+        for estimate in priced(problem, batch, fastest_partitions(batch.pipelines))
     ]
     return sorted(found, key=lambda estimate: estimate.step_s)
 
@@ -80,11 +81,6 @@ def batches(problem: Problem, every: Iterable[Candidate]) -> Iterator[Batch]:
             yield Batch(some, links, _pipelines(problem, some, links))
 
 
-def num_microbatches(problem: Problem, batch: Batch) -> NDArray[Any]:
-    """Of each candidate."""
-    return np.array([own.num_microbatches(problem.batch) for own in batch.candidates])
-
-
 def _pp_size(candidate: Candidate) -> int:
     return candidate.pp_size
 
@@ -99,7 +95,9 @@ def _pipelines(problem: Problem, some: Sequence[Candidate], links: Sequence[Netw
     on = np.stack([link.has_type for link in links])  # [candidates, stages, types]
     totals = table[:, -1].reshape(len(keys), len(types))[shape]
     slowest = np.where(on, totals[:, None, :], -1).argmax(axis=2)
-    return Pipelines(table, shape[:, None] * len(types) + slowest, _sends(problem, some, links))
+    schedule = schedule_of(Schedule.ONE_F_ONE_B)
+    steady = np.array([schedule.closed_forms(own.num_microbatches(problem.batch))[0].steady for own in some])
+    return Pipelines(table, shape[:, None] * len(types) + slowest, _sends(problem, some, links), steady)
 
 
 def _sends(problem: Problem, some: Sequence[Candidate], links: Sequence[Network]) -> NDArray[Any]:
@@ -114,7 +112,7 @@ def _sends(problem: Problem, some: Sequence[Candidate], links: Sequence[Network]
 def priced(problem: Problem, batch: Batch, cuts: NDArray[Any]) -> Iterator[Estimate]:
     """The candidates with these partitions: the first layer of each stage, and the number of layers."""
     some, links = batch.candidates, batch.networks
-    pipeline_s = pipeline_times(batch.pipelines, cuts, num_microbatches(problem, batch) - 1) * _PS
+    pipeline_s = pipeline_times(batch.pipelines, cuts) * _PS
     reduction_s = _reduction_s(problem, some, links, cuts)
     on = np.stack([link.has_type for link in links])
     held = memory(problem, some, on, cuts)

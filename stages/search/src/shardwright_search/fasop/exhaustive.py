@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_search.fasop.estimate import Batch, num_microbatches
+from shardwright_search.fasop.estimate import Batch
 from shardwright_search.fasop.partition import fastest_partitions, least_bottlenecks, pipeline_times, stage_times
 from shardwright_search.fasop.problem import Problem
 
@@ -28,13 +28,12 @@ def check(problem: Problem, batch: Batch) -> Check:
     layers, stages = batch.pipelines.layers, batch.pipelines.rows.shape[1]
     if comb(layers - 1, stages - 1) > MAX_PARTITIONS:
         return Check(0, len(batch.candidates), ())
-    every, counts = _all_cuts(layers, stages), num_microbatches(problem, batch)
-    found = pipeline_times(batch.pipelines, fastest_partitions(batch.pipelines, counts), counts - 1)
+    every, found = _all_cuts(layers, stages), pipeline_times(batch.pipelines, fastest_partitions(batch.pipelines))
     bottlenecks, wrong = least_bottlenecks(batch.pipelines), []
     for number, own in enumerate(batch.candidates):
         one = batch.pipelines.some(np.full(len(every), number))
         least = stage_times(one, every).max(axis=1).min()
-        best = pipeline_times(one, every, counts[number] - 1).min()
+        best = pipeline_times(one, every).min()
         if (least, best) != (bottlenecks[number], found[number]):
             wrong.append(f"{own}: {found[number]} ps, {best} ps is possible; bottleneck {bottlenecks[number]}, {least}")
     return Check(len(batch.candidates), 0, tuple(wrong))

@@ -7,9 +7,9 @@ one: so the limit just below is tried over all cuts that can be reached, and whe
 that way. All are integers, so this is exact. The least sum within a limit: a dynamic programme over stages and layers,
 of equal ones the most even.
 
-A pipeline of m microbatches takes sum + (m - 1) bottleneck. Where S is the least sum within a limit, no partition
-within it whose bottleneck is above (T - S) / (m - 1) is faster than a known T. Limits are tried from above, each at or
-under that and the bottleneck found last.
+A pipeline takes the closed form, the sum and s times the bottleneck. Where S is the least sum within a limit, no
+partition within it whose bottleneck is above (T - S) / s is faster than a known T. Limits are tried from above, each at
+or under that and the bottleneck found last.
 """
 
 from typing import Any, NamedTuple
@@ -29,6 +29,8 @@ class Pipelines(NamedTuple):
     """Of each stage [pipelines, stages]."""
     sends: NDArray[Any]
     """What sending adds to a stage, wherever it begins and ends [pipelines, stages]."""
+    steady: NDArray[Any]
+    """How often the slowest stage counts beside the sum over all: the closed form's coefficient [pipelines]."""
 
     @property
     def layers(self) -> int:
@@ -37,7 +39,7 @@ class Pipelines(NamedTuple):
 
     def some(self, chosen: NDArray[Any]) -> "Pipelines":
         """The chosen pipelines."""
-        return self._replace(rows=self.rows[chosen], sends=self.sends[chosen])
+        return self._replace(rows=self.rows[chosen], sends=self.sends[chosen], steady=self.steady[chosen])
 
 
 def is_exact(layers: int, total_ps: int) -> bool:
@@ -45,33 +47,32 @@ def is_exact(layers: int, total_ps: int) -> bool:
     return total_ps * (layers * layers + 1) < _NONE // 2
 
 
-def fastest_partitions(pipelines: Pipelines, num_microbatches: NDArray[Any]) -> NDArray[Any]:
+def fastest_partitions(pipelines: Pipelines) -> NDArray[Any]:
     """Where each is cut: the first layer of every stage, and the number of layers [pipelines, stages + 1].
 
     Of the least pipeline time; every stage has a layer, and there are at least as many layers as stages.
     """
-    further = np.asarray(num_microbatches) - 1
-    least = least_bottlenecks(pipelines)
+    least, steady = least_bottlenecks(pipelines), pipelines.steady
     best = least_sums(pipelines, least)
-    shortest, floor = pipeline_times(pipelines, best, further), _sums_at_least(pipelines)
+    shortest, floor = pipeline_times(pipelines, best), _sums_at_least(pipelines)
     limit = np.full(len(least), _NONE // 2)
     while True:
-        below = np.where(further > 0, (shortest - floor) // np.maximum(further, 1), _NONE // 2)
+        below = np.where(steady > 0, (shortest - floor) // np.maximum(steady, 1), _NONE // 2)
         limit = np.minimum(limit, below)
-        open_ = np.flatnonzero((limit > least) & (shortest > floor + further * least))
+        open_ = np.flatnonzero((limit > least) & (shortest > floor + steady * least))
         if not len(open_):
             return best
         some = pipelines.some(open_)
         found = least_sums(some, limit[open_])
         own = best[open_], shortest[open_]
-        best[open_], shortest[open_] = _better(*own, found, pipeline_times(some, found, further[open_]))
+        best[open_], shortest[open_] = _better(*own, found, pipeline_times(some, found))
         times = stage_times(some, found)
         limit[open_], floor[open_] = times.max(axis=1) - 1, times.sum(axis=1)
 
 
 def _sums_at_least(pipelines: Pipelines) -> NDArray[Any]:
     """The least sum of stages that each take what they like: the best cut before a stage is the same for all ends."""
-    table, rows, sends = pipelines
+    table, rows, sends, _ = pipelines
     best = np.full((len(rows), pipelines.layers + 1), _NONE)
     best[:, 0] = 0
     for stage in range(rows.shape[1]):
@@ -88,10 +89,10 @@ def _better(
     return np.where((other_ps < known_ps)[:, None], other, known), np.minimum(known_ps, other_ps)
 
 
-def pipeline_times(pipelines: Pipelines, cuts: NDArray[Any], further: NDArray[Any]) -> NDArray[Any]:
-    """All stages once, and the slowest once more for every further microbatch [pipelines]."""
+def pipeline_times(pipelines: Pipelines, cuts: NDArray[Any]) -> NDArray[Any]:
+    """Return what one partition of each takes [pipelines]."""
     times = stage_times(pipelines, cuts)
-    return np.asarray(times.sum(axis=1) + further * times.max(axis=1))
+    return np.asarray(times.sum(axis=1) + pipelines.steady * times.max(axis=1))
 
 
 def stage_times(pipelines: Pipelines, cuts: NDArray[Any]) -> NDArray[Any]:
@@ -116,7 +117,7 @@ def least_bottlenecks(pipelines: Pipelines) -> NDArray[Any]:
 
 def _can_be_met(pipelines: Pipelines, limit: NDArray[Any]) -> NDArray[Any]:
     """Whether some partition's stages all take no more: from the last cut before each layer that can be reached."""
-    table, rows, sends = pipelines
+    table, rows, sends, _ = pipelines
     reached = np.zeros((len(rows), pipelines.layers + 1), bool)
     reached[:, 0] = True
     every = np.arange(pipelines.layers + 1)
@@ -144,7 +145,7 @@ def _by_taking_the_most(pipelines: Pipelines) -> NDArray[Any]:
 
 def _taking_the_most(pipelines: Pipelines, limit: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Whether a limit is met, what the longest stage then takes, and else the next limit that changes anything."""
-    table, rows, sends = pipelines
+    table, rows, sends, _ = pipelines
     layers, stages = pipelines.layers, rows.shape[1]
     apart = 2 * int(table[:, -1].max() + limit.max()) + 2
     flat = (table + apart * np.arange(len(table))[:, None]).ravel()
@@ -166,7 +167,7 @@ def _taking_the_most(pipelines: Pipelines, limit: NDArray[Any]) -> tuple[NDArray
 
 def least_sums(pipelines: Pipelines, limit: NDArray[Any]) -> NDArray[Any]:
     """The cuts of the least sum of stages that each take no more than a limit that can be met, then the most even."""
-    table, rows, sends = pipelines
+    table, rows, sends, _ = pipelines
     (number, stages), layers = rows.shape, pipelines.layers
     weight = layers**2 + 1  # of a picosecond: more than the sums of squares can differ by
     best = np.full((number, layers + 1), _NONE)
@@ -192,7 +193,7 @@ def least_sums(pipelines: Pipelines, limit: NDArray[Any]) -> NDArray[Any]:
 
 def _reaches(pipelines: Pipelines, limit: NDArray[Any]) -> tuple[list[int], list[int]]:
     """The least and the most layers before each stage, and at the end, over all pipelines."""
-    table, rows, sends = pipelines
+    table, rows, sends, _ = pipelines
     (number, stages), layers = rows.shape, pipelines.layers
     first, last = [layers], [0]
     low, high, every = np.full(number, layers), np.zeros(number, int), np.arange(number)

@@ -20,6 +20,7 @@ from shardwright_search.interop.galvatron_file import (
     DataParallelType,
     GalvatronLayer,
     GalvatronStrategy,
+    PipelineType,
     galvatron_keys,
 )
 from shardwright_search.interop.target import (
@@ -35,6 +36,13 @@ from shardwright_search.options import GalvatronRun
 
 _TARGET = "Galvatron"
 _DEFAULTS: dict[DataParallel, DataParallelType] = {DataParallel.DDP: "ddp", DataParallel.ZERO2: "zero2"}
+_SCHEDULES: dict[PipelineType, Schedule] = {"gpipe": Schedule.GPIPE, "pipedream_flush": Schedule.ONE_F_ONE_B}
+_PIPELINE_TYPES: dict[Schedule, PipelineType] = {
+    Schedule.GPIPE: "gpipe",
+    Schedule.ONE_F_ONE_B: "pipedream_flush",
+    Schedule.INTERLEAVED_1F1B: "pipedream_flush",
+}
+"""Of a stage with one layer range, which is all that Galvatron has."""
 _UNUSED_DEFAULT: DataParallelType = "zero2"
 """Written where nothing is left to `default_dp_type`; Galvatron's own launch scripts ask for it."""
 
@@ -66,7 +74,7 @@ def plan_of_galvatron(
             global_batch_size=given.global_bsz,
             num_microbatches=run.num_microbatches or _num_microbatches(given, vocabulary.dp_size, file),
             # Without a pipeline Galvatron ignores pipeline_type and takes one microbatch after the other.
-            schedule=Schedule.GPIPE if given.pipeline_type == "gpipe" and pp_size > 1 else Schedule.ONE_F_ONE_B,
+            schedule=_SCHEDULES[given.pipeline_type] if pp_size > 1 else Schedule.ONE_F_ONE_B,
             gradient_reduction=run.gradient_reduction,
             precision=run.precision,
             attention=run.attention,
@@ -106,7 +114,7 @@ def galvatron_strategy(plan: Plan, plan_file: object) -> GalvatronStrategy:
         pp_division=tuple(high - low for stage in plan.stages for low, high in stage.layers),
         global_bsz=plan.global_batch_size,
         chunks=plan.num_microbatches,
-        pipeline_type="gpipe" if plan.schedule is Schedule.GPIPE else "pipedream_flush",
+        pipeline_type=_PIPELINE_TYPES[plan.schedule],
         default_dp_type=default,
     )
 

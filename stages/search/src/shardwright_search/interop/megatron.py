@@ -20,6 +20,8 @@ from shardwright_search.interop.target import Degrees, Exported, Target, kernel_
 
 _TARGET = "Megatron-LM"
 _FSDP = "--use-megatron-fsdp"
+_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B)
+"""Of a pipeline; which of both follows from the layer ranges of a stage."""
 
 
 def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
@@ -29,8 +31,8 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
     """
     target = Target(_TARGET, plan_file)
     degrees = Degrees.of(plan, target)
-    holds = plan.schedule is not Schedule.GPIPE or degrees.pp_size == 1
-    target.demand(holds, "the schedule gpipe", "choose 1f1b or interleaved_1f1b")
+    holds = plan.schedule in _SCHEDULES or degrees.pp_size == 1
+    target.demand(holds, f"the schedule {plan.schedule}", f"choose {' or '.join(_SCHEDULES)}")
     options = {
         **model_options(plan.model, target),
         "--tensor-model-parallel-size": degrees.tp_size,

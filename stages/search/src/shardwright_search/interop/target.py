@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.semantics.canonical import effective
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.plan import Attention, Plan, Schedule
+from shardwright_formats.types.plan import Attention, Plan
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
 
 
@@ -116,9 +117,8 @@ def check_stages(plan: Plan, target: Target) -> None:
         block = range(i * width, (i + 1) * width)
         what = f"stages[{i}]: its ranks are not {block[0]} to {block[-1]}"
         target.demand(stage.ranks == tuple(block), what, "number by stage")
-    alone = len(plan.stages) == 1 and plan.num_microbatches > 1
-    holds = not (alone and plan.schedule is Schedule.GPIPE)
-    target.demand(holds, "gpipe in a single pipeline stage", "choose the schedule 1f1b")
+    holds = len(plan.stages) > 1 or schedule_of(plan.schedule).in_flight(1, plan.num_microbatches, 0) == 1
+    target.demand(holds, f"{plan.schedule} in a single pipeline stage", "choose the schedule 1f1b")
 
 
 def check_recompute(plan: Plan, index: int, target: Target) -> None:

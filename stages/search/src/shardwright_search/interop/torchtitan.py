@@ -19,6 +19,10 @@ from shardwright_search.interop.target import Degrees, Exported, Target, kernel_
 Toml = str | int | Sequence[Sequence[str]]
 
 _TARGET = "torchtitan"
+_SCHEDULES = {Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED_1F1B: "1F1B"}
+"""Of stages with one layer range."""
+_FILLED = ("1F1B",)
+"""Schedules that torch refuses with fewer microbatches than stages."""
 _FLAVORS: Mapping[tuple[object, ...], str] = {
     (4096, 32, 32, 8, 14336, 128256): "8B",
     (8192, 80, 64, 8, 28672, 128256): "70B",
@@ -102,12 +106,16 @@ def _check_pipeline(plan: Plan, degrees: Degrees, target: Target) -> None:
     """What torch's schedules refuse, and what torchtitan cannot cut."""
     if degrees.pp_size == 1:
         return
-    one_range = plan.schedule is not Schedule.GPIPE and degrees.chunks == 1
     what = f"1f1b with {plan.num_microbatches} microbatches in {degrees.pp_size} pipeline stages"
-    holds = not one_range or plan.num_microbatches >= degrees.pp_size
+    holds = _schedule(plan, degrees) not in _FILLED or plan.num_microbatches >= degrees.pp_size
     target.demand(holds, what, "choose as many microbatches or more")
     what = "tied embedding and head in several pipeline stages"
     target.demand(not plan.model.tied, what, "untie them or choose one stage")
+
+
+def _schedule(plan: Plan, degrees: Degrees) -> str:
+    """Return torch's name of a schedule, which goes by the layer ranges of a stage."""
+    return _SCHEDULES[plan.schedule] if degrees.chunks == 1 else "Interleaved1F1B"
 
 
 def _batch(plan: Plan, degrees: Degrees) -> dict[str, Toml]:
@@ -142,8 +150,7 @@ def _parallelism(plan: Plan, degrees: Degrees) -> dict[str, Toml]:
     if not replicated:
         keys["fsdp_reshard_after_forward"] = "always" if degrees.data_parallel is DataParallel.ZERO3 else "never"
     if degrees.pp_size > 1:
-        single = "GPipe" if plan.schedule is Schedule.GPIPE else "1F1B"
-        keys["pipeline_parallel_schedule"] = single if degrees.chunks == 1 else "Interleaved1F1B"
+        keys["pipeline_parallel_schedule"] = _schedule(plan, degrees)
         keys["pipeline_parallel_microbatch_size"] = degrees.micro_batch_size
         keys["module_fqns_per_model_part"] = _parts(degrees)
     return keys

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwright_formats.semantics.schedule import Pass, actions
+from shardwright_formats.semantics.schedules.passes import Pass
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.plan import Schedule
 from shardwright_search.simulation.blocking import Exchange, play_blocking
 from shardwright_search.simulation.reduction import BackwardPass, Overlap, Reduction, backward_pass
@@ -201,7 +202,8 @@ def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunk
         last = microbatch == num_microbatches - 1
         return _Turn(step * num_microbatches + microbatch, step + last * way, stage, link)
 
-    lists = [actions(schedule, num_stages, num_microbatches, stage, num_chunks) for stage in range(num_stages)]
+    played = schedule_of(schedule)
+    lists = [played.actions(num_stages, num_microbatches, stage, num_chunks) for stage in range(num_stages)]
     waiting = [[turn(*action, stage) for action in reversed(own)] for stage, own in enumerate(lists)]
     come = set(range(num_microbatches))
     order: list[_Turn] = []

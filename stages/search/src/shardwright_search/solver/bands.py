@@ -1,11 +1,11 @@
-"""Bounds that tell plans apart by their largest Z, the (m - 1) A + U of a pipeline stage.
+"""Bounds that tell plans apart by their largest Z: a stage's A as often as the slowest one counts, and its U.
 
 With several node types few layers on the slow ones make the sum of A small and many make the largest Z small, so the
 least of each together bounds little. The largest Z of a plan lies between two edges of a scale. No stage of the plan
 then has a larger Z than the upper edge, which runs of layers whose least Z is above it cannot be in; and T is no less
 than the sum of A and the lower edge. The least over all bands holds for every plan.
 
-A stage's Z is bounded below by the least of (m - 1) A + U itself. (What `configuration_bounds` calls z, the least of
+A stage's Z is bounded below by the least of its own sum. (What `configuration_bounds` calls z, the least of
 m A + U less the least of A, is no bound on Z: it may be above it, and only adds up with the least sum of A.)
 """
 

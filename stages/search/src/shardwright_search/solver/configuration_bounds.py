@@ -1,9 +1,9 @@
 """Lower bounds on T for a whole configuration, and for every pipeline stage that a plan below some T can have.
 
-With a, z and g the least of A, of (m - 1) A + U, and of (1 + (m - 1)/p) A + U/p of a stage:
-T >= sum a + max z, and T >= sum g, for no maximum is less than the mean. Both are minimised over the cuts by dynamic
-programmes forward and backward, which then bound T for every stage and every run of layers it may hold. With several
-node types `bands` bound sum and maximum together.
+Let T = sum A + s max A + max U be the closed form, and a, z and g the least of A, of s A + U, and of
+(1 + s/p) A + U/p of a stage: T >= sum a + max z, and T >= sum g, for no maximum is less than the mean. Both are
+minimised over the cuts by dynamic programmes forward and backward, which then bound T for every stage and every run of
+layers it may hold. With several node types `bands` bound sum and maximum together.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from shardwright_search.solver.layer_ranges import runs_of
 from shardwright_search.solver.memory import Phase, min_phases, phases
 from shardwright_search.solver.pareto import Numbers
 from shardwright_search.solver.problem import Cut, DeviceGroup, Position, Problem, Start
-from shardwright_search.solver.stage_options import GroupCosts, weightings
+from shardwright_search.solver.stage_options import GroupCosts, largest_weights, weightings
 
 CostsOf = Callable[[DeviceGroup, tuple[Phase, ...]], GroupCosts]
 """`GroupCosts`, or what remembers those that it made."""
@@ -160,9 +160,9 @@ class ConfigurationBounds:
 
     @cached_method
     def _banded(self, stage: int, group: int, send: float) -> StageCosts:
-        own, more = self._costs(stage, group, send), float(self.problem.num_microbatches - 1)
+        own, weights = self._costs(stage, group, send), largest_weights(self.problem.closed_form)
         costs = self.costs_of(self.problem.device_groups[group], self._parts[stage])
-        largest = (costs.least(self.problem.layers, (more, 1.0)) + more * send)[self.runs.number]
+        largest = (costs.least(self.problem.layers, weights) + weights[0] * send)[self.runs.number]
         return StageCosts(own.total, np.where(own.total < np.inf, largest, np.inf))
 
     @cached_method

@@ -1,8 +1,8 @@
 """A lower bound on T from how many pipeline stages are on each node type, wherever they are in the pipeline.
 
-The largest Z of a plan, the (m - 1) A + U of a stage, lets a stage on each type hold so many blocks and no more. Within
-that the sum of A is the least where the types that take the least time a block hold as many as they can. Unlike bounds
-that let layers be parted, this one knows that stages hold whole layers.
+Z is a stage's A as often as the slowest one counts, and its U. The largest Z of a plan lets a stage on each type hold
+so many blocks and no more. Within that the sum of A is the least where the types that take the least time a block hold
+as many as they can. Unlike bounds that let layers be parted, this one knows that stages hold whole layers.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.layer_ranges import runs_of
@@ -18,6 +19,7 @@ from shardwright_search.solver.memory import Phase
 from shardwright_search.solver.pareto import Ints, Numbers
 from shardwright_search.solver.problem import DeviceGroup
 from shardwright_search.solver.stage_bounds import rounded_down
+from shardwright_search.solver.stage_options import largest_weights
 
 
 class OnType(NamedTuple):
@@ -65,11 +67,11 @@ class Counted:
         self._costs_of = costs_of
 
     def least_ps(
-        self, layers: tuple[int, ...], on_types: Sequence[OnType], parts: tuple[Phase, ...], num_microbatches: int
+        self, layers: tuple[int, ...], on_types: Sequence[OnType], parts: tuple[Phase, ...], form: ClosedForm
     ) -> float:
         """T >= sum of A + max Z, ties aside; `parts`: phases that every stage goes through, or exceeds."""
-        each = [self._least(layers, own.groups, parts, num_microbatches) for own in on_types]
-        sends = [own.send_ps * (num_microbatches - 1) for own in on_types]
+        each = [self._least(layers, own.groups, parts, form) for own in on_types]
+        sends = [own.send_ps * form.steady for own in on_types]
         bands = _bands(each, sends)
         # The first and the last stage send at one end.
         outer = np.array([own.most(bands, send) for own, send in zip(each, sends, strict=True)])
@@ -79,26 +81,26 @@ class Counted:
         stages = np.array([[own.stages] for own in on_types])
         # The first stage may hold the embedding alone, and the last the head.
         lower = np.maximum(stages - 2, 0)
-        besides, least = min(own.embedding for own in each) + sends_ps(on_types), np.inf
+        besides, least = form.fill * (min(own.embedding for own in each) + sends_ps(on_types)), np.inf
         for last, own in enumerate(each):
             others = stages - (np.arange(len(each)) == last)[:, None]
             upper = inner * np.maximum(others - 1, 0) + outer * (others > 0)
             upper[last] += with_head[last]
             can = (with_head[last] >= 0) & (upper >= lower).all(0) & (upper.sum(0) >= len(layers) - 2)
             if can.any():
-                blocks = _cheapest(a_block[:, can], lower, upper[:, can], len(layers) - 2)
-                least = min(least, float((blocks + bands[can]).min()) + own.head + besides)
+                blocks = form.fill * _cheapest(a_block[:, can], lower, upper[:, can], len(layers) - 2)
+                least = min(least, float((blocks + bands[can]).min()) + form.fill * own.head + besides)
         return float(rounded_down(np.array(least)))
 
     @cached_method
     def _least(
-        self, layers: tuple[int, ...], groups: tuple[DeviceGroup, ...], parts: tuple[Phase, ...], num_microbatches: int
+        self, layers: tuple[int, ...], groups: tuple[DeviceGroup, ...], parts: tuple[Phase, ...], form: ClosedForm
     ) -> _Least:
         runs, blocks = runs_of(layers).runs, len(layers) - 2
         time, largest, with_head = (np.full(blocks + 1, np.inf) for _ in range(3))
         for group in groups:
             costs = self._costs_of(group, parts)
-            a, z = costs.least(layers, (1.0, 0.0)), costs.least(layers, (num_microbatches - 1.0, 1.0))
+            a, z = (costs.least(layers, weights) for weights in ((1.0, 0.0), largest_weights(form)))
             for number, run in enumerate(runs):
                 ends = run.layers[-1] == layers[-1]
                 count = len(run.layers) - ends - (run.before < 0)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright_formats.semantics.schedules.closed_form import step_time
 from shardwright_search.solver.interleaved_bounds import InterleavedBounds
 from shardwright_search.solver.interleaved_problem import InFlight, InterleavedProblem
 from shardwright_search.solver.memory import LayerMemory, Phase, StageMemory, layer_memory
-from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import Options, Solution
@@ -154,15 +154,15 @@ class Interleaved:
     def _compared(self, labels: _Labels) -> Numbers:
         """[labels, columns]: numbers of which none may be larger for a label to replace another.
 
-        A plan's T is a number times a chunk's time, v times its U, and a rest, or another such sum if that is larger.
+        A plan's T is a number times a chunk's time and U, and a rest, or another such sum if that is larger.
         What a stage holds at a moment is v times a chunk's states, some times its activations and its gradients, and a
         peak or what follows.
         """
         p, v, m = self._problem.pp_size, self._problem.num_chunks, self._problem.num_microbatches
         # Of long steps with as many microbatches as stages or more, the first sum is the larger one.
         few = m < p or bool((labels.time_ps < 2 * m).any())
-        times = [p - 1 + m * v, *[p * v + m - 1] * few]
-        costs = [time * labels.time_ps + v * labels.exposed_ps for time in times]
+        forms = self._problem.closed_forms[: 1 + few]
+        costs = [(own.fill * p + own.steady) * labels.time_ps + own.once * labels.exposed_ps for own in forms]
         beside = (0.0, labels.peak_bytes, labels.making_bytes)
         held = [
             v * labels.state_bytes + count * labels.activation_bytes + made * labels.gradient_bytes + beside[peak]
@@ -201,8 +201,7 @@ class Interleaved:
         times = self._stage_times(labels, first, last)
         exposed = problem.num_chunks * labels.exposed_ps
         exposed = exposed + np.maximum(embedding.exposed_ps[first], head.exposed_ps[last])
-        shape = problem.num_microbatches, problem.num_chunks
-        objective = step_time(times.sum(0), times.max(0), exposed, *shape)
+        objective = step_time(problem.closed_forms, times.sum(0), times.max(0), exposed)
         objective = objective + problem.tie_ps[embedding.input_layout[first], head.output_layout[last]]
         fits = self._most_held(labels, embedding.take(first), head.take(last)) <= problem.group.budget_bytes
         return _Whole(np.where(fits, objective, np.inf), label, first, last)

@@ -1,7 +1,7 @@
 """Lower bounds on T for interleaved plans, and on what the first positions of a chunk can lead to.
 
-T is no less than a weighted sum of all stages' A' and U in which one stage counts as the slowest: a position's layer
-counts p - 1 + m v times its time and v times its U. At any price of a byte on the first or the last stage a plan costs
+T is no less than a weighted sum of all stages' A' and U in which one stage counts as the slowest, with the coefficients
+of the closed form. At any price of a byte on the first or the last stage a plan costs
 no less than that sum and its memory there, less the price of the budget (Lagrange). Both are sums over options and over
 what lies between them: their least is a shortest path over positions and layouts.
 """
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_search.solver.interleaved_problem import InFlight, InterleavedProblem
 from shardwright_search.solver.pareto import Ints, Numbers
 from shardwright_search.solver.problem import Options
@@ -48,7 +49,8 @@ class InterleavedBounds:
         self._problem = problem
         self._budget = float(problem.group.budget_bytes)
         self._numbers = [_numbers(own) for own in problem.group.options]
-        times = [_time(problem, slowest) for slowest in (_EMBEDDING, _HEAD)]
+        form = problem.closed_forms[problem.num_microbatches < problem.pp_size]
+        times = [_time(problem, form, slowest) for slowest in (_EMBEDDING, _HEAD)]
         first, *_, last = problem.moments_in_flight
         ends = (_EMBEDDING, first), (_HEAD, last)
         memories = [max((_memory(problem, m, end) for m in moments), key=self._least) for end, moments in ends]
@@ -161,10 +163,9 @@ def _numbers(own: Options) -> Numbers:
     return np.array(numbers)
 
 
-def _time(problem: InterleavedProblem, slowest: int) -> _Sum:
-    """A sum that is no larger than T, with the stage of the embedding or of the head as the slowest."""
-    p, v, m = problem.pp_size, problem.num_chunks, problem.num_microbatches
-    every, more = (1 / v, m - 1 / v) if m >= p else (1.0, (m - 1) / v)
+def _time(problem: InterleavedProblem, form: ClosedForm, slowest: int) -> _Sum:
+    """Return a sum that is no larger than T, with the stage of the embedding or of the head as the slowest."""
+    p, v, every, more = problem.pp_size, problem.num_chunks, form.fill / form.parts, form.steady / form.parts
     at_first = slowest == _EMBEDDING
     chain = v * (every * p + more)
     options = np.zeros((4, 6))

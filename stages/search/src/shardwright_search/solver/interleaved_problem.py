@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_search.solver.pareto import Numbers
 from shardwright_search.solver.problem import DeviceGroup
 
@@ -36,6 +37,8 @@ class InterleavedProblem(msgspec.Struct, frozen=True, eq=False):
     pp_size: int
     num_chunks: int
     num_microbatches: int
+    closed_forms: tuple[ClosedForm, ...]
+    """Of T, which is the largest of them."""
     sends_ps: Numbers
     """[cuts, types, layouts]: over the cut after each stage, one way; the last from the last stage to the first."""
     moments_in_flight: tuple[tuple[InFlight, ...], ...]

@@ -159,7 +159,7 @@ class _Programme:
             for where in _places_of(problem, stage):
                 own = self._options(where, problem.layers[number])
                 for option, time_ps in enumerate(own.time_ps):
-                    column = self._column(time_ps, whole=True)
+                    column = self._column(problem.closed_form.fill * time_ps, whole=True)
                     found[where, option] = column
                     self._times[stage].append((column, time_ps))
                     if number == 0:
@@ -194,7 +194,7 @@ class _Programme:
                     received = wanted if in_place else layout
                     send = float(problem.sends_ps[Cut(there.position, here.group, there.group)][kind, layout, received])
                 move = float(problem.device_groups[there.group].redistribution_ps[kind, received, wanted])
-                column = self._column(move + 2 * send)
+                column = self._column(problem.closed_form.fill * (move + 2 * send))
                 outward[here, layout].append((column, -1.0))
                 inward[there, wanted].append((column, -1.0))
                 self._times[there.stage].append((column, move + send))
@@ -270,10 +270,10 @@ class _Programme:
         return self._problem.device_groups[where.group].options[kind]
 
     def _add_maxima(self) -> None:
-        """The slowest stage, all microbatches but one, and the longest end."""
+        """Add the slowest stage and the longest end, as often as they count."""
         problem = self._problem
-        slowest = self._column((problem.num_microbatches - 1) * self.time_unit_ps)
-        longest = self._column(self.time_unit_ps)
+        slowest = self._column(problem.closed_form.steady * self.time_unit_ps)
+        longest = self._column(problem.closed_form.once * self.time_unit_ps)
         for stage, times in enumerate(self._times):
             self._row([*((c, v / self.time_unit_ps) for c, v in times), (slowest, -1.0)], high=0.0)
             ends = [

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds, CostsOf
-from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.prefix_labels import At, LabelsOf, Level, first_level, next_level
 from shardwright_search.solver.problem import Problem, Solution
 from shardwright_search.solver.relaxed_bound import Relaxed
@@ -78,7 +77,7 @@ def solve_below(
 def _best(problem: Problem, levels: list[Level], below_ps: float, most: int) -> tuple[Found, ...]:
     found: list[tuple[float, At, int]] = []
     for at, labels in levels[-1].labels.items():
-        objective = step_time(labels.total_ps, labels.slowest_ps, labels.exposed_ps, problem.num_microbatches)
+        objective = problem.closed_form.time(labels.total_ps, labels.slowest_ps, labels.exposed_ps)
         objective = objective + problem.tie_ps[labels.tie_class, labels.output_layout]
         rows = np.flatnonzero(objective < below_ps)
         best = rows[np.argsort(objective[rows], kind="stable")][:most]

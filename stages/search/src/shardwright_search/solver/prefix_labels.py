@@ -3,9 +3,9 @@
 A label is one way to treat the layers before a cut: S, the sum of the stages' A', the largest A' and the largest U (X
 and V), the layouts that it gives out and that the next stage receives, the class of its embedding that ties tell apart.
 Whatever follows adds the same to S and takes the same maxima, so a label with another's layouts and class never loses
-to it if S' - S is at least (m - 1)(X - X')+ + (V - V')+: that is, if S plus each selection of (m - 1) X and V is no
-larger. Labels are also dropped when the bounds of what is still to come show that no plan through them stays below the
-cut-off.
+to it if S' - S makes up for (X - X')+ and (V - V')+, each with its coefficient in T: that is, if T of S and each
+selection of X and V is no larger. Labels are also dropped when the bounds of what is still to come show that no plan
+through them stays below the cut-off.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds, StageKind
-from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
 from shardwright_search.solver.problem import Cut, Position, Problem
 from shardwright_search.solver.stage_labels import Labels
@@ -181,9 +180,9 @@ def _runs(bounds: ConfigurationBounds, stage: int, start: int, known: dict[int, 
 
 def _undominated(problem: Problem, labels: Prefix) -> Ints:
     """Labels that no other of their layouts and class replaces: S with any choice of what else it raises is larger."""
-    none, m = np.zeros_like(labels.total_ps), problem.num_microbatches
+    none = np.zeros_like(labels.total_ps)
     ways = [(slowest, exposed) for slowest in (none, labels.slowest_ps) for exposed in (none, labels.exposed_ps)]
-    columns = [step_time(labels.total_ps, slowest, exposed, m) for slowest, exposed in ways]
+    columns = [problem.closed_form.time(labels.total_ps, slowest, exposed) for slowest, exposed in ways]
     layouts = labels.output_layout * problem.num_layouts + labels.received_layout
     return non_dominated(np.stack(columns, 1), layouts * len(problem.tie_ps) + labels.tie_class)
 
@@ -230,10 +229,11 @@ def _appended(
 
 def _least(bounds: ConfigurationBounds, stage: int, position: Position, labels: Prefix, end: Ints) -> Numbers:
     """What T is at least with what is still to come."""
-    m, rest = bounds.problem.num_microbatches, bounds.after[stage + 1][position]
-    total = labels.total_ps + rest.total[end]
-    least = np.maximum(step_time(total, labels.slowest_ps, labels.exposed_ps, m), total + rest.slowest[end])
+    form, rest = bounds.problem.closed_form, bounds.after[stage + 1][position]
+    known = form.time(labels.total_ps, labels.slowest_ps, labels.exposed_ps)
+    total = form.fill * labels.total_ps
+    least = rest.total[end] + np.maximum(known, total + rest.slowest[end])
     if bounds.bands is not None:
-        to_come = bounds.bands.after(stage + 1, position).least(end, (m - 1) * labels.slowest_ps)
-        least = np.maximum(least, labels.total_ps + to_come)
+        to_come = bounds.bands.after(stage + 1, position).least(end, form.steady * labels.slowest_ps)
+        least = np.maximum(least, total + to_come)
     return np.asarray(least + bounds.problem.tie_ps.min())

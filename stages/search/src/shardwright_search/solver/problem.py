@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_search.solver.memory import LayerMemory, Phase, layer_memory, no_layers, phases
-from shardwright_search.solver.objective import step_time
 from shardwright_search.solver.pareto import Ints, Numbers
 
 _NEVER_FITS = 2.0**52
@@ -119,9 +119,9 @@ class DeviceGroup(msgspec.Struct, frozen=True, dict=True, eq=False):
 class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     """A chain of layers, embedding and head included, to cut into stages on device groups, with one option each.
 
-    Minimised is `step_time` and the tie, with A'_i the time of a microbatch in stage i, with the redistribution before
-    each of its layers and the sends at both of its ends, and U_i the sum of its `exposed_ps`. The memory of a stage is
-    the most of its phases, as `memory` counts it.
+    Minimised is the closed form and the tie, with A'_i the time of a microbatch in stage i, with the redistribution
+    before each of its layers and the sends at both of its ends, and U_i the sum of its `exposed_ps`. The memory of a
+    stage is the most of its phases, as `memory` counts it.
     """
 
     layers: tuple[int, ...]
@@ -137,6 +137,8 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     in_flight: tuple[int, ...]
     """By pipeline stage."""
     num_microbatches: int
+    closed_form: ClosedForm
+    """Of T, in whole times."""
     boundary_bytes: Numbers
     """[types, layouts]: what a rank holds of one microbatch's outputs of that type and layout."""
     tie_ps: Numbers
@@ -168,13 +170,14 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     def objectives(self, time_ps: Numbers, exposed_ps: Numbers) -> list[Numbers]:
         """The numbers in which one way to treat a stage must be no worse to replace another.
 
-        With one stage T is m A + U. With several, taking (A, U) for (A', U') with A <= A' lowers the sum of times by
-        A' - A, raises no largest time, and raises the largest U by at most (U - U')+: it never hurts if A + U is no
-        larger either.
+        With one stage that is T. With several, taking (A, U) for (A', U') with A <= A' lowers the sum of times by
+        A' - A, raises no largest time, and raises the largest U by at most (U - U')+: it never hurts if the sum of A
+        and U, as often as each counts, is no larger either.
         """
+        form = self.closed_form
         if self.pp_size == 1:
-            return [self.num_microbatches * time_ps + exposed_ps]
-        return [time_ps, time_ps + exposed_ps]
+            return [form.time(time_ps, time_ps, exposed_ps)]
+        return [time_ps, form.fill * time_ps + form.once * exposed_ps]
 
     @cached_property
     def positions(self) -> tuple[dict[Position, tuple[int, ...]], ...]:
@@ -313,5 +316,5 @@ def price(problem: Problem, solution: Solution) -> Price:
         memory.append(int(held.peak.max()))
     embedding = problem.device_groups[numbers[0]].options[problem.layers[0]]
     tie = problem.tie_ps[embedding.input_layout[solution.options[0]], layout]
-    objective = step_time(float(time.sum()), float(time.max()), float(exposed.max()), problem.num_microbatches)
+    objective = problem.closed_form.time(float(time.sum()), float(time.max()), float(exposed.max()))
     return Price(int(objective + tie), tuple(memory))

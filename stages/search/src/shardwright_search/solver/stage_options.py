@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.layer_ranges import Runs, pivot_of, runs_of
 from shardwright_search.solver.memory import LayerMemory, Phase, no_layers
@@ -24,14 +25,19 @@ def weightings(problem: Problem, group: int) -> tuple[Weights, Weights, Weights]
 
     The mean is by ranks: as a wide stage does its layers in less time, ranks times time says more than time alone.
     """
-    p, m = problem.pp_size, problem.num_microbatches
-    return (1.0, 0.0), (float(m), 1.0), mean_weights(p, m, problem.relative_weights[group])
+    form = problem.closed_form
+    alone = float(form.fill + form.steady), float(form.once)
+    return (float(form.fill), 0.0), alone, mean_weights(form, problem.pp_size, problem.relative_weights[group])
 
 
-def mean_weights(pp_size: int, num_microbatches: int, relative_weight: float) -> Weights:
-    """The third of these, of a stage of a weight relative to the mean of all stages."""
-    share = relative_weight / pp_size
-    return 1 + (num_microbatches - 1) * relative_weight / pp_size, share
+def mean_weights(form: ClosedForm, pp_size: int, relative_weight: float) -> Weights:
+    """Return the third of these for a stage of a weight relative to the mean of all stages."""
+    return form.fill + form.steady * relative_weight / pp_size, form.once * relative_weight / pp_size
+
+
+def largest_weights(form: ClosedForm) -> Weights:
+    """Return the weights of Z: of a stage's A and U as often as the slowest A and the largest U count."""
+    return float(form.steady), float(form.once)
 
 
 class Measure(NamedTuple):

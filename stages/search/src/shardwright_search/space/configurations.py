@@ -154,7 +154,7 @@ def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: 
 
 def _chunks(request: SearchRequest, layers: int, pp_size: int, schedule: Schedule) -> tuple[int, ...]:
     """Numbers of chunks: several where the schedule is interleaved and they can be equal."""
-    if schedule is not Schedule.INTERLEAVED_1F1B:
+    if not schedule.interleaves:
         return (1,)
     return tuple(v for v in sorted(set(request.chunks_per_stage)) if v > 1 < pp_size and layers % (v * pp_size) == 0)
 

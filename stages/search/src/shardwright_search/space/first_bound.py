@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from shardwright_formats.semantics.schedule import in_flight
+from shardwright_formats.semantics.schedules.closed_form import ClosedForm
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_search.cost_model.layer import Link
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.solver.cached import cached_method
@@ -112,10 +113,10 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         if p == 1:
             return least
         on_types = [self._on_type(choice, equal, m == 1) for equal in by_type]
-        fewest = in_flight(configuration.schedule, p, m, p - 1)
+        fewest = schedule_of(configuration.schedule).in_flight(p, m, p - 1)
         parts = min_phases(fewest, m, any(group.keeps_sums for of in on_types for group in of.groups))
         least += min(weights)[0] * sends_ps(on_types)
-        return max(least, own.prices.bounds.counted.least_ps(layers, on_types, parts, m))
+        return max(least, own.prices.bounds.counted.least_ps(layers, on_types, parts, self._form(configuration)))
 
     def _relaxed(self, configuration: Configuration, choice: Choice, on: _On, weights: tuple[Weights, ...]) -> float:
         """All layers over all ranks, of stages that may be on these, with their weights."""
@@ -127,7 +128,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
             budgets[topology.node_type] = max(budgets[topology.node_type], group.budget_bytes)
         budget = sum(count * budgets[name] for name, count in self._ranks.items()) / mean_width
         relative = tuple(group.width / mean_width for group in groups)
-        fewest = in_flight(configuration.schedule, p, m, p - 1)
+        fewest = schedule_of(configuration.schedule).in_flight(p, m, p - 1)
         stages = Stages(own.types_of_layers, groups, relative, weights, fewest, budget)
         return own.prices.bounds.relaxed.least_ps(stages)
 
@@ -141,8 +142,12 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         weights = self.instance.weights(choice, on)
         speeds = {topology.node_type: weight / topology.size for topology, weight in zip(on, weights, strict=True)}
         total = sum(count * speeds[name] for name, count in self._ranks.items())
-        p, m = configuration.pp_size, configuration.num_microbatches
-        return tuple(mean_weights(p, m, weight * p / total) for weight in weights)
+        form, p = self._form(configuration), configuration.pp_size
+        return tuple(mean_weights(form, p, weight * p / total) for weight in weights)
+
+    def _form(self, configuration: Configuration) -> ClosedForm:
+        (form,) = schedule_of(configuration.schedule).closed_forms(configuration.num_microbatches)
+        return form
 
     @cached_method
     def _anywhere(self, widths: tuple[tuple[str, tuple[int, ...]], ...], pp_size: int) -> _On:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from shardwright_formats.semantics.schedule import Pass, actions
+from shardwright_formats.semantics.schedules.passes import Pass
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_search.solver.interleaved_problem import InFlight
 from shardwright_search.space.configurations import Configuration
 
@@ -17,10 +18,8 @@ def _moments(configuration: Configuration, stage: int) -> Iterator[InFlight]:
     """Of every action what is there beside the pass."""
     outer = 0 if stage == 0 else configuration.num_chunks - 1
     resident, made = [0] * configuration.num_chunks, set[int]()
-    lists = actions(
-        configuration.schedule, configuration.pp_size, configuration.num_microbatches, stage, configuration.num_chunks
-    )
-    for action in lists:
+    shape = configuration.pp_size, configuration.num_microbatches, stage, configuration.num_chunks
+    for action in schedule_of(configuration.schedule).actions(*shape):
         backward, own = action.kind is Pass.BACKWARD, action.chunk
         resident[own] -= backward
         yield InFlight(

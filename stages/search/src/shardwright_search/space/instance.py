@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from shardwright_formats.semantics.schedule import in_flight
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import PipelineStage, Plan
@@ -151,14 +151,17 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
         placed, handovers = self.choices.placed(configuration), self.choices.handovers(configuration)
         sends = [self.prices.handed_over(choice, own) for own in handovers.every]
+        schedule = schedule_of(configuration.schedule)
+        (form,) = schedule.closed_forms(m)
         return Problem(
             layers=self.types_of_layers,
             device_groups=tuple(self.prices.device_group(choice, on, m == 1) for on in placed.topologies),
             weights=self.weights(choice, placed.topologies),
             placements=placed.moves,
             sends_ps={cut: sends[number] for cut, number in handovers.number.items()},
-            in_flight=tuple(in_flight(configuration.schedule, p, m, stage) for stage in range(p)),
+            in_flight=tuple(schedule.in_flight(p, m, stage) for stage in range(p)),
             num_microbatches=m,
+            closed_form=form,
             boundary_bytes=self.prices.boundary(choice),
             tie_ps=self._ties.costs_ps(self.choices.layers.shardings(choice), p, configuration.ends),
         )
@@ -168,7 +171,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         from shardwright_search.solver.interleaved_problem import InterleavedProblem
         from shardwright_search.space.in_flight import moments_in_flight
 
-        choice, p = self.choices.choice(configuration), configuration.pp_size
+        choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
         layers, placed = self.costs.model.layers, self.choices.placed(configuration)
         share = len(layers) // (p * configuration.num_chunks)
         if len(placed.topologies) > 1 or any(
@@ -182,10 +185,11 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             embedding=self.prices.types.index(EMBEDDING),
             positions=tuple(self.prices.types.index(name) for name in layers[:share]),
             head=self.prices.types.index(HEAD),
-            group=self.prices.device_group(choice, placed.topologies[0], configuration.num_microbatches == 1),
+            group=self.prices.device_group(choice, placed.topologies[0], m == 1),
             pp_size=p,
             num_chunks=configuration.num_chunks,
-            num_microbatches=configuration.num_microbatches,
+            num_microbatches=m,
+            closed_forms=schedule_of(configuration.schedule).closed_forms(m, configuration.num_chunks),
             sends_ps=np.array([self.prices.sends(choice, self.costs.link(*pair)) for pair in around]),
             moments_in_flight=(first, second if p > 2 else (*first, *last), last),
             boundary_bytes=self.prices.boundary(choice),

@@ -46,7 +46,7 @@ def widths(request: SearchRequest, devices: int, pp_size: int, schedule: Schedul
     Interleaved stages are equally wide, and so are those whose layers share one strategy, which says on how many ranks.
     """
     equal: tuple[Widths, ...] = (StageWidths.EQUAL,) if devices % pp_size == 0 else ()
-    unequal = schedule is not Schedule.INTERLEAVED_1F1B and request.fine_grained and pp_size > 1
+    unequal = not schedule.interleaves and request.fine_grained and pp_size > 1
     match request.stage_widths:
         case StageWidths.EQUAL:
             return equal
@@ -73,7 +73,7 @@ def check_degrees(request: SearchRequest, devices: int, layers: int, file: Path)
             if len(set(each)) > 1 and not request.fine_grained:
                 what = f"stage_widths: {list(each)}, but one strategy for all layers is of one width"
                 raise BadInput(file, what, "set fine_grained, or list equal widths")
-            if len(set(each)) > 1 and set(request.schedules) == {Schedule.INTERLEAVED_1F1B}:
+            if len(set(each)) > 1 and all(schedule.interleaves for schedule in request.schedules):
                 what = f"stage_widths: {list(each)}, but interleaved stages are equally wide"
                 raise BadInput(file, what, "allow 1f1b or gpipe, or list equal widths")
     known = {number for each in listed for number in each} if isinstance(listed, tuple) else {devices}

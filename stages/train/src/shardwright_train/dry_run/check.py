@@ -11,7 +11,7 @@ from shardwright_formats.semantics.chunks import chunk_layers
 from shardwright_formats.semantics.communication import Cause, step_messages
 from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes, communicators
-from shardwright_formats.semantics.schedule import in_flight
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.plan import Plan
 from shardwright_train.dry_run.simulated_step import SimulatedStep, Traffic, simulate_step
 from shardwright_train.models.base import Family
@@ -130,8 +130,8 @@ def _messages(plan: Plan, role: Role) -> Mapping[tuple[Cause, Traffic], tuple[in
 def _further(plan: Plan, stage: int, simulated: int) -> int:
     """How many more chunks' activations the whole step holds than the simulated one."""
     chunks, stages = len(plan.stages[stage].layers), len(plan.stages)
-    whole = in_flight(plan.schedule, stages, plan.num_microbatches, stage, chunks)
-    return whole - in_flight(plan.schedule, stages, simulated, stage, chunks)
+    whole = schedule_of(plan.schedule).in_flight(stages, plan.num_microbatches, stage, chunks)
+    return whole - schedule_of(plan.schedule).in_flight(stages, simulated, stage, chunks)
 
 
 def _miscounted(plan: Plan, rank: int, step: SimulatedStep) -> Mapping[Traffic, tuple[int, int]]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.plan import ITEMSIZE, Plan
 from shardwright_train.data.boundaries import DOCUMENTS

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from shardwright_formats.semantics.schedule import Pass, middle
+from shardwright_formats.semantics.schedules.passes import Pass, middle
 from shardwright_formats.types.measurement import PassTime
 from shardwright_train.pipeline.runner import MicrobatchChunk
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.strategy import DataParallel
 
 

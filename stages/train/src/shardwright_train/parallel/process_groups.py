@@ -15,7 +15,7 @@ from shardwright_formats.semantics.process_groups import (
     axis_of,
     process_groups,
 )
-from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import SequenceParallel, Strategy
 

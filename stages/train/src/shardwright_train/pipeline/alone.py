@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwright_formats.semantics.schedule import Action, Pass
+from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_train.pipeline.p2p import Pipeline, Port
 
 _ADDS = 2

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shardwright_formats.semantics.schedule import Action, actions
+from shardwright_formats.semantics.chunks import stage_actions
+from shardwright_formats.semantics.schedules.passes import Action
 from shardwright_formats.types.plan import ITEMSIZE
 from shardwright_models.facts import Mask
 from shardwright_train.data.boundaries import DOCUMENTS
@@ -55,7 +56,7 @@ def mask_bytes(context: RankContext) -> int:
     if all(low == high for low, high in ranges):
         return 0
     passes, alive, largest = Counter[int](), 0, 0
-    for _, microbatch, _ in actions(plan.schedule, len(plan.stages), plan.num_microbatches, stage, len(ranges)):
+    for _, microbatch, _ in stage_actions(plan, stage):
         alive += passes[microbatch] == 0
         passes[microbatch] += 1
         largest = max(largest, alive)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.semantics.chunks import Cut, cuts
-from shardwright_formats.semantics.schedule import Action, Pass, actions
+from shardwright_formats.semantics.chunks import Cut, cuts, stage_actions
+from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.redistribute import Window, window
 from shardwright_train.pipeline.layer import RankContext
@@ -69,8 +69,7 @@ class Pipeline:
 
 
 def _actions(context: RankContext, stage: int) -> tuple[Action, ...]:
-    plan = context.plan
-    return actions(plan.schedule, len(plan.stages), plan.num_microbatches, stage, len(plan.stages[stage].layers))
+    return stage_actions(context.plan, stage)
 
 
 def _port(context: RankContext, cut: Cut, kind: Pass, there: tuple[int, int], sends: bool) -> Port:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shardwright_formats.semantics.schedule import Action, Pass
+from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.types.plan import GradientReduction
 from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_train.data.share import Batch, Share

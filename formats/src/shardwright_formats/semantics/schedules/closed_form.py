@@ -1,0 +1,42 @@
+"""The closed form of a step's time, which the search minimises: coefficients that all bounds and labels read.
+
+A_i is the forward and backward pass of one microbatch in pipeline stage i, all its chunks and the sends at their ends;
+U_i is what follows the stage's last backward pass, the exposed gradient sync and the optimizer.
+"""
+
+from collections.abc import Sequence
+from operator import floordiv, mod
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Times = TypeVar("Times", int, float, NDArray[np.float64])
+
+
+class ClosedForm(NamedTuple):
+    """Coefficients of a step's time: T = (fill sum A + steady max A + once max U) / parts, whole numbers all."""
+
+    fill: int
+    """Of the sum over all stages, which one microbatch takes on its way."""
+    steady: int
+    """Of the slowest stage, for the microbatches that follow it."""
+    once: int = 1
+    """Of what comes at a step's end."""
+    parts: int = 1
+
+    def time(self, total: Times, slowest: Times, exposed: Times) -> Times:
+        """Return T of the sum of A, the largest A and the largest U, all in one unit, rounded up to a whole one."""
+        if self.parts == 1:
+            return self.fill * total + self.steady * slowest + self.once * exposed
+        # Whole times apart from parts of them, lest a float64 lose digits.
+        whole, rest = (ClosedForm(*(of(n, self.parts) for n in self[:3])) for of in (floordiv, mod))
+        return whole.time(total, slowest, exposed) - (-rest.time(total, slowest, exposed) // self.parts)
+
+
+def step_time(forms: Sequence[ClosedForm], total: Times, slowest: Times, exposed: Times) -> Times:
+    """Return the largest T of several closed forms, each of which holds where it is the largest."""
+    first, *others = (form.time(total, slowest, exposed) for form in forms)
+    for other in others:
+        first = np.maximum(first, other) if isinstance(first, np.ndarray) else max(first, other)
+    return first

@@ -1,0 +1,14 @@
+"""1F1B (Narayanan et al. 2019): one forward and one backward pass in turn, once the pipeline is full."""
+
+from shardwright_formats.semantics.schedules.schedule import PipelineSchedule
+from shardwright_formats.types.plan import Schedule
+
+
+class OneFOneB(PipelineSchedule):
+    """As many forward passes ahead as there are later stages; fewer microbatches than stages are allowed."""
+
+    name = Schedule.ONE_F_ONE_B
+
+    def num_ahead(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int) -> int:
+        """Return the number of later stages."""
+        return num_stages - 1 - stage
