@@ -11,12 +11,11 @@ from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.plan import Schedule
 from shardwright_search.solver.branch_and_bound import optimize
+from shardwright_search.solver.in_flight import moments_in_flight
 from shardwright_search.solver.interleaved import Interleaved
 from shardwright_search.solver.interleaved_problem import InterleavedProblem
 from shardwright_search.solver.problem import DeviceGroup, Options
 from shardwright_search.solver.targets import Target
-from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.in_flight import moments_in_flight
 
 __all__ = ["Priced", "every_interleaved", "mistake", "mistakes", "random_interleaved", "with_budget"]
 
@@ -55,8 +54,13 @@ def random_interleaved(seed: int) -> InterleavedProblem:
     moves = rng.integers(0, 1 + sharding // 2, (4, layouts, layouts)).astype(float)
     moves[:, np.arange(layouts), np.arange(layouts)] = 0
     shape = classes, classes
-    configuration = Configuration(count, count, pp_size, Schedule.INTERLEAVED_1F1B, num_chunks)
-    workspaces = [moments_in_flight(configuration, stage) for stage in range(pp_size)]
+    schedule = schedule_of(Schedule.INTERLEAVED_1F1B)
+    workspaces = [
+        moments_in_flight(
+            schedule.actions(pp_size, count, stage, num_chunks), num_chunks, outer=(num_chunks - 1) * (stage > 0)
+        )
+        for stage in range(pp_size)
+    ]
     problem = InterleavedProblem(
         embedding=0,
         positions=tuple(int(kind) for kind in rng.integers(1, 3, rng.integers(1, 4))),
@@ -65,7 +69,7 @@ def random_interleaved(seed: int) -> InterleavedProblem:
         pp_size=pp_size,
         num_chunks=num_chunks,
         num_microbatches=count,
-        closed_forms=schedule_of(configuration.schedule).closed_forms(count, num_chunks),
+        closed_forms=schedule.closed_forms(count, num_chunks),
         sends_ps=rng.integers(0, 1 + sharding // 4, (pp_size, 4, layouts)).astype(float),
         boundary_bytes=rng.integers(0, 1 + sharding // 8, (4, layouts)).astype(float),
         moments_in_flight=(

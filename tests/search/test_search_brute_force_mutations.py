@@ -12,7 +12,7 @@ from random_problems import random_problem
 
 from shardwright_search.solver import interleaved, interleaved_bounds, prefix_labels, stage_labels
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
-from shardwright_search.solver.interleaved_problem import InFlight
+from shardwright_search.solver.in_flight import InFlight
 from shardwright_search.solver.problem import Options, Problem, Start
 from shardwright_search.solver.stage_labels import _Stage
 

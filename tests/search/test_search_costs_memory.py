@@ -14,8 +14,8 @@ from shardwright_search.cost_model.memory import ParameterMemory, parameter_memo
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.search import Found, Infeasible, find_best
-from shardwright_search.solver.memory import Phase, StageMemory, layer_memory, no_layers, phases
 from shardwright_search.space.budget import GIB
+from shardwright_search.step.memory import Phase, StageMemory, layer_memory, no_layers, phases
 
 MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
 

@@ -8,7 +8,7 @@ import pytest
 from interleaved_problems import random_interleaved, with_budget
 from numpy.typing import NDArray
 
-from shardwright_search.solver.interleaved import Interleaved, _Labels, _memory_of
+from shardwright_search.solver.interleaved import Interleaved, _Labels, _memory_of, _passes
 from shardwright_search.solver.interleaved_problem import InterleavedProblem
 from shardwright_search.solver.problem import Options
 
@@ -55,7 +55,7 @@ def random_options(own: Options, rng: np.random.Generator) -> Options:
 
 def longer(solver: Interleaved, labels: _Labels, position: Options) -> _Labels:
     """With another position behind."""
-    memory = _memory_of(labels).then(solver._on_its_way(position))
+    memory = _memory_of(labels).then(_passes(position))
     return labels._replace(
         state_bytes=labels.state_bytes + position.state_bytes,
         activation_bytes=memory.resident[:, 0],

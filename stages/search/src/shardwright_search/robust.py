@@ -21,11 +21,11 @@ from shardwright_search.cost_model.layer import picoseconds
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.scaling import Scaling, scaled
-from shardwright_search.solver.pareto import Numbers
 from shardwright_search.solver.targets import Best
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Robust
+from shardwright_search.step.arrays import Numbers
 
 Flags = NDArray[np.bool_]
 Points = Callable[[HardwareProfile], Flags]

@@ -29,7 +29,7 @@ from shardwright_search.cost_model.parameters import Overlapped, ParameterCosts,
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import StageTopology, tp_group_kinds
-from shardwright_search.solver.cached import cached_method
+from shardwright_search.step.cached_method import cached_method
 
 
 class Cost(NamedTuple):

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from functools import lru_cache, reduce
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, mul
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from shardwright_formats.semantics.canonical import effective
@@ -22,7 +23,8 @@ from shardwright_search.cost_model.layer import Cost, CostModel, Gather, LayerCo
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.simulation.reduction import Overlap, Reduction
 from shardwright_search.simulation.simulator import StageTimes
-from shardwright_search.solver.memory import LayerMemory, Phase, StageMemory, layer_memory, no_layers, phases
+from shardwright_search.step.interleaved_memory import layer_passes, moments
+from shardwright_search.step.memory import LayerMemory, Phase, StageMemory, layer_memory, no_layers, phases
 
 _NOTHING = Cost(0, None)
 Layer = tuple[str, Strategy]
@@ -74,13 +76,25 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         """All gradients at once, with the sums that are kept beside them."""
         return self.sum_of("memory.gradients") + self.sum_of("memory.gradient_sums")
 
-    def memory(self, parts: tuple[Phase, ...]) -> StageMemory:
-        """What a stage holds of this range beside states."""
-        own = (
+    def peak_bytes(self, parts: tuple[Phase, ...]) -> int:
+        """Return the most that a stage of this range alone holds in some phases, beside states."""
+        layers = (
             _held(parts, o.memory.gradients, o.memory.gradient_sums, o.activation_bytes, o.workspace_bytes)
             for o in self.layers
         )
-        return reduce(StageMemory.then, own, no_layers(parts, self.before_bytes))
+        return int(reduce(StageMemory.then, layers, no_layers(parts, self.before_bytes)).peak.max())
+
+    def pass_bytes(self) -> list[int]:
+        """Return the most that a microbatch holds in a pass that makes no gradients, and in one that makes them.
+
+        Sums of later passes count as theirs.
+        """
+        layers = (
+            layer_passes(o.memory.gradients + o.memory.gradient_sums, o.activation_bytes, o.workspace_bytes)
+            for o in self.layers
+        )
+        received = np.full(2, float(self.before_bytes))
+        return list(map(int, reduce(StageMemory.then, layers, StageMemory(received, received)).peak))
 
     def _gathered(self, during: str, way: int, share: float) -> list[int]:
         """The layers of a pass in its order (`way` 1 or -1), each with the gather of the next one beside it.
@@ -207,21 +221,14 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
     if len(own) == 1:
         count = schedule_of(plan.schedule).in_flight(len(plan.stages), plan.num_microbatches, stage)
         keeps_sums = own[0].sum_of("memory.gradient_sums") > 0
-        peak = own[0].memory(phases(count, plan.num_microbatches, keeps_sums)).peak.max() + own[0].after_bytes
-        return StageCosts(ranges=own, activation_bytes=count * kept[0], working_bytes=int(peak))
-    peaks, making = [_peak_of_one(here) for here in own], [_peak_that_makes(here) for here in own]
-    held = max_held = made = most = 0
-    unmade = set(range(len(own)))
-    for action in stage_actions(plan, stage):
-        chunk, backward = action.chunk, action.kind is Pass.BACKWARD
-        held -= kept[chunk] * backward
-        makes = backward and chunk in unmade
-        most = max(most, held + made + (making if makes else peaks)[chunk])
-        if makes:
-            unmade.remove(chunk)
-            made += own[chunk].gradient_bytes
-        held += kept[chunk] * (not backward)
-        max_held = max(max_held, held)
+        peak = own[0].peak_bytes(phases(count, plan.num_microbatches, keeps_sums)) + own[0].after_bytes
+        return StageCosts(ranges=own, activation_bytes=count * kept[0], working_bytes=peak)
+    passes, gradients = [here.pass_bytes() for here in own], [here.gradient_bytes for here in own]
+    max_held = most = 0
+    for moment in moments(stage_actions(plan, stage), len(own)):
+        held = sum(map(mul, moment.in_flight, kept))
+        max_held = max(max_held, held + kept[moment.chunk])
+        most = max(most, held + sum(map(mul, moment.made, gradients)) + passes[moment.chunk][moment.makes])
     # The gradient that comes in, the one that goes out, and what comes for the next pass.
     before, after = max(here.before_bytes for here in own), max(here.after_bytes for here in own)
     most += before + after + max(before, after)
@@ -232,25 +239,6 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
 def _held(parts: tuple[Phase, ...], gradients: int, sums: int, activation: int, workspace: int) -> LayerMemory:
     """What a layer holds beside its states."""
     return layer_memory(parts, 0, gradients, sums, activation, workspace)
-
-
-def _peak_of_one(own: RangeCosts) -> int:
-    """The most that one microbatch holds on its way through a range, gradients apart."""
-    memory = own.memory((Phase(1),))
-    return int(memory.peak.max()) - own.gradient_bytes - 2 * own.before_bytes
-
-
-def _peak_that_makes(own: RangeCosts) -> int:
-    """The most of a range's first backward pass, with the gradients that it makes layer by layer.
-
-    Sums of later passes count as theirs.
-    """
-    making = (Phase(1, late=True, summed=False),)
-    layers = (
-        _held(making, o.memory.gradients + o.memory.gradient_sums, 0, o.activation_bytes, o.workspace_bytes)
-        for o in own.layers
-    )
-    return int(reduce(StageMemory.then, layers, no_layers(making, own.before_bytes)).peak.max()) - 2 * own.before_bytes
 
 
 def _moves(

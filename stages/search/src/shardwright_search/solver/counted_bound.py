@@ -12,14 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_formats.semantics.schedules.closed_form import ClosedForm
-from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.layer_ranges import runs_of
-from shardwright_search.solver.memory import Phase
-from shardwright_search.solver.pareto import Ints, Numbers
 from shardwright_search.solver.problem import DeviceGroup
 from shardwright_search.solver.stage_bounds import rounded_down
 from shardwright_search.solver.stage_options import largest_weights
+from shardwright_search.step.arrays import Ints, Numbers
+from shardwright_search.step.cached_method import cached_method
+from shardwright_search.step.memory import Phase
 
 
 class OnType(NamedTuple):

@@ -12,15 +12,17 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_formats.semantics.schedules.closed_form import step_time
+from shardwright_search.solver.in_flight import InFlight
 from shardwright_search.solver.interleaved_bounds import InterleavedBounds
-from shardwright_search.solver.interleaved_problem import InFlight, InterleavedProblem
-from shardwright_search.solver.memory import LayerMemory, Phase, StageMemory, layer_memory
-from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
+from shardwright_search.solver.interleaved_problem import InterleavedProblem
+from shardwright_search.solver.pareto import non_dominated, pairs
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import Options, Solution
+from shardwright_search.step.arrays import Ints, Numbers
+from shardwright_search.step.interleaved_memory import layer_passes
+from shardwright_search.step.memory import LayerMemory, StageMemory
 
 _MAX_AT_ONCE = 100_000
-_MAKING = Phase(1, late=True, summed=False)
 _GUESSED = 200
 """Labels of a guess that are extended to the next position."""
 
@@ -136,7 +138,7 @@ class Interleaved:
         if position:
             moves = problem.group.redistribution_ps[problem.positions[position - 1]]
             time = time + moves[before.output_layout[parent], own.input_layout[option]]
-        memory = _memory_of(before).take(parent).then(self._on_its_way(own).take(option))
+        memory = _memory_of(before).take(parent).then(_passes(own).take(option))
         return _Labels(
             time,
             before.exposed_ps[parent] + own.exposed_ps[option],
@@ -169,15 +171,6 @@ class Interleaved:
             for peak, count, made in self._held
         ]
         return np.stack([*costs, *held], 1)
-
-    def _on_its_way(self, options: Options) -> LayerMemory:
-        """What one microbatch holds, and what it holds on a backward pass that makes gradients; states apart."""
-        none = np.zeros_like(options.time_ps)
-        plain, making = (
-            layer_memory((phase,), none, made, none, options.activation_bytes, options.workspace_bytes)
-            for phase, made in ((Phase(1), none), (_MAKING, options.late_bytes + options.sum_bytes))
-        )
-        return LayerMemory._make(np.concatenate(both, -1) for both in zip(plain, making, strict=True))
 
     def _memory(self, labels: _Labels, moments: Sequence[InFlight], outer: "_Outer | None" = None) -> Numbers:
         """The most that a stage holds; `outer` is what the embedding or the head adds to the chunk that it is with."""
@@ -235,7 +228,7 @@ class Interleaved:
             peak_bytes=labels.peak_bytes + received,
             making_bytes=labels.making_bytes + received,
         )
-        behind = _memory_of(labels).then(self._on_its_way(head))
+        behind = _memory_of(labels).then(_passes(head))
         first, middle, last = problem.moments_in_flight
         needs = (
             self._memory(labels, first, _outer(embedding, ahead, received)),
@@ -248,7 +241,7 @@ class Interleaved:
     def _ahead(self, embedding: Options, labels: _Labels) -> StageMemory:
         """The embedding with a chunk behind it."""
         nothing = np.zeros((len(labels.time_ps), 2))
-        before, chunk = StageMemory(nothing, nothing).then(self._on_its_way(embedding)), _memory_of(labels)
+        before, chunk = StageMemory(nothing, nothing).then(_passes(embedding)), _memory_of(labels)
         made = np.stack([np.zeros_like(labels.gradient_bytes), labels.gradient_bytes], -1)
         peak = np.maximum(before.peak + made, before.resident + chunk.peak)
         return StageMemory(before.resident + chunk.resident, peak)
@@ -264,6 +257,11 @@ class Interleaved:
         ends = tuple(1 + share * (stage + 1) for stage in range(problem.pp_size - 1))
         options = (int(whole.embedding[row]), *layers, int(whole.head[row]))
         return Solution((*ends, len(options)), options, (0,) * problem.pp_size)
+
+
+def _passes(options: Options) -> LayerMemory:
+    """Return what one microbatch holds of a layer [options, kinds of passes]."""
+    return layer_passes(options.late_bytes + options.sum_bytes, options.activation_bytes, options.workspace_bytes)
 
 
 def _memory_of(labels: _Labels) -> StageMemory:

@@ -1,29 +1,11 @@
 """A configuration of the interleaved schedule as bare numbers."""
 
-from typing import NamedTuple
-
 import msgspec
 
 from shardwright_formats.semantics.schedules.closed_form import ClosedForm
-from shardwright_search.solver.pareto import Numbers
+from shardwright_search.solver.in_flight import InFlight
 from shardwright_search.solver.problem import DeviceGroup
-
-
-class InFlight(NamedTuple):
-    """What is in flight at a moment of a stage's action list, beside the microbatch and chunk that is worked on."""
-
-    chunks: int
-    """Activations held, each of one microbatch in one chunk."""
-    outer: int
-    """How many of them are of the chunk that the embedding or the head is with."""
-    at_outer: bool
-    """Whether that chunk is the one worked on."""
-    made: int
-    """Chunks whose gradients are there: they have been through a backward pass before."""
-    outer_made: bool
-    """Whether that chunk is one of them."""
-    makes: bool
-    """Whether this is the first backward pass of the chunk worked on, which makes its gradients layer by layer."""
+from shardwright_search.step.arrays import Numbers
 
 
 class InterleavedProblem(msgspec.Struct, frozen=True, eq=False):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.pareto import Ints, Numbers
+from shardwright_search.step.arrays import Ints, Numbers
 
 
 class Run(NamedTuple):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardwright_formats.io.errors import BadInput
-from shardwright_search.solver.memory import phases
 from shardwright_search.solver.problem import Cut, Options, Position, Problem, Solution, Start
+from shardwright_search.step.memory import phases
 
 if TYPE_CHECKING:
     import highspy

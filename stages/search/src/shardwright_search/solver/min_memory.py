@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.cached import cached_method
-from shardwright_search.solver.memory import StageMemory, no_layers
-from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
+from shardwright_search.solver.pareto import non_dominated, pairs
 from shardwright_search.solver.problem import Position, Problem, Start
 from shardwright_search.solver.stage_options import GroupCosts
+from shardwright_search.step.arrays import Ints, Numbers
+from shardwright_search.step.cached_method import cached_method
+from shardwright_search.step.memory import StageMemory, no_layers
 
 
 class MinMemory(NamedTuple):

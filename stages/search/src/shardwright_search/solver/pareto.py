@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Numbers = NDArray[np.float64]
-"""Whole numbers of picoseconds or bytes: sums below 2^53 are exact in float64, and infinity is one of them."""
+from shardwright_search.step.arrays import Ints
 
 _BLOCK = 256
 _SWEPT = 100_000

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds, StageKind
-from shardwright_search.solver.pareto import Ints, Numbers, non_dominated
+from shardwright_search.solver.pareto import non_dominated
 from shardwright_search.solver.problem import Cut, Position, Problem
 from shardwright_search.solver.stage_labels import Labels
+from shardwright_search.step.arrays import Ints, Numbers
 
 _FEW_IN_ALL = 5_000
 """Before all cuts behind a stage, in a guess."""

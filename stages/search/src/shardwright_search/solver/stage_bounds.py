@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.pareto import Numbers
+from shardwright_search.step.arrays import Numbers
 
 _ROUNDING = 1e-9
 

@@ -6,12 +6,13 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_formats.semantics.schedules.closed_form import ClosedForm
-from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.layer_ranges import Runs, pivot_of, runs_of
-from shardwright_search.solver.memory import LayerMemory, Phase, no_layers
-from shardwright_search.solver.pareto import Ints, Numbers, non_dominated, pairs
+from shardwright_search.solver.pareto import non_dominated, pairs
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem
 from shardwright_search.solver.stage_bounds import Dual, Polyline, rounded_down
+from shardwright_search.step.arrays import Ints, Numbers
+from shardwright_search.step.cached_method import cached_method
+from shardwright_search.step.memory import LayerMemory, Phase, no_layers
 
 _FEW_LAYERS = 2
 _FEW_PLANS = 5_000

@@ -11,7 +11,6 @@ from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.strategy import LayerStrategy
 from shardwright_search.cost_model.communication import Nodes
 from shardwright_search.cost_model.layer import CostModel, Link
-from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.problem import Cut
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.layer_choices import Choice, LayerChoices, alike
@@ -26,6 +25,7 @@ from shardwright_search.space.placements import (
 )
 from shardwright_search.space.request import SearchRequest, StageWidths
 from shardwright_search.space.stage_widths import Widths
+from shardwright_search.step.cached_method import cached_method
 
 MAX_MOVES = 500_000
 """Stages of any widths, over all positions, that are listed: about 10 CPU seconds for a configuration's bound."""

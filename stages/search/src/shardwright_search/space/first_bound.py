@@ -14,9 +14,7 @@ from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_search.cost_model.layer import Link
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
-from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.counted_bound import OnType, sends_ps
-from shardwright_search.solver.memory import min_phases
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.relaxed_bound import Stages
 from shardwright_search.solver.stage_options import Weights, mean_weights
@@ -25,6 +23,8 @@ from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.layer_choices import Choice
 from shardwright_search.space.placements import equal_stages, pools_of
 from shardwright_search.space.request import StageWidths
+from shardwright_search.step.cached_method import cached_method
+from shardwright_search.step.memory import min_phases
 
 if TYPE_CHECKING:
     from shardwright_search.space.instance import Instance

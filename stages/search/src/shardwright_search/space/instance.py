@@ -16,7 +16,6 @@ from shardwright_formats.types.plan import PipelineStage, Plan
 from shardwright_formats.types.strategy import LayerStrategy
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.topology import StageTopology
-from shardwright_search.solver.cached import cached_method
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Problem, Solution
 from shardwright_search.solver.targets import Solvable, Target
@@ -28,6 +27,7 @@ from shardwright_search.space.placements import NodeTypes
 from shardwright_search.space.request import Objective, SearchRequest, StageWidths
 from shardwright_search.space.stage_prices import StagePrices
 from shardwright_search.space.ties import Ties
+from shardwright_search.step.cached_method import cached_method
 
 if TYPE_CHECKING:
     from shardwright_search.solver.interleaved_problem import InterleavedProblem
@@ -168,8 +168,8 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def interleaved_problem(self, configuration: Configuration) -> "InterleavedProblem | None":
         """None where stages have different topologies, or chunks hold different types of layers."""
+        from shardwright_search.solver.in_flight import moments_in_flight
         from shardwright_search.solver.interleaved_problem import InterleavedProblem
-        from shardwright_search.space.in_flight import moments_in_flight
 
         choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
         layers, placed = self.costs.model.layers, self.choices.placed(configuration)
@@ -178,7 +178,11 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             layers[i : i + share] != layers[:share] for i in range(0, len(layers), share)
         ):
             return None
-        first, second, last = (moments_in_flight(configuration, stage) for stage in (0, min(1, p - 1), p - 1))
+        v, schedule = configuration.num_chunks, schedule_of(configuration.schedule)
+        first, second, last = (
+            moments_in_flight(schedule.actions(p, m, stage, v), v, outer=0 if stage == 0 else v - 1)
+            for stage in (0, min(1, p - 1), p - 1)
+        )
         ranks = placed.stage_ranks((0,) * p)
         around = (*pairwise(ranks), (ranks[-1], ranks[0]))
         return InterleavedProblem(
@@ -187,9 +191,9 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             head=self.prices.types.index(HEAD),
             group=self.prices.device_group(choice, placed.topologies[0], m == 1),
             pp_size=p,
-            num_chunks=configuration.num_chunks,
+            num_chunks=v,
             num_microbatches=m,
-            closed_forms=schedule_of(configuration.schedule).closed_forms(m, configuration.num_chunks),
+            closed_forms=schedule.closed_forms(m, v),
             sends_ps=np.array([self.prices.sends(choice, self.costs.link(*pair)) for pair in around]),
             moments_in_flight=(first, second if p > 2 else (*first, *last), last),
             boundary_bytes=self.prices.boundary(choice),

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from shardwright_formats.semantics.layout import Layout, layout_of
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
-from shardwright_search.solver.cached import cached_method
 from shardwright_search.space.configurations import shardings
 from shardwright_search.space.request import SearchRequest
+from shardwright_search.step.cached_method import cached_method
 
 
 class Choice(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardwright_search.solver.pareto import Ints, Numbers
+from shardwright_search.step.arrays import Ints, Numbers
 
 
 class Phase(NamedTuple):
