@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from random_requests import random_model
 
 from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
@@ -18,7 +19,6 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
 from shardwright_search.search import Found, Infeasible, find_best
 from shardwright_search.solver.problem import Position
-from shardwright_search.space.budget import GIB
 from shardwright_search.space.placements import Placements
 from shardwright_search.space.request import SearchRequest
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model import LayerType
 from shardwright_formats.types.plan import Precision
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, SequenceParallel, Strategy
@@ -14,7 +15,6 @@ from shardwright_search.cost_model.memory import ParameterMemory, parameter_memo
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.search import Found, Infeasible, find_best
-from shardwright_search.space.budget import GIB
 from shardwright_search.step.memory import Phase, StageMemory, layer_memory, no_layers, phases
 
 MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")

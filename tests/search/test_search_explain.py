@@ -5,13 +5,14 @@ from msgspec.structs import replace
 from random_requests import FILE, random_world
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.plan import Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute
 from shardwright_search.cost_model.plan import cost_model_of, evaluate, offset_ps
 from shardwright_search.explain.binding import Choices, binding_lines, faster_changes, step_parts
 from shardwright_search.explain.wording import strategy_words
 from shardwright_search.search import find_best
-from shardwright_search.space.budget import GIB, Infeasible
+from shardwright_search.space.budget import Infeasible
 
 
 def quiet(_: str) -> None:

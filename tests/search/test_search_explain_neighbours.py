@@ -9,12 +9,13 @@ from rich.console import Console
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.strategy import DataParallel, Recompute
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.tables import answers_shown
 from shardwright_search.explain.what_if import answer, faster_links, more_memory, more_nodes, neighbours, outlook
 from shardwright_search.search import find_best
-from shardwright_search.space.budget import GIB, Infeasible, budgets_of
+from shardwright_search.space.budget import Infeasible, budgets_of
 
 FILE = Path("s.json")
 

@@ -8,6 +8,7 @@ import pytest
 from command_calls import call as call_app
 from msgspec.structs import replace
 
+from shardwright_formats.types.limits import GIB
 from shardwright_search.cli import APP
 from shardwright_search.fasop.estimate import batches, estimate_of, estimates
 from shardwright_search.fasop.exhaustive import check
@@ -22,7 +23,6 @@ from shardwright_search.fasop.partition import (
 )
 from shardwright_search.fasop.problem import LayerKind, NodeCosts, Problem
 from shardwright_search.fasop.space import Candidate, candidates, rotations
-from shardwright_search.space.budget import GIB
 
 call = partial(call_app, APP)
 

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.cluster import NodeType
 from shardwright_formats.types.hardware_profile import write_hardware_profile
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model import Heads, Model, Region
 from shardwright_formats.types.model_profile import write_model_profile
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
 from shardwright_search.cli import APP
-from shardwright_search.space.budget import GIB
 
 call = partial(call_app, APP)
 COLUMNS = (

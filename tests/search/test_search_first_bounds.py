@@ -11,12 +11,12 @@ from mixed_worlds import mixed_world, profiles_of
 from msgspec.structs import replace
 
 from shardwright_formats.types.cluster import NodeGroup
+from shardwright_formats.types.limits import GIB
 from shardwright_search.search import all_targets, instance_of
 from shardwright_search.solver import counted_bound
 from shardwright_search.solver.counted_bound import _Least
 from shardwright_search.space import first_bound
 from shardwright_search.space import placements as placing
-from shardwright_search.space.budget import GIB
 from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.placements import can_be_placed, most_moves, placements
 from shardwright_search.space.request import StageWidths

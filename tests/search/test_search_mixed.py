@@ -17,6 +17,7 @@ from random_requests import random_solution
 from shardwright_formats.display.node_types import node_type_uses
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
@@ -27,7 +28,6 @@ from shardwright_search.solver.bands import StageCosts
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import price
-from shardwright_search.space.budget import GIB
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.placements import placements
 from shardwright_search.space.request import SearchRequest, StageWidths

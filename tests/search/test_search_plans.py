@@ -10,6 +10,7 @@ from plans_by_hand import plans_on
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import DataParallel, Recompute
@@ -20,7 +21,6 @@ from shardwright_search.explain.wording import layer_runs
 from shardwright_search.interop.uniform import even_cuts
 from shardwright_search.search import NEAR, Found, Infeasible, find_best, instance_of
 from shardwright_search.solver.branch_and_bound import guess
-from shardwright_search.space.budget import GIB
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest
 

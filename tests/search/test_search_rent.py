@@ -20,6 +20,7 @@ from shardwright_formats.io.hdf5 import read_profile
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import write_hardware_profile
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model_profile import write_model_profile
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
@@ -29,7 +30,6 @@ from shardwright_search.rent.front import Prices, find_front
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import sub_clusters
 from shardwright_search.rent.table import FrontFile, Status, SubClusterRow, picture_of
-from shardwright_search.space.budget import GIB
 from shardwright_search.space.offers import Offer, Offers
 
 call = partial(call_app, APP)

@@ -10,11 +10,12 @@ from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.search import Found, Infeasible, find_best
-from shardwright_search.space.budget import GIB, budgets_of
+from shardwright_search.space.budget import budgets_of
 from shardwright_search.space.configurations import configurations, narrowed, shardings
 from shardwright_search.space.request import SearchRequest, batch_sizes
 

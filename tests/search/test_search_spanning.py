@@ -19,6 +19,7 @@ from test_search_certificate import some_proof
 from shardwright_formats.display.node_types import node_type_uses
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan
 from shardwright_search.certificate.check import confirms
@@ -29,7 +30,6 @@ from shardwright_search.cost_model.topology import stage_topology, tp_group_kind
 from shardwright_search.search import Found, find_best, instance_of, targets_of
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import Problem, price
-from shardwright_search.space.budget import GIB
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.placements import placements
 from shardwright_search.space.request import SearchRequest, StageWidths

@@ -12,6 +12,7 @@ from test_search_spanning import every_plan
 
 from shardwright_formats.io.json import read_document, write_document
 from shardwright_formats.types.hardware_profile import write_hardware_profile
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model_profile import write_model_profile
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
@@ -21,7 +22,6 @@ from shardwright_search.rent.front import find_front
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import sub_clusters
 from shardwright_search.search import Found, Infeasible, find_best
-from shardwright_search.space.budget import GIB
 from shardwright_search.space.offers import Offers
 
 FILE = Path("s.json")

@@ -17,6 +17,7 @@ from random_requests import World, random_solution, random_world
 from shardwright_formats.io.json import read_document
 from shardwright_formats.semantics.layout import Layout, sent_numel
 from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model import BoundaryTensor, Model
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
@@ -30,7 +31,6 @@ from shardwright_search.solver import prefix_labels
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import Problem, Start, price
-from shardwright_search.space.budget import GIB
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest, StageWidths
 

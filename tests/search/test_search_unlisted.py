@@ -10,6 +10,7 @@ from mixed_worlds import profiles_of
 from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.strategy import DataParallel
 from shardwright_search.commands.certificate import problems_of
 from shardwright_search.commands.prediction import prediction_of_searched
@@ -21,7 +22,6 @@ from shardwright_search.search import find_best, instance_of, targets_of
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.targets import Target
 from shardwright_search.space import choices
-from shardwright_search.space.budget import GIB
 from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.offers import Offers
 from shardwright_search.space.request import Robust, StageWidths

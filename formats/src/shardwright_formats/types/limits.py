@@ -52,6 +52,8 @@ PositiveNumber = Annotated[float, Meta(gt=0, le=_MAX_NUMBER)]
 """A rate, a bandwidth, a size; its unit is the field's."""
 Number = Annotated[float, Meta(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]
 NonNegativeNumber = Annotated[float, Meta(ge=0, le=_MAX_NUMBER)]
+GIB, MIB = 2**30, 2**20
+"""Bytes of a GiB and of a MiB."""
 Gib = Annotated[float, Meta(gt=0, le=2**20)]
 """Memory of one device, in GiB."""
 Share = Annotated[float, Meta(ge=0, le=1)]

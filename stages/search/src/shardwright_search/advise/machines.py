@@ -8,10 +8,9 @@ from shardwright_estimate.devices import Device, DeviceTable, device_named
 from shardwright_estimate.hardware import NodeRates, node_rates
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.limits import MAX_DEVICES
+from shardwright_formats.types.limits import GIB, MAX_DEVICES
 from shardwright_search.options import AdviseOptions
 
-_GIB = 2**30
 _SPARE = 0.05
 """Share of a device's memory that is left to the driver and the allocator where no budget is given: an assumption."""
 _NETWORKS = {
@@ -100,7 +99,7 @@ def _node_type(options: AdviseOptions, table: DeviceTable, key: str, per_node: i
     name, device = device_named(table, key)
     if device.memory_bytes is None:
         raise BadInput("--gpus", f"the table has no memory of {key}", "choose another device")
-    own_gib = device.memory_bytes / _GIB
+    own_gib = device.memory_bytes / GIB
     budget_gib, spare = own_gib * (1 - _SPARE), f"{_SPARE:.0%} of {own_gib:g} GiB left to driver and allocator"
     if options.budget_gib is not None:
         budget_gib, spare = options.budget_gib, f"a budget of {options.budget_gib:g} GiB a GPU (given)"

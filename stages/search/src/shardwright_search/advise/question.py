@@ -12,6 +12,7 @@ from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_object
 from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan, Precision
 from shardwright_formats.types.prediction import Estimate
@@ -24,7 +25,6 @@ from shardwright_search.options import AdviseOptions
 from shardwright_search.space.budget import budgets_of_stages
 from shardwright_search.space.request import SearchRequest
 
-_GIB = 2**30
 _PACKAGE = "shardwright-search"
 
 
@@ -56,8 +56,8 @@ class Question(NamedTuple):
     def budget_words(self) -> str:
         """What a plan may use, for people."""
         if len(self.budgets) == 1:
-            return f"{next(iter(self.budgets.values())) / _GIB:.1f} GiB a GPU"
-        return " and ".join(f"{size / _GIB:.1f} GiB of {name}" for name, size in self.budgets.items())
+            return f"{next(iter(self.budgets.values())) / GIB:.1f} GiB a GPU"
+        return " and ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in self.budgets.items())
 
 
 def question_of(options: AdviseOptions) -> Question:
@@ -78,7 +78,7 @@ def question_of(options: AdviseOptions) -> Question:
         precision=Precision(compute=options.precision),
     )
     profiles = together([_profiles(request, model, machines, key, table, options) for key in machines.devices])
-    budgets = {key: int(gib * _GIB) for key, gib in machines.budgets_gib.items()}
+    budgets = {key: int(gib * GIB) for key, gib in machines.budgets_gib.items()}
     assumed = (f"shapes: {source}", *machines.assumed)
     return Question(request, model, machines.cluster, profiles, machines.devices, budgets, machines.tp_sizes, assumed)
 

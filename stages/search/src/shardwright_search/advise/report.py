@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from shardwright_estimate.accuracy import SEEN
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
@@ -17,7 +18,6 @@ from shardwright_search.explain.tables import table
 from shardwright_search.explain.wording import layer_runs, sample_s, strategy_words
 from shardwright_search.search import Found
 
-_GIB = 2**30
 _LESS_BY = {
     "parameters": "zero3, a larger tp_size, or more pipeline stages",
     "gathered_parameters": "more data-parallel ranks in a shard, or zero2",
@@ -126,9 +126,9 @@ def _memory_table(question: Question, plan: Plan, estimate: Estimate) -> Rendera
     stage = estimate.stages[number]
     terms = sorted(stage.memory_terms_bytes.items(), key=lambda term: -term[1])
     rows = [
-        (name, f"{size / _GIB:.2f}", f"{size / stage.memory_bytes:.0%}", _LESS_BY[name]) for name, size in terms if size
+        (name, f"{size / GIB:.2f}", f"{size / stage.memory_bytes:.0%}", _LESS_BY[name]) for name, size in terms if size
     ]
-    last = [("together", f"{stage.memory_bytes / _GIB:.2f}", "100%", ""), ("left", f"{left / _GIB:.2f}", "", "")]
+    last = [("together", f"{stage.memory_bytes / GIB:.2f}", "100%", ""), ("left", f"{left / GIB:.2f}", "", "")]
     title = f"memory of the fullest rank (pipeline stage {number})"
     return table(title, ("what", "GiB", "share", "less of it by"), rows, last)
 
@@ -141,7 +141,7 @@ def _plans_table(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]
             plan_words(each),
             f"{own.simulated_step_time_s:.4g}",
             f"{sample_s(each, own) / sample_s(plan, estimate):.2f}",
-            f"{own.memory_bytes / _GIB:.1f}",
+            f"{own.memory_bytes / GIB:.1f}",
             "yes" if question.fits(each, own) else "no",
         )
         for each, own, name in plans
@@ -156,11 +156,11 @@ def _against(question: Question, plan: Plan, estimate: Estimate, beside: Beside)
     own = beside.estimate
     lacks = -min(question.left_bytes(beside.plan, own))
     yield f"  it is {plan_words(beside.plan)}"
-    more = (own.memory_bytes - estimate.memory_bytes) / _GIB
+    more = (own.memory_bytes - estimate.memory_bytes) / GIB
     ratio = sample_s(beside.plan, own) / sample_s(plan, estimate)
     yield f"  yours takes {ratio:.2f} times as long, {abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"
     if lacks > 0:
-        yield f"  it does not fit: it lacks {lacks / _GIB:.2f} GiB a rank of {question.budget_words}"
+        yield f"  it does not fit: it lacks {lacks / GIB:.2f} GiB a rank of {question.budget_words}"
     yield "  here is what differs, best plan → yours:"
     yield from (f"    {line}" for line in plan_differences(plan, beside.plan) or ("nothing that is done",))
     changes = sorted(time_changes(plan, estimate, beside.plan, own), key=lambda change: -abs(change.binding.gain))

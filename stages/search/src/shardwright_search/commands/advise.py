@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput, NothingFits
 from shardwright_formats.io.json import check_writable, write_document
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.plan import Plan
 from shardwright_search.advise.choices import choice_of, plan_of_choice
 from shardwright_search.advise.question import Question, question_of
@@ -18,7 +19,6 @@ from shardwright_search.options import AdviseOptions
 from shardwright_search.search import Candidate, Found, find_best
 from shardwright_search.space.budget import Infeasible
 
-_GIB = 2**30
 _RULE = "rule:"
 
 
@@ -87,8 +87,8 @@ def _fits(plan: Plan, question: Question) -> bool:
 
 def _nothing_fits(question: Question, found: Infeasible) -> str:
     """By how much, and what would do."""
-    lacks = f"{'' if found.exact else 'more than '}{found.missing_bytes / _GIB:.2f} GiB a rank"
-    least = f"{'' if found.exact else 'more than '}{found.min_bytes / _GIB:.2f} GiB"
+    lacks = f"{'' if found.exact else 'more than '}{found.missing_bytes / GIB:.2f} GiB a rank"
+    least = f"{'' if found.exact else 'more than '}{found.min_bytes / GIB:.2f} GiB"
     return (
         f"{question.model.name} on {question.cluster.name}: no plan fits in {question.budget_words}, "
         f"even the leanest lacks {lacks}: take more GPUs, GPUs that leave {least}, a smaller --batch or --seq"

@@ -11,13 +11,14 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.semantics.schedules.closed_form import step_time
 from shardwright_formats.semantics.schedules.registry import schedule_of
+from shardwright_formats.types.limits import MIB
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.explain.tables import STEP_TERMS
-from shardwright_search.explain.wording import MIB, range_words, strategy_words
+from shardwright_search.explain.wording import range_words, strategy_words
 
 _PER_SECOND = 1e12
 

@@ -9,11 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright_formats.semantics.canonical import effective
+from shardwright_formats.types.limits import MIB
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
 from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_search.explain.tables import STEP_TERMS, table
-from shardwright_search.explain.wording import MIB, range_words, sample_s, strategy_words
+from shardwright_search.explain.wording import range_words, sample_s, strategy_words
 
 _FIELDS = (
     "cluster", "global_batch_size", "num_microbatches", "schedule", "gradient_reduction", "precision", "attention",

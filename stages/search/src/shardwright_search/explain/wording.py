@@ -2,11 +2,10 @@
 
 from itertools import groupby
 
+from shardwright_formats.types.limits import MIB
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate, Prediction
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
-
-MIB = 2**20
 
 
 def strategy_words(strategy: Strategy) -> str:

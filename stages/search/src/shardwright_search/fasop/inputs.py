@@ -13,6 +13,7 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.key import LayerKey
 from shardwright_formats.types.cluster import Cluster, NodeType
 from shardwright_formats.types.hardware_profile import Collective, GroupKind
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import misfit
 from shardwright_formats.types.strategy import Strategy
@@ -21,9 +22,10 @@ from shardwright_search.cost_model.compute import layer_cost
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.fasop.partition import is_exact
 from shardwright_search.fasop.problem import LayerKind, NodeCosts, Problem
-from shardwright_search.fasop.space import MAX_TP_SIZE, divisors
-from shardwright_search.space.budget import GIB, budgets_of
+from shardwright_search.fasop.space import MAX_TP_SIZE
+from shardwright_search.space.budget import budgets_of
 from shardwright_search.space.request import SearchRequest, Space
+from shardwright_search.space.stage_widths import divisors
 
 _MESSAGE_BYTES = 64 * 2**20
 """What links are timed with: large, for FASOP's formulas know no latency."""

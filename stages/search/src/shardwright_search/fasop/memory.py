@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright_formats.types.limits import GIB
 from shardwright_search.fasop.problem import LayerKind, Problem
 from shardwright_search.fasop.space import Candidate
 
-_GIB = 2**30
 SAFETY = 1.10
 """Factor on the plain estimate."""
 _STATE_BYTES, _OPTIMIZER_BYTES = 18, 12
@@ -39,7 +39,7 @@ def memory(problem: Problem, some: Sequence[Candidate], has_type: NDArray[Any], 
 
 def _fullest(num_bytes: NDArray[Any], limit_gib: NDArray[Any]) -> list[tuple[float, bool]]:
     """GiB of the stage with the least left, and whether it lacks some."""
-    gib = num_bytes / _GIB * SAFETY
+    gib = num_bytes / GIB * SAFETY
     least = (limit_gib - gib).argmin(axis=1)[:, None]
     taken = np.take_along_axis(gib, least, axis=1)[:, 0]
     is_oom = np.any(gib > limit_gib, axis=1)

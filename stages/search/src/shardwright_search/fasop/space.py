@@ -1,10 +1,10 @@
 """FASOP's candidates: one tensor-, data- and pipeline-parallel degree and micro-batch for all, nodes in rotation."""
 
 from collections.abc import Iterator, Sequence
-from math import isqrt
 from typing import NamedTuple
 
 from shardwright_search.fasop.problem import Problem
+from shardwright_search.space.stage_widths import divisors
 
 MAX_TP_SIZE = 4
 
@@ -50,9 +50,3 @@ def _shapes(problem: Problem, num_nodes: int) -> Iterator[tuple[int, int, int, i
             if problem.batch % dp_size == 0 and pp_size <= problem.max_pp_size:
                 for micro_batch_size in divisors(problem.batch // dp_size):
                     yield tp_size, dp_size, pp_size, micro_batch_size
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
-    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return tuple(sorted({*small, *(number // size for size in small)}))

@@ -1,6 +1,7 @@
 """How many ranks pipeline stages may have: what a request asks for, by pipeline degree and schedule."""
 
 from collections.abc import Collection, Sequence
+from math import isqrt
 from pathlib import Path
 
 from shardwright_formats.io.errors import BadInput
@@ -16,8 +17,9 @@ Widths = StageWidths | tuple[int, ...]
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Every divisor of a positive number, ascending."""
-    return tuple(d for d in range(1, number + 1) if number % d == 0)
+    """Return every divisor of a positive number, ascending."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))
 
 
 def usual_tp_sizes(asked: StageWidths | Sequence[Sequence[int]], devices: Collection[int]) -> tuple[int, ...]:
