@@ -24,7 +24,7 @@ from fasop_inputs import CASES, problem_of
 
 from shardwright_search.fasop.estimate import batches, estimates
 from shardwright_search.fasop.exhaustive import check
-from shardwright_search.fasop.space import candidates
+from shardwright_search.fasop.problem import candidates
 
 ROOT = Path(__file__).resolve().parents[1]
 _PEER_S = {

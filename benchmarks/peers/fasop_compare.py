@@ -21,8 +21,7 @@ from shardwright_search.fasop.estimate import (
     priced,
 )
 from shardwright_search.fasop.partition import fastest_partitions, least_bottlenecks, stage_times
-from shardwright_search.fasop.problem import Problem
-from shardwright_search.fasop.space import Candidate
+from shardwright_search.fasop.problem import Candidate, Problem
 from shardwright_search.simulation.simulator import StageTimes, step_time_ps
 
 __all__ = ["CASES", "Row", "Table", "defects_of", "partitions_of", "read_table", "repeated_of", "tops_of"]

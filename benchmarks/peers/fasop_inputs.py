@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_search.fasop.problem import LayerKind, NodeCosts, Problem
-from shardwright_search.space.stage_widths import divisors
+from shardwright_search.space.configurations import divisors
 
 _BACKWARD_AND_FORWARD = 3
 _SEND_BETWEEN, _SEND_INSIDE = 1.05, 3.5

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from fasop_published import PricedCase, simulated_s
 
-from shardwright_search.fasop.problem import Problem
-from shardwright_search.fasop.space import Candidate
+from shardwright_search.fasop.problem import Candidate, Problem
 
 
 class Chosen(NamedTuple):

@@ -12,8 +12,7 @@ import numpy as np
 from fasop_inputs import GPUS
 from numpy.typing import NDArray
 
-from shardwright_search.fasop.problem import LayerKind, Problem
-from shardwright_search.fasop.space import Candidate
+from shardwright_search.fasop.problem import Candidate, LayerKind, Problem
 
 DEFECTS = {
     "ends": "embedding and head of GPT on an A100 do not grow with the micro-batch",

@@ -9,7 +9,7 @@ from random_problems import best_of, random_problem
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.partition import Pipeline
 from shardwright_search.solver.problem import Problem, price
-from shardwright_search.solver.relaxed_bound import Relaxed
+from shardwright_search.solver.quick_bounds import Relaxed
 from shardwright_search.solver.stage_options import GroupCosts
 from shardwright_search.solver.targets import Optimum, Target
 

@@ -11,9 +11,8 @@ from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.plan import Schedule
 from shardwright_search.solver.branch_and_bound import optimize
-from shardwright_search.solver.in_flight import moments_in_flight
 from shardwright_search.solver.interleaved import Interleaved
-from shardwright_search.solver.interleaved_problem import InterleavedProblem
+from shardwright_search.solver.interleaved_problem import InterleavedProblem, moments_in_flight
 from shardwright_search.solver.problem import DeviceGroup, Options
 from shardwright_search.solver.targets import Target
 

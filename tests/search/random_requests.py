@@ -13,13 +13,12 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.search import instance_of, targets_of
 from shardwright_search.solver.problem import Problem, Solution
 from shardwright_search.solver.targets import Target
-from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.configurations import Configuration, divisors
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
-from shardwright_search.space.stage_widths import divisors
+from shardwright_search.space.search_space import SearchSpace, space_of
 
 __all__ = ["FILE", "World", "random_model", "random_solution", "random_world"]
 
@@ -38,11 +37,11 @@ class World(NamedTuple):
     @property
     def instance(self) -> Instance:
         """What prices its plans."""
-        return instance_of(self.request, self.model, self.cluster, self.profiles, FILE)
+        return space_of(self.request, self.model, self.cluster, self.profiles, FILE).instance
 
     def targets(self, instance: Instance) -> tuple[Target[Configuration], ...]:
         """Its cases."""
-        return targets_of(instance, FILE)
+        return SearchSpace(instance, FILE).targets
 
 
 def random_model(rng: np.random.Generator, layers: int, tied: bool) -> Model:

@@ -51,7 +51,7 @@ def test_a_table_is_repeated_to_the_digit(peer, table_of, name, other_layers):
 @pytest.mark.parametrize("name", ["bert", "bert_het", "gpt2", "gpt2_het", "T5", "T5_het", "gpt2XL_pareto_n4"])
 def test_candidates_are_the_same_and_the_fastest_is_no_slower(peer, table_of, name):
     from shardwright_search.fasop.estimate import estimates
-    from shardwright_search.fasop.space import candidates
+    from shardwright_search.fasop.problem import candidates
 
     table = table_of(name)
     every = [own for counts in table.case.counts for own in candidates(table.problem, counts)]

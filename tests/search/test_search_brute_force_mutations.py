@@ -10,9 +10,9 @@ from interleaved_problems import random_interleaved
 from msgspec.structs import replace
 from random_problems import random_problem
 
-from shardwright_search.solver import interleaved, interleaved_bounds, prefix_labels, stage_labels
+from shardwright_search.solver import interleaved, interleaved_bounds, partition, stage_labels
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
-from shardwright_search.solver.in_flight import InFlight
+from shardwright_search.solver.interleaved_problem import InFlight
 from shardwright_search.solver.problem import Options, Problem, Start
 from shardwright_search.solver.stage_labels import _Stage
 
@@ -79,14 +79,14 @@ def caught(seeds: range = SEEDS) -> bool:
 
 
 def test_a_middle_stage_that_is_ignored_in_the_largest_time_is_caught(monkeypatch):
-    appended = prefix_labels._appended
+    appended = partition._appended
 
     def ignoring(bounds, stage, at, labels, *rest):
         found = appended(bounds, stage, at, labels, *rest)
         forgotten = found.labels._replace(slowest_ps=labels.slowest_ps[found.labels.parent])
         return found._replace(labels=forgotten) if 0 < stage < bounds.problem.pp_size - 1 else found
 
-    monkeypatch.setattr(prefix_labels, "_appended", ignoring)
+    monkeypatch.setattr(partition, "_appended", ignoring)
     assert caught()
 
 

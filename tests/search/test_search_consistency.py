@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from interleaved_problems import every_interleaved
 from msgspec.structs import replace
-from random_requests import World, random_solution, random_world
+from random_requests import FILE, World, random_solution, random_world
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.plan import Schedule
@@ -16,9 +16,10 @@ from shardwright_search.search import NEAR
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.problem import Solution, price
 from shardwright_search.solver.targets import Target
+from shardwright_search.space.choices import LayerChoices
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
-from shardwright_search.space.layer_choices import LayerChoices
+from shardwright_search.space.search_space import SearchSpace
 
 BLOCK = 12
 
@@ -101,7 +102,7 @@ def test_the_best_and_near_plans_of_a_request_are_evaluated_as_they_were_solved(
     for seed in range(2000 + BLOCK * block, 2000 + BLOCK * (block + 1)):
         world = random_world(seed, most_layers=4)
         instance = world.instance
-        answer = optimize(world.targets(instance), instance.solvable, NEAR, 4)
+        answer = optimize(world.targets(instance), SearchSpace(instance, FILE).solvable, NEAR, 4)
         assert answer.best is not None and answer.bound == answer.best.score
         for one in answer.near:
             plan = instance.plan(one.target.configuration, one.found.solution)
@@ -165,7 +166,7 @@ def test_a_batch_that_is_floored_is_caught(monkeypatch):
     monkeypatch.setattr(LayerChoices, "_possible", lambda *_: True)
     instance = world._replace(request=request).instance
     (target, *_) = world.targets(instance)
-    answer = optimize([target], instance.solvable)
+    answer = optimize([target], SearchSpace(instance, FILE).solvable)
     with pytest.raises(ValueError, match="does not divide the 7 samples of a microbatch"):
         instance.plan(target.configuration, answer.best.found.solution)
 

@@ -19,7 +19,7 @@ from shardwright_search.cost_model.communication import redistribution_time
 from shardwright_search.cost_model.layer import CostModel, Link
 from shardwright_search.cost_model.tied_weights import shared_cost_ps, tie_cost_ps
 from shardwright_search.cost_model.topology import StageTopology, kinds_of, stage_topology
-from shardwright_search.space.stage_widths import divisors
+from shardwright_search.space.configurations import divisors
 
 
 def model_of(make, devices: int = 2, nodes: int = 1, **changes: object) -> CostModel:

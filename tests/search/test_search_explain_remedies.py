@@ -11,8 +11,8 @@ from shardwright_formats.types.limits import GIB
 from shardwright_search.explain.remedies import further_remedies, remedies
 from shardwright_search.search import Found, find_best
 from shardwright_search.space.budget import Infeasible, budgets_of
+from shardwright_search.space.configurations import divisors
 from shardwright_search.space.request import BatchRange, batch_sizes
-from shardwright_search.space.stage_widths import divisors
 
 
 def answer(world: World):

@@ -21,8 +21,7 @@ from shardwright_search.fasop.partition import (
     pipeline_times,
     stage_times,
 )
-from shardwright_search.fasop.problem import LayerKind, NodeCosts, Problem
-from shardwright_search.fasop.space import Candidate, candidates, rotations
+from shardwright_search.fasop.problem import Candidate, LayerKind, NodeCosts, Problem, candidates, rotations
 
 call = partial(call_app, APP)
 

@@ -12,14 +12,14 @@ from msgspec.structs import replace
 
 from shardwright_formats.types.cluster import NodeGroup
 from shardwright_formats.types.limits import GIB
-from shardwright_search.search import all_targets, instance_of
-from shardwright_search.solver import counted_bound
-from shardwright_search.solver.counted_bound import _Least
+from shardwright_search.solver import quick_bounds
+from shardwright_search.solver.quick_bounds import _Least
 from shardwright_search.space import first_bound
 from shardwright_search.space import placements as placing
 from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.placements import can_be_placed, most_moves, placements
 from shardwright_search.space.request import StageWidths
+from shardwright_search.space.search_space import SearchSpace, space_of
 
 FILE = Path("s.json")
 
@@ -86,11 +86,11 @@ def bounds_and_bests(seeds: Iterable[int], slow_links: bool, **changes: object) 
             nodes = [NodeGroup(node_type=own.node_type, count=1) for own in cluster.nodes for _ in range(own.count)]
             cluster = replace(cluster, nodes=tuple(nodes[::2] + nodes[1::2]))
         asked = replace(request, **{"stage_widths": StageWidths.EQUAL} | changes)
-        instance = instance_of(asked, model, cluster, profiles, FILE)
-        for target in all_targets(instance, FILE):
-            found = instance.unkept_solvable(target.configuration).solve_below(np.inf, 1, lambda made: None)
+        space = space_of(asked, model, cluster, profiles, FILE)
+        for target in space.listed:
+            found = space.whole(target.configuration).solve_below(np.inf, 1, lambda made: None)
             if found:
-                yield FirstBounds(instance).of(target.configuration), found[0].objective_ps
+                yield FirstBounds(space.instance).of(target.configuration), found[0].objective_ps
 
 
 ANY = {"stage_widths": StageWidths.ANY, "global_batch_size": 8, "num_microbatches": (4, 8), "max_pp_size": 3}
@@ -121,7 +121,7 @@ def test_no_plan_is_below_the_first_bound_and_many_are_near_it(slow_links):
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        pytest.param(counted_bound, "sends_ps", lambda right: lambda of: 2 * right(of), id="sends counted twice"),
+        pytest.param(quick_bounds, "sends_ps", lambda right: lambda of: 2 * right(of), id="sends counted twice"),
         pytest.param(
             _Least,
             "most",
@@ -135,7 +135,7 @@ def test_no_plan_is_below_the_first_bound_and_many_are_near_it(slow_links):
             id="a block less beside the head",
         ),
         pytest.param(
-            counted_bound,
+            quick_bounds,
             "_cheapest",
             lambda right: lambda *of: right(*of) * 1.5,
             id="blocks that take more",
@@ -150,8 +150,8 @@ def test_a_first_bound_that_counts_too_much_is_caught(monkeypatch, owner, name, 
 def test_stages_that_span_types_have_no_first_bound():
     for seed in range(8):
         request, *world = mixed_world(seed, spans=True)
-        instance = instance_of(replace(request, stage_widths=StageWidths.ANY), *world, FILE)
-        assert {FirstBounds(instance).of(target.configuration) for target in all_targets(instance, FILE)} == {None}
+        space = space_of(replace(request, stage_widths=StageWidths.ANY), *world, FILE)
+        assert {FirstBounds(space.instance).of(target.configuration) for target in space.listed} == {None}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -160,17 +160,17 @@ def test_a_sub_cluster_is_priced_as_by_itself_with_what_was_priced_for_the_whole
     model, whole = make.model(3, tied=tied), make_mixed_cluster(a=(3, 1, GIB), b=(5, 1, GIB))
     profiles = profiles_of(model, whole, {"a": 1e9, "b": 1e8}, tp_sizes=(1, 2, 3, 4, 5))
     request = make_request(global_batch_size=30, data_parallel=["ddp", "zero3"])
-    known = instance_of(replace(request, shard_sizes=(2,)), model, whole, profiles, FILE)
-    for target in all_targets(known, FILE)[:40]:
+    known = space_of(replace(request, shard_sizes=(2,)), model, whole, profiles, FILE).instance
+    for target in SearchSpace(known, FILE).listed[:40]:
         known.problem(target.configuration)
     seen = 0
     for counts in ({"a": 3}, {"b": 5}, {"a": 1, "b": 1}, {"a": 2, "b": 4}):
         nodes = tuple(NodeGroup(node_type=name, count=count) for name, count in counts.items())
         sizes = tuple(size for size in (2, 3) if sum(counts.values()) % size == 0)
         world = replace(request, shard_sizes=sizes or None), model, replace(whole, nodes=nodes), profiles, FILE
-        alone, shared = instance_of(*world), instance_of(*world, known)
-        assert all_targets(alone, FILE) == all_targets(shared, FILE)
-        for target in all_targets(alone, FILE):
+        alone, shared = space_of(*world).instance, space_of(*world, known).instance
+        assert SearchSpace(alone, FILE).listed == SearchSpace(shared, FILE).listed
+        for target in SearchSpace(alone, FILE).listed:
             one, other = (own.problem(target.configuration) for own in (alone, shared))
             assert one.placements == other.placements and one.in_flight == other.in_flight
             for group, same in zip(one.device_groups, other.device_groups, strict=True):

@@ -12,7 +12,8 @@ from shardwright_formats.semantics.sweep_plan import collective_kinds
 from shardwright_formats.types.hardware_profile import Collective, GroupKind, HardwareProfile, PointRow, RepeatRow
 from shardwright_search.cost_model.collectives import collective_time
 from shardwright_search.cost_model.topology import data_group_kinds, stage_topology, tp_group_kinds
-from shardwright_search.search import Found, find_best, instance_of
+from shardwright_search.search import Found, find_best
+from shardwright_search.space.search_space import space_of
 
 MIB, NETWORK, LINK = 1 << 20, 1e9, 16e9
 WIDTH = 8
@@ -133,7 +134,7 @@ def test_a_search_over_all_tensor_parallel_sizes_takes_those_that_were_profiled(
     request = make.request(tp_consecutive=consecutive, data_parallel=["ddp"], schedules=["gpipe"], recompute=["none"])
     found = find_best(request, model, cluster, profiles, Path("s.json"), lambda line: None)
     assert isinstance(found, Found)
-    assert instance_of(request, model, cluster, profiles, Path("s.json")).request.tp_sizes == (1, 2, 4)
+    assert space_of(request, model, cluster, profiles, Path("s.json")).instance.request.tp_sizes == (1, 2, 4)
     wide = find_best(replace(request, tp_sizes=(8,)), model, cluster, profiles, Path("s.json"), lambda line: None)
     assert isinstance(wide, Found) and wide.chosen.plan.layers[0].tp_size == 8
     told = wide.chosen.evaluation.warnings

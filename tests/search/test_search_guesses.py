@@ -7,7 +7,7 @@ import pytest
 from brute_force import mistakes, pipeline_of, solved
 from random_problems import random_mixed, random_problem
 
-from shardwright_search.solver import prefix_labels
+from shardwright_search.solver import partition
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import Solution, price
@@ -96,7 +96,7 @@ def test_a_guess_that_is_better_than_the_plans_so_far_comes_before_them():
 def test_runs_that_are_paired_one_by_one_give_the_same_plans(monkeypatch, made):
     problems = [made(seed) for seed in range(40)]
     together = [solved(problem) for problem in problems]
-    monkeypatch.setattr(prefix_labels, "_TOGETHER", 1)
+    monkeypatch.setattr(partition, "_TOGETHER", 1)
     for problem, answer in zip(problems, together, strict=True):
         one_by_one = solved(problem)
         assert [best.found for best in one_by_one.near] == [best.found for best in answer.near]
@@ -106,7 +106,7 @@ def test_runs_that_are_paired_one_by_one_give_the_same_plans(monkeypatch, made):
 @pytest.mark.parametrize("made", [random_problem, random_mixed])
 def test_a_guess_of_few_labels_is_a_plan_and_the_best_is_found_all_the_same(monkeypatch, made):
     whole = [pipeline_of(made(seed)).guess(np.inf) for seed in range(60)]
-    monkeypatch.setattr(prefix_labels, "_FEW_IN_ALL", 1)
+    monkeypatch.setattr(partition, "_FEW_IN_ALL", 1)
     missed = 0
     for seed, best in enumerate(whole):
         found = pipeline_of(made(seed)).guess(np.inf)

@@ -22,8 +22,7 @@ from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import together
-from shardwright_search.explain.node_types import node_types_table
-from shardwright_search.search import instance_of, targets_of
+from shardwright_search.explain.tables import node_types_table
 from shardwright_search.solver.bands import StageCosts
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.milp import solve
@@ -31,6 +30,7 @@ from shardwright_search.solver.problem import price
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.placements import placements
 from shardwright_search.space.request import SearchRequest, StageWidths
+from shardwright_search.space.search_space import SearchSpace, space_of
 
 FILE, ANY = Path("s.json"), StageWidths.ANY
 
@@ -41,9 +41,9 @@ def test_plans_on_several_node_types_cost_the_same_to_the_solver_and_to_evaluate
     for seed in range(12 * block, 12 * (block + 1)):
         world = mixed_world(seed)
         request, _, cluster, profiles = world
-        instance, rng = instance_of(*world, FILE), np.random.default_rng(seed)
+        instance, rng = space_of(*world, FILE).instance, np.random.default_rng(seed)
         try:
-            targets = targets_of(instance, FILE)
+            targets = SearchSpace(instance, FILE).targets
         except BadInput:  # equal widths that no type's ranks can be shared out in
             assert request.stage_widths is StageWidths.EQUAL
             continue

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import random_problem
 
-from shardwright_search.solver import pareto, stage_labels
+from shardwright_search.solver import stage_labels
+from shardwright_search.step import pareto
 
 SHAPES = st.tuples(*(st.integers(0, 40),) * 2, st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**32 - 1))
 

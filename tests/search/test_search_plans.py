@@ -19,10 +19,11 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.wording import layer_runs
 from shardwright_search.interop.uniform import even_cuts
-from shardwright_search.search import NEAR, Found, Infeasible, find_best, instance_of
+from shardwright_search.search import NEAR, Found, Infeasible, find_best
 from shardwright_search.solver.branch_and_bound import guess
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.search_space import space_of
 
 FILE = Path("s.json")
 
@@ -80,7 +81,7 @@ def test_closed_form_of_two_stages_by_hand(make):
     profiles = make.profiles(model, cluster)
     found = search(request, model, cluster, profiles)
     assert round(optimum_ps(found)) == 420_096_000 + 636_096_000 * 2 + 98_304_000 + 50_000_000
-    instance, best = instance_of(request, model, cluster, profiles, FILE), found.best
+    instance, best = space_of(request, model, cluster, profiles, FILE).instance, found.best
     estimate = evaluate(instance.plan(best.target.configuration, best.found.solution), profiles).estimate
     first, last = estimate.stages
     assert (first.time_s, last.time_s) == (420.096e-6, 636.096e-6)

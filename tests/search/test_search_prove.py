@@ -8,7 +8,7 @@ from command_calls import Called, call
 from middle_problems import middle_problem, solved
 from msgspec.structs import replace
 from random_problems import best_of, random_problem
-from random_requests import World, random_world
+from random_requests import FILE, World, random_world
 
 from shardwright_formats.io.errors import BadInput, RunFailed
 from shardwright_formats.io.json import read_document
@@ -25,6 +25,7 @@ from shardwright_search.solver.problem import Problem, price
 from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
+from shardwright_search.space.search_space import SearchSpace
 
 pytest.importorskip("highspy")
 
@@ -108,14 +109,14 @@ def searched() -> tuple[Instance, tuple[Target[Configuration], ...], Best[Config
     given = world()
     instance = given.instance
     targets = given.targets(instance)
-    best = optimize(targets, instance.solvable).best
+    best = optimize(targets, SearchSpace(instance, FILE).solvable).best
     assert best is not None and best.target.configuration.num_chunks == 1
     return instance, targets, best
 
 
 def ask(searched, best: Best[Configuration] | None = None, seconds: float = SECONDS) -> str:
-    instance, targets, found = searched
-    return certificate(instance, targets, best or found, seconds, lambda line: None)
+    instance, _, found = searched
+    return certificate(SearchSpace(instance, FILE), best or found, seconds, lambda line: None)
 
 
 def test_the_certificate_tells_what_was_compared(searched):
@@ -134,8 +135,9 @@ def test_highs_knows_no_better_plan_in_any_case_of_random_requests(seed):
     given = random_world(seed, most_layers=5)
     instance = given.instance
     targets = given.targets(instance)
-    best = optimize(targets, instance.solvable).best
-    said = certificate(instance, targets, best, SECONDS, lambda line: None)
+    space = SearchSpace(instance, FILE)
+    best = optimize(targets, space.solvable).best
+    said = certificate(space, best, SECONDS, lambda line: None)
     others, interleaved = len(targets) - 1, sum(target.configuration.num_chunks > 1 for target in targets)
     assert "ms, equal" in said
     assert f" {others - interleaved} of {others} other configurations have no better plan" in said
@@ -179,7 +181,7 @@ def test_a_search_that_missed_a_better_case_is_noticed(searched):
         for target in targets
         if target.configuration != best.target.configuration and target.configuration.num_chunks == 1
     ]
-    second = optimize(others, instance.solvable).best
+    second = optimize(others, SearchSpace(instance, FILE).solvable).best
     assert second is not None and second.score > best.score * (1 + NEAR)
     with pytest.raises(RunFailed, match=f"HiGHS disagrees: {best.target.configuration}"):
         ask(searched, second)

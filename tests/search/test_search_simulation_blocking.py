@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from shardwright_formats.types.plan import Schedule
-from shardwright_search.simulation.sends import Sends
-from shardwright_search.simulation.simulator import StageTimes, simulate
+from shardwright_search.simulation.simulator import Sends, StageTimes, simulate
 
 F1B, GPIPE, INTERLEAVED = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED_1F1B
 RANGES = [StageTimes(2, 4, 1, 0, 0), StageTimes(3, 5, 0, 0, 2)]

@@ -16,7 +16,8 @@ from shardwright_formats.types.strategy import DataParallel, Recompute, Sequence
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.search import Found, Infeasible, find_best
 from shardwright_search.space.budget import budgets_of
-from shardwright_search.space.configurations import configurations, narrowed, shardings
+from shardwright_search.space.choices import shardings
+from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest, batch_sizes
 
 FILE = Path("s.json")

@@ -27,12 +27,13 @@ from shardwright_search.certificate.make import certified
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.topology import stage_topology, tp_group_kinds
-from shardwright_search.search import Found, find_best, instance_of, targets_of
+from shardwright_search.search import Found, find_best
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.placements import placements
 from shardwright_search.space.request import SearchRequest, StageWidths
+from shardwright_search.space.search_space import SearchSpace, space_of
 
 FILE, ANY = Path("s.json"), StageWidths.ANY
 
@@ -43,9 +44,9 @@ def test_plans_that_span_node_types_cost_the_same_to_the_solver_and_to_evaluate(
     for seed in range(10 * block, 10 * (block + 1)):
         world = mixed_world(seed, spans=True)
         request, _, cluster, profiles = world
-        instance, rng = instance_of(*world, FILE), np.random.default_rng(seed)
+        instance, rng = space_of(*world, FILE).instance, np.random.default_rng(seed)
         try:
-            targets = targets_of(instance, FILE)
+            targets = SearchSpace(instance, FILE).targets
         except BadInput:  # no equal widths that divide the batch and the model
             assert request.stage_widths is StageWidths.EQUAL
             continue

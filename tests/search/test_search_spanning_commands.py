@@ -54,7 +54,7 @@ def test_the_front_over_sub_clusters_has_plans_that_span(make):
     assert np.array(found) == pytest.approx(np.array(sorted(best)), rel=1e-9)
     spanning = 0
     for number in front.points:
-        chosen, instance = front.answers[number].best, front.instances[number]
+        chosen, instance = front.answers[number].best, front.spaces[number].instance
         ranks = instance.stage_ranks(chosen.target.configuration.configuration, chosen.found.solution)
         spanning += any(len({instance.costs.cluster.node_type_of_rank[r] for r in own}) > 1 for own in ranks)
     assert spanning

@@ -27,7 +27,7 @@ from shardwright_search.cost_model.communication import handover_time
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.difference import plan_differences
 from shardwright_search.search import Found, Infeasible, find_best
-from shardwright_search.solver import prefix_labels
+from shardwright_search.solver import partition
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import Problem, Start, price
@@ -157,12 +157,12 @@ def test_a_solver_that_never_starts_a_stage_in_place_is_caught(monkeypatch):
 
 @pytest.mark.parametrize("ignored", ["output_layout", "received_layout"])
 def test_labels_before_a_cut_that_are_compared_by_one_of_its_layouts_are_caught(monkeypatch, ignored):
-    undominated = prefix_labels._undominated
+    undominated = partition._undominated
 
     def blind(problem, labels):
         return undominated(problem, labels._replace(**{ignored: np.zeros_like(labels.parent)}))
 
-    monkeypatch.setattr(prefix_labels, "_undominated", blind)
+    monkeypatch.setattr(partition, "_undominated", blind)
     assert caught()
 
 

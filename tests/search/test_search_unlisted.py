@@ -18,14 +18,14 @@ from shardwright_search.explain.wording import plan_summary
 from shardwright_search.rent.front import find_front
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import sub_clusters
-from shardwright_search.search import find_best, instance_of, targets_of
+from shardwright_search.search import find_best
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.targets import Target
 from shardwright_search.space import choices
 from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.offers import Offers
 from shardwright_search.space.request import Robust, StageWidths
-from shardwright_search.space.unlisted import unlisted
+from shardwright_search.space.search_space import SearchSpace, space_of
 
 FILE = Path("s.json")
 
@@ -64,8 +64,8 @@ def test_widths_that_no_placement_has_are_not_priced():
     model, cluster = make_model(3), make_mixed_cluster(a=(1, 4, GIB), b=(1, 4, GIB))
     profiles = profiles_of(model, cluster, {"a": 1e9, "b": 1e9}, tp_sizes=(1,), micro_batch_sizes=(2,))
     request = make_request(global_batch_size=8, num_microbatches=[1], pp_sizes=[2], stage_widths="any", tp_sizes=[1])
-    instance = instance_of(request, model, cluster, profiles, FILE)
-    (target,) = targets_of(instance, FILE)
+    instance = space_of(request, model, cluster, profiles, FILE).instance
+    (target,) = SearchSpace(instance, FILE).targets
     assert instance.choices.widths_of_types(target.configuration) == {"a": {4}, "b": {4}}
     assert 0 < FirstBounds(instance).of(target.configuration) < np.inf
 
@@ -75,7 +75,7 @@ def test_what_has_no_place_at_all_is_not_left_open(monkeypatch):
     monkeypatch.setattr(choices, "MAX_MOVES", 0)
     request, *world = wide_world()
     asked = replace(request, num_microbatches=(16,), tp_sizes=(1,), data_parallel=(DataParallel.DDP,))
-    assert unlisted(instance_of(asked, *world, FILE), FILE) is None
+    assert space_of(asked, *world, FILE).unlisted is None
 
 
 def test_memory_that_lacks_is_told_of_equal_widths_alone(monkeypatch):
@@ -98,8 +98,7 @@ def test_a_robust_search_is_refused(monkeypatch):
 def test_what_cannot_be_better_than_the_plan_that_is_found_leaves_no_gap(monkeypatch):
     monkeypatch.setattr(choices, "MAX_MOVES", 0)
     request, *world = wide_world()
-    instance = instance_of(request, *world, FILE)
-    left = unlisted(instance, FILE)
+    left = space_of(request, *world, FILE).unlisted
     assert left is not None and left.below(left.bound) is None
     assert left.below(np.inf) == left and left.below(np.nextafter(left.bound, np.inf)) is not None
 
@@ -124,9 +123,9 @@ def test_a_front_tells_what_may_be_missing(monkeypatch):
 
 def test_nothing_is_certified_that_was_not_searched(monkeypatch):
     monkeypatch.setattr(choices, "MAX_MOVES", 0)
-    instance = instance_of(*wide_world(), FILE)
+    space = space_of(*wide_world(), FILE)
     with pytest.raises(BadInput, match=r"no certificate: .*: limit pp_sizes, or list stage_widths"):
-        next(problems_of(instance, FILE))
+        next(problems_of(space))
 
 
 def test_where_nothing_is_listed_the_search_says_what_to_do(monkeypatch):

@@ -6,7 +6,7 @@ from shardwright_search.least_simulated import Simulated
 from shardwright_search.solver.branch_and_bound import guess, optimize, plans_below
 from shardwright_search.solver.targets import Best, Optimum, Target
 from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.instance import Instance
+from shardwright_search.space.search_space import SearchSpace
 
 NEAR = 0.01
 """Among plans whose closed form is within this share of the optimum, the least simulated time decides."""
@@ -22,7 +22,7 @@ _MAX_LABELS = 3_000
 
 
 def further(
-    instance: Instance, optimum: Optimum[Configuration], ranked: Sequence[Simulated], deadline: float | None
+    space: SearchSpace, optimum: Optimum[Configuration], ranked: Sequence[Simulated], deadline: float | None
 ) -> tuple[Best[Configuration], ...]:
     """Plans beyond the near ones, up to where the simulator may still put one before all that it has seen.
 
@@ -32,11 +32,11 @@ def further(
     if optimum.stopped or optimum.best is None or limit <= optimum.best.score * (1 + NEAR):
         return ()
     targets = [target for bound, target in optimum.bounds if bound < limit]
-    return plans_below(targets, instance.solvable, limit, MAX_NEAR, deadline, _MAX_WIDER_LABELS)
+    return plans_below(targets, space.solvable, limit, MAX_NEAR, deadline, _MAX_WIDER_LABELS)
 
 
 def other_configurations(
-    instance: Instance, optimum: Optimum[Configuration], chosen: Best[Configuration], deadline: float | None
+    space: SearchSpace, optimum: Optimum[Configuration], chosen: Best[Configuration], deadline: float | None
 ) -> Iterator[Best[Configuration]]:
     """The best plans of the most promising configurations of other pipeline degrees, and of other microbatch counts."""
     configuration = chosen.target.configuration
@@ -46,13 +46,13 @@ def other_configurations(
     for alike in (*(same[:_MAX_GUESSES] for same in sizes[:_MAX_DEGREES]), *(same[:1] for same in counts[:2])):
         for target in alike:
             if target not in known:
-                guessed = guess(target, bounds[target], instance.solvable)
+                guessed = guess(target, bounds[target], space.solvable)
                 known[target] = guessed is not None
                 yield from () if guessed is None else (guessed,)
             if known[target]:
                 break
         else:
-            found = optimize(alike[:1], instance.solvable, deadline=deadline, max_labels=_MAX_LABELS)
+            found = optimize(alike[:1], space.solvable, deadline=deadline, max_labels=_MAX_LABELS)
             if found.best is not None and not found.stopped:
                 yield found.best
 

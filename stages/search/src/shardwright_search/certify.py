@@ -11,13 +11,14 @@ from shardwright_formats.io.errors import RunFailed
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.search import Found, instance_of, targets_of
+from shardwright_search.search import Found
 from shardwright_search.solver.milp import Answer, highs_version, solve
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.search_space import SearchSpace, space_of
 
 TOLERANCE = 1e-6
 """Objectives that differ by a smaller share are equal."""
@@ -44,19 +45,17 @@ def prove(
     """The certificate of a search's answer, told all that the search was told."""
     if found.stopped:
         return "none: the search was stopped before it was done"
-    instance = instance_of(request, model, cluster, profiles, file)
-    told = certificate(instance, targets_of(instance, file), found.best, time_limit_s, report)
+    told = certificate(space_of(request, model, cluster, profiles, file), found.best, time_limit_s, report)
     return told if found.unlisted is None else f"{told}; what has too many places was not asked"
 
 
 def certificate(
-    instance: Instance,
-    targets: Sequence[Target[Configuration]],
+    space: SearchSpace,
     best: Best[Configuration],
     time_limit_s: float,
     report: Callable[[str], None],
 ) -> str:
-    """What HiGHS says of the plan with the least closed form, in one line; `targets`: every configuration searched.
+    """What HiGHS says of the plan with the least closed form, in one line.
 
     The best plan's configuration is solved to the end. For every other one HiGHS looks for a plan that is better by
     more than `TOLERANCE`. What takes longer than the time limit, all configurations together, is reported as undecided;
@@ -64,9 +63,9 @@ def certificate(
     or none as good.
     """
     version, deadline = highs_version(), monotonic() + time_limit_s
-    own = f"{version}: {_own_configuration(instance, best, deadline)}"
-    others = [target for target in targets if target.configuration != best.target.configuration]
-    tally = _other_configurations(instance, others, best, deadline, report)
+    own = f"{version}: {_own_configuration(space.instance, best, deadline)}"
+    others = [target for target in space.targets if target.configuration != best.target.configuration]
+    tally = _other_configurations(space, others, best, deadline, report)
     left = [f"{tally.undecided} not decided within {time_limit_s:g} s"] if tally.undecided else []
     left += [f"{tally.interleaved} interleaved ones not asked"] if tally.interleaved else []
     return "; ".join([own, f"{tally.ruled_out} of {len(others)} other configurations have no better plan", *left])
@@ -88,7 +87,7 @@ def _own_configuration(instance: Instance, best: Best[Configuration], deadline: 
 
 
 def _other_configurations(
-    instance: Instance,
+    space: SearchSpace,
     others: Sequence[Target[Configuration]],
     best: Best[Configuration],
     deadline: float,
@@ -99,8 +98,8 @@ def _other_configurations(
     These take the least time, and what they leave goes to the others.
     """
     single = [target for target in others if target.configuration.num_chunks == 1]
-    single.sort(key=lambda target: -target.score(instance.solvable(target.configuration).relaxed_bound_ps))
-    ruled_out, waiting = 0, single
+    single.sort(key=lambda target: -target.score(space.solvable(target.configuration).relaxed_bound_ps))
+    instance, ruled_out, waiting = space.instance, 0, single
     while waiting and monotonic() < deadline:
         following = []
         for number, target in enumerate(waiting):

@@ -11,7 +11,7 @@ from shardwright_formats.types.limits import Count, Gib, NonNegativeNumber, Samp
 from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.simulation.sends import Sends
+from shardwright_search.simulation.simulator import Sends
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 

@@ -25,7 +25,7 @@ from shardwright_search.solver.targets import Best
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Robust
-from shardwright_search.step.arrays import Numbers
+from shardwright_search.step.pareto import Numbers
 
 Flags = NDArray[np.bool_]
 Points = Callable[[HardwareProfile], Flags]

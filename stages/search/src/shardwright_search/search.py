@@ -11,29 +11,25 @@ import numpy as np
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import ScenarioRegret
 from shardwright_search.alternatives import MAX_NEAR, NEAR, further, other_configurations
-from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, evaluate
-from shardwright_search.cost_model.profiles import Profiles, check_profiles
+from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.least_simulated import changed, simulated
-from shardwright_search.plain import plain_best
 from shardwright_search.solver.branch_and_bound import optimize
-from shardwright_search.solver.targets import Best, Optimum, Target
-from shardwright_search.space.budget import GIB, Infeasible, budgets_of, infeasible
-from shardwright_search.space.configurations import Configuration, configurations, narrowed
-from shardwright_search.space.expanded import expanded
+from shardwright_search.solver.targets import Best, Optimum
+from shardwright_search.space.budget import Infeasible, budgets_of, infeasible
+from shardwright_search.space.configurations import Configuration, narrowed
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest
 from shardwright_search.space.room import beyond_room, least_bytes, room_bytes
-from shardwright_search.space.unlisted import Unlisted, check_listed, unlisted
+from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
 _MAX_NEAR_ELSEWHERE = 16
 """Plans of each other scenario of a robust search."""
-_ROUNDING_BYTES = 16
-"""What rounding up each term of a corrected memory can add."""
 _MAX_RUNNERS_UP = 5
 
 Report = Callable[[str], None]
@@ -76,38 +72,6 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """What of the space was bounded alone and may have a better plan."""
     reserve_gib: float = 0.0
     """What was left free in the end: more than the request says where plans make more communicators than expected."""
-
-
-def instance_of(
-    request: SearchRequest,
-    model: Model,
-    cluster: Cluster,
-    profiles: Profiles,
-    file: Path,
-    known: Instance | None = None,
-) -> Instance:
-    """A request with the cost model that prices it; `known`: of a cluster with the same node types, or more.
-
-    Raises BadInput for profiles that do not fit the request, or a budget that no device has.
-    """
-    check_profiles(profiles, model, cluster, request.precision, request.attention, request.compile)
-    sizes = budgets_of(request, cluster, file)
-    profiled = set.intersection(*({key.tp_size for key in own.layers} for own in profiles.used(cluster)))
-    request = narrowed(request, cluster, profiled)
-    room = room_bytes(request, model, cluster, profiles)
-    budgets = {
-        name: _without_process(size, profiles.of_device(cluster.node_types[name].device)) - room
-        for name, size in sizes.items()
-    }
-    if known is not None:
-        return known.on(cluster, request, budgets)
-    costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
-    return Instance.made(request, costs, budgets)
-
-
-def _without_process(budget_bytes: int, profiles: Profiles) -> int:
-    factor = profiles.memory_factor
-    return int(budget_bytes / factor) - profiles.process_bytes - (0 if factor == 1 else _ROUNDING_BYTES)
 
 
 def find_best(
@@ -189,37 +153,37 @@ def _once(
     deadline: float | None,
     budgets: Mapping[str, int],
 ) -> Found | Infeasible:
-    instance = instance_of(request, *given, file)
-    profiles = instance.costs.profiles
+    space = space_of(request, *given, file)
+    instance, profiles = space.instance, space.instance.costs.profiles
 
     def fits(one: Best[Configuration]) -> bool:
         plan = instance.plan(one.target.configuration, one.found.solution)
         candidate = Candidate(plan, evaluate(plan, profiles, instance.costs, timeline=False))
         return not beyond_room(*candidate, budgets, request, profiles)
 
-    left, targets = unlisted(instance, file), targets_of(instance, file)
     if request.robust is not None:
-        check_listed(instance, file, "robust")
-    optimum = _optimum(instance, targets, deadline, report)
+        space.check_listed("robust")
+    optimum = _optimum(space, deadline, report)
     if optimum.best is None and optimum.stopped:
         promising = [target for _, target in optimum.bounds]
-        if (plain := plain_best(instance, promising or targets)) is None:
+        if (plain := space.plain(promising or space.targets)) is None:
             raise StoppedEarly(file, "no plan was found before the search was stopped", "give it more time")
         optimum = optimum._replace(best=plain, near=(plain,), bound=min(optimum.bound, plain.score))
     if optimum.best is None:
+        left = space.unlisted
         if left is not None and np.isfinite(left.bound):
             raise left.error(file)
-        of = "even the leanest" if left is None else "the leanest of equal widths"
-        return infeasible(instance, [target.configuration for target in targets], file, of)
-    left = left and left.below(optimum.best.score)
+        name = "even the leanest" if left is None else "the leanest of equal widths"
+        return infeasible(instance, [target.configuration for target in space.targets], file, name)
+    left = space.open_below(optimum.best.score)
     report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
     close = optimum.near
     ranked = simulated(instance, close[:MAX_NEAR])
     num_simulated = len(ranked)
-    others = () if optimum.stopped else tuple(other_configurations(instance, optimum, ranked[0].best, deadline))
+    others = () if optimum.stopped else tuple(other_configurations(space, optimum, ranked[0].best, deadline))
     regrets: tuple[ScenarioRegret, ...] = ()
     if request.robust is None:
-        more = (*others, *further(instance, optimum, ranked, deadline))
+        more = (*others, *further(space, optimum, ranked, deadline))
         ranked = tuple(sorted((*ranked, *simulated(instance, more)), key=lambda one: one.score))
         chosen = changed(instance, ranked, deadline)
         near = (one.best for one in ranked if any(one.best is each for each in close))
@@ -230,7 +194,7 @@ def _once(
 
         def search(scenario: str, other: Instance) -> tuple[Best[Configuration], ...]:
             report(f"scenario: {scenario}")
-            return _optimum(other, targets_of(other, file), deadline, report).near[:_MAX_NEAR_ELSEWHERE]
+            return _optimum(SearchSpace(other, file), deadline, report).near[:_MAX_NEAR_ELSEWHERE]
 
         every = regrets_of(instance, close[:MAX_NEAR], request.robust, search)
         nominal, close = ranked[0].best, every.least(NEAR)
@@ -255,43 +219,22 @@ def _once(
     )
 
 
-def targets_of(instance: Instance, file: Path) -> tuple[Target[Configuration], ...]:
-    """Every configuration of a request, and how it is scored: seconds of a step, or of a sample.
-
-    Raises BadInput where none has a plan, whatever the memory.
-    """
-    if found := all_targets(instance, file):
-        return found
-    if (left := unlisted(instance, file)) is not None:
-        raise left.error(file)
-    raise BadInput(file, "no strategy divides the batch, the model and the devices evenly", "allow other sizes")
-
-
-def all_targets(instance: Instance, file: Path) -> tuple[Target[Configuration], ...]:
-    """The same; none where no configuration has a plan, whatever the memory. Those that are `unlisted` are not told."""
-    request, costs = instance.request, instance.costs
-    every = expanded(instance, configurations(request, costs.model, costs.cluster, file))
-    return tuple(map(instance.target, every))
-
-
-def _optimum(
-    instance: Instance, targets: Sequence[Target[Configuration]], deadline: float | None, report: Report
-) -> Optimum[Configuration]:
+def _optimum(space: SearchSpace, deadline: float | None, report: Report) -> Optimum[Configuration]:
     def progress(best: float, bound: float, left: int) -> None:
         known = "no plan yet" if not np.isfinite(best) else f"best {best * 1e-9:.6g} ms, gap {best / bound - 1:.2%}"
-        unit = "step" if instance.request.objective is Objective.STEP_TIME else "sample"
+        unit = "step" if space.instance.request.objective is Objective.STEP_TIME else "sample"
         report(f"{left} configurations left: {known}, bound {bound * 1e-9:.6g} ms a {unit}")
 
-    report(f"bounding {len(targets)} configurations")
+    report(f"bounding {len(space.targets)} configurations")
     return optimize(
-        targets,
-        instance.solvable,
+        space.targets,
+        space.solvable,
         NEAR,
         MAX_NEAR,
         deadline,
         progress,
         waits=lambda asked: asked.num_chunks > 1,
-        wide=len(instance.budgets) > 1,
+        wide=len(space.instance.budgets) > 1,
     )
 
 

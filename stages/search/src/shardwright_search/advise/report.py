@@ -13,8 +13,7 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
 from shardwright_search.advise.question import Question
 from shardwright_search.explain.difference import plan_differences, time_changes
-from shardwright_search.explain.node_types import node_types_table
-from shardwright_search.explain.tables import table
+from shardwright_search.explain.tables import node_types_table, table
 from shardwright_search.explain.wording import layer_runs, sample_s, strategy_words
 from shardwright_search.search import Found
 

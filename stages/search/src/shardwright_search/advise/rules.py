@@ -8,7 +8,7 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.strategy import DataParallel, Recompute
 from shardwright_search.advise.choices import Choice, plan_of_choice
 from shardwright_search.advise.question import Question
-from shardwright_search.space.stage_widths import divisors
+from shardwright_search.space.configurations import divisors
 
 Fits = Callable[[Plan], bool]
 

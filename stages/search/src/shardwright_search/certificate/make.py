@@ -4,7 +4,6 @@ Nothing here has to be right for a certificate to be: what the checker does not 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from shardwright_search.certificate.bounds import (
     phases_of,
 )
 from shardwright_search.certificate.check import band_holds
+from shardwright_search.solver.stage_bounds import hull, slopes_of
 
 GAPS = (1e-9, 1e-4, 3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 0.9)
 """Shares by which the bound that is confirmed may be below the best plan, tried in this order."""
@@ -197,7 +197,7 @@ class _Maker:
             for group in {group for own, group in self._chain.sent if own == stage}:
                 for o in problem.device_groups[group].options:
                     memory = o.state_bytes + count * o.activation_bytes + (not every) * o.late_bytes
-                    slopes |= set(_slopes(time * o.time_ps + exposed * o.exposed_ps, memory))
+                    slopes |= set(slopes_of(hull(time * o.time_ps + exposed * o.exposed_ps, memory)))
             ordered = sorted(slopes)
             places = np.linspace(0, len(ordered) - 1, min(len(ordered), _MAX_SLOPES))
             phases = phases_of(self._chain, stage)
@@ -222,20 +222,3 @@ def _between(prices: Sequence[MemoryPrice], best: MemoryPrice) -> tuple[MemoryPr
     low, high = known[max(0, at - 1)], known[min(len(known) - 1, at + 1)]
     values = [*np.linspace(low, known[at], 5), *np.linspace(known[at], high, 5)[1:]]
     return tuple(replace(best, ps_per_byte=float(value)) for value in values)
-
-
-def _slopes(cost: Array, memory: Array) -> list[float]:
-    """What a byte is worth along the lower left hull of points (memory, cost)."""
-    hull: list[tuple[float, float]] = []
-    for x, y in sorted(zip(memory.tolist(), cost.tolist(), strict=True)):
-        if hull and y >= hull[-1][1]:
-            continue
-        while len(hull) > 1 and _is_above(hull[-2], hull[-1], (x, y)):
-            hull.pop()
-        hull.append((x, y))
-    return [(here[1] - there[1]) / (there[0] - here[0]) for here, there in pairwise(hull)]
-
-
-def _is_above(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
-    """Whether the middle one of three points is on or above the line between the others."""
-    return (middle[1] - first[1]) * (last[0] - first[0]) >= (last[1] - first[1]) * (middle[0] - first[0])

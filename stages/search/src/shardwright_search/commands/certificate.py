@@ -11,11 +11,10 @@ from shardwright_formats.io.json import sha256_of_file
 from shardwright_formats.types.certificate import Certificate
 from shardwright_formats.types.plan import Plan
 from shardwright_search.certificate.make import certified
-from shardwright_search.search import Found, targets_of
+from shardwright_search.search import Found
 from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest
-from shardwright_search.space.unlisted import check_listed
+from shardwright_search.space.search_space import SearchSpace
 
 _TOLD_BY_PLAN = ("cluster", "model")
 """Files, by role, that a plan has in itself: of all others a certificate knows which they were."""
@@ -29,30 +28,30 @@ def check_certifiable(request: SearchRequest, file: Path) -> None:
 
 
 def certificate_of(
-    found: Found, instance: Instance, file: Path, files: Mapping[str, Path], report: Callable[[str], None]
+    found: Found, space: SearchSpace, files: Mapping[str, Path], report: Callable[[str], None]
 ) -> Certificate:
     """The certificate of a search's answer.
 
     Raises RunFailed where nothing could be confirmed.
     """
     best = found.best
-    problems = ((name, problem, of(best.score)) for name, problem, of in problems_of(instance, file))
+    problems = ((name, problem, of(best.score)) for name, problem, of in problems_of(space))
     if (made := certified(problems, report)) is None:
         raise RunFailed("no certificate: nothing near the search's bound could be confirmed")
     gap, proofs = made
     return Certificate(
         plan_sha256=found.chosen.plan.sha256,
         inputs_sha256={role: sha256_of_file(files[role]) for role in files if role not in _TOLD_BY_PLAN},
-        bound_ps=best.score * (1 - gap) / scale_of(instance.request, found.chosen.plan),
+        bound_ps=best.score * (1 - gap) / scale_of(space.instance.request, found.chosen.plan),
         configurations=proofs,
     )
 
 
-def problems_of(instance: Instance, file: Path) -> Iterator[tuple[str, Any, Callable[[float], float]]]:
+def problems_of(space: SearchSpace) -> Iterator[tuple[str, Any, Callable[[float], float]]]:
     """Name and arrays of every configuration, and the time that a score is in it."""
-    check_listed(instance, file, "no certificate")
-    for target in targets_of(instance, file):
-        yield _name(target.configuration), instance.problem(target.configuration), target.time_ps
+    space.check_listed("no certificate")
+    for target in space.targets:
+        yield _name(target.configuration), space.instance.problem(target.configuration), target.time_ps
 
 
 def _name(configuration: Configuration) -> str:

@@ -19,8 +19,7 @@ from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evalua
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.explain.binding import Change, Choices, binding_lines, faster_changes
 from shardwright_search.explain.difference import difference
-from shardwright_search.explain.node_types import node_types_table
-from shardwright_search.explain.tables import answers_shown, explanation, show_rich
+from shardwright_search.explain.tables import answers_shown, explanation, node_types_table, show_rich
 from shardwright_search.explain.what_if import Answer, Question, answer, neighbours, outlook
 from shardwright_search.options import ExplainOptions
 from shardwright_search.space.budget import budgets_of, budgets_of_stages

@@ -23,8 +23,7 @@ from shardwright_search.fasop.foreign import joined, read_foreign
 from shardwright_search.fasop.inputs import problem_of
 from shardwright_search.fasop.options import FasopOptions
 from shardwright_search.fasop.plan import plan_of
-from shardwright_search.fasop.problem import Problem
-from shardwright_search.fasop.space import Candidate, candidates
+from shardwright_search.fasop.problem import Candidate, Problem, candidates
 from shardwright_search.fasop.table import csv_of
 from shardwright_search.rent.sub_clusters import MAX_SUB_CLUSTERS
 from shardwright_search.space.request import SearchRequest

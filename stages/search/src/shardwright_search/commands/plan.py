@@ -15,10 +15,10 @@ from shardwright_search.commands.prediction import prediction_of_searched, predi
 from shardwright_search.commands.progress import progress
 from shardwright_search.explain.wording import plan_summary
 from shardwright_search.options import PlanOptions
-from shardwright_search.search import find_best, instance_of
+from shardwright_search.search import find_best
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages
 from shardwright_search.space.request import SearchRequest
-from shardwright_search.space.unlisted import check_listed
+from shardwright_search.space.search_space import space_of
 
 
 def plan(options: PlanOptions) -> None:
@@ -29,7 +29,7 @@ def plan(options: PlanOptions) -> None:
     given = request, model, cluster, inputs.profiles, options.search
     if options.certificate is not None:
         check_certifiable(request, options.search)
-        check_listed(instance_of(*given), options.search, "no certificate")
+        space_of(*given).check_listed("no certificate")
         check_writable(options.certificate)
     for path in (options.out, prediction_path(options.out)):
         check_writable(path)
@@ -54,7 +54,7 @@ def plan(options: PlanOptions) -> None:
             if found.reserve_gib > request.reserve_gib:
                 what = f"no certificate: communicators needed a reserve_gib of {found.reserve_gib:.6f}"
                 raise BadInput(options.search, what, "write this reserve_gib")
-            certificate = certificate_of(found, instance_of(*given), options.search, files, report)
+            certificate = certificate_of(found, space_of(*given), files, report)
     budgets_bytes = budgets_of_stages(found.chosen.plan, budgets_of(request, cluster, options.search))
     prediction = prediction_of_searched(found, request, budgets_bytes, files, inputs.warnings, second_opinion)
     with ExitStack() as all_or_none:

@@ -95,7 +95,7 @@ def _unlisted(found: Found) -> tuple[str, ...]:
     if found.unlisted is None:
         return ()
     remedy = "of these equal widths alone were searched: limit pp_sizes, or list stage_widths"
-    return (f"{found.unlisted.what}, which leaves the gap; {remedy}",)
+    return (f"{found.unlisted.text}, which leaves the gap; {remedy}",)
 
 
 def _communicators(found: Found, request: SearchRequest, budgets_bytes: Sequence[int]) -> Iterator[str]:

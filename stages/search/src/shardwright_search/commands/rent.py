@@ -100,7 +100,7 @@ def _write_plans(front: Front, request: SearchRequest, inputs: Inputs, options: 
             found = _found(front, number)
             plan, evaluation = found.chosen
             simulated_s[number] = evaluation.estimate.simulated_step_time_s
-            asked = front.instances[number].request
+            asked = front.spaces[number].instance.request
             budgets = budgets_of_stages(plan, budgets_of(asked, plan.cluster, options.search))
             prediction = prediction_of_searched(found, asked, budgets, files, inputs.warnings)
             path = options.out / plan_name(front.answers[number])
@@ -111,7 +111,7 @@ def _write_plans(front: Front, request: SearchRequest, inputs: Inputs, options: 
 
 def _found(front: Front, number: int) -> Found:
     """A point as a search that compared plans by their closed form alone."""
-    answer, instance = front.answers[number], front.instances[number]
+    answer, instance = front.answers[number], front.spaces[number].instance
     assert answer.best is not None
     target, plan_found, score = answer.best
     configuration = target.configuration.configuration

@@ -14,8 +14,7 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
 from shardwright_search.commands.inputs import read_inputs
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.explain.node_types import node_types_table
-from shardwright_search.explain.tables import show_rich, table
+from shardwright_search.explain.tables import node_types_table, show_rich, table
 from shardwright_search.options import SimulateOptions
 from shardwright_search.simulation.chrome_trace import chrome_trace
 

@@ -14,9 +14,8 @@ from shardwright_search.commands.certificate import check_certifiable, problems_
 from shardwright_search.commands.inputs import read_inputs
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import VerifyOptions
-from shardwright_search.search import instance_of
-from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.search_space import SearchSpace, space_of
 
 
 def verify(options: VerifyOptions) -> None:
@@ -26,9 +25,9 @@ def verify(options: VerifyOptions) -> None:
     request, inputs = read_document(options.search, SearchRequest), read_inputs(options)
     _check_pinned(options, certificate, plan, {"search": options.search} | inputs.files)
     check_certifiable(request, options.search)
-    instance = instance_of(request, plan.model, plan.cluster, inputs.profiles, options.search)
-    count = _check_proofs(options, certificate, instance, plan)
-    own_ps = evaluate(plan, inputs.profiles, instance.costs, timeline=False).objective_ps
+    space = space_of(request, plan.model, plan.cluster, inputs.profiles, options.search)
+    count = _check_proofs(options, certificate, space, plan)
+    own_ps = evaluate(plan, inputs.profiles, space.instance.costs, timeline=False).objective_ps
     if own_ps < certificate.bound_ps:
         raise BadInput(options.certificate, f"its bound is above what {options.plan} takes", _ANEW)
     show(
@@ -52,12 +51,12 @@ def _check_pinned(options: VerifyOptions, certificate: Certificate, plan: Plan, 
             raise BadInput(options.certificate, what, f"give that {role}, or {_ANEW}")
 
 
-def _check_proofs(options: VerifyOptions, certificate: Certificate, instance: Instance, plan: Plan) -> int:
+def _check_proofs(options: VerifyOptions, certificate: Certificate, space: SearchSpace, plan: Plan) -> int:
     """The number of configurations; BadInput where one is missing, or its proof does not hold."""
-    file, bound = options.certificate, certificate.bound_ps * scale_of(instance.request, plan)
+    file, bound = options.certificate, certificate.bound_ps * scale_of(space.instance.request, plan)
     proofs = {proof.configuration: proof for proof in certificate.configurations}
     count = 0
-    for name, problem, time_ps in problems_of(instance, options.search):
+    for name, problem, time_ps in problems_of(space):
         if (proof := proofs.pop(name, None)) is None:
             raise BadInput(file, f"leaves out a configuration of the space: {name}", _ANEW)
         if not confirms(problem, proof, time_ps(bound)):

@@ -15,8 +15,7 @@ from shardwright_search.cost_model.provenance import provenance_warnings
 from shardwright_search.cost_model.stage_costs import StageCosts, range_costs, stage_costs
 from shardwright_search.cost_model.tied_weights import shared_cost_ps, tie_cost_ps
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.simulation.sends import Sends
-from shardwright_search.simulation.simulator import Simulation, lower_bound_ps, simulate, step_time_ps
+from shardwright_search.simulation.simulator import Sends, Simulation, lower_bound_ps, simulate, step_time_ps
 
 _PER_SECOND = 1e12
 

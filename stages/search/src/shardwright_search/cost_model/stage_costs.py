@@ -23,8 +23,16 @@ from shardwright_search.cost_model.layer import Cost, CostModel, Gather, LayerCo
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.simulation.reduction import Overlap, Reduction
 from shardwright_search.simulation.simulator import StageTimes
-from shardwright_search.step.interleaved_memory import layer_passes, moments
-from shardwright_search.step.memory import LayerMemory, Phase, StageMemory, layer_memory, no_layers, phases
+from shardwright_search.step.memory import (
+    LayerMemory,
+    Phase,
+    StageMemory,
+    layer_memory,
+    layer_passes,
+    moments,
+    no_layers,
+    phases,
+)
 
 _NOTHING = Cost(0, None)
 Layer = tuple[str, Strategy]

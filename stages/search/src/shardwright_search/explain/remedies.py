@@ -11,10 +11,11 @@ from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.what_if import more_nodes
-from shardwright_search.search import find_best, instance_of, targets_of
+from shardwright_search.search import find_best
 from shardwright_search.space.budget import Infeasible, min_need
+from shardwright_search.space.configurations import divisors
 from shardwright_search.space.request import SearchRequest, batch_sizes
-from shardwright_search.space.stage_widths import divisors
+from shardwright_search.space.search_space import space_of
 
 
 class Remedies(NamedTuple):
@@ -62,12 +63,12 @@ def _more_nodes(cluster: Cluster, profiles: Profiles) -> range:
 def _fits(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> bool:
     """Whether some plan fits; what cannot be asked, or priced with these profiles, is no remedy."""
     try:
-        instance = instance_of(request, model, cluster, profiles, file)
-        every = [target.configuration for target in targets_of(instance, file)]
-        if min_need(instance, every).missing_bytes > 0:
+        space = space_of(request, model, cluster, profiles, file)
+        every = [target.configuration for target in space.targets]
+        if min_need(space.instance, every).missing_bytes > 0:
             return False
         single = [configuration for configuration in every if configuration.num_chunks == 1]
-        if single and min_need(instance, single).missing_bytes <= 0:
+        if single and min_need(space.instance, single).missing_bytes <= 0:
             return True
         # Several chunks may hold more than one: their need is only known by searching.
         return not isinstance(find_best(request, model, cluster, profiles, file, report=lambda _: None), Infeasible)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright_formats.command import show
+from shardwright_formats.display.node_types import binding, node_type_uses
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.limits import MIB
 from shardwright_formats.types.plan import Plan
@@ -17,6 +18,28 @@ from shardwright_search.explain.what_if import Answer
 from shardwright_search.explain.wording import headline, runs_words, sample_s, stage_lines
 from shardwright_search.search import Found
 from shardwright_search.space.budget import Infeasible
+
+
+def node_types_table(plan: Plan, estimate: Estimate) -> Table | None:
+    """One row for each node type; None where there is one only."""
+    uses = node_type_uses(plan, estimate)
+    if not uses:
+        return None
+    binds = binding(uses).name
+    headings = ("node type", "stages", "ranks", "busiest stage", "idle share", "idle USD a step")
+    rows = [
+        [
+            f"{use.name} (binds)" if use.name == binds else use.name,
+            f"{use.stages}",
+            f"{use.ranks}",
+            f"{use.busiest_s * 1e3:.3f}",
+            f"{use.idle_share:.1%}",
+            "no price" if use.idle_usd is None else f"{use.idle_usd:.6f}",
+        ]
+        for use in uses
+    ]
+    return table("node types, times in ms", headings, rows)
+
 
 STEP_TERMS = ("gradient_sync", "optimizer")
 """Terms of time that come once a step, not with every microbatch."""

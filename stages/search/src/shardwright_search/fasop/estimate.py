@@ -17,8 +17,7 @@ from shardwright_formats.types.plan import Schedule
 from shardwright_search.fasop.memory import Memory, memory
 from shardwright_search.fasop.network import Network, network
 from shardwright_search.fasop.partition import Pipelines, fastest_partitions, pipeline_times
-from shardwright_search.fasop.problem import BYTES, LayerKind, Problem
-from shardwright_search.fasop.space import Candidate
+from shardwright_search.fasop.problem import BYTES, Candidate, LayerKind, Problem
 
 _PS = 1e-12
 _HOUR_S = 3600.0

@@ -10,8 +10,7 @@ import numpy as np
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.io.json import read_bytes
 from shardwright_search.fasop.estimate import Estimate, batches, priced
-from shardwright_search.fasop.problem import Problem
-from shardwright_search.fasop.space import Candidate
+from shardwright_search.fasop.problem import Candidate, Problem
 
 _NEEDED = ("mbs", "tp", "dp", "pp", "node placement", "partition")
 _MAX_BYTES = 2**28

@@ -21,11 +21,10 @@ from shardwright_search.cost_model.collectives import collective_time, send_kind
 from shardwright_search.cost_model.compute import layer_cost
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.fasop.partition import is_exact
-from shardwright_search.fasop.problem import LayerKind, NodeCosts, Problem
-from shardwright_search.fasop.space import MAX_TP_SIZE
+from shardwright_search.fasop.problem import MAX_TP_SIZE, LayerKind, NodeCosts, Problem
 from shardwright_search.space.budget import budgets_of
+from shardwright_search.space.configurations import divisors
 from shardwright_search.space.request import SearchRequest, Space
-from shardwright_search.space.stage_widths import divisors
 
 _MESSAGE_BYTES = 64 * 2**20
 """What links are timed with: large, for FASOP's formulas know no latency."""

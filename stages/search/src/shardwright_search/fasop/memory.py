@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_formats.types.limits import GIB
-from shardwright_search.fasop.problem import LayerKind, Problem
-from shardwright_search.fasop.space import Candidate
+from shardwright_search.fasop.problem import Candidate, LayerKind, Problem
 
 SAFETY = 1.10
 """Factor on the plain estimate."""

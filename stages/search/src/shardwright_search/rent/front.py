@@ -6,6 +6,7 @@ the time from which on some point of the front is as fast and as cheap; most are
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -16,17 +17,15 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.plain import plain_best
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import SubCluster
-from shardwright_search.search import Report, all_targets, instance_of
+from shardwright_search.search import Report
 from shardwright_search.solver.exhaust import exhaust
 from shardwright_search.solver.targets import Best, Solvable, Target
 from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import BatchRange, Objective, SearchRequest, StageWidths
-from shardwright_search.space.unlisted import Unlisted, unlisted
+from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
 _MAX_RECENT = 6
 _HOUR_S = 3600.0
@@ -71,7 +70,7 @@ class Front(NamedTuple):
     """What is known of every sub-cluster, in their order."""
 
     answers: tuple[Answer, ...]
-    instances: Mapping[int, Instance]
+    spaces: Mapping[int, SearchSpace]
     unlisted: Mapping[int, Unlisted]
     """By sub-cluster, what was bounded alone and may have a better plan."""
     looked_at: int
@@ -114,49 +113,38 @@ def find_front(
     """The fastest plan of every sub-cluster that may be on the front; `interruptions`: of each."""
     deadline = None if time_limit_s is None else monotonic() + time_limit_s
     request = replace(request, objective=Objective.STEP_TIME)
-    instances = _instances(request, model, offered, profiles, file)
-    targets = [
-        Target(Rented(number, target.configuration), target.offset_ps, target.scale)
-        for number, instance in instances.items()
-        for target in all_targets(instance, file)
-    ]
+    spaces = _spaces(request, model, offered, profiles, file)
+    targets = [_rented(number, target) for number, space in spaces.items() for target in space.listed]
     search = Prices([own.usd_per_hour for own in offered], interruptions)
-    report(f"bounding {len(targets)} configurations of {len(instances)} sub-clusters")
+    report(f"bounding {len(targets)} configurations of {len(spaces)} sub-clusters")
 
     def progress(bound: float, left: int) -> None:
         report(f"{left} configurations left, {len(search.front)} points: above {bound * 1e-9:.6g} ms a step")
 
-    done = exhaust(targets, _solvable_of(instances), search.limit, search.take, deadline, progress)
+    done = exhaust(targets, _solvable_of(spaces), search.limit, search.take, deadline, progress)
     bounds: dict[int, float] = {}
     for target, bound in zip(targets, done.bounds, strict=True):
         number = target.configuration.sub_cluster
         bounds[number] = min(bounds.get(number, float("inf")), bound)
     if done.stopped and not search.front:
-        plain = (_plain(number, instance, file) for number, instance in reversed(instances.items()))
-        if (first := next(filter(None, plain), None)) is not None:
-            search.take(first)
+        plain = ((number, space.plain(space.listed)) for number, space in reversed(spaces.items()))
+        for number, best in islice(((number, best) for number, best in plain if best is not None), 1):
+            search.take(Best(_rented(number, best.target), best.found, best.score))
     open_ = {targets[number].configuration.sub_cluster for number in done.open}
-    left: dict[int, Unlisted] = {}
-    for number, instance in instances.items():
-        every = unlisted(instance, file)
-        if every is not None and (own_left := every.below(search.limit_of(number))) is not None:
-            left[number] = own_left
-            bounds[number] = min(bounds.get(number, float("inf")), own_left.bound)
+    unlisted = {number: space.open_below(search.limit_of(number)) for number, space in spaces.items()}
+    left = {number: own for number, own in unlisted.items() if own is not None}
+    for number, own in left.items():
+        bounds[number] = min(bounds.get(number, float("inf")), own.bound)
     open_ |= left.keys()
     answers = tuple(
-        search.answer(number, own, bounds.get(number, float("inf")), number in open_)
-        for number, own in enumerate(offered)
+        search.answer(number, sub_cluster, bounds.get(number, float("inf")), number in open_)
+        for number, sub_cluster in enumerate(offered)
     )
-    return Front(answers, instances, left, done.looked_at, done.solved, done.stopped)
+    return Front(answers, spaces, left, done.looked_at, done.solved, done.stopped)
 
 
-def _plain(number: int, instance: Instance, file: Path) -> Best[Rented] | None:
-    """A plan of a sub-cluster, soon found."""
-    found = plain_best(instance, all_targets(instance, file))
-    if found is None:
-        return None
-    target, plan, score = found
-    return Best(Target(Rented(number, target.configuration), target.offset_ps, target.scale), plan, score)
+def _rented(number: int, target: Target[Configuration]) -> Target[Rented]:
+    return Target(Rented(number, target.configuration), target.offset_ps, target.scale)
 
 
 class Prices:
@@ -210,15 +198,16 @@ class Prices:
         return Answer(own, bound_ps * _PS, best, price, number in self.front, is_open)
 
 
-def _instances(
+def _spaces(
     request: SearchRequest, model: Model, offered: Sequence[SubCluster], profiles: Profiles, file: Path
-) -> dict[int, Instance]:
-    """Of each sub-cluster that the request leaves something on; what does not depend on the nodes is priced once."""
-    found: dict[int, Instance] = {}
+) -> dict[int, SearchSpace]:
+    """Return what is searched on each sub-cluster that has something; what is alike is priced once."""
+    found: dict[int, SearchSpace] = {}
     for number, own in reversed(list(enumerate(offered))):
         if (asked := _asked_of(request, own.cluster)) is not None:
-            known = next((known for known in found.values() if _has_types(known, own.cluster)), None)
-            found[number] = instance_of(asked, model, own.cluster, profiles, file, known)
+            instances = (space.instance for space in found.values())
+            known = next((known for known in instances if _has_types(known, own.cluster)), None)
+            found[number] = space_of(asked, model, own.cluster, profiles, file, known)
     return dict(sorted(found.items()))
 
 
@@ -245,12 +234,6 @@ def _asked_of(request: SearchRequest, cluster: Cluster) -> SearchRequest | None:
     return replace(request, **lists | {"shard_sizes": lists["shard_sizes"] or None, "memory_gib": memory})
 
 
-def _solvable_of(instances: Mapping[int, Instance]) -> Callable[[Rented], Solvable]:
-    """A configuration on its sub-cluster; the last few of all are kept."""
-    first_bounds = {number: FirstBounds(instance) for number, instance in instances.items()}
-
-    @lru_cache(_MAX_RECENT)
-    def solvable(rented: Rented) -> Solvable:
-        return first_bounds[rented.sub_cluster].solvable(rented.configuration)
-
-    return solvable
+def _solvable_of(spaces: Mapping[int, SearchSpace]) -> Callable[[Rented], Solvable]:
+    """Return how a configuration on its sub-cluster is made ready; the last few of all are kept."""
+    return lru_cache(_MAX_RECENT)(lambda rented: spaces[rented.sub_cluster].deferred(rented.configuration))

@@ -1,6 +1,7 @@
 """Event-driven simulation of one step: the very action lists that the runtime executes."""
 
 from collections.abc import Sequence
+from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -9,7 +10,15 @@ from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.plan import Schedule
 from shardwright_search.simulation.blocking import Exchange, play_blocking
 from shardwright_search.simulation.reduction import BackwardPass, Overlap, Reduction, backward_pass
-from shardwright_search.simulation.sends import Sends
+
+
+class Sends(StrEnum):
+    """Who waits for a message."""
+
+    ASYNCHRONOUS = "asynchronous"
+    """As this runtime does: receives are posted ahead, and nobody waits for a send."""
+    BLOCKING = "blocking"
+    """As Megatron-LM and torch's stock 1F1B do: a pass's send and the next one's receive together, both waited for."""
 
 
 class StageTimes(NamedTuple):

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_search.solver.problem import Position, Problem
-from shardwright_search.step.arrays import Ints, Numbers
 from shardwright_search.step.cached_method import cached_method
+from shardwright_search.step.pareto import Ints, Numbers
 
 _FIRST, _STEP, _COUNT = 0.9, 1.025, 32
 """Edges: the lowest over what the largest z is at least, each over the one before it, and how many there are."""

@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_search.solver.bands import Bands, Known, Move, StageCosts, Sums
-from shardwright_search.solver.layer_ranges import runs_of
 from shardwright_search.solver.problem import Cut, DeviceGroup, Position, Problem, Start
-from shardwright_search.solver.stage_options import GroupCosts, largest_weights, weightings
-from shardwright_search.step.arrays import Numbers
+from shardwright_search.solver.stage_options import GroupCosts, largest_weights, runs_of, weightings
 from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.memory import Phase, min_phases, phases
+from shardwright_search.step.pareto import Numbers
 
 CostsOf = Callable[[DeviceGroup, tuple[Phase, ...]], GroupCosts]
 """`GroupCosts`, or what remembers those that it made."""

@@ -12,15 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_formats.semantics.schedules.closed_form import step_time
-from shardwright_search.solver.in_flight import InFlight
 from shardwright_search.solver.interleaved_bounds import InterleavedBounds
-from shardwright_search.solver.interleaved_problem import InterleavedProblem
-from shardwright_search.solver.pareto import non_dominated, pairs
+from shardwright_search.solver.interleaved_problem import InFlight, InterleavedProblem
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import Options, Solution
-from shardwright_search.step.arrays import Ints, Numbers
-from shardwright_search.step.interleaved_memory import layer_passes
-from shardwright_search.step.memory import LayerMemory, StageMemory
+from shardwright_search.step.memory import LayerMemory, StageMemory, layer_passes
+from shardwright_search.step.pareto import Ints, Numbers, non_dominated, pairs
 
 _MAX_AT_ONCE = 100_000
 _GUESSED = 200

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_formats.semantics.schedules.closed_form import ClosedForm
-from shardwright_search.solver.in_flight import InFlight
-from shardwright_search.solver.interleaved_problem import InterleavedProblem
+from shardwright_search.solver.interleaved_problem import InFlight, InterleavedProblem
 from shardwright_search.solver.problem import Options
 from shardwright_search.solver.stage_bounds import Dual, rounded_down
-from shardwright_search.step.arrays import Ints, Numbers
+from shardwright_search.step.pareto import Ints, Numbers
 
 _PRICES = 9
 """Of a byte on a stage, around the one that bounds most."""

@@ -1,11 +1,66 @@
-"""A configuration of the interleaved schedule as bare numbers."""
+"""A configuration of the interleaved schedule as bare numbers, with the moments at which a stage may hold the most."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
 from shardwright_formats.semantics.schedules.closed_form import ClosedForm
-from shardwright_search.solver.in_flight import InFlight
+from shardwright_formats.semantics.schedules.passes import Action
 from shardwright_search.solver.problem import DeviceGroup
-from shardwright_search.step.arrays import Numbers
+from shardwright_search.step.memory import Moment, moments
+from shardwright_search.step.pareto import Numbers
+
+
+class InFlight(NamedTuple):
+    """What is in flight at a moment of a stage's action list, beside the microbatch and chunk that is worked on."""
+
+    chunks: int
+    """Activations held, each of one microbatch in one chunk."""
+    outer: int
+    """How many of them are of the chunk that the embedding or the head is with."""
+    at_outer: bool
+    """Whether that chunk is the one worked on."""
+    made: int
+    """Chunks whose gradients are there: they have been through a backward pass before."""
+    outer_made: bool
+    """Whether that chunk is one of them."""
+    makes: bool
+    """Whether this is the first backward pass of the chunk worked on, which makes its gradients layer by layer."""
+
+
+def moments_in_flight(actions: Iterable[Action], num_chunks: int, outer: int) -> tuple[InFlight, ...]:
+    """Return the moments of a stage's actions that no other exceeds in all counts.
+
+    `outer`: the chunk that the embedding or the head is with.
+    """
+    every = {_counted(moment, outer) for moment in moments(actions, num_chunks)}
+    return tuple(sorted(one for one in every if not any(_beaten(one, other) for other in every)))
+
+
+def _counted(moment: Moment, outer: int) -> InFlight:
+    return InFlight(
+        chunks=sum(moment.in_flight),
+        outer=moment.in_flight[outer],
+        at_outer=moment.chunk == outer,
+        made=sum(moment.made),
+        outer_made=moment.made[outer],
+        makes=moment.makes,
+    )
+
+
+def _beaten(one: InFlight, other: InFlight) -> bool:
+    """Whether another moment of the same kind of chunk holds no less: of the outer chunk, of all others, and together.
+
+    The first stage's outer chunk receives nothing, so that more of it may be less. A pass that makes gradients holds
+    at least as much as one that does not, and at most as much as that with its chunk's gradients beside it.
+    """
+    if one == other or one.at_outer != other.at_outer:
+        return False
+    if one.makes > other.makes:
+        one = one._replace(made=one.made + 1, outer_made=one.outer_made or one.at_outer)
+    counts = ((m.chunks, m.outer, m.chunks - m.outer, m.outer_made, m.made - m.outer_made) for m in (one, other))
+    return all(mine <= theirs for mine, theirs in zip(*counts, strict=True))
 
 
 class InterleavedProblem(msgspec.Struct, frozen=True, eq=False):

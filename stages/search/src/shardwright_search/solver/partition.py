@@ -1,16 +1,247 @@
-"""Cutting the chain of layers into pipeline stages, given the labels of every run of layers."""
+"""Cutting the chain of layers into pipeline stages, given the labels of every run of layers.
 
-from collections.abc import Callable
+Labels of all layers before a cut are extended by one pipeline stage after another.
+
+A label is one way to treat the layers before a cut: S, the sum of the stages' A', the largest A' and the largest U (X
+and V), the layouts that it gives out and that the next stage receives, the class of its embedding that ties tell apart.
+Whatever follows adds the same to S and takes the same maxima, so a label with another's layouts and class never loses
+to it if S' - S makes up for (X - X')+ and (V - V')+, each with its coefficient in T: that is, if T of S and each
+selection of X and V is no larger. Labels are also dropped when the bounds of what is still to come show that no plan
+through them stays below the cut-off.
+"""
+
+from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import accumulate, groupby, product
 from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.configuration_bounds import ConfigurationBounds, CostsOf
-from shardwright_search.solver.prefix_labels import At, LabelsOf, Level, first_level, next_level
-from shardwright_search.solver.problem import Problem, Solution
-from shardwright_search.solver.relaxed_bound import Relaxed
-from shardwright_search.solver.stage_labels import stage_labels
+from shardwright_search.solver.configuration_bounds import ConfigurationBounds, CostsOf, StageKind
+from shardwright_search.solver.problem import Cut, Position, Problem, Solution
+from shardwright_search.solver.quick_bounds import Relaxed
+from shardwright_search.solver.stage_labels import Labels, stage_labels
+from shardwright_search.step.pareto import Ints, Numbers, non_dominated
+
+_FEW_IN_ALL = 5_000
+"""Before all cuts behind a stage, in a guess."""
+_TOGETHER = 500
+"""Labels of runs that are paired at once with those before a cut, or one run more."""
+
+
+class At(NamedTuple):
+    """Where a label is: where its layers end, the stages' position, the last one's device group and the next one's."""
+
+    end: int
+    position: Position
+    group: int
+    following: int
+
+
+_Where = tuple[Position, int, int]
+"""The same but for the layers."""
+
+
+class Prefix(NamedTuple):
+    """Labels of all layers before a cut, one entry per label in each column."""
+
+    total_ps: Numbers
+    slowest_ps: Numbers
+    exposed_ps: Numbers
+    output_layout: Ints
+    received_layout: Ints
+    """What the next stage receives it in."""
+    tie_class: Ints
+    source: Ints
+    """Number of the level's source: where the label came from."""
+    parent: Ints
+    """The label there."""
+    chosen: Ints
+    """The label of the last stage among those of its run."""
+
+    def take(self, rows: Ints) -> "Prefix":
+        """The labels of some rows."""
+        return Prefix._make(column[rows] for column in self)
+
+
+class _Runs(NamedTuple):
+    """What a stage of one kind can hold from a layer on: the labels of several runs, one entry per label."""
+
+    time_ps: Numbers
+    exposed_ps: Numbers
+    received_layout: Ints
+    output_layout: Ints
+    end: Ints
+    """The layer after the run's last."""
+    last: Ints
+    """Type of the run's last layer."""
+    first: Ints
+    """[runs]: the first entry of each."""
+    labels: tuple[Labels, ...]
+    """Of each run."""
+
+    def options_of(self, label: int) -> tuple[int, ...]:
+        """The option of each layer under a label."""
+        run = int(np.searchsorted(self.first, label, side="right")) - 1
+        return self.labels[run].options_of(label - int(self.first[run]))
+
+
+class Level(NamedTuple):
+    """The labels after some stages, and what their sources are: the position before, and what the stage can hold."""
+
+    labels: dict[At, Prefix]
+    sources: list[tuple[At, _Runs]]
+
+
+LabelsOf = dict[StageKind, dict[int, Labels]]
+"""By stage kind and run."""
+
+
+def first_level(problem: Problem) -> Level:
+    """Before the first stage: one label, which holds no layer."""
+    nothing, zero = np.zeros(1), np.zeros(1, np.int64)
+    label = Prefix(nothing, nothing, nothing, zero, zero, zero, zero, zero, zero)
+    first = _followed(problem, 0, problem.start_position)
+    return Level({At(0, problem.start_position, -1, following): label for following in first}, [])
+
+
+def next_level(
+    bounds: ConfigurationBounds, stage: int, before: Level, labels_of: LabelsOf, below_ps: float, few: bool
+) -> Level:
+    """Append one pipeline stage to every label in every way; `few`: keep no more than the most promising ones."""
+    problem, phases = bounds.problem, bounds.problem.phases(stage)
+    found: dict[_Where, list[_Appended]] = {}
+    sources: list[tuple[At, _Runs]] = []
+    known: dict[tuple[StageKind, int], list[_Runs]] = {}
+    for at, labels in before.labels.items():
+        kind = StageKind(at.following, phases, problem.start(at.group, at.following))
+        if (kind, at.end) not in known:
+            known[kind, at.end] = list(_runs(bounds, stage, at.end, labels_of.get(kind, {})))
+        position = dict(problem.placements[stage][at.position])[at.following]
+        for own, following in product(known[kind, at.end], _followed(problem, stage + 1, position)):
+            where = position, at.following, following
+            appended = _appended(bounds, stage, at, labels, where, own, len(sources))
+            rows = np.flatnonzero(appended.least_ps < below_ps)
+            if len(rows):
+                sources.append((at, own))
+                found.setdefault(where, []).append(appended.take(rows))
+    level = {}
+    for where, joined in _joined(found, few).items():
+        for end in np.unique(joined.end):
+            alike = joined.labels.take(np.flatnonzero(joined.end == end))
+            level[At(int(end), *where)] = alike.take(_undominated(problem, alike))
+    return Level(level, sources)
+
+
+class _Appended(NamedTuple):
+    """Labels of all layers before a cut, where it is, and what T is at least with what is still to come."""
+
+    labels: Prefix
+    end: Ints
+    least_ps: Numbers
+
+    def take(self, rows: Ints) -> "_Appended":
+        return _Appended(self.labels.take(rows), self.end[rows], self.least_ps[rows])
+
+
+def _joined(found: dict[_Where, list[_Appended]], few: bool) -> dict[_Where, _Appended]:
+    """The labels of each place together; `few`: of all places the most promising ones alone."""
+    joined = {
+        where: _Appended(
+            Prefix(*(np.concatenate(columns) for columns in zip(*(own.labels for own in parts), strict=True))),
+            np.concatenate([own.end for own in parts]),
+            np.concatenate([own.least_ps for own in parts]),
+        )
+        for where, parts in found.items()
+    }
+    least = np.concatenate([own.least_ps for own in joined.values()]) if joined else np.zeros(0)
+    if not few or len(least) <= _FEW_IN_ALL:
+        return joined
+    most = np.partition(least, _FEW_IN_ALL)[_FEW_IN_ALL]
+    return {where: own.take(np.flatnonzero(own.least_ps <= most)) for where, own in joined.items()}
+
+
+def _runs(bounds: ConfigurationBounds, stage: int, start: int, known: dict[int, Labels]) -> Iterator[_Runs]:
+    """What a stage can hold from a layer on, by the labels of each run; so many together that no pairing is large."""
+    every = ((end, known.get(int(bounds.runs.number[start, end]))) for end in bounds.problem.ends(stage, start))
+    found = [(end, labels) for end, labels in every if labels is not None and len(labels.time_ps)]
+    before = list(accumulate((len(labels.time_ps) for _, labels in found), initial=0))
+    for _, block in groupby(range(len(found)), key=lambda run: before[run] // _TOGETHER):
+        ends, labels = zip(*(found[run] for run in block), strict=True)
+        counts = [len(own.time_ps) for own in labels]
+        end = np.repeat(ends, counts)
+        yield _Runs(
+            np.concatenate([own.time_ps for own in labels]),
+            np.concatenate([own.exposed_ps for own in labels]),
+            np.concatenate([own.received_layout for own in labels]),
+            np.concatenate([own.output_layout for own in labels]),
+            end,
+            np.array(bounds.problem.layers)[end - 1],
+            np.cumsum([0, *counts[:-1]]),
+            labels,
+        )
+
+
+def _undominated(problem: Problem, labels: Prefix) -> Ints:
+    """Labels that no other of their layouts and class replaces: S with any choice of what else it raises is larger."""
+    none = np.zeros_like(labels.total_ps)
+    ways = [(slowest, exposed) for slowest in (none, labels.slowest_ps) for exposed in (none, labels.exposed_ps)]
+    columns = [problem.closed_form.time(labels.total_ps, slowest, exposed) for slowest, exposed in ways]
+    layouts = labels.output_layout * problem.num_layouts + labels.received_layout
+    return non_dominated(np.stack(columns, 1), layouts * len(problem.tie_ps) + labels.tie_class)
+
+
+def _followed(problem: Problem, stage: int, position: Position) -> list[int]:
+    """The device groups that the next stage, number `stage`, can be on; -1 behind the last."""
+    if stage == problem.pp_size:
+        return [-1]
+    return [following for following, _ in problem.placements[stage].get(position, ())]
+
+
+def _appended(
+    bounds: ConfigurationBounds, stage: int, at: At, labels: Prefix, where: _Where, own: _Runs, source: int
+) -> _Appended:
+    """Every label before a cut with every label of the stage that receives its layout, for one that comes next."""
+    problem, (position, group, following) = bounds.problem, where
+    if stage == 0:
+        parent, chosen = np.zeros(len(own.time_ps), np.int64), np.arange(len(own.time_ps))
+    else:
+        parent, chosen = np.nonzero(labels.received_layout[:, None] == own.received_layout)
+    time = own.time_ps[chosen]
+    if stage > 0:
+        into = problem.sends_ps[Cut(at.position, at.group, group)][problem.layers[at.end - 1]]
+        time = time + into[labels.output_layout[parent], labels.received_layout[parent]]
+    received = np.zeros(len(parent), np.int64)
+    if stage < problem.pp_size - 1:
+        out = problem.sends_ps[Cut(position, group, following)][own.last[chosen], own.output_layout[chosen]]
+        rows, received = np.nonzero(np.isfinite(out))
+        parent, chosen, time = parent[rows], chosen[rows], time[rows] + out[rows, received]
+    appended = Prefix(
+        labels.total_ps[parent] + time,
+        np.maximum(labels.slowest_ps[parent], time),
+        np.maximum(labels.exposed_ps[parent], own.exposed_ps[chosen]),
+        own.output_layout[chosen],
+        received,
+        own.received_layout[chosen] if stage == 0 else labels.tie_class[parent],
+        np.full(len(parent), source),
+        parent,
+        chosen,
+    )
+    end = own.end[chosen]
+    return _Appended(appended, end, _least(bounds, stage, position, appended, end))
+
+
+def _least(bounds: ConfigurationBounds, stage: int, position: Position, labels: Prefix, end: Ints) -> Numbers:
+    """What T is at least with what is still to come."""
+    form, rest = bounds.problem.closed_form, bounds.after[stage + 1][position]
+    known = form.time(labels.total_ps, labels.slowest_ps, labels.exposed_ps)
+    total = form.fill * labels.total_ps
+    least = rest.total[end] + np.maximum(known, total + rest.slowest[end])
+    if bounds.bands is not None:
+        to_come = bounds.bands.after(stage + 1, position).least(end, form.steady * labels.slowest_ps)
+        least = np.maximum(least, total + to_come)
+    return np.asarray(least + bounds.problem.tie_ps.min())
+
 
 _FEW_LABELS = 24
 """Of each run, in a guess."""

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from shardwright_formats.semantics.schedules.closed_form import ClosedForm
-from shardwright_search.step.arrays import Ints, Numbers
 from shardwright_search.step.memory import LayerMemory, Phase, layer_memory, no_layers, phases
+from shardwright_search.step.pareto import Ints, Numbers
 
 _NEVER_FITS = 2.0**52
 """Bytes: more than any device has."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.step.arrays import Numbers
+from shardwright_search.step.pareto import Numbers
 
 _ROUNDING = 1e-9
 
@@ -36,12 +36,12 @@ class Dual:
     """The bound for one cost and one measure of memory, both by type [options]."""
 
     def __init__(self, costs: Sequence[Numbers], memory: Sequence[Numbers]) -> None:
-        self._hulls = [_hull(cost, resident) for cost, resident in zip(costs, memory, strict=True)]
-        slopes = {slope for hull in self._hulls for slope in _slopes(hull)}
+        self._hulls = [hull(cost, resident) for cost, resident in zip(costs, memory, strict=True)]
+        slopes = {slope for points in self._hulls for slope in slopes_of(points)}
         self._prices = np.array(sorted(slopes | {0.0}))
-        priced = [(hull[:, 1:] + hull[:, :1] * self._prices).min(0) for hull in self._hulls]
+        priced = [(points[:, 1:] + points[:, :1] * self._prices).min(0) for points in self._hulls]
         self._least_cost = np.stack(priced)
-        self._least_memory = np.array([hull[0, 0] for hull in self._hulls])
+        self._least_memory = np.array([points[0, 0] for points in self._hulls])
 
     def runs(self, counts: Numbers, left: Numbers) -> Numbers:
         """Of runs with so many layers of each type [runs, types] and memory `left` [runs]; infinity: none fits."""
@@ -65,32 +65,33 @@ class Dual:
         """Of so many layers of each type."""
         edges: list[tuple[float, float, float]] = []
         start = np.zeros(2)
-        for count, hull in zip(counts, self._hulls, strict=True):
+        for count, corners in zip(counts, self._hulls, strict=True):
             if count:
-                start = start + count * hull[0]
-                steps = np.diff(hull, axis=0) * count
+                start = start + count * corners[0]
+                steps = np.diff(corners, axis=0) * count
                 edges += [(y / x, x, y) for x, y in steps.tolist()]
         edges.sort()
         points = np.cumsum([start, *((x, y) for _, x, y in edges)], axis=0)
         return Polyline(points[:, 0], rounded_down(points[:, 1]))
 
 
-def _hull(cost: Numbers, memory: Numbers) -> Numbers:
-    """The lower left hull of the points (memory, cost) [points, 2], by ascending memory."""
-    hull: list[tuple[float, float]] = []
+def hull(cost: Numbers, memory: Numbers) -> Numbers:
+    """Return the lower left hull of the points (memory, cost) [points, 2], by ascending memory."""
+    points: list[tuple[float, float]] = []
     for row in np.lexsort((cost, memory)):
         x, y = float(memory[row]), float(cost[row])
-        if hull and y >= hull[-1][1]:
+        if points and y >= points[-1][1]:
             continue
-        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) >= (y - hull[-2][1]) * (
-            hull[-1][0] - hull[-2][0]
-        ):
-            hull.pop()
-        hull.append((x, y))
-    return np.array(hull)
+        while len(points) > 1:
+            (x0, y0), (x1, y1) = points[-2:]
+            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
+                break
+            points.pop()
+        points.append((x, y))
+    return np.array(points)
 
 
-def _slopes(hull: Numbers) -> list[float]:
-    """What a byte is worth along the hull."""
-    steps = np.diff(hull, axis=0)
+def slopes_of(points: Numbers) -> list[float]:
+    """Return what a byte is worth along a hull."""
+    steps = np.diff(points, axis=0)
     return [-y / x for x, y in steps.tolist()]

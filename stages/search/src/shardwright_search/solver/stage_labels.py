@@ -16,12 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_search.solver.configuration_bounds import StageKind, Target
-from shardwright_search.solver.layer_ranges import Run, runs_of
-from shardwright_search.solver.pareto import beaten_alike, non_dominated, pairs
 from shardwright_search.solver.problem import Problem, Start
-from shardwright_search.solver.stage_options import GroupCosts, Weights, weightings
-from shardwright_search.step.arrays import Ints, Numbers
+from shardwright_search.solver.stage_options import GroupCosts, Run, Weights, runs_of, weightings
 from shardwright_search.step.memory import StageMemory, no_layers
+from shardwright_search.step.pareto import Ints, Numbers, beaten_alike, non_dominated, pairs
 
 _FEW = 8
 

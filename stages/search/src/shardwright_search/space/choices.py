@@ -1,19 +1,23 @@
-"""What there is to choose in a configuration: the strategies of the layers, and where the pipeline stages can be."""
+"""What there is to choose in a configuration: the strategies of the layers, and where the pipeline stages can be.
 
-from collections.abc import Sequence
-from math import prod
+Strategies are spelled in one way, and are the same on any cluster with stages as wide.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import gcd, lcm, prod
 from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.strategy import LayerStrategy
+from shardwright_formats.semantics.layout import Layout, layout_of
+from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.plan import misfit
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_search.cost_model.communication import Nodes
 from shardwright_search.cost_model.layer import CostModel, Link
 from shardwright_search.solver.problem import Cut
-from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.layer_choices import Choice, LayerChoices, alike
+from shardwright_search.space.configurations import Configuration, Widths, divisors
 from shardwright_search.space.placements import (
     NodeTypes,
     Placements,
@@ -23,9 +27,147 @@ from shardwright_search.space.placements import (
     pools_of,
     widths_of_types,
 )
-from shardwright_search.space.request import SearchRequest, StageWidths
-from shardwright_search.space.stage_widths import Widths
+from shardwright_search.space.request import OuterSpace, SearchRequest, StageWidths
 from shardwright_search.step.cached_method import cached_method
+
+
+class Choice(NamedTuple):
+    """What the strategies to choose from depend on."""
+
+    widths: tuple[int, ...]
+    """Ranks that stages may have, ascending."""
+    samples: int
+    """Of a microbatch."""
+    layers: LayerStrategy | None
+    buffer_tokens: int | None
+    tp_sizes: tuple[int, ...] | None
+    """The asked ones that divide a width; None: all."""
+    shard_sizes: tuple[int, ...] | None
+    """Likewise; None: none but whole groups."""
+
+
+class Shardings(msgspec.Struct, frozen=True, eq=False):
+    """The strategies of each type on stages of each width, and the layouts they use; equal only to itself."""
+
+    strategies: dict[int, dict[str, tuple[Strategy, ...]]]
+    """By width and type."""
+    layouts: tuple[Layout, ...]
+    """Of all widths."""
+
+    def of(self, type_name: str, width: int) -> tuple[Strategy, ...]:
+        """Of one type on stages of one width."""
+        return self.strategies[width][type_name]
+
+
+class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
+    """Of a narrowed request, with all that was listed so far; the degrees that it asks for are told by the choice."""
+
+    request: SearchRequest
+    model: Model
+
+    def shardings(self, choice: Choice) -> Shardings:
+        """Of the widths over which every type of layer can be sharded, embedding and head aside."""
+        return self._shardings(alike(choice))
+
+    @cached_method
+    def _shardings(self, choice: Choice) -> Shardings:
+        found, degrees = {}, (choice.tp_sizes, choice.shard_sizes)
+        for width in choice.widths:
+            own = {
+                name: tuple(s for s in self._every(name, width, *degrees) if self._possible(s, choice, name))
+                for name in dict.fromkeys((EMBEDDING, *self.model.layers, HEAD))
+            }
+            if all(own[name] for name in self.model.layers):
+                found[width] = own
+        used = {layout_of(s) for own in found.values() for of_type in own.values() for s in of_type}
+        return Shardings(strategies=found, layouts=tuple(sorted(used)))
+
+    @cached_method
+    def _every(
+        self, type_name: str, width: int, tp_sizes: tuple[int, ...] | None, shard_sizes: tuple[int, ...] | None
+    ) -> tuple[Strategy, ...]:
+        if tp_sizes == ():
+            return ()
+        request = replace(self.request, tp_sizes=tp_sizes, shard_sizes=shard_sizes)
+        return shardings(request, self.model, type_name, width)
+
+    def _possible(self, strategy: Strategy, choice: Choice, type_name: str) -> bool:
+        """Whether it shares a microbatch's samples out evenly, and is what the configuration fixes."""
+        if choice.samples % strategy.dp_size:
+            return False
+        tokens = self.gathered_tokens(strategy, choice.samples)
+        if choice.buffer_tokens is not None and tokens > choice.buffer_tokens:
+            return False
+        if choice.layers is None or not isinstance(strategy, LayerStrategy):
+            return True
+        return strategy == replace(choice.layers, type=type_name)
+
+    def gathered_tokens(self, strategy: Strategy, samples: int) -> int:
+        """Tokens that Megatron's sequence parallelism gathers whole."""
+        if strategy.sequence_parallel is not SequenceParallel.MEGATRON:
+            return 0
+        return samples // strategy.dp_size * self.model.sequence_length
+
+
+def alike(choice: Choice) -> Choice:
+    """The least microbatch with the same strategies: all degrees divide the width of a stage."""
+    if choice.buffer_tokens is not None:
+        return choice
+    return choice._replace(samples=gcd(choice.samples, lcm(*choice.widths)))
+
+
+def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: int) -> tuple[Strategy, ...]:
+    """Every way to shard a layer type over the ranks of a pipeline stage, each spelled in one way only.
+
+    Where there is no tensor parallelism there is nothing to split the sequence by and no grid to stride, and where
+    there is no data parallelism nothing to shard by. Ulysses shards parameters over all ranks.
+    """
+    outer = {EMBEDDING: request.embedding, HEAD: request.head}.get(type_name)
+    kinds = request.recompute if outer is None else (Recompute.NONE,)
+    found: set[Strategy] = set()
+    for sharding in _grids(request, outer or OuterSpace(), stage_size):
+        if misfit(model, type_name, sharding) is not None:
+            continue
+        if outer is not None:
+            found.add(sharding)
+            continue
+        fields = {name: getattr(sharding, name) for name in Strategy.__struct_fields__}
+        found |= {LayerStrategy(**fields, type=type_name, recompute=recompute) for recompute in kinds}
+    return tuple(sorted(found))
+
+
+def _grids(request: SearchRequest, outer: OuterSpace, stage_size: int) -> Iterator[Strategy]:
+    kinds = outer.data_parallel or request.data_parallel
+    splits = outer.sequence_parallel or request.sequence_parallel
+    for tp_size in outer.tp_sizes or request.tp_sizes or divisors(stage_size):
+        dp_size = stage_size // tp_size
+        if stage_size % tp_size or tp_size > (request.max_tp_size or tp_size):
+            continue
+        if dp_size > (request.max_dp_size or dp_size):
+            continue
+        grid = tp_size > 1 < dp_size
+        for sequence_parallel in splits if tp_size > 1 else (SequenceParallel.NONE,):
+            shards = stage_size if sequence_parallel is SequenceParallel.ULYSSES else dp_size
+            for data_parallel, shard_size in _sharings(request, kinds if shards > 1 else (DataParallel.DDP,), shards):
+                for consecutive in sorted(set(request.tp_consecutive)) if grid else (True,):
+                    yield Strategy(
+                        tp_size=tp_size,
+                        tp_consecutive=consecutive,
+                        dp_size=dp_size,
+                        data_parallel=data_parallel,
+                        shard_size=shard_size,
+                        sequence_parallel=sequence_parallel,
+                    )
+
+
+def _sharings(request: SearchRequest, kinds: Sequence[DataParallel], ranks: int) -> Iterator[tuple[DataParallel, int]]:
+    """Kinds of data parallelism, each with the sizes of groups that so many ranks can share the states out in."""
+    for kind in kinds:
+        yield kind, 0
+        for size in sorted(set(request.shard_sizes or ())) if kind is not DataParallel.DDP else ():
+            if 1 < size < ranks and ranks % size == 0:
+                yield kind, size
+
 
 MAX_MOVES = 500_000
 """Stages of any widths, over all positions, that are listed: about 10 CPU seconds for a configuration's bound."""

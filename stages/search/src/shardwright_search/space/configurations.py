@@ -1,21 +1,31 @@
-"""Which plans are searched: the configurations, and the canonical strategies of a layer within one."""
+"""Which plans are searched: the configurations, with how many ranks their pipeline stages may have."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from shardwright_formats.io.errors import BadInput
+from shardwright_formats.semantics.schedules.closed_form import ClosedForm
+from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.plan import Schedule, misfit
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
 from shardwright_search.space.placements import NodeTypes, pools_of
-from shardwright_search.space.request import Dimension, OuterSpace, SearchRequest, Space, StageWidths, batch_sizes
-from shardwright_search.space.stage_widths import Widths, check_degrees, divisors, pp_sizes, usual_tp_sizes, widths
+from shardwright_search.space.request import Dimension, SearchRequest, Space, StageWidths, batch_sizes
 
 _PLAIN: dict[str, object] = {"data_parallel": (DataParallel.DDP,), "recompute": (Recompute.NONE,)}
+
+
+_MAX_LAYERS = 1_000
+"""On two devices 2 CPU seconds and 200 MiB."""
+_ENDS = 2
+"""Pipeline stages that may be without a block: the first has the embedding, the last the head."""
+Widths = StageWidths | tuple[int, ...]
+"""Equal ones, any, or those of each pipeline stage."""
 
 
 class Configuration(NamedTuple):
@@ -40,6 +50,16 @@ class Configuration(NamedTuple):
     def microbatch_samples(self) -> int:
         """Samples of one microbatch."""
         return self.global_batch_size // self.num_microbatches
+
+    def in_flight(self, stage: int) -> int:
+        """Return the most activations that a pipeline stage holds at once."""
+        schedule = schedule_of(self.schedule)
+        return schedule.in_flight(self.pp_size, self.num_microbatches, stage, self.num_chunks)
+
+    @property
+    def closed_forms(self) -> tuple[ClosedForm, ...]:
+        """Coefficients of T, which is the largest of them; of one chunk there is one."""
+        return schedule_of(self.schedule).closed_forms(self.num_microbatches, self.num_chunks)
 
     def __str__(self) -> str:
         chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
@@ -132,24 +152,85 @@ def configurations(request: SearchRequest, model: Model, cluster: Cluster, file:
     )
 
 
-def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: int) -> tuple[Strategy, ...]:
-    """Every way to shard a layer type over the ranks of a pipeline stage, each spelled in one way only.
+def divisors(number: int) -> tuple[int, ...]:
+    """Return every divisor of a positive number, ascending."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))
 
-    Where there is no tensor parallelism there is nothing to split the sequence by and no grid to stride, and where
-    there is no data parallelism nothing to shard by. Ulysses shards parameters over all ranks.
+
+def usual_tp_sizes(asked: StageWidths | Sequence[Sequence[int]], devices: Collection[int]) -> tuple[int, ...]:
+    """Tensor-parallel degrees that divide the devices, all or a node type's, and the ranks of a stage."""
+    known = set(devices) if isinstance(asked, StageWidths) else {width for each in asked for width in each}
+    every = sorted({size for number in devices for size in divisors(number)})
+    return tuple(size for size in every if any(width % size == 0 for width in known))
+
+
+def pp_sizes(request: SearchRequest, devices: int, layers: int) -> tuple[int, ...]:
+    """The pipeline degrees of a request, ascending."""
+    match request.stage_widths:
+        case StageWidths.EQUAL:
+            every = divisors(devices)
+        case StageWidths.ANY:
+            every = tuple(range(1, devices + 1))
+        case listed:
+            every = tuple(map(len, listed))
+    most = layers + _ENDS if request.max_pp_size is None else min(layers + _ENDS, request.max_pp_size)
+    return tuple(sorted({size for size in request.pp_sizes or every if size <= most and size in every}))
+
+
+def widths(request: SearchRequest, devices: int, pp_size: int, schedule: Schedule) -> tuple[Widths, ...]:
+    """The widths of so many pipeline stages, equal ones spelled in one way.
+
+    Interleaved stages are equally wide, and so are those whose layers share one strategy, which says on how many ranks.
     """
-    outer = {EMBEDDING: request.embedding, HEAD: request.head}.get(type_name)
-    kinds = request.recompute if outer is None else (Recompute.NONE,)
-    found: set[Strategy] = set()
-    for sharding in _grids(request, outer or OuterSpace(), stage_size):
-        if misfit(model, type_name, sharding) is not None:
-            continue
-        if outer is not None:
-            found.add(sharding)
-            continue
-        fields = {name: getattr(sharding, name) for name in Strategy.__struct_fields__}
-        found |= {LayerStrategy(**fields, type=type_name, recompute=recompute) for recompute in kinds}
-    return tuple(sorted(found))
+    equal: tuple[Widths, ...] = (StageWidths.EQUAL,) if devices % pp_size == 0 else ()
+    unequal = not schedule.interleaves and request.fine_grained and pp_size > 1
+    match request.stage_widths:
+        case StageWidths.EQUAL:
+            return equal
+        case StageWidths.ANY:
+            return (StageWidths.ANY,) if unequal else equal
+        case listed:
+            own = sorted({each for each in listed if len(each) == pp_size})
+            alike = any(len(set(each)) == 1 for each in own)
+            return (*(equal if alike else ()), *(each for each in own if unequal and len(set(each)) > 1))
+
+
+def check_degrees(request: SearchRequest, devices: int, layers: int, file: Path) -> None:
+    """Raise BadInput, naming the search file, for a listed degree or width that no plan has."""
+    if layers > _MAX_LAYERS:
+        what = f"a model of {layers} layers: time and memory of a search grow with their square"
+        raise BadInput(file, what, f"search for at most {_MAX_LAYERS} layers")
+    listed = request.stage_widths
+    ranks = f"the number of devices, {devices}"
+    if isinstance(listed, tuple):
+        for each in listed:
+            if sum(each) != devices:
+                what = f"stage_widths: {list(each)} are {sum(each)} ranks, the cluster has {devices} devices"
+                raise BadInput(file, what, "list widths of all devices")
+            if len(set(each)) > 1 and not request.fine_grained:
+                what = f"stage_widths: {list(each)}, but one strategy for all layers is of one width"
+                raise BadInput(file, what, "set fine_grained, or list equal widths")
+            if len(set(each)) > 1 and all(schedule.interleaves for schedule in request.schedules):
+                what = f"stage_widths: {list(each)}, but interleaved stages are equally wide"
+                raise BadInput(file, what, "allow 1f1b or gpipe, or list equal widths")
+    known = {number for each in listed for number in each} if isinstance(listed, tuple) else {devices}
+    for field, numbers in (("tp_sizes", request.tp_sizes), ("shard_sizes", request.shard_sizes)):
+        for number in numbers or ():
+            possible = number <= devices if listed is StageWidths.ANY else any(width % number == 0 for width in known)
+            if not possible:
+                where = "any of stage_widths" if isinstance(listed, tuple) else ranks
+                raise BadInput(file, f"{field}: {number} does not divide {where}", "list divisors only")
+    for number in request.pp_sizes or ():
+        if listed is StageWidths.EQUAL and devices % number:
+            raise BadInput(file, f"pp_sizes: {number} does not divide {ranks}", "list divisors only")
+        if listed is StageWidths.ANY and number > devices:
+            raise BadInput(file, f"pp_sizes: {number} is more than {ranks}", "list at most that many")
+        if isinstance(listed, tuple) and number not in map(len, listed):
+            raise BadInput(file, f"pp_sizes: no stage_widths are of {number} stages", "list such, or leave it out")
+    for number in request.pp_sizes or (map(len, listed) if isinstance(listed, tuple) else ()):
+        if number > layers + _ENDS:
+            raise BadInput(file, f"pp_sizes: {number} pipeline stages for {layers} layers", "list at most that many")
 
 
 def _chunks(request: SearchRequest, layers: int, pp_size: int, schedule: Schedule) -> tuple[int, ...]:
@@ -157,36 +238,3 @@ def _chunks(request: SearchRequest, layers: int, pp_size: int, schedule: Schedul
     if not schedule.interleaves:
         return (1,)
     return tuple(v for v in sorted(set(request.chunks_per_stage)) if v > 1 < pp_size and layers % (v * pp_size) == 0)
-
-
-def _grids(request: SearchRequest, outer: OuterSpace, stage_size: int) -> Iterator[Strategy]:
-    kinds = outer.data_parallel or request.data_parallel
-    splits = outer.sequence_parallel or request.sequence_parallel
-    for tp_size in outer.tp_sizes or request.tp_sizes or divisors(stage_size):
-        dp_size = stage_size // tp_size
-        if stage_size % tp_size or tp_size > (request.max_tp_size or tp_size):
-            continue
-        if dp_size > (request.max_dp_size or dp_size):
-            continue
-        grid = tp_size > 1 < dp_size
-        for sequence_parallel in splits if tp_size > 1 else (SequenceParallel.NONE,):
-            shards = stage_size if sequence_parallel is SequenceParallel.ULYSSES else dp_size
-            for data_parallel, shard_size in _sharings(request, kinds if shards > 1 else (DataParallel.DDP,), shards):
-                for consecutive in sorted(set(request.tp_consecutive)) if grid else (True,):
-                    yield Strategy(
-                        tp_size=tp_size,
-                        tp_consecutive=consecutive,
-                        dp_size=dp_size,
-                        data_parallel=data_parallel,
-                        shard_size=shard_size,
-                        sequence_parallel=sequence_parallel,
-                    )
-
-
-def _sharings(request: SearchRequest, kinds: Sequence[DataParallel], ranks: int) -> Iterator[tuple[DataParallel, int]]:
-    """Kinds of data parallelism, each with the sizes of groups that so many ranks can share the states out in."""
-    for kind in kinds:
-        yield kind, 0
-        for size in sorted(set(request.shard_sizes or ())) if kind is not DataParallel.DDP else ():
-            if 1 < size < ranks and ranks % size == 0:
-                yield kind, size

@@ -1,33 +1,25 @@
 """A lower bound on T of a configuration on a sub-cluster, told before it is known where its stages can be."""
 
 from collections import Counter
-from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from math import lcm
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from shardwright_formats.semantics.schedules.closed_form import ClosedForm
-from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_search.cost_model.layer import Link
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
-from shardwright_search.solver.counted_bound import OnType, sends_ps
-from shardwright_search.solver.partition import Found
-from shardwright_search.solver.relaxed_bound import Stages
+from shardwright_search.solver.quick_bounds import OnType, Stages, sends_ps
 from shardwright_search.solver.stage_options import Weights, mean_weights
-from shardwright_search.solver.targets import Solvable
+from shardwright_search.space.choices import Choice
 from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.layer_choices import Choice
+from shardwright_search.space.instance import Instance
 from shardwright_search.space.placements import equal_stages, pools_of
 from shardwright_search.space.request import StageWidths
 from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.memory import min_phases
-
-if TYPE_CHECKING:
-    from shardwright_search.space.instance import Instance
 
 _On = tuple[StageTopology, ...]
 """That stages may have."""
@@ -46,39 +38,10 @@ class _Equal(NamedTuple):
     """Between them, and to those on other types as if these were as fast."""
 
 
-class Deferred:
-    """A configuration with a first bound, whose numbers are put together only where that does not rule it out."""
-
-    def __init__(self, bound_ps: float, made: Callable[[], Solvable]) -> None:
-        self.relaxed_bound_ps, self._made = bound_ps, made
-
-    @cached_property
-    def _whole(self) -> Solvable:
-        return self._made()
-
-    @property
-    def lower_ps(self) -> float:
-        """A lower bound on T."""
-        return max(self._whole.relaxed_bound_ps, self._whole.lower_ps)
-
-    def guess(self, below_ps: float) -> Found | None:
-        """As of the whole."""
-        return self._whole.guess(below_ps)
-
-    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
-        """As of the whole."""
-        return self._whole.solve_below(below_ps, most, tick)
-
-
 class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
     """Of the configurations of a request on a cluster."""
 
-    instance: "Instance"
-
-    def solvable(self, configuration: Configuration) -> Solvable:
-        """The configuration with its first bound, where there is one."""
-        bound_ps, made = self.of(configuration), partial(self.instance.unkept_solvable, configuration)
-        return made() if bound_ps is None else Deferred(bound_ps, made)
+    instance: Instance
 
     def of(self, configuration: Configuration) -> float | None:
         """In picoseconds; infinity: there is no plan; None: it must be known where stages can be.
@@ -113,10 +76,10 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         if p == 1:
             return least
         on_types = [self._on_type(choice, equal, m == 1) for equal in by_type]
-        fewest = schedule_of(configuration.schedule).in_flight(p, m, p - 1)
+        fewest = configuration.in_flight(p - 1)
         parts = min_phases(fewest, m, any(group.keeps_sums for of in on_types for group in of.groups))
         least += min(weights)[0] * sends_ps(on_types)
-        return max(least, own.prices.bounds.counted.least_ps(layers, on_types, parts, self._form(configuration)))
+        return max(least, own.prices.bounds.counted.least_ps(layers, on_types, parts, configuration.closed_forms[0]))
 
     def _relaxed(self, configuration: Configuration, choice: Choice, on: _On, weights: tuple[Weights, ...]) -> float:
         """All layers over all ranks, of stages that may be on these, with their weights."""
@@ -128,7 +91,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
             budgets[topology.node_type] = max(budgets[topology.node_type], group.budget_bytes)
         budget = sum(count * budgets[name] for name, count in self._ranks.items()) / mean_width
         relative = tuple(group.width / mean_width for group in groups)
-        fewest = schedule_of(configuration.schedule).in_flight(p, m, p - 1)
+        fewest = configuration.in_flight(p - 1)
         stages = Stages(own.types_of_layers, groups, relative, weights, fewest, budget)
         return own.prices.bounds.relaxed.least_ps(stages)
 
@@ -142,12 +105,8 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         weights = self.instance.weights(choice, on)
         speeds = {topology.node_type: weight / topology.size for topology, weight in zip(on, weights, strict=True)}
         total = sum(count * speeds[name] for name, count in self._ranks.items())
-        form, p = self._form(configuration), configuration.pp_size
+        (form,), p = configuration.closed_forms, configuration.pp_size
         return tuple(mean_weights(form, p, weight * p / total) for weight in weights)
-
-    def _form(self, configuration: Configuration) -> ClosedForm:
-        (form,) = schedule_of(configuration.schedule).closed_forms(configuration.num_microbatches)
-        return form
 
     @cached_method
     def _anywhere(self, widths: tuple[tuple[str, tuple[int, ...]], ...], pp_size: int) -> _On:

@@ -1,10 +1,9 @@
 """From a configuration of the search to the solver's numbers, and from the solver's answer to a plan."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Collection, Sequence
+from functools import cached_property
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -16,37 +15,16 @@ from shardwright_formats.types.plan import PipelineStage, Plan
 from shardwright_formats.types.strategy import LayerStrategy
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.topology import StageTopology
-from shardwright_search.solver.partition import Pipeline
+from shardwright_search.solver.interleaved_problem import InterleavedProblem, moments_in_flight
 from shardwright_search.solver.problem import Problem, Solution
-from shardwright_search.solver.targets import Solvable, Target
-from shardwright_search.space.choices import Choices
+from shardwright_search.solver.targets import Target
+from shardwright_search.space.choices import Choice, Choices, LayerChoices
 from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.first_bound import FirstBounds
-from shardwright_search.space.layer_choices import Choice, LayerChoices
 from shardwright_search.space.placements import NodeTypes
-from shardwright_search.space.request import Objective, SearchRequest, StageWidths
+from shardwright_search.space.request import Objective, SearchRequest
 from shardwright_search.space.stage_prices import StagePrices
 from shardwright_search.space.ties import Ties
 from shardwright_search.step.cached_method import cached_method
-
-if TYPE_CHECKING:
-    from shardwright_search.solver.interleaved_problem import InterleavedProblem
-
-
-_MAX_RECENT = 6
-
-
-class Nothing:
-    """A configuration without any plan: some layer cannot be sharded evenly."""
-
-    relaxed_bound_ps = lower_ps = np.inf
-
-    def guess(self, *_: object) -> None:
-        """There is none."""
-
-    def solve_below(self, *_: object) -> tuple[()]:
-        """There is none."""
-        return ()
 
 
 class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
@@ -105,28 +83,6 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         """Of a device group of the configuration's problem; of several the one of the least budget."""
         return min(self.choices.placed(configuration).topologies[group].type_names, key=self.prices.with_process)
 
-    @cached_property
-    def solvable(self) -> Callable[[Configuration], Solvable]:
-        """A configuration, ready to be bounded and solved; the last few are kept."""
-        bounds = FirstBounds(self)
-
-        def made(configuration: Configuration) -> Solvable:
-            is_any = configuration.widths is StageWidths.ANY
-            return bounds.solvable(configuration) if is_any else self.unkept_solvable(configuration)
-
-        return lru_cache(_MAX_RECENT)(made)
-
-    def unkept_solvable(self, configuration: Configuration) -> Solvable:
-        """The same, made anew."""
-        if not self.choices.has_plans(configuration):
-            return Nothing()
-        if configuration.num_chunks > 1:
-            from shardwright_search.solver.interleaved import Interleaved
-
-            problem = self.interleaved_problem(configuration)
-            return Nothing() if problem is None else Interleaved(problem)
-        return Pipeline(self.problem(configuration), self.prices.bounds.costs_of, self.prices.bounds.relaxed)
-
     @property
     def types_of_layers(self) -> tuple[int, ...]:
         """Of every layer, as the solver knows them."""
@@ -151,26 +107,21 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
         placed, handovers = self.choices.placed(configuration), self.choices.handovers(configuration)
         sends = [self.prices.handed_over(choice, own) for own in handovers.every]
-        schedule = schedule_of(configuration.schedule)
-        (form,) = schedule.closed_forms(m)
         return Problem(
             layers=self.types_of_layers,
             device_groups=tuple(self.prices.device_group(choice, on, m == 1) for on in placed.topologies),
             weights=self.weights(choice, placed.topologies),
             placements=placed.moves,
             sends_ps={cut: sends[number] for cut, number in handovers.number.items()},
-            in_flight=tuple(schedule.in_flight(p, m, stage) for stage in range(p)),
+            in_flight=tuple(map(configuration.in_flight, range(p))),
             num_microbatches=m,
-            closed_form=form,
+            closed_form=configuration.closed_forms[0],
             boundary_bytes=self.prices.boundary(choice),
             tie_ps=self._ties.costs_ps(self.choices.layers.shardings(choice), p, configuration.ends),
         )
 
-    def interleaved_problem(self, configuration: Configuration) -> "InterleavedProblem | None":
+    def interleaved_problem(self, configuration: Configuration) -> InterleavedProblem | None:
         """None where stages have different topologies, or chunks hold different types of layers."""
-        from shardwright_search.solver.in_flight import moments_in_flight
-        from shardwright_search.solver.interleaved_problem import InterleavedProblem
-
         choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
         layers, placed = self.costs.model.layers, self.choices.placed(configuration)
         share = len(layers) // (p * configuration.num_chunks)
@@ -193,7 +144,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             pp_size=p,
             num_chunks=v,
             num_microbatches=m,
-            closed_forms=schedule.closed_forms(m, v),
+            closed_forms=configuration.closed_forms,
             sends_ps=np.array([self.prices.sends(choice, self.costs.link(*pair)) for pair in around]),
             moments_in_flight=(first, second if p > 2 else (*first, *last), last),
             boundary_bytes=self.prices.boundary(choice),

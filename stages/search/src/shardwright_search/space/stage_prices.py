@@ -14,15 +14,13 @@ from shardwright_search.cost_model.communication import Nodes
 from shardwright_search.cost_model.layer import CostModel, Link
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.solver.configuration_bounds import CostsOf
-from shardwright_search.solver.counted_bound import Counted
 from shardwright_search.solver.problem import DeviceGroup, Options
-from shardwright_search.solver.relaxed_bound import Relaxed, lean
+from shardwright_search.solver.quick_bounds import Counted, Relaxed, lean
 from shardwright_search.solver.stage_options import GroupCosts
-from shardwright_search.space.choices import Handover
-from shardwright_search.space.layer_choices import Choice, LayerChoices, Shardings
+from shardwright_search.space.choices import Choice, Handover, LayerChoices, Shardings
 from shardwright_search.space.ties import Ties
-from shardwright_search.step.arrays import Ints, Numbers
 from shardwright_search.step.cached_method import cached_method
+from shardwright_search.step.pareto import Ints, Numbers
 
 
 class Bounds(NamedTuple):

@@ -10,10 +10,10 @@ from shardwright_formats.types.model import EMBEDDING, HEAD
 from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.tied_weights import has_shared, shared_cost_ps, tie_class, tie_cost_ps
-from shardwright_search.space.layer_choices import Shardings
+from shardwright_search.space.choices import Shardings
 from shardwright_search.space.placements import NodeTypes, pools_of
-from shardwright_search.step.arrays import Numbers
 from shardwright_search.step.cached_method import cached_method
+from shardwright_search.step.pareto import Numbers
 
 
 class _End(NamedTuple):

@@ -1,4 +1,4 @@
-"""Pareto filters over columns of whole numbers."""
+"""Columns of whole numbers, and Pareto filters over them."""
 
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_search.step.arrays import Ints
+Numbers = NDArray[np.float64]
+"""Whole numbers of picoseconds or bytes: sums below 2^53 are exact in float64, and infinity is one of them."""
+Ints = NDArray[np.int64]
+
 
 _BLOCK = 256
 _SWEPT = 100_000

@@ -1,0 +1,265 @@
+"""What is searched of a request: its configurations, those that are only bounded, and how each is solved."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache, partial
+from itertools import chain, islice, product, takewhile
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from shardwright_formats.io.errors import BadInput
+from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.model import Model
+from shardwright_formats.types.strategy import LayerStrategy
+from shardwright_search.cost_model.layer import CostModel
+from shardwright_search.cost_model.profiles import Profiles, check_profiles
+from shardwright_search.cost_model.tied_weights import has_shared
+from shardwright_search.solver.branch_and_bound import optimize
+from shardwright_search.solver.min_memory import plain_plan
+from shardwright_search.solver.partition import Found, Pipeline
+from shardwright_search.solver.targets import Best, Solvable, Target
+from shardwright_search.space.budget import budgets_of
+from shardwright_search.space.configurations import Configuration, configurations, narrowed
+from shardwright_search.space.first_bound import FirstBounds
+from shardwright_search.space.instance import Instance
+from shardwright_search.space.request import SearchRequest, StageWidths
+from shardwright_search.space.room import room_bytes
+
+_ROUNDING_BYTES = 16
+"""What rounding up each term of a corrected memory can add."""
+_MAX_RECENT = 6
+_MAX_PLAIN = 20
+_PLAIN_S = 5.0
+"""How long plain plans are looked for, and plans of equal widths where any widths were asked for."""
+
+
+class Unlisted(NamedTuple):
+    """Configurations that are bounded and not searched: their stages can lie on the nodes in too many ways."""
+
+    scores: tuple[tuple[float, int], ...]
+    """By configuration: no plan has a lower score; its pipeline degree."""
+
+    def below(self, score: float) -> "Unlisted | None":
+        """Return those that may have a plan of a lower score than this; None: there are none."""
+        left = tuple(own for own in self.scores if own[0] < score)
+        return Unlisted(left) if left else None
+
+    @property
+    def bound(self) -> float:
+        """No plan of any has a lower score."""
+        return min(self.scores)[0]
+
+    @property
+    def text(self) -> str:
+        """What is not searched, in words."""
+        sizes = sorted({size for _, size in self.scores})
+        degrees = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        return f"stage_widths any: in {len(self.scores)} cases {degrees} stages can lie on the nodes in too many ways"
+
+    def error(self, file: Path) -> BadInput:
+        """Return what to raise where nothing else has a plan."""
+        return BadInput(file, f"no plan was found, and {self.text}", "limit pp_sizes, or list stage_widths")
+
+
+class _Nothing:
+    """A configuration without any plan: some layer cannot be sharded evenly."""
+
+    relaxed_bound_ps = lower_ps = np.inf
+
+    def guess(self, *_: object) -> None:
+        """Return none."""
+
+    def solve_below(self, *_: object) -> tuple[()]:
+        """Return none."""
+        return ()
+
+
+class _Deferred:
+    """A configuration with a first bound, whose numbers are put together only where that does not rule it out."""
+
+    def __init__(self, bound_ps: float, made: Callable[[], Solvable]) -> None:
+        self.relaxed_bound_ps, self._made = bound_ps, made
+
+    @cached_property
+    def _whole(self) -> Solvable:
+        return self._made()
+
+    @property
+    def lower_ps(self) -> float:
+        """A lower bound on T."""
+        return max(self._whole.relaxed_bound_ps, self._whole.lower_ps)
+
+    def guess(self, below_ps: float) -> Found | None:
+        """Guess a plan of the whole."""
+        return self._whole.guess(below_ps)
+
+    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
+        """Solve the whole."""
+        return self._whole.solve_below(below_ps, most, tick)
+
+
+class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
+    """A request with its numbers; `file` names it in errors."""
+
+    instance: Instance
+    file: Path
+
+    @cached_property
+    def _configurations(self) -> tuple[Configuration, ...]:
+        costs = self.instance.costs
+        return configurations(self.instance.request, costs.model, costs.cluster, self.file)
+
+    @cached_property
+    def listed(self) -> tuple[Target[Configuration], ...]:
+        """The configurations that are searched, each with how it is scored: seconds of a step, or of a sample."""
+        return tuple(self.instance.target(own) for each in self._configurations for own in self._split(each))
+
+    @property
+    def targets(self) -> tuple[Target[Configuration], ...]:
+        """The same; raises BadInput where none has a plan, whatever the memory."""
+        if self.listed:
+            return self.listed
+        if self.unlisted is not None:
+            raise self.unlisted.error(self.file)
+        raise BadInput(
+            self.file, "no strategy divides the batch, the model and the devices evenly", "allow other sizes"
+        )
+
+    @cached_property
+    def unlisted(self) -> Unlisted | None:
+        """The configurations that have places, if not memory, and are only bounded; None: there are none.
+
+        Where nothing is known before it is known where stages are, as of those that span node types, the bound is 0.
+        """
+        choices, bounds = self.instance.choices, FirstBounds(self.instance)
+        targets = (self.instance.target(own) for own in self._configurations if not choices.is_listed(own))
+        scores = ((t.score(bounds.of(t.configuration) or 0.0), t.configuration) for t in targets)
+        left = tuple((s, own.pp_size) for s, own in scores if np.isfinite(s) or choices.has_plans(own))
+        return Unlisted(left) if left else None
+
+    def open_below(self, score: float) -> Unlisted | None:
+        """Return what is only bounded and may have a plan of a lower score; None: there is nothing."""
+        return self.unlisted and self.unlisted.below(score)
+
+    def check_listed(self, name: str) -> None:
+        """Raise BadInput where something is only bounded, for what must have all searched."""
+        if self.unlisted is not None:
+            raise BadInput(self.file, f"{name}: {self.unlisted.text}", "limit pp_sizes, or list stage_widths")
+
+    @cached_property
+    def solvable(self) -> Callable[[Configuration], Solvable]:
+        """A configuration, ready to be bounded and solved; the last few are kept."""
+
+        def made(configuration: Configuration) -> Solvable:
+            return (self.deferred if configuration.widths is StageWidths.ANY else self.whole)(configuration)
+
+        return lru_cache(_MAX_RECENT)(made)
+
+    @cached_property
+    def _first_bounds(self) -> FirstBounds:
+        return FirstBounds(self.instance)
+
+    def deferred(self, configuration: Configuration) -> Solvable:
+        """Return a configuration with its first bound, where there is one."""
+        bound_ps, made = self._first_bounds.of(configuration), partial(self.whole, configuration)
+        return made() if bound_ps is None else _Deferred(bound_ps, made)
+
+    def whole(self, configuration: Configuration) -> Solvable:
+        """Return a configuration with all its numbers."""
+        instance = self.instance
+        if not instance.choices.has_plans(configuration):
+            return _Nothing()
+        if configuration.num_chunks > 1:
+            from shardwright_search.solver.interleaved import Interleaved
+
+            problem = instance.interleaved_problem(configuration)
+            return _Nothing() if problem is None else Interleaved(problem)
+        bounds = instance.prices.bounds
+        return Pipeline(instance.problem(configuration), bounds.costs_of, bounds.relaxed)
+
+    def plain(self, targets: Sequence[Target[Configuration]]) -> Best[Configuration] | None:
+        """Return the best of some plain plans, for a search that was stopped before it knew one; None: none fits.
+
+        Of configurations with one chunk; where stages may be of any widths, the best plan of equal widths that is soon
+        found: their places are few.
+        """
+        single = [target for target in targets if target.configuration.num_chunks == 1]
+        if self.instance.request.stage_widths is not StageWidths.ANY:
+            return self._plain(single)
+        alike = ((target, own) for target in single for own in self._of_equal_width(target.configuration))
+        equal = tuple(dict.fromkeys(target._replace(configuration=own) for target, own in alike))
+        best = optimize(equal, self.solvable, deadline=monotonic() + _PLAIN_S, wide=True).best
+        return best or self._plain(equal) or self._plain(single)
+
+    def _plain(self, targets: Iterable[Target[Configuration]]) -> Best[Configuration] | None:
+        deadline = monotonic() + _PLAIN_S
+        soon = takewhile(lambda _: monotonic() < deadline, targets)
+        found = ((target, plain_plan(self.instance.problem(target.configuration))) for target in soon)
+        plans = (Best(target, plan, target.score(plan.objective_ps)) for target, plan in found if plan is not None)
+        return min(islice(plans, _MAX_PLAIN), key=lambda best: best.score, default=None)
+
+    def _of_equal_width(self, configuration: Configuration) -> Iterator[Configuration]:
+        """Yield the configuration with stages of equal width, if it has plans."""
+        own = configuration._replace(widths=StageWidths.EQUAL)
+        if self.instance.costs.cluster.num_devices % own.pp_size == 0 and self.instance.choices.has_plans(own):
+            yield own
+
+    def _split(self, configuration: Configuration) -> Iterator[Configuration]:
+        """Yield those with plans, one for each strategy that all layers share and size of a buffer that is counted.
+
+        Where a configuration is only bounded, those of equal width are searched, if there are such.
+        """
+        choices, request = self.instance.choices, self.instance.request
+        ways = (configuration,) if choices.is_listed(configuration) else self._of_equal_width(configuration)
+        for own in filter(choices.has_plans, chain.from_iterable(map(self._by_ends, ways))):
+            shared: Sequence[LayerStrategy | None] = [None] if request.fine_grained else choices.layer_strategies(own)
+            for split in (own._replace(layers=layers) for layers in shared):
+                if not request.megatron_gather_buffer:
+                    yield split
+                    continue
+                sizes = (split._replace(buffer_tokens=tokens) for tokens in choices.buffer_tokens(split))
+                yield from filter(choices.has_plans, sizes)
+
+    def _by_ends(self, configuration: Configuration) -> Iterator[Configuration]:
+        """Split by the node types of the first and last stage where ties' cost depends on them: bounds know one tie."""
+        model, names = self.instance.costs.model, self.instance.stage_types
+        if len(names) == 1 or configuration.num_chunks > 1 or not (model.tied or has_shared(model)):
+            yield configuration
+            return
+        for first, last in product(names, repeat=2):
+            yield configuration._replace(ends=(first, last))
+
+
+def space_of(
+    request: SearchRequest,
+    model: Model,
+    cluster: Cluster,
+    profiles: Profiles,
+    file: Path,
+    known: Instance | None = None,
+) -> SearchSpace:
+    """Return what is searched of a request; `known`: prices of a cluster with the same node types, or more.
+
+    Raises BadInput for profiles that do not fit the request, or a budget that no device has.
+    """
+    check_profiles(profiles, model, cluster, request.precision, request.attention, request.compile)
+    sizes = budgets_of(request, cluster, file)
+    profiled = set.intersection(*({key.tp_size for key in own.layers} for own in profiles.used(cluster)))
+    request = narrowed(request, cluster, profiled)
+    room = room_bytes(request, model, cluster, profiles)
+    budgets = {
+        name: _without_process(size, profiles.of_device(cluster.node_types[name].device)) - room
+        for name, size in sizes.items()
+    }
+    if known is not None:
+        return SearchSpace(known.on(cluster, request, budgets), file)
+    costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
+    return SearchSpace(Instance.made(request, costs, budgets), file)
+
+
+def _without_process(budget_bytes: int, profiles: Profiles) -> int:
+    factor = profiles.memory_factor
+    return int(budget_bytes / factor) - profiles.process_bytes - (0 if factor == 1 else _ROUNDING_BYTES)
