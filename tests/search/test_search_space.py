@@ -183,8 +183,7 @@ def test_with_shard_groups_the_answer_is_the_best_of_all_plans(make):
     held = sorted(one.estimate.memory_bytes for one in every)
     chosen = []
     for budget in (held[len(held) * share // 100] for share in (0, 2, 5, 10, 20, 40)):
-        limited = replace(request, memory_gib=budget / GIB)
-        found = find_best(limited, model, cluster, profiles, FILE, lambda line: None)
+        found = find_best(replace(request, memory_gib=budget / GIB), model, cluster, profiles, FILE, lambda line: None)
         fitting = [one.objective_ps for one in every if one.estimate.memory_bytes <= budget]
         assert found.optimum_s == pytest.approx(min(fitting) / 1e12, rel=1e-12)
         chosen += found.chosen.plan.layers
@@ -342,8 +341,7 @@ def test_a_thousand_layers_are_searched_and_more_are_refused(make):
     cluster = make.cluster()
     request = make.request(num_microbatches=[2], pp_sizes=[1], tp_sizes=[1], recompute=["none"], data_parallel=["ddp"])
     for layers in (1000, 1001):
-        model = make.model(layers)
-        profiles = make.profiles(model, cluster)
+        profiles = make.profiles(model := make.model(layers), cluster)
         if layers == 1000:
             found = find_best(request, model, cluster, profiles, FILE, lambda line: None)
             assert isinstance(found, Found | Infeasible)

@@ -54,14 +54,14 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     optimum_s: float
     """The least closed form found, as a step of the chosen batch size."""
     bound_s: float
-    """What no plan of the space is below, likewise."""
+    """A closed form that no plan of the space is below, likewise."""
     runners_up: tuple[Candidate, ...]
     examined: int
     solved: int
     near: int
     """Plans within `NEAR` of the optimum that were found; of a robust search, of the least largest regret."""
     simulated: int
-    """How many of them were simulated."""
+    """The number of them that were simulated."""
     stopped: bool
     """Whether the search ended before it was done."""
     best: Best[Configuration]
@@ -69,7 +69,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     regrets: tuple[ScenarioRegret, ...]
     """Of the chosen plan and that plan's like for the profile as it is, where the search was a robust one."""
     unlisted: Unlisted | None = None
-    """What of the space was bounded alone and may have a better plan."""
+    """Configurations that were bounded alone and may have a better plan."""
     reserve_gib: float = 0.0
     """What was left free in the end: more than the request says where plans make more communicators than expected."""
 

@@ -40,7 +40,7 @@ class Rented(NamedTuple):
 
 
 class Price(NamedTuple):
-    """Of a step on a sub-cluster, interruptions counted."""
+    """The price of a step on a sub-cluster, interruptions counted."""
 
     step_s: float
     usd: float
@@ -52,7 +52,7 @@ class Price(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is known of a sub-cluster."""
+    """The fastest plan of a sub-cluster, or a bound on it."""
 
     sub_cluster: SubCluster
     bound_s: float
@@ -60,19 +60,19 @@ class Answer(NamedTuple):
     best: Best[Rented] | None
     """The fastest plan, where it had to be found."""
     price: Price
-    """Of the fastest plan; else what it would be at the bound, which is then dominated."""
+    """The price of the fastest plan; else what it would be at the bound, which is then dominated."""
     on_front: bool
     is_open: bool
     """Whether this is not known: the search was stopped, or some of its configurations were bounded alone."""
 
 
 class Front(NamedTuple):
-    """What is known of every sub-cluster, in their order."""
+    """The answers for all sub-clusters, in their order."""
 
     answers: tuple[Answer, ...]
     spaces: Mapping[int, SearchSpace]
     unlisted: Mapping[int, Unlisted]
-    """By sub-cluster, what was bounded alone and may have a better plan."""
+    """Configurations that were bounded alone and may have a better plan, by sub-cluster."""
     looked_at: int
     solved: int
     stopped: bool
@@ -157,7 +157,7 @@ class Prices:
         self.front: dict[int, Price] = {}
 
     def price(self, number: int, score_ps: float) -> Price:
-        """Of a step on a sub-cluster that takes so long by itself."""
+        """Return the price of a step on a sub-cluster that takes so long by itself."""
         expected = self._interruptions[number].expected(score_ps * _PS)
         usd = expected.step_s / _HOUR_S * self._usd_per_hour[number]
         return Price(expected.step_s, usd, expected.checkpoint_steps)
@@ -167,7 +167,7 @@ class Prices:
         return self.limit_of(target.configuration.sub_cluster)
 
     def limit_of(self, number: int) -> float:
-        """The same of a sub-cluster."""
+        """Return that score for a sub-cluster."""
         if number not in self._limits:
             self._limits[number] = self._limit(number)
         return self._limits[number]
@@ -192,7 +192,7 @@ class Prices:
         self._limits = {}
 
     def answer(self, number: int, own: SubCluster, bound_ps: float, is_open: bool) -> Answer:
-        """What is known of a sub-cluster in the end."""
+        """Return the answer for a sub-cluster in the end."""
         best = self._best.get(number)
         price = self.price(number, bound_ps if best is None else best.score)
         return Answer(own, bound_ps * _PS, best, price, number in self.front, is_open)

@@ -36,7 +36,7 @@ class _Labels(NamedTuple):
     peak_bytes: Numbers
     """The most that one microbatch holds on its way."""
     making_bytes: Numbers
-    """The same of a backward pass that makes the gradients on its way."""
+    """The most that it holds in a backward pass that makes the gradients on its way."""
     input_layout: Ints
     output_layout: Ints
     parent: Ints
@@ -47,13 +47,13 @@ class _Labels(NamedTuple):
 
 
 class _Outer(NamedTuple):
-    """What the embedding or the head adds to a stage and to the chunk that it is with."""
+    """The bytes that the embedding or the head adds to a stage and to the chunk that it is with."""
 
     state_bytes: Numbers
     activation_bytes: Numbers
     gradient_bytes: Numbers
     peaks: tuple[Numbers, Numbers]
-    """Of that chunk, as the peaks of labels."""
+    """The peaks of that chunk, as those of labels."""
 
 
 class _Whole(NamedTuple):
@@ -212,7 +212,7 @@ class Interleaved:
         return np.asarray(times)
 
     def _most_held(self, labels: _Labels, embedding: Options, head: Options) -> Numbers:
-        """Bytes, the most of the first, the last and all other stages, by label.
+        """Return the most bytes that any stage holds, by label.
 
         Every chunk but the very first holds what it received of each microbatch in flight, and every stage what it is
         receiving for the next pass and, of one microbatch, the gradients of what it received and of what it gave out.
@@ -268,7 +268,7 @@ def _memory_of(labels: _Labels) -> StageMemory:
 
 
 def _outer(options: Options, memory: StageMemory, received: Numbers | float = 0.0) -> _Outer:
-    """Of options of the embedding, whose chunk receives nothing, or of the head."""
+    """Return what options of the embedding, whose chunk receives nothing, or of the head add."""
     return _Outer(
         state_bytes=options.state_bytes,
         activation_bytes=options.activation_bytes - received,
@@ -278,7 +278,7 @@ def _outer(options: Options, memory: StageMemory, received: Numbers | float = 0.
 
 
 def _sums_held(moments: Sequence[InFlight]) -> list[tuple[int, int, int]]:
-    """What is held at moments beside v times the states: a peak, so many chunks' activations, and gradients.
+    """Return what is held at moments beside v times the states: a peak, chunks' activations, and gradients.
 
     Of peaks 0 is none: activations count once more, where a workspace comes behind a chunk, and gradients, where one
     comes ahead of it. Sums between others are left out: what is no larger in those is no larger in these.
@@ -290,7 +290,7 @@ def _sums_held(moments: Sequence[InFlight]) -> list[tuple[int, int, int]]:
 
 
 def _corners(points: set[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Of the convex hull, in order."""
+    """Return the corners of the convex hull, in order."""
     halves = []
     for ordered in (sorted(points), sorted(points, reverse=True)):
         half: list[tuple[int, int]] = []

@@ -13,12 +13,12 @@ from shardwright_search.step.pareto import Numbers
 
 
 class InFlight(NamedTuple):
-    """What is in flight at a moment of a stage's action list, beside the microbatch and chunk that is worked on."""
+    """The counts at a moment of a stage's action list, beside the microbatch and chunk that is worked on."""
 
     chunks: int
     """Activations held, each of one microbatch in one chunk."""
     outer: int
-    """How many of them are of the chunk that the embedding or the head is with."""
+    """Those of the chunk that the embedding or the head is with."""
     at_outer: bool
     """Whether that chunk is the one worked on."""
     made: int
@@ -75,11 +75,11 @@ class InterleavedProblem(msgspec.Struct, frozen=True, eq=False):
     num_chunks: int
     num_microbatches: int
     closed_forms: tuple[ClosedForm, ...]
-    """Of T, which is the largest of them."""
+    """Coefficients of T, which is the largest of them."""
     sends_ps: Numbers
     """[cuts, types, layouts]: over the cut after each stage, one way; the last from the last stage to the first."""
     moments_in_flight: tuple[tuple[InFlight, ...], ...]
-    """Of the first stage, one in the middle (the first again if there is none), and the last."""
+    """Moments of the first stage, of one in the middle (both others if there is none), and of the last."""
     boundary_bytes: Numbers
     """[types, layouts]: what a rank holds of one microbatch's outputs of that type and layout."""
     tie_ps: Numbers

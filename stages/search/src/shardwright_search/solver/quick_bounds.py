@@ -29,20 +29,20 @@ _MAX_RECENT = 64
 
 
 class Stages(NamedTuple):
-    """What the bound takes of a configuration."""
+    """The part of a configuration that the relaxed bound reads."""
 
     layers: tuple[int, ...]
     """Type numbers."""
     groups: tuple[DeviceGroup, ...]
     """That stages may be on."""
     widths: tuple[float, ...]
-    """By device group: ranks over the mean of all stages."""
+    """Ranks of a stage over the mean of all stages, by device group."""
     weights: tuple[Weights, ...]
-    """By device group: of A and U, the third of `weightings`."""
+    """The third of `weightings`, of A and U, by device group."""
     in_flight: int
     """In the stage with the fewest."""
     budget_bytes: float
-    """Of all stages together, a rank of each times its relative width."""
+    """The budget of all stages together, a rank of each times its relative width."""
 
 
 class Relaxed:
@@ -107,12 +107,12 @@ class OnType(NamedTuple):
 
 
 def sends_ps(on_types: Sequence[OnType]) -> float:
-    """What all sends add to the sum of A at least: two for each stage, but for the first and the last."""
+    """Return the least that all sends add to the sum of A: two for each stage, but for the first and the last."""
     return 2 * (sum(own.stages * own.send_ps for own in on_types) - max(own.send_ps for own in on_types))
 
 
 class _Least(NamedTuple):
-    """What a stage on a node type takes at least."""
+    """The least that a stage on a node type takes."""
 
     a_block: Numbers
     """[blocks + 1]: A over the number of blocks, of a stage that holds so many or fewer."""
@@ -130,7 +130,7 @@ class _Least(NamedTuple):
         return np.searchsorted(self.largest + sends_ps, bands, side="right")
 
     def most_with_head(self, bands: Numbers, sends_ps: float) -> Ints:
-        """Likewise of one that ends with the head; -1: it cannot hold that."""
+        """[bands]: the blocks of a stage that ends with the head; -1: it cannot hold that."""
         return np.searchsorted(self.largest_with_head + sends_ps, bands, side="right") - 1
 
 

@@ -1,4 +1,4 @@
-"""What there is to choose in a configuration: the strategies of the layers, and where the pipeline stages can be.
+"""The choices of a configuration: the strategies of the layers, and where the pipeline stages can be.
 
 Strategies are spelled in one way, and are the same on any cluster with stages as wide.
 """
@@ -32,41 +32,41 @@ from shardwright_search.step.cached_method import cached_method
 
 
 class Choice(NamedTuple):
-    """What the strategies to choose from depend on."""
+    """The part of a configuration that the strategies to choose from depend on."""
 
     widths: tuple[int, ...]
     """Ranks that stages may have, ascending."""
     samples: int
-    """Of a microbatch."""
+    """Samples of a microbatch."""
     layers: LayerStrategy | None
     buffer_tokens: int | None
     tp_sizes: tuple[int, ...] | None
     """The asked ones that divide a width; None: all."""
     shard_sizes: tuple[int, ...] | None
-    """Likewise; None: none but whole groups."""
+    """The asked shard sizes that divide a width; None: none but whole groups."""
 
 
 class Shardings(msgspec.Struct, frozen=True, eq=False):
     """The strategies of each type on stages of each width, and the layouts they use; equal only to itself."""
 
     strategies: dict[int, dict[str, tuple[Strategy, ...]]]
-    """By width and type."""
+    """The strategies by width and type."""
     layouts: tuple[Layout, ...]
-    """Of all widths."""
+    """The layouts of all widths."""
 
     def of(self, type_name: str, width: int) -> tuple[Strategy, ...]:
-        """Of one type on stages of one width."""
+        """Return the strategies of one type on stages of one width."""
         return self.strategies[width][type_name]
 
 
 class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """Of a narrowed request, with all that was listed so far; the degrees that it asks for are told by the choice."""
+    """The strategies of a narrowed request, with all that was listed so far; a choice says the degrees asked for."""
 
     request: SearchRequest
     model: Model
 
     def shardings(self, choice: Choice) -> Shardings:
-        """Of the widths over which every type of layer can be sharded, embedding and head aside."""
+        """Return the strategies on widths over which every type of layer can be sharded, embedding and head aside."""
         return self._shardings(alike(choice))
 
     @cached_method
@@ -174,13 +174,13 @@ MAX_MOVES = 500_000
 
 
 class Handover(NamedTuple):
-    """What handing a microbatch from a stage to the next depends on, strategies aside."""
+    """The places between which a microbatch goes from a stage to the next, strategies aside."""
 
     widths: tuple[int, int]
     link: Link | None
-    """Of stages of equal width, which send from rank to rank."""
+    """The link of stages of equal width, which send from rank to rank."""
     nodes: tuple[Nodes, ...]
-    """Of the ranks of both, of other widths."""
+    """The nodes of the ranks of both, where widths differ."""
     node_types: tuple[str, ...]
 
 
@@ -192,16 +192,16 @@ class Handovers(NamedTuple):
 
 
 class _Stages(NamedTuple):
-    """What placements depend on."""
+    """The part of a configuration that placements depend on."""
 
     widths: tuple[tuple[int, ...], ...]
-    """By pipeline stage, those that it may have."""
+    """The widths that each pipeline stage may have."""
     by_nodes: bool
     ends: tuple[NodeTypes, NodeTypes] | None
 
 
 class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """Of a narrowed request, with all that was listed so far."""
+    """The choices of a narrowed request, with all that was listed so far."""
 
     request: SearchRequest
     costs: CostModel
@@ -219,7 +219,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return most_moves(cluster, self._stages(configuration).widths, spans) <= MAX_MOVES
 
     def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
-        """What all layers can share: strategies that every type of layer has, told by the first type's."""
+        """Return what all layers can share: strategies that every type of layer has, as the first type's."""
         choice = self.choice(configuration)
         of = self.layers.shardings(choice).strategies[choice.widths[0]]
         first, *others = dict.fromkeys(self.costs.model.layers)
@@ -234,7 +234,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return tuple(sorted({0, *(self.layers.gathered_tokens(strategy, choice.samples) for strategy in every)}))
 
     def choice(self, configuration: Configuration) -> Choice:
-        """What strategies depend on."""
+        """Return what the strategies of a configuration depend on."""
         devices, widths = self.costs.cluster.num_devices, configuration.widths
         match widths:
             case StageWidths.EQUAL:
@@ -255,11 +255,11 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return found
 
     def num_positions(self, configuration: Configuration) -> int:
-        """Of all stages, those that there are, whether a stage can be there or not."""
+        """Return the number of positions of all stages, whether a stage can be there or not."""
         return configuration.pp_size * prod(len(own) + 1 for own in pools_of(self.costs.cluster))
 
     def widths_of_types(self, configuration: Configuration) -> dict[str, set[int]]:
-        """By node type, how wide the stages of a configuration can be there where none spans types."""
+        """Return how wide the stages of a configuration can be on each node type, where none spans types."""
         return self._widths_of_types(self._stages(configuration))
 
     def _stages(self, configuration: Configuration) -> _Stages:
@@ -297,7 +297,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return can_be_placed(self.costs.cluster, of.widths, of.by_nodes, of.ends, spans)
 
     def handovers(self, configuration: Configuration) -> Handovers:
-        """What is handed over at every cut between its stages."""
+        """Return what is handed over at every cut between the stages."""
         return self._handovers(self._stages(configuration))
 
     @cached_method

@@ -29,7 +29,7 @@ Widths = StageWidths | tuple[int, ...]
 
 
 class Configuration(NamedTuple):
-    """What is fixed before the layers are cut and each gets its strategy."""
+    """The numbers that are fixed before the layers are cut and each gets its strategy."""
 
     global_batch_size: int
     num_microbatches: int

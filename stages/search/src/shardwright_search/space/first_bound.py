@@ -24,9 +24,9 @@ from shardwright_search.step.memory import min_phases
 _On = tuple[StageTopology, ...]
 """That stages may have."""
 _MAX_POSITIONS = 50_000_000
-"""Of all stages of any widths: some seconds, and as many bytes."""
+"""Positions of stages of any widths that are still counted: some seconds, and as many bytes."""
 _Ranks = tuple[tuple[int, ...], ...]
-"""Of each stage."""
+"""The ranks of each stage."""
 
 
 class _Equal(NamedTuple):
@@ -39,7 +39,7 @@ class _Equal(NamedTuple):
 
 
 class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """Of the configurations of a request on a cluster."""
+    """The first bounds of the configurations of a request on a cluster."""
 
     instance: Instance
 
@@ -58,7 +58,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         return self._of_any(configuration) if widths is StageWidths.ANY else self._of_equal(configuration)
 
     def _of_any(self, configuration: Configuration) -> float:
-        """All layers over all ranks, on stages of any widths."""
+        """Return the bound of all layers over all ranks, on stages of any widths."""
         choice = self.instance.choices.choice(configuration)
         widths = self.instance.choices.widths_of_types(configuration)
         able = tuple((name, tuple(sorted(own))) for name, own in widths.items())
@@ -66,7 +66,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         return self._relaxed(configuration, choice, on, self._mean_weights(configuration, choice, on))
 
     def _of_equal(self, configuration: Configuration) -> float:
-        """The same on stages of one width, and whole blocks."""
+        """Return the bound on stages of one width, which hold whole blocks."""
         own, p, m = self.instance, configuration.pp_size, configuration.num_microbatches
         choice, layers = own.choices.choice(configuration), own.types_of_layers
         by_type = self._equal(*choice.widths)
@@ -82,7 +82,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         return max(least, own.prices.bounds.counted.least_ps(layers, on_types, parts, configuration.closed_forms[0]))
 
     def _relaxed(self, configuration: Configuration, choice: Choice, on: _On, weights: tuple[Weights, ...]) -> float:
-        """All layers over all ranks, of stages that may be on these, with their weights."""
+        """Return the bound of all layers over all ranks, on stages that may be on these, with their weights."""
         own, p, m = self.instance, configuration.pp_size, configuration.num_microbatches
         groups = tuple(own.prices.lean_group(choice, topology, m == 1) for topology in on)
         mean_width = own.costs.cluster.num_devices / p
@@ -97,11 +97,11 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
-        """By node type."""
+        """The number of ranks by node type."""
         return Counter(self.instance.costs.cluster.node_type_of_rank)
 
     def _mean_weights(self, configuration: Configuration, choice: Choice, on: _On) -> tuple[Weights, ...]:
-        """Of the stages' shares in the ranks, each its type's speed."""
+        """Return the weights of the stages' shares in the ranks, each with its type's speed."""
         weights = self.instance.weights(choice, on)
         speeds = {topology.node_type: weight / topology.size for topology, weight in zip(on, weights, strict=True)}
         total = sum(count * speeds[name] for name, count in self._ranks.items())
@@ -110,7 +110,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _anywhere(self, widths: tuple[tuple[str, tuple[int, ...]], ...], pp_size: int) -> _On:
-        """How stages of these widths on each type may lie: in one node, on whole ones, or as those of equal width."""
+        """Return how stages may lie on each type: in one node, on whole ones, or as those of equal width."""
         cluster, found = self.instance.costs.cluster, dict[StageTopology, None]()
         equal = cluster.num_devices / pp_size
         ranks_of = {cluster.node_type_of_rank[ranks[0]]: ranks for ranks in pools_of(cluster)}
@@ -133,7 +133,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _equal(self, width: int) -> tuple[_Equal, ...]:
-        """By node type."""
+        """Return the stages of one width by node type."""
         costs, every = self.instance.costs, equal_stages(self.instance.costs.cluster, width)
         # A stage of several ranks begins right behind another's first only where a type's nodes are not neighbours.
         near = {width == 1, not all(map(_is_unbroken, every))}

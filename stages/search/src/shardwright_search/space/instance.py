@@ -36,7 +36,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
     budgets: dict[str, int]
     """Bytes of a rank by node type, without the process's own memory."""
     prices: StagePrices
-    """Of these node types, or of more."""
+    """Prices on these node types, or on more."""
 
     @classmethod
     def made(cls, request: SearchRequest, costs: CostModel, budgets: dict[str, int]) -> "Instance":
@@ -50,7 +50,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def choices(self) -> Choices:
-        """What there is to choose."""
+        """The strategies and the places that there are to choose from."""
         return Choices(self.request, self.costs, self.prices.layers)
 
     @property
@@ -68,7 +68,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return _stage_types(self.request, self.budgets)
 
     def target(self, configuration: Configuration) -> Target[Configuration]:
-        """How a configuration is scored: seconds of a step, or of a sample."""
+        """Return how a configuration is scored: seconds of a step, or of a sample."""
         return Target(
             configuration=configuration,
             offset_ps=float(picoseconds(self.costs.step_overhead_s)),
@@ -80,17 +80,20 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return self.choices.placed(configuration).stage_ranks(solution.device_groups)
 
     def node_type(self, configuration: Configuration, group: int) -> str:
-        """Of a device group of the configuration's problem; of several the one of the least budget."""
+        """Return the node type of a device group of a problem; of several the one of the least budget."""
         return min(self.choices.placed(configuration).topologies[group].type_names, key=self.prices.with_process)
 
     @property
     def types_of_layers(self) -> tuple[int, ...]:
-        """Of every layer, as the solver knows them."""
+        """The type number of every layer, as the solver knows them."""
         return tuple(self.prices.types.index(name) for name in self._names)
 
     @cached_method
     def weights(self, choice: Choice, topologies: tuple[StageTopology, ...]) -> tuple[int, ...]:
-        """Of the ranks of a stage, each its type's speed over that of the slowest, in hundredths; of one type 1."""
+        """Return the weight of a stage on each: its ranks, each its type's speed over the slowest's, in hundredths.
+
+        With one node type it is the number of ranks.
+        """
         if len(self.budgets) == 1:
             return tuple(on.size for on in topologies)
         times = dict[str, float]()

@@ -1,1 +1,1 @@
-"""What a step holds and how it is counted: shared by the cost model, which prices plans, and the solver."""
+"""The memory of a step, and columns of numbers: shared by the cost model, which prices plans, and the solver."""

@@ -55,14 +55,14 @@ def min_phases(in_flight: int, num_microbatches: int, keeps_sums: bool) -> tuple
 
 
 class LayerMemory(NamedTuple):
-    """What a layer holds [options, phases], in bytes."""
+    """Bytes of a layer [options, phases]."""
 
     static: Numbers
     """All phase long."""
     late: Numbers
     """From the layer's own work on."""
     activation: Numbers
-    """Of the microbatch on its way."""
+    """Activations of the microbatch on its way."""
     workspace: Numbers
     """In the layer's own forward or backward pass."""
 
@@ -79,7 +79,10 @@ def layer_memory(
     activation: ArrayLike,
     workspace: ArrayLike,
 ) -> LayerMemory:
-    """Of one layer, or of each of its options, from the bytes of each kind; without sums gradients are made once."""
+    """Return the memory of a layer, or of each of its options, from the bytes of each kind.
+
+    Without sums gradients are made once.
+    """
     kinds = (state, gradients, sums, activation, workspace)
     states, made, before, kept, moment = (np.asarray(kind, float)[..., None] for kind in kinds)
     others = np.array([phase.in_flight - 1.0 for phase in parts])
@@ -89,7 +92,7 @@ def layer_memory(
 
 
 class StageMemory(NamedTuple):
-    """What a stage's layers so far hold [labels, phases], in bytes."""
+    """Bytes of a stage's layers so far [labels, phases]."""
 
     resident: Numbers
     """At the end, the activations of the last microbatch included."""

@@ -60,7 +60,7 @@ def _front(rows: NDArray[Any]) -> Ints:
 
 
 def _front_of_three(second: list[float], third: list[float], beats: Iterable[bool]) -> Ints:
-    """As `_front`, of rows whose first column ascends: those below the staircase of all before that beat others."""
+    """Return `_front` of rows whose first column ascends: those below the staircase of all before that beat others."""
     kept: list[int] = []
     steps: list[float] = []
     heights: list[float] = []
@@ -80,7 +80,7 @@ def _front_of_three(second: list[float], third: list[float], beats: Iterable[boo
 
 
 def _front_of_many(rows: NDArray[Any]) -> Ints:
-    """As `_front`, block by block, of rows without their first column, which is sorted and need not be compared."""
+    """Return `_front`, block by block, of rows without their first column, which is sorted and need not be compared."""
     front = np.empty(rows.shape, rows.dtype)
     kept: list[Ints] = []
     size = 0
@@ -129,7 +129,7 @@ def _no_worse(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _beaten_of_three(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
-    """The same of three columns, in one sweep over the first; of equal rows those of the front come first."""
+    """Return the same for three columns, in one sweep over the first; of equal rows those of the front come first."""
     rows, of_front = np.concatenate([front, block]), np.arange(len(front) + len(block)) < len(front)
     order: Ints = np.lexsort((~of_front, rows[:, 0]))
     kept = _front_of_three(rows[order, 1].tolist(), rows[order, 2].tolist(), of_front[order].tolist())
