@@ -163,14 +163,14 @@ def _once(
 
     if request.robust is not None:
         space.check_listed("robust")
-    optimum = _optimum(space, deadline, report)
+    # What is only bounded is so within the time limit, too.
+    left, optimum = space.unlisted, _optimum(space, deadline, report)
     if optimum.best is None and optimum.stopped:
         promising = [target for _, target in optimum.bounds]
         if (plain := space.plain(promising or space.targets)) is None:
             raise StoppedEarly(file, "no plan was found before the search was stopped", "give it more time")
         optimum = optimum._replace(best=plain, near=(plain,), bound=min(optimum.bound, plain.score))
     if optimum.best is None:
-        left = space.unlisted
         if left is not None and np.isfinite(left.bound):
             raise left.error(file)
         name = "even the leanest" if left is None else "the leanest of equal widths"
