@@ -17,12 +17,12 @@ from random_plans import bare_plan, random_plan, uneven_plan
 from tiny_models import tiny
 
 from shardwright_formats.io.json import write_document
+from shardwright_formats.semantics.group_names import described_ranks
 from shardwright_formats.semantics.process_groups import (
     EDGE_CHANNELS,
     PlannedGroup,
     Purpose,
     communicators,
-    described_ranks,
     process_groups,
 )
 from shardwright_formats.types.plan import Plan, Plans

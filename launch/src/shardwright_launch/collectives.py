@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright_formats.semantics.process_groups import described_ranks
+from shardwright_formats.semantics.group_names import described_ranks
 
 _MAX_WAITING = 100
 """Collectives of a rank that are told on, the earliest."""

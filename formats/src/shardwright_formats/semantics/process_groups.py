@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from shardwright_formats.semantics.chunks import chunk_layers, cuts, incoming_layout
+from shardwright_formats.semantics.group_names import ranks_text
 from shardwright_formats.semantics.layout import closed_groups, dp_groups, layout_of, parameter_layout, tp_groups
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.tied_weights import ranks_of_replicas, tied_parameters
@@ -60,13 +61,7 @@ class PlannedGroup(NamedTuple):
     def description(self) -> str:
         """What the group is called where it is told of; `described_ranks` reads its ranks from it."""
         way = "" if self.during is None else f", {self.during}" + ", around" * self.around
-        return f"{self.purpose}{way} of ranks {' '.join(map(str, self.ranks))}"
-
-
-def described_ranks(description: str) -> tuple[int, ...]:
-    """Return the ranks of a group by its description, none where it has another form."""
-    _, found, ranks = description.rpartition(" of ranks ")
-    return tuple(map(int, ranks.split())) if found else ()
+        return f"{self.purpose}{way}{ranks_text(self.ranks)}"
 
 
 def process_groups(plan: Plan) -> tuple[PlannedGroup, ...]:

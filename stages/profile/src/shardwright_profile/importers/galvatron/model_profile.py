@@ -8,7 +8,7 @@ from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.json import sha256_of_file
 from shardwright_formats.io.table import Source, Sourced
 from shardwright_formats.key import LayerKey
-from shardwright_formats.semantics.schedule import Pass
+from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, ProfileOrigin, StateRow
 from shardwright_formats.types.plan import ITEMSIZE
