@@ -249,7 +249,9 @@ def test_a_search_that_may_span_is_never_worse_and_its_proof_says_so(make):
     assert [len(own.chosen.plan.stages) for own in (apart, spanning)] == [2, 1]
     assert spanning.optimum_s < 0.85 * apart.optimum_s
     scopes = [
-        prediction_of_searched(own, replace(request, span_node_types=spans), [GIB] * 2, {}).proof.scope
+        prediction_of_searched(
+            own, replace(request, span_node_types=spans), [GIB] * len(own.chosen.plan.stages), {}
+        ).proof.scope
         for own, spans in ((apart, False), (spanning, True))
     ]
     assert "each stage on ranks of one type" in scopes[0] and "of one type or of several" in scopes[1]

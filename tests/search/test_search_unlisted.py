@@ -53,7 +53,7 @@ def test_what_has_too_many_places_is_answered_by_equal_widths_and_keeps_its_boun
     found = best_of(request, *world)
     assert found.bound_s <= whole.optimum_s < found.optimum_s == pytest.approx(equal.optimum_s)
     assert (found.bound_s > whole.optimum_s / 10) != spans, "nothing is known of stages that span types"
-    told = prediction_of_searched(found, request, [GIB] * 9, {})
+    told = prediction_of_searched(found, request, [GIB] * len(found.chosen.plan.stages), {})
     assert told.proof.gap > 0
     ways = "2 to 4 stages can lie on the nodes in too many ways, which leaves the gap"
     assert f"in {6 if spans else 5} cases {ways}" in told.warnings[0]
@@ -143,7 +143,7 @@ def test_a_search_for_any_widths_that_is_stopped_at_once_answers_a_good_plan_of_
     equal = best_of(replace(request, stage_widths=StageWidths.EQUAL), *world)
     assert hasty.stopped and len({len(stage.ranks) for stage in hasty.chosen.plan.stages}) == 1
     assert hasty.optimum_s == pytest.approx(equal.optimum_s)
-    told = prediction_of_searched(hasty, request, [GIB] * 9, {})
+    told = prediction_of_searched(hasty, request, [GIB] * len(hasty.chosen.plan.stages), {})
     assert "no bound is known; 0 of " in plan_summary(hasty.chosen.plan, told)
     assert told.proof.nearness == "not known to be near the optimum"
 

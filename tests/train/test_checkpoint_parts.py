@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_checkpoints import progress_of, saver_of, tensors_of
+from saved_steps import progress_of, saver_of, tensors_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_train.checkpoints import exchange
 from shardwright_train.checkpoints.folders import complete_checkpoints
 from shardwright_train.checkpoints.parts import HostBuffer, Part, parts_to_save
 from shardwright_train.checkpoints.tensors import read_tensors
@@ -115,10 +113,3 @@ def test_nothing_that_is_pickled_goes_between_ranks(
     found = {name: torch.zeros_like(x) for name, x in tensors_of(1).items()}
     read_tensors(complete_checkpoints(tmp_path)[0], found)
     assert torch.equal(found["weight"], tensors_of(1)["weight"])
-
-
-def test_what_a_rank_cannot_do_is_raised_with_its_own_words(one_rank: World) -> None:
-    exchange.agree(None)
-    with pytest.raises(BadInput, match=r"^a file: what: what to do$"):
-        exchange.agree(BadInput("a file", "what", "what to do"))
-    assert exchange.gathered(b"") == [b""] and exchange.gathered(b"\0a\0") == [b"\0a\0"]

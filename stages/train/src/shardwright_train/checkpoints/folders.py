@@ -65,6 +65,7 @@ def damaged_checkpoints(run: Path) -> tuple[Path, ...]:
 
 def write_sign(run: Path) -> Path:
     """Write an empty file of a new name into the folder of a run, for others to see that they see the same folder."""
+    run.mkdir(parents=True, exist_ok=True)
     sign = run / f".seen-{os.getpid()}-{time.time_ns()}"
     sign.touch(exist_ok=False)
     return sign

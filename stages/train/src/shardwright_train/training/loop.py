@@ -301,6 +301,7 @@ def _wants_to_stop(stop_asked: list[int], due: Due) -> bool:
 
 def _begin(run: _Run, parent: Path | None) -> None:
     """Make room for what the steps to come write."""
+    run.job.out.mkdir(parents=True, exist_ok=True)
     run.reports.metrics.keep_until(run.resumed.step, parent)
     (run.job.out / NOTE).unlink(missing_ok=True)
     for file in (run.reports.metrics.file, *(run.job.out / name for name in (METRICS, DONE, NOTE))):
