@@ -9,7 +9,6 @@ replicas (DDP), the host memory that the first save beside the steps takes of ea
 """
 
 import json
-import resource
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from shardwright_formats.types.strategy import DataParallel
 from shardwright_train.checkpoints.record import run_identity, start
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import total_bytes
+from shardwright_train.measurement.memory import record_memory
 from shardwright_train.options import RunOptions
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
@@ -79,7 +79,7 @@ def worker(result: str, pairs: int) -> None:
 
 
 def _host_memory(world: World, folder: Path, group: dist.ProcessGroup) -> list[tuple[float, float]]:
-    """MiB that a save beside the steps adds to each rank's process, and those of its parameters and moments."""
+    """MiB that the first save beside the steps takes of each rank's host, and those of its parameters and moments."""
     plan = the_plan(DataParallel.DDP, compiled=False)
     ours = Ours(plan, world, Groups("cpu"))
     ours.step(torch.zeros(BATCH, LENGTH + 1, dtype=torch.int64))
@@ -94,9 +94,11 @@ def _host_memory(world: World, folder: Path, group: dist.ProcessGroup) -> list[t
         group=group,
         bytes_in_all=total_bytes(tensors),
     )
-    before = _resident_mib()
-    saver.save(tensors, msgspec.structs.replace(start(1.0), step=1))
-    added, held = _resident_mib() - before, sum(local_tensor(x).nbytes for x in tensors.values()) / 2**20
+    with record_memory(world.device) as record:
+        record.hook("start")
+        saver.save(tensors, msgspec.structs.replace(start(1.0), step=1))
+        record.hook("copied")
+    added, held = record.intervals[-1].peak_bytes / 2**20, sum(local_tensor(x).nbytes for x in tensors.values()) / 2**20
     saver.finish()
     saver.close()
     every = torch.zeros(world.size, 2, dtype=torch.float64)
@@ -104,13 +106,10 @@ def _host_memory(world: World, folder: Path, group: dist.ProcessGroup) -> list[t
     dist.all_reduce(every)
     if world.rank == 0:
         for rank, (each, states) in enumerate(every.tolist()):
-            print(f"replica {rank}: a save beside the steps adds {each:.0f} MiB, of {states:.0f} MiB held", flush=True)
+            print(
+                f"replica {rank}: a save beside the steps copies {each:.1f} MiB, of {states:.1f} MiB held", flush=True
+            )
     return [(each, states) for each, states in every.tolist()]
-
-
-def _resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
 
 
 def _pair(ours: Ours, saver: Saver, number: int) -> list[tuple[float, float]]:
