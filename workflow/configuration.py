@@ -27,29 +27,29 @@ from slurm_jobs import Component, components_of, job_resources
 _GIB = 1024**3
 _NO_NAME = "(?!)"
 _OFF = {option.field: option.off for option in options_of(RunOptions) if option.off}
-"""What switches off what is on by itself."""
+"""Options of `shardwright-train run` that switch off a default, by key."""
 
 
 @dataclass(frozen=True)
 class Workflow:
-    """The configuration, known to hold together."""
+    """The configuration, checked to be consistent."""
 
     of: Configuration
     sections: Section
-    """The same as YAML gave it: what is said, without defaults."""
+    """Sections of the configuration as YAML gave them, without defaults."""
     presets: Mapping[str, Section]
     """The presets in use, by name."""
 
     def cluster_json(self, name: str) -> str:
-        """The document of a cluster."""
+        """Return the document of a cluster."""
         return _document(Cluster, self.cluster(name))
 
     def unpriced_cluster_json(self, name: str) -> str:
-        """The same without prices: what hardware is measured by, so that another price measures nothing again."""
+        """Return a cluster's document without prices, for hardware sweeps: another price measures nothing again."""
         return _document(Cluster, self.cluster(name, priced=False))
 
     def cluster(self, name: str, *, priced: bool = True) -> Section:
-        """A cluster's content; `1x<node type>` is one node of that type, without its price, for profiling."""
+        """Return a cluster's content; `1x<node type>` is one node of that type, without its price, for profiling."""
         if (node_type := name.removeprefix("1x")) != name and node_type in self.of.node_types:
             devices = self.of.node_types[node_type].profiled_devices
             own = {} if devices is None else {"devices_per_node": devices}
@@ -61,104 +61,104 @@ class Workflow:
         return {"name": name, "nodes": groups, "node_types": types}
 
     def model_config_json(self, name: str) -> str:
-        """The Hugging Face configuration of a model: its preset's, with what the configuration says otherwise."""
+        """Return the Hugging Face configuration of a model: its preset's, with the configuration's overrides."""
         model = self.sections["models"][name]
         overrides = {key: value for key, value in model.items() if key not in ModelChoice.__struct_fields__}
         return _canonical({**self.presets[model["preset"]]["config"], **overrides})
 
     def sequence_length(self, model: str) -> int:
-        """Tokens of one sample."""
+        """Return the number of tokens of one sample."""
         settings = self.of.models[model]
         return int(settings.sequence_length or self.presets[settings.preset]["sequence_length"])
 
     def further_lengths(self, model: str) -> tuple[int, ...]:
-        """The sequence lengths that a model is profiled at beside its own."""
+        """Return the sequence lengths that a model is profiled at, except its own."""
         return self.profile_of(model).lengths(self.sequence_length(model))[1:]
 
     def profile_of(self, model: str) -> Profile:
-        """The profile settings of a model."""
+        """Return the profile settings of a model."""
         return self.of.profiles[self.of.models[model].profile]
 
     def analytic_models(self) -> str:
-        """A regular expression of the models whose profiles are estimated, not measured."""
+        """Return a regular expression of the models whose profiles are estimated, not measured."""
         return _any_of(name for name in self.of.models if self.profile_of(name).source is Source.ANALYTIC)
 
     def analytic_clusters(self) -> str:
-        """A regular expression of the clusters whose hardware is estimated, not measured."""
+        """Return a regular expression of the clusters whose hardware is estimated, not measured."""
         return _any_of(name for name, of in self.of.clusters.items() if of.hardware is Source.ANALYTIC)
 
     def profile_json(self, name: str) -> str:
-        """The document of profile settings: which strategies and micro-batch sizes are measured."""
+        """Return the document of profile settings: which strategies and micro-batch sizes are measured."""
         known = ProfileSettings.__struct_fields__
         settings = {key: value for key, value in self.sections["profiles"][name].items() if key in known}
         return _document(ProfileSettings, settings)
 
     def search_json(self, name: str) -> str:
-        """The document of a search; number formats and kernels are those that its model was profiled in."""
+        """Return the document of a search; number formats and kernels are those that its model was profiled in."""
         search = self.sections["searches"][name]
         known = SearchRequest.__struct_fields__
         asked = {key: value for key, value in search.items() if key in known}
         return _document(SearchRequest, {"name": name} | self.computed_as(search["model"]) | asked)
 
     def computed_as(self, model: str) -> dict[str, Any]:
-        """The number formats and kernels that a model is profiled in, as keys of a search."""
+        """Return the number formats and kernels that a model is profiled in, as keys of a search."""
         profile = self.sections["profiles"][self.of.models[model].profile]
         return {key: profile[key] for key in ("precision", "attention", "compile") if key in profile}
 
     def describe_options(self, described: str) -> list[str]:
-        """What `shardwright-train describe` is told of MODEL, or of MODEL@LENGTH."""
+        """Return the options of `shardwright-train describe` for MODEL, or for MODEL@LENGTH."""
         model, _, length = described.partition("@")
         return spelled_options({"name": model, "sequence_length": length or self.sequence_length(model)})
 
     def described(self, model: str) -> list[str]:
-        """The descriptions of a model at each length that it is profiled at, its own first."""
+        """Return the descriptions of a model at each length that it is profiled at, its own first."""
         names = (model, *(f"{model}@{length}" for length in self.further_lengths(model)))
         return [f"results/models/{name}.json" for name in names]
 
     def measure_options(self, model: str) -> list[str]:
-        """How long the probes of a model are measured, as options of `shardwright-train measure`."""
+        """Return the options of `shardwright-train measure` that say how long the probes of a model are measured."""
         known = ("steps", "warmup_steps", "min_time_s")
         return spelled_options({key: getattr(self.profile_of(model), key) for key in known})
 
     def estimate_options(self, model: str) -> list[str]:
-        """What `shardwright-profile analytic` is told of the devices that a model's profile is estimated for."""
+        """Return the `shardwright-profile analytic` options on the devices that a model's profile is estimated for."""
         return spelled_options(self.sections["profiles"][self.of.models[model].profile].get("estimate") or {})
 
     def options(self, section: str, name: str, without: Iterable[str] = ()) -> list[str]:
-        """The keys of an entry as options of a command."""
+        """Return the keys of an entry as options of a command."""
         entry = self.sections[section][name]
         return spelled_options({key: value for key, value in entry.items() if key not in without})
 
     def selects(self, search: str) -> bool:
-        """Whether runs of a search take its measured winner, not the predicted best."""
+        """Return whether runs of a search take its measured winner, not the predicted best."""
         return self.of.searches[search].select is Select.MEASURED
 
     def plan_of(self, search: str) -> str:
-        """The plan file that runs of a search take."""
+        """Return the plan file that runs of a search take."""
         return f"results/{'selected' if self.selects(search) else 'plans'}/{search}.json"
 
     def correction_of(self, search: str) -> str | None:
-        """The correction file that a search is given."""
+        """Return the correction file that a search is given, or None."""
         learned_from = self.of.searches[search].correction
         return None if learned_from is None else f"results/corrections/{learned_from}.json"
 
     def exported_runs(self) -> tuple[str, ...]:
-        """The runs whose model is written as a folder."""
+        """Return the runs whose model is written as a folder."""
         return tuple(name for name, run in self.of.runs.items() if run.export)
 
     def copied_from(self, run: str) -> str | None:
-        """The folder whose tokenizer goes with a run's model: that of its weights, else of its data; None: none."""
+        """Return the folder whose tokenizer goes with a run's model: that of its weights, else of its data, or None."""
         of = self.of.runs[run]
         return self.data_files.tokenizer_folder(str(of.data)) if of.weights is None else str(of.weights)
 
     def convert_options(self, run: str) -> list[str]:
-        """What `shardwright-train convert` is told of a run beside its files."""
+        """Return the options of `shardwright-train convert` for a run, except its files."""
         copied = self.copied_from(run)
         best = ["--best"] if self.of.runs[run].export == "best" else []
         return best if copied is None else ["--copy-from", copied, *best]
 
     def run_options(self, run: str) -> list[str]:
-        """What `shardwright-train run` is told beside its plan, data and folders."""
+        """Return the options of `shardwright-train run`, except its plan, data and folders."""
         said, valid = (
             self.options("runs", run, ("search", "data", "valid_data", "export")),
             self.of.runs[run].valid_data,
@@ -167,30 +167,30 @@ class Workflow:
 
     @property
     def data_files(self) -> DataFiles:
-        """Where the data lies."""
+        """Return the files of the data."""
         return DataFiles(self.of.data)
 
     def blend_json(self, name: str) -> str:
-        """The document of a blend."""
+        """Return the document of a blend."""
         from shardwright_train.data.blend import BlendedData
 
         return _document(BlendedData, self.data_files.blend(name))
 
     def text_data(self) -> str:
-        """A regular expression of the data that are texts."""
+        """Return a regular expression of the data that are texts."""
         return _any_of(self.data_files.texts())
 
     def image_data(self) -> str:
-        """A regular expression of the data that are images."""
+        """Return a regular expression of the data that are images."""
         return _any_of(self.data_files.images())
 
     def measured_searches(self) -> tuple[str, ...]:
-        """The searches whose plan and runners-up are run for a few steps: those asked for, and those others rest on."""
+        """Return the searches whose plan and runners-up are measured: those asked for, and those others depend on."""
         needed = {of.correction for of in self.of.searches.values()} | set(self.of.validate.searches)
         return tuple(name for name in self.of.searches if name in needed or self.selects(name))
 
     def profiled_pairs(self) -> tuple[tuple[str, str], ...]:
-        """Every (model, node type) that some search needs the profile of."""
+        """Return every (model, node type) that some search needs the profile of."""
         return tuple(
             dict.fromkeys(
                 (search.model, node_type)
@@ -200,15 +200,15 @@ class Workflow:
         )
 
     def components(self, cluster: str) -> tuple[Component, ...]:
-        """What a job on all of a cluster consists of."""
+        """Return the components of a job on all nodes of a cluster."""
         return components_of(self.of.clusters[cluster], self.of.node_types)
 
     def one_node(self, node_type: str) -> tuple[Component, ...]:
-        """What a job on one node consists of."""
+        """Return the components of a job on one node."""
         return (Component(1, self.of.node_types[node_type].slurm),)
 
     def resource_names(self) -> tuple[str, ...]:
-        """The resources that some job asks for.
+        """Return the names of the resources that some job asks for.
 
         The optional ones are left out where no node type has them, so that a default of the cluster's profile holds.
         """
@@ -226,7 +226,7 @@ class Workflow:
 
 
 def load_workflow(config: Section, file: str, root: Path) -> Workflow:
-    """Check a configuration whole: shape, names that refer to one another, presets and their keys.
+    """Return a configuration checked whole: shape, names that refer to one another, presets and their keys.
 
     `root` is the repository's folder. Raises BadInput.
     """
@@ -251,7 +251,7 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
 
 
 def spelled_options(said: Section) -> list[str]:
-    """Keys and their values as options of a command; a list repeats its option."""
+    """Return keys and their values as options of a command; a list repeats its option."""
     return [word for key, value in said.items() for word in _option(f"--{key.replace('_', '-')}", key, value)]
 
 

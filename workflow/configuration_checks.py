@@ -1,4 +1,4 @@
-"""Checking a configuration: its shape, names that refer to one another, and keys that models know."""
+"""Checks of a configuration: its shape, names that refer to one another, and keys that models know."""
 
 import ast
 import difflib
@@ -27,11 +27,11 @@ _REFERENCES = (
     ("runs", "data", "data"),
     ("runs", "valid_data", "data"),
 )
-"""Section, key, and the section that its value is a name of."""
+"""Section, key, and the section that the key's value names an entry of."""
 
 
 def typed(config: Section, file: str) -> Configuration:
-    """The configuration as its types; raises BadInput naming the place, such as `searches.tight.memory_gib`."""
+    """Return the configuration as its types; raise BadInput naming the place, such as `searches.tight.memory_gib`."""
     checked: dict[str, object] = dict(config)
     for field in msgspec.structs.fields(Configuration):
         found = config.get(field.name)
@@ -51,7 +51,7 @@ def _entry(section: str, name: object, entry: object, kind: type[_Type], file: s
 
 
 def converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
-    """A value as its type; raises BadInput naming the place inside of `where`."""
+    """Return a value as its type; raise BadInput naming the place inside of `where`."""
     try:
         # The only type of the stages' own that a configuration spells is a path.
         return msgspec.convert(value, kind, dec_hook=lambda path, text: path(text))
@@ -70,14 +70,14 @@ def converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
 
 
 def _words(kind: type) -> tuple[list[str], list[str]]:
-    """All keys, and all values of enumerations, of a type and of those it is made of."""
+    """Return all keys, and all values of enumerations, of a type and of those it is made of."""
     found = components(kind).values()
     words = {word: [each for of in found for each in of.get(word, ())] for word in ("properties", "enum")}
     return words["properties"], words["enum"]
 
 
 def check_references(config: Configuration, file: str) -> None:
-    """Refuse names that stand for nothing, and corrections that cannot be; raises BadInput."""
+    """Raise BadInput where a name stands for nothing, or a correction cannot be used."""
     for where, name, section in _references(config):
         known = getattr(config, section)
         if name not in known:
@@ -101,7 +101,7 @@ def _references(config: Configuration) -> Iterator[tuple[str, str, str]]:
 
 
 def _check_correction(name: str, search: Search, searches: Mapping[str, Search], file: str) -> None:
-    """A correction holds for the profiles it was learned from, and those come before the search that uses it."""
+    """Raise BadInput where a correction is of other profiles, or is learned from a search that needs this one."""
     where, of = f"searches.{name}.correction", searches[str(search.correction)]
     for key in ("model", "cluster"):
         if getattr(of, key) != getattr(search, key):
@@ -116,7 +116,7 @@ def _check_correction(name: str, search: Search, searches: Mapping[str, Search],
 
 
 def read_preset(preset: str, model: str, file: str, root: Path) -> Section:
-    """Read the preset of a model; raises BadInput."""
+    """Return the preset of a model; raise BadInput where it is missing or malformed."""
     folder = root / "config" / "models"
     path = folder / f"{preset}.yaml"
     if not path.is_file():
@@ -129,7 +129,7 @@ def read_preset(preset: str, model: str, file: str, root: Path) -> Section:
 
 
 def check_model_keys(name: str, model: Section, preset: Section, file: str) -> None:
-    """Refuse what neither the preset nor its family's configuration class knows; raises BadInput."""
+    """Raise BadInput for keys that neither the preset nor its family's configuration class knows."""
     own = ModelChoice.__struct_fields__
     try:
         json.dumps(model, allow_nan=False)
@@ -154,7 +154,7 @@ def check_model_keys(name: str, model: Section, preset: Section, file: str) -> N
 
 
 def _is_alike(value: object, usual: object) -> bool:
-    """Whether a value may stand for the usual one: of its type, and a number up to 2^31 - 1, positive like it."""
+    """Return whether a value may replace the usual one: of its type, and a number up to 2^31 - 1, positive like it."""
     if value is None or usual is None:
         return True
     if isinstance(usual, bool) or not isinstance(usual, int | float):
@@ -165,7 +165,7 @@ def _is_alike(value: object, usual: object) -> bool:
 
 
 def _config_class_keys(model_type: str) -> tuple[set[str], dict[str, str]]:
-    """The fields and the aliases of a Hugging Face configuration class, read from its source.
+    """Return the fields and the aliases of a Hugging Face configuration class, read from its source.
 
     Importing transformers takes seconds, which every call of snakemake would pay for.
     """

@@ -1,4 +1,4 @@
-"""Reading YAML files strictly, before anything is made of them.
+"""Strict reading of YAML files, before anything is made of them.
 
 The profile of the workflow calls `check_configurations` before Snakemake reads the files that it was told of.
 """
@@ -15,13 +15,13 @@ from shardwright_formats.io.text import has_controls
 
 _MAX_BYTES = 2**20
 _MAX_SPELLED_OUT = 2**21
-"""Values and characters of a file once its aliases are replaced by what they stand for."""
+"""Maximum number of values and characters of a file once its aliases are expanded."""
 _TEMPLATE = "__use_yte__"
-"""The key by which Snakemake takes a configuration for a template, and runs the Python in it."""
+"""Key by which Snakemake takes a configuration for a template, and runs the Python in it."""
 
 
 def check_configurations(files: Sequence[Path]) -> None:
-    """Refuse what is no configuration among the files of `--configfile`; raises BadInput."""
+    """Raise BadInput for a file of `--configfile` that is no configuration."""
     for path in files:
         if not path.exists():
             remedy = "check the path; write targets before --configfile, which takes all words behind it for files"
@@ -31,7 +31,7 @@ def check_configurations(files: Sequence[Path]) -> None:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file whose outermost value is a mapping; raises BadInput with the line."""
+    """Return the content of a YAML file whose outermost value is a mapping; raise BadInput with the line."""
     try:
         loader = yaml.SafeLoader(read_bytes(path, _MAX_BYTES))
         node = loader.get_single_node()
@@ -50,7 +50,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def check_texts(content: object, file: str) -> None:
-    """Refuse keys that are no texts, and texts with control characters; raises BadInput naming the place."""
+    """Raise BadInput naming the place of a key that is no text, or of a text with control characters."""
     for place, key, text in _texts(content, ""):
         if key is not None and not isinstance(key, str):
             raise BadInput(file, f"{place}: the key {key} is no text", f"quote it: '{key}'")
@@ -63,7 +63,7 @@ def _is_odd(text: str) -> bool:
 
 
 def _texts(value: object, place: str, key: object = None) -> Iterator[tuple[str, object, str]]:
-    """The place of each value, with its key in a mapping and its text."""
+    """Yield the place of each value, with its key in a mapping and its text."""
     yield place, key, value if isinstance(value, str) else ""
     if isinstance(value, dict):
         for inner, child in value.items():
@@ -74,7 +74,7 @@ def _texts(value: object, place: str, key: object = None) -> Iterator[tuple[str,
 
 
 def _weight(node: yaml.Node | None) -> int:
-    """The values and characters that a node stands for; counted no further than the limit, as it may hold itself."""
+    """Return the number of values and characters of a node, counted up to the limit, as it may contain itself."""
     total, open_nodes = 0, [node]
     while open_nodes and total <= _MAX_SPELLED_OUT:
         following = open_nodes.pop()

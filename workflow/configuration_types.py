@@ -1,4 +1,4 @@
-"""What a configuration may hold: the sections as types, made of the types of the files that the stages read.
+"""The types of a configuration's sections, made of the types of the files that the stages read.
 
 python workflow/configuration_types.py            # write workflow/schemas/config.schema.json, in the repository's root
 python workflow/configuration_types.py --check    # exit 1 if it is not up to date
@@ -34,7 +34,7 @@ from shardwright_train.options import PrepareOptions, RunOptions
 Name = Annotated[str, whole("[A-Za-z0-9][A-Za-z0-9._-]*", max_length=100)]
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 Word = Annotated[str, whole(r"""[^\s;'"`$\\]+""", max_length=200)]
-"""What Slurm is given: neither spaces nor quotes."""
+"""A word for Slurm: neither spaces nor quotes."""
 
 File = Annotated[str, whole("[^{}]+", max_length=1000)]
 """A path; braces would be wildcards of Snakemake's."""
@@ -46,15 +46,15 @@ _RATES = rf"([0-9]+:)?{_NUMBER}(,([0-9]+:)?{_NUMBER})*"
 _SLOWDOWNS = f"{_NUMBER}:{_NUMBER}(,{_NUMBER}:{_NUMBER})?"
 _Efficiency = Annotated[float, Meta(ge=1e-3, le=1)]
 RANDOM = "random"
-"""Stands for random samples where a run names its data."""
+"""Name that stands for random samples where a run names its data."""
 _UNSAID: Path = msgspec.field(default_factory=Path)
-"""What the workflow decides by itself: see DECIDED."""
+"""Default of a key that the workflow decides by itself: see DECIDED."""
 
 SCHEMA = "workflow/schemas/config.schema.json"
 
 
 class Source(StrEnum):
-    """Where a profile comes from."""
+    """The origin of a profile."""
 
     MEASURED = "measured"
     ANALYTIC = "analytic"
@@ -62,16 +62,16 @@ class Source(StrEnum):
 
 
 class Select(StrEnum):
-    """What runs train with."""
+    """The plan that runs train with."""
 
     PREDICTED = "predicted"
-    """The predicted best."""
+    """The predicted best plan."""
     MEASURED = "measured"
-    """Of it and its runners-up the fastest that fits, once measured."""
+    """The fastest measured plan that fits, among the predicted best and its runners-up."""
 
 
 class Slurm(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a job on a node asks Slurm for."""
+    """The resources that a job on a node asks Slurm for."""
 
     partition: Word | None = None
     account: Word | None = None
@@ -81,16 +81,16 @@ class Slurm(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mem_mb: Count = 4000
     runtime_min: Count | None = None
     socket_interface: Word | None = None
-    """Network interface of gloo and NCCL between nodes, such as `ib0`; where it is not said, they choose."""
+    """Network interface of gloo and NCCL between nodes, such as `ib0`; by default they choose."""
 
 
 class NodeKind(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kind of node."""
+    """A kind of node."""
 
     device: Text
     """The device's name as its driver gives it, or `cpu`; or `cpu/2`, which takes twice as long."""
     devices_per_node: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
-    """Each device is one rank."""
+    """Number of devices of a node; each device is one rank."""
     profiled_devices: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
     """Devices at work while models are profiled; null: those of a node. More where several nodes are this machine."""
     memory_gib: Gib
@@ -101,19 +101,19 @@ class NodeKind(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Machines to plan for."""
+    """A cluster to plan for."""
 
     nodes: Annotated[tuple[NodeGroup, ...], Meta(min_length=1)]
-    """In rank order."""
+    """Groups of nodes in rank order."""
     hardware: Source = Source.MEASURED
     hardware_time_budget_s: PositiveSeconds | None = None
-    """How long the collectives are measured."""
+    """Seconds that the hardware sweep may take."""
     all_nodes_here: bool = False
-    """One machine stands for all nodes, to try a cluster's plans where there is no such cluster."""
+    """Start the ranks of all nodes on one machine, to try a cluster's plans where there is no such cluster."""
     inter_node_gbit_s: PositiveNumber | Annotated[str, whole(_RATES)] | None = None
-    """What one node sends to others, or `2:400,4:300`: where analytic and several nodes."""
+    """Bandwidth from one node to others in Gbit/s, or `2:400,4:300`; for analytic hardware of several nodes."""
     overlap_slowdowns: Annotated[str, whole(_SLOWDOWNS)] | None = None
-    """How many times as long computation and collectives take beside one another, as `1.25:1.1`: where analytic."""
+    """Slowdowns of computation and collectives that overlap, as `1.25:1.1`; for analytic hardware."""
 
     def __post_init__(self) -> None:
         if self.hardware is Source.MEASURED and self.hardware_time_budget_s is None:
@@ -129,58 +129,58 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes."""
+        """Return the number of nodes."""
         return sum(group.count for group in self.nodes)
 
     @property
     def num_machines(self) -> int:
-        """On how many machines the commands for all its nodes are started."""
+        """Return the number of machines on which the commands for all nodes are started."""
         return 1 if self.all_nodes_here else self.num_nodes
 
     @property
     def node_types(self) -> tuple[str, ...]:
-        """Names of its node types, in the order of its ranks."""
+        """Return the names of the cluster's node types, in the order of its ranks."""
         return tuple(dict.fromkeys(group.node_type for group in self.nodes))
 
 
 class ModelChoice(Value, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """A model: beside these keys, those of its Hugging Face configuration."""
+    """A model: the keys of its Hugging Face configuration may stand next to these."""
 
     preset: Name
-    """A file of config/models/."""
+    """Name of a file of config/models/."""
     profile: Name
     sequence_length: Count | None = None
     """Tokens of one sample."""
 
 
 class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an analytic profile is told of its devices, as options of `shardwright-profile analytic`."""
+    """The figures of an analytic profile's devices, as options of `shardwright-profile analytic`."""
 
     fused: bool = False
-    """Norms and activation functions are one kernel each."""
+    """Take norms and activation functions as one kernel each."""
     context_mib: NonNegativeCount | None = None
-    """Memory of CUDA's context on a device."""
+    """MiB of CUDA's context on a device."""
     communicator_mib: NonNegativeCount | None = None
-    """Buffers of one NCCL communicator."""
+    """MiB of the buffers of one NCCL communicator."""
     allocator_slack_mib: NonNegativeCount | None = None
-    """What the allocator keeps unused."""
+    """MiB that the allocator keeps unused."""
     matrix_efficiency: _Efficiency | None = None
-    """Reached over published rate of matrix products."""
+    """Ratio of reached to published rate of matrix products."""
     memory_efficiency: _Efficiency | None = None
-    """Reached over published memory bandwidth."""
+    """Ratio of reached to published memory bandwidth."""
 
 
 class Profile(ProfileSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is measured of a model, and for how long."""
+    """The measurements of a model, and how long they take."""
 
     source: Source = Source.MEASURED
     estimate: Estimate | None = None
-    """Where analytic: what is known better than by default."""
+    """Figures of an analytic profile that are known better than the defaults."""
     steps: Count | None = None
     """Measured steps of each probe."""
     warmup_steps: Count | None = None
     min_time_s: Seconds = 0.0
-    """Each probe is measured for so many seconds at least."""
+    """Minimum seconds that each probe is measured for."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -191,34 +191,34 @@ class Profile(ProfileSettings, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Data(PrepareOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Text to make tokens of, images to decode, or a blend of texts."""
+    """A data set: text to tokenize, images to decode, or a blend of texts."""
 
     text: str = ""
     blend: dict[Name, Annotated[float, Meta(gt=0, le=1e9)]] | None = None
-    """In place of a text: other entries, and the weight of each."""
+    """Weights of other entries, in place of a text."""
     out: Path = _UNSAID
 
 
 class Search(SearchRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan to look for."""
+    """A search for a plan."""
 
     name: str = ""
     model: Name
     cluster: Name
     select: Select = Select.PREDICTED
-    """What runs train with."""
+    """The plan that runs train with."""
     correction: Name | None = None
-    """A search whose measured plans taught what this one's predictions are corrected by."""
+    """Name of a search whose measured plans correct this search's predictions."""
 
 
 class Run(RunOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=False):
-    """A training with a search's plan."""
+    """A training run with a search's plan."""
 
     search: Name
     data: Name  # type: ignore[assignment]
-    """The name of an entry of `data`, where the command takes its folder; `random`: random samples."""
+    """Name of an entry of `data`, where the command takes its folder; `random`: random samples."""
     valid_data: Name | None = None  # type: ignore[assignment]
-    """The same, to evaluate on."""
+    """Name of an entry of `data` to evaluate on."""
     export: bool | Literal["best"] = False
     """Write results/runs/<run>/model/, which transformers opens: of the last checkpoint, or of the best."""
     plan: Path = _UNSAID
@@ -227,7 +227,7 @@ class Run(RunOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
 
 
 class Validate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Searches whose plan and runners-up are measured."""
+    """The searches whose plan and runners-up are measured."""
 
     searches: tuple[Name, ...]
     steps: Count
@@ -263,11 +263,11 @@ DECIDED: dict[str, dict[str, str]] = {
     | dict.fromkeys(("nnodes", "node_rank", "rendezvous"), "the cluster says it")
     | dict.fromkeys(("replan_hardware", "replan_profile", "replan_search"), "they are those of the run's search"),
 }
-"""Keys of the stages' types that a configuration does not say, by section, and why."""
+"""Keys of the stages' types that a configuration does not hold, by section, and why."""
 
 
 def components(kind: type) -> dict[str, dict[str, Any]]:
-    """The JSON Schemas of a type and of those it is made of, by name."""
+    """Return the JSON Schemas of a type and of those it is made of, by name."""
     _, found = msgspec.json.schema_components(
         [kind], schema_hook=lambda _path: {"type": "string"}, ref_template="#/$defs/{name}"
     )
@@ -275,7 +275,7 @@ def components(kind: type) -> dict[str, dict[str, Any]]:
 
 
 def generated() -> str:
-    """The JSON Schema of a configuration, for editors; references between its entries are not in it."""
+    """Return the JSON Schema of a configuration, for editors; references between its entries are not in it."""
     found = components(Configuration)
     for section, kind in {"searches": Search, "data": Data, "runs": Run}.items():
         for key in DECIDED[section]:
@@ -285,7 +285,7 @@ def generated() -> str:
 
 
 def main() -> int:
-    """Write or check the schema; returns the exit code."""
+    """Write or check the schema; return the exit code."""
     return write_or_check(f"python {sys.argv[0]}", {SCHEMA: generated()})
 
 

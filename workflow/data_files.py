@@ -1,4 +1,4 @@
-"""What stands under `data`, which files it becomes, and which of them a run reads."""
+"""The entries under `data`, the files that they become, and the files that a run reads."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,39 +15,39 @@ _BLEND_FILE = "blend.json"
 
 @dataclass(frozen=True)
 class DataFiles:
-    """The entries of `data`, and where they lie."""
+    """The entries of `data`, and the paths of their files."""
 
     data: Mapping[str, Data]
 
     def texts(self) -> tuple[str, ...]:
-        """Those that become tokens."""
+        """Return the entries that become tokens."""
         return tuple(name for name, of in self.data.items() if of.blend is None and of.source is not Source.IMAGES)
 
     def images(self) -> tuple[str, ...]:
-        """Those that become arrays of images."""
+        """Return the entries that become arrays of images."""
         return tuple(name for name, of in self.data.items() if of.blend is None and of.source is Source.IMAGES)
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """The entries that a name stands for: itself, those of a blend, none for random samples."""
+        """Return the entries that a name stands for: itself, those of a blend, none for random samples."""
         if name == RANDOM:
             return ()
         return tuple(self.data[name].blend or (name,))
 
     def folder(self, name: str) -> str:
-        """What `--data` is told."""
+        """Return the value of `--data` for an entry."""
         return name if name == RANDOM else f"results/data/{name}"
 
     def tokenizer_folder(self, name: str) -> str | None:
-        """Where the tokenizer lies, of a blend that of its first part; None where there is none."""
+        """Return the folder of the tokenizer, for a blend that of its first part; None where there is none."""
         return next((self.folder(part) for part in self.parts(name) if part in self.texts()), None)
 
     def of_run(self, run: Run) -> tuple[str, ...]:
-        """The files that a run reads, those to evaluate on included."""
+        """Return the files that a run reads, those to evaluate on included."""
         names = (run.data, run.valid_data)
         return tuple(dict.fromkeys(file for name in names if name is not None for file in self._files(name)))
 
     def blend(self, name: str) -> dict[str, Any]:
-        """The content of blend.json."""
+        """Return the content of blend.json."""
         blend = self.data[name].blend or {}
         return {"datasets": [{"folder": f"../{part}", "weight": weight} for part, weight in blend.items()]}
 
@@ -61,7 +61,7 @@ class DataFiles:
 
 
 def check_data(of: Configuration, config: Mapping[str, Any], file: str) -> None:
-    """Refuse entries of `data`, and runs on them, that contradict themselves; raises BadInput."""
+    """Raise BadInput for entries of `data`, and runs on them, that contradict themselves."""
     if RANDOM in of.data:
         raise BadInput(file, f"data.{RANDOM}: the name stands for random samples", "choose another")
     for name, data in of.data.items():

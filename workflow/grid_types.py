@@ -1,4 +1,4 @@
-"""What a file of config/grids may hold."""
+"""The types of a file of config/grids."""
 
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -15,40 +15,40 @@ Gibs = Annotated[tuple[Gib, ...], Meta(min_length=1)]
 
 
 class Profiles(StrEnum):
-    """Where a grid's profiles come from."""
+    """The origin of a grid's profiles."""
 
     REFERENCE = "reference"
-    """`snakemake reference`: published ones, imported."""
+    """Published profiles, imported by `snakemake reference`."""
     OWN = "own"
-    """The models and clusters of the configuration."""
+    """Profiles of the models and clusters of the configuration."""
 
 
 class GridCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cluster that published hardware tables are of."""
+    """A cluster whose hardware tables are published."""
 
     device: Text
     nodes: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
     devices_per_node: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
     memory_gib: Gib
-    """Of one device; budgets are at most that."""
+    """GiB of one device; budgets are at most that."""
     usd_per_hour: NonNegativeNumber | None = None
     """Price of one node, which fronts need."""
 
 
 class MixedCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Nodes of several of the grid's other clusters."""
+    """A cluster of nodes of several of the grid's other clusters."""
 
     nodes_of: Annotated[dict[Name, Annotated[int, Meta(ge=1, le=MAX_DEVICES)]], Meta(min_length=2)]
-    """How many nodes of each, in this order; links and profiles are those of these clusters."""
+    """Number of nodes of each cluster, in this order; links and profiles are those of these clusters."""
 
 
 class Front(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The exact front of step time against price over all sub-clusters of a cluster."""
 
     model: Name
-    """One of the grid's."""
+    """Name of a model of the grid."""
     cluster: Name
-    """Of each node type the most that can be rented."""
+    """Name of a cluster with the maximum number of nodes of each type that can be rented."""
     global_batch_size: Count
     space: str = str(Space.FULL)
     memory_gib: Gib | None = None
@@ -56,44 +56,44 @@ class Front(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Published(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan that Galvatron ships, to stand beside ours for the same cluster, budget and batch."""
+    """A plan that Galvatron ships, compared with ours for the same cluster, budget and batch."""
 
     cluster: Name
     memory_gib: Gib
     global_batch_size: Count
     file: Text
-    """Its strategy file, below galvatron/models."""
+    """Path of its strategy file, below galvatron/models."""
     sequence_parallel: Literal["none", "megatron"] = "none"
     num_microbatches: Count | None = None
-    """Instead of the file's, where those are of unequal size."""
+    """Number of microbatches in place of the file's, where those are of unequal size."""
 
 
 class Even(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan that is not searched: as many layers on each pipeline stage, all of them data-parallel."""
+    """A plan that is not searched: equally many layers on each pipeline stage, all of them data-parallel."""
 
     pp: Count
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     num_microbatches: Count
 
 
 class GridModel(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model of a grid; what is not said is the grid's."""
+    """A model of a grid; its defaults are the grid's values."""
 
     clusters: Annotated[tuple[Name, ...], Meta(min_length=1)]
     profile: Text | None = None
-    """Of reference models: the imported profile; by default named as the model. {device} stands for the cluster's."""
+    """Imported profile of a reference model; by default named as the model. {device} stands for the cluster's."""
     description: Name | None = None
-    """The model file, or of own models the configuration's model; by default named as the model."""
+    """Name of the model file, or of the configuration's model for own profiles; by default the model's name."""
     memory_gib: Gibs | None = None
     global_batch_size: Counts | None = None
     search: dict[str, Any] = msgspec.field(default_factory=dict)
     published: tuple[Published, ...] = ()
     even: Even | None = None
-    """Beside the spaces."""
+    """Even plan to compare with the searched ones."""
 
 
 class Measured(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long the plans of a grid are measured."""
+    """The numbers of steps for which the plans of a grid are measured."""
 
     steps: Count
     warmup_steps: Count
@@ -105,13 +105,13 @@ class GridSettings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     profiles: Profiles
     models: Annotated[dict[Name, GridModel], Meta(min_length=1)]
     clusters: dict[Name, GridCluster] = msgspec.field(default_factory=dict)
-    """Of reference grids."""
+    """Clusters of a grid with reference profiles."""
     mixed_clusters: dict[Name, MixedCluster] = msgspec.field(default_factory=dict)
-    """The same, of several devices."""
+    """Clusters of several devices of a grid with reference profiles."""
     memory_gib: Gibs
     global_batch_size: Counts
     spaces: Annotated[tuple[str, ...], Meta(min_length=1)]
-    """With `full` among them."""
+    """Search spaces, with `full` among them."""
     search: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further keys of every search."""
     fronts: dict[Name, Front] = msgspec.field(default_factory=dict)

@@ -31,19 +31,19 @@ class Inputs(NamedTuple):
     cluster: str
     model: str
     hardware: tuple[str, ...]
-    """A profile of each device's links."""
+    """Hardware profiles, one of each device's links."""
     profile: tuple[str, ...]
-    """A profile of the model on each device."""
+    """Model profiles, one of the model on each device."""
 
     @property
     def profiles(self) -> list[str]:
-        """The options that name both kinds of profile."""
+        """Return the options that name both kinds of profile."""
         named = {"--hardware": self.hardware, "--profile": self.profile}
         return [word for option, paths in named.items() for path in paths for word in (option, path)]
 
 
 class GridFile:
-    """One grid, with the documents and the paths of everything that is made for it."""
+    """A grid, with the documents and the paths of everything that is made for it."""
 
     def __init__(self, name: str, root: Path, workflow: Workflow) -> None:
         self.name, self._workflow = name, workflow
@@ -55,7 +55,7 @@ class GridFile:
 
     @property
     def is_of_configuration(self) -> bool:
-        """Whether the configuration has the models and clusters of a grid of own ones."""
+        """Return whether the configuration has the models and clusters of a grid of own ones; True for other grids."""
         of = self._workflow.of
         clusters = {cluster for _, cluster in self.pairs} | {front.cluster for front in self.of.fronts.values()}
         models = {self._described(model) for model in self.of.models}
@@ -63,25 +63,25 @@ class GridFile:
 
     @property
     def folder(self) -> str:
-        """Where its parts lie."""
+        """Return the folder of the grid's parts."""
         return f"{_FOLDER}/{self.name}"
 
     @cached_property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Every model with each of its clusters."""
+        """Return every model with each of its clusters."""
         return tuple((model, cluster) for model, of in self.of.models.items() for cluster in of.clusters)
 
     def parts(self, folder: str) -> list[str]:
-        """A file of every pair in one of the grid's folders."""
+        """Return the path of a file of every pair in one of the grid's folders."""
         return [f"{self.folder}/{folder}/{model}@{cluster}.json" for model, cluster in self.pairs]
 
     @property
     def measurements(self) -> list[str]:
-        """The measurements of the grid, where its plans are run."""
+        """Return the paths of the grid's measurements; empty where its plans are not run."""
         return self.parts("measured") if self.of.measure else []
 
     def cells_json(self, model: str, cluster: str) -> str:
-        """The grid file of a model on a cluster."""
+        """Return the grid document of a model on a cluster."""
         of = self.of.models[model]
         budgets = set(product(of.memory_gib or self.of.memory_gib, of.global_batch_size or self.of.global_batch_size))
         budgets |= {(each.memory_gib, each.global_batch_size) for each in of.published if each.cluster == cluster}
@@ -92,29 +92,29 @@ class GridFile:
         return _document(Grid, {"searches": searches}, str(self.file))
 
     def front_json(self, name: str) -> str:
-        """The search file of a front."""
+        """Return the search document of a front."""
         of = self.of.fronts[name]
         asked = self._search(of.model, name, of.memory_gib, of.global_batch_size, of.space)
         return _document(SearchRequest, asked, str(self.file))
 
     def front_inputs(self, name: str) -> Inputs:
-        """What a front reads."""
+        """Return the files that the search of a front reads."""
         return self.inputs(self.of.fronts[name].model, self.of.fronts[name].cluster)
 
     @property
     def fronts(self) -> list[str]:
-        """The tables of the grid's fronts."""
+        """Return the paths of the tables of the grid's fronts."""
         return [f"{self.folder}/fronts/{name}/front.csv" for name in self.of.fronts]
 
     def cluster_json(self, name: str) -> str:
-        """The cluster that published tables are of."""
+        """Return the document of a cluster that published tables are of."""
         parts = self._nodes_of(name)
         nodes = [{"node_type": self._node_type(part), "count": count} for part, count in parts.items()]
         node_types = {self._node_type(part): _node_of(self.of.clusters[part]) for part in parts}
         return _document(Cluster, {"name": name, "nodes": nodes, "node_types": node_types}, str(self.file))
 
     def _nodes_of(self, cluster: str) -> Mapping[str, int]:
-        """Nodes by the cluster that is of their device alone."""
+        """Return the number of nodes by cluster of a single device."""
         mixed = self.of.mixed_clusters.get(cluster)
         return mixed.nodes_of if mixed else {cluster: self.of.clusters[cluster].nodes}
 
@@ -122,7 +122,7 @@ class GridFile:
         return self.of.clusters[cluster].device.lower()
 
     def inputs(self, model: str, cluster: str) -> Inputs:
-        """What a search of a pair reads."""
+        """Return the files that a search of a pair reads."""
         if self._own:
             own, node_types = self._described(model), self._workflow.of.clusters[cluster].node_types
             return Inputs(
@@ -141,7 +141,7 @@ class GridFile:
         )
 
     def published(self, model: str, cluster: str) -> list[tuple[str, Published]]:
-        """The published plans of a pair, each with the path of its plan as it is imported."""
+        """Return the published plans of a pair, each with the path of its plan as it is imported."""
         folder = f"{self.folder}/published/{model}@{cluster}"
         return [
             (f"{folder}/{_size_name(each.memory_gib, each.global_batch_size)}.json", each)
@@ -150,7 +150,7 @@ class GridFile:
         ]
 
     def published_lines(self, model: str, cluster: str) -> Iterator[str]:
-        """The commands that import and evaluate the published plans of a pair, for `shardwright-search batch`."""
+        """Yield the commands that import and evaluate the published plans of a pair, for `shardwright-search batch`."""
         files = self.inputs(model, cluster)
         for path, each in self.published(model, cluster):
             further = [] if each.num_microbatches is None else ["--num-microbatches", str(each.num_microbatches)]
@@ -163,15 +163,15 @@ class GridFile:
             yield shlex.join(["evaluate", path, *files.profiles, "--out", prediction])
 
     def _described(self, model: str) -> str:
-        """What the model's file is called, or the configuration's model."""
+        """Return the name of the model's file, or of the configuration's model."""
         return self.of.models[model].description or model
 
     def even_folder(self, model: str, cluster: str) -> str | None:
-        """Where the even plans of a pair lie, if it has any."""
+        """Return the folder of the even plans of a pair, or None where it has none."""
         return f"{self.folder}/even/{model}@{cluster}" if self.of.models[model].even else None
 
     def even_lines(self, model: str, cluster: str) -> Iterator[str]:
-        """The commands that make and evaluate the even plan of each batch size, for `shardwright-search batch`."""
+        """Yield the commands that make and evaluate each batch size's even plan, for `shardwright-search batch`."""
         of, files = self.of.models[model], self.inputs(model, cluster)
         batches = of.global_batch_size or self.of.global_batch_size
         for batch, path in ((batch, f"{self.even_folder(model, cluster)}/b{batch}.json") for batch in batches):
@@ -183,7 +183,7 @@ class GridFile:
                 yield shlex.join(["evaluate", path, *files.profiles, "--out", prediction])
 
     def _computed(self, model: str) -> dict[str, Any]:
-        """The number formats and kernels of a model's searches, as options of a plan."""
+        """Return the number formats and kernels of a model's searches, as options of a plan."""
         asked = self._search(model, "even", None, 1, Space.FULL)
         request = converted(asked, SearchRequest, "", str(self.file))
         formats = {
@@ -238,7 +238,7 @@ def _node_of(cluster: GridCluster) -> dict[str, Any]:
 
 
 def read_grids(root: Path, workflow: Workflow) -> dict[str, GridFile]:
-    """The grids by name; those of own models are left out where the configuration has not all of them.
+    """Return the grids by name; those of own models are left out where the configuration has not all of them.
 
     Raises BadInput.
     """
@@ -248,7 +248,7 @@ def read_grids(root: Path, workflow: Workflow) -> dict[str, GridFile]:
 
 
 def _size_name(memory_gib: float, batch: int) -> str:
-    """What the cells of a budget and a batch begin with, and the published plan for both is called."""
+    """Return the prefix of the cells' names for a budget and batch, which also names the published plan for both."""
     return f"m{memory_gib:g}-b{batch}"
 
 

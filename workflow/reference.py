@@ -1,4 +1,4 @@
-"""What `snakemake reference` imports of published profiles: which files, and the commands that make them."""
+"""Imports of published profiles for `snakemake reference`: their files, and the commands that make them."""
 
 import json
 import shlex
@@ -12,7 +12,7 @@ from configuration_files import read_yaml
 _FOLDER = "results/reference"
 _SDIST = f"{_FOLDER}/hetu-galvatron"
 _TABLES = {"allreduce": "allreduce_bandwidth", "p2p": "p2p_bandwidth", "sp_time": "sp_time"}
-"""What Galvatron's hardware tables are called, by the option that takes them."""
+"""Names of Galvatron's hardware tables, by the option that takes them."""
 
 
 class Reference:
@@ -32,11 +32,11 @@ class Reference:
         self._described: Mapping[str, Any] = described | fasop
 
     def configs(self) -> Mapping[str, str]:
-        """The Hugging Face configuration of each model, its preset's with what differs, by path."""
+        """Return the Hugging Face configuration of each model, its preset's with what differs, by path."""
         return {f"{_FOLDER}/models/{name}/config.json": self._config(of) for name, of in self._described.items()}
 
     def describe_lines(self) -> list[str]:
-        """The commands that describe every model at every length, for `shardwright-train batch`."""
+        """Return the commands that describe every model at every length, for `shardwright-train batch`."""
         return [
             _line("describe", f"{_FOLDER}/models/{name}", name=name, sequence_length=length, out=_model(name, length))
             for name, of in self._described.items()
@@ -44,7 +44,7 @@ class Reference:
         ]
 
     def import_lines(self) -> list[str]:
-        """The commands that import every profile, for `shardwright-profile batch`; hardware comes first."""
+        """Return the commands that import every profile, for `shardwright-profile batch`; hardware comes first."""
         fasop = (
             self._fasop_profile(f"fasop-{model}@{gpu}", model, gpu)
             for model in self._fasop["models"]
@@ -105,7 +105,7 @@ class Reference:
 
 
 def outputs(lines: Iterable[str]) -> Iterator[str]:
-    """The files that the commands of some lines write."""
+    """Yield the files that the commands of some lines write."""
     for words in map(shlex.split, lines):
         yield from (path for option, path in pairwise(words) if option in ("--out", "--model-out"))
 
@@ -123,7 +123,7 @@ def _profile(name: str) -> str:
 
 
 def _line(*words: str, **options: object) -> str:
-    """A command as a line of a batch; a list repeats its option."""
+    """Return a command as a line of a batch; a list repeats its option."""
     spelled = list(words)
     for name, value in options.items():
         for each in value if isinstance(value, list) else [value]:

@@ -1,4 +1,4 @@
-"""What a job that starts ranks asks Slurm for: nodes of several types are the components of one heterogeneous job."""
+"""Slurm resources of a job that starts ranks: nodes of several types are the components of one heterogeneous job."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -8,24 +8,24 @@ from typing import NamedTuple
 from configuration_types import ClusterNodes, NodeKind, Slurm
 
 _NAMED = {"slurm_partition": "-p", "slurm_account": "-A", "constraint": "-C"}
-"""Resources that are left to the profile where no node type says them, and the options of sbatch they become."""
+"""Resources that are left to the profile where no node type sets them, and the options of sbatch they become."""
 
 
 class Component(NamedTuple):
-    """Equal nodes that follow one another in rank order."""
+    """A component: equal nodes that follow one another in rank order."""
 
     nodes: int
     slurm: Slurm
 
     def named(self, defaults: Mapping[str, str]) -> dict[str, str]:
-        """The resources of `_NAMED` that its node type says, or else these defaults."""
+        """Return the resources of `_NAMED` that the node type sets, or else these defaults."""
         said = zip(_NAMED, (self.slurm.partition, self.slurm.account, self.slurm.constraint), strict=True)
         found = ((name, defaults.get(name) if own is None else own) for name, own in said)
         return {name: value for name, value in found if value is not None}
 
 
 def components_of(cluster: ClusterNodes, node_types: Mapping[str, NodeKind]) -> tuple[Component, ...]:
-    """A cluster's nodes in rank order, neighbours of one type together; one node where it stands for all of them."""
+    """Return a cluster's nodes in rank order, neighbours of one type together; one node where it stands for all."""
     if cluster.all_nodes_here:
         return (Component(1, node_types[cluster.node_types[0]].slurm),)
     return tuple(
@@ -37,7 +37,7 @@ def components_of(cluster: ClusterNodes, node_types: Mapping[str, NodeKind]) -> 
 def job_resources(
     components: Sequence[Component], runtime_min: int, defaults: Mapping[str, str] | None = None, each: str = ""
 ) -> dict[str, int | str]:
-    """What a job on these nodes asks for, as resources of Snakemake: `runtime` in minutes, `mem_mb` for each node.
+    """Return the resources of a job on these nodes for Snakemake: `runtime` in minutes, `mem_mb` for each node.
 
     `mpi` tells the plugin that the job starts srun itself; on_nodes.sh is told `node_groups`, as one word. The other
     resources are the first component's; those behind it stand in `slurm_extra`, which comes last in the options of
@@ -65,20 +65,20 @@ def job_resources(
 
 
 def _started(component: Component, nodes: int) -> str:
-    """A component as on_nodes.sh is told of it; a single node exchanges nothing by an interface."""
+    """Return a component in the form that on_nodes.sh reads; a single node needs no interface."""
     interface = component.slurm.socket_interface if nodes > 1 else None
     at = f"@{interface}" if interface else ""
     return f"{component.nodes}x{component.slurm.cpus_per_node}{at}"
 
 
 def _extra(component: Component, each: str) -> str:
-    """What the plugin has no resource for."""
+    """Return the options of sbatch that the plugin has no resource for."""
     gpus = component.slurm.gpus_per_node
     return " ".join(filter(None, ("--exclusive", f"--gpus-per-node={gpus}" if gpus else "", each)))
 
 
 def _options(component: Component, minutes: int, defaults: Mapping[str, str], each: str) -> str:
-    """All options of a component that the plugin knows nothing of.
+    """Return all options of a component that the plugin knows nothing of.
 
     It refuses in `slurm_extra` what it says itself, of the first component: these are spelled so that it does not.
     """

@@ -3,11 +3,11 @@
 from types import ModuleType
 
 _FIRST = "+0"
-"""What squeue writes behind the number of a heterogeneous job for its first component, which the job ends with."""
+"""Suffix of squeue after a heterogeneous job's number for its first component, with which the job ends."""
 
 
 def know_heterogeneous_jobs(plugin: ModuleType) -> None:
-    """Let the plugin find the state of a job 7 that squeue calls 7+0; without, it waits on after the job's end."""
+    """Let the plugin find the state of a job 7 that squeue calls 7+0; without this, it waits on after the job's end."""
     query = plugin.query_job_status
 
     async def by_number(*arguments: object) -> tuple[dict[str, str] | None, float | None]:

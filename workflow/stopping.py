@@ -1,4 +1,4 @@
-"""How long before its time limit a job of Slurm asks for the signal that lets a run stop in order."""
+"""The time before its limit at which a job of Slurm asks for the signal that lets a run stop in order."""
 
 import os
 from math import ceil
@@ -10,22 +10,22 @@ from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Prediction
 
 START_S = 30.0
-"""For the signal's way to the ranks and their end, beside steps and saves: an assumption."""
+"""Seconds for the signal's way to the ranks and their end, besides steps and saves: an assumption."""
 SAVE_BYTES_PER_S = 200e6
-"""What a shared file system takes in, an assumption on the slow side; `grace_s` of a run says better."""
+"""Bytes per second that a shared file system takes in: a low assumption; a run's `grace_s` overrides it."""
 _STATE_BYTES = 12
-"""Of a parameter in a checkpoint: itself and AdamW's two moments, in 32 bits."""
+"""Bytes of a parameter in a checkpoint: itself and AdamW's two moments, in 32 bits."""
 _SAVES = 2
-"""A save may be under way when the signal comes."""
+"""Number of saves to allow for: one may be under way when the signal comes."""
 _STEPS = 2
-"""The one that the signal comes in, and as much again should steps take longer than predicted."""
+"""Number of steps to allow for: the one that the signal comes in, and one in case steps are slower than predicted."""
 
 
 def signal_lead_s(plan: Path, prediction: Path, grace_s: float | None, runtime_min: int) -> int:
-    """Seconds before a job's end at which Slurm is to signal it: `grace_s` where it is said, else what a stop may take.
+    """Return the seconds before a job's end at which Slurm is to signal it: `grace_s`, else the time of a stop.
 
-    That is two predicted steps, two saves and a start. Raises FileNotFoundError while the files are not there
-    yet, BadInput where half of the job would be spent so.
+    A stop takes two predicted steps, two saves and a start. Raises FileNotFoundError while the files are not there yet,
+    BadInput where half of the job would be spent so.
     """
     lead_s = grace_s
     if lead_s is None:
@@ -41,7 +41,7 @@ def signal_lead_s(plan: Path, prediction: Path, grace_s: float | None, runtime_m
 
 
 def _predicted_step_s(plan: Plan, prediction: Prediction) -> float:
-    """Of the chosen plan or, where the measured winner was selected, of that runner-up."""
+    """Return the predicted step time of the plan: the chosen one or, if the measured winner was selected, that one."""
     estimates = {prediction.plan_sha256: prediction.estimate}
     estimates |= {runner_up.plan.sha256: runner_up.estimate for runner_up in prediction.runners_up}
     return estimates[plan.sha256].simulated_step_time_s

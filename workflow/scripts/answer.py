@@ -1,4 +1,4 @@
-"""What the report begins with: each search's plan, its step time, memory and price, how sure that is, and why."""
+"""The answers that open the report: each search's plan, step time, memory and price, how sure that is, and why."""
 
 from collections.abc import Iterator
 from html import escape
@@ -13,13 +13,13 @@ _KINDS = ("analytic", "assumed", "absent")
 
 
 def answer(search: SearchOutcome) -> str:
-    """One card: a search's answer in a few lines."""
+    """Return a card with a search's answer in a few lines."""
     lines = "".join(f"<dt>{name}</dt><dd>{escape(words)}</dd>" for name, words in _lines(search, search.in_use))
     return f'<div class="answer"><b>{escape(search.name)}</b><dl>{lines}</dl></div>'
 
 
 def provenance(search: SearchOutcome) -> dict[str, str]:
-    """What of a prediction nobody measured, by kind: the first warning of each, which says how far that may be off."""
+    """Return the first warning on each kind of number that was not measured, by kind; it says how far off it may be."""
     found: dict[str, str] = {}
     for warning in search.prediction.warnings:
         for kind in _KINDS:
@@ -29,9 +29,9 @@ def provenance(search: SearchOutcome) -> dict[str, str]:
 
 
 def fits_by(search: SearchOutcome, of: Comparison) -> int | None:
-    """What is left of the budget of the search's fullest device, in bytes, as measured or else as predicted.
+    """Return the bytes left of the budget on the search's fullest device, as measured or else as predicted.
 
-    Negative where it does not fit; nothing where no budget was set.
+    The result is negative where the plan does not fit; None where no budget was set.
     """
     budget = search.prediction.memory_budget_bytes
     held = of.estimate.memory_bytes if of.measured_bytes is None else of.measured_bytes
@@ -100,7 +100,7 @@ def _sure(search: SearchOutcome, of: Comparison) -> Iterator[str]:
 
 
 def _why(search: SearchOutcome, of: Comparison) -> Iterator[str]:
-    """What a step is made of, which stage is fullest, and what the best plan of another configuration takes."""
+    """Yield the shares of a step, the fullest stage, and the time of the best plan of another configuration."""
     yield ", ".join(_shares(of))
     held = [stage.memory_bytes for stage in of.estimate.stages]
     if len(held) > 1:
@@ -115,7 +115,7 @@ def _why(search: SearchOutcome, of: Comparison) -> Iterator[str]:
 
 
 def _shares(of: Comparison) -> Iterator[str]:
-    """Of the closed form of a step."""
+    """Yield the shares of a step by its closed form."""
     parts, step_s = step_parts(of.plan, of.estimate), of.estimate.objective_s or 1.0
     slowest = f" of stage {parts.slowest}, the slowest" if len(of.plan.stages) > 1 else ""
     yield f"{parts.bottleneck_s / step_s:.1%} of a step are forward and backward passes{slowest}"

@@ -21,7 +21,7 @@ _OTHERS = {
 
 
 def front_markdown(path: Path) -> str:
-    """A section: the points of a front.csv, the fastest first, and what became of all other sub-clusters."""
+    """Return a section on a front.csv: its points, the fastest first, and counts of other sub-clusters by status."""
     rows = pd.read_csv(path, keep_default_na=False)
     points = rows[rows["status"] == str(Status.FRONT)].to_dict("records")
     plans = [read_document(path.parent / str(point["plan"]), Plan) for point in points]
@@ -40,7 +40,7 @@ def front_markdown(path: Path) -> str:
 
 
 def markdown_line(cells: Sequence[str]) -> str:
-    """A row of a Markdown table."""
+    """Return a row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 

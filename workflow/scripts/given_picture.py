@@ -12,7 +12,7 @@ _DRAWN = {"svg", "g", "defs", "pattern", "title", "rect", "line", "polyline", "p
 
 
 class GivenPicture(NamedTuple):
-    """A picture and what it is called."""
+    """A picture and its name."""
 
     name: str
     drawing: str
@@ -20,7 +20,7 @@ class GivenPicture(NamedTuple):
 
 
 def read_picture(path: Path) -> GivenPicture:
-    """A picture as `shardwright_formats.display.svg.document` writes it.
+    """Return a picture that `shardwright_formats.display.svg.document` wrote.
 
     Raises BadInput where it is another kind of file, or holds what could do more than be looked at.
     """

@@ -14,7 +14,7 @@ _COLUMNS = (
 
 
 def table(searches: Sequence[SearchOutcome]) -> str:
-    """The rows as CSV, with a header."""
+    """Return the rows as CSV, with a header."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(_COLUMNS)

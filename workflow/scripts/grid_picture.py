@@ -1,4 +1,4 @@
-"""The picture of a grid: how much longer than the full space's plan each space's takes, one row for each size."""
+"""The picture of a grid: each space's step time over the full space's, one row for each size."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _LEAST_RANGE = 2.0
 
 
 def draw_grid(cells: pd.DataFrame, size: Sequence[str], ours: str) -> str:
-    """Draw the ratio of predicted step times on a logarithmic axis; who has no plan has no mark."""
+    """Draw the ratio of predicted step times on a logarithmic axis; a space without a plan has no mark."""
     spaces = [space for space in dict.fromkeys(cells["space"]) if space != ours]
     own = cells[cells["space"] == ours].set_index(list(size))["predicted_step_s"]
     rows = [key for key in own.index if pd.notna(own[key])]

@@ -1,4 +1,4 @@
-"""What came of a grid: CSV and HDF5 of every cell, a Markdown table of searches beside baselines, a picture.
+"""Tables of a grid: CSV and HDF5 of every cell, a Markdown table of searches and baselines, and a picture.
 
 python workflow/scripts/grid_tables.py tables results/grids/galvatron --folder results/cells
 python workflow/scripts/grid_tables.py plans results/grids/g/answers/m@c.json --folder results/cells --out plans.json
@@ -35,13 +35,13 @@ class TablesOptions(Options, frozen=True, kw_only=True):
     """Write NAME.csv, NAME.h5, NAME.md and NAME.svg of a grid. Times are in s, memory is in bytes."""
 
     name: Annotated[Path, POSITIONAL]
-    """Folder of the grid's cells and answers; the tables are written beside it."""
+    """Folder of the grid's cells and answers; the tables are written next to it."""
     folder: Path
     """Folder of the plans."""
     measured: tuple[Path, ...] = ()
     """Measurements of the plans."""
     front: tuple[Path, ...] = ()
-    """Tables of fronts, front.csv, each with its plans beside it."""
+    """Tables of fronts, front.csv, each with its plans in the same folder."""
 
 
 class PlansOptions(Options, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class PlansOptions(Options, frozen=True, kw_only=True):
 
 
 def write_tables(options: TablesOptions) -> None:
-    """Write all four."""
+    """Write the four files of a grid's results."""
     times = {
         _decision(plan.plan): median(plan.step_times_s)
         for path in options.measured
@@ -73,7 +73,7 @@ def write_tables(options: TablesOptions) -> None:
 
 
 def write_plans(options: PlansOptions) -> None:
-    """Write them, one for each decision."""
+    """Write the different plans of a list of answers, one for each decision."""
     cells = read_document(options.answers, GridAnswers).cells
     found = [read_document(options.folder / f"{cell.key}.json", Plan) for cell in cells if cell.reason is None]
     even = [read_document(path, Plan) for path in sorted(options.even.glob("b*[0-9].json"))] if options.even else []
@@ -91,7 +91,7 @@ def write_plans(options: PlansOptions) -> None:
 
 
 def _decision(plan: Plan) -> str:
-    """What is the same for plans of several cells that differ in the cell's name alone."""
+    """Return the hash that plans of several cells share if they differ in the cell's name alone."""
     return msgspec.structs.replace(plan, name="plan").sha256
 
 
@@ -116,14 +116,14 @@ def _rows(name: Path, folder: Path, times: dict[str, float]) -> Iterator[dict[st
 
 
 def _lack(path: Path, memory_gib: object) -> str | None:
-    """Why a plan that was not searched for a budget does not count there."""
+    """Return why a plan that was not searched for a budget does not fit it, or None."""
     held = read_document(path.with_suffix(".prediction.json"), Prediction).estimate.memory_bytes
     over = held - memory_gib * 2**30 if isinstance(memory_gib, float) else 0
     return f"does not fit: it lacks {over:.0f} bytes" if over > 0 else None
 
 
 def _found(path: Path, reason: str | None, times: dict[str, float]) -> dict[str, Any]:
-    """What is known of the plan of a cell; without one, why there is none."""
+    """Return the figures of the plan of a cell; without a plan, the reason why there is none."""
     names = (
         "predicted_step_s", "samples_per_s", "predicted_memory_bytes", "gap", "measured_step_s", "pp_size",
         "num_microbatches", "layers", "plan_sha256", "reason",
@@ -148,13 +148,13 @@ def _published(path: Path | None) -> dict[str, Any]:
 
 
 def _typed(cells: pd.DataFrame) -> pd.DataFrame:
-    """The same with numbers in all columns but those of texts, NaN where there is none, even in a whole column."""
+    """Return the cells with numbers in all columns but texts; NaN where there is none, even in a whole column."""
     numbers = cells.columns.difference(["global_batch_size", *_TEXTS])
     return cells.astype(dict.fromkeys(numbers, float))
 
 
 def _write_hdf5(path: Path, cells: pd.DataFrame) -> None:
-    """One dataset for each column, in the order of the rows; what is absent is NaN, or an empty text."""
+    """Write one dataset for each column, in the order of the rows; absent values are NaN, or an empty text."""
     with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
         for column in cells:
             if column in _TEXTS:
@@ -165,7 +165,7 @@ def _write_hdf5(path: Path, cells: pd.DataFrame) -> None:
 
 
 def _markdown(cells: pd.DataFrame) -> str:
-    """Samples a second of every space; how much faster the full one is than the best other and a published plan."""
+    """Return a table of samples per second by space, with the full space's gain over the best other and published."""
     is_measured = cells["measured_step_s"].notna().any()
     cells = cells.assign(speed=_speed(cells, measured=is_measured))
     spaces = list(dict.fromkeys(cells["space"]))
@@ -203,7 +203,7 @@ def _speed(cells: pd.DataFrame, *, measured: bool) -> "pd.Series[float]":
 
 
 def _too_large(row: "pd.Series[Any]", memory_gib: float) -> str:
-    """Where the published plan needs more than the budget by the same count."""
+    """Return a note where the published plan needs more than the budget by the same count, else an empty text."""
     over = row["published_memory_bytes"] / 2**30 - memory_gib
     return f" (it lacks {over:.1f} GiB)" if over > 0 else ""
 

@@ -1,4 +1,4 @@
-"""The loss curve of a training run, and the times of its steps beside the predicted one."""
+"""Pictures of a training run's loss curve, and of its step times with the predicted one."""
 
 from statistics import median
 
@@ -11,7 +11,7 @@ _HEIGHT, _LEFT, _RIGHT, _BOTTOM = 260.0, 48.0, 64.0, 222.0
 
 
 def draw_loss(run: RunOutcome) -> str:
-    """Draw loss against step, and what evaluations came to; the loss's axis starts at a round value below the least."""
+    """Draw loss and evaluations against step; the loss's axis starts at a round value below the least."""
     losses = [step.loss for step in run.steps]
     evaluated = [(step.step, step.evaluation.loss) for step in run.steps if step.evaluation is not None]
     drawn = [*losses, *(loss for _, loss in evaluated)]
@@ -31,7 +31,7 @@ def draw_loss(run: RunOutcome) -> str:
 
 
 def draw_step_times(run: RunOutcome) -> str:
-    """Draw the time of each step against its number, and the predicted one as a line across.
+    """Draw the time of each step against its number, and the predicted one as a horizontal line.
 
     The axis ends at three medians, so that a first step that compiles or warms up does not flatten the rest.
     """

@@ -1,4 +1,4 @@
-"""What the pipeline stages hold: memory by term against the budget."""
+"""The picture of the pipeline stages' memory by term against the budget."""
 
 from shardwright_formats.display.chart import bytes_axis
 from shardwright_formats.display.svg import PALETTE, WIDTH, bar, element, legend, line, picture, text

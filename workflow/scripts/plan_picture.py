@@ -1,4 +1,4 @@
-"""A plan as a picture: its layers from left to right, its pipeline stages from top to bottom, coloured by strategy."""
+"""The picture of a plan: layers from left to right, pipeline stages from top to bottom, coloured by strategy."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strateg
 
 _LEFT, _ROW, _GAP = 150.0, 46.0, 8.0
 _WORD = 30.0
-"""Room that the words above a cell need."""
+"""Width in px that the words above a cell need."""
 # Recomputed layers are hatched, so that the colour is left for how they are sharded.
 _HATCH = (
     '<pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -26,7 +26,7 @@ class StrategyColours:
         self._colours = {sharding: PALETTE[i % len(PALETTE)] for i, sharding in enumerate(shardings)}
 
     def of(self, strategy: Strategy) -> str:
-        """A CSS colour."""
+        """Return the CSS colour of a strategy."""
         return self._colours[_sharding(strategy)]
 
 
@@ -78,7 +78,7 @@ def _cell(x: float, y: float, width: float, name: str, strategy: Strategy, colou
 
 
 def _label(x: float, width: float, name: str) -> str:
-    """Above its cell; where cells are narrower than the words, those at both ends stand left of their cell's end."""
+    """Draw the label above a cell; where cells are too narrow, labels at both ends stand left of their cell's end."""
     is_end, words = name in (EMBEDDING, HEAD), {EMBEDDING: "emb", HEAD: "head"}.get(name, name)
     if is_end and width < _WORD:
         return text(x + width, 16, words, text_anchor="end", class_="soft small")

@@ -30,7 +30,7 @@ class Section(NamedTuple):
 
     title: str
     content: str
-    """HTML, its heading not included."""
+    """HTML without the heading."""
 
 
 def page(
@@ -39,7 +39,7 @@ def page(
     profiles: Sequence[ProfileOutcome] = (),
     pictures: Sequence[GivenPicture] = (),
 ) -> str:
-    """The whole page."""
+    """Return the whole page."""
     colours = StrategyColours(plan for search in searches for plan in (search.plan, search.in_use.plan))
     answers = [answer(search) + _drawing(draw_plan(search.in_use.plan, colours)) for search in searches]
     answers[1:1] = ['<p class="soft">Pictures grow when they are clicked.</p>']
@@ -153,7 +153,7 @@ def _proof_and_warnings(search: SearchOutcome) -> str:
 
 
 def _measured(search: SearchOutcome) -> str:
-    """Every plan as predicted and as measured, the ranks of those that were run, and the factors learned from them."""
+    """Return the section of plans predicted and measured, their ranks, and the factors learned from them."""
     drawn = f"<h3>Predicted against measured (ratio: measured over predicted)</h3>{plans_table(search.comparisons)}"
     if changed := speed_text(search.comparisons):
         drawn += f"<p><strong>{changed[0].upper()}{changed[1:]}.</strong></p>"
@@ -166,7 +166,7 @@ def _measured(search: SearchOutcome) -> str:
 
 
 def _profile_section(found: ProfileOutcome) -> str:
-    """Where a profile's numbers come from, how well curves explain them, and their picture."""
+    """Return the section of a profile: sources of its numbers, errors of its curves, notes and picture."""
     origin, provenance, layers = found.profile.origin, found.profile.provenance, found.profile.layers
     numbers = ("forward_source", "backward_source", "activation_source", "workspace_source")
     sources = sorted({getattr(row, name) for row in layers.rows for name in numbers})
@@ -191,7 +191,7 @@ def _figure(title: str, drawing: str) -> str:
 
 
 def _drawing(drawing: str) -> str:
-    """As wide as the page; clicked, as wide as it was drawn, to be scrolled, without a script."""
+    """Return a drawing as wide as the page, which a click shows at its own width, to be scrolled, without a script."""
     return f'<label class="wide"><input type="checkbox" aria-label="larger"/>{drawing}</label>'
 
 

@@ -1,4 +1,4 @@
-"""Every number of the report, for programs."""
+"""The numbers of the report, for programs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from shardwright_formats.display.node_types import node_type_uses
 def numbers(
     searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome], profiles: Sequence[ProfileOutcome] = ()
 ) -> bytes:
-    """JSON: by name, what is believed and measured of searches, runs and profiles; times in s, sizes in bytes."""
+    """Return JSON by name: predictions and measurements of searches, runs and profiles; times in s, sizes in bytes."""
     every = {
         "searches": {search.name: _search(search) for search in searches},
         "runs": {run.name: {"result": run.result, "steps": run.steps} for run in runs},

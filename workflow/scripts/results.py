@@ -1,4 +1,4 @@
-"""What a page or a table about results needs of them: read, matched with one another, and put in words."""
+"""The results of searches, runs and profiles: read, matched with one another, and formatted for pages and tables."""
 
 from collections.abc import Sequence, Set
 from itertools import groupby
@@ -24,51 +24,51 @@ _SEQUENCE_PARALLEL = {SequenceParallel.MEGATRON: "Megatron SP", SequenceParallel
 
 
 class Comparison(NamedTuple):
-    """One plan as predicted and, where it was run, as measured."""
+    """The prediction of one plan and, where it was run, its measurement."""
 
     role: str
     plan: Plan
     estimate: Estimate
     measured: PlanMeasurement | None
     taken: bool = False
-    """Whether it was the fastest that fits once measured, and runs take it for that."""
+    """Whether the plan was selected as the fastest measured one that fits, so that runs take it."""
     reference_s: float = 0.0
-    """Of the reference workload on the machine as it was profiled; 0 where none was run."""
+    """Seconds of the reference workload on the machine as it was profiled; 0 where none was run."""
 
     @property
     def name(self) -> str:
-        """The plan's role, and whether it was selected."""
+        """Return the plan's role, and whether it was selected."""
         return f"{self.role}, selected" if self.taken else self.role
 
     @property
     def measured_time_s(self) -> float | None:
-        """Median step time in seconds."""
+        """Return the median step time in seconds."""
         return None if self.measured is None else median(self.measured.step_times_s)
 
     @property
     def slowdown(self) -> float:
-        """How many times as slow as when it was profiled the machine was while this was measured."""
+        """Return the machine's slowdown while this was measured, relative to when it was profiled."""
         return 1.0 if self.measured is None else self.measured.slowdown(self.reference_s)
 
     @property
     def measured_bytes(self) -> int | None:
-        """Peak memory of the fullest rank, in bytes."""
+        """Return the peak memory of the fullest rank, in bytes."""
         return None if self.measured is None else self.measured.peak_bytes
 
 
 class SearchOutcome(NamedTuple):
-    """A search: its plan, what is believed about it, and the plan and its runners-up against what was measured."""
+    """A search: its plan, the prediction, and the plan and its runners-up compared with their measurements."""
 
     name: str
     plan: Plan
     prediction: Prediction
     comparisons: tuple[Comparison, ...]
     correction: Correction | None = None
-    """What these measured plans taught."""
+    """Correction learned from these measured plans."""
 
     @property
     def in_use(self) -> Comparison:
-        """The plan that runs take: the fastest that fits once measured, if it was selected, or the predicted best."""
+        """Return the plan that runs take: the fastest measured one that fits, if selected, or the predicted best."""
         return next((of for of in self.comparisons if of.taken), self.comparisons[0])
 
 
@@ -86,17 +86,17 @@ class ProfileOutcome(NamedTuple):
     name: str
     profile: ModelProfile
     picture: bytes
-    """SVG."""
+    """Picture of the profile as SVG."""
 
 
 def read_profile(results: Path, name: str) -> ProfileOutcome:
-    """A profile by its file's name, `MODEL@NODE_TYPE`; BadInput where it cannot be read."""
+    """Return a profile by its file's name, `MODEL@NODE_TYPE`; raise BadInput where it cannot be read."""
     profile = read_model_profile(results / "profiles" / f"{name}.h5")
     return ProfileOutcome(name, profile, read_bytes(results / "pictures" / f"{name}.svg"))
 
 
 def read_search(results: Path, name: str, *, selected: bool = False) -> SearchOutcome:
-    """Read a search's plan, its prediction and, where there are any, its measurement and what that taught.
+    """Return a search's plan, its prediction and, where there are any, its measurement and the learned correction.
 
     Where the plan that runs take was `selected` among the measured ones, it is marked. Raises BadInput when a file
     cannot be read, or when the prediction belongs to another plan.
@@ -124,14 +124,14 @@ def read_search(results: Path, name: str, *, selected: bool = False) -> SearchOu
 
 
 def _correction(results: Path, name: str, measured: Set[str]) -> Correction | None:
-    """What the plans of a search taught; nothing where the file is about others, measured before."""
+    """Return the correction learned from a search's plans; None where the file is about others, measured before."""
     path = results / "corrections" / f"{name}.json"
     found = read_document(path, Correction) if path.exists() else None
     return found if found is not None and measured >= set(found.plans_sha256) else None
 
 
 def read_run(results: Path, name: str) -> RunOutcome:
-    """Read a finished run; raises BadInput when a file cannot be read."""
+    """Return a finished run; raise BadInput where a file cannot be read."""
     folder = results / "runs" / name
     result = read_document(folder / "DONE.json", RunResult)
     path = folder / "metrics.jsonl"
@@ -147,7 +147,7 @@ def read_run(results: Path, name: str) -> RunOutcome:
 
 
 def speed_text(comparisons: Sequence[Comparison]) -> str | None:
-    """Whether the machine has changed since it was profiled, by more than 5 % for any plan that was measured."""
+    """Return a sentence if the machine's speed since it was profiled differs by more than 5 % for any measured plan."""
     found = [of.slowdown for of in comparisons if of.measured is not None]
     if not any(abs(slowdown - 1) > _SAME_SPEED for slowdown in found):
         return None
@@ -159,7 +159,7 @@ def speed_text(comparisons: Sequence[Comparison]) -> str | None:
 
 
 def evaluation_text(run: RunOutcome) -> str:
-    """What the last evaluation of a run came to, and the best, where that was kept."""
+    """Return a sentence on the last evaluation of a run, and on the best, where that was kept."""
     step, found = next((s.step, s.evaluation) for s in reversed(run.steps) if s.evaluation is not None)
     perplexity = "" if found.perplexity is None else f" (perplexity {found.perplexity:.6g})"
     words = f"Validation loss {found.loss:.4f}{perplexity} after step {step}, over {found.labels:,} labels"
@@ -168,17 +168,17 @@ def evaluation_text(run: RunOutcome) -> str:
 
 
 def ratio_text(predicted: float, measured: float | None) -> str:
-    """Measured over predicted with two decimals, or a dash where nothing was measured."""
+    """Return measured over predicted with two decimals, or a dash where nothing was measured."""
     return "–" if measured is None or not predicted else f"{measured / predicted:.2f}"
 
 
 def strategy_text(strategy: Strategy) -> str:
-    """A strategy in words; what does not apply is left out."""
+    """Return a strategy as text; what does not apply is left out."""
     return ", ".join(strategy_words(strategy))
 
 
 def strategy_words(strategy: Strategy) -> tuple[str, ...]:
-    """The same, word by word."""
+    """Return the parts of a strategy's text; what does not apply is left out."""
     words = []
     if strategy.tp_size > 1:
         strided = "" if strategy.tp_consecutive else " strided"
@@ -194,7 +194,7 @@ def strategy_words(strategy: Strategy) -> tuple[str, ...]:
 
 
 def layers_text(plan: Plan) -> str:
-    """The layers' strategies in order, equal neighbours together, pipeline stages apart; first what all have."""
+    """Return the layers' strategies in order, equal neighbours together, stages apart; first what all layers share."""
     words = [strategy_words(layer) for layer in plan.layers]
     shared = [word for word in words[0] if len(set(words)) > 1 and all(word in own for own in words)]
     parts = []
@@ -208,12 +208,12 @@ def layers_text(plan: Plan) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """A plan in one line."""
+    """Return a plan in one line."""
     return f"{shape_text(plan)}; layers: {layers_text(plan)}"
 
 
 def shape_text(plan: Plan) -> str:
-    """Its pipeline and its microbatches."""
+    """Return a text of a plan's pipeline and microbatches."""
     stages, microbatches = len(plan.stages), plan.num_microbatches
     pipeline = f"pp {stages} ({plan.schedule})" if stages > 1 else "pp 1"
     return f"{pipeline}, {microbatches} microbatch{'' if microbatches == 1 else 'es'}"

@@ -1,4 +1,4 @@
-"""What came of searches and runs: a page, a summary, a table, a picture of a plan.
+"""Outputs on searches and runs: a page, a summary, a table, a picture of a plan.
 
 python workflow/scripts/show.py page --results results --search roomy --run demo --out results/report.html
 python workflow/scripts/show.py picture results/plans/tight.json --out docs/images/plan.svg
@@ -28,16 +28,16 @@ class ResultsOptions(Options, frozen=True, kw_only=True):
     search: tuple[str, ...] = ()
     """Names of searches, in the order of the page; may be repeated, as all names."""
     selected: tuple[str, ...] = ()
-    """Those of them whose measured winner runs take."""
+    """Names of the searches whose measured winner runs take."""
     run: tuple[str, ...] = ()
     """Names of runs."""
 
     def searches(self) -> list[SearchOutcome]:
-        """What came of the searches."""
+        """Return the outcomes of the searches."""
         return [read_search(self.results, name, selected=name in self.selected) for name in self.search]
 
     def runs(self) -> list[RunOutcome]:
-        """What came of the runs."""
+        """Return the outcomes of the runs."""
         return [read_run(self.results, name) for name in self.run]
 
 
@@ -49,7 +49,7 @@ class PageOptions(ResultsOptions, frozen=True, kw_only=True):
     picture: tuple[Path, ...] = ()
     """Further pictures to show, SVG: of grids and of rent fronts."""
     out: Path
-    """The page to write; its numbers go beside it, with the ending .json."""
+    """The page to write; its numbers are written next to it, with the ending .json."""
 
 
 class GridOptions(ResultsOptions, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class PictureOptions(Options, frozen=True, kw_only=True):
 
 
 def write_page(options: PageOptions) -> None:
-    """Write the report."""
+    """Write the report and its numbers."""
     profiles = [read_profile(options.results, name) for name in options.profile]
     searches, runs = options.searches(), options.runs()
     pictures = [read_picture(path) for path in options.picture]
@@ -83,12 +83,12 @@ def print_summary(options: ResultsOptions) -> None:
 
 
 def write_grid(options: GridOptions) -> None:
-    """Write the table."""
+    """Write the table of searches."""
     write_bytes(options.out, table(options.searches()).encode())
 
 
 def write_picture(options: PictureOptions) -> None:
-    """Write the picture."""
+    """Write the picture of a plan."""
     plan = read_document(options.plan, Plan)
     write_bytes(options.out, document(draw_plan(plan, StrategyColours([plan]))).encode())
 

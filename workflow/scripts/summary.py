@@ -1,4 +1,4 @@
-"""What a whole run of the workflow came to, in lines."""
+"""The summary of a whole run of the workflow, in lines."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from shardwright_formats.display.units import bytes_text, seconds_text
 
 
 def summary(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> str:
-    """Plans with predicted and measured step times, and the losses, as lines."""
+    """Return plans with predicted and measured step times, and the losses, as lines."""
     lines: list[str] = []
     for search in searches:
         budget = search.prediction.memory_budget_bytes

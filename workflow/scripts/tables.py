@@ -1,4 +1,4 @@
-"""The report's tables: predicted against measured, what was learned from it, and how well curves explain a profile."""
+"""The report's tables: predicted against measured, learned factors, and errors of a profile's curves."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -19,11 +19,11 @@ _MODES = {
 _QUANTITIES = {"forward_s": "forward", "backward_s": "backward", "activation_bytes": "activations"}
 
 _Row = tuple[Sequence[str], Sequence[str], bool]
-"""Words, numbers, and whether the row stands out."""
+"""Words and numbers of a row, and whether it stands out."""
 
 
 def plans_table(comparisons: Iterable[Comparison]) -> str:
-    """Every plan as predicted and as measured."""
+    """Return a table of every plan as predicted and as measured."""
     rows = [
         ((of.name, plan_text(of.plan)), _compared(of, of.estimate.memory_bytes, of.measured_time_s, of.measured_bytes))
         for of in comparisons
@@ -32,7 +32,7 @@ def plans_table(comparisons: Iterable[Comparison]) -> str:
 
 
 def ranks_table(comparisons: Iterable[Comparison]) -> str:
-    """Every rank that was measured; memory is predicted of its pipeline stage, process included on both sides."""
+    """Return a table of every measured rank; predicted memory is its pipeline stage's, both include the process."""
     rows = [
         (
             (of.role,),
@@ -56,7 +56,7 @@ def ranks_table(comparisons: Iterable[Comparison]) -> str:
 
 
 def correction_table(correction: Correction) -> str:
-    """The factors that were learned, with their evidence."""
+    """Return a table of the learned factors, with their evidence."""
     rows = [
         (
             (str(term).replace("_", " "),),
@@ -69,7 +69,7 @@ def correction_table(correction: Correction) -> str:
 
 
 def fits_table(profile: ModelProfile) -> str:
-    """Relative errors of the curves through a profile's points; medians over the curves."""
+    """Return a table of the relative errors of the curves through a profile's points; medians over the curves."""
     rows = []
     for (mode, words), (quantity, of) in product(_MODES.items(), _QUANTITIES.items()):
         if fits := [fit for fit in profile.fits.rows if (fit.mode, fit.quantity) == (mode, quantity)]:
@@ -85,7 +85,7 @@ def fits_table(profile: ModelProfile) -> str:
 
 
 def html_list(sentences: Iterable[str]) -> str:
-    """Sentences as a list; nothing where there are none."""
+    """Return sentences as an HTML list; empty where there are none."""
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     return f"<ul>{items}</ul>" if items else ""
 
@@ -104,7 +104,7 @@ def _compared(of: Comparison, size: int, measured_s: float | None, measured_byte
 
 
 def _table(words: Sequence[str], numbers: Sequence[str], rows: Sequence[_Row]) -> str:
-    """A table whose last columns are `numbers`; nothing where it has no row."""
+    """Return a table whose last columns are `numbers`; empty where it has no row."""
     if not rows:
         return ""
     head = "".join(f"<th>{name}</th>" for name in words)

@@ -28,7 +28,7 @@ _SOURCED = (
 
 
 class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kind of device. A figure that nobody confirmed is absent, and each that is there has a source."""
+    """A kind of device. A figure that nobody confirmed is absent, and each that is there has a source."""
 
     names: Annotated[tuple[_Text, ...], Meta(min_length=1)]
     """As its driver gives them."""

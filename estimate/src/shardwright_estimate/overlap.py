@@ -29,7 +29,7 @@ class Overlap(NamedTuple):
 
     @property
     def text(self) -> str:
-        """In words, for the notes of a profile."""
+        """Return the text for the notes of a profile."""
         inside, across = (f"{own.compute:g} and {own.collective:g}" for own in self)
         return (
             "computation and collectives of data parallelism beside one another take (given) "

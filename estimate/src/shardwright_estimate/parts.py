@@ -30,7 +30,7 @@ _FLOAT32_BYTES = 4
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of a layer; numbers of elements and bytes are those of one sample over all ranks.
+    """A part of a layer; numbers of elements and bytes are those of one sample over all ranks.
 
     What is kept for the backward pass is counted as Korthikanti et al. (2022) do, of any shape: `inside` is what
     tensor-parallel ranks share out, `outside` what each holds whole unless the sequence is split.

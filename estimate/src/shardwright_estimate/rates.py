@@ -78,7 +78,7 @@ def matrix_efficiency(rates: Rates, efficiencies: Efficiencies) -> float:
 
 
 def machine_of(rates: Rates, compute: str, efficiencies: Efficiencies) -> Machine:
-    """What a device reaches in a number format; BadInput where neither the table nor an option has a figure."""
+    """Return what a device reaches in a number format; raise BadInput where neither table nor option has a figure."""
     memory, peak = rates.memory * efficiencies.memory, rates.matrix(compute)
     flash = rates.device.flash_attention
     return Machine(

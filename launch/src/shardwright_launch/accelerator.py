@@ -1,4 +1,4 @@
-"""Whether a node has accelerators at all, told without importing torch."""
+"""Detection of accelerators on a node without importing torch."""
 
 import shutil
 from pathlib import Path
@@ -7,20 +7,23 @@ from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.cluster import Cluster
 
 CPU = "cpu"
-"""What torch calls the processors of a node."""
+"""PyTorch's name of the device type of a node's processors."""
 DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvgpu", "/dev/dxg", "/dev/kfd")
-"""Files that drivers make: NVIDIA's on Linux, on Jetson, on WSL; AMD's."""
+"""Files that GPU drivers make: NVIDIA's on Linux, on Jetson and on WSL, and AMD's."""
 
 
 def device_type_of(cluster: Cluster, file: object) -> str:
-    """What torch calls a cluster's devices, `cpu` or `cuda`; BadInput for a mixture, which exchanges no collectives."""
+    """Return PyTorch's name of a cluster's device type, `cpu` or `cuda`.
+
+    Raises BadInput for a mixture, whose ranks exchange no collectives.
+    """
     if cluster.obstacle is not None:
         raise BadInput(file, cluster.obstacle, "describe them apart")
     return CPU if cluster.of_rank(0).on_cpu else "cuda"
 
 
 def check_accelerator(cluster: Cluster, node_rank: int, file: object) -> None:
-    """BadInput where a node of the cluster has accelerators and this machine has no driver of any."""
+    """Raise BadInput where a node of the cluster has accelerators and this machine has no driver of a GPU."""
     node_type = cluster.of_rank(cluster.node_of_rank.index(node_rank))
     if node_type.on_cpu or any(Path(driver).exists() for driver in DRIVERS) or shutil.which("nvidia-smi"):
         return

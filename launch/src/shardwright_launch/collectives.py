@@ -1,4 +1,4 @@
-"""What ranks that hang wait for: the first collective that not all ranks of its group have entered.
+"""Detection of what hanging ranks wait for: the first collective that not all ranks of its group have entered.
 
 Each rank dumps its flight recorder's trace as JSON when the launcher asks, while it hangs: see `Heartbeat.answer`.
 """
@@ -11,9 +11,9 @@ import msgspec
 from shardwright_formats.semantics.group_names import described_ranks
 
 _MAX_WAITING = 100
-"""Collectives of a rank that are told on, the earliest."""
+"""Number of unfinished collectives that are reported of a rank, the earliest first."""
 _WORLD = "default_pg"
-"""What PyTorch calls the group of all ranks."""
+"""PyTorch's description of the process group of all ranks."""
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -21,9 +21,9 @@ class _Entry(msgspec.Struct, frozen=True):
 
     record_id: int
     process_group: tuple[str, str]
-    """Name, the same on all ranks, and description."""
+    """Name, the same on all ranks, and description of the process group."""
     profiling_name: str
-    """Such as `nccl:all_reduce`."""
+    """Backend and kind of the collective, such as `nccl:all_reduce`."""
     is_p2p: bool
     collective_seq_id: int
     p2p_seq_id: int
@@ -33,7 +33,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
     @property
     def lane(self) -> tuple[str, str, bool]:
-        """Collectives of a group are numbered, and its messages apart."""
+        """Return the group and whether this is a point-to-point message: these are numbered apart from collectives."""
         return *self.process_group, self.is_p2p
 
     @property
@@ -46,44 +46,44 @@ class _Trace(msgspec.Struct, frozen=True):
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """A collective that a rank has entered and that is not over."""
+    """A collective that a rank has entered and that has not completed."""
 
     number: int
     name: str
     entered_ns: int
-    """By the wall clock."""
+    """Nanoseconds of the wall clock when the rank entered it."""
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """How far a rank has come in a process group."""
+    """The last collective that a rank has entered in a process group, and those it waits in."""
 
     group: str
     description: str
     p2p: bool
-    """Whether this is about the group's messages rather than its collectives."""
+    """Whether this counts the group's point-to-point messages rather than its collectives."""
     last: int
-    """Number of the last one that it has entered."""
+    """Number of the last collective or message that the rank has entered."""
     waiting: tuple[Waiting, ...]
 
 
 class RankCollectives(msgspec.Struct, frozen=True):
-    """How far a rank has come in all its process groups."""
+    """The progress of a rank in all its process groups."""
 
     groups: tuple[Entered, ...]
     whole: bool
-    """Whether all that it ever entered is still recorded."""
+    """Whether every collective that the rank ever entered is still recorded."""
 
 
 class Missing(NamedTuple):
-    """The collective that the others wait in."""
+    """A collective that some ranks wait in and others have not entered."""
 
     rank: int
-    """The lowest that has not entered it."""
+    """Lowest rank that has not entered the collective."""
     text: str
 
 
 def collectives_of(trace: bytes) -> RankCollectives:
-    """Return how far a rank has come by its trace; raises msgspec.MsgspecError where it is none."""
+    """Return the progress of a rank from its flight recorder's trace; msgspec.MsgspecError where it is no trace."""
     entries = msgspec.json.decode(trace, type=_Trace).entries
     lanes: dict[tuple[str, str, bool], list[_Entry]] = {}
     for entry in entries:
@@ -99,7 +99,7 @@ def _waiting(entries: Sequence[_Entry]) -> tuple[Waiting, ...]:
 
 
 def first_missing(known: Mapping[int, RankCollectives]) -> Missing | None:
-    """Return the earliest collective that a rank waits in and another has not entered, by what is known of each rank.
+    """Return the earliest collective that a rank waits in and another has not entered; None where there is none.
 
     Collectives that wait for one another were entered one after the other: the earliest is what the others wait for.
     """
@@ -108,7 +108,7 @@ def first_missing(known: Mapping[int, RankCollectives]) -> Missing | None:
 
 
 def _missing(known: Mapping[int, RankCollectives]) -> Iterator[tuple[int, Missing]]:
-    """Yield what is missing, with when it was first entered."""
+    """Yield each collective that a rank has not entered, after the time when a rank first entered it."""
     lanes: dict[tuple[str, str, bool], dict[int, Entered]] = {}
     for rank, own in known.items():
         for entered in own.groups:
@@ -126,7 +126,7 @@ def _missing(known: Mapping[int, RankCollectives]) -> Iterator[tuple[int, Missin
 
 
 def _members(description: str, known: Mapping[int, RankCollectives]) -> tuple[int, ...]:
-    """Return the ranks of a group in ascending order; none of groups that no plan has made."""
+    """Return the ranks of a group in ascending order; empty for groups that no plan has made."""
     return tuple(sorted(known if description == _WORLD else described_ranks(description)))
 
 

@@ -1,7 +1,7 @@
-"""What the launchers of a run's nodes tell one another: node 0 listens and passes all on, and serves the ranks' store.
+"""The exchange of reports between the launchers of a run's nodes: node 0 relays them and serves the ranks' store.
 
-No shared file system is needed for it. A caller is answered once it has proved the secret of the run (`meeting.py`).
-One thread runs all lines in one event loop: a peer that neither speaks nor reads holds up nobody and is dropped.
+It needs no shared file system. A caller is answered once it has proved the secret of the run (`meeting.py`).
+One thread runs all connections in one event loop: a peer that neither sends nor reads delays nobody and is dropped.
 """
 
 import asyncio
@@ -27,19 +27,19 @@ _RETRY_S = 0.5
 _POLL_S = 0.05
 _UNREACHED_S = 3.0
 _PATIENCE_S = 30.0
-"""How long a node waits for node 0 before it says so."""
+"""Seconds that a node waits for node 0 before it prints a message about it."""
 _HOW_TO_MEET = f"start the command there with the same --rendezvous and output, on a shared folder, or {REMEDY}"
 _MAX_STRANGERS = 128
-"""How many callers may be about to prove the secret at once; of more, the first is dropped."""
+"""Maximum number of callers that have not proved the secret yet; when there are more, the oldest is dropped."""
 _REPORTS: msgspec.json.Decoder[NodeReport] = msgspec.json.Decoder(NodeReport)
 _FIRST: msgspec.json.Decoder[NodeReport | RankCall] = msgspec.json.Decoder(NodeReport | RankCall)
 _ENDS = (OSError, EOFError, ValueError, RecursionError, msgspec.MsgspecError)
-"""How a line ends: it breaks, its peer is too slow, or what the peer says makes no sense."""
+"""Errors that end a connection: it breaks, its peer is too slow, or the peer sends something invalid."""
 Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Exchange:
-    """This node's line to the others; on a single node it is silent."""
+    """The connection of this node to the other launchers; it sends nothing on a single node."""
 
     def __init__(self, nodes: Nodes, run: str, start: int = 0, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._nodes = nodes
@@ -57,12 +57,12 @@ class Exchange:
         self._values = Values()
         self._server: asyncio.Server | None = None
         self.place: Place | None = None
-        """Where the ranks meet; None on a single node."""
+        """The address where the ranks meet and the secret; None on a single node."""
         self.address_here = "127.0.0.1"
         """The address by which this node meets the others."""
 
     def tell(self, report: NodeReport) -> None:
-        """Tell all other launchers, now or, where the line to them is not up yet, once it is."""
+        """Send a report to all other launchers, now or once the connection to them is up."""
         with self._changed:
             run, start, launch = self._own.run, self._own.start, self._own.launch
             told = msgspec.structs.replace(report, run=run, start=start, launch=launch, now_s=time.monotonic())
@@ -72,20 +72,20 @@ class Exchange:
 
     @property
     def start(self) -> int:
-        """How often the ranks of all nodes were started anew before, as the node says that has seen most of it."""
+        """Return the number of times that the ranks of all nodes were restarted, the highest that any node reported."""
         with self._changed:
             return self._own.start
 
     def heard(self) -> tuple[NodeReport, ...]:
-        """The last that each other node has told."""
+        """Return the last report of each other node that has sent one."""
         with self._changed:
             return tuple(self._heard.values())
 
     def gather(self, own: NodeReport, wait_s: float) -> tuple[NodeReport, ...]:
-        """This node's last report and those of all others by number, waited for `wait_s` at most, or until all are in.
+        """Return the last reports of all nodes by node number, after `wait_s` at most or once all have ended.
 
-        Of a node that told nothing there is an empty one; `gone` is set where the line to its launcher broke. Where
-        some launcher was not reached at all, the wait is short.
+        The report of a node that sent none is empty; `gone` is set where the connection to its launcher broke. The wait
+        is short where some launcher was not reached at all.
         """
         self.tell(own)
         with self._changed:
@@ -99,7 +99,7 @@ class Exchange:
         return sum(report.ended or report.gone for report in self._heard.values()) == self._nodes.count - 1
 
     async def listen(self, server: socket.socket, place: Place) -> None:
-        """Node 0: answer those who call, until the exchange is closed."""
+        """Answer callers at node 0 until the exchange is closed."""
         self.place, self.address_here = place, server.getsockname()[0]
         self._server = await asyncio.start_server(
             lambda reader, writer: self._answer((reader, writer)), sock=server.dup()
@@ -131,9 +131,9 @@ class Exchange:
             self._strangers.pop(writer, None)
 
     def join(self, stopping: Callable[[], bool]) -> None:
-        """Another node: call node 0 until it is in the same launch, and leave the line to the loop.
+        """Call node 0 until this node is in the same launch, and leave the connection to the event loop.
 
-        Raises RunFailed where that takes longer than START_UP_S, Stopped when `stopping` says so.
+        Raises RunFailed where that takes longer than START_UP_S, Stopped when `stopping` returns True.
         """
         assert self._loop is not None
         began_s, why, said = time.monotonic(), "its launch is another", False
@@ -156,7 +156,7 @@ class Exchange:
             raise RunFailed(f"node 0 was not met within {START_UP_S:g} s ({why}): {_HOW_TO_MEET}")
 
     def _meet(self, taken: "Future[None]", until_s: float, stopping: Callable[[], bool]) -> None:
-        """Wait until node 0 names its launch, or the line ends: it was of the launch before."""
+        """Wait until node 0 names its launch, or the connection ends because it belonged to the launch before."""
         while not taken.done() and not self.launch and time.monotonic() < until_s:
             with self._changed:
                 self._changed.wait_for(lambda: 0 in self._heard, _POLL_S)
@@ -173,7 +173,7 @@ class Exchange:
                 self._changed.notify_all()
 
     async def _take(self, line: Line, first: NodeReport | None = None) -> None:
-        """Tell a peer what this node has to say, and note what it says until the line breaks."""
+        """Send a peer this node's last report, and note the peer's reports until the connection breaks."""
         reader, writer = line
         node: int | None = None
         writer.transport.set_write_buffer_limits(0)  # so that to drain it is to send all
@@ -194,7 +194,7 @@ class Exchange:
                 self._note(NodeReport(node=node, run=own.run, start=own.start, gone=True), writer)
 
     def _catch_up(self, report: NodeReport) -> None:
-        """Take the number of starts from a node that has seen more of them: this launcher is new, it came back."""
+        """Adopt a higher number of restarts that a node reports: this launcher is new, its node came back."""
         with self._changed:
             behind = report.run == self._own.run and report.start > self._own.start
             if not behind or self._own.failed or self._own.ended:
@@ -222,7 +222,7 @@ class Exchange:
             task.add_done_callback(self._sending.discard)
 
     async def close(self) -> None:
-        """Hang up, once what was told last has been sent or had its time."""
+        """Close the connections, once the last reports are sent or their time is up."""
         with self._changed:
             self._closed = True
         if self._server is not None:
@@ -234,7 +234,7 @@ class Exchange:
 
 
 async def _sent(peer: asyncio.StreamWriter) -> None:
-    """Wait until a peer has taken what it was sent; hang up on one that does not read."""
+    """Wait until a peer has taken what it was sent; close the connection to one that does not read."""
     try:
         async with asyncio.timeout(ANSWER_S):
             await peer.drain()
@@ -264,10 +264,10 @@ def _pause(pause_s: float, stopping: Callable[[], bool]) -> None:
 def exchange(
     nodes: Nodes, run: str, start: int = 0, stopping: Callable[[], bool] = lambda: False
 ) -> Iterator[Exchange]:
-    """The exchange of the launch that is called `run` on all nodes, whose ranks were started `start` times before.
+    """Yield the exchange of the launch called `run` on all nodes, whose ranks were started `start` times before.
 
-    Another node than node 0 waits until that is in the same launch. Raises RunFailed where it does not come, Stopped
-    when `stopping` says so before.
+    A node other than node 0 waits until node 0 is in the same launch. Raises RunFailed where that does not happen,
+    Stopped when `stopping` returns True before.
     """
     if nodes.count == 1:
         yield Exchange(nodes, run, start)

@@ -1,4 +1,4 @@
-"""How a launch came to fail: which rank of which node to name, and the words for it."""
+"""The report of a failed launch: which rank of which node is named, and the message."""
 
 import signal
 from collections.abc import Iterable, Sequence
@@ -16,90 +16,90 @@ _SIGABRT_STATUS = -signal.SIGABRT
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one rank when the first of them has failed."""
+    """The state of a rank when the first of the ranks has failed."""
 
     rank: int
     status: int | None
-    """Its exit status, negative for a signal; None if it had not ended by itself."""
+    """Exit status of the rank, negative for a signal; None if it had not ended by itself."""
     seen_s: float
-    """When its end was seen, by `time.monotonic`; later than its end by as much as the launcher looks away."""
+    """Seconds by `time.monotonic` when the launcher saw that the rank had ended, later than it did."""
     step: Step | None
     error: RankError | None
     collectives: RankCollectives | None = None
-    """How far it has come, once it hangs and was asked."""
+    """Collectives that the rank has entered; set once it hangs and was asked."""
 
     @property
     def failed(self) -> bool:
-        """Whether it ended other than well, or noted why it is about to."""
+        """Whether the rank ended with an error, or noted the error that it is about to end with."""
         return self.error is not None or bool(self.status)
 
     @property
     def orderly(self) -> bool:
-        """Whether it ends with an error that all ranks may have agreed on."""
+        """Whether the rank ends with an error that all ranks may have agreed on."""
         return self.error is not None and self.error.exit_code is not None
 
     @property
     def failed_s(self) -> float:
-        """When it failed, as well as can be known."""
+        """Return when the rank failed, in seconds by `time.monotonic`, as well as can be known."""
         return self.seen_s if self.error is None else self.error.time_s
 
     @property
     def where(self) -> str:
-        """In which step it was."""
+        """Return the step that the rank was in."""
         return self.step.where if self.step else "in start-up"
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
-    """What one node's launcher tells the others: once when something goes wrong there, once when it ends."""
+    """A report that one node's launcher sends to the others: once when something fails there, once when it ends."""
 
     node: int
     run: str = ""
-    """Which launch this is about: one command may make several, at one rendezvous."""
+    """Name of the launch that the report is about: one command may make several, at one rendezvous."""
     start: int = 0
-    """How often its ranks were started anew before."""
+    """Number of times that the node's ranks were restarted before."""
     launch: str = ""
     """The random name of node 0's launch; empty from other nodes."""
     ranks: tuple[RankState, ...] = ()
-    """All of the node's, once one of them has failed or hangs."""
+    """States of all ranks of the node, once one of them has failed or hangs."""
     hang: str | None = None
-    """What took too long, such as `no step ended within 600 s`."""
+    """Description of what took too long, such as `no step ended within 600 s`."""
     signalled: bool = False
     """Whether this launcher was asked to stop."""
     ended: bool = False
-    """Whether its ranks have ended and nothing more will be told."""
+    """Whether the node's ranks have ended and no further report follows."""
     gone: bool = False
-    """Whether its launcher fell silent: it was killed, or its machine is lost."""
+    """Whether the node's launcher fell silent: it was killed, or its machine is lost."""
     now_s: float = 0.0
-    """When this was told, by the clock of all its times."""
+    """Seconds when this was reported, by the clock of all times in the report."""
 
     @property
     def failed(self) -> bool:
-        """Whether a rank of it failed or hangs."""
+        """Whether a rank of the node failed or hangs."""
         return self.hang is not None or any(rank.failed for rank in self.ranks)
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """The one line to end with and, of an error that ranks reported in order, its exit code."""
+    """The message of a failed launch and the exit code, that of an error which ranks reported in order."""
 
     text: str
     exit_code: int = RunFailed.exit_code
     rank: int | None = None
-    """The rank that is named."""
+    """The rank that the message names."""
     agreed: bool = False
-    """Whether all ranks reported the same, and node 0's launcher is there to say it."""
+    """Whether all ranks reported the same error, and node 0's launcher is there to print it."""
     out_of_memory: OutOfMemory | None = None
-    """Set where a device of that rank lacked the memory."""
+    """The out-of-memory error; set where a device of the named rank lacked the memory."""
     lost: bool = False
-    """Whether ranks ended that reported no error in order: they may not when they are started anew."""
+    """Whether ranks ended without reporting an error in order: they may not when they are restarted."""
     gone: tuple[int, ...] = ()
     """The nodes whose launchers are gone."""
     failed: int | None = None
-    """The rank whose last lines may say more: it failed first, or has gone on for longest where ranks hang."""
+    """The rank whose last lines may say more: it failed first, or has run longest where ranks hang."""
 
 
 def shifted(report: NodeReport, now_s: float) -> NodeReport:
-    """A report that came from another node just now, its times by this node's clock."""
+    """Return a report that has just arrived from another node, with its times by this node's clock."""
     late_s = now_s - report.now_s
 
     def state(rank: RankState) -> RankState:
@@ -111,7 +111,7 @@ def shifted(report: NodeReport, now_s: float) -> NodeReport:
 
 
 def failure_report(reports: Sequence[NodeReport]) -> FailureReport:
-    """What failed first, whether starting anew may cure it, and which nodes are gone."""
+    """Return what failed first, whether a restart may help, and which nodes are gone."""
     found = _first_failure(reports)
     ordered = any(rank.orderly for report in reports for rank in report.ranks)
     stopped = any(report.signalled for report in reports)
@@ -120,11 +120,11 @@ def failure_report(reports: Sequence[NodeReport]) -> FailureReport:
 
 
 def _first_failure(reports: Sequence[NodeReport]) -> FailureReport:
-    """Name what failed first, as well as can be known from all nodes' reports: other ranks fail a moment after it.
+    """Return the failure that came first, as well as all nodes' reports tell: other ranks fail a moment after it.
 
-    A rank that was killed says nothing and its peers notice before the launcher does, so it goes first; then by time
-    those that noted an error, a lost connection apart; then a node whose launcher is gone, its ranks with it; then a
-    hang; then those that ended without a word; and only when all of them lost a connection, the one that lost it first.
+    A rank that was killed reports nothing and its peers notice before the launcher does, so it goes first; then by time
+    those that noted an error, except a lost connection; then a node whose launcher is gone, its ranks with it; then a
+    hang; then those that ended without a report; and only when all of them lost a connection, the first to lose it.
     """
     failed = sorted((rank for report in reports for rank in report.ranks if rank.failed), key=_order)
     first = failed[0] if failed else None
@@ -139,7 +139,7 @@ def _first_failure(reports: Sequence[NodeReport]) -> FailureReport:
 
 
 def _hang(hanging: Sequence[NodeReport], ranks: Sequence[RankState]) -> FailureReport:
-    """Where the rank stands that has gone on for longest, among the ranks of all nodes, and what the others wait in."""
+    """Return the failure report of a hang: the rank that has run longest on any node, and what the others wait in."""
     numbers = sorted(rank.rank for rank in ranks)
     named = f"ranks {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"rank {numbers[0]}"
     running = [rank for rank in ranks if rank.status is None] or ranks

@@ -1,4 +1,4 @@
-"""What a rank lets its launcher see: the step it is in, its stacks and collectives when asked, the error it ends with.
+"""The files by which a rank shows its launcher its current step, its stacks, its collectives and its final error.
 
 Each is a small file in a folder of the launcher's. The launcher alone judges what is a hang, so all ranks of a node
 show where they stand at the same moment, and none of them is gone before the others have shown it.
@@ -27,9 +27,9 @@ from shardwright_launch.collectives import RankCollectives, collectives_of
 from shardwright_launch.signals import outlive_terminal
 
 HANG_TIMEOUT_S = 600.0
-"""How long a step may take where nothing else is said: an assumption."""
+"""Default seconds that a step may take: an assumption."""
 START_UP_S = 600.0
-"""How long the ranks have to start and find one another: an assumption."""
+"""Seconds that the ranks have to start and find one another: an assumption."""
 STACKS_SIGNAL = signal.SIGUSR2
 COLLECTIVES_SIGNAL = signal.SIGRTMIN
 
@@ -44,89 +44,89 @@ _LOST_CONNECTION = re.compile(
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What a rank is about, such as `in step 3`, and since when (`time.monotonic`, one clock for all of a node)."""
+    """The current activity of a rank, such as `in step 3`, and when it began (`time.monotonic`, one clock per node)."""
 
     began_s: float
     where: str
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What was asked of a device that lacked the memory."""
+    """A memory request that a device could not meet."""
 
     subject: str
-    """For what."""
+    """Purpose of the memory."""
     asked_bytes: int | None
-    """None where it is not known."""
+    """Bytes that were asked for; None where that is not known."""
 
 
 class RankError(msgspec.Struct, frozen=True, kw_only=True):
-    """The error that a rank ends with, noted before its peers can see it gone."""
+    """The error that a rank ends with, noted before its peers can see that it is gone."""
 
     time_s: float
-    """By `time.monotonic`."""
+    """Seconds by `time.monotonic` when the error was noted."""
     text: str
     exit_code: int | None = None
-    """Of an error that ends a command with one line; None of any other."""
+    """Exit code of an error that ends a command with one line; None for any other error."""
     lost_connection: bool = False
-    """Whether another rank was gone before."""
+    """Whether the error is a lost connection, because another rank was gone before."""
     trace: str = ""
     asked: Asked | None = None
-    """Set where a device lacked the memory."""
+    """The memory request; set where a device lacked the memory."""
 
 
 @dataclass(frozen=True)
 class RankFiles:
-    """The files of one rank, read by the launcher; they lie beside one another under one beginning of their names."""
+    """The files of one rank, read by the launcher; their names share one beginning."""
 
     beginning: Path
 
     @classmethod
     def of_rank(cls, folder: Path, rank: int) -> "RankFiles":
-        """The files of a rank in the launcher's folder."""
+        """Return the files of a rank in the launcher's folder."""
         return cls(folder / f"rank{rank}")
 
     @classmethod
     def of_environment(cls) -> "RankFiles":
-        """The files of this rank, which the launcher's environment names."""
+        """Return the files of this rank, which the launcher's environment names."""
         return cls(Path(os.environ[_FILES]))
 
     @property
     def store_file(self) -> Path:
-        """What the ranks of a single node find one another by; all of them share it."""
+        """Return the file by which the ranks of a single node find one another; all of them share it."""
         return self.beginning.with_name("store")
 
     @property
     def meeting_file(self) -> Path:
-        """Where the ranks of several nodes meet; those of this node share it, and a single node has none."""
+        """Return the file that says where the ranks of several nodes meet; absent on a single node."""
         return self.beginning.with_name("meeting.json")
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a rank's process finds them by, and its launcher."""
+        """Return the environment variables by which a rank's process finds its files and its launcher."""
         return {_FILES: str(self.beginning), _LAUNCHER: str(os.getpid())}
 
     @property
     def step_file(self) -> Path:
-        """One record of a fixed length, written over at every step."""
+        """Return the file of the current step: one record of a fixed length, overwritten at every step."""
         return self.beginning.with_suffix(".step")
 
     @property
     def stacks_file(self) -> Path:
-        """The stacks of all threads of the rank, once it was sent STACKS_SIGNAL."""
+        """Return the file of the stacks of all threads of the rank, written once it was sent STACKS_SIGNAL."""
         return self.beginning.with_suffix(".stacks")
 
     @property
     def collectives_file(self) -> Path:
-        """The trace of PyTorch's flight recorder, once the rank was sent COLLECTIVES_SIGNAL."""
+        """Return the file of the flight recorder's trace, written once the rank was sent COLLECTIVES_SIGNAL."""
         return self.beginning.with_suffix(".collectives")
 
     @property
     def error_file(self) -> Path:
-        """A RankError, as JSON."""
+        """Return the file of the rank's RankError, as JSON."""
         return self.beginning.with_suffix(".error")
 
     def step(self) -> Step | None:
-        """The step the rank is in; None before it has joined the others."""
+        """Return the step the rank is in; None before it has joined the others."""
         record = self._record()
         while (again := self._record()) != record:  # read while it was written over
             record = again
@@ -139,11 +139,11 @@ class RankFiles:
         return self.step_file.read_text(errors="replace").rstrip() if self.step_file.exists() else ""
 
     def stacks(self) -> str:
-        """The stacks that the rank has shown; empty where it has shown none."""
+        """Return the stacks that the rank has shown; empty where it has shown none."""
         return self.stacks_file.read_text(errors="replace").strip() if self.stacks_file.exists() else ""
 
     def collectives(self) -> RankCollectives | None:
-        """How far the rank has come in its process groups; None where it has shown nothing that can be read."""
+        """Return the rank's progress in its process groups; None where it has shown nothing that can be read."""
         if not self.collectives_file.exists():
             return None
         try:
@@ -152,14 +152,14 @@ class RankFiles:
             return None
 
     def error(self) -> RankError | None:
-        """The error that the rank ends with; None where it noted none."""
+        """Return the error that the rank ends with; None where it noted none."""
         if not self.error_file.exists():
             return None
         return msgspec.json.decode(self.error_file.read_bytes(), type=RankError)
 
 
 class Heartbeat:
-    """A rank's side: it says what it is about and notes what it ends with."""
+    """A rank's side of its files: shows its current step and notes the error it ends with."""
 
     def __init__(self, files: RankFiles) -> None:
         self._files = files
@@ -167,18 +167,18 @@ class Heartbeat:
 
     @classmethod
     def of_environment(cls) -> "Heartbeat":
-        """The heartbeat that the launcher's environment names."""
+        """Return the heartbeat that the launcher's environment names."""
         return cls(RankFiles.of_environment())
 
     def begin(self, where: str) -> None:
-        """Say what the rank is about from now on, such as `in step 3`: the time allowed for a step starts anew."""
+        """Record the rank's activity from now on, such as `in step 3`: the time allowed for a step starts anew."""
         record = f"{time.monotonic()} {' '.join(where.split())}".encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES)
         os.pwrite(self._record.fileno(), record, 0)
 
     def answer(self, collectives: Callable[[], bytes]) -> None:
-        """Dump what `collectives` returns whenever the launcher asks, beside what the rank does, until it ends.
+        """Write what `collectives` returns whenever the launcher asks, in a thread that runs until the rank ends.
 
-        A thread waits for the signal, which `start_rank` blocks: whatever waits in a library lets other threads run.
+        The thread waits for the signal, which `start_rank` blocks: whatever waits in a library lets other threads run.
         """
 
         def show() -> None:
@@ -191,7 +191,7 @@ class Heartbeat:
     def note(
         self, _kind: type[BaseException] | None, error: BaseException | None, _where: TracebackType | None
     ) -> None:
-        """Note the first error that a block is left with; to be given to `ExitStack.push`."""
+        """Note the first error that a block is left with; for `ExitStack.push`."""
         if isinstance(error, Exception) and not self._files.error_file.exists():
             write_bytes(self._files.error_file, msgspec.json.encode(_noted(error)))
 
@@ -222,9 +222,9 @@ def _is_fault(error: BaseException) -> TypeGuard[OSError]:
 
 @contextmanager
 def end_quietly() -> Iterator[None]:
-    """End this rank without a traceback where an error in order or another rank's end is the cause.
+    """End this rank without a traceback where an orderly error or another rank's end is the cause.
 
-    The launcher says which in one line.
+    The launcher reports the cause in one line.
     """
     try:
         yield
@@ -241,7 +241,7 @@ def end_quietly() -> Iterator[None]:
 
 
 def start_rank() -> None:
-    """Show stacks when the launcher asks, end when it is gone, outlive its terminal; the first thing that a rank does.
+    """Show stacks when the launcher asks, end when it is gone, outlive its terminal; the first call that a rank makes.
 
     The first two work while the interpreter is stuck in a call of a library. Raises OSError where the system has no
     PR_SET_PDEATHSIG (Linux 2.1.57 or later).

@@ -8,13 +8,13 @@ LOOPBACK = "lo"
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES, _REQUEST_BYTES, _ADDRESS = 15, 256, slice(20, 24)
 _ELSEWHERE = ("198.51.100.1", 9)
-"""An address of no machine (RFC 5737)."""
+"""An address and port of no machine (RFC 5737)."""
 
 
 def interface_of(address: str) -> str | None:
     """Return the interface that has an IPv4 address, or an address of the loopback network (netdevice(7)).
 
-    None where there is none, and of other IPv6 addresses than ::1.
+    Returns None where no interface has it, and for IPv6 addresses other than ::1.
     """
     if _is_loopback(address):
         return LOOPBACK
@@ -28,7 +28,7 @@ def interface_of(address: str) -> str | None:
 
 
 def means_loopback(host: str) -> bool:
-    """Whether a name, which does not say so, means loopback here, as on Debian a machine's own name does."""
+    """Whether a host name that is not `localhost` resolves to loopback here, as a machine's own name does on Debian."""
     with suppress(OSError):
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
         return all(map(_is_loopback, addresses)) and host != "localhost" and host not in addresses
@@ -36,7 +36,7 @@ def means_loopback(host: str) -> bool:
 
 
 def name_for_others() -> str:
-    """Return this machine's name or, where that means loopback here, the address by which it reaches others."""
+    """Return this machine's name or, where that resolves to loopback here, the address by which it reaches others."""
     name = socket.gethostname()
     if means_loopback(name):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

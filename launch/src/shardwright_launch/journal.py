@@ -1,4 +1,4 @@
-"""What a run has measured already, on disk while it goes on: a run that was killed continues from it."""
+"""A journal of what a run has measured, written as it goes on, from which a killed run continues."""
 
 import os
 from collections.abc import Callable, Hashable, Sequence
@@ -34,19 +34,19 @@ class Kept(Generic[Entry]):
 
 @dataclass(frozen=True, kw_only=True)
 class JournalKind(Generic[Identity, Entry]):
-    """Journals of one kind of run: one line for what must be the same to continue it, then one for each entry."""
+    """A kind of journal: one line for what must be the same to continue the run, then one for each entry."""
 
     format: str
     run: str
-    """What the run is called in messages, such as `sweep`."""
+    """Name of the run in messages, such as `sweep`."""
     identity: type[Identity]
     entry: Any
-    """The type of an entry, a union maybe."""
+    """Type of an entry, possibly a union."""
     key: Callable[[Entry], Hashable]
-    """What tells an entry from all others."""
+    """Function from an entry to the key that identifies it."""
 
     def read(self, path: Path, identity: Identity, *, anew: bool = False) -> Kept[Entry]:
-        """The entries of a journal, none where there is no file; a last line that was torn by the kill is left out.
+        """Return the entries of a journal, none where there is no file; a last line torn by the kill is left out.
 
         Raises BadInput where it is no journal of this kind, or is of another run and that is not to start `anew`.
         """
@@ -68,7 +68,7 @@ class JournalKind(Generic[Identity, Entry]):
         return Kept(entries, sum(map(len, lines)))
 
     def header(self, identity: Identity) -> bytes:
-        """The first line."""
+        """Return the first line of a journal."""
         return canonical_json(_Header(format=self.format, version=_VERSION, identity=identity)) + b"\n"
 
     def _differences(self, path: Path, line: bytes, identity: Identity) -> list[str]:
@@ -83,7 +83,7 @@ class JournalKind(Generic[Identity, Entry]):
 class Journal(Generic[Identity, Entry]):
     """The entries that are known so far, the same on every rank; on rank 0 also on disk.
 
-    `path` is None on the other ranks. The file is made with the first entry, cut to what was readable of it.
+    `path` is None on the other ranks. The file is made with the first entry, cut to the part of it that was readable.
     """
 
     def __init__(
@@ -92,15 +92,15 @@ class Journal(Generic[Identity, Entry]):
         self._path, self._kind, self._identity = path, kind, identity
         self._good_bytes = kept.good_bytes
         self.kept_count = len(kept.entries)
-        """How many entries a killed run left."""
+        """Number of entries that a killed run left."""
         self.entries: dict[Hashable, Entry] = {kind.key(entry): entry for entry in kept.entries}
 
     def find(self, *key: Hashable) -> Entry | None:
-        """The entry of this key, if it is known."""
+        """Return the entry of this key, or None where it is not known."""
         return self.entries.get(key)
 
     def add(self, entries: Sequence[Entry]) -> bool:
-        """Keep these, on disk before this returns; False where all of them are there already."""
+        """Add entries, on disk before this returns; return False where all of them were there already."""
         keyed = {self._kind.key(entry): entry for entry in entries}
         new = {key: entry for key, entry in keyed.items() if self.entries.get(key) != entry}
         self.entries.update(new)
@@ -109,7 +109,7 @@ class Journal(Generic[Identity, Entry]):
         return bool(new)
 
     def remove(self) -> None:
-        """Remove the file: what is in it has been written elsewhere."""
+        """Remove the file: its entries have been written elsewhere."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
@@ -129,7 +129,7 @@ class Journal(Generic[Identity, Entry]):
 
 
 def journal_path(out: Path) -> Path:
-    """Where the journal of a run lies that writes `out`."""
+    """Return the path of the journal of a run that writes `out`."""
     return out.with_name(f"{out.name}.journal")
 
 

@@ -1,7 +1,7 @@
-"""One run at a time: a lock that is held by one process and let go when that process ends, however it ends.
+"""A lock that lets one run at a time work: one process holds it and releases it when it ends, however it ends.
 
-It is flock(2), which the kernel lets go of. On NFS, Linux turns it into a lock of the server's, for all its clients: of
-a machine that is lost, NFSv4's server lets go when the lease ends (90 s, where nothing else is set).
+It is flock(2), which the kernel releases. On NFS, Linux turns it into a lock of the server's, for all its clients: for
+a machine that is lost, NFSv4's server releases it when the lease ends (90 s, where nothing else is set).
 """
 
 import errno
@@ -22,12 +22,12 @@ _MAX_WHO_BYTES = 300
 
 
 class HeldLock(Value, frozen=True, kw_only=True):
-    """A lock that this run holds for as long as its name is that of the file which the run has opened."""
+    """A lock that this run holds for as long as the lock's name is that of the file which the run has opened."""
 
     file: str
     device: int
     inode: int
-    """No other file has it while the lock is held."""
+    """Inode of the lock file; no other file has it while the lock is held."""
 
     def check(self) -> None:
         """Raise BadInput where the file was removed or replaced: another run may have taken the name since."""
@@ -40,8 +40,8 @@ class HeldLock(Value, frozen=True, kw_only=True):
 def only_run(file: Path, nodes: Nodes) -> Iterator[tuple[HeldLock, ...]]:
     """Hold the lock `file` of a run on node 0; the run's other nodes take none, for they may share its folder.
 
-    A symbolic link is not followed. The file says what holds it, as does the BadInput where another run does. What is
-    held is yielded, for those who write under it.
+    A symbolic link is not followed. The file names its holder, as does the BadInput raised where another run holds it.
+    Yields the held locks, for those who write under them.
     """
     if nodes.rank:
         yield ()

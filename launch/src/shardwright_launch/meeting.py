@@ -1,8 +1,8 @@
-"""Where the launchers and ranks of several nodes meet, and how each proves that it knows the secret of the run.
+"""The rendezvous of the launchers and ranks of several nodes, and the proof that each knows the secret of the run.
 
 Node 0 listens at one address. A caller and node 0 exchange random numbers and prove by HMAC-SHA256 over both (RFC 2104)
-that they know the secret, which is never sent. Before that, 32 and 64 bytes are read of a peer and nothing is made of
-them. Afterwards every message is JSON behind its length; what else is said is not encrypted.
+that they know the secret, which is never sent. Before that, 32 and 64 bytes are read from a peer and not interpreted.
+Afterwards every message is JSON after its length; messages are not encrypted.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from shardwright_launch.nodes import Address, Meeting, Nodes
 SECRET_VARIABLE = "SHARDWRIGHT_SECRET"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 ANSWER_S = 10.0
-"""What a peer has to prove that it knows the secret, and to take a message."""
+"""Seconds that a peer has to prove that it knows the secret, and to take a message."""
 
 _MIN_SECRET_CHARACTERS, _MAX_SECRET_CHARACTERS = 32, 1024
 _FIRST_PORT, _PORTS = 20000, 12000
@@ -36,12 +36,12 @@ REMEDY = f"set {SECRET_VARIABLE} to the same {_MIN_SECRET_CHARACTERS} or more ra
 
 
 class Refused(ConnectionError):
-    """The peer does not know the secret, or says what no launcher and no rank says."""
+    """The peer does not know the secret, or sends what no launcher and no rank sends."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where to call node 0, and the secret to prove."""
+    """The address of node 0, and the secret to prove."""
 
     address: Address
     secret: bytes
@@ -49,7 +49,7 @@ class Place:
 
 @contextmanager
 def meeting_of(nodes: Nodes, file: Path, environment: Mapping[str, str]) -> Iterator[Nodes]:
-    """Yield the nodes of a run with what they meet by: node 0 listens, and others can learn the secret.
+    """Yield the nodes of a run with their meeting: node 0 listens, and others can learn the secret.
 
     The secret is SHARDWRIGHT_SECRET or, where that is not set, a random one that node 0 keeps in `file` (mode 600) of a
     folder that the nodes share. Raises BadInput where the secret is short, `file` is not the user's alone, or node 0
@@ -74,7 +74,7 @@ def meeting_of(nodes: Nodes, file: Path, environment: Mapping[str, str]) -> Iter
 
 
 def place_of(nodes: Nodes) -> Place:
-    """Return where node 0 listens and the secret; FileNotFoundError where its file is not there (yet)."""
+    """Return the address of node 0 and the secret; FileNotFoundError where the secret's file is not there (yet)."""
     address, meeting = nodes.address, nodes.meeting
     assert address is not None and meeting is not None, "several nodes meet within meeting_of"
     secret = meeting.secret or _read_secret(meeting.file)
@@ -95,7 +95,7 @@ def _checked(environment: Mapping[str, str]) -> bytes | None:
 
 
 def _write_secret(file: Path) -> None:
-    """Make the secret, whole or not at all; one that a killed start of the run has left is taken again."""
+    """Write the secret's file, whole or not at all; one that a killed start of the run has left is kept."""
     try:
         if not file.is_symlink() and not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def _read_secret(file: Path) -> bytes:
 
 @contextmanager
 def _listening(address: Address) -> Iterator[socket.socket]:
-    """Listen at this address of this machine and no other until the run ends, also while ranks are started anew."""
+    """Listen at this address of this machine and no other until the run ends, also while ranks are restarted."""
     if means_loopback(address.host):
         what = f"{address.host} is this machine's loopback interface here, where no other node can call"
         raise BadInput("--rendezvous", what, "give an address of node 0 that all nodes reach")
@@ -141,7 +141,7 @@ def _listening(address: Address) -> Iterator[socket.socket]:
 
 
 def call(place: Place, timeout_s: float = ANSWER_S / 2) -> socket.socket:
-    """Return a line to node 0's launcher on which both have proved that they know the secret; OSError where not."""
+    """Return a connection to node 0's launcher on which both have proved the secret; raise OSError where not."""
     line = socket.create_connection(place.address, timeout=timeout_s)
     try:
         challenge, nonce = receive(line, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
@@ -155,7 +155,7 @@ def call(place: Place, timeout_s: float = ANSWER_S / 2) -> socket.socket:
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Return once a caller has proved that it knows the secret; Refused or EOFError where it does not."""
+    """Return once a caller has proved that it knows the secret; raise Refused or EOFError where it does not."""
     challenge = secrets.token_bytes(_NONCE_BYTES)
     writer.write(challenge)
     nonce = await reader.readexactly(_NONCE_BYTES)
@@ -169,7 +169,7 @@ def _proof(secret: bytes, role: bytes, numbers: bytes) -> bytes:
 
 
 def receive(line: socket.socket, count: int) -> bytes:
-    """Return so many bytes of a line; Refused where it is closed before."""
+    """Return `count` bytes of a connection; raise Refused where it is closed before."""
     parts = bytearray()
     while len(parts) < count:
         part = line.recv(count - len(parts))
@@ -180,18 +180,18 @@ def receive(line: socket.socket, count: int) -> bytes:
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    """Return a message as it goes over a line."""
+    """Return a message as it is sent over a connection: its length, then JSON."""
     body = msgspec.json.encode(message)
     return len(body).to_bytes(_LENGTH_BYTES) + body
 
 
 def receive_frame(line: socket.socket) -> bytes:
-    """Return the next message of a line."""
+    """Return the next message of a connection."""
     return receive(line, _length(receive(line, _LENGTH_BYTES)))
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Return the next message of a line; EOFError where it ends, Refused where the message is too long."""
+    """Return the next message of a connection; raise EOFError where it ends, Refused where the message is too long."""
     return await reader.readexactly(_length(await reader.readexactly(_LENGTH_BYTES)))
 
 

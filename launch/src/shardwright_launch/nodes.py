@@ -1,4 +1,4 @@
-"""Which node of how many this is, and where the nodes meet: by options, or by what srun tells its tasks."""
+"""The number of nodes, this node's number and their rendezvous, from options or from the variables that srun sets."""
 
 import itertools
 import re
@@ -21,14 +21,14 @@ from shardwright_launch.interfaces import name_for_others
 
 _MAX_PORT = 65535
 _USUAL_PORT = 29500
-"""PyTorch's own default."""
+"""Port that PyTorch uses by default."""
 _SCONTROL_S = 60
 _NODE_ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+):(?P<port>[0-9]{1,5})")
 
 
 class Address(NamedTuple):
-    """Where the first node listens for the other nodes' launchers and ranks."""
+    """The address at which the first node listens for the other nodes' launchers and ranks."""
 
     host: str
     port: int
@@ -36,19 +36,19 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the nodes of a run meet by."""
+    """The means by which the nodes of a run meet: a secret and node 0's socket."""
 
     file: Path
-    """Where node 0 keeps the secret, unless it was given to all nodes."""
+    """File where node 0 keeps the secret, unless it was given to all nodes."""
     secret: bytes | None = field(default=None, repr=False)
     """The secret, where it was given or this is node 0."""
     server: socket.socket | None = None
-    """What node 0 listens with."""
+    """The socket on which node 0 listens."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which node of how many this is, and where the first one listens (`HOST:PORT`; None on a single node)."""
+    """The number of nodes, this node's number and the first node's address (`HOST:PORT`; None on a single node)."""
 
     count: int = 1
     rank: int = 0
@@ -58,7 +58,7 @@ class Nodes:
     step: str = ""
     """Job and step of Slurm, where these name the nodes: then `rendezvous` is a host, and its port is random."""
     meeting: Meeting | None = field(default=None, compare=False)
-    """Set within `meeting_of`."""
+    """The meeting of the nodes; set within `meeting_of`."""
 
     def __post_init__(self) -> None:
         if self.all_here and self.count > 1:
@@ -70,7 +70,7 @@ class Nodes:
         _ = self.address
 
     def ranks_here(self, cluster: Cluster) -> range:
-        """The ranks that are started on this machine."""
+        """Return the ranks that are started on this machine."""
         if self.all_here:
             return range(cluster.num_devices)
         first = cluster.node_of_rank.index(self.rank)
@@ -78,7 +78,10 @@ class Nodes:
 
     @property
     def address(self) -> Address | None:
-        """The rendezvous by host and port, which is 0 until the secret says it; BadInput where it is no `HOST:PORT`."""
+        """Return the rendezvous by host and port, which is 0 until the secret determines it.
+
+        Raises BadInput where it is no `HOST:PORT`.
+        """
         if self.rendezvous is None:
             return None
         if self.step:
@@ -90,10 +93,10 @@ class Nodes:
 
 
 def nodes_of(count: int | None, rank: int | None, rendezvous: str | None, environment: Mapping[str, str]) -> Nodes:
-    """The nodes that options name; what they leave out is taken from the step that srun started this process in.
+    """Return the nodes that options name; what they leave out is taken from the srun step that this process runs in.
 
-    Outside a step, one node. Raises BadInput where a step has several tasks on a node, or its first host is not to be
-    found.
+    Outside a step, there is one node. Raises BadInput where a step has several tasks on a node, or its first host
+    cannot be found.
     """
     if "SLURM_STEP_NODELIST" not in environment:
         return Nodes(1 if count is None else count, rank or 0, rendezvous)
@@ -110,9 +113,9 @@ def nodes_of(count: int | None, rank: int | None, rendezvous: str | None, enviro
 
 
 def check_all_nodes(cluster: Cluster, nodes: Nodes, file: object) -> None:
-    """BadInput where a command for all nodes of a cluster is started on another number of them.
+    """Raise BadInput where a command for all nodes of a cluster is started on another number of them.
 
-    One that was told nothing of nodes first prints the line to start on each, with this machine as node 0.
+    Where no option names nodes, first print the line to start on each, with this machine as node 0.
     """
     count = cluster.num_nodes
     if nodes.all_here or nodes.count == count:
@@ -127,7 +130,7 @@ def check_all_nodes(cluster: Cluster, nodes: Nodes, file: object) -> None:
 
 
 def lines_of_nodes(cluster: Cluster, command: Sequence[str]) -> list[str]:
-    """A command as it is started on each node of a cluster, in the order of its nodes, with this machine as node 0."""
+    """Return the command line for each node of a cluster, in the order of its nodes, with this machine as node 0."""
     program = shlex.join([Path(command[0]).name, *command[1:]])
     types = [group.node_type for group in cluster.nodes for _ in range(group.count)]
     meeting = f"--nnodes {len(types)} --rendezvous {name_for_others()}:{_USUAL_PORT}"
@@ -135,7 +138,7 @@ def lines_of_nodes(cluster: Cluster, command: Sequence[str]) -> list[str]:
 
 
 def _host_of_step(environment: Mapping[str, str]) -> str:
-    """The step's first node, by its address as Slurm itself reaches it: its name may be known to Slurm alone."""
+    """Return the address of the step's first node as Slurm itself reaches it: its name may be known to Slurm alone."""
     listed = environment["SLURM_STEP_NODELIST"]
     first = _first_host(environment)
     address = _NODE_ADDRESS.search(_scontrol(listed, "node", first))
@@ -145,7 +148,7 @@ def _host_of_step(environment: Mapping[str, str]) -> str:
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
-    """The node of the step's first task; the list is sorted by name, across the components of a heterogeneous job."""
+    """Return the node of the step's first task; Slurm's list is sorted by name across a job's components."""
     hosts = _hosts(environment["SLURM_STEP_NODELIST"])
     components = (f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in itertools.count())
     for component in itertools.takewhile(environment.__contains__, components):
@@ -160,7 +163,7 @@ def _hosts(listed: str) -> list[str]:
 
 
 def _scontrol(listed: str, *asked: str) -> str:
-    """What `scontrol show` tells; BadInput where that is nothing."""
+    """Return the output of `scontrol show`; raise BadInput where there is none."""
     command = ["scontrol", "--oneliner", "show", *asked]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_S)
@@ -176,7 +179,7 @@ def _unresolved(listed: str, why: str) -> BadInput:
 
 
 def _number(environment: Mapping[str, str], *names: str, default: int | None = None) -> int:
-    """The first of these variables that is set."""
+    """Return the value of the first of these variables that is set."""
     found = next((name for name in names if name in environment), None)
     if found is None and default is not None:
         return default
@@ -200,7 +203,7 @@ class NodeOptions(Options, frozen=True, kw_only=True):
     """Start the ranks of all nodes on this machine, to try a cluster's plans where there is no such cluster."""
 
     def nodes(self, environment: Mapping[str, str]) -> Nodes:
-        """The nodes that are meant."""
+        """Return the nodes that the options name."""
         if self.all_nodes_here:
             return Nodes(self.nnodes or 1, self.node_rank or 0, all_here=True)
         return nodes_of(self.nnodes, self.node_rank, self.rendezvous, environment)

@@ -1,4 +1,4 @@
-"""What ranks print: shown as if they printed it themselves, and kept in a file of each rank where that is asked for.
+"""The output of ranks: shown as if they printed it themselves, and kept in a file of each rank where asked for.
 
 A rank that is killed keeps what it has printed, for that lies in a pipe whose other end is the launcher's.
 """
@@ -17,7 +17,7 @@ from typing import IO
 from shardwright_formats.io.errors import BadInput, system_fault
 
 LAST_LINES = 10
-"""Of a rank that failed, shown once more."""
+"""Number of the last lines of a failed rank that are shown once more."""
 _CHUNK_BYTES = 64 * 1024
 _JOIN_S = 5.0
 _STDOUT, _STDERR = 1, 2
@@ -26,10 +26,10 @@ OnLine = Callable[[bytes], None]
 
 
 class RankLog:
-    """The file of one rank, to which every start adds."""
+    """The log file of one rank, to which every start appends."""
 
     def __init__(self, path: Path, heading: str) -> None:
-        """Open it and write a line of heading; BadInput where it is no file that can be written."""
+        """Open the log and write a heading line; raise BadInput where it is no file that can be written."""
         self.path = path
         if path.exists() and not path.is_file():
             raise BadInput(path, "is no regular file", "choose another folder for logs")
@@ -43,7 +43,7 @@ class RankLog:
         self._begin = os.fstat(self._descriptor).st_size
 
     def write(self, piece: bytes) -> None:
-        """Add a piece; where the file takes no more that is said once, and the rank goes on without."""
+        """Append a piece; where the file takes no more, print that once and let the rank go on without its log."""
         if self._failed:
             return
         try:
@@ -53,12 +53,12 @@ class RankLog:
             print(f"{self.path}: {error.strerror}: no more of what the rank prints is kept", file=sys.stderr)
 
     def last_lines(self) -> list[str]:
-        """The last lines since this start."""
+        """Return the last lines since this start."""
         begin = max(self._begin, os.fstat(self._descriptor).st_size - _CHUNK_BYTES)
         return os.pread(self._descriptor, _CHUNK_BYTES, begin).decode(errors="replace").splitlines()[-LAST_LINES:]
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Close the file."""
         os.close(self._descriptor)
 
 
@@ -70,7 +70,7 @@ class RankOutput:
         self._readers: list[threading.Thread] = []
 
     def takes(self, rank: int) -> tuple[bool, bool]:
-        """Whether standard output and standard error of a rank are read here."""
+        """Return whether the launcher reads standard output and standard error of a rank."""
         kept = rank in self._logs
         return kept or (self._on_line is not None and rank == 0), kept
 
@@ -90,13 +90,13 @@ class RankOutput:
         self._readers.append(reader)
 
     def join(self) -> None:
-        """Wait until all is shown and kept that ended ranks have printed, but not for ever: a child may hold a pipe."""
+        """Wait until all output of ended ranks is shown and kept, up to a time limit: a child may hold a pipe."""
         until_s = time.monotonic() + _JOIN_S
         for reader in self._readers:
             reader.join(max(0.0, until_s - time.monotonic()))
 
     def show(self, rank: int, text: str) -> None:
-        """Show on standard error what a rank could not print itself, and keep it."""
+        """Show on standard error, and keep, what a rank could not print itself."""
         print(text, end="", file=sys.stderr)
         if rank in self._logs:
             self._logs[rank].write(text.encode())
@@ -108,7 +108,7 @@ class RankOutput:
             print(f"the last lines of rank {rank}, of {self._logs[rank].path}:\n{told}", end="", file=sys.stderr)
 
     def close(self) -> None:
-        """Close the logs, unless somebody is writing to them still."""
+        """Close the logs, unless a thread is still writing to them."""
         if not any(reader.is_alive() for reader in self._readers):
             for log in self._logs.values():
                 log.close()
@@ -118,7 +118,7 @@ class RankOutput:
 def rank_output(
     folder: Path | None, ranks: range, world_size: int, start: int, on_line: OnLine | None
 ) -> Iterator[RankOutput]:
-    """What becomes of these ranks' output: lines of rank 0 go to `on_line`, and with a folder all is kept there, too.
+    """Yield the output of these ranks: lines of rank 0 go to `on_line`, and with a folder all output is kept there.
 
     Raises BadInput where the folder or a file in it cannot be written.
     """
@@ -140,7 +140,7 @@ def rank_output(
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """Whole lines as soon as they are there, several at once or the beginning of one that does not end for long."""
+    """Yield whole lines as soon as they are there, several at once, or the beginning of a line that grows too long."""
     begun = b""
     with stream:
         while piece := os.read(stream.fileno(), _CHUNK_BYTES):
@@ -161,7 +161,7 @@ def _hand_on(lines: Iterable[bytes], takers: Iterable[OnLine]) -> None:
 
 
 def _show(descriptor: int, piece: bytes) -> None:
-    """Print as the rank itself would; a stream that nobody takes any more is no reason to fail."""
+    """Print a piece as the rank itself would; a stream that nobody reads any more is no reason to fail."""
     with suppress(OSError):
         _write(descriptor, piece)
 

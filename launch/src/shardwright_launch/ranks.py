@@ -1,4 +1,4 @@
-"""Starting one process per device of this node, watching them, and ending them together."""
+"""Starts one process per device of this node, watches them, and ends them together."""
 
 import math
 import os
@@ -28,52 +28,52 @@ from shardwright_launch.store import note_meeting
 
 _POLL_S = 0.05
 _ORDERLY_END_S = 20.0
-"""What the other ranks have to end by themselves when one reported an error that they may all have agreed on."""
+"""Seconds that the other ranks have to end by themselves after one reported an error that all may have agreed on."""
 _OTHER_END_S = 2.0
-"""What they have when one failed otherwise: enough to see which of them failed first."""
+"""Seconds that the other ranks have after one failed otherwise: enough to see which of them failed first."""
 _STATES = "T: stopped, D: in the kernel"
 _STACKS_S = 2.0
-"""What the ranks have to show their stacks and collectives."""
+"""Seconds that the ranks have to show their stacks and collectives."""
 _GATHER_S = _ORDERLY_END_S + 10.0
-"""What the launchers of other nodes have to tell how theirs ended."""
+"""Seconds that the launchers of other nodes have to report how their ranks ended."""
 # PyTorch 2.13 renames two collectives; the old names are the only ones that 2.11 has.
 _RENAMED = "ignore::FutureWarning:torch.distributed.c10d_logger"
 EXPANDABLE = "expandable_segments:True"
-"""What it is told unless the caller's environment says something else."""
+"""Default setting of PyTorch's allocator of device memory; the caller's environment overrides it."""
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""What PyTorch's allocator of device memory is told by, since 2.9 and before."""
+"""Environment variables of PyTorch's allocator of device memory, since 2.9 and before."""
 _HOST_ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
-"""What glibc's malloc is told, unless the caller's environment says something else (mallopt(3)).
+"""Environment variables of glibc's malloc; the caller's environment overrides them (mallopt(3)).
 
-A rank keeps what it has freed in place of taking the same pages anew in every step; 32 MiB is the most that can be set.
+A rank keeps the memory it has freed instead of taking the same pages anew in every step; 32 MiB is the maximum.
 """
 _DEVICE = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_RUNTIME_CONNECT": "0", "TORCH_FR_BUFFER_SIZE": "2000"}
-"""What CUDA, NCCL and PyTorch's flight recorder are told, unless the caller's environment says something else.
+"""Environment variables of CUDA, NCCL and PyTorch's flight recorder; the caller's environment overrides them.
 
 A kernel that is loaded, or a connection that is made, in the midst of a step may wait until the device has done all
 that it was given: for ever, where a receive waits there for a rank that waits for this one.
 """
 _UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
-"""For ranks that print into a pipe: what they have printed is out of their hands when they are killed."""
+"""Environment variable for ranks that print into a pipe: what they have printed is in the pipe when they are killed."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _QUIET = {"NCCL_RAS_ENABLE": "0"}
-"""NCCL 2.24 and later listens for questions about a job's health otherwise, at a port that is always the same."""
+"""Environment variable that stops NCCL 2.24 and later from listening for job health queries at one fixed port."""
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass
 class _Rank:
-    """A rank's process, and what it lets the launcher see."""
+    """A rank's process, and the files by which the launcher sees it."""
 
     number: int
     files: RankFiles
     process: "subprocess.Popen[bytes]"
     status: int | None = None
-    """How it ended, unless the launcher ended it."""
+    """Exit status of the process, unless the launcher ended it."""
     seen_s: float = 0.0
 
     def look(self) -> int | None:
-        """Its exit status, None while it runs."""
+        """Return the exit status of the process, None while it runs."""
         if self.status is None and (status := self.process.poll()) is not None:
             self.status, self.seen_s = status, time.monotonic()
         return self.status
@@ -154,7 +154,7 @@ def launch(
 
 
 def allocator_setting(environment: Mapping[str, str]) -> str:
-    """What PyTorch's allocator of device memory is told, empty where nothing is."""
+    """Return the setting of PyTorch's allocator of device memory, empty where there is none."""
     return next((environment[name] for name in _ALLOCATOR if environment.get(name)), "")
 
 
@@ -191,7 +191,7 @@ def _start(
 
 
 def _watch(ranks: Sequence[_Rank], nodes: Nodes, others: Exchange, hang_timeout_s: float | None) -> NodeReport | None:
-    """Wait until all ranks of this node have ended well (None), or one of any node has not and these had their time."""
+    """Return None once this node's ranks all ended well, or its report once any node's failed and time is up."""
     began_s, reported, gone_s = time.monotonic(), False, math.inf
     while None in [rank.look() for rank in ranks]:
         own = _report(ranks, nodes, began_s, hang_timeout_s)
@@ -224,7 +224,7 @@ def _report(ranks: Sequence[_Rank], nodes: Nodes, began_s: float, hang_timeout_s
 
 
 def _time_is_up(failed: Sequence[RankState]) -> bool:
-    """Whether the ranks that have not failed had the time that they get when others have."""
+    """Return whether the ranks that have not failed had the time that they get once others have."""
     if not failed:
         return False
     allowed_s = _ORDERLY_END_S if all(state.orderly for state in failed) else _OTHER_END_S
@@ -232,7 +232,7 @@ def _time_is_up(failed: Sequence[RankState]) -> bool:
 
 
 def _hang(running: Sequence[RankState], began_s: float, hang_timeout_s: float) -> str | None:
-    """What takes too long: a rank's step, or finding one another."""
+    """Return a description of what takes too long: a rank's step, or finding one another."""
     now_s = time.monotonic()
     steps = [state.step for state in running if state.step is not None]
     if any(now_s - step.began_s > hang_timeout_s for step in steps):
@@ -274,7 +274,7 @@ def _is_stopped(rank: _Rank) -> bool:
 
 
 def _process_state(rank: _Rank) -> str:
-    """As proc(5) names it; a process that has ended is there until its status is asked for."""
+    """Return a rank's process state as proc(5) names it; an ended process stays there until its status is read."""
     return Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

@@ -1,4 +1,4 @@
-"""Folders for the time of one command, in the system's folder of temporary files."""
+"""Scratch folders for the time of one command, in the system's folder of temporary files."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ _NAME = re.compile(rf"{_PREFIX}{OWNER}-[a-z0-9_]+")
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield an empty folder that is removed at the end; those that killed commands have left are removed at once."""
+    """Yield an empty folder that is removed at the end; first remove those that killed commands have left."""
     _sweep(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{owner()}-") as folder:
         yield Path(folder)

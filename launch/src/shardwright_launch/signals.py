@@ -1,4 +1,4 @@
-"""What a launcher does with the signals that ask a run to stop."""
+"""Handling of the signals that ask a run to stop."""
 
 import signal
 import sys
@@ -14,7 +14,7 @@ _RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 @contextmanager
 def relayed_signals(ask_to_stop: Callable[[], None]) -> Iterator[list[signal.Signals]]:
-    """Call `ask_to_stop` at the first of INT, TERM, USR1 or HUP, end by SystemExit at the second; yields those seen."""
+    """Call `ask_to_stop` at the first of INT, TERM, USR1 or HUP, exit by SystemExit at the second; yield those seen."""
     seen: list[signal.Signals] = []
 
     def relay(number: int, _frame: FrameType | None) -> None:
@@ -34,7 +34,7 @@ def relayed_signals(ask_to_stop: Callable[[], None]) -> Iterator[list[signal.Sig
 
 
 def outlive_terminal() -> None:
-    """Let this process go on when nobody takes what it prints any more: a closed terminal is no reason to fail."""
+    """Let this process go on when its output is not read any more: a closed terminal is no reason to fail."""
     sys.stdout, sys.stderr = cast(TextIO, _Lossy(sys.stdout)), cast(TextIO, _Lossy(sys.stderr))
 
 

@@ -1,4 +1,4 @@
-"""The keys and values that the ranks of several nodes find one another by, kept by node 0's launcher.
+"""The key-value store by which the ranks of several nodes find one another, kept by node 0's launcher.
 
 PyTorch's own TCPStore listens on all addresses and answers everybody. This one answers callers that have proved the
 secret of the run. On one node the ranks use PyTorch's FileStore in the launcher's folder, and nothing listens.
@@ -20,27 +20,30 @@ from shardwright_launch.nodes import Address
 
 
 class RankCall(msgspec.Struct, frozen=True, tag="rank"):
-    """The first message of a rank: which launch it belongs to."""
+    """The first message of a rank, which names the launch it belongs to."""
 
     launch: str
 
 
 class SetValue(msgspec.Struct, frozen=True, tag="set"):
-    """Set a value."""
+    """A request to set a value."""
 
     key: str
     value: bytes
 
 
 class AddNumber(msgspec.Struct, frozen=True, tag="add"):
-    """Add to a value that is a number, 0 at first; answered by the sum."""
+    """A request to add to a value that is a number, 0 at first; answered by the sum."""
 
     key: str
     amount: int
 
 
 class SwapValue(msgspec.Struct, frozen=True, tag="swap"):
-    """Set a value if it is the expected one, or missing and expected to be empty; answered by what there is then."""
+    """A request to set a value if it equals the expected one, or is missing and expected to be empty.
+
+    It is answered by the value that is there afterwards.
+    """
 
     key: str
     expected: bytes
@@ -48,47 +51,47 @@ class SwapValue(msgspec.Struct, frozen=True, tag="swap"):
 
 
 class ReadValues(msgspec.Struct, frozen=True, tag="read"):
-    """Return values once all of them are set, nothing where that takes longer."""
+    """A request for values once all of them are set; answered by None where that takes longer than `wait_s`."""
 
     keys: tuple[str, ...]
     wait_s: float
 
 
 class DeleteValue(msgspec.Struct, frozen=True, tag="delete"):
-    """Delete a value; answered by the number of values that were deleted."""
+    """A request to delete a value; answered by the number of values that were deleted."""
 
     key: str
 
 
 class CountValues(msgspec.Struct, frozen=True, tag="count"):
-    """Count all values."""
+    """A request for the number of values."""
 
 
 Request = SetValue | AddNumber | SwapValue | ReadValues | DeleteValue | CountValues
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What is answered to a request."""
+    """The answer to a request."""
 
     values: tuple[bytes, ...] | None = ()
     number: int = 0
 
 
 _CALL_S = 60.0
-"""What node 0's launcher has to answer a rank's call; at a large start many call at once."""
+"""Seconds that node 0's launcher has to answer a rank's call; at a large start many call at once."""
 _REQUESTS: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 _ANSWERS: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
 
 class Values:
-    """Node 0's side: the values of one launch, changed in one event loop."""
+    """The values of one launch at node 0, changed in one event loop."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._changed = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer a rank's requests, one after another, until its line ends."""
+        """Answer a rank's requests, one after another, until its connection ends."""
         while True:
             answer = await self.answer(_REQUESTS.decode(await read_frame(reader)))
             writer.write(framed(answer))
@@ -131,7 +134,7 @@ class Values:
 
 
 class MeetingNote(msgspec.Struct, frozen=True):
-    """What a launcher of several nodes leaves for its ranks, in a file of its private folder."""
+    """The address, secret and launch that a launcher of several nodes leaves for its ranks in a private file."""
 
     host: str
     port: int
@@ -140,7 +143,7 @@ class MeetingNote(msgspec.Struct, frozen=True):
 
 
 class Store(Protocol):
-    """What `torch.distributed.Store` is told here."""
+    """The part of `torch.distributed.Store` that is used here."""
 
     def set_timeout(self, timeout: timedelta, /) -> None:
         """Set how long `get` waits."""
@@ -150,7 +153,7 @@ S = TypeVar("S", bound=Store)
 
 
 class StoreCalls:
-    """A rank's side: the methods that PyTorch calls of a `torch.distributed.Store`."""
+    """The methods that PyTorch calls of a `torch.distributed.Store`, answered by node 0's launcher."""
 
     timeout: timedelta
 
@@ -185,7 +188,7 @@ class StoreCalls:
         self._ask(SetValue(key, _as_bytes(value)))
 
     def get(self, key: str) -> bytes:
-        """Return a value, waited for until the timeout."""
+        """Return a value, waiting for it until the timeout."""
         return self._awaited([key], self.timeout)[0]
 
     def add(self, key: str, amount: int) -> int:
@@ -193,7 +196,7 @@ class StoreCalls:
         return self._ask(AddNumber(key, amount)).number
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Set a value if it is the expected one, and return what there is then."""
+        """Set a value if it equals the expected one, and return the value that is there afterwards."""
         (value,) = self._ask(SwapValue(key, _as_bytes(expected), _as_bytes(desired))).values or (b"",)
         return value
 
@@ -202,7 +205,7 @@ class StoreCalls:
         self._awaited(keys, timeout or self.timeout)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all values are set."""
+        """Return whether all values are set."""
         return self._read(keys, 0.0) is not None
 
     def delete_key(self, key: str) -> bool:
@@ -218,7 +221,7 @@ class StoreCalls:
     getNumKeys = num_keys
 
     def clone(self) -> "StoreCalls":
-        """Return a store with a line of its own to the same values, for another thread; it lives as long as this."""
+        """Return a store with its own connection to the same values, for another thread; it lives as long as this."""
         self._clones.append(type(self)(self._note, self.timeout))
         return self._clones[-1]
 
@@ -243,7 +246,7 @@ def rank_store(file_store: Callable[[str, int], S], base: type[S], world_size: i
 
 
 def note_meeting(file: "os.PathLike[str]", place: Place, launch: str) -> None:
-    """Leave for the ranks of this node where they meet the others."""
+    """Write the address where the ranks of this node meet the others into a file for them."""
     note = MeetingNote(place.address.host, place.address.port, place.secret, launch)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
         opened.write(msgspec.json.encode(note))

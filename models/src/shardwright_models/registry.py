@@ -1,4 +1,4 @@
-"""All families, by the `model_type` of their config.json."""
+"""A registry of all families, keyed by the `model_type` of their config.json."""
 
 from shardwright_formats.io.errors import BadInput
 from shardwright_formats.types.model import Model

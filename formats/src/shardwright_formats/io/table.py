@@ -39,7 +39,7 @@ class Sourced(NamedTuple):
 
 
 class Row(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One row of a table; each field is a column.
+    """A row of a table; each field is a column.
 
     Fields are numbers, truth values, enumerations or texts of a stated length; `Meta` holds their limits and, in
     `extra`, their `unit` and the field that says where they come from (`source`). No number is infinite or NaN.

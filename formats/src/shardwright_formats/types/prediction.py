@@ -23,7 +23,7 @@ class StagePrediction(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TimelineEvent(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One action of the simulated step."""
+    """An action of the simulated step."""
 
     stage: Rank
     """The pipeline stage; of a message the one that sends it."""

@@ -34,7 +34,7 @@ class BestCheckpoint(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One line of metrics.jsonl."""
+    """A line of metrics.jsonl."""
 
     step: Count
     """Number of the optimizer step, the first being 1."""

@@ -32,13 +32,13 @@ class Recompute(StrEnum):
     """Which activations of a layer are computed again in its backward pass."""
 
     NONE = "none"
-    """None: all are kept."""
+    """No activations are recomputed: all are kept."""
     FULL = "full"
-    """All: only the layer's input is kept."""
+    """All activations are recomputed: only the layer's input is kept."""
     ATTENTION = "attention"
-    """Those of the attention part."""
+    """Activations of the attention part are recomputed."""
     MLP = "mlp"
-    """Those of the feed-forward part."""
+    """Activations of the feed-forward part are recomputed."""
     SELECTIVE = "selective"
     """All but the results of matrix products and of attention, which are kept (Korthikanti et al. 2022)."""
 

@@ -1,1 +1,1 @@
-"""One file of facts for each family, or for families that differ in keys and biases alone."""
+"""Facts of each family, in one file per family or for families that differ in keys and biases alone."""

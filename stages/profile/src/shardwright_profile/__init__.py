@@ -1,1 +1,1 @@
-"""Measures hardware, writes the probes of a model, and fits model profiles to what they took."""
+"""Measures hardware, writes the probes of a model, and fits model profiles to their measurements."""

@@ -1,4 +1,4 @@
-"""From the options of `shardwright-profile analytic` to its files."""
+"""The command `shardwright-profile analytic`: from its options to its files."""
 
 import sys
 from pathlib import Path
@@ -23,7 +23,7 @@ _MIB = 2**20
 
 
 def write_analytic(options: AnalyticOptions) -> None:
-    """Write the profiles that were asked for, after all of them could be made; BadInput says why one cannot."""
+    """Write the profiles that were asked for, once all of them are made; raise BadInput where one cannot be made."""
     if options.out is None and options.hardware_out is None:
         raise BadInput("--out", "no profile is asked for", "give --out, --hardware-out or both")
     table = read_devices(options.devices)
@@ -68,7 +68,7 @@ def _efficiencies(options: AnalyticOptions) -> Efficiencies:
 
 
 def _device(options: AnalyticOptions, cluster: Cluster | None) -> str:
-    """The device by its own option, else that of the cluster's node type, of which there may be one only."""
+    """Return the device of its own option, else that of the cluster's node types, which must agree."""
     if options.device is not None:
         return options.device
     if cluster is None:

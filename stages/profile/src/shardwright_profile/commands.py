@@ -1,4 +1,4 @@
-"""The commands that write probes, fit a profile and show one."""
+"""The commands `probes`, `fit`, `show` and `devices` of shardwright-profile."""
 
 import sys
 
@@ -30,7 +30,7 @@ def write_probes(options: ProbesOptions) -> None:
 
 
 def fit(options: FitOptions) -> None:
-    """Write the profile that measured probes give."""
+    """Write the model profile fitted to measured probes."""
     from shardwright_profile.model.fit import fit_profile
 
     profile = fit_profile([(path, read_document(path, Measurement)) for path in options.measurements])

@@ -1,4 +1,4 @@
-"""What the commands of shardwright-profile are asked: every option, said once."""
+"""The options of the commands of shardwright-profile."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -65,7 +65,7 @@ class ProbesOptions(Options, frozen=True, kw_only=True):
     node_type: Name
     """The cluster's node type to measure on, with all its devices."""
     settings: Path
-    """What to probe, JSON (shardwright.profile_settings)."""
+    """Profile settings, JSON (shardwright.profile_settings)."""
     out: Path
     """The probes to write, JSON (shardwright.plans)."""
 
@@ -80,7 +80,7 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     folder: Annotated[Path, POSITIONAL]
     """Folder that holds a Hugging Face config.json."""
     name: Name
-    """What the model is called; the profile carries it."""
+    """Name of the model; the profile carries it."""
     sequence_length: Tokens
     """Tokens (or patches) of one sample."""
     cluster: Path
@@ -88,7 +88,7 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     node_type: Name
     """The cluster's node type to measure on: this node, all its devices."""
     settings: Path
-    """What to probe, JSON (shardwright.profile_settings)."""
+    """Profile settings, JSON (shardwright.profile_settings)."""
     out: Path
     """The model profile to write, HDF5."""
     steps: Count = 5
@@ -103,7 +103,7 @@ class FitOptions(Options, frozen=True, kw_only=True):
     """Turn the measured probes of one model on one device into its profile: seconds and bytes per layer."""
 
     measurements: tuple[Path, ...]
-    """What the probes took, JSON (shardwright.measurement); may be repeated."""
+    """Measurements of the probes, JSON (shardwright.measurement); may be repeated."""
     out: Path
     """The model profile to write, HDF5."""
 
@@ -116,7 +116,7 @@ class ShowOptions(Options, frozen=True, kw_only=True):
     picture: Path | None = None
     """Draw points, fits and residuals too, into this file: .svg; .png and .pdf need CairoSVG."""
     tables: bool = True
-    """Whether to print the tables."""
+    """Print the tables."""
 
 
 class ImportOptions(Options, frozen=True, kw_only=True):
@@ -145,7 +145,7 @@ class ImportModelOptions(ImportOptions, frozen=True, kw_only=True):
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """`micro_batch_sizes` as numbers."""
+        """Return `micro_batch_sizes` as numbers."""
         return _numbers("--micro-batch-sizes", self.micro_batch_sizes)
 
 
@@ -162,17 +162,17 @@ class GalvatronOptions(ImportModelOptions, frozen=True, kw_only=True):
     model: tuple[Path, ...] = ()
     """The model, JSON (shardwright.model); may be repeated, once for each sequence length."""
     type: tuple[str, ...] = ()
-    """In place of --model, once for each type of layer, in order: NAME,LAYERS,POSITIONS,FEATURES,HEADS."""
+    """NAME,LAYERS,POSITIONS,FEATURES,HEADS in place of --model, once for each type of layer, in order."""
     name: Name = "galvatron"
-    """With --type: name of the model."""
+    """Name of the model; with --type."""
     model_out: Path | None = None
-    """With --type: the description to write, JSON (shardwright.model)."""
+    """Model description to write, JSON (shardwright.model); with --type."""
     tp_sizes: str = "1"
     """Tensor-parallel sizes, in ranks, as 1,2,4; beyond 1 times are assumed."""
     hardware: Path | None = None
     """Hardware profile, HDF5, that prices the traffic of tensor parallelism."""
     sequence_parallel: Literal["none", "megatron"] | None = None
-    """Of a memory file with both kinds of tables, which to take; by default megatron's."""
+    """Kind of tables to take from a memory file that has both; by default megatron's."""
     attention: str = "auto"
     """Attention kernel that was measured."""
     repair: bool = False
@@ -180,12 +180,12 @@ class GalvatronOptions(ImportModelOptions, frozen=True, kw_only=True):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """`tp_sizes` as numbers."""
+        """Return `tp_sizes` as numbers."""
         return _numbers("--tp-sizes", self.tp_sizes) or (1,)
 
     @property
     def tables(self) -> SequenceParallel | None:
-        """Which of a memory file's tables to take; None: megatron's where it has them."""
+        """Return the kind of tables to take from a memory file; None: megatron's where it has them."""
         return None if self.sequence_parallel is None else SequenceParallel(self.sequence_parallel)
 
 
@@ -205,7 +205,7 @@ class GalvatronHardwareOptions(ImportOptions, frozen=True, kw_only=True):
 
 
 class FasopOptions(ImportModelOptions, frozen=True, kw_only=True):
-    """Import the layer times of FASOP: one forward time a kind of layer, at micro-batch 1 and tp_size 1, 2, 4."""
+    """Import the layer times of FASOP: one forward time per kind of layer, at micro-batch 1 and tp_size 1, 2, 4."""
 
     times: Path
     """Layer times, CSV, in s: config/reference/fasop-layer-times.csv."""
@@ -222,7 +222,7 @@ class FasopOptions(ImportModelOptions, frozen=True, kw_only=True):
 
 
 class FasopHardwareOptions(ImportOptions, frozen=True, kw_only=True):
-    """Write a hardware profile from FASOP's bandwidths; nothing of it was timed."""
+    """Write a hardware profile from FASOP's bandwidths; none of it was timed."""
 
     constants: Path
     """Constants, JSON: config/reference/fasop-constants.json."""
@@ -246,7 +246,7 @@ class AnalyticOptions(Options, frozen=True, kw_only=True):
     model: tuple[Path, ...] = ()
     """The model, JSON (shardwright.model); repeated, the same model at other sequence lengths."""
     settings: Path | None = None
-    """What to estimate, JSON (shardwright.profile_settings), as `probes` takes it."""
+    """Profile settings, JSON (shardwright.profile_settings), as `probes` takes them."""
     out: Path | None = None
     """The model profile to write, HDF5."""
     device: Name | None = None
@@ -258,12 +258,12 @@ class AnalyticOptions(Options, frozen=True, kw_only=True):
     hardware_out: Path | None = None
     """The cluster's hardware profile to write, HDF5."""
     inter_node_gbit_s: str | None = None
-    """What one node sends to others, all devices together, in Gbit/s.
+    """Bandwidth from one node to others, all devices together, in Gbit/s.
 
-    As 2:400,4:300 by the number of nodes that a group of ranks spans at most, where wide groups get less.
+    As 2:400,4:300 by the maximum number of nodes that a group of ranks spans, where wide groups get less.
     """
     overlap_slowdowns: str | None = None
-    """How many times as long a computation and a collective of data parallelism take beside one another, as 1.25:1.1;
+    """Slowdowns of a computation and a collective of data parallelism that overlap, as factors of time, as 1.25:1.1;
     inside a node and across nodes as 1.25:1.1,1.05:1.2. By default they are taken not to overlap."""
     fused: bool = False
     """Norms and activation functions are one kernel each, as of flash-attn, Apex or Transformer Engine."""
@@ -272,13 +272,13 @@ class AnalyticOptions(Options, frozen=True, kw_only=True):
     communicator_mib: NonNegativeCount | None = None
     """Buffers of one NCCL communicator, in MiB; by default 480."""
     allocator_slack_mib: NonNegativeCount | None = None
-    """What the allocator has taken of a device and keeps unused, in MiB; by default nothing."""
+    """Memory that the allocator has taken of a device and keeps unused, in MiB; by default nothing."""
     matrix_efficiency: _Efficiency | None = None
-    """Reached over published rate of matrix products, attention's too; by default by device, see `devices`."""
+    """Ratio of reached to published rate of matrix products, attention's too; by default by device, see `devices`."""
     memory_efficiency: _Efficiency = 0.75
-    """Reached over published memory bandwidth."""
+    """Ratio of reached to published memory bandwidth."""
     link_efficiency: _Efficiency = 0.75
-    """Reached over published bandwidth of links and networks."""
+    """Ratio of reached to published bandwidth of links and networks."""
     matrix_tflop_s: _Rate | None = None
     """Published rate of matrix products, for the table's, in TFLOP/s."""
     memory_gbyte_s: _Rate | None = None

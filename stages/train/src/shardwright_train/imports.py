@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Imports make many objects and no garbage: to look for some among them takes a third of their time.
+    """Disable garbage collection during imports, which make no garbage: searching for it takes a third of their time.
 
-    Nor are these objects looked through later.
+    Later collections do not scan these objects either.
     """
     collected = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""What the commands of shardwright-train are asked: every option, said once; ranks are handed the same."""
+"""The options of all commands of shardwright-train, defined once and passed to the ranks."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -20,9 +20,9 @@ from shardwright_train.engine.learning_rate import LearningRateSchedule
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 _Rate = Annotated[float, Meta(ge=0, le=1e6)]
 LogTo = Literal["tensorboard", "wandb", "mlflow", "none"]
-"""Where the numbers of steps are sent, beside metrics.jsonl."""
+"""Loggers to which the numbers of steps are sent, in addition to metrics.jsonl."""
 Objective = Literal["span-corruption", "prefix"]
-"""What T5 may be trained on."""
+"""Objectives that T5 may be trained on."""
 _Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 
 
@@ -50,11 +50,11 @@ class PrepareOptions(Options, frozen=True, kw_only=True):
     out: Path
     """Folder for tokenizer.json, tokens.bin, tokens.idx, data.json; of images images.npy, labels.npy, classes.json."""
     source: Source = Source.AUTO
-    """What the text lies in: files of text or JSON lines, a folder of `datasets`, dumps of Wikipedia without their
-    markup or with it (wikitext), or Megatron's .idx and .bin; auto: what the name says. images: a folder with one of
-    JPEG and PNG files for each class, for ViT."""
+    """Format of the text: files of text or JSON lines, a folder of `datasets`, dumps of Wikipedia without their
+    markup or with it (wikitext), or Megatron's .idx and .bin; auto: by its name. images: a folder with one of JPEG
+    and PNG files for each class, for ViT."""
     image_size: Annotated[int, Meta(ge=1, le=2**14)] | None = None
-    """Of images: height and width in pixels that they are brought to, the model's image_size."""
+    """Height and width in pixels that images are scaled and cropped to, the model's image_size."""
     vocab_size: Annotated[int, Meta(ge=257, le=2**24)] | None = None
     """Tokens of the byte-level BPE to train; needed unless `tokenizer` is given."""
     tokenizer: Path | None = None
@@ -63,11 +63,11 @@ class PrepareOptions(Options, frozen=True, kw_only=True):
     tokenizer_mib: Annotated[float, Meta(ge=0.01, le=2**20)] = 64.0
     """Most text to train a tokenizer on, from the beginning, in MiB."""
     glob: str | None = None
-    """Which files of a folder; if left out *.txt, *.py of python-stdlib, *.jsonl* or *.xml.bz2."""
+    """Pattern of the files of a folder; if left out *.txt, *.py of python-stdlib, *.jsonl* or *.xml.bz2."""
     field: str = "text"
-    """Of JSON lines and data sets, which field is the document."""
+    """Field of JSON lines and data sets that holds the document."""
     dataset_split: str = "train"
-    """Of a folder of `datasets` with several splits, which."""
+    """Split to take from a folder of `datasets` with several."""
     max_mib: Annotated[float, Meta(ge=0.01, le=2**20)] | None = None
     """Most text to take, in MiB; all if left out."""
     workers: Count | None = None
@@ -86,7 +86,7 @@ class RankOptions(NodeOptions, frozen=True, kw_only=True):
 
 
 class OnNodeLoss(StrEnum):
-    """What a run does when a node is gone."""
+    """The reaction of a run to the loss of a node."""
 
     WAIT = "wait"
     """Start anew, once the node is back."""
@@ -123,7 +123,7 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     checkpoint_async: Annotated[bool, Off("--checkpoint-sync")] = True
     """Copy what is saved to host memory and write it while the next steps run."""
     keep_checkpoints: Count = 2
-    """How many of the latest to keep."""
+    """Number of latest checkpoints to keep."""
     keep_every: NonNegativeCount = 0
     """Keep those of every so many steps, too; 0: none."""
     resume_from: Path | None = None
@@ -134,15 +134,15 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     max_time_s: Annotated[float, Meta(ge=1, le=1e9)] | None = None
     """Stop in order (exit 75) with the first step that ends so many s after the first began."""
     max_restarts: Annotated[int, Meta(ge=0, le=1000)] = 0
-    """How often the ranks of all nodes are started anew when some were killed, hang, or are gone with their node."""
+    """Number of times to restart the ranks of all nodes when some were killed, hang, or are gone with their node."""
     on_node_loss: OnNodeLoss = OnNodeLoss.WAIT
-    """When a node is gone: wait for it (600 s), or search a plan for those that are left with `shardwright-search`."""
+    """Reaction to a lost node: wait for it (600 s), or search a plan for the rest with `shardwright-search`."""
     replan_hardware: Path | None = None
-    """For replan: hardware profile of the cluster (HDF5)."""
+    """Hardware profile of the cluster (HDF5), for replan."""
     replan_profile: tuple[Path, ...] = ()
-    """For replan: model profile on a device of the cluster (HDF5)."""
+    """Model profile on a device of the cluster (HDF5), for replan."""
     replan_search: Path | None = None
-    """For replan: search file (JSON), of the plan's global batch size."""
+    """Search file (JSON) with the plan's global batch size, for replan."""
     trial: bool = True
     """Try each pipeline stage alone before the first step, so that a lack of memory is found, and kernels are loaded,
     before one waits for another; it takes part of a step's time."""
@@ -151,26 +151,26 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     learning_rate: _Rate = 3e-4
     """Peak learning rate, per step."""
     learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.COSINE
-    """What follows the warm-up; wsd: constant, then a decay."""
+    """Schedule after the warm-up; wsd: constant, then a decay."""
     warmup_steps: NonNegativeCount = 0
     """Steps of linear warm-up to the peak."""
     final_fraction: Share = 0.1
-    """Where cosine, linear and wsd end, as a share of the peak."""
+    """Final learning rate of cosine, linear and wsd, as a share of the peak."""
     decay_fraction: Share = 0.1
-    """How long wsd decays, as a share of all steps."""
+    """Length of the decay of wsd, as a share of all steps."""
     learning_rate_factor: tuple[_Text, ...] = ()
     """PATTERN=FACTOR: multiply the learning rate of the parameters whose names match, as `*.embed_tokens.weight=0.1`;
     of several the first that matches decides; 0 leaves them as they are."""
     weight_decay: _Rate = 0.1
     """AdamW's decay, per learning rate: of matrices, not of norms and biases."""
     decay_norms_and_biases: bool = False
-    """Decay those, too."""
+    """Apply weight decay to norms and biases, too."""
     clip_norm: _Rate = 1.0
     """Largest global 2-norm of gradients; 0: no clipping."""
     seed: NonNegativeCount = 0
     """Seed of initial weights and sample order."""
     objective: Objective | None = None
-    """What T5 learns of a text: the spans that are cut out of it (if left out), or how it goes on behind a prefix."""
+    """Objective of T5: the spans that are cut out of a text (if left out), or how it goes on after a prefix."""
     valid_fraction: Share = 0.0
     """Share of the data, behind what is trained on, that is left to evaluation."""
     test_fraction: Share = 0.0
@@ -188,16 +188,16 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     keep_best: bool = False
     """Keep the checkpoint with the least loss of all evaluations, too."""
     log_to: tuple[LogTo, ...] = ("tensorboard",)
-    """Where loss, times (s), memory (GiB) and the predicted ones of each step are sent; may be given several times."""
+    """Loggers for loss, times (s), memory (GiB) and the predicted ones of each step; may be given several times."""
 
     @property
     def boundaries(self) -> Boundaries:
-        """What of one document another one in the same sample is told."""
+        """Return the treatment of document boundaries in a sample."""
         return Boundaries(self.reset_attention_mask, self.reset_position_ids)
 
     @property
     def fractions(self) -> Fractions:
-        """How the data is divided."""
+        """Return the fractions into which the data is split."""
         return Fractions(self.valid_fraction, self.test_fraction)
 
 
@@ -256,23 +256,23 @@ class MeasureOptions(RankOptions, frozen=True, kw_only=True):
 
 
 class RunJob(RunOptions, frozen=True, kw_only=True, tag="run"):
-    """The options of a run as its ranks are handed them, with the locks that it holds."""
+    """The options of a run for its ranks, with the locks that it holds."""
 
     locks: tuple[HeldLock, ...] = ()
 
 
 class MeasureJob(MeasureOptions, frozen=True, kw_only=True, tag="measure"):
-    """What the ranks of one launch measure: plans of one world size, in one file, to a result that is put together."""
+    """The job of one launch's ranks: measure plans of one world size, given in one file, for a combined result."""
 
     journal: Path
-    """What is finished, should the measurement be cut off."""
+    """Path of the journal of finished plans, in case the measurement is interrupted."""
 
 
 def encode_job(job: RunJob | MeasureJob) -> bytes:
-    """What ranks are asked, as a file of theirs."""
+    """Return a job as the content of the file that its ranks read."""
     return msgspec.json.encode(job, enc_hook=str)
 
 
 def decode_job(content: bytes) -> RunJob | MeasureJob:
-    """What ranks are asked."""
+    """Return the job in a file's content."""
     return msgspec.json.decode(content, type=RunJob | MeasureJob, dec_hook=lambda kind, value: kind(value))

@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that the runtime uses, and the public name that would take its place.
+"""The private names of PyTorch that the runtime uses, and the public name that would take its place.
 
 No other file may use one (`tests/architecture` holds this): what a new version of PyTorch can break stands here.
 `make versions` runs them under each version that is declared.
@@ -89,7 +89,7 @@ __all__ = [
 ]
 
 _MOST_GRAPHS = 4096
-"""Of one piece of code: layers of unlike strategies have graphs of their own."""
+"""Largest number of compiled graphs per piece of code, as layers of different strategies need separate graphs."""
 
 _DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 
@@ -99,7 +99,7 @@ collective_operators = torch.ops._c10d_functional
 
 
 def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:
-    """What FSDP2 knows of each parameter that it keeps in a module and its children."""
+    """Yield FSDP2's record of each parameter that it keeps in a module and its children."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             group = part._get_fsdp_state()._fsdp_param_group
@@ -108,13 +108,13 @@ def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:
 
 
 def gathered_parameter(parameter: FSDPParam) -> nn.Parameter | None:
-    """What the layer computes with, where it was gathered before."""
+    """Return the gathered parameter that the layer computes with, or None if it was never gathered."""
     gathered: nn.Parameter | None = getattr(parameter, "_unsharded_param", None)
     return gathered
 
 
 def gathered_bytes(module: nn.Module) -> int:
-    """What FSDP2 holds of a module's parameters gathered, or is gathering."""
+    """Return the bytes of a module's parameters that FSDP2 holds gathered, or is gathering."""
     if not isinstance(module, FSDPModule) or (group := module._get_fsdp_state()._fsdp_param_group) is None:
         return 0
     if (gathering := group._all_gather_result) is not None:
@@ -124,22 +124,22 @@ def gathered_bytes(module: nn.Module) -> int:
 
 
 def gather_asynchronously(module: FSDPModule) -> None:
-    """Let FSDP2 wait for a gather only when the layer is called, for all layers of a module; they share its memory."""
+    """Make FSDP2 wait for a gather only when the layer is called, for all layers of a module; they share its memory."""
     module._set_unshard_async_op(True)
 
 
 def with_spec_of(parameter: DTensor, local: Tensor) -> DTensor:
-    """A local tensor in the place of a DTensor's local shard: neither checked nor computed anew."""
+    """Return a DTensor with another's layout and a given local shard, without checks."""
     return DTensor(local, parameter._spec, requires_grad=False)
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dict that a module looks its own (not its children's) parameters up in; a change of it acts at once."""
+    """Return the dict in which a module looks up its own (not its children's) parameters; changes act at once."""
     return module._parameters
 
 
 def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """A function compiled when it is first called; it fails where it would be run uncompiled in place of recompiled."""
+    """Return a function compiled at its first call; it raises where it would run uncompiled instead of recompiling."""
     import torch._dynamo  # 1 s of every start otherwise
 
     config: Any = torch._dynamo.config
@@ -151,7 +151,7 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
 
 
 def graph_breaks() -> dict[str, int]:
-    """Why compiled functions were left for the interpreter since the compiler was reset, and how often."""
+    """Return the reasons of graph breaks since the compiler was reset, with their counts."""
     from torch._dynamo.utils import counters
 
     return dict(counters["graph_break"])
@@ -159,7 +159,7 @@ def graph_breaks() -> dict[str, int]:
 
 @contextmanager
 def default_timeout(timeout: timedelta) -> Iterator[None]:
-    """Inside, process groups that are made without a timeout, as those of a DeviceMesh are, get this one."""
+    """Set the timeout of process groups made inside without one, as those of a DeviceMesh are."""
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(distributed_c10d, name) for name in names}
     vars(distributed_c10d).update(dict.fromkeys(names, timeout))
@@ -178,7 +178,7 @@ def flight_recorder_trace(backend: str) -> bytes:
 
 
 def step_unless(adamw: torch.optim.AdamW, forbidden: Tensor, divisor: Tensor | None) -> None:
-    """A fused step that divides the gradients by `divisor` and changes nothing where `forbidden` is 1.
+    """Take a fused step that divides the gradients by `divisor` and changes nothing where `forbidden` is 1.
 
     Both are float32 numbers on the device.
     """

@@ -1,4 +1,4 @@
-"""One rank: `python -m shardwright_train.worker JOB DEVICE`, started by the launcher, its place in the environment."""
+"""The process of one rank, `python -m shardwright_train.worker JOB DEVICE`, started by the launcher."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def main(job_file: str, device_type: str) -> None:
-    """Do the job; the launcher prints an error that was raised in order, this sets its exit code."""
+    """Do the job; the launcher prints an orderly error, and this process sets its exit code."""
     start_rank()
     # The profiler that records memory greets and takes leave on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

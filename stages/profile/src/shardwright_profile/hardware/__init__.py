@@ -1,1 +1,1 @@
-"""The hardware sweep: what messages and devices do, measured."""
+"""The hardware sweep: measurements of collectives and devices."""

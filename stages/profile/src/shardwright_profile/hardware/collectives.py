@@ -1,4 +1,4 @@
-"""The calls that are timed: one per kind of collective (imports torch: only the ranks of a sweep import this)."""
+"""The calls that are timed, one per kind of collective (imports torch: only the ranks of a sweep import this)."""
 
 from collections.abc import Callable
 
@@ -17,11 +17,11 @@ def collective_call(
     *,
     wait: bool = True,
 ) -> Callable[[], dist.Work | None]:
-    """A call that makes this rank's part of one message of `message_bytes`, as `Collective` defines that size.
+    """Return a call for this rank's part of one collective of `message_bytes`, as `Collective` defines that size.
 
     The numbers are float32 zeros: sums of them stay zeros however often they are repeated. A rank outside all groups
     does nothing. These are the calls that FSDP2 and the tensor-parallel layers make. They are complete, or queued on
-    the current stream, when they return; without `wait`, a collective goes on behind the work that is returned.
+    the current stream, when they return; without `wait`, the collective goes on and its work handle is returned.
     """
     if kind.key.collective is Collective.P2P:
         return p2p_call(kind.groups, message_bytes, process_group, device)
@@ -45,7 +45,7 @@ def collective_call(
 def p2p_call(
     pairs: Groups, message_bytes: int, process_group: dist.ProcessGroup | None, device: torch.device
 ) -> Callable[[], None]:
-    """A call that makes this rank's part of a message of `message_bytes` from the first to the second of each pair.
+    """Return a call for this rank's part of a message of `message_bytes` from the first to the second of each pair.
 
     `process_group` is that of this rank's pair; None where it has none.
     """

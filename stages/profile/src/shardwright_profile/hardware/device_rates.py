@@ -1,4 +1,4 @@
-"""How fast the devices compute and copy, all at once (only the ranks of a sweep import this)."""
+"""Compute and copy rates of all devices at once (only the ranks of a sweep import this)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ _REPEATS = 9
 
 
 def rate_tasks(session: Session) -> list[Task]:
-    """Rates of every rank's device while every rank works, of the median repeat, by name with the SI unit in it.
+    """Return tasks that measure each device's rates while all ranks work: medians, named with their SI units.
 
     `matrix_flops_per_s`: product of two square float32 matrices (a multiply-add counts 2); on CUDA also
     `matrix_bfloat16_flops_per_s`. `memory_bytes_per_s`: a copy, which reads and writes each byte once.
@@ -48,6 +48,6 @@ def _memory_bytes_per_s(size: int, stopwatch: Stopwatch) -> tuple[float, ...]:
 
 
 def _rates(amount: int, call: Callable[[], object], stopwatch: Stopwatch) -> tuple[float, ...]:
-    """An amount over the median time of each rank, in rank order."""
+    """Return an amount over the median time of each rank, in rank order."""
     stopwatch.rank_times_s(call, WARM_UP_REPEATS)
     return tuple(amount / time_s for time_s in np.median(stopwatch.rank_times_s(call, _REPEATS), axis=1).tolist())

@@ -1,4 +1,4 @@
-"""What a sweep found amiss: slow ranks, bad links, times that do not settle."""
+"""Findings of a sweep: slow ranks, bad links, times that do not settle."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from shardwright_profile.hardware.statistics import SETTLED
 _SLOW_RATE = 0.8
 _BAD_TIME = 1.5
 _MIN_PAIRS = 3
-"""Among fewer links none is told from the others."""
+"""Minimum number of comparable links among which one can be called slow."""
 _MAX_SENTENCES = 20
-"""Of each kind: a profile's notes are a page, not a list of a thousand links."""
+"""Maximum number of sentences of each kind, so that a profile's notes do not list a thousand links."""
 
 
 def findings(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
-    """Everything that is amiss in what was measured on a cluster, a sentence each, the worst of its kind first."""
+    """Return a sentence for everything amiss in a cluster's measurements, the worst of its kind first."""
     return (
         *_first(slow_ranks(profile, cluster)),
         *_first(bad_links(profile, cluster)),
@@ -28,7 +28,7 @@ def findings(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
 
 
 def slow_ranks(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
-    """Ranks with a rate under 80 % of the median of the ranks on the same type of node."""
+    """Return a sentence for each rank with a rate under 80 % of the median of the ranks on the same type of node."""
     rates: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for row in profile.ranks.rows:
         rates[row.name, cluster.node_type_of_rank[row.rank]][row.rank] = row.value
@@ -44,10 +44,10 @@ def slow_ranks(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
 
 
 def bad_links(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
-    """Pairs that take over 1.5 times the median of at least 3 pairs that are alike.
+    """Return a sentence for each pair that takes over 1.5 times the median of at least 3 comparable pairs.
 
-    Alike are pairs of one message size, equally far apart, between the same types of node, and all inside a node or
-    all across nodes.
+    Pairs are comparable if they have one message size, are equally far apart, between the same types of node, and all
+    inside a node or all across nodes.
     """
     alike: dict[tuple[int, int, bool, tuple[str, str]], dict[tuple[int, int], float]] = defaultdict(dict)
     for row in profile.pairs.rows:
@@ -74,7 +74,7 @@ def bad_links(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
 
 
 def unsettled_points(profile: HardwareProfile) -> tuple[str, ...]:
-    """How many points' medians are not known to within 3 %, and which is known least; a single repeat tells nothing."""
+    """Return a sentence on the points not known to within 3 %: their number and the worst; one repeat tells nothing."""
     repeats = np.array([len(times_s) for times_s in profile.times_s])
     interval = np.where(repeats > 1, profile.points["interval"], np.inf)
     count = int((interval > SETTLED).sum())

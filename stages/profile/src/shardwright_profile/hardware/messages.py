@@ -1,4 +1,4 @@
-"""Collectives at growing sizes, and every link of a pipeline (only the ranks of a sweep import this)."""
+"""Tasks for collectives at growing sizes and every link of a pipeline (only the ranks of a sweep import this)."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from shardwright_profile.hardware.timing import WARM_UP_REPEATS
 
 
 def point_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Iterator[Task]]:
-    """Every kind of collective at growing sizes, always to 1 MiB, until the next size would not fit its time.
+    """Return tasks for every kind of collective at growing sizes, always to 1 MiB, then while the next fits its time.
 
     A kind that a killed sweep was done with grows no further.
     """
@@ -25,7 +25,7 @@ def point_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Itera
 
 
 def _done_before(session: Session, kinds: Sequence[CollectiveKind]) -> int:
-    """How many kinds a killed sweep was done with: those before the last one that it had begun."""
+    """Return the number of kinds that a killed sweep was done with: those before the last one that it had begun."""
     if any(isinstance(key, tuple) and key[0] in ("pair", "overlap") for key in session.journal.entries):
         return len(kinds)
     sizes = session.identity.sizes
@@ -60,7 +60,7 @@ def _timed_point(session: Session, kind: CollectiveKind, message_bytes: int, sha
 
 
 def pair_tasks(session: Session, rounds: Sequence[PairRound]) -> list[list[Task]]:
-    """Every link, the pairs of a round at once."""
+    """Return the tasks of each round, which times all of its pairs at once."""
 
     def task(timed: PairRound) -> Task:
         keys: list[EntryKey] = [("pair", source, target, timed.message_bytes) for source, target in timed.pairs]
@@ -76,7 +76,7 @@ def _timed_pairs(session: Session, timed: PairRound, share_s: float) -> list[Pai
     call = p2p_call(timed.pairs, timed.message_bytes, pair, session.device)
 
     def measure(repeats: int) -> NDArray[Any]:
-        """A message has arrived when both its ranks are done: [pairs, repeats]."""
+        """Return the seconds of each pair's message, which arrives when both its ranks are done: [pairs, repeats]."""
         times_s = stopwatch.rank_times_s(call, repeats)
         return np.stack([times_s[list(pair)].max(axis=0) for pair in timed.pairs])
 

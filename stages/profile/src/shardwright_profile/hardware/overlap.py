@@ -1,4 +1,4 @@
-"""How a collective and a computation slow each other down, timed at once (only the ranks of a sweep import this)."""
+"""Slowdowns of a collective and a computation that run at once (only the ranks of a sweep import this)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ from shardwright_profile.hardware.session import Session, Task
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS
 
 CASE_MESSAGES = sum(ratio + 1 + max(1.0, ratio) for ratio in COMPUTE_RATIOS)
-"""How many times a collective's time one repeat of all ratios takes that does not slow down: each alone, and both."""
+"""Time of one repeat of all ratios without slowdown, in times of the collective: each side alone, and both at once."""
 
 _SIDES = {"cpu": (32, 64, 128, 256, 512), "cuda": (256, 512, 1024, 2048, 4096)}
 _DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -27,17 +27,18 @@ _TRIES = 5
 
 
 Start = Callable[[], dist.Work | None]
-"""Starts a collective and returns what it goes on behind; None where this rank has no part in it."""
+"""A function that starts a collective and returns its work; None where this rank has no part in it."""
 
 Clock = Callable[[Start | None, Callable[[], None], int], tuple[float, float]]
-"""Starts a collective, if any, computes so many times meanwhile, and returns the seconds of computing and of it.
+"""A function that starts a collective, if any, computes a number of times, and returns the seconds of both.
 
-The collective counts from before it is started, the computation from after, as a training step has them.
+The seconds of the computation come first. The collective counts from before it is started, the computation from after,
+as a training step has them.
 """
 
 
 class _Computation(NamedTuple):
-    """A product of two square matrices, and how long one takes."""
+    """A product of two square matrices, and the seconds that one takes."""
 
     factor: torch.Tensor
     product: torch.Tensor
@@ -48,14 +49,14 @@ class _Computation(NamedTuple):
 
 
 _Turn = tuple[Start | None, _Computation, int]
-"""What is timed by turns: a collective or None, a computation, and how many products of it."""
+"""A measurement that alternates with others: a collective or None, a computation, and the number of its products."""
 
 
 def overlap_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Iterator[Task]]:
-    """Each kind of collective overlapped with computations of several lengths.
+    """Return tasks that time each kind of collective overlapped with computations of several lengths.
 
-    Each size up to 1 MiB is timed, and larger ones while a kind's share of the time lasts; none that the kind was not
-    timed at alone.
+    Each size up to 1 MiB is timed, and larger ones while a kind's share of the time lasts; sizes at which the kind was
+    not timed alone are left out.
     """
     timer = _Timer(session)
     return [_overlaps(session, timer, kind) for kind in kinds]
@@ -75,13 +76,13 @@ def _overlaps(session: Session, timer: "_Timer", kind: CollectiveKind) -> Iterat
 
 
 class _Timer:
-    """Times collectives overlapped with computations."""
+    """A timer of collectives overlapped with computations."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._clock = session, overlap_clock(session.device)
 
     def entries(self, kind: CollectiveKind, point: PointEntry, share_s: float) -> list[OverlapEntry]:
-        """A collective overlapped with a computation of each length."""
+        """Return the measurements of a collective overlapped with a computation of each length."""
         session = self._session
         session.stopwatch.doing = f"timing {point.message_bytes} bytes overlapped, {kind}"
         group = session.process_groups.mine(kind.groups)
@@ -114,7 +115,7 @@ class _Timer:
         return entries
 
     def _turns_s(self, turns: Sequence[_Turn], repeats: int) -> NDArray[Any]:
-        """Seconds on the slowest rank of each turn's computation and collective, of those that have them.
+        """Return the seconds on the slowest rank of each turn's computation and collective, where the turn has them.
 
         [series, repeats] float64: turn by turn, the computation before the collective.
         """
@@ -131,7 +132,7 @@ class _Timer:
 
     @cached_property
     def _computations(self) -> list[_Computation]:
-        """Products of growing matrices; a computation is made of the largest that divide it finely."""
+        """Return products of growing matrices, of which a computation uses the largest that divides it finely."""
         made, device = [], self._session.device
         for side in _SIDES[device.type]:
             factor = torch.ones(side, side, dtype=_DTYPES[device.type], device=device)
@@ -143,12 +144,12 @@ class _Timer:
 
 
 def overlap_clock(device: torch.device) -> Clock:
-    """The clock of a device."""
+    """Return the clock of a device."""
     return _CudaClock(device) if device.type == "cuda" else _CpuClock()
 
 
 class _CpuClock:
-    """A thread waits for the collective: not all of gloo's work says itself when it is done."""
+    """A clock whose thread waits for the collective: not all of gloo's work reports when it is done."""
 
     def __init__(self) -> None:
         self._waiter = ThreadPoolExecutor(max_workers=1)
@@ -170,7 +171,7 @@ def _arrived_at(work: dist.Work) -> float:
 
 
 class _CudaClock:
-    """Events on the device; the collective has a stream of its own, and a third one waits for it."""
+    """A clock of events on the device; the collective has a stream of its own, and a third one waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

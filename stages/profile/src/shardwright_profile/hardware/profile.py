@@ -1,4 +1,4 @@
-"""What a sweep is asked, what it measures, one value each as its journal has them, and the profile that they make."""
+"""The job of a sweep, its measurements as its journal keeps them, and the hardware profile that they make."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -33,11 +33,11 @@ _Positive = Annotated[float, Meta(gt=0)]
 _Count = Annotated[int, Meta(ge=1)]
 
 EntryKey = tuple[Hashable, ...]
-"""What tells an entry from all others of a sweep."""
+"""Key that tells an entry from all others of a sweep."""
 
 
 class SweepIdentity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What must be the same for a killed sweep to be continued."""
+    """The settings that must be the same for a killed sweep to be continued."""
 
     cluster: Cluster
     backend: str
@@ -45,31 +45,31 @@ class SweepIdentity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_bytes: int
     max_repeats: Annotated[int, Meta(ge=1)]
     versions: str
-    """Of the software and the device's driver that measure."""
+    """Versions of the software and of the device's driver that measure."""
 
     @property
     def sizes(self) -> SizeRange:
-        """Which sizes messages have."""
+        """Return the range of message sizes."""
         return SizeRange(self.min_bytes, self.max_bytes)
 
 
 class SweepJob(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One sweep: all its ranks read the same job."""
+    """The job of a sweep, which all its ranks read."""
 
     FORMAT = "shardwright.sweep_job"
 
     identity: SweepIdentity
     time_budget_s: float
     started_s: float
-    """When the ranks of this node were started, on its monotonic clock."""
+    """Seconds on the node's monotonic clock when the ranks of this node were started."""
     out: str
 
 
 class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="progress"):
-    """Something was measured; rank 0 writes it as a line of JSON."""
+    """A message that something was measured; rank 0 writes it as a line of JSON."""
 
     step: int
-    """Which step of the sweep, from 0."""
+    """Number of the sweep's current step, from 0."""
     steps: int
     text: str
 
@@ -81,7 +81,7 @@ class Remark(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
 
 
 class StartEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="start"):
-    """From starting the ranks until their first collective was over."""
+    """The seconds from starting the ranks until their first collective was over."""
 
     time_s: _Positive
 
@@ -110,7 +110,7 @@ class RateEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
 
 
 class PointEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="point"):
-    """One kind of message at one size: seconds of every repeat on the slowest rank."""
+    """The seconds of every repeat of one kind of collective at one size, on the slowest rank."""
 
     collective: Collective
     group_size: _Count
@@ -136,7 +136,7 @@ class PointEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
 
 class PairEntry(PairRow, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pair"):
-    """A message from one rank to another: the median."""
+    """The median time of a message from one rank to another."""
 
     source: Source = Source.MEASURED
 
@@ -151,15 +151,15 @@ class PairEntry(PairRow, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
 
 def overlap_key(kind: CollectiveKey | OverlapRow, message_bytes: int, compute_ratio: float) -> EntryKey:
-    """Return the key of an overlap of a kind of message, whether its ranks are neighbours or not."""
+    """Return the key of an overlap of a kind of collective, whether its ranks are neighbours or not."""
     return ("overlap", kind.collective, kind.group_size, kind.ranks_per_node, message_bytes, compute_ratio)
 
 
 class OverlapEntry(OverlapRow, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="overlap"):
-    """A collective and a computation, each alone and both at once; medians of the slowest rank."""
+    """The times of a collective and a computation, each alone and both at once; medians of the slowest rank."""
 
     compute_ratio: _Positive
-    """How long the computation was to take alone, over the collective alone."""
+    """Planned time of the computation alone over that of the collective alone."""
     source: Source = Source.MEASURED
 
     @property
@@ -184,11 +184,11 @@ JOURNAL: JournalKind[SweepIdentity, Entry] = JournalKind(
     entry=Entry,
     key=lambda entry: entry.key,
 )
-"""What is known of a sweep that was killed."""
+"""The journal of a sweep, from which a killed one continues."""
 
 
 def profile_of(identity: SweepIdentity, entries: Sequence[Entry], date: str) -> HardwareProfile:
-    """The profile of what was measured, in the order of the entries; its notes say what is amiss."""
+    """Return the hardware profile of these entries, in their order; its notes say what is amiss."""
     cluster = identity.cluster
     points = [entry for entry in entries if isinstance(entry, PointEntry)]
     rates = [entry for entry in entries if isinstance(entry, RateEntry)]

@@ -1,4 +1,4 @@
-"""How long a sweep takes, foretold from two collectives, and how far it is: a bar on a terminal, else lines."""
+"""The progress of a sweep: its time, estimated from two collectives, and a bar on a terminal or lines elsewhere."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,36 +20,36 @@ class Line(NamedTuple):
     s_per_byte: float
 
     def sum_s(self, sizes: Sequence[int]) -> float:
-        """Seconds of one collective of each size in bytes."""
+        """Return the seconds of one collective of each size in bytes."""
         return sum(self.constant_s + self.s_per_byte * size for size in sizes)
 
 
 def line_through(small: tuple[int, float], large: tuple[int, float]) -> Line:
-    """The line through two sizes in bytes and their times in seconds, flat where the larger was no slower."""
+    """Return the line through two sizes in bytes and their times in seconds, flat where the larger was no slower."""
     (small_bytes, small_s), (large_bytes, large_s) = small, large
     slope = max(0.0, large_s - small_s) / (large_bytes - small_bytes) if large_bytes > small_bytes else 0.0
     return Line(small_s - slope * small_bytes, slope)
 
 
 class Workload(NamedTuple):
-    """Sizes in bytes of what is timed whatever the budget, and is not known yet."""
+    """The sizes in bytes of messages that are timed whatever the budget, and are not in the journal yet."""
 
     points: Sequence[int]
     pairs: Sequence[int]
-    """One size a round: the pairs of a round are timed at once."""
+    """Message size of each round in bytes: the pairs of a round are timed at once."""
     overlap: Sequence[int]
     case_messages: float
-    """How many collectives' time one case of overlap takes."""
+    """Time of one overlap of all ratios, in times of its collective."""
     min_repeats: int
     warm_up_repeats: int
 
     def min_s(self, line: Line) -> float:
-        """Seconds of the fewest repeats of everything, as if every collective took what the line says."""
+        """Return the seconds of the fewest repeats of everything, if every collective took the line's time."""
         once_s = line.sum_s(self.points) + line.sum_s(self.pairs) + self.case_messages * line.sum_s(self.overlap)
         return (self.warm_up_repeats + self.min_repeats) * once_s
 
     def estimate(self, kept: int, needed_s: float, given_s: float) -> str:
-        """What is said before the sweep; `kept` is how many measurements are known."""
+        """Return the message before the sweep; `kept` is the number of measurements that are known."""
         counts = f"{len(self.points)} points, {len(self.pairs)} rounds of pairs, {len(self.overlap)} overlaps"
         resumed = f"; {kept} measurements of a killed sweep are kept" if kept else ""
         longer = ": the small sizes are timed all the same" if needed_s > given_s else ""
@@ -61,7 +61,7 @@ class Workload(NamedTuple):
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[bytes], None]]:
-    """Yield what takes rank 0's lines of JSON and shows them on standard error."""
+    """Yield a function that takes rank 0's lines of JSON and shows them on standard error."""
     if not sys.stderr.isatty():
         yield _print_line
         return

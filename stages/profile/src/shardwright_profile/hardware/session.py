@@ -1,4 +1,4 @@
-"""One rank's side of a sweep (only the ranks of a sweep import this)."""
+"""The session of one rank in a sweep (only the ranks of a sweep import this)."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache
@@ -17,14 +17,14 @@ from shardwright_profile.hardware.timing import Stopwatch
 
 
 class ProcessGroups:
-    """This rank's process groups, each made when first asked for; all ranks of the world ask in one order."""
+    """The process groups of this rank, each made when first asked for; all ranks of the world ask in one order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.mine, self.pair = cache(self._made), cache(self._warmed_up)
 
     def of(self, kind: CollectiveKind) -> dist.ProcessGroup | None:
-        """The one of a kind's groups that this rank is in, or None."""
+        """Return the one of a kind's groups that this rank is in, or None."""
         return (self.pair if kind.key.collective is Collective.P2P else self.mine)(kind.groups)
 
     def _made(self, groups: Groups, few_channels: bool = False) -> dist.ProcessGroup | None:
@@ -35,7 +35,7 @@ class ProcessGroups:
         return next((process_group for group, process_group in made.items() if dist.get_rank() in group), None)
 
     def _warmed_up(self, pairs: Groups) -> dist.ProcessGroup | None:
-        """The group of a sender and a receiver, over which a number has gone: so training makes those of its edges."""
+        """Return the group of a sender and a receiver, warmed up by one message as training does for its edges."""
         pair, number = self._made(pairs, few_channels=True), torch.zeros(1, device=self._device)
         for source, target in pairs:
             if dist.get_rank() == source:
@@ -45,7 +45,7 @@ class ProcessGroups:
         return pair
 
     def _few_channels(self) -> "dist.ProcessGroupNCCL.Options | None":
-        """NCCL's options of training's edges, None for gloo."""
+        """Return NCCL's options of training's pipeline edges, None for gloo."""
         if self._device.type != "cuda":
             return None
         options = dist.ProcessGroupNCCL.Options()
@@ -54,7 +54,7 @@ class ProcessGroups:
 
 
 class Session(NamedTuple):
-    """What the parts of a sweep share."""
+    """The state that the parts of a sweep share."""
 
     identity: SweepIdentity
     stopwatch: Stopwatch
@@ -63,41 +63,41 @@ class Session(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """What this rank computes on."""
+        """Return the device that this rank computes on."""
         return self.stopwatch.device
 
     @property
     def max_repeats(self) -> int:
-        """The most repeats of a point."""
+        """Return the maximum number of repeats of a point."""
         return self.identity.max_repeats
 
     @property
     def min_repeats(self) -> int:
-        """The fewest repeats of a point."""
+        """Return the minimum number of repeats of a point."""
         return min(MIN_REPEATS, self.max_repeats)
 
     def find(self, *key: Hashable) -> Entry | None:
-        """What is known of an entry."""
+        """Return the entry of this key, or None where it is not known."""
         return self.journal.find(*key)
 
 
 class Task(NamedTuple):
-    """Something to time: a message of one size, or what else is timed at once."""
+    """A measurement to make: a message of one size, or several that are timed at once."""
 
     what: object
-    """What the user is told of it, as text."""
+    """Object whose text names the task to the user."""
     keys: Sequence[EntryKey]
-    """Of the entries that it gives."""
+    """Keys of the entries that the task gives."""
     measure: Callable[[float], Sequence[Entry]]
-    """Given so many seconds."""
+    """Function from a number of seconds that it may take to its entries."""
     share: float = 1.0
-    """Of the time that its series has left."""
+    """Share of the time that the task's series has left."""
     needs_s: float | None = None
-    """Where its series has less time left than this, it and what follows in the series is left out; None: never."""
+    """Seconds that the task needs: with less left, it and the rest of its series are left out; None: never left out."""
 
 
 def timed(session: Session, series: Sequence[Iterable[Task]], time_s: float) -> Iterator[tuple[int, Task, list[Entry]]]:
-    """Do series of tasks in about `time_s` seconds; all ranks of the world call this and get the same entries.
+    """Run series of tasks in about `time_s` seconds; all ranks of the world call this and get the same entries.
 
     The series share the time evenly, and what one leaves over goes to those after it. What is known already is not
     timed again. Yields the number of the series, the task and its entries, which are in the journal when the next task

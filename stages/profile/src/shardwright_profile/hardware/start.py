@@ -1,4 +1,4 @@
-"""The command `hardware`: validate, start the ranks of this node, and let rank 0 write the profile."""
+"""The command `hardware`: validates, starts the ranks of this node, and lets rank 0 write the profile."""
 
 import importlib.util
 import os
@@ -22,13 +22,13 @@ from shardwright_profile.options import HardwareOptions
 
 _WORKER = "shardwright_profile.hardware.worker"
 _HANG_S = 300.0
-"""A repeat that takes longer has lost a rank."""
+"""Seconds after which a repeat counts as hanging: it has lost a rank."""
 
 
 def start_sweep(options: HardwareOptions) -> None:
-    """Measure a cluster's messages and devices with one process per device of this node.
+    """Measure a cluster's collectives and devices with one process per device of this node.
 
-    What a killed sweep of the same cluster and options has measured lies in a journal beside the output and is kept.
+    What a killed sweep of the same cluster and options has measured lies in a journal next to the output and is kept.
     Raises BadInput before anything is started where cluster, options and this machine do not go together, and
     RunFailed when a rank ends.
     """

@@ -16,9 +16,9 @@ from shardwright_profile.hardware.session import Session, Task, timed
 from shardwright_profile.hardware.timing import WARM_UP_REPEATS, Budget
 
 _POINTS_SHARE = 0.7
-"""Of the time that is left after the rates; the larger messages take most of it."""
+"""Share of the time left after the rates; the larger messages take most of it."""
 _PAIRS_SHARE = 1 / 3
-"""Of what is left then; overlap has the rest."""
+"""Share of the time left after the points; overlap has the rest."""
 
 Say = Callable[[Progress | Remark], None]
 
@@ -44,7 +44,7 @@ def sweep(session: Session, time_budget_s: float, say: Say) -> list[Entry]:
 def _parts(
     session: Session, plan: SweepPlan, budget: Budget, say: Say
 ) -> Iterator[tuple[Sequence[Iterable[Task]], float]]:
-    """Rates, collectives, links and overlap: each with its share of the time that is left then."""
+    """Yield the tasks for rates, collectives, links and overlap, each with its share of the time that is left then."""
     yield [rate_tasks(session)], 1.0
     work = _workload(session, plan)
     line = _calibrated(session, plan) if plan.kinds else Line(0.0, 0.0)
@@ -56,7 +56,7 @@ def _parts(
 
 
 def _workload(session: Session, plan: SweepPlan) -> Workload:
-    """What is timed however short the budget is, less what the journal has."""
+    """Return the messages that are timed however short the budget is, except those in the journal."""
     sizes, find = session.identity.sizes, session.find
 
     def always(kind: CollectiveKind) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ def _workload(session: Session, plan: SweepPlan) -> Workload:
 
 
 def _calibrated(session: Session, plan: SweepPlan) -> Line:
-    """What a collective takes by its size: an all_reduce of the largest group, at the smallest size and at 1 MiB."""
+    """Return the time of a collective by size: an all_reduce of the largest group at the smallest size and 1 MiB."""
     kind = next(kind for kind in plan.overlapped if kind.key.collective is Collective.ALL_REDUCE)
     sizes = session.identity.sizes.always(kind.key.group_size)
     found = []
@@ -90,7 +90,7 @@ def _calibrated(session: Session, plan: SweepPlan) -> Line:
 
 
 def _slowness(entry: Entry) -> float:
-    """Of the entries that are measured together the slowest is shown."""
+    """Return the slowness by which one of several entries measured together is chosen to be shown."""
     match entry:
         case PairEntry():
             return entry.time_s

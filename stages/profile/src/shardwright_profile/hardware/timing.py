@@ -1,4 +1,4 @@
-"""Timing what several ranks do together (imports torch: only the ranks of a sweep import this)."""
+"""Timing of calls that several ranks make together (imports torch: only the ranks of a sweep import this)."""
 
 from collections.abc import Callable
 from time import perf_counter
@@ -18,15 +18,15 @@ WARM_UP_REPEATS = 3
 
 
 class Stopwatch:
-    """Times calls that every rank of the world makes; what it returns is the same on every rank."""
+    """A stopwatch for calls that every rank of the world makes; what it returns is the same on every rank."""
 
     def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None) -> None:
         self.device, self._heartbeat = device, heartbeat
         self.doing = "before the first measurement"
-        """What the launcher is told of this rank at each repeat."""
+        """Current activity of this rank, which the launcher learns at each repeat."""
 
     def rank_times_s(self, call: Callable[[], object], repeats: int) -> NDArray[Any]:
-        """Seconds of each repeat of `call` on each rank: [ranks, repeats] float64.
+        """Return the seconds of each repeat of `call` on each rank: [ranks, repeats] float64.
 
         A barrier aligns the ranks before each repeat; on CUDA the device is synchronised on either side.
         """
@@ -40,7 +40,7 @@ class Stopwatch:
         return self.gathered(times_s)
 
     def slowest_s(self, call: Callable[[], object], repeats: int) -> NDArray[Any]:
-        """Seconds of each repeat of `call` on the slowest rank: [repeats] float64."""
+        """Return the seconds of each repeat of `call` on the slowest rank: [repeats] float64."""
         return np.asarray(self.rank_times_s(call, repeats).max(axis=0))
 
     def repeated(self, measure: Callable[[int], NDArray[Any]], share_s: float, max_repeats: int) -> NDArray[Any]:
@@ -60,17 +60,17 @@ class Stopwatch:
         return times_s
 
     def budget(self, time_s: float) -> "Budget":
-        """So many seconds from now."""
+        """Return a budget of `time_s` seconds from now."""
         return Budget(self, perf_counter(), time_s)
 
     def agreed(self, value: float) -> float:
-        """The largest of the ranks' values, so that all ranks decide alike."""
+        """Return the largest of the ranks' values, so that all ranks decide alike."""
         shared = torch.tensor([value], dtype=torch.float64).to(self.device)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return float(shared.cpu()[0])
 
     def gathered(self, mine: torch.Tensor) -> NDArray[Any]:
-        """Every rank's numbers, stacked in rank order: [ranks, *mine.shape]."""
+        """Return every rank's numbers, stacked in rank order: [ranks, *mine.shape]."""
         parts = [torch.zeros_like(mine, device=self.device) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, mine.to(self.device))
         return np.stack([part.cpu().numpy() for part in parts])
@@ -97,12 +97,12 @@ class Stopwatch:
 
 
 class Budget(NamedTuple):
-    """Time that something may take."""
+    """A time limit that all ranks agree on."""
 
     stopwatch: Stopwatch
     started: float
     time_s: float
 
     def left_s(self) -> float:
-        """What is left of it on the slowest rank."""
+        """Return the seconds left of the budget on the slowest rank."""
         return self.time_s - self.stopwatch.agreed(perf_counter() - self.started)

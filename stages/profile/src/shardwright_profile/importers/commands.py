@@ -28,7 +28,7 @@ from shardwright_profile.options import (
 
 
 def galvatron(options: GalvatronOptions) -> None:
-    """Write the profile of a model that Galvatron measured and, of one named by its types, its description."""
+    """Write the profile of a model that Galvatron measured and, for a model given by its types, its description."""
     times = read_computation(options.computation)
     sizes = None if options.memory is None else read_memory(options.memory)
     if options.sequence_parallel and sizes is None:
@@ -57,7 +57,7 @@ def galvatron_hardware(options: GalvatronHardwareOptions) -> None:
 
 
 def fasop(options: FasopOptions) -> None:
-    """Write the profile that FASOP's layer times give."""
+    """Write the model profile from FASOP's layer times."""
     times, constants = read_fasop_times(options.times), read_fasop_constants(options.constants)
     profile = import_fasop(FasopRequest(options, times, constants, read_document(options.model, Model)))
     write_model_profile(options.out, profile)
@@ -65,14 +65,14 @@ def fasop(options: FasopOptions) -> None:
 
 
 def fasop_hardware(options: FasopHardwareOptions) -> None:
-    """Write the profile that FASOP's bandwidths give."""
+    """Write the hardware profile from FASOP's bandwidths."""
     profile = made_of(read_fasop_constants(options.constants), options)
     write_hardware_profile(options.out, profile)
     _report(options.out, profile.provenance.notes)
 
 
 def _report(out: Path, notes: str) -> None:
-    """What there is to know of a profile, a line each, on standard error."""
+    """Print a profile's notes, a line each, and its path on standard error."""
     for line in notes.splitlines():
         print(f"note: {line}", file=sys.stderr)
     print(f"{out} is written", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Profiles from what FASOP was fed with: one forward time a kind of layer at micro-batch 1, and bandwidths."""
+"""Profiles from FASOP's inputs: one forward time per kind of layer at micro-batch 1, and bandwidths."""
 
 import csv
 import math
@@ -45,14 +45,14 @@ class _Links(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class FasopConstants(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers that FASOP's source has; settings are `default` and `pareto`."""
+    """The constants in FASOP's source; settings are `default` and `pareto`."""
 
     citation: str
     sequence_lengths: dict[str, Annotated[int, Meta(ge=1)]]
     bandwidth_bits_per_s: dict[str, dict[str, _Links]]
-    """By setting and GPU, as on the data sheet."""
+    """Bandwidths in bits per second by setting and GPU, as on the data sheet."""
     bandwidth_divisors: _Links
-    """FASOP prices with the bandwidths over these."""
+    """Divisors of the bandwidths: FASOP's cost model uses the quotients."""
     gpus_per_node: dict[str, Annotated[int, Meta(ge=1, le=64)]]
     usable_memory_gib: dict[str, Positive]
     usd_per_node_hour: dict[str, dict[str, Positive]]
@@ -64,7 +64,7 @@ class FasopConstants(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class FasopRequest(NamedTuple):
-    """What to import, read from the files that the options name."""
+    """An import of FASOP's times, read from the files that the options name."""
 
     options: FasopOptions
     times: FasopTimes
@@ -73,7 +73,7 @@ class FasopRequest(NamedTuple):
 
 
 def read_fasop_times(file: Path) -> FasopTimes:
-    """Read the table; lines that start with `#` are comments. BadInput names the line that cannot be right."""
+    """Return a table of layer times; lines that start with `#` are comments. BadInput names the line that is wrong."""
     try:
         lines = read_bytes(file, _MAX_BYTES).decode("ascii").splitlines()
     except UnicodeDecodeError:
@@ -199,7 +199,7 @@ def _notes(request: FasopRequest, by_type: Mapping[int, Mapping[str, Sourced]]) 
 
 
 def read_fasop_constants(file: Path) -> FasopConstants:
-    """Read the constants; BadInput names what cannot be right."""
+    """Return FASOP's constants; raise BadInput where the file cannot be right."""
     try:
         return msgspec.convert(read_object(file, _MAX_BYTES), FasopConstants)
     except msgspec.ValidationError as error:
@@ -207,7 +207,7 @@ def read_fasop_constants(file: Path) -> FasopConstants:
 
 
 def fasop_hardware(constants: FasopConstants, options: FasopHardwareOptions) -> HardwareProfile:
-    """Return times of messages by bandwidth alone, all derived; BadInput where the constants lack GPU or setting."""
+    """Return a hardware profile by bandwidth alone, all derived; raise BadInput without constants of GPU or setting."""
     file, setting, gpu = options.constants, options.setting, options.gpu
     links = constants.bandwidth_bits_per_s.get(setting, {}).get(gpu)
     if links is None:
@@ -232,7 +232,7 @@ def fasop_hardware(constants: FasopConstants, options: FasopHardwareOptions) -> 
 
 
 def _inside(a_node: int, bytes_per_s: float) -> Iterator[HardwarePoint]:
-    """Yield the points of groups in a node of so many GPUs."""
+    """Yield the points of groups in a node of `a_node` GPUs."""
     for ranks, consecutive, collective in product(range(2, a_node + 1), (False, True), Collective):
         if collective is not Collective.P2P or ranks == 2:
             yield from link_points(CollectiveKey(collective, ranks, ranks, consecutive), bytes_per_s, Source.DERIVED)

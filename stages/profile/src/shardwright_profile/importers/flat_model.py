@@ -19,15 +19,15 @@ class FlatType(NamedTuple):
     name: str
     layers: int
     positions: int
-    """Per sample."""
+    """Number of positions of a sample."""
     features: int
-    """Per position."""
+    """Number of features of a position."""
     heads: int
-    """What tp_size must divide."""
+    """Number of heads, which tp_size must divide."""
 
 
 def parse_type(text: str) -> FlatType:
-    """From NAME,LAYERS,POSITIONS,FEATURES,HEADS."""
+    """Return the type described by NAME,LAYERS,POSITIONS,FEATURES,HEADS; raise BadInput where the text is none."""
     name, *numbers = text.split(",")
     good = len(numbers) == 4 and all(len(n) < 9 and n.isascii() and n.isdigit() and int(n) for n in numbers)
     if not good or not name.isidentifier() or name in (EMBEDDING, HEAD):
@@ -42,7 +42,7 @@ def flat_model(
     parameters_bytes: Mapping[str, float],
     config: Mapping[str, object],
 ) -> Model:
-    """The model of these types, in order, each with one parameter of as many elements as its float32 bytes say.
+    """Return the model of these types, in order, each with one parameter of as many elements as its float32 bytes say.
 
     `parameters_bytes` holds those of one layer of each type, of the embedding and of the head. Operations are counted
     as 2 a parameter and position, attention's own left out. Each layer communicates as Megatron's attention and MLP do

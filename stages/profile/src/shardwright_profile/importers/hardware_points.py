@@ -18,11 +18,11 @@ from shardwright_profile.importers.rows import noted
 MIB = 1024**2
 
 _SIZES = (1024, MIB, 1024 * MIB)
-"""Message sizes in bytes that a bandwidth is spelled out at; between them the line is straight."""
+"""Message sizes in bytes at which a bandwidth is turned into times; between them the line is straight."""
 
 
 class HardwarePoint(NamedTuple):
-    """Time of one kind of message at one size."""
+    """The time of one kind of collective at one size."""
 
     key: CollectiveKey
     message_bytes: int
@@ -33,9 +33,9 @@ class HardwarePoint(NamedTuple):
 def link_points(
     key: CollectiveKey, bytes_per_s: float, source: Source, sizes: Sequence[int] = _SIZES
 ) -> Iterator[HardwarePoint]:
-    """Yield times by bandwidth without latency: of the link for p2p, of the bus as nccl-tests has it for collectives.
+    """Yield times by bandwidth without latency: the link's for p2p, the bus bandwidth of nccl-tests for collectives.
 
-    Of n ranks an all-reduce moves 2(n-1)/n of its message, the others (n-1)/n.
+    Among n ranks an all-reduce moves 2(n-1)/n of its message, the others (n-1)/n.
     """
     n = key.group_size
     shares = {Collective.ALL_REDUCE: 2 * (n - 1) / n, Collective.P2P: 1.0}

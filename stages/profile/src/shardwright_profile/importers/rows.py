@@ -1,4 +1,4 @@
-"""The profile that importers write: numbers with their sources, everything else absent."""
+"""The model profile that importers write: numbers with their sources, everything else absent."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ ABSENT = Sourced(0.0, Source.ABSENT)
 
 _MAX_NOTES = 150
 _MAX_CHARACTERS = 400
-"""Together they stay within what a profile's reader accepts."""
+"""Maximum characters of a note: with _MAX_NOTES, notes stay within what a profile's reader accepts."""
 
 _WEAKNESS = (Source.MEASURED, Source.DERIVED, Source.ASSUMED, Source.ABSENT)
 

@@ -1,4 +1,4 @@
-"""Time of the messages that tensor parallelism adds to a layer, priced with a hardware profile."""
+"""Times of the collectives that tensor parallelism adds to a layer, priced with a hardware profile."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -27,9 +27,9 @@ class Hardware(NamedTuple):
 def layer_traffic(
     hardware: Hardware, model: Model, strategy: LayerStrategy, samples: int, itemsize: int
 ) -> dict[Pass | None, float]:
-    """Return the seconds that a microbatch of one layer, of so many samples, spends on messages in its group, by pass.
+    """Return the seconds that one layer spends on collectives for a microbatch of `samples` samples, by pass.
 
-    The messages, all inside the layer's tensor-parallel group, follow one another.
+    The collectives, all inside the layer's tensor-parallel group, follow one another.
     """
     messages = list(region_messages(model, strategy.type, strategy, samples, itemsize, 1))
     if strategy.type == HEAD:

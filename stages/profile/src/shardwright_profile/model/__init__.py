@@ -1,1 +1,1 @@
-"""Model profiles: probes, what they took, and the curves through it."""
+"""Model profiles: probes, their measured times and memory, and the curves through these."""

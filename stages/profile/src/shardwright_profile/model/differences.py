@@ -11,7 +11,7 @@ from shardwright_profile.model.probe_results import ProbeResult, Repeats
 
 
 class LayerPair(NamedTuple):
-    """Two probes of one key that differ in the number of layers of one block type alone."""
+    """A pair of probes of one key that differ in the number of layers of one block type alone."""
 
     type: str
     few: ProbeResult
@@ -19,12 +19,12 @@ class LayerPair(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """Return how many layers they differ by."""
+        """Return the number of layers that the two probes differ by."""
         return self.many.counts[self.type] - self.few.counts[self.type]
 
     @property
     def in_turns(self) -> bool:
-        """Return whether their steps of one number are of one round."""
+        """Return whether the two probes were stepped in turns, so that their steps of one number are of one round."""
         return bool(self.few.in_turns) and self.few.in_turns == self.many.in_turns
 
 
@@ -40,7 +40,7 @@ def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
 def seconds_per_layer(pair: LayerPair, quantity: str, repeats_of: Callable[[ProbeResult], Repeats]) -> Duration:
     """Return the seconds of one layer; BadInput names both probes where the longer was not slower: no layer is free.
 
-    Of probes that were stepped in turns it is the median over the rounds, else the difference of two medians.
+    For probes that were stepped in turns it is the median over the rounds, else the difference of two medians.
     """
     few, many = repeats_of(pair.few), repeats_of(pair.many)
     more = many.beyond(few) if pair.in_turns else _difference(few.slowest, many.slowest)

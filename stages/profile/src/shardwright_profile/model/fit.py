@@ -1,4 +1,4 @@
-"""From measured probes to a model profile."""
+"""The fit of a model profile to measured probes."""
 
 from collections.abc import Iterator, Sequence
 from math import hypot

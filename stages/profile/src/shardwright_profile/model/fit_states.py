@@ -1,4 +1,4 @@
-"""What parameters cost whatever runs through them: bytes at rest, and the optimizer's time."""
+"""Costs of parameters whatever runs through them: bytes at rest, and the optimizer's time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from shardwright_profile.model.probe_results import ProbeResult
 
 
 class OptimizerLine(NamedTuple):
-    """Time of the optimizer's step: `constant_s + s_per_parameter * parameters of a rank`."""
+    """The time of the optimizer's step: `constant_s + s_per_parameter * parameters of a rank`."""
 
     constant_s: float
     s_per_parameter: float
@@ -27,22 +27,22 @@ _BYTES: tuple[tuple[str, Callable[[ProbeResult], int]], ...] = (
 
 
 class ZeroRates(NamedTuple):
-    """What ZeRO adds, in seconds for each parameter that the ranks share out."""
+    """The times that ZeRO adds, in seconds for each parameter that the ranks share out."""
 
     ranks: int
     scatter_s: float
-    """To a step, of reducing gradients."""
+    """Seconds that reducing gradients adds to a step."""
     gather_s: float
-    """To a pass of a microbatch, of gathering parameters."""
+    """Seconds that gathering parameters adds to a pass of a microbatch."""
 
 
 def parameter_tp_size(probe: ProbeResult) -> int:
-    """Among how many ranks tensor parallelism splits the parameters."""
+    """Return the number of ranks among which tensor parallelism splits the parameters."""
     return 1 if probe.key.sequence_parallel is SequenceParallel.ULYSSES else probe.key.tp_size
 
 
 def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
-    """The line nearest to the optimizer times of all probes (least squares) whose two coefficients are not negative.
+    """Return the least-squares line through the optimizer times of all probes whose coefficients are not negative.
 
     Where the free line has a negative coefficient, the best line with that one at zero is taken, which is the optimum
     under the constraint (Lawson & Hanson 1974), so that no layer's optimizer time is ever negative.
@@ -62,7 +62,7 @@ def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
 
 
 def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates | None = None) -> tuple[StateRow, ...]:
-    """One row per tp_size and layer type.
+    """Return one row per tp_size and layer type.
 
     A block's bytes are the difference of its probes, the most over strategies and micro-batch sizes. What the layers
     leave over is split between embedding and head by their numbers of parameters. Time of the gradient reduction is
@@ -116,7 +116,7 @@ def _reduction_ranks(probes: Sequence[ProbeResult]) -> int:
 
 
 def _reduction_s_per_byte(probes: Sequence[ProbeResult]) -> float:
-    """The line through zero nearest to the reduction times of the probes (least squares), and never below zero.
+    """Return the slope of the least-squares line through zero of the probes' reduction times, at least zero.
 
     A time is the difference of two backward passes, so single ones may be negative from noise.
     """
@@ -128,7 +128,7 @@ def _reduction_s_per_byte(probes: Sequence[ProbeResult]) -> float:
 def _column(
     tp_size: int, pairs: Sequence[LayerPair], what: str, bytes_of: Callable[[ProbeResult], int]
 ) -> dict[str, int]:
-    """One kind of bytes by layer type."""
+    """Return the bytes of one kind of state by layer type."""
     found: dict[str, int] = {}
     for pair in pairs:
         found[pair.type] = max(found.get(pair.type, 0), bytes_per_layer(pair, what, bytes_of))
@@ -148,7 +148,7 @@ def _column(
 
 
 def _rank_parameters(probe: ProbeResult) -> int:
-    """Number of parameters that the optimizer of one rank updates; tied ones count once."""
+    """Return the number of parameters that the optimizer of one rank updates; tied ones count once."""
     model = probe.model
     split = parameter_tp_size(probe)
     every = sum(model.types[name].parameter_count(split) for name in (EMBEDDING, *model.layers, HEAD))

@@ -1,4 +1,4 @@
-"""What ZeRO's gathers and reductions add, by the probes under ZeRO-2 and ZeRO-3."""
+"""The times that ZeRO's gathers and reductions add, from the probes under ZeRO-2 and ZeRO-3."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -10,7 +10,7 @@ from shardwright_profile.model.probe_results import ProbeResult
 
 
 def zero_rates(probes: Sequence[ProbeResult]) -> ZeroRates | None:
-    """The rates, or None where a probe is missing: gathers by the probe under DDP that is otherwise the same.
+    """Return the rates, or None where a probe is missing; gathers are relative to the otherwise equal DDP probe.
 
     The first gather of each pass is spared, for the pass before ended with that layer (`gathers_spared`).
     """
@@ -32,7 +32,7 @@ def zero_rates(probes: Sequence[ProbeResult]) -> ZeroRates | None:
 
 
 def _plain_microbatch_s(zero3: ProbeResult, probes: Sequence[ProbeResult]) -> float | None:
-    """What its microbatch takes under DDP: the shortest probe, and what each longer one takes more."""
+    """Return the probe's microbatch time under DDP: the shortest probe's, and what each longer one takes more."""
     alike = [probe for probe in probes if probe.data_parallel is DataParallel.DDP and probe.key == zero3.key]
     if not alike:
         return None

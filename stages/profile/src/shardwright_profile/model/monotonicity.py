@@ -8,7 +8,7 @@ from shardwright_formats.key import rows_by_key
 from shardwright_formats.types.model_profile import LayerRow
 
 _LIKELY = 3.0
-"""A difference of so many standard errors is hardly chance."""
+"""Number of standard errors beyond which a difference is hardly chance."""
 
 
 def falling_times(layers: Iterable[LayerRow]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What each probe took, read out of measurements and checked to be comparable."""
+"""The results of probes, read from measurements and checked to be comparable."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,13 +24,13 @@ Measured = tuple[Path, Measurement]
 
 
 class Repeats(NamedTuple):
-    """A time of every rank, one entry per repeat, in seconds."""
+    """The times of every rank, one entry per repeat, in seconds."""
 
     ranks: tuple[tuple[float, ...], ...]
 
     @property
     def slowest(self) -> Duration:
-        """The median of the slowest rank, with its standard error."""
+        """Return the median of the slowest rank, with its standard error."""
         return max(map(median_of, self.ranks))
 
     def beyond(self, other: "Repeats") -> Duration:
@@ -44,7 +44,7 @@ class Repeats(NamedTuple):
 
 
 class SegmentCost(NamedTuple):
-    """One microbatch's way through a segment, on the slowest or fullest rank."""
+    """The cost of one microbatch in a segment, on the slowest or fullest rank."""
 
     forward: Repeats
     backward: Repeats
@@ -53,7 +53,7 @@ class SegmentCost(NamedTuple):
 
 
 class ProbeResult(NamedTuple):
-    """One measured probe; times are medians of the slowest rank, bytes those of the fullest rank."""
+    """The result of one measured probe; times are medians of the slowest rank, bytes those of the fullest rank."""
 
     file: Path
     plan: Plan
@@ -65,36 +65,36 @@ class ProbeResult(NamedTuple):
     gradient_bytes: int
     optimizer_bytes: int
     process_bytes: int
-    """Without what its communicators are assumed to hold."""
+    """Bytes of the process without what its communicators are assumed to hold."""
     communicator_bytes: int
-    """What each of these is assumed to hold; 0 over gloo."""
+    """Bytes that each communicator is assumed to hold; 0 over gloo."""
     resident_bytes: int
     step_s: float
     reduction_s: float
     optimizer_s: float
     reference_s: float
-    """The time of the reference workload meanwhile."""
+    """Seconds of the reference workload around the probe's measurement."""
     in_turns: tuple[str, ...]
-    """As in its measurement, `measured_again` too."""
+    """SHA-256 of the plans it was stepped in turns with, from its measurement, as is `measured_again`."""
     measured_again: int
 
     @property
     def model(self) -> Model:
-        """The probe's model."""
+        """Return the probe's model."""
         return self.plan.model
 
     @property
     def data_parallel(self) -> DataParallel:
-        """The kind of all its layers."""
+        """Return the kind of data parallelism of all its layers."""
         return self.plan.layers[0].data_parallel
 
     @property
     def microbatch_s(self) -> float:
-        """Forward and backward of the middle microbatch."""
+        """Return the seconds of forward and backward of the middle microbatch."""
         return sum(cost.forward.slowest.median_s + cost.backward.slowest.median_s for cost in self.segments.values())
 
     def at_speed(self, reference_s: float) -> "ProbeResult":
-        """Its times as on a machine that does the reference workload in so long."""
+        """Return the result with its times as on a machine that does the reference workload in `reference_s`."""
         by = reference_s / self.reference_s
         return self._replace(
             segments={
@@ -109,10 +109,10 @@ class ProbeResult(NamedTuple):
 
 
 def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Provenance, tuple[ProbeResult, ...]]:
-    """The origin that all measurements share, when they were made, and their probes by key and layer counts.
+    """Return the origin that all measurements share, their provenance, and their probes by key and layer counts.
 
-    A machine's speed drifts from probe to probe: all times are brought to the median one. What it was at a probe is the
-    median of those beside it, so that one that was disturbed for a moment spoils no difference of two probes.
+    A machine's speed drifts from probe to probe: all times are scaled to the median speed. The speed at a probe is the
+    median of it and its neighbours, so that a momentary disturbance spoils no difference of two probes.
 
     Raises BadInput where they differ in model, device, backend, precision or attention, where a plan is no probe, where
     a probe was measured twice, and where one ran out of memory.
@@ -165,7 +165,7 @@ def _origin(measurement: Measurement, measured: PlanMeasurement) -> ProfileOrigi
 def _reference_s(measured: Sequence[PlanMeasurement], place: int) -> float:
     """Return the time of the reference workload around the plan at a place.
 
-    Of plans that were stepped in turns it is the median over the steps of all, the same for each of them; else the
+    For plans that were stepped in turns it is the median over the steps of all, the same for each of them; else the
     median of the plan and its neighbours.
     """
     if turns := measured[place].in_turns:

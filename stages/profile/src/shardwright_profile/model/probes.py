@@ -15,7 +15,7 @@ from shardwright_formats.types.plan import PipelineStage, Plan, Plans, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 
 NUM_MICROBATCHES = 3
-"""The least with a middle one: it gathers no parameters, reduces no gradients, and adds to those that are there."""
+"""Minimum number of microbatches with a middle one, which gathers no parameters and only adds to existing gradients."""
 
 
 class Probes(NamedTuple):
@@ -23,12 +23,12 @@ class Probes(NamedTuple):
 
     plans: tuple[Plan, ...]
     in_turns: tuple[tuple[int, ...], ...]
-    """Places of those that differ in the number of layers or under ZeRO alone, the one of the fewest layers first."""
+    """Places of the plans that differ only in the number of layers or in ZeRO, the one of the fewest layers first."""
     left_out: tuple[str, ...]
 
     @property
     def document(self) -> Plans:
-        """Return the document that says what is to be measured."""
+        """Return the document of the plans to measure."""
         return Plans(plans=self.plans, in_turns=self.in_turns)
 
 
@@ -79,7 +79,7 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
 
 
 def probe_key(plan: Plan) -> LayerKey:
-    """Return what the probes share whose difference is one layer: the key of their layers without the type."""
+    """Return the key that probes share whose difference is one layer: that of their layers without the type."""
     strategy = plan.layers[0]
     size = plan.microbatch_samples // strategy.dp_size
     key = LayerKey.from_fields(strategy, micro_batch_size=size, sequence_length=plan.model.sequence_length)
@@ -87,7 +87,7 @@ def probe_key(plan: Plan) -> LayerKey:
 
 
 def layer_counts(model: Model) -> dict[str, int]:
-    """Return how many layers a model has of each block type."""
+    """Return the number of layers of each block type of a model."""
     return {name: model.layers.count(name) for name in block_types(model)}
 
 
@@ -136,7 +136,7 @@ def _truncations(model: Model, layers: tuple[int, int]) -> Iterator[Model]:
 
 
 def _strategies(model: Model, devices: int, settings: ProfileSettings) -> Iterator[tuple[Strategy, str | None]]:
-    """Yield every asked strategy, with the reason why it does not fit or None."""
+    """Yield every strategy of the settings, with the reason why it does not fit or None."""
     for tp_size, kind in settings.strategies:
         strategy = Strategy(tp_size=tp_size, dp_size=max(1, devices // tp_size), sequence_parallel=kind)
         if devices % tp_size:

@@ -20,7 +20,7 @@ _TRAIN = "shardwright-train"
 
 
 def profile_model(options: ModelOptions) -> None:
-    """Profile a model on this node; what lies between the steps stays in `OUT.work` until the profile is written.
+    """Profile a model on this node; intermediate files stay in `OUT.work` until the profile is written.
 
     Started again after an end, it goes on with the plans that are not yet measured. Raises BadInput where an input is
     wrong (also one that the train stage refuses) and RunFailed where a command fails.
@@ -58,7 +58,7 @@ def _described(options: ModelOptions, work: Path, length: int) -> Model:
 
 
 def _train(*arguments: object) -> None:
-    """Run a command of the train stage, which tells of itself on standard error; its error is this command's."""
+    """Run a command of the train stage, which reports on standard error; its error is this command's."""
     installed = shutil.which(_TRAIN) or shutil.which(_TRAIN, path=str(Path(sys.executable).parent))
     if installed is None:
         raise BadInput("model", f"{_TRAIN} is not installed here", "install shardwright-train")

@@ -1,4 +1,4 @@
-"""What a profile says of its own times that few or scattered steps have left uncertain."""
+"""Notes of a profile on its own times that few or scattered steps have left uncertain."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,7 +9,7 @@ from shardwright_profile.model.probe_results import ProbeResult
 
 
 def uncertain_times(probes: Sequence[ProbeResult], layers: Iterable[LayerRow]) -> Iterator[str]:
-    """A sentence on what was measured again, if any was, and one for each difference whose error is over a fifth."""
+    """Yield a sentence on what was measured again, if anything, and one for each time with an error over a fifth."""
     again = {probe.in_turns: probe.measured_again for probe in probes if probe.in_turns}
     if any(again.values()):
         times = f"up to {max(again.values())} times" if max(again.values()) > 1 else "once"

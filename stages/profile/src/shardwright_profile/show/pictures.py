@@ -1,4 +1,4 @@
-"""Pictures of profiles: measured points, the curves through them, and what these leave over."""
+"""Pictures of profiles: measured points, the curves through them, and their residuals."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -33,18 +33,18 @@ class _Series(NamedTuple):
     """Coefficients of the line in the batch, where there is one."""
 
     def on_curve(self, sizes: NDArray[Any]) -> NDArray[Any]:
-        """The values of the line at some micro-batch sizes."""
+        """Return the values of the line at some micro-batch sizes."""
         value: NDArray[Any] = design_of(FitMode.BATCH, sizes, np.ones_like(sizes)) @ self.curve
         return value
 
     @property
     def residuals(self) -> NDArray[Any]:
-        """(fit - point) / point at every point; none where there is no line."""
+        """Return (fit - point) / point at every point; empty where there is no line."""
         return np.zeros(0) if self.curve is None else self.on_curve(self.sizes) / self.values - 1
 
 
 def model_picture(profile: ModelProfile) -> str:
-    """For each layer type a column: forward, backward and activations of a microbatch, each above its residuals.
+    """Return a picture with a column per layer type: forward, backward and activations of a microbatch, with residuals.
 
     Points have their standard errors; lines are the fits of mode `batch`, residuals (fit - point) / point.
     """
@@ -62,7 +62,7 @@ def model_picture(profile: ModelProfile) -> str:
 
 
 def hardware_picture(profile: HardwareProfile) -> str:
-    """Median time against message size, by collective, with the middle half of the repeats as bars."""
+    """Return a picture of median time against message size by collective; bars show the middle half of the repeats."""
     keys = sorted(profile.curves)
     names = list(dict.fromkeys(key.collective for key in keys))
     numbers = {label: number for number, label in enumerate(dict.fromkeys(map(_ranks, keys)))}
@@ -89,7 +89,7 @@ def _page(drawn: Sequence[str], title: str, numbers: dict[str, int], columns: in
 def _column(
     series: Sequence[_Series], numbers: dict[str, int], column: int, top: float, title: str, quantity: str
 ) -> str:
-    """The points of one quantity of one layer type with their lines, and the residuals below."""
+    """Draw the points of one quantity of one layer type with their lines, and the residuals below."""
     left, bottom = column * _COLUMN, top + _HEIGHT
     sizes = [float(size) for each in series for size in each.sizes] or [0.0]
     across = linear_axis(min(sizes), max(sizes), left + _LEFT, left + _COLUMN - _RIGHT, count=7)
@@ -125,7 +125,7 @@ def _points(series: _Series, number: int, above: Panel, below: Panel, words: Cal
 
 
 def _messages(curves: Sequence[tuple[int, str, NDArray[Any]]], name: str, left: float, top: float) -> str:
-    """Times against message bytes of one collective: an array of (bytes, low, median, high) rows for each curve."""
+    """Draw the times of one collective by message bytes: an array of (bytes, low, median, high) rows for each curve."""
     values = np.concatenate([quartiles for _, _, quartiles in curves])
     across = logarithmic_axis(
         values[:, 0].min(), values[:, 0].max(), left + _LEFT, left + _COLUMN - _RIGHT, bytes_text, base=32
@@ -142,7 +142,7 @@ def _messages(curves: Sequence[tuple[int, str, NDArray[Any]]], name: str, left: 
 
 
 def _quartiles(profile: HardwareProfile, key: CollectiveKey) -> NDArray[Any]:
-    """Return the sizes of a kind of message, ascending, and the quartiles of its times: [sizes, 4]."""
+    """Return the sizes of a kind of collective, ascending, and the quartiles of its times: [sizes, 4]."""
     timed = zip(profile.points.rows, profile.times_s, strict=True)
     points = [(row.message_bytes, *np.quantile(times_s, [0.25, 0.5, 0.75])) for row, times_s in timed if row.key == key]
     return np.array(sorted(points), float)

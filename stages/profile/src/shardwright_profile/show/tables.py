@@ -1,4 +1,4 @@
-"""Printing profiles as tables."""
+"""Printed tables of profiles."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ _PIPED_WIDTH = 140
 
 
 def show_profile(path: Path) -> None:
-    """Print a hardware or a model profile on standard output; BadInput where the file is neither."""
+    """Print a hardware or a model profile on standard output; raise BadInput where the file is neither."""
     profile = _read(path)
     title, tables = _hardware_tables(profile) if isinstance(profile, HardwareProfile) else _model_tables(profile)
     printed, is_terminal = StringIO(), sys.stdout.isatty()
@@ -38,7 +38,7 @@ def show_profile(path: Path) -> None:
 
 
 def draw_profile(path: Path, picture: Path) -> None:
-    """Draw a profile's points, curves and residuals into a picture; BadInput where that cannot be."""
+    """Draw a profile's points, curves and residuals into a picture file; raise BadInput where that cannot be."""
     if picture.suffix not in (".svg", ".png", ".pdf"):
         raise BadInput(picture, "is no kind of picture", "name it .svg, .png or .pdf")
     profile = _read(path)
@@ -83,7 +83,7 @@ def _hardware_tables(profile: HardwareProfile) -> tuple[str, Iterator[Printed]]:
 
 
 def _messages(profile: HardwareProfile) -> Printed:
-    """Median and interquartile range of every point; bandwidth is message bytes over the median."""
+    """Return a table of median and interquartile range of every point; bandwidth is message bytes over the median."""
     table = _printed(
         "messages",
         ["kind", "ranks", "layout", "place"],
@@ -134,7 +134,7 @@ def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[Printed]]:
 
 
 def _columns(title: str, table: Table[Row]) -> Printed:
-    """Every value with its standard error where it has one, and with its source where it is not measured."""
+    """Return a table of values, with standard errors where known, and with sources where not measured."""
     printed = Printed(title=title, title_justify="left")
     columns = columns_of(table.row_type)
     shown = [name for name in columns if not name.endswith(("_source", "_error_s"))]

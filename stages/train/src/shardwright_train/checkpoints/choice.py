@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: rank 0 decides, the others see that they find the same, and all look at it."""
+"""The choice of the checkpoint that a run resumes from: rank 0 decides, and all ranks verify it."""
 
 import os
 import sys
@@ -25,26 +25,26 @@ from shardwright_train.parallel.channel import tried
 from shardwright_train.parallel.world import World
 
 _VISIBLE_S = 20.0
-"""How long another node's file system may take to show a new file: an assumption."""
+"""Seconds that another node's file system may take to show a new file; an assumption."""
 _MAX_FILE = 2**60
 _OTHER = "take another checkpoint"
 _NONE_WHOLE = "put back what is missing, or start anew in another --checkpoints folder"
 
 
 class Resumed(NamedTuple):
-    """A checkpoint that was found whole."""
+    """A checkpoint that was found complete and undamaged."""
 
     folder: Path
     record: Checkpoint
 
     def beginning(self, goes_on: bool) -> Beginning:
-        """Return where the batches of a run begin that goes on from this, or, if it does not, branches here."""
+        """Return where the batches of a continued run or, if `goes_on` is false, of a branch begin."""
         progress = self.record.progress
         return self.record.began if goes_on else Beginning(step=progress.step, samples=progress.samples)
 
 
 def check_shared(folder: Path, world: World) -> None:
-    """Raise BadInput on all ranks unless each sees in a folder what rank 0 writes there."""
+    """Raise BadInput on all ranks unless each rank sees the files that rank 0 writes to a folder."""
     sign = folder / world.first_says(lambda: write_sign(folder).name, str, folder)
     world.together(lambda: _check_seen(sign, world.rank))
     world.first_does(sign.unlink)
@@ -66,10 +66,10 @@ def _appears(file: Path) -> bool:
 
 
 def newest_whole(run: Path, world: World) -> Resumed | None:
-    """Return the newest checkpoint of a run whose files are what they were; None where there is none at all.
+    """Return a run's newest checkpoint whose files are undamaged, or None where there is no checkpoint.
 
-    Damaged ones that are newer are set aside, and said. Raises BadInput, on all ranks, where all are damaged: these
-    stay as they are.
+    Newer damaged checkpoints are set aside, with a warning. Raises BadInput on all ranks where all are damaged; then
+    none is changed.
     """
     damaged: dict[str, BadInput] = {}
     for name in world.first_says(lambda: _candidates(run), tuple[str, ...]):
@@ -87,9 +87,9 @@ def newest_whole(run: Path, world: World) -> Resumed | None:
 
 
 def _candidates(run: Path) -> tuple[str, ...]:
-    """Return the names of a run's checkpoints, the newest first, once what was cut off is removed.
+    """Return the names of a run's checkpoints, newest first, after removing unfinished ones.
 
-    BadInput where there are none but what was set aside: such a run is not begun anew without a word.
+    Raises BadInput where only checkpoints that were set aside remain: such a run must not restart silently.
     """
     remove_leftovers(run)
     found = named_checkpoints(run)
@@ -105,7 +105,7 @@ def _set_aside(run: Path, damaged: Mapping[str, BadInput]) -> None:
 
 
 def read_whole(checkpoint: Path, world: World) -> Resumed:
-    """Return a checkpoint's record, once all ranks found the same one and each of its files as it says.
+    """Return a checkpoint's record after all ranks agree on it and each of its files matches it.
 
     Raises BadInput on all ranks, naming the file.
     """
@@ -133,7 +133,7 @@ def read_record(checkpoint: Path) -> Checkpoint:
 
 
 def damage(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> ShardwrightError | None:
-    """What is wrong with some of a checkpoint's files, by their numbers, or with what lies beside them."""
+    """Return the error in some checkpoint files, given by their numbers, or next to them; None if undamaged."""
     return tried(lambda: _check_files(checkpoint, record, share))[1]
 
 
@@ -152,7 +152,7 @@ def _check_files(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> 
 
 
 def check_same_run(resumed: Resumed, asked: Identity) -> None:
-    """Raise BadInput where a run's own checkpoint was saved under something else than is asked for now."""
+    """Raise BadInput where a run's checkpoint was saved with another identity than the requested one."""
     _check(
         resumed, asked, ("plan_sha256", "model_sha256", "data_sha256", "seed", "weights_sha256", "global_batch_size")
     )

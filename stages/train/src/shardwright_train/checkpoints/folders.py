@@ -1,6 +1,6 @@
-"""Where checkpoints lie: a folder for each run, in it a folder for each step, complete once it has its record.
+"""Checkpoint folders: a folder for each run, with a folder for each step, complete once it has its record.
 
-Nothing is ever deleted but what a save has written: folders of its names that hold files of its names alone.
+Only files written by a save are ever deleted: folders with a save's names that contain only files with its names.
 """
 
 import os
@@ -16,7 +16,7 @@ RECORD = "checkpoint.json"
 LOCK = "LOCK"
 SECRET = "SECRET"
 OUT_LOCK = "LOCK.out"
-"""The lock of what a run writes beside its checkpoints; the two may be one folder."""
+"""Name of the lock file for a run's output folder, which may be the same folder as its checkpoints'."""
 _STEP = re.compile(r"step-([0-9]{8})")
 _SIGN = re.compile(r"\.seen-[0-9]+-[0-9]+")
 _UNFINISHED, _REMOVED, _DAMAGED = ".unfinished", ".removed", ".damaged"
@@ -25,7 +25,7 @@ _SAVED = re.compile(rf"shard-[0-9]{{5}}-.+\.safetensors|{re.escape(RECORD)}|\.{r
 
 
 def folder_of_run(checkpoints: Path, plan_sha256: str, parent: Path | None = None) -> Path:
-    """Where the checkpoints of a plan lie, or of its branch from a checkpoint: another plan has a folder of its own."""
+    """Return the checkpoint folder of a plan, or of its branch from a checkpoint; each plan has its own folder."""
     name = plan_sha256[:16]
     if parent is not None:
         name += f"-from-{sha256(os.fsencode(parent.resolve())).hexdigest()[:12]}"
@@ -33,28 +33,28 @@ def folder_of_run(checkpoints: Path, plan_sha256: str, parent: Path | None = Non
 
 
 def folder_of_step(run: Path, step: int) -> Path:
-    """Where a run's checkpoint of a step lies."""
+    """Return the folder of a run's checkpoint at a step."""
     return run / f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Return the step that the name of a checkpoint's folder says; None where it says none."""
+    """Return the step in the name of a checkpoint's folder, or None if it has none."""
     named = _STEP.fullmatch(checkpoint.name)
     return None if named is None else int(named[1])
 
 
 def named_checkpoints(run: Path) -> tuple[Path, ...]:
-    """Return all that has the name of a run's checkpoint, whatever it is, the newest first."""
+    """Return every path named like a checkpoint of a run, newest first, whatever it contains."""
     return tuple(sorted((path for path in run.glob("step-*") if step_of(path) is not None), reverse=True))
 
 
 def complete_checkpoints(run: Path) -> tuple[Path, ...]:
-    """The complete checkpoints of a run, the newest first; whether they are whole is not looked at."""
+    """Return the complete checkpoints of a run, newest first, without checking their files for damage."""
     return tuple(path for path in named_checkpoints(run) if (path / RECORD).is_file())
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None."""
+    """Return the complete checkpoint of the highest step, or None."""
     return next(iter(complete_checkpoints(run)), None)
 
 
@@ -64,7 +64,7 @@ def damaged_checkpoints(run: Path) -> tuple[Path, ...]:
 
 
 def write_sign(run: Path) -> Path:
-    """Write an empty file of a new name into the folder of a run, for others to see that they see the same folder."""
+    """Write an empty file with a new name into the folder of a run, to test that all ranks see the same folder."""
     run.mkdir(parents=True, exist_ok=True)
     sign = run / f".seen-{os.getpid()}-{time.time_ns()}"
     sign.touch(exist_ok=False)
@@ -95,8 +95,8 @@ def remove_leftovers(run: Path) -> None:
 def prune(run: Path, keep_last: int, keep_every: int, kept: Collection[int] = ()) -> None:
     """Remove complete checkpoints but the latest, those of every `keep_every`-th step (0: no others), and of `kept`.
 
-    One that holds anything else, or is a link, stays. Each is renamed first, so that no half of one is ever taken for a
-    whole one, nor for one that has lost its record.
+    A checkpoint that holds anything else, or is a link, stays. Each is renamed first, so that a partly deleted one is
+    never taken for a complete one, nor for one that has lost its record.
     """
     for path in complete_checkpoints(run)[keep_last:]:
         step = step_of(path)
@@ -122,7 +122,7 @@ def _names_aside(checkpoint: Path) -> Iterator[Path]:
 
 
 def _clear(path: Path) -> None:
-    """Make a name free: remove what a save has written there; all else is set aside, and said."""
+    """Free a path: remove what a save has written there; set anything else aside and report it."""
     if not os.path.lexists(path):
         return
     if _is_saved(path):

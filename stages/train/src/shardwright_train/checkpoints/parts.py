@@ -1,4 +1,4 @@
-"""What each rank saves of a checkpoint: every rank knows it by itself, from how the tensors lie."""
+"""The parts of a checkpoint that each rank saves, derived on every rank from the tensors' layouts alone."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _ALIGNMENT = 16
 
 
 class Part(NamedTuple):
-    """What a rank holds of a tensor, and where that lies in it."""
+    """The shard of a tensor that a rank holds, and its offset in that tensor."""
 
     name: str
     offsets: tuple[int, ...]
@@ -26,10 +26,10 @@ class Part(NamedTuple):
 
 
 def parts_to_save(tensors: Mapping[str, Tensor]) -> tuple[Part, ...]:
-    """Return what this rank saves of its tensors: over all ranks each element once, replicas shared out by bytes.
+    """Return the parts of its tensors that this rank saves: each element once over all ranks, balanced by bytes.
 
-    Nothing is exchanged: the ranks that hold replicas hold the same tensors in the same order, those of their pipeline
-    stage. A tensor that is no DTensor is of this process alone.
+    No communication is needed: the ranks that hold replicas hold the same tensors in the same order, those of their
+    pipeline stage. A tensor that is no DTensor belongs to this process alone.
     """
     mine = _chosen(tensors)
     planner = DefaultSavePlanner()
@@ -42,7 +42,7 @@ def parts_to_save(tensors: Mapping[str, Tensor]) -> tuple[Part, ...]:
 
 
 def _chosen(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the tensors of which this rank saves what it holds: largest first, by the least laden."""
+    """Return the names of the tensors that this rank saves: largest first, each by the rank with the least bytes."""
     chosen = {name for name, x in tensors.items() if not isinstance(x, DTensor)}
     spread = [(name, x) for name, x in tensors.items() if isinstance(x, DTensor)]
     if not spread:
@@ -66,7 +66,7 @@ def _replicas(x: DTensor) -> NDArray[np.int64]:
 
 
 class HostBuffer:
-    """Host memory for one checkpoint's parts of a rank, taken once; pinned where they are copied from a GPU."""
+    """A host buffer for one rank's parts of a checkpoint, allocated once; pinned where they come from a GPU."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         ends = np.cumsum([0, *(-(-part.local.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts)]).tolist()
@@ -81,7 +81,7 @@ class HostBuffer:
             torch.cuda.check_error(runtime.cudaHostRegister(self.memory.data_ptr(), self.memory.nbytes, 0))
 
     def copied(self, parts: Sequence[Part]) -> tuple[Part, ...]:
-        """Return the parts as they are now, in this memory; what it held before is overwritten."""
+        """Return copies of the parts in this buffer, overwriting its previous contents."""
         for place, part in zip(self._places, parts, strict=True):
             place.copy_(part.local, non_blocking=True)
         if self._pinned:
@@ -89,7 +89,7 @@ class HostBuffer:
         return tuple(part._replace(local=place) for place, part in zip(self._places, parts, strict=True))
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the buffer."""
         if self._pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))
         self._pinned, self._places, self.memory = False, [], torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""checkpoint.json: what a checkpoint holds, of which run, and the SHA-256 of each of its files."""
+"""checkpoint.json: the contents of a checkpoint, the run's identity, and the SHA-256 of each file."""
 
 from typing import Annotated
 
@@ -17,7 +17,7 @@ _Loss = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 
 class Settings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run asks of the optimizer, which its steps so far were taken with."""
+    """The optimizer settings with which a run's steps so far were taken."""
 
     learning_rate: float
     learning_rate_schedule: LearningRateSchedule
@@ -31,25 +31,25 @@ class Settings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run is a run of."""
+    """The identity of a run: its plan, model, data, seed, batch size and initial weights."""
 
     plan_sha256: Sha256
     """Identity of the plan."""
     model_sha256: Sha256
-    """Of the model's description, which other plans may share."""
+    """SHA-256 of the model's description, which other plans may share."""
     data_sha256: Sha256
-    """Of the samples, tokenizer included."""
+    """SHA-256 of the samples, tokenizer included."""
     seed: NonNegativeCount
-    """Of initial weights, sample order and dropout: all that is random is a function of it and of a sample's number."""
+    """Seed of initial weights, sample order and dropout; all randomness follows from it and a sample's number."""
     global_batch_size: Samples
     """Samples of a step."""
     settings: Settings
     weights_sha256: Sha256 | None = None
-    """Of the files of the weights that it began with; None where all were drawn."""
+    """SHA-256 of the files of the initial weights; None where all were drawn."""
 
 
 def run_identity(job: RunOptions, plan: Plan, data_sha256: str, weights_sha256: str | None = None) -> Identity:
-    """What the run that is asked for is a run of."""
+    """Return the identity of the requested run."""
     asked = msgspec.structs.asdict(job)
     return Identity(
         plan_sha256=plan.sha256,
@@ -63,47 +63,47 @@ def run_identity(job: RunOptions, plan: Plan, data_sha256: str, weights_sha256: 
 
 
 class Best(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The least loss of a run's evaluations."""
+    """The lowest loss of a run's evaluations."""
 
     step: Count
     loss: _Loss
     data_sha256: Sha256
-    """Identity of what was evaluated on."""
+    """SHA-256 of the evaluation data."""
 
 
 class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far a run has come."""
+    """The progress of a run."""
 
     step: NonNegativeCount
     """Optimizer steps taken."""
     samples: Annotated[int, Meta(ge=0, le=2**62)]
-    """Samples trained on: the next step's first one has this number."""
+    """Number of samples trained on, which is also the number of the next step's first sample."""
     first_loss: _Loss
     """Loss of step 1."""
     last_loss: _Loss
     """Loss of the last step."""
     wall_s: Seconds
-    """Time of the processes so far."""
+    """Seconds that the run's processes have run so far."""
     updates: NonNegativeCount
     """Steps in which the optimizer changed the weights: all but those in which float16 overflowed."""
     loss_scale: Annotated[float, Meta(gt=0, le=2.0**64)]
-    """By which the loss is multiplied before float16's backward pass."""
+    """Factor of the loss before float16's backward pass."""
     steps_without_overflow: NonNegativeCount
     best: Best | None = None
-    """Whose checkpoint is kept, where that is asked for."""
+    """Best evaluation so far, whose checkpoint is kept where requested."""
 
 
 class SavedFile(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file of tensors."""
+    """A file of tensors."""
 
     name: _FileName
-    """In the checkpoint's folder."""
+    """Name of the file in the checkpoint's folder."""
     bytes: Bytes
     sha256: Sha256
 
 
 class Beginning(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """From where a run has taken its own global batches: the start, or what a branch goes on from."""
+    """The origin of a run's own global batches: the start of training, or the checkpoint of a branch."""
 
     step: NonNegativeCount = 0
     samples: Annotated[int, Meta(ge=0, le=2**62)] = 0
@@ -120,9 +120,9 @@ class Checkpoint(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     began: Beginning
     progress: Progress
     world_size: Count
-    """Ranks that saved it; any number may load it."""
+    """Number of ranks that saved the checkpoint; any number may load it."""
     parent: str | None
-    """Of a branch: the checkpoint that it began from."""
+    """Checkpoint from which a branch began; None for a run that is no branch."""
     files: tuple[SavedFile, ...]
 
     def __post_init__(self) -> None:
@@ -135,12 +135,12 @@ class Checkpoint(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def identity_of(model: Model) -> str:
-    """SHA-256 of what checkpoints of a model have in common, whatever their plans."""
+    """Return the SHA-256 of the parts of a model's description that are the same under all plans."""
     return sha256_of_value([model.architecture_sha256, model.sequence_length])
 
 
 def start(loss_scale: float) -> Progress:
-    """A run before its first step."""
+    """Return the progress of a run before its first step."""
     return Progress(
         step=0,
         samples=0,

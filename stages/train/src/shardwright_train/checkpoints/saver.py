@@ -1,4 +1,4 @@
-"""Writing checkpoints: complete or not at all, beside the steps that follow where that is asked for."""
+"""Writing checkpoints atomically and, where requested, while the following steps run."""
 
 import shutil
 import time
@@ -22,42 +22,42 @@ from shardwright_train.checkpoints.tensors import files_of_rank, write_tensors
 from shardwright_train.parallel.channel import Channel, GroupChannel
 
 _ROOM = 1.05
-"""What a file system takes for files, over their contents: an assumption."""
+"""Ratio of the disk space of files to their contents; an assumption."""
 
 
 @dataclass(frozen=True)
 class Saver:
-    """Saves the state of all ranks, one checkpoint at a time."""
+    """A writer of the state of all ranks, one checkpoint at a time."""
 
     folder: Path
-    """That of the run."""
+    """Checkpoint folder of the run."""
     identity: Identity
     parent: str | None
     keep_last: int
-    """How many of the latest checkpoints stay."""
+    """Number of latest checkpoints to keep."""
     keep_every: int
-    """And those of every so many steps; 0: no others."""
+    """Interval, in steps, of the checkpoints to keep in addition; 0: none."""
     asynchronous: bool
-    """Whether steps go on while what was copied to host memory is written."""
+    """Whether steps continue while the copy in host memory is written."""
     group: dist.ProcessGroup
-    """Of the whole world, with gloo, for this alone: another thread uses it."""
+    """Gloo group of the whole world, reserved for the writer thread."""
     bytes_in_all: int
-    """Of a checkpoint's tensors."""
+    """Bytes of a checkpoint's tensors over all ranks."""
     began: Beginning = field(default_factory=Beginning)
-    """Where the run's own global batches begin."""
+    """Origin of the run's own global batches."""
     locks: tuple[HeldLock, ...] = ()
-    """Those that must still be held when something is written or removed."""
+    """Locks that must still be held when a file is written or removed."""
     took_s: list[float] = field(default_factory=list)
-    """Of each checkpoint that was written."""
+    """Seconds that each written checkpoint took."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saver"))
     _writing: "list[Future[Path]]" = field(default_factory=list)
     _buffer: list[HostBuffer] = field(default_factory=list)
-    """What this rank saves is copied to before it is written beside the steps; taken by the first such save."""
+    """Host buffer of this rank's parts for asynchronous saves, allocated by the first one."""
 
     def save(self, tensors: dict[str, Tensor], progress: Progress, *, wait: bool = False) -> None:
-        """Save from all ranks; what was not yet written of the checkpoint before is waited for.
+        """Save the state of all ranks, after waiting for the previous checkpoint to be written.
 
-        Raises BadInput, here or at the next call, where it cannot be written; those before it stay as they are.
+        Raises BadInput, here or at the next call, where it cannot be written; earlier checkpoints are unchanged.
         """
         self.finish()
         self._check_room()
@@ -70,7 +70,7 @@ class Saver:
             self._write(parts, progress)
 
     def check(self) -> None:
-        """Raise what has gone wrong with a checkpoint that is written beside the steps, if that is known already."""
+        """Raise the error of an asynchronous save if one is known already."""
         if self._writing and self._writing[0].done():
             self.finish()
 
@@ -80,7 +80,7 @@ class Saver:
             self._writing.pop().result()
 
     def close(self) -> None:
-        """Let the thread end, once it has written what it is writing."""
+        """End the writer thread once its current checkpoint is written."""
         self._thread.shutdown()
         while self._buffer:
             self._buffer.pop().close()
@@ -105,7 +105,7 @@ class Saver:
         return target
 
     def _files(self, folder: Path) -> tuple[SavedFile, ...]:
-        """The files of all ranks, each looked at by the rank that wrote it, on the disk they will be read from."""
+        """Return the records of all ranks' files, each read back from disk by the rank that wrote it."""
         mine = self._channel.together(lambda: tuple(map(_synced, files_of_rank(folder, self.group.rank()))), folder)
         return tuple(chain.from_iterable(self._channel.all_say(mine, tuple[SavedFile, ...])))
 
@@ -114,7 +114,7 @@ class Saver:
         return GroupChannel(torch.device("cpu"), self.group)
 
     def _first(self, do: Callable[[], None]) -> None:
-        """Do something on rank 0, which must hold the run's locks still; what fails there is raised on all."""
+        """Call `do` on rank 0, which must still hold the run's locks; raise its error on all ranks."""
 
         def locked() -> None:
             for lock in self.locks:
@@ -128,7 +128,7 @@ class Saver:
 
 
 def check_room(folder: Path, tensor_bytes: int) -> None:
-    """Raise BadInput unless a checkpoint of so many bytes has room beside those that are there."""
+    """Raise BadInput unless the file system has room for one more checkpoint of this size."""
     free, wanted = shutil.disk_usage(folder).free, int(tensor_bytes * _ROOM)
     if free < wanted:
         raise BadInput(
@@ -144,7 +144,7 @@ def _synced(path: Path) -> SavedFile:
 
 
 def _commit(unfinished: Path, target: Path, record: Checkpoint) -> None:
-    """Make a checkpoint complete: its record is the last thing that is written, then it takes its name."""
+    """Complete a checkpoint: write its record as the last file, then rename its folder."""
     write_document(unfinished / RECORD, record)
     unfinished.rename(target)
     sync_path(target.parent)

@@ -28,7 +28,7 @@ from shardwright_train.parallel.data import local_tensor
 
 
 def write_tensors(folder: Path, parts: Sequence[Part], rank: int) -> None:
-    """Write what a rank saves into its file in a folder; OSError where the system refuses it."""
+    """Write a rank's parts into its file in a folder; raise OSError where the system refuses it."""
     if parts:
         write_parts(folder / f"{_prefix(rank)}model-00001-of-00001.safetensors", parts)
 
@@ -36,7 +36,7 @@ def write_tensors(folder: Path, parts: Sequence[Part], rank: int) -> None:
 def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill the tensors of every rank, in place; BadInput, on all ranks, where what they need is not there.
 
-    Outside a world, those of this process. Each rank reads by itself: from the files' headers all know the same.
+    Outside a world, only this process's tensors. Each rank reads by itself, as all see the same file headers.
     """
 
     def read() -> None:
@@ -55,13 +55,13 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """The format that each tensor of a checkpoint was saved in."""
+    """Return the dtype of each tensor in a checkpoint."""
     found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: one.properties.dtype for name, one in found.items() if isinstance(one, TensorStorageMetadata)}
 
 
 def files_of_rank(folder: Path, rank: int) -> tuple[Path, ...]:
-    """The files that a rank has written into a checkpoint's folder."""
+    """Return the files that a rank has written into a checkpoint's folder."""
     return tuple(sorted(folder.glob(f"{_prefix(rank)}*.safetensors")))
 
 
@@ -70,7 +70,7 @@ def _prefix(rank: int) -> str:
 
 
 def total_bytes(tensors: dict[str, Tensor]) -> int:
-    """Bytes of the tensors of all ranks, each element once; collective over the world."""
+    """Return the bytes of all ranks' tensors, each element counted once; collective over the world."""
     shares = [x.nbytes / (x.device_mesh.size() if isinstance(x, DTensor) else 1) for x in tensors.values()]
     found = torch.tensor(sum(shares), dtype=torch.float64, device=local_tensor(next(iter(tensors.values()))).device)
     dist.all_reduce(found)
@@ -78,9 +78,9 @@ def total_bytes(tensors: dict[str, Tensor]) -> int:
 
 
 class _AnyPadding(DefaultLoadPlanner):
-    """Reads matrices over a vocabulary whatever the number of ranks that it was padded for: first dims may differ.
+    """A reader of vocabulary matrices padded for any number of ranks, whose first dims may differ from the file's.
 
-    What is past the vocabulary is zero on every plan, and stays so: it is read by none.
+    The padding is zero under every plan, and stays so: no rank reads it.
     """
 
     def set_up_planner(
@@ -99,7 +99,7 @@ class _AnyPadding(DefaultLoadPlanner):
 
 
 def _cause(error: CheckpointException, folder: Path) -> BadInput:
-    """Return one line for what this rank could not read; what else went wrong is raised as it is."""
+    """Return a one-line error for tensors that this rank could not read; raise any other error unchanged."""
     cause, _ = next(iter(error.failures.values()))
     if isinstance(cause, OSError):
         return system_fault(cause, folder)

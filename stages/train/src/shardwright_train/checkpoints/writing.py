@@ -1,4 +1,4 @@
-"""One rank's file of a checkpoint, written beside the steps without stopping them."""
+"""A rank's checkpoint file, written while the steps continue."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The command `measure`: launches of ranks for plans of one world size each, and one measurement of all."""
+"""The command `measure`: one launch per world size, and one measurement of all plans."""
 
 import os
 import sys
@@ -30,8 +30,8 @@ from shardwright_train.options import MeasureJob, MeasureOptions
 def start_measure(options: MeasureOptions) -> None:
     """Measure every plan of the files, in one launch per world size, and write one measurement.
 
-    What is finished is kept in a journal beside it until it is whole: started again after an end, only the rest is
-    measured. Each rank writes its traces into the folder `trace`, if there is one.
+    Finished plans are kept in a journal next to it until it is complete: a restart measures only the remaining ones.
+    Each rank writes its traces into the folder `trace`, if there is one.
     """
     nodes, out = options.nodes(os.environ), options.out
     asked = [(file, _plans_of(file)) for file in options.plans]
@@ -59,7 +59,7 @@ _Turns = tuple[str, ...]
 
 
 class _Found(NamedTuple):
-    """What became of each plan so far, by its hash; measurements are known on node 0."""
+    """The results and failures of the plans so far, by plan hash; measurements are known on node 0."""
 
     measured: dict[str, Measurement]
     failed: dict[str, PlanFailure]
@@ -71,7 +71,7 @@ def _measure(
     """Measure plans of one world size, in one launch and one more each time that a device lacked memory for a plan.
 
     Ranks that wait for one that ran out cannot be called back: they are started anew, and what is measured is kept.
-    What ran out beside plans that it was measured in turns with is measured by itself, and so are they.
+    A plan that ran out while it was measured in turns with others is measured by itself, and so are the others.
     """
     together, result = scratch / "plans.json", scratch / "result.json"
     fields = msgspec.structs.asdict(options) | {"plans": (together,), "out": result}
@@ -107,7 +107,7 @@ def _measure(
 
 
 def _asked(plans: tuple[Plan, ...], in_turns: Sequence[_Turns]) -> Plans:
-    """Some plans, and which of them are measured in turns."""
+    """Return the given plans with their groups to measure in turns."""
     places = {plan.sha256: place for place, plan in enumerate(plans)}
     groups = (tuple(places[one] for one in group if one in places) for group in in_turns)
     return Plans(plans=plans, in_turns=tuple(group for group in groups if len(group) > 1))
@@ -135,7 +135,7 @@ def _in_order(plans: Sequence[Plan], found: _Found) -> Measurement:
 
 
 def _of_failures(failed: tuple[PlanFailure, ...]) -> Measurement:
-    """A measurement of nothing but failures: what is known without the ranks."""
+    """Return a measurement that consists of failures alone, which are known without the ranks."""
     plan = failed[0].plan
     on_gpu = device_type_of(plan.cluster, plan.name) != CPU
     return Measurement(

@@ -1,4 +1,4 @@
-"""The command `run`: what it asks of its options before anything is started, and its starts."""
+"""The command `run`: checks of its options before ranks are started, and the starts."""
 
 import os
 import sys
@@ -50,7 +50,7 @@ def _start_attempt(attempt: Attempt) -> None:
 
 
 def _check_data(folder: Path) -> None:
-    """BadInput where a folder says nothing of the data in it, before anything is started."""
+    """Raise BadInput where a data folder has no valid description, before ranks are started."""
     if not folder.is_dir():
         raise BadInput(folder, "is no folder", _DATA)
     from shardwright_train.data.blend import check_described
@@ -59,7 +59,7 @@ def _check_data(folder: Path) -> None:
 
 
 def _check_weights(options: RunOptions, weights: Path, plan: Plan) -> None:
-    """BadInput where a run cannot begin with the weights of a folder, before anything is started; says what is odd."""
+    """Raise BadInput where a run cannot begin with a folder's weights, before ranks are started; print warnings."""
     if options.resume_from is not None:
         raise BadInput(weights, "a branch has the weights of its checkpoint", "leave out --weights or --resume-from")
     with without_collection():
@@ -71,7 +71,7 @@ def _check_weights(options: RunOptions, weights: Path, plan: Plan) -> None:
 
 
 def _check_loggers(options: RunOptions) -> None:
-    """BadInput where what a logger is written with is not installed."""
+    """Raise BadInput where a logger's package is not installed."""
     for name, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow")):
         if name in options.log_to and find_spec(package) is None:
             remedy = f"pip install 'shardwright-train[{name}]'" if name != "tensorboard" else f"pip install {package}"
@@ -79,7 +79,7 @@ def _check_loggers(options: RunOptions) -> None:
 
 
 def _check_evaluation(job: RunOptions) -> None:
-    """Raise BadInput where what is asked of an evaluation contradicts itself."""
+    """Raise BadInput where the options of an evaluation contradict each other."""
     if job.valid_data is not None and job.valid_fraction:
         what = "a folder to evaluate on, and a share of the data"
         raise BadInput("--valid-data, --valid-fraction", what, "give one of them")
@@ -92,7 +92,7 @@ def _check_evaluation(job: RunOptions) -> None:
 
 
 def _check_learning_rates(options: RunOptions, plan: Plan) -> None:
-    """BadInput where a factor is none, or is of no parameter of the model, before anything is started."""
+    """Raise BadInput where a learning rate factor is malformed or matches no parameter, before ranks are started."""
     factors = tuple(map(LearningRateFactor.of, options.learning_rate_factor))
     with without_collection():
         from shardwright_train.models.registry import family_named

@@ -1,4 +1,4 @@
-"""Starting the ranks of a plan on this node, and what is asked of plan and folders before."""
+"""Starting the ranks of a plan on this node, and the checks of plan and folders before it."""
 
 import sys
 from pathlib import Path

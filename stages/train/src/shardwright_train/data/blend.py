@@ -25,16 +25,16 @@ _ROUND = 1 << 16
 
 
 class Ingredient(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of the data sets."""
+    """A data set of a blend."""
 
     folder: str
-    """What `prepare` wrote; from the folder of blend.json where it is no whole path."""
+    """Folder that `prepare` wrote; relative to the folder of blend.json unless absolute."""
     weight: Annotated[float, Meta(gt=0, le=1e9)]
-    """Its share of the samples, in proportion to the others'."""
+    """Share of the samples, in proportion to the weights of the other data sets."""
 
 
 class BlendedData(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """blend.json: data sets, and how much a run sees of each."""
+    """blend.json: data sets and their weights."""
 
     FORMAT = "shardwright.blend"
 
@@ -51,12 +51,12 @@ class Blend:
 
     @property
     def seed(self) -> int:
-        """Of the order."""
+        """Return the seed of the sample order."""
         return self.parts[0].seed
 
     @property
     def per_epoch(self) -> int:
-        """Samples of all data sets together."""
+        """Return the number of samples of all data sets together."""
         return sum(samples.per_epoch for samples in self.parts)
 
     @property
@@ -65,11 +65,11 @@ class Blend:
         return sha256_of_value([[samples.sha256 for samples in self.parts], self.weights])
 
     def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As of one data set: tokens [n, S + 1]."""
+        """Return the tokens [n, S + 1] of the samples with these numbers."""
         return self._gathered(indices, Samples.read)
 
     def documents(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As of one data set: numbers of documents [n, S + 1]."""
+        """Return the document numbers [n, S + 1] of each token of these samples."""
         return self._gathered(indices, Samples.documents)
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -83,7 +83,7 @@ class Blend:
             samples.check_contents()
 
     def places(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Which data set each sample is of, and its number there, counted over all epochs."""
+        """Return each sample's data set and its number in that, counted over all epochs."""
         if self.part.split is not Split.TRAIN:
             ends = np.cumsum([samples.per_epoch for samples in self.parts])
             within = indices % self.per_epoch
@@ -95,12 +95,12 @@ class Blend:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a weight is too small for one sample of a round."""
+        """Return whether some data set's weight is too small for one sample of a round."""
         return bool((self._quotas == 0).any())
 
     @cached_property
     def _quotas(self) -> NDArray[np.int64]:
-        """How many samples of a round each data set gives: its share, the largest remainders rounded up."""
+        """Return each data set's number of samples in a round: its share, the largest remainders rounded up."""
         exact = _ROUND * np.array(self.weights) / sum(self.weights)
         quotas = exact.astype(np.int64)
         for most in np.argsort(quotas - exact, kind="stable")[: _ROUND - quotas.sum()]:
@@ -109,7 +109,7 @@ class Blend:
 
     @cached_property
     def _round(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """[places]: the data set of each place of a round, and how many of its samples come before."""
+        """Return [places]: the data set of each place of a round, and how many of its samples come before."""
         sets = np.repeat(np.arange(len(self.parts)), self._quotas)
         numbers = np.concatenate([np.arange(quota) for quota in self._quotas])
         order = np.argsort((numbers + 0.5) / self._quotas[sets], kind="stable")
@@ -126,7 +126,7 @@ class Blend:
 
 
 def check_described(folder: Path) -> None:
-    """BadInput where blend.json, or the data.json of a folder, cannot be read; a folder of images needs neither."""
+    """Raise BadInput where blend.json, or a folder's data.json, cannot be read; image folders need neither."""
     file = folder / BLEND
     if file.is_file():
         for part in read_document(file, BlendedData).datasets:

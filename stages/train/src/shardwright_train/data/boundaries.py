@@ -1,19 +1,19 @@
-"""Whether documents in one sample are told of one another."""
+"""The treatment of document boundaries within a sample."""
 
 from typing import NamedTuple
 
 DOCUMENTS, POSITIONS = "documents", "positions"
-"""The tensors of a batch [samples, positions] that say which document each position is of, and its number in it."""
+"""Keys of the tensors [samples, positions] of a batch that hold each position's document and its number in it."""
 
 
 class Boundaries(NamedTuple):
-    """What is done where documents meet in a sample; Megatron-LM's settings of these names."""
+    """The treatment of document boundaries in a sample, with Megatron-LM's names for the settings."""
 
     reset_attention_mask: bool = False
-    """Each position attends to its own document alone, and no token is predicted from another document."""
+    """Whether attention and prediction stay within each document."""
     reset_position_ids: bool = False
-    """Positions are numbered from 0 in each document."""
+    """Whether positions are numbered from 0 in each document."""
 
 
 ACROSS = Boundaries()
-"""A sample is one text, whatever documents it is of."""
+"""Boundaries that are ignored: a sample is one text, whatever its documents."""

@@ -1,4 +1,4 @@
-"""What a folder of prepared data holds, and the names of its files."""
+"""data.json, and the names of the files in a folder of prepared data."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,23 +12,23 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class PreparedData(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """data.json: what was made into tokens, and how many they are."""
+    """data.json: the source of the tokens, their number and their hashes."""
 
     FORMAT = "shardwright.data"
     VERSION = 2
 
     text: str
-    """Where the text came from, or `python-stdlib`."""
+    """Path of the text, or `python-stdlib`."""
     source: str
-    """What it lay in: text, jsonl, datasets, wikipedia, wikitext or megatron."""
+    """Source format: text, jsonl, datasets, wikipedia, wikitext or megatron."""
     glob: str
-    """Which files of the folder."""
+    """Pattern of the files read from the folder."""
     vocab_size: Annotated[int, Meta(ge=1)]
-    """Every token is below it."""
+    """Vocabulary size; every token is below it."""
     documents: Annotated[int, Meta(ge=1)]
     """Number of documents."""
     text_bytes: Annotated[int, Meta(ge=0)] | None
-    """Their length before they were made into tokens; None where they came as tokens."""
+    """Bytes of the text before tokenization; None where the source holds tokens."""
     tokens: Annotated[int, Meta(ge=1)]
     """Number of tokens, the one that ends each document included."""
     tokenizer_sha256: str
@@ -38,7 +38,7 @@ class PreparedData(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def sha256(self) -> str:
-        """Identity of the token stream, wherever its text lay."""
+        """Return the identity of the token stream, wherever its text was stored."""
         return sha256_of_value([self.tokenizer_sha256, self.tokens_sha256, self.vocab_size])
 
 

@@ -1,4 +1,4 @@
-"""Texts into tokens by worker processes, in the order of the texts."""
+"""Tokenization by worker processes, in the order of the texts."""
 
 import os
 import signal
@@ -24,22 +24,22 @@ from shardwright_train.data.corpora.piece import Piece
 from shardwright_train.data.tokens import token_dtype
 
 _AHEAD = 3
-"""Batches of each worker that wait or are worked on: memory does not grow with the corpus."""
+"""Number of batches in progress per worker, which bounds memory independently of the corpus' size."""
 _BATCH_CHARACTERS = 1 << 19
 _BATCH_PIECES = 4096
 
 
 class Encoded(NamedTuple):
-    """What became of some pieces of text."""
+    """The tokens of some pieces of text."""
 
     tokens: bytes
     lengths: NDArray[np.int64]
-    """[pieces], in tokens, those that end documents included."""
+    """Tokens of each piece [pieces], those that end documents included."""
     ends: NDArray[np.bool_]
-    """[pieces]: whether a document ends with it."""
+    """Whether a document ends with each piece [pieces]."""
     text_bytes: int
     at: int
-    """How far the corpus has been read."""
+    """Position in the corpus after these pieces, in the unit of `Corpus.size`."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Encoder:
 
     tokenizer: Path
     sha256: str
-    """Of that file."""
+    """SHA-256 of the tokenizer's file."""
     end: int
     """The token that closes a document."""
     vocab_size: int
     is_wikitext: bool
 
     def __call__(self, pieces: list[Piece]) -> Encoded:
-        """The tokens of some pieces; BadInput where the tokenizer cannot take one."""
+        """Return the tokens of some pieces; raise BadInput where the tokenizer cannot encode one."""
         texts = [plain(piece.text) if self.is_wikitext else piece.text for piece in pieces]
         found, ends = array("i"), []
         for piece, encoding in zip(pieces, self._encodings(texts), strict=True):
@@ -95,14 +95,14 @@ def _tokenizer(file: Path, _sha256: str) -> Tokenizer:
 
 
 def plain(wikitext: str) -> str:
-    """An article without links, tables, templates and other markup, by mwparserfromhell."""
+    """Return an article without links, tables, templates and other markup, by mwparserfromhell."""
     import mwparserfromhell
 
     return str(mwparserfromhell.parse(wikitext).strip_code())
 
 
 def check_plain(corpus: object) -> None:
-    """BadInput where what takes markup out of text is not installed."""
+    """Raise BadInput where the package that removes markup is not installed."""
     try:
         plain("")
     except ImportError:
@@ -111,7 +111,7 @@ def check_plain(corpus: object) -> None:
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces that are worth sending to another process together."""
+    """Yield batches of pieces, large enough to be worth sending to another process."""
     batch: list[Piece] = []
     characters = 0
     for piece in pieces:
@@ -126,9 +126,9 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 @contextmanager
 def encoding(encoder: Encoder, workers: int) -> Iterator[Callable[[Iterable[list[Piece]]], Iterator[Encoded]]]:
-    """What makes batches into tokens, in their order: with one worker in this process, else in so many others.
+    """Yield a function that tokenizes batches in order: in this process for one worker, else in worker processes.
 
-    They end with the block, and with this process however it ends.
+    Worker processes end with the block, and with this process however it ends.
     """
     if workers == 1:
         yield lambda work: map(encoder, work)

@@ -27,7 +27,7 @@ _SAY_EVERY_S = 10.0
 
 
 class _Found(NamedTuple):
-    """The files of a folder, class after class, each in the order of names."""
+    """The image files of a folder, class after class, each in the order of names."""
 
     classes: tuple[str, ...]
     files: tuple[Path, ...]
@@ -93,7 +93,7 @@ def _header(file: BinaryIO, dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def _decoded(files: tuple[Path, ...], size: int, workers: int) -> Iterator[NDArray[np.uint8]]:
-    """Images [3, size, size] in the order of their files; Pillow decodes outside of Python's lock."""
+    """Yield images [3, size, size] in the order of their files; Pillow decodes without holding the GIL."""
     began = said = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
         for first in range(0, len(files), _AT_ONCE):

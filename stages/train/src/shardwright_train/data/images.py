@@ -21,11 +21,11 @@ from shardwright_train.data.split import WHOLE, Part, Split
 
 _BRIGHTEST = 255
 _ORDER_OF_SPLITS = 2**40
-"""A seed that no run has: which images a split has does not depend on the run."""
+"""Seed that no run has, which assigns images to splits independently of the run."""
 
 
 class ImageForm(NamedTuple):
-    """What images a model takes, and how many classes they are sorted into."""
+    """The form of the images that a model takes, and its number of classes."""
 
     channels: int
     height: int
@@ -41,22 +41,22 @@ class Images:
     """
 
     pixels: NDArray[np.uint8]
-    """[images, channels, height, width], mapped from the file."""
+    """Pixels [images, channels, height, width], mapped from the file."""
     labels: NDArray[np.int64]
-    """[images]: the class of each."""
+    """Class of each image [images]."""
     seed: int
     sha256: str
-    """Identity of the contents of both files, and of the split."""
+    """SHA-256 of the contents of both files, and of the split."""
     part: Part = WHOLE
 
     @property
     def per_epoch(self) -> int:
-        """Number of images of the split; in evaluation those from 0 to it are all of it once."""
+        """Return the number of images of the split; in evaluation, those from 0 to it are all of it once."""
         first, end = self._bounds
         return end - first
 
     def read(self, first: int, share: Share) -> Batch:
-        """`pixel_values` [samples, channels, height, width] in [-1, 1] and `labels` [samples, 1], from a number on."""
+        """Return `pixel_values` [samples, channels, height, width] in [-1, 1] and `labels` [samples, 1]."""
         indices = first + share.rows
         chosen = self._chosen(indices)
         batch = {} if "labels" in share.left_out else {"labels": torch.from_numpy(self.labels[chosen])[:, None]}
@@ -78,11 +78,11 @@ class Images:
         return samples_at(self._bounds[0] + indices % self.per_epoch, len(self.labels), _ORDER_OF_SPLITS)
 
     def counted(self, first: int, samples: int) -> int:
-        """Number of labels of a batch that count."""
+        """Return the number of labels of a batch that count."""
         return samples
 
     def check_contents(self) -> None:
-        """Their identity was read from the files themselves."""
+        """Do nothing: the files were read for their identity when they were opened."""
 
 
 def open_images(folder: Path, form: ImageForm, seed: int, part: Part = WHOLE) -> Images:

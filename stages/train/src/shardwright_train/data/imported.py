@@ -1,4 +1,4 @@
-"""Megatron's own token files as prepared data: a .bin and an .idx, with the tokenizer they were made with."""
+"""Megatron's own token files as prepared data: a .bin and an .idx, with the tokenizer that made them."""
 
 import shutil
 from pathlib import Path

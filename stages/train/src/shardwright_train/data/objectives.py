@@ -1,4 +1,4 @@
-"""What a model learns to predict: how a text, or images, become the inputs and labels of each step."""
+"""Objectives of training: how text or images become the inputs and labels of each step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -31,16 +31,16 @@ _CHOSEN, _MASKED, _RANDOM = 0.15, 0.8, 0.1
 
 @dataclass(frozen=True)
 class Text(ABC):
-    """A text cut into samples."""
+    """An objective over a text that is cut into samples."""
 
     no_inputs: ClassVar[int] = 0
-    """Positions of a sample that stand for nothing in it."""
+    """Number of positions of a sample that hold no input."""
     read_by: ClassVar[Mapping[str, str]] = {"labels": HEAD}
-    """The tensors of a batch that one type of layer alone reads."""
+    """Tensors of a batch that only one type of layer reads."""
     draws: ClassVar[bool] = False
-    """Whether a batch has anything random in it."""
+    """Whether making a batch draws random numbers."""
     predicts_next: ClassVar[bool] = False
-    """Whether each label is the token behind its position."""
+    """Whether each label is the token after its position."""
     keeps_boundaries: ClassVar[bool] = True
     """Whether the documents of a sample can be told apart in it."""
     vocab_size: int
@@ -48,34 +48,34 @@ class Text(ABC):
 
     @classmethod
     def of(cls, config: Any, sequence_length: int) -> Self:
-        """That of a configuration; raises ValueError saying what is missing or wrong in it."""
+        """Return the objective of a configuration; raise ValueError where something is missing or wrong in it."""
         return cls(config.vocab_size, sequence_length)
 
     @property
     def labels(self) -> int:
-        """Positions of a sample that the head computes a loss for."""
+        """Return the number of positions of a sample that the head computes a loss for."""
         return self.sequence_length
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What tells its samples of a text from those that the model learns by itself; empty where they are these."""
+        """Return what distinguishes its samples from those of the model's default objective; empty for the default."""
         return ()
 
     def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
-        """Number of labels that count in so many samples; `text` reads them where that depends on it."""
+        """Return the number of labels that count in `samples` samples; `text` reads them where that depends on it."""
         return samples * self.labels
 
     @property
     def stream_tokens(self) -> int:
-        """How many tokens of the text a sample takes; one more is read, as the last label."""
+        """Return the number of tokens that a sample takes; one more is read, as the last label."""
         return self.sequence_length
 
     @abstractmethod
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """Inputs and labels of samples [n, stream_tokens + 1]."""
+        """Return the inputs and labels of samples [n, stream_tokens + 1]."""
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """As `batch`, on random tokens."""
+        """Return the inputs and labels of samples of random tokens."""
         shape = (samples, self.stream_tokens + 1)
         return self.batch(torch.randint(0, self.vocab_size, shape, generator=generator), generator)
 
@@ -106,17 +106,17 @@ class TextBatches:
 
     @property
     def sha256(self) -> str:
-        """Identity of the token stream, of the split, and of what is made of boundaries and samples."""
+        """Return the identity of the token stream, the split, and the treatment of boundaries and samples."""
         made = [*(self.boundaries if any(self.boundaries) else ()), *self.objective.identity]
         return sha256_of_value([self.samples.sha256, *made]) if made else self.samples.sha256
 
     @property
     def per_epoch(self) -> int:
-        """Number of samples of the split; in evaluation those from 0 to it are all of it once, in their own order."""
+        """Return the number of samples of the split; in evaluation, those from 0 to it are all of it once, in order."""
         return self.samples.per_epoch
 
     def read(self, first: int, share: Share) -> Batch:
-        """A rank's share of the batch that begins with a sample's number; of a sample every rank makes the same."""
+        """Return a rank's share of the batch that begins with a sample's number; every rank makes the same samples."""
         indices = first + share.rows
         text = torch.from_numpy(self.samples.read(indices))
         if self.objective.draws:
@@ -131,7 +131,7 @@ class TextBatches:
         return {name: x for name, x in batch.items() if name not in share.left_out}
 
     def counted(self, first: int, samples: int) -> int:
-        """Number of labels of a batch that count, on all ranks together; RunFailed where there are none."""
+        """Return the number of labels of a batch that count on all ranks together; raise RunFailed where none does."""
         indices = np.arange(first, first + samples)
         found = self.objective.counted(samples, lambda: torch.from_numpy(self.samples.read(indices)))
         if self.boundaries.reset_attention_mask and self.objective.predicts_next:
@@ -141,7 +141,7 @@ class TextBatches:
         return found
 
     def check_contents(self) -> None:
-        """Read the files once; BadInput unless they hold what data.json says."""
+        """Read the files once; raise BadInput unless they match data.json."""
         self.samples.check_contents()
 
     def _drawn(self, text: Tensor, index: int) -> Batch:
@@ -150,12 +150,12 @@ class TextBatches:
 
 
 class Causal(Text):
-    """Each token labels the one before."""
+    """Causal language modelling: each token is the label of the position before it."""
 
     predicts_next: ClassVar[bool] = True
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """Nothing is drawn."""
+        """Return the inputs and labels of samples; draws no random numbers."""
         return {"tokens": samples[:, :-1], "labels": samples[:, 1:]}
 
 
@@ -165,11 +165,11 @@ class Prefix(Text):
 
     keeps_boundaries: ClassVar[bool] = False
     first_token: int
-    """What the decoder starts with."""
+    """Token that the decoder starts with."""
 
     @classmethod
     def of(cls, config: Any, sequence_length: int) -> Self:
-        """The decoder starts with the token that is given for it, else with padding."""
+        """Return the objective, whose decoder starts with the token given for it, else with padding."""
         given = getattr(config, "decoder_start_token_id", None)
         first = config.pad_token_id if given is None else given
         if first is None:
@@ -178,11 +178,11 @@ class Prefix(Text):
 
     @property
     def stream_tokens(self) -> int:
-        """What the encoder reads and what the decoder predicts."""
+        """Return the number of tokens that the encoder reads and the decoder predicts."""
         return 2 * self.sequence_length
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """`tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each."""
+        """Return `tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each."""
         tokens, labels, _ = samples.split([self.sequence_length, self.sequence_length, 1], 1)
         start = torch.full_like(labels[:, :1], self.first_token)
         return {"tokens": tokens, "decoder_tokens": torch.cat((start, labels[:, :-1]), 1), "labels": labels}
@@ -190,17 +190,17 @@ class Prefix(Text):
 
 @dataclass(frozen=True)
 class Masked(Text):
-    """Some tokens are hidden, and are the labels (Devlin et al. 2019)."""
+    """Masked language modelling: some tokens are hidden, and are the labels (Devlin et al. 2019)."""
 
     draws: ClassVar[bool] = True
     mask: int | None
-    """The token that hides others; None where the configuration does not say: no text can be trained on then."""
+    """Token that hides others; None where the configuration has none: then no text can be trained on."""
     padding: int | None
-    """None where nothing is padded."""
+    """Token of padding; None where nothing is padded."""
 
     @classmethod
     def of(cls, config: Any, sequence_length: int) -> Self:
-        """`mask_token_id` is no key of transformers: published files leave it to the tokenizer."""
+        """Return the objective; published files leave `mask_token_id`, no key of transformers, to the tokenizer."""
         mask, padding = getattr(config, "mask_token_id", None), config.pad_token_id
         for name, token in (("mask_token_id", mask), ("pad_token_id", padding)):
             if token is not None and not 0 <= token < config.vocab_size:
@@ -212,18 +212,18 @@ class Masked(Text):
     def open(
         self, folder: Path, seed: int, part: Part = WHOLE, boundaries: Boundaries = ACROSS
     ) -> "TextBatches | RandomBatches":
-        """As any text; BadInput where the mask token is not known."""
+        """Open a split of prepared text as any objective does; raise BadInput where the mask token is unknown."""
         if self.mask is None and folder != RANDOM:
             remedy = "add the number of a token that no text holds ([MASK]'s), and describe the model again"
             raise BadInput("config.json", "mask_token_id is missing", remedy)
         return super().open(folder, seed, part, boundaries)
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """`tokens` [n, sequence_length] with some hidden, `labels`, and `attention_mask`, which is false on padding."""
+        """Return `tokens` [n, sequence_length] with some hidden, `labels`, and `attention_mask`, false on padding."""
         return self.hide(samples[:, :-1], generator)
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """On random tokens, with up to a quarter of padding behind them."""
+        """Return a batch of random tokens, with up to a quarter of padding at the end."""
         length = self.sequence_length
         text = self.random_text((samples, length), generator)
         if self.padding is not None:
@@ -232,17 +232,17 @@ class Masked(Text):
         return self.hide(text, generator)
 
     def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
-        """As many as are chosen; where nothing is padding they are known."""
+        """Return the number of chosen positions, which is known where nothing is padding."""
         if self.padding is None:
             return samples * int(_chosen_of(torch.tensor(self.sequence_length)).item())
         return int(_chosen_of(self.real(text()[:, :-1]).sum(1)).sum().item())
 
     def real(self, text: Tensor) -> Tensor:
-        """Where a text is no padding."""
+        """Return a mask that is true on every token of a text that is not padding."""
         return torch.ones_like(text, dtype=torch.bool) if self.padding is None else text != self.padding
 
     def hide(self, text: Tensor, generator: torch.Generator) -> Batch:
-        """Of each sample's positions that are not padding 15 %, and one at least, are labels."""
+        """Hide tokens of a batch: 15 % of each sample's positions that are not padding, at least one, are labels."""
         real = self.real(text)
         # Random numbers, ranked: the lowest few of each sample are chosen.
         rank = (
@@ -260,7 +260,7 @@ class Masked(Text):
         return {"tokens": shown.where(chosen, text), "attention_mask": real, "labels": labels}
 
     def random_text(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Tokens that are not padding."""
+        """Return random tokens that are not padding."""
         if self.padding is None:
             return torch.randint(0, self.vocab_size, shape, generator=generator)
         tokens = torch.randint(0, self.vocab_size - 1, shape, generator=generator)
@@ -269,17 +269,17 @@ class Masked(Text):
 
 @dataclass(frozen=True)
 class Classification:
-    """One class for each image."""
+    """Image classification: each image has one class."""
 
     no_inputs: ClassVar[int] = 1
-    """The position that the class is told from."""
+    """Number of positions without input: the one that the class is predicted from."""
     read_by: ClassVar[Mapping[str, str]] = {"pixel_values": EMBEDDING, "labels": HEAD}
     keeps_boundaries: ClassVar[bool] = False
     form: ImageForm
 
     @classmethod
     def of(cls, config: Any, sequence_length: int) -> Self:
-        """Images and classes as the configuration says; the patches settle the sequence length."""
+        """Return the objective for a configuration's images and classes; the patches determine the sequence length."""
         if config.num_labels < 1:
             raise ValueError("there are no classes: give num_labels or id2label")
         height, width = _pair(config.image_size)
@@ -292,11 +292,11 @@ class Classification:
 
     @property
     def labels(self) -> int:
-        """One class."""
+        """Return the number of labels of a sample: one class."""
         return 1
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """Random pixels in [-1, 1) and classes."""
+        """Return random pixels in [-1, 1) and random classes."""
         form = self.form
         pixels = torch.rand(samples, form.channels, form.height, form.width, dtype=torch.float32, generator=generator)
         labels = torch.randint(0, form.classes, (samples, 1), generator=generator)
@@ -315,15 +315,15 @@ class Classification:
 
 
 def _chosen_of(real: Tensor) -> Tensor:
-    """How many labels there are in samples of so many positions that are not padding."""
+    """Return the number of labels in samples with this many positions that are not padding."""
     return (_CHOSEN * real.float()).round().clamp(min=1).minimum(real)
 
 
 def _pair(size: int | Iterable[int]) -> tuple[int, int]:
-    """Height and width, of which one number gives both."""
+    """Return height and width; a single number gives both."""
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
 
 
 Batches = TextBatches | RandomBatches | Images
-"""The global batches of a run."""
+"""Any source of the global batches of a run."""

@@ -1,4 +1,4 @@
-"""The shuffled order of samples, computed place by place: nothing is kept of those that are not asked for."""
+"""The shuffled order of samples, computed per place, without storing a permutation."""
 
 from functools import lru_cache
 
@@ -6,14 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDS = 8
-"""Twice what makes a permutation hard to tell from a random one (Luby & Rackoff 1988), for the rounds are cheap."""
+"""Number of Feistel rounds: twice what makes a permutation hard to tell from a random one (Luby & Rackoff 1988)."""
 _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 """Multipliers of splitmix64 (Steele, Lea & Flood 2014)."""
 _FOLD = np.uint64(32)
 
 
 def samples_at(indices: NDArray[np.int64], per_epoch: int, seed: int) -> NDArray[np.int64]:
-    """The samples that have these numbers when they are counted over all epochs, each with an order of its own."""
+    """Return the samples with these numbers, counted over all epochs, each epoch in its own order."""
     epochs, places = np.divmod(indices, per_epoch)
     found = np.empty_like(places)
     for epoch in np.unique(epochs):
@@ -28,7 +28,7 @@ def _keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
 
 
 def _permuted(places: NDArray[np.uint64], size: int, keys: tuple[np.uint64, ...]) -> NDArray[np.int64]:
-    """Where a permutation of `range(size)` takes some places.
+    """Return the images of some places under a permutation of `range(size)`.
 
     A Feistel network permutes the next power of four; what falls outside is permuted again until it is inside (cycle
     walking: Black & Rogaway 2002, section 3), four times on average at most.

@@ -1,4 +1,4 @@
-"""Several documents in one sample, and what a model is told of where they meet."""
+"""Boundaries of several documents in one sample, in the form that a model reads."""
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +10,10 @@ from shardwright_train.parallel.vocab import IGNORED
 
 
 def with_boundaries(batch: Batch, documents: Tensor, boundaries: Boundaries, *, predicts_next: bool) -> Batch:
-    """A batch with what tells its documents apart; documents [n, positions + 1] number those of each sample, ascending.
+    """Return a batch with the tensors that tell its documents apart.
 
-    Where each label is the token behind its position, and attention stays inside of documents, those that begin another
+    `documents` [n, positions + 1] number the documents of each sample, ascending.
+    Where each label is the token after its position, and attention stays within documents, labels that begin another
     document do not count.
     """
     inputs = documents[:, :-1].contiguous()

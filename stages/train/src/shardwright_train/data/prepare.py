@@ -1,4 +1,4 @@
-"""Text into tokens: a corpus, with a tokenizer that is trained on it or given, as a token file."""
+"""Tokenization of a corpus into a token file, with a given tokenizer or one trained on the corpus."""
 
 import os
 import sys
@@ -24,21 +24,21 @@ from shardwright_train.data.unfinished import Done, Unfinished
 
 _MIB = 1 << 20
 _FEW = 16
-"""Batches."""
+"""Number of batches."""
 _SAY_EVERY_S = 10.0
 
 
 class How(NamedTuple):
-    """What else is asked of `prepare`."""
+    """The secondary options of `prepare`."""
 
     source: Source = Source.AUTO
     field: str = "text"
-    """Of JSON lines and rows."""
+    """Field of JSON lines and of rows that holds the document."""
     dataset_split: str = "train"
     tokenizer_mib: float = 64.0
-    """Most text that a tokenizer is trained on."""
+    """Largest amount of text that a tokenizer is trained on, in MiB."""
     workers: int | None = None
-    """Processes; None: one for each core."""
+    """Number of processes; None: one per core."""
 
 
 _USUAL = How()
@@ -99,7 +99,7 @@ class _Asked(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """The same where the tokens will be the same."""
+        """Return the identity of the request, which is equal where the resulting tokens are."""
         tokenizer: object = [self.vocab_size, self.how.tokenizer_mib]
         if self.tokenizer_folder is not None:
             files = [self.tokenizer_folder / name for name in SETTINGS]
@@ -107,7 +107,7 @@ class _Asked(NamedTuple):
         return sha256_of_value([self.corpus.identity, self.most_bytes, tokenizer])
 
     def tokenizing(self) -> Tokenizing:
-        """The tokenizer that is given, or is trained."""
+        """Return the given tokenizer, or train one."""
         if self.tokenizer_folder is not None:
             return given(self.tokenizer_folder)
         assert self.vocab_size is not None
@@ -116,7 +116,7 @@ class _Asked(NamedTuple):
         return trained(learnable(self._texts(most), self.text), self.vocab_size)
 
     def pieces(self) -> Iterator[Piece]:
-        """What is to be made into tokens: documents as long as they are not too much."""
+        """Yield the pieces to tokenize, up to the limit of text."""
         room = self.most_bytes
         for piece in self.corpus.pieces():
             if room is not None:
@@ -168,7 +168,7 @@ def _prepare(asked: _Asked, targets: DataFolder, unfinished: Unfinished) -> None
 
 
 def _encoded(asked: _Asked, unfinished: Unfinished, encoder: Encoder, done: Done) -> Done:
-    """Make tokens of what is left of the corpus."""
+    """Tokenize the rest of the corpus."""
     work = batches(islice(asked.pieces(), done.pieces, None))
     # Few are made into tokens before worker processes would have started.
     few = list(islice(work, _FEW))
@@ -185,14 +185,14 @@ def _encoded(asked: _Asked, unfinished: Unfinished, encoder: Encoder, done: Done
 
 
 class _Progress:
-    """How far preparing has come, and how long it will take, every few seconds on standard error."""
+    """A progress report of preparing, with the remaining time, every few seconds on standard error."""
 
     def __init__(self, size: int, begun: Done) -> None:
         self._size, self._begun = max(size, 1), begun
         self._began = self._said = time.monotonic()
 
     def say(self, done: Done) -> None:
-        """Say it where it is time to."""
+        """Print the progress if it is due."""
         now = time.monotonic()
         if now - self._said < _SAY_EVERY_S:
             return

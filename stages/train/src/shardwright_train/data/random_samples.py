@@ -14,13 +14,13 @@ from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.vocab import IGNORED
 
 RANDOM = Path("random")
-"""Stands for a folder of data where none is to be read."""
+"""Name in place of a data folder that selects random samples."""
 _EPOCH = 1 << 20
 
 
 class _Objective(Protocol):
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """Inputs and labels of random samples."""
+        """Return inputs and labels of random samples."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,26 @@ class RandomBatches:
 
     @property
     def sha256(self) -> str:
-        """Identity of the kind of samples."""
+        """Return the identity of the kind of samples."""
         return sha256_of_value([str(RANDOM), repr(self.objective)])
 
     @property
     def per_epoch(self) -> int:
-        """There is no end to them; an epoch is this many."""
+        """Return the nominal length of an epoch; the samples are endless."""
         return _EPOCH
 
     def read(self, first: int, share: Share) -> Batch:
-        """A rank's share of the batch that begins with a sample's number; of a sample every rank makes the same."""
+        """Return a rank's share of the batch that begins with a sample's number; every rank makes the same samples."""
         made = [self._sample(first + int(row)) for row in share.rows]
         return {name: torch.cat([one[name] for one in made]) for name in made[0] if name not in share.left_out}
 
     def counted(self, first: int, samples: int) -> int:
-        """Number of labels of a batch that count."""
+        """Return the number of labels of a batch that count."""
         made = (self._sample(first + number)["labels"] for number in range(samples))
         return sum(int((labels != IGNORED).sum().item()) for labels in made)
 
     def check_contents(self) -> None:
-        """There are none."""
+        """Do nothing: there are no files to check."""
 
     def _sample(self, index: int) -> Batch:
         generator = torch.Generator().manual_seed(seed_of(self.seed, "random sample", index))
@@ -59,7 +59,7 @@ class RandomBatches:
 
 
 def random_batches(objective: _Objective, seed: int, part: Part) -> RandomBatches:
-    """Random samples to train on; BadInput for another split."""
+    """Return random samples to train on; raise BadInput for any other split."""
     if part.split is not Split.TRAIN:
         raise BadInput(RANDOM, f"random samples have no {part.split} split", "evaluate on data")
     return RandomBatches(objective, seed)

@@ -1,4 +1,4 @@
-"""Reading what the next steps need while one runs."""
+"""Reading the data of the next steps while one runs."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -9,14 +9,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _AHEAD = 2
-"""Steps: one is ready while another is read."""
+"""Number of steps read ahead: one is ready while another is read."""
 
 
 @contextmanager
 def read_ahead(read: Callable[[int], T], steps: Iterable[int]) -> Iterator[Iterator[T]]:
-    """What `read` gives for each step, in order, read by a thread of its own that ends with the block.
+    """Yield an iterator over `read` of each step, in order, which a thread reads ahead until the block ends.
 
-    What it raises is raised where that step's data is taken.
+    An error of `read` is raised where that step's data is taken.
     """
     with ThreadPoolExecutor(1, "reader") as thread:
         try:

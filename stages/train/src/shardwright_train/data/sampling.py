@@ -1,4 +1,4 @@
-"""Which tokens each step works on: a function of data, seed and step alone, whatever the plan."""
+"""The tokens of each step: a function of data, seed and step alone, whatever the plan."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,25 +25,25 @@ class Samples:
 
     folder: Path
     tokens: NDArray[Any]
-    """[tokens of the split], mapped from the file."""
+    """Tokens of the split [tokens], mapped from the file."""
     vocab_size: int
     sequence_length: int
     seed: int
     sha256: str
-    """Identity of the token stream and of the split."""
+    """SHA-256 of the token stream and of the split."""
     index: TokenIndex
     tokenizer_sha256: str
     first: int = 0
-    """The split's first token in the file."""
+    """Index of the split's first token in the file."""
     shuffled: bool = True
 
     @property
     def per_epoch(self) -> int:
-        """Number of samples of one epoch; what is left of the stream is not used."""
+        """Return the number of samples of one epoch; the remainder of the stream is not used."""
         return (len(self.tokens) - 1) // self.sequence_length
 
     def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens [n, S + 1] of the samples with these numbers, counted over all epochs: inputs [:-1], labels [1:].
+        """Return tokens [n, S + 1] of the samples with these numbers over all epochs: inputs [:-1], labels [1:].
 
         Raises BadInput when the stream holds a token that is not in the vocabulary.
         """
@@ -56,7 +56,7 @@ class Samples:
         return found
 
     def documents(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n, S + 1]: which document each token of these samples is of, numbered from 0 in each sample."""
+        """Return the document [n, S + 1] of each token of these samples, numbered from 0 in each sample."""
         firsts = self.first + self.numbers(indices) * self.sequence_length
         return np.stack([self._documents_from(int(first)) for first in firsts])
 
@@ -72,7 +72,7 @@ class Samples:
         return np.cumsum(begun)
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples of the split, from 0, that have these numbers when they are counted over all epochs."""
+        """Return the samples of the split, from 0, that have these numbers counted over all epochs."""
         return samples_at(indices, self.per_epoch, self.seed) if self.shuffled else indices % self.per_epoch
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -85,7 +85,7 @@ class Samples:
             )
 
     def check_contents(self) -> None:
-        """Read the files once; BadInput unless they are those that data.json was written for."""
+        """Read the files once; raise BadInput unless they match data.json."""
         files = DataFolder(self.folder)
         described = files.read_description()
         for file, said in (
@@ -128,7 +128,7 @@ def open_samples(folder: Path, sequence_length: int, seed: int, part: Part = WHO
 
 
 def _check_splits(files: DataFolder, opened: TokenFile, part: Part) -> None:
-    """BadInput where the boundaries of documents leave nothing to a split that is asked for."""
+    """Raise BadInput where document boundaries leave the requested split empty."""
     for split in Split:
         each = Part(split, part.fractions)
         begin, end = each.bounds
@@ -141,7 +141,7 @@ def _check_splits(files: DataFolder, opened: TokenFile, part: Part) -> None:
 
 
 def _tokens_of(opened: TokenFile, part: Part) -> tuple[int, int]:
-    """The tokens of a split: whole documents, from the first that begins where the split does."""
+    """Return the range of a split's tokens: whole documents, from the first that begins inside the split."""
     begin, end = (_document_start(opened.index, share) for share in part.bounds)
     return begin, end
 

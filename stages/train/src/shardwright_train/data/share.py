@@ -12,40 +12,40 @@ Batch = dict[str, Tensor]
 
 
 class Share(NamedTuple):
-    """The same samples of every micro-batch, of each what the rank's pipeline stage reads."""
+    """A rank's share of a global batch: the samples of every microbatch that its pipeline stage reads."""
 
     microbatches: int
     microbatch_samples: int
     first: int = 0
-    """Number of the first sample of a micro-batch."""
+    """Number of the first sample in a microbatch."""
     samples: int | None = None
-    """How many of each micro-batch; None: all."""
+    """Number of samples of each microbatch; None: all."""
     left_out: frozenset[str] = frozenset()
-    """The tensors that other pipeline stages alone read."""
+    """Tensors that only other pipeline stages read."""
 
     @property
     def global_samples(self) -> int:
-        """Samples of the whole batch."""
+        """Return the number of samples of the whole batch."""
         return self.microbatches * self.microbatch_samples
 
     @property
     def of_each(self) -> int:
-        """Samples of each micro-batch."""
+        """Return the number of samples of each microbatch."""
         return self.microbatch_samples if self.samples is None else self.samples
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """Numbers of the rank's samples in the global batch, one micro-batch after the other."""
+        """Return the numbers of the rank's samples in the global batch, one microbatch after the other."""
         starts = np.arange(self.microbatches)[:, None] * self.microbatch_samples + self.first
         return (starts + np.arange(self.of_each)).ravel()
 
     def of(self, batch: Batch) -> Batch:
-        """The rank's part of a global batch."""
+        """Return the rank's part of a global batch."""
         return {name: x[self.rows] for name, x in batch.items() if name not in self.left_out}
 
 
 def on_host(batch: Batch, device: torch.device) -> Batch:
-    """A batch in host memory that a GPU copies from while the host goes on."""
+    """Return a batch in host memory that a GPU can copy from asynchronously."""
     if device.type != "cuda":
         return batch
     with torch.cuda.device(device):  # in a new thread it is another

@@ -1,4 +1,4 @@
-"""Span corruption (Raffel et al. 2020, section 3.1.4): spans are cut out of a text, and are what the decoder says."""
+"""Span corruption (Raffel et al. 2020, section 3.1.4): the decoder predicts the spans cut out of a text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,39 +27,39 @@ _NOISE_DENSITY, _MEAN_SPAN = 0.15, 3
 
 
 class Lengths(NamedTuple):
-    """Of one sample, in tokens."""
+    """Lengths of one sample, in tokens."""
 
     noise: int
-    """Cut out of it."""
+    """Number of tokens that are cut out."""
     spans: int
-    """In how many pieces."""
+    """Number of spans that are cut out."""
     kept: int
 
     @property
     def inputs(self) -> int:
-        """What is kept, a sentinel for each span, and the end of sequence."""
+        """Return the length of the inputs: the kept tokens, a sentinel for each span, and the end of sequence."""
         return self.kept + self.spans + 1
 
     @property
     def targets(self) -> int:
-        """What is cut out, a sentinel before each span, and the end of sequence."""
+        """Return the length of the targets: the cut tokens, a sentinel before each span, and the end of sequence."""
         return self.noise + self.spans + 1
 
     @property
     def tokens(self) -> int:
-        """Of the text."""
+        """Return the number of tokens of the text."""
         return self.noise + self.kept
 
     @classmethod
     def of(cls, tokens: int) -> Self:
-        """As T5's random_spans_noise_mask rounds them."""
+        """Return the lengths for a text of `tokens` tokens, rounded as in T5's random_spans_noise_mask."""
         noise = min(max(round(tokens * _NOISE_DENSITY), 1), tokens - 1)
         return cls(noise, max(round(noise / _MEAN_SPAN), 1), tokens - noise)
 
 
 @cache
 def lengths_filling(inputs: int) -> Lengths:
-    """Those of the longest text whose inputs are no longer; ValueError where there is none."""
+    """Return the lengths of the longest text whose inputs fit `inputs`; raise ValueError where there is none."""
     found = Lengths.of(2)
     if found.inputs > inputs:
         raise ValueError(f"sequence length {inputs} is too short for span corruption: {found.inputs} at least")
@@ -70,24 +70,24 @@ def lengths_filling(inputs: int) -> Lengths:
 
 @dataclass(frozen=True)
 class SpanCorruption(Text):
-    """15 % of a text are cut out in spans of 3 tokens on average, a sentinel stands for each, the decoder says them.
+    """Span corruption: 15 % of a text, in spans of 3 tokens on average, are replaced by sentinels and predicted.
 
-    The encoder's positions are filled; the decoder's are as many, and those behind the targets are padding whose labels
+    The encoder's positions are filled; the decoder's are as many, and those after the targets are padding whose labels
     do not count.
     """
 
     draws: ClassVar[bool] = True
     keeps_boundaries: ClassVar[bool] = False
     first_token: int
-    """What the decoder starts with."""
+    """Token that the decoder starts with."""
     end: int
-    """The end of sequence, which closes inputs and targets."""
+    """Token of the end of sequence, which closes inputs and targets."""
     sentinels: tuple[int, ...] = ()
-    """Of the first span, the second...; known once the data is."""
+    """Sentinel tokens of the first span, the second and so on; known once the data is."""
 
     @classmethod
     def of(cls, config: Any, sequence_length: int) -> Self:
-        """The decoder starts as with a prefix; ValueError where there is no eos_token_id."""
+        """Return the objective, its decoder start as for a prefix; raise ValueError where there is no eos_token_id."""
         lengths_filling(sequence_length)
         if config.eos_token_id is None:
             raise ValueError("there is no eos_token_id to close inputs and targets with")
@@ -96,22 +96,22 @@ class SpanCorruption(Text):
 
     @property
     def lengths(self) -> Lengths:
-        """Of each sample: they are all alike."""
+        """Return the lengths of a sample, which are the same for all."""
         return lengths_filling(self.sequence_length)
 
     @property
     def stream_tokens(self) -> int:
-        """What the inputs are made of: more than they are."""
+        """Return the number of tokens that a sample is made from, which is more than its inputs."""
         return self.lengths.tokens
 
     def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
-        """The targets."""
+        """Return the number of target tokens of the samples."""
         return samples * self.lengths.targets
 
     def open(
         self, folder: Path, seed: int, part: Part = WHOLE, boundaries: Boundaries = ACROSS
     ) -> TextBatches | RandomBatches:
-        """As any text; BadInput where vocabulary or tokenizer have too few sentinels for the spans of a sample."""
+        """Open a split as any objective does; raise BadInput where there are too few sentinels for a sample's spans."""
         if folder == RANDOM:
             return super().open(folder, seed, part, boundaries)
         opened = super().open(folder, seed, part, boundaries)
@@ -125,11 +125,11 @@ class SpanCorruption(Text):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What tells its samples from those of a prefix."""
+        """Return what distinguishes its samples from those of a prefix."""
         return ("span corruption", _NOISE_DENSITY, _MEAN_SPAN, self.end, self.sentinels)
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """`tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each; a sample's last token is not read."""
+        """Return `tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each; the last text token is unused."""
         made = [self._corrupted(text[: self.stream_tokens], generator) for text in samples]
         tokens, labels = (torch.stack(each) for each in zip(*made, strict=True))
         start = torch.full_like(labels[:, :1], self.first_token)
@@ -137,12 +137,12 @@ class SpanCorruption(Text):
         return {"tokens": tokens, "decoder_tokens": before.where(before != IGNORED, self.first_token), "labels": labels}
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """On random tokens, sentinels among them."""
+        """Return a batch of random tokens, sentinels among them."""
         ends = tuple(range(self.vocab_size - 1, max(self.vocab_size - 1 - self.lengths.spans, -1), -1))
         return Text.random_batch(replace(self, sentinels=ends), samples, generator)
 
     def _corrupted(self, text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of one sample."""
+        """Return the inputs and labels of one sample."""
         lengths = self.lengths
         kept = _segments(lengths.kept, lengths.spans, generator)
         noise = _segments(lengths.noise, lengths.spans, generator)
@@ -155,9 +155,9 @@ class SpanCorruption(Text):
 
 
 def sentinels_of(samples: Samples | Blend, vocab_size: int) -> tuple[int, ...]:
-    """The sentinel tokens, in order: <extra_id_0> and on of the data's tokenizer, as T5's has them.
+    """Return the sentinel tokens in order: <extra_id_0> and on of the data's tokenizer, as in T5's.
 
-    Where it has none they are the rows of the model behind the tokenizer's, from the end of the vocabulary downwards.
+    A tokenizer without them leaves the model's rows after its own, from the end of the vocabulary downwards.
     """
     parts = samples.parts if isinstance(samples, Blend) else (samples,)
     tokenizer = read_tokenizer(DataFolder(parts[0].folder).tokenizer)
@@ -168,7 +168,7 @@ def sentinels_of(samples: Samples | Blend, vocab_size: int) -> tuple[int, ...]:
 
 
 def _segments(items: int, segments: int, generator: torch.Generator) -> list[int]:
-    """Lengths of so many segments, one or more each: where they begin is drawn among all ways."""
+    """Return lengths of this many segments, at least 1 each, drawn uniformly among all ways to divide the items."""
     starts = torch.randperm(items - 1, generator=generator)[: segments - 1].sort().values + 1
     edges = [0, *starts.tolist(), items]
     return [end - begin for begin, end in pairwise(edges)]

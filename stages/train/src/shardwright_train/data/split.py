@@ -1,4 +1,4 @@
-"""Which part of the data a run trains on, and which it is evaluated on."""
+"""The splits of the data into training, validation and test."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -15,13 +15,13 @@ class Split(StrEnum):
 
 
 class Fractions(NamedTuple):
-    """How much of the data each split has; training has what is left."""
+    """The fraction of the data in each split; training has the rest."""
 
     valid: float = 0.0
     test: float = 0.0
 
     def bounds(self, split: Split) -> tuple[float, float]:
-        """Where a split begins and ends, as shares of the whole: training comes first, the test split last.
+        """Return where a split begins and ends, as fractions of the data: training comes first, the test split last.
 
         Raises BadInput where nothing is left to train on.
         """
@@ -34,21 +34,21 @@ class Fractions(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A split of data that is divided so."""
+    """A split of data divided by given fractions."""
 
     split: Split = Split.TRAIN
     fractions: Fractions = Fractions()
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Where it begins and ends, as shares of the whole."""
+        """Return where the part begins and ends, as fractions of the data."""
         return self.fractions.bounds(self.split)
 
     @property
     def identity(self) -> list[float | str]:
-        """What tells it from another part of the same data; empty where it is all of it."""
+        """Return what distinguishes it from other parts of the same data; empty where it is all of it."""
         return [] if self == WHOLE else [self.split.value, *self.fractions]
 
 
 WHOLE = Part()
-"""All data, to train on."""
+"""The part that holds all data, to train on."""

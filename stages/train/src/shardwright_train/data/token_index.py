@@ -30,45 +30,45 @@ _DTYPE_OF_CODE = {1: "uint8", 2: "int8", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _CODE_OF_DTYPE = {np.dtype(dtype): code for code, dtype in _DTYPE_OF_CODE.items()}
 _MAX_BYTES = 2**50
 _BLOCK = 1 << 16
-"""Sequences that are looked at together: what a check holds in memory stays so small."""
+"""Number of sequences checked at once, which bounds the memory of a check."""
 AGAIN = "prepare the data again"
 
 
 class TokenIndex(NamedTuple):
-    """Where each sequence of a .bin lies; all arrays are mapped from the .idx, not read."""
+    """The position of each sequence in a .bin; all arrays are mapped from the .idx, not read."""
 
     dtype: np.dtype[Any]
-    """Of the tokens."""
+    """Dtype of the tokens."""
     lengths: NDArray[Any]
-    """[sequences], in tokens."""
+    """Length of each sequence [sequences], in tokens."""
     starts: NDArray[np.int64]
-    """[sequences]: where each begins."""
+    """Start of each sequence [sequences], in units of `start_unit`."""
     start_unit: int
-    """What `starts` count in: bytes of a token, or 1 where they count tokens."""
+    """Unit of `starts`: bytes of a token, or 1 where they count tokens."""
     documents: NDArray[np.int64]
-    """[documents + 1]: the first sequence of each, and the number of sequences."""
+    """First sequence of each document, and the number of sequences [documents + 1]."""
     total: int
-    """Tokens in all."""
+    """Total number of tokens."""
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
         return len(self.documents) - 1
 
     def document_start(self, document: int) -> int:
-        """The first token of a document; of the number of documents, the number of tokens."""
+        """Return the first token of a document; for the number of documents, the number of tokens."""
         sequence = int(self.documents[document])
         return self.total if sequence == len(self.starts) else int(self.starts[sequence]) // self.start_unit
 
     def first_document_from(self, token: int) -> int:
-        """The first document that begins at a token or behind it; the number of documents where none does."""
+        """Return the first document that begins at or after a token; the number of documents where none does."""
         return bisect_left(range(self.num_documents), token, key=self.document_start)
 
 
 def open_index(path: Path) -> TokenIndex:
-    """Map an index, in either layout, and check it; BadInput where it is damaged.
+    """Map an index of either layout and check it; raise BadInput where it is damaged.
 
-    It is looked through once, some sequences at a time.
+    The check reads the file once, some sequences at a time.
     """
     raw = _mapped(path)
     index = _old_index(path, raw) if raw[:8].tobytes() == _OLD_MAGIC else _index(path, raw)
@@ -158,7 +158,7 @@ def _check_size(path: Path, raw: NDArray[np.uint8], expected: int) -> None:
 
 
 def _checked_total(path: Path, index: TokenIndex) -> int:
-    """Tokens of all sequences; BadInput unless each begins where the one before ends."""
+    """Return the number of tokens of all sequences; raise BadInput unless each begins where the one before ends."""
     total = 0
     for block in _blocks(len(index.lengths)):
         lengths = index.lengths[block]

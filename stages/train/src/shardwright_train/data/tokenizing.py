@@ -1,4 +1,4 @@
-"""Tokenizers: a byte-level BPE that is trained on a text, or the one that a model came with."""
+"""Tokenizers: a byte-level BPE trained on a text, or a model's own."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ SETTINGS = (TOKENIZER, "tokenizer_config.json")
 """The files of a model's tokenizer."""
 _LEAST_VOCABULARY = 257  # every byte and the end of text
 _MAX_WORD = 100_000
-"""The most characters in a row of one kind: learning tokens takes time with the square of them, here seconds."""
+"""Largest number of consecutive characters of one kind: training takes time quadratic in it, here seconds."""
 _WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # as ByteLevel tells them apart
 _ENDS = ("eos_token", "sep_token")
 
@@ -30,17 +30,17 @@ class Tokenizing(NamedTuple):
 
     @property
     def vocab_size(self) -> int:
-        """Every token is below it."""
+        """Return the vocabulary size; every token is below it."""
         return rows_of(self.tokenizer)
 
 
 def rows_of(tokenizer: Tokenizer) -> int:
-    """How many rows the tokens of a tokenizer take of a model's table."""
+    """Return the number of rows of a model's table that a tokenizer's tokens need."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def trained(texts: Iterator[str], vocab_size: int) -> Tokenizing:
-    """Train on some texts; BadInput where the vocabulary has no room for all bytes."""
+    """Train a tokenizer on texts; raise BadInput where the vocabulary has no room for all bytes."""
     if vocab_size < _LEAST_VOCABULARY:
         raise BadInput("--vocab-size", f"{vocab_size} is too small for bytes", f"ask for {_LEAST_VOCABULARY} or more")
     tokenizer = Tokenizer(models.BPE())
@@ -57,7 +57,7 @@ def trained(texts: Iterator[str], vocab_size: int) -> Tokenizing:
 
 
 def given(folder: Path) -> Tokenizing:
-    """The tokenizer of a model's folder, which neither cuts nor pads a text here.
+    """Return the tokenizer of a model's folder, with truncation and padding off.
 
     Raises BadInput where tokenizer.json is none, or tokenizer_config.json names no token that can close a document.
     """
@@ -74,7 +74,7 @@ def given(folder: Path) -> Tokenizing:
 
 
 def learnable(texts: Iterator[str], text: str) -> Iterator[str]:
-    """The texts to train on; BadInput where one has a word so long that learning from it would not end."""
+    """Yield the texts to train on; raise BadInput where a word is too long to learn from in reasonable time."""
     for each in texts:
         longest = max(_WORD.finditer(each), key=lambda word: word.end() - word.start(), default=None)
         if longest is not None and longest.end() - longest.start() > _MAX_WORD:
@@ -85,7 +85,7 @@ def learnable(texts: Iterator[str], text: str) -> Iterator[str]:
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """A tokenizer of a file, which nobody need have looked at; BadInput where it is none."""
+    """Read a tokenizer from an untrusted file; raise BadInput where it is none."""
     read_object(file, any_text=True)
     try:
         return Tokenizer.from_str(read_bytes(file).decode())
@@ -96,7 +96,7 @@ def read_tokenizer(file: Path) -> Tokenizer:
 
 
 def _text_of(token: object) -> str | None:
-    """A token is written as a text, or with its properties."""
+    """Return the text of a token, which files hold as a text or with its properties."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -18,12 +18,12 @@ class TokenFile:
     """An opened pair of files."""
 
     tokens: NDArray[Any]
-    """[all tokens], mapped from the .bin, not read."""
+    """Tokens [tokens], mapped from the .bin, not read."""
     index: TokenIndex
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype tokens are written in: uint16 where every token fits, else int32."""
+    """Return the dtype that tokens are written in: uint16 where every token fits, else int32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<i4")
 
 

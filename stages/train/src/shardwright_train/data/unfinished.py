@@ -1,4 +1,4 @@
-"""Tokens of a corpus that is being prepared: after a kill, preparing goes on with what has reached the disk."""
+"""Tokens of a corpus in preparation: after a kill, preparing continues from what has reached the disk."""
 
 import os
 import shutil
@@ -22,54 +22,54 @@ _SAVE_EVERY_S = 5.0
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far preparing has come."""
+    """The progress of preparing a corpus."""
 
     request: str
-    """Identity of what is prepared, and how."""
+    """Identity of the request: source and options."""
     tokenizer_sha256: str
-    """Of its file."""
+    """SHA-256 of the tokenizer's file."""
     end: int
     """The token that closes a document."""
     vocab_size: int
-    """Of the tokenizer."""
+    """Vocabulary size of the tokenizer."""
     pieces: int = 0
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
     open_tokens: int = 0
-    """Of these, in a document that has not ended."""
+    """Number of the tokens so far that belong to a document that has not ended."""
     at: int = 0
-    """How far the corpus has been read."""
+    """Position in the corpus up to which it has been read."""
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """The folder that is written until the corpus has ended: tokens, the documents' lengths, and how far they reach."""
+    """The folder of an unfinished preparation: tokens, document lengths, and progress."""
 
     folder: Path
 
     @property
     def tokens(self) -> Path:
-        """The tokens so far, as they will lie in the .bin."""
+        """Return the file of the tokens so far, in the .bin's format."""
         return self.folder / "tokens"
 
     @property
     def lengths(self) -> Path:
-        """The documents' lengths so far, int64."""
+        """Return the file of the document lengths so far, int64."""
         return self.folder / "lengths"
 
     @property
     def tokenizer(self) -> Path:
-        """What tokenizer they are of."""
+        """Return the file of the tokenizer that made the tokens."""
         return self.folder / "tokenizer.json"
 
     @property
     def state(self) -> Path:
-        """What of both files counts."""
+        """Return the file of the progress, which says how much of both files counts."""
         return self.folder / "state.json"
 
     def read(self, request: str) -> Done | None:
-        """How far the same request had come; None where nothing of it is left, or it is damaged."""
+        """Return the progress of the same request; None where nothing is left of it, or it is damaged."""
         try:
             done = msgspec.json.decode(self.state.read_bytes(), type=Done)
             sizes = self.tokens.stat().st_size, self.lengths.stat().st_size
@@ -80,7 +80,7 @@ class Unfinished:
         return done if whole and done.request == request and self.tokenizer.is_file() else None
 
     def begin(self, request: str, tokenizing: Tokenizing) -> Done:
-        """Start from the beginning; what lay there is removed."""
+        """Start from the beginning, removing previous contents."""
         self.remove()
         write_bytes(self.tokenizer, (tokenizing.tokenizer.to_str(pretty=True) + "\n").encode())
         self.tokens.touch()
@@ -95,7 +95,7 @@ class Unfinished:
         return done
 
     def all_lengths(self, documents: int) -> NDArray[np.int64]:
-        """[documents], mapped."""
+        """Return the lengths of all documents [documents], mapped."""
         return np.memmap(self.lengths, "<i8", mode="r", shape=(documents,))
 
     def remove(self) -> None:
@@ -103,12 +103,12 @@ class Unfinished:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def save(self, done: Done) -> None:
-        """Say how far the files reach, which are on the disk."""
+        """Record the progress of files that are on the disk."""
         write_bytes(self.state, msgspec.json.encode(done))
 
     @contextmanager
     def appended(self, done: Done, itemsize: int) -> Iterator["Appender"]:
-        """Go on behind what is done; saved every few seconds, and when the block ends as it should."""
+        """Append after what is done; saves every few seconds, and when the block ends without an error."""
         with self.tokens.open("r+b") as tokens, self.lengths.open("r+b") as lengths:
             tokens.truncate(done.tokens * itemsize)
             lengths.truncate(8 * done.documents)
@@ -120,7 +120,7 @@ class Unfinished:
 
 
 class Appender:
-    """Writes what comes from the tokenizer."""
+    """A writer of encoded pieces to the unfinished files."""
 
     def __init__(self, unfinished: Unfinished, done: Done, tokens: BinaryIO, lengths: BinaryIO) -> None:
         self.unfinished, self.done = unfinished, done
@@ -128,7 +128,7 @@ class Appender:
         self._saved = time.monotonic()
 
     def write(self, encoded: Encoded) -> None:
-        """Append some pieces."""
+        """Append the tokens of some pieces."""
         done, open_tokens = self.done, self.done.open_tokens
         ends = np.cumsum(encoded.lengths)[encoded.ends]
         lengths = np.diff(ends, prepend=0)
@@ -151,7 +151,7 @@ class Appender:
             self.save()
 
     def save(self) -> None:
-        """Bring the files to the disk, then say so."""
+        """Flush the files to disk, then record the progress."""
         for file in (self._tokens, self._lengths):
             file.flush()
             sync_path(Path(file.name))

@@ -1,1 +1,1 @@
-"""A plan's step without its cluster."""
+"""The dry run: a plan's step without its cluster."""

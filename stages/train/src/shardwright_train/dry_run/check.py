@@ -1,4 +1,4 @@
-"""What a plan would do on its whole cluster, found in one process: validity, traffic and memory of every role."""
+"""The check of a plan in one process: validity, traffic and memory of every role."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -17,39 +17,39 @@ from shardwright_train.dry_run.simulated_step import SimulatedStep, Traffic, sim
 from shardwright_train.models.base import Family
 
 _SIMULATED = 2
-"""Microbatches that are simulated: the second one's activations are those of every further one."""
+"""Number of simulated microbatches; each further one has the activations of the second."""
 
 
 class Role(NamedTuple):
-    """Ranks that do the same: of one pipeline stage, with equally large shards."""
+    """A set of ranks with the same work: one pipeline stage, with equally large shards."""
 
     stage: int
     ranks: tuple[int, ...]
 
 
 class RoleCheck(NamedTuple):
-    """What one rank of a role does in a step."""
+    """The traffic and memory of one rank of a role in a step."""
 
     role: Role
     messages: Mapping[tuple[Cause, Traffic], tuple[int, int]]
-    """How many messages, and their bytes together, by cause and kind; sends are counted by the sender.
+    """Number of messages, and their bytes together, by cause and kind; sends are counted by the sender.
 
     Redistribution may move more on one rank of a role than on another: the most is given.
     """
     miscounted: Mapping[Traffic, tuple[int, int]]
-    """Where the simulated step moved other bytes than the formulas say: bytes counted, bytes by formula."""
+    """Kinds of traffic whose simulated bytes differ from the formulas: bytes counted, bytes by formula."""
     parameters_bytes: int
     gradients_bytes: int
-    """As they stand before the optimizer's step."""
+    """Bytes of the gradients before the optimizer's step."""
     optimizer_bytes: int
     peak_bytes: int
-    """The most tensor memory held at once; estimated from two microbatches where a stage holds more of them."""
+    """Peak tensor memory in bytes; estimated from two microbatches where a stage holds more of them."""
     communicators: Mapping[Purpose, int]
-    """NCCL's, by what they are for, of the rank of the role whose communicators hold most."""
+    """Number of NCCL communicators by purpose, of the role's rank whose communicators hold most memory."""
 
 
 def roles_of(plan: Plan) -> tuple[Role, ...]:
-    """The distinct roles of a plan's ranks, each with all its ranks."""
+    """Return the distinct roles of a plan's ranks, each with all its ranks."""
     found: dict[object, list[int]] = {}
     for index, stage in enumerate(plan.stages):
         for me, rank in enumerate(stage.ranks):
@@ -65,7 +65,7 @@ def check_roles(
     progress: Callable[[int, int], None],
     reset_attention_mask: bool = False,
 ) -> tuple[RoleCheck, ...]:
-    """Simulate a step of one rank of each role; `progress` hears how many of how many are done."""
+    """Simulate a step of one rank of each role; `progress` is called with the number done and the total."""
     roles, counted = roles_of(plan), communicators(plan)
     found = []
     for number, role in enumerate(roles, start=1):
@@ -76,7 +76,7 @@ def check_roles(
 
 
 def raise_if_too_large(plan: Plan, checks: tuple[RoleCheck, ...]) -> None:
-    """Raise NothingFits naming the rank that lacks most memory, where one does."""
+    """Raise NothingFits naming the rank that exceeds its memory most, if one does."""
     lacking = []
     for check in checks:
         for rank in check.role.ranks:
@@ -128,7 +128,7 @@ def _messages(plan: Plan, role: Role) -> Mapping[tuple[Cause, Traffic], tuple[in
 
 
 def _further(plan: Plan, stage: int, simulated: int) -> int:
-    """How many more chunks' activations the whole step holds than the simulated one."""
+    """Return how many more chunks' activations the whole step holds than the simulated one."""
     chunks, stages = len(plan.stages[stage].layers), len(plan.stages)
     whole = schedule_of(plan.schedule).in_flight(stages, plan.num_microbatches, stage, chunks)
     return whole - schedule_of(plan.schedule).in_flight(stages, simulated, stage, chunks)

@@ -1,4 +1,4 @@
-"""The check of a plan as people read it."""
+"""The check of a plan, printed for people."""
 
 from collections.abc import Iterator, Sequence
 
@@ -64,7 +64,7 @@ def _mib(size: int) -> str:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """`0-3 8` for 0, 1, 2, 3, 8."""
+    """Return numbers as ranges, such as `0-3 8` for 0, 1, 2, 3, 8."""
     spans: list[tuple[int, int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""One rank of a plan in a world that is not there: its step on tensors without data, its traffic and memory counted."""
+"""The simulated step of one rank, on tensors without data in a fake world, counting traffic and memory."""
 
 import weakref
 from collections import Counter
@@ -26,14 +26,14 @@ from shardwright_train.torch_private import FakeStore, FakeTensorMode, TorchDisp
 
 
 class Traffic(NamedTuple):
-    """A kind of message."""
+    """A kind of communication."""
 
     collective: Collective
     group_size: int
 
 
 class SimulatedStep(NamedTuple):
-    """What one step of a rank moved and held."""
+    """The traffic and memory of one simulated step of a rank."""
 
     message_bytes: Mapping[Traffic, int]
     """Bytes of all messages of a kind, as `hardware_profile.Collective` counts them; of sends by the sender."""
@@ -41,15 +41,15 @@ class SimulatedStep(NamedTuple):
     gradients_bytes: int
     optimizer_bytes: int
     peak_bytes: int
-    """The most tensor memory resident at once, parameters, gradients and optimizer state included."""
+    """Peak of resident tensor memory in bytes, parameters, gradients and optimizer state included."""
     received_bytes: int
-    """Of a microbatch's inputs of all chunks; they are taken while the action before computes."""
+    """Bytes of a microbatch's inputs of all chunks, received while the previous action computes."""
     resident_bytes: Mapping[tuple[str, MicrobatchChunk], int]
-    """What was resident at each event of a pass, gathered parameters of ZeRO-3 apart; see `StepHook`."""
+    """Resident bytes at each event of a pass, without ZeRO-3's gathered parameters; see `StepHook`."""
 
     @property
     def activation_bytes(self) -> int:
-        """What the last microbatch's forward pass through a chunk left behind, its input too (the mean over chunks)."""
+        """Return the bytes that the last microbatch's forward pass kept in a chunk, input included (mean of chunks)."""
         last = max(at for _, at in self.resident_bytes)[0]
         ends = {at: size for (name, at), size in self.resident_bytes.items() if (name, at[0]) == ("forward.end", last)}
         left = [size - self.resident_bytes["forward.wait", at] for at, size in ends.items()]
@@ -118,7 +118,7 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 class _SentBytes(TorchDispatchMode):
-    """Counts what every collective moves."""
+    """A counter of the bytes of every collective."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -146,7 +146,7 @@ _COLLECTIVES = {
 
 
 class _ResidentBytes(TorchDispatchMode):
-    """Follows the storages that operations make, until nothing refers to them any more.
+    """A tracker of the storages that operations make, until nothing refers to them any more.
 
     FSDP empties and refills storages that it keeps, which no operation shows: their sizes are asked for anew whenever
     the sum seems to reach a peak, and when it is asked for.
@@ -160,7 +160,7 @@ class _ResidentBytes(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes resident now."""
+        """Return the bytes resident now."""
         for key, (ref, _) in list(self._storages.items()):
             storage = ref()
             if storage is not None:

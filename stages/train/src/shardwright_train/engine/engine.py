@@ -26,22 +26,22 @@ class Engine:
     pipeline: Pipeline
     settings: Hyperparameters
     updates: int
-    """Steps in which the optimizer has changed the weights before."""
+    """Number of earlier steps in which the optimizer changed the weights."""
 
     @cached_property
     def optimizer(self) -> ShardedAdamW:
-        """Made when it is first asked for, once the parameters have memory."""
+        """Return the optimizer, made at the first use, once the parameters have memory."""
         parameters, replicas = self.stage.parameters_by_name(), self.stage.replicas()
         return ShardedAdamW(parameters, self.settings, replicas, self.updates, self.stage.stock_names())
 
     def forward_backward(self, step: Step, hook: StepHook = no_hook) -> Tensor:
-        """Forward and backward of a global batch; see `run_step`."""
+        """Run forward and backward of a global batch; see `run_step`."""
         return run_step(self.stage, self.pipeline, step, hook)
 
     def train_step(
         self, step: Step, *, stop: bool = False, save: bool = False, hook: StepHook = no_hook
     ) -> StepOutcome:
-        """Forward, backward and the optimizer's update; `stop` and `save` tell all ranks what this one wants."""
+        """Run forward, backward and the optimizer's update; `stop` and `save` tell all ranks what this one requests."""
         context = self.stage.context
         hook = slowed(hook, context.plan.cluster.of_rank(context.rank).slowdown)
         hook("start")
@@ -52,7 +52,7 @@ class Engine:
         return outcome
 
     def try_alone(self, step: Step) -> int:
-        """Forward and backward of this rank's pipeline stage without the others, until it held the most it ever will.
+        """Run forward and backward of this rank's pipeline stage alone, up to its peak memory.
 
         Takes memory as a step does, gradients and optimizer included, and changes nothing: what it computes has no
         meaning and is forgotten. Returns on how many microbatches; collective over the ranks of the stage.
@@ -63,12 +63,12 @@ class Engine:
         return len({action.microbatch for action in alone.actions()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: parameters and the optimizer's moments, by name."""
+        """Return the tensors of a checkpoint: parameters and the optimizer's moments, by name."""
         return {**self.optimizer.parameters, **self.optimizer.state()}
 
 
 def say_compiled(plan: Plan, first_step_s: float) -> None:
-    """Say how long the first step of a plan took, in which its blocks are compiled."""
+    """Print the duration of a plan's first step, in which its blocks are compiled."""
     print(f"{plan.name}: first step, blocks compiled: {first_step_s:.1f} s", file=sys.stderr, flush=True)
 
 

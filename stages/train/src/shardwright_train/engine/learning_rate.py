@@ -1,4 +1,4 @@
-"""What a run asks of the optimizer, and the learning rate of every step."""
+"""Optimizer hyperparameters, and the learning rate of every step."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from shardwright_train.engine.parameter_groups import LearningRateFactor
 
 
 class LearningRateSchedule(StrEnum):
-    """What follows the warm-up."""
+    """The shape of the learning rate after the warm-up."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -19,27 +19,27 @@ class LearningRateSchedule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """What a run asks of the optimizer; no part of the plan."""
+    """The optimizer hyperparameters of a run, which are no part of the plan."""
 
     learning_rate: float
-    """The peak."""
+    """Peak learning rate."""
     warmup_steps: int
     steps: int
     weight_decay: float
     clip_norm: float
     decay_norms_and_biases: bool = False
     learning_rate_factors: tuple[LearningRateFactor, ...] = ()
-    """Of parameters that have a learning rate of their own; of several that match one the first decides."""
+    """Factors of the learning rate of matching parameters; the first pattern that matches decides."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.COSINE
     final_fraction: float = 0.1
-    """The peak's share that is left at the last step, where the schedule decays to one."""
+    """Fraction of the peak at the last step, for schedules that decay to one."""
     decay_fraction: float = 0.1
-    """The share of all steps in which wsd decays."""
+    """Fraction of all steps in which wsd decays."""
 
     def learning_rate_at(self, step: int) -> float:
-        """The learning rate of a step; steps count from 1, and past the last it stays what it was there.
+        """Return the learning rate of a step; steps count from 1, and past the last it stays constant.
 
         All schedules rise in a line to the peak at step `warmup_steps` (Goyal et al. 2017). Then, with p the share of
         the steps after it that are done and f the `final_fraction`, the peak is multiplied by
@@ -73,9 +73,9 @@ class Hyperparameters:
         return 1 - (1 - self.final_fraction) * self._progress(step, begin)
 
     def _progress(self, step: int, begin: float) -> float:
-        """How much of the steps after `begin` is done, from 0 to 1."""
+        """Return the fraction of the steps after `begin` that is done, from 0 to 1."""
         return (step - begin) / (self.steps - begin) if step > begin else 0.0
 
 
 ANY = Hyperparameters(learning_rate=1e-4, warmup_steps=0, steps=1, weight_decay=0.1, clip_norm=1.0)
-"""Where only time and memory are of interest: the weights may go where they like, as long as they stay finite."""
+"""Hyperparameters for measurements of time and memory, where only finiteness of the weights matters."""

@@ -85,12 +85,12 @@ class ShardedAdamW:
         return StepOutcome(mean_loss, norm, learning_rate, stops > 0, saves > 0, tuple(map(int, peaks)))
 
     def forget_gradients(self) -> None:
-        """Give back what gradients take."""
+        """Free the gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Moments as DTensors that lie as their parameters do, under `optim.<parameter>.<moment>`."""
+        """Return the moments as DTensors with their parameters' layout, under `optim.<parameter>.<moment>`."""
         found: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             for moment in ("exp_avg", "exp_avg_sq"):
@@ -99,18 +99,18 @@ class ShardedAdamW:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the moments on this rank."""
+        """Return the bytes of the moments on this rank."""
         return sum(2 * p.numel() * p.element_size() for p in self._local.values())
 
     def _peaks(self) -> Tensor:
-        """This rank's peak memory in its place, 0 in those of the others: bytes that 64 bits hold exactly."""
+        """Return the peak memory of this rank at its index, 0 at the others: bytes that 64 bits hold exactly."""
         device = self._replicas.device
         peaks = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
         peaks[dist.get_rank()].fill_(float(peak_memory_bytes(device)))
         return peaks
 
     def _squared_norm(self) -> Tensor:
-        """This rank's part of the squared norm of all gradients: over all ranks the parts sum up to it."""
+        """Return this rank's part of the squared norm of all gradients; the parts of all ranks sum to it."""
         gradients = [local_tensor(p.grad) for p in self._counted if p.grad is not None]
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self._replicas.device)
@@ -142,7 +142,7 @@ class ShardedAdamW:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step came to, the same on every rank."""
+    """The outcome of a step, the same on every rank."""
 
     loss: float
     """Mean cross entropy over the tokens of the step."""
@@ -153,16 +153,16 @@ class StepOutcome:
     save: bool
     """Whether some rank finds a checkpoint due."""
     peak_memory_bytes: tuple[int, ...]
-    """Of each rank, the most so far: of its device's tensors on a GPU, of the process on CPU."""
+    """Peak memory of each rank so far, in bytes: of its device's tensors on a GPU, of the process on CPU."""
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient norm are numbers to go on with."""
+        """Return whether loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def _replicas(parameter: Tensor) -> int:
-    """On how many ranks each element of a parameter lies."""
+    """Return the number of ranks that hold each element of a parameter."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh

@@ -1,4 +1,4 @@
-"""Which parameters decay, and which have a learning rate of their own: by their names and dims in the stock model."""
+"""Parameter groups of the optimizer, by the parameters' names and dims in the stock model."""
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -11,16 +11,16 @@ _MAX = 1e6
 
 
 class LearningRateFactor(NamedTuple):
-    """What the learning rate of some parameters is multiplied by."""
+    """A factor of the learning rate of some parameters."""
 
     pattern: str
-    """Of whole names in the stock model: `*` stands for any text, dots included, `?` for one character."""
+    """Pattern of full names in the stock model: `*` matches any text, dots included, `?` one character."""
     factor: float
-    """At least 0, which leaves them as they are."""
+    """Factor, at least 0, which freezes the parameters."""
 
     @classmethod
     def of(cls, text: str) -> "LearningRateFactor":
-        """That of `PATTERN=FACTOR`; BadInput where a text is none."""
+        """Parse `PATTERN=FACTOR`; raise BadInput where a text is malformed."""
         pattern, _, number = text.rpartition("=")
         try:
             factor = float(number)
@@ -33,7 +33,7 @@ class LearningRateFactor(NamedTuple):
 
 
 class ParameterGroup(NamedTuple):
-    """What the optimizer's update of a parameter depends on."""
+    """The properties of a parameter that its update by the optimizer depends on."""
 
     decays: bool
     factor: float
@@ -42,7 +42,7 @@ class ParameterGroup(NamedTuple):
 def group_of(
     name: str, dims: int, factors: Sequence[LearningRateFactor], decay_norms_and_biases: bool
 ) -> ParameterGroup:
-    """The group of a parameter, by its name and number of dims in the stock model.
+    """Return the group of a parameter, by its name and number of dims in the stock model.
 
     Norms and biases are the vectors, and what is called a bias. Of several patterns that match the first decides.
     """

@@ -1,4 +1,4 @@
-"""Ranks that stand for slower ones, so that plans for several node types can be tried on one machine."""
+"""Artificially slowed ranks, so that plans for several node types can be tried on one machine."""
 
 import time
 
@@ -6,12 +6,12 @@ from shardwright_train.pipeline.runner import MicrobatchChunk, StepHook
 
 
 def slowed(hook: StepHook, times: int) -> StepHook:
-    """A hook of steps that then take `times` as long for what this rank computes; what it waits for takes as long."""
+    """Return a step hook that makes this rank's computation take `times` as long; waits are not slowed."""
     return hook if times == 1 else _Slowed(hook, times)
 
 
 class _Slowed:
-    """Sleeps after each part of a step, for as long as a slower processor would still compute."""
+    """A hook that sleeps after each part of a step, as long as a slower processor would still compute."""
 
     def __init__(self, hook: StepHook, times: int) -> None:
         self._hook, self._times = hook, times

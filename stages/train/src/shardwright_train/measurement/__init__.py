@@ -1,1 +1,1 @@
-"""What plans take."""
+"""Measurement of the time and memory of plans."""

@@ -1,4 +1,4 @@
-"""What a measurement that was cut off has left behind: the plans it had finished."""
+"""The journal of an interrupted measurement: the plans it had finished."""
 
 from shardwright_formats.io.json import Value
 from shardwright_formats.types.measurement import PlanMeasurement
@@ -8,7 +8,7 @@ from shardwright_train.parallel.world import World
 
 
 class MeasureIdentity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What must be the same for a plan not to be measured again."""
+    """The settings that must be equal for a plan's earlier measurement to be reused."""
 
     steps: int
     warmup_steps: int
@@ -30,7 +30,7 @@ _KIND: JournalKind[MeasureIdentity, PlanMeasurement] = JournalKind(
 def open_journal(
     job: MeasureJob, world: World, device: str, versions: str
 ) -> Journal[MeasureIdentity, PlanMeasurement]:
-    """The journal of a measurement, the same on every rank; one of other settings, device or versions starts anew."""
+    """Open a measurement's journal, the same on every rank; it starts anew for other settings, device or versions."""
     identity = MeasureIdentity(
         steps=job.steps,
         warmup_steps=job.warmup_steps,

@@ -73,7 +73,7 @@ def measure_plans(job: MeasureJob, world: World) -> None:
 
 
 def _in_turns(asked: Plans) -> Iterator[_Places]:
-    """Places of plans that are measured together, by the first of them; most are alone."""
+    """Yield the places of plans that are measured together, by the first of them; most are alone."""
     groups = {min(group): group for group in asked.in_turns}
     others = {place for group in asked.in_turns for place in group} - groups.keys()
     for place in range(len(asked.plans)):
@@ -110,7 +110,7 @@ class _Runner:
     world: World
     groups: Groups
     standing_bytes: int
-    """Tensor memory that building it has left on CPU."""
+    """Bytes of tensor memory that building the plan has left on CPU."""
     steps: int = 0
 
     @classmethod
@@ -159,7 +159,7 @@ class _Runner:
         return timing_of_step(clock.intervals(), reference_s)
 
     def close(self) -> None:
-        """Give back what it has on the device, its communicators' buffers included."""
+        """Free its device memory, its communicators' buffers included."""
         del self.engine, self.work
         gc.collect()
         self.groups.close()
@@ -170,7 +170,7 @@ class _Runner:
 def _measure(
     asked: Sequence[tuple[Plan, str]], job: MeasureJob, world: World, resident: int
 ) -> tuple[PlanMeasurement, ...]:
-    """Measure plans with their kernels in turns, all of them built at once; memory is taken of each by itself."""
+    """Measure plans in turns with their kernels, all built at once; the memory of each is recorded separately."""
     memory: dict[int, RankMemory] = {}
     runners = [_Runner.build(*asked[0], world, job.warmup_steps)]
     if len(asked) > 1:
@@ -237,14 +237,14 @@ def _trace(runner: _Runner, folder: Path) -> None:
 
 
 def _of_all_ranks(value: float, world: World) -> float:
-    """The largest of all ranks'."""
+    """Return the largest value of all ranks."""
     largest = torch.tensor(value, dtype=torch.float64, device=world.device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
 
 
 def _median_repeat(steps: Sequence[StepTiming], world: World) -> int:
-    """The repeat that `PlanMeasurement.median_repeat` will name, before all ranks' measurements are put together."""
+    """Return the repeat that `PlanMeasurement.median_repeat` will name, before all ranks' measurements are combined."""
     slowest = torch.tensor([step.step_s for step in steps], dtype=torch.float64, device=world.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     times: list[float] = slowest.tolist()

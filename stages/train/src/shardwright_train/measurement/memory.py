@@ -26,14 +26,14 @@ class Event(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """Memory taken (bytes) or given back (negative bytes)."""
+    """An allocation (bytes) or a release (negative bytes) of memory."""
 
     address: int
     size_bytes: int
 
 
 class MemoryInterval(NamedTuple):
-    """Tensor memory between two events; it bears the name of the later one."""
+    """The tensor memory between two events, named after the later one."""
 
     name: str
     at: MicrobatchChunk | None
@@ -44,17 +44,17 @@ class MemoryInterval(NamedTuple):
 
 @dataclass
 class MemoryRecord:
-    """What a step sets its events in; the intervals between them are there when the recording has ended."""
+    """A recording of a step's events; the intervals between them exist once it has ended."""
 
     device: torch.device
     intervals: list[MemoryInterval] = field(default_factory=list)
     peak_reserved_bytes: int = 0
-    """The most that CUDA's allocator held; 0 on CPU."""
+    """Peak bytes reserved by CUDA's allocator; 0 on CPU."""
     _events: list[Event] = field(default_factory=list)
     _counted: list[tuple[int, int]] = field(default_factory=list)
 
     def hook(self, name: str, at: MicrobatchChunk | None = None) -> None:
-        """Something happens now."""
+        """Record an event."""
         if self.device.type == "cuda":
             counted = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
             self._counted.append(counted)
@@ -64,12 +64,12 @@ class MemoryRecord:
             self._events.append(Event(name, at))
 
     def of_counters(self) -> list[MemoryInterval]:
-        """By CUDA's allocator, which counts what is allocated and its peak."""
+        """Return the intervals by CUDA's allocator, which counts allocated bytes and their peak."""
         pairs = zip(self._events[1:], pairwise(self._counted), strict=True)
         return [MemoryInterval(*event, before, after, peak) for event, ((before, _), (after, peak)) in pairs]
 
     def of_profile(self, roots: Iterable[ProfilerEvent], standing_bytes: int) -> list[MemoryInterval]:
-        """By the allocations in this thread that PyTorch's profiler saw."""
+        """Return the intervals by this thread's allocations in PyTorch's profile."""
         record: list[Event | Allocation] = []
         for event in sorted(_all_events(roots), key=lambda event: event.start_time_ns):
             kind, details = event.typed
@@ -102,9 +102,9 @@ def record_memory(device: torch.device, standing_bytes: int = 0) -> Iterator[Mem
 
 
 def intervals_of(record: Sequence[Event | Allocation], standing_bytes: int) -> Iterator[MemoryInterval]:
-    """What was resident between the events of a record that begins with one.
+    """Yield the memory between the events of a record that begins with one.
 
-    What is given back but was not seen taken is part of `standing_bytes` for good.
+    Memory that is freed without a recorded allocation counts as part of `standing_bytes` permanently.
     """
     live: dict[int, int] = {}
     resident = before = peak = standing_bytes
@@ -123,10 +123,10 @@ def intervals_of(record: Sequence[Event | Allocation], standing_bytes: int) -> I
 
 
 def segments_of_memory(intervals: Sequence[MemoryInterval]) -> tuple[SegmentMemory, ...]:
-    """What the second microbatch (or the only one) left behind and needed as workspace in each segment.
+    """Return the memory that the second microbatch (or the only one) kept, and its workspace, in each segment.
 
-    The first microbatch also gathers parameters and makes gradients, which are counted as states. What is left behind
-    is added up over the chunks of a pipeline stage; of the workspaces the largest counts.
+    The first microbatch also gathers parameters and makes gradients, which are counted as states. Kept memory is
+    summed over the chunks of a pipeline stage; the largest workspace counts.
     """
     second = min(1, max(i.at[0] for i in intervals if i.at is not None))
     mine = [i for i in intervals if i.at is not None and i.at[0] == second]
@@ -154,7 +154,7 @@ def _all_events(events: Iterable[ProfilerEvent]) -> Iterator[ProfilerEvent]:
 
 
 class _CollectivesSettled(TorchDispatchMode):
-    """Let gloo's threads let go of a collective's tensors before the caller does.
+    """A mode in which gloo's threads release a collective's tensors before the caller does.
 
     The profiler sees what is freed in the calling thread only; a buffer that gloo's thread is the last to hold would
     count as resident for ever. Sends and receives are left alone: waiting for a send here could wait for each other.

@@ -1,4 +1,4 @@
-"""A short workload that never changes: how long it takes says how fast the device is at that moment."""
+"""A short constant workload whose duration shows how fast the device is at that moment."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from shardwright_train.measurement.timing import clock_for
 
 
 class _Workload(NamedTuple):
-    """Products of square matrices, then sums of vectors that no cache holds: what limits layers and optimizers."""
+    """A workload like layers and optimizers: products of square matrices, then sums of vectors larger than caches."""
 
     dtype: torch.dtype
     side: int
@@ -22,16 +22,16 @@ _WORKLOADS = {
     "cpu": _Workload(torch.float32, side=256, products=40, numel=1 << 20, sums=20),
     "cuda": _Workload(torch.float16, side=4096, products=40, numel=1 << 24, sums=100),
 }
-"""About 15 ms on a processor core and on an H100. A profile's times hold beside those of the very same workload."""
+"""Workload by device type, about 15 ms on a processor core and on an H100; profiles compare with the same one only."""
 
 _REPEATS = 4
-"""As long as a step of a small model: what takes a core away for 10 ms makes 15 ms twice as long, a step hardly."""
+"""Number of repeats, as long as a step of a small model: an interruption of 10 ms doubles 15 ms, but hardly a step."""
 
 
 def reference_time_s(device: torch.device) -> float:
-    """Seconds of the workload on this rank's device, mean of some in a row, while all ranks do theirs; collective.
+    """Return the seconds of the workload on this rank's device, mean of several, while all ranks run it; collective.
 
-    Between steps of training its tensors find room where activations were.
+    Between training steps its tensors use memory that activations have freed.
     """
     work = _WORKLOADS[device.type]
     factor = torch.ones(work.side, work.side, dtype=work.dtype, device=device)

@@ -22,22 +22,22 @@ class Interval(NamedTuple):
     name: str
     at: MicrobatchChunk | None
     start_s: float
-    """Since the first event."""
+    """Seconds since the first event."""
     time_s: float
 
 
 class Clock(Protocol):
-    """Something that is given events and tells the times between them."""
+    """A clock that records events and returns the times between them."""
 
     def hook(self, name: str, at: MicrobatchChunk | None = None) -> None:
-        """Something happens now."""
+        """Record an event."""
 
     def intervals(self) -> list[Interval]:
-        """The times between the events so far, in seconds; waits for the device."""
+        """Return the seconds between the events so far; waits for the device."""
 
 
 class _HostClock:
-    """For devices that compute in the calling thread."""
+    """A clock for devices that compute in the calling thread."""
 
     def __init__(self) -> None:
         self._events: list[tuple[str, MicrobatchChunk | None, float]] = []
@@ -54,7 +54,7 @@ class _HostClock:
 
 
 class _CudaClock:
-    """For CUDA: events on the current stream, read after it is done."""
+    """A clock for CUDA: events on the current stream, read after it is done."""
 
     def __init__(self) -> None:
         self._events: list[tuple[str, MicrobatchChunk | None, torch.cuda.Event]] = []
@@ -74,7 +74,7 @@ class _CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """A clock that measures what the device does."""
+    """Return a clock for a device."""
     return _CudaClock() if device.type == "cuda" else _HostClock()
 
 
@@ -83,7 +83,7 @@ class StepTiming:
     """The times of one step of one rank; by segment they are means over middle microbatches (see `Segment`)."""
 
     reference_s: float
-    """Of the reference workload, right before."""
+    """Seconds of the reference workload, right before."""
     step_s: float
     forward_s: dict[str, float]
     backward_s: dict[str, float]
@@ -111,7 +111,7 @@ def timing_of_step(intervals: Sequence[Interval], reference_s: float) -> StepTim
 
 
 def _by_segment(intervals: Sequence[Interval], suffix: str) -> dict[str, list[float]]:
-    """Times of each segment, one per microbatch in the order of the microbatches."""
+    """Return the times of each segment, one per microbatch in the order of the microbatches."""
     found: dict[str, dict[int, float]] = {}
     for interval in intervals:
         if interval.name.endswith(suffix) and interval.at is not None:

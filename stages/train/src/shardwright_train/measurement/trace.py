@@ -18,12 +18,12 @@ from shardwright_launch.scratch import scratch_folder
 from shardwright_train.pipeline.runner import MicrobatchChunk, StepHook
 
 _RANKS, _FLOWS = 1 << 20, 1 << 32
-"""Room for the numbers of ranks and of one rank's flows, so that no two ranks' numbers of anything meet."""
+"""Strides of the numbers of ranks and of one rank's flows, so that numbers of two ranks never collide."""
 _NAMES_OF_PROCESSES = ("process_name", "process_labels", "process_sort_index")
 
 
 def trace_file(folder: Path, plan: Plan, rank: int) -> Path:
-    """Where a rank's trace of a plan goes: plans of one name are told apart by their hash."""
+    """Return the file of a rank's trace of a plan; plans of one name are told apart by their hash."""
     name = re.sub(r"[^\w.-]+", "-", plan.name, flags=re.ASCII)[:80]
     return folder / f"{name}-{plan.sha256[:8]}.rank{rank}.json.gz"
 
@@ -50,7 +50,7 @@ def traced(device: torch.device, rank: int, file: Path) -> Iterator[StepHook]:
 
 
 class _Spans:
-    """Opens and closes named spans at the events of a step."""
+    """A hook that opens and closes named spans at the events of a step."""
 
     def __init__(self) -> None:
         self._open: record_function | None = None
@@ -81,7 +81,7 @@ class _Spans:
 
 
 def _of_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
-    """The trace with processes and flows numbered apart from all other ranks', and processes named by the rank.
+    """Return the trace with processes and flows numbered apart from all other ranks', and processes named by the rank.
 
     The rank's process on the host gets the number of the rank. The profiler's own spans, whose process is no number,
     are left out.

@@ -1,4 +1,4 @@
-"""How many steps of some plans are measured: in rounds of one step of each, so that a slow moment meets them all."""
+"""Measurement of plans in turns: rounds of one step of each, so that a slow moment affects all."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -9,38 +9,38 @@ from shardwright_train.measurement.timing import StepTiming
 
 _SCATTER = 0.1
 _MAX_SCATTERED = 3
-"""A plan alone is measured for so many times the steps that were asked for at most, where they scatter."""
+"""Limit of the steps of a plan measured alone, as a multiple of the requested ones, where they scatter."""
 MAX_AGAIN = 2
-"""So many times more are plans in turns measured for as many rounds as at first."""
+"""Limit of the repetitions of the first rounds for plans measured in turns."""
 _LAYERS = "layers"
 
 Taken = tuple[list[StepTiming], ...]
-"""Of each plan its steps so far; those of one number are of one round."""
+"""Timed steps of each plan; those of equal index belong to one round."""
 
 
 class Measured(NamedTuple):
-    """The steps of some plans."""
+    """The timed steps of some plans."""
 
     steps: Taken
     again: int
-    """How many times as many rounds followed the first ones."""
+    """Number of times that the first rounds were repeated."""
 
 
 class Limits(NamedTuple):
-    """How long plans are measured."""
+    """The limits of the duration of a measurement."""
 
     steps: int
     min_time_s: float
-    """Of each plan, in the mean of those in turns."""
+    """Seconds of each plan at least; of those in turns, in the mean."""
     of_all_ranks: Callable[[float], float]
-    """The largest of a number over all ranks; collective."""
+    """Function that returns the largest value over all ranks; collective."""
 
 
 def measure_in_turns(step: Sequence[Callable[[], StepTiming]], limits: Limits) -> Measured:
-    """One step of each plan in turn, so many times that all are measured for long enough.
+    """Measure one step of each plan in turn, until all are measured for long enough.
 
-    A plan alone is measured for longer where its steps scatter. Of several the first is what the others are compared
-    with: where the time that another one's layers take more has too large an error, all are measured again.
+    A plan alone is measured for longer where its steps scatter. Several plans are compared with the first:
+    where the difference in layer time has too large an error, all are measured again.
     """
     taken: Taken = tuple([] for _ in step)
     while len(taken[0]) < limits.steps or limits.of_all_ranks(_spent_s(taken)) < limits.min_time_s * len(taken):
@@ -58,13 +58,13 @@ def measure_in_turns(step: Sequence[Callable[[], StepTiming]], limits: Limits) -
 
 
 def largest_error(taken: Taken) -> float:
-    """Of what the layers of each plan take more than those of the first, either way: the largest relative error."""
+    """Return the largest relative error, in either pass, of a plan's difference in layer time from the first plan."""
     first, *others = taken
     return max(difference.relative_error for other in others for difference in _differences(first, other))
 
 
 def _differences(few: Sequence[StepTiming], many: Sequence[StepTiming]) -> tuple[Duration, Duration]:
-    """Of the forward and of the backward pass."""
+    """Return the differences of the forward and of the backward pass."""
     forward = paired_difference([step.forward_s[_LAYERS] for step in few], [step.forward_s[_LAYERS] for step in many])
     back = paired_difference([step.backward_s[_LAYERS] for step in few], [step.backward_s[_LAYERS] for step in many])
     return forward, back
@@ -80,6 +80,6 @@ def _spent_s(taken: Taken) -> float:
 
 
 def _scatter(steps: Sequence[StepTiming]) -> float:
-    """The share of the median that the middle half of the step times spans."""
+    """Return the spread of the middle half of the step times, as a fraction of the median."""
     times = sorted(step.step_s for step in steps)
     return (times[(3 * len(times)) // 4] - times[len(times) // 4]) / statistics.median(times)

@@ -1,4 +1,4 @@
-"""Which kernels the ranks compute with: looked for on every rank, and settled among them before anything is built."""
+"""The attention and fused kernels: checked on every rank, and agreed among all before anything is built."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ _FLASH, _MATH = Attention.FLASH_ATTENTION_2, Attention.SDPA_MATH
 _FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 _FASTEST_LAST = (Attention.EAGER, Attention.SDPA, _FLASH)
 _CAPABILITY = (8, 0)
-"""The least compute capability of flash-attn 2: Ampere."""
+"""Lowest compute capability for flash-attn 2: Ampere."""
 
 
 def check_kernels(plan: Plan, family: Family, device: torch.device, file: object, *, by_document: bool = False) -> None:
@@ -52,7 +52,7 @@ def check_kernels(plan: Plan, family: Family, device: torch.device, file: object
 
 
 def settle_attention(plans: Sequence[Plan], world: World, *, by_document: bool = False) -> tuple[str, ...]:
-    """The attention kernel of each plan, the same on all ranks; rank 0 says so in one line.
+    """Return the attention kernel of each plan, the same on all ranks; rank 0 prints it in one line.
 
     `auto` is one kernel for all plans: the fastest that every rank can run for each of them, where positions attend to
     their own document alone if it is to be `by_document`.
@@ -71,7 +71,7 @@ def settle_attention(plans: Sequence[Plan], world: World, *, by_document: bool =
 
 
 def use_kernels(precision: Precision, attention: str, device: torch.device) -> None:
-    """Let this process compute matrix products, convolutions and attention as a plan says, until the next plan.
+    """Set up this process to compute matrix products, convolutions and attention as a plan says, until the next plan.
 
     A GPU's scaled_dot_product_attention falls back to plain arithmetic in silence otherwise.
     """
@@ -100,7 +100,7 @@ def _can(plan: Plan, kernel: Attention, device: torch.device, by_document: bool)
 
 
 def _lack(device: torch.device) -> str | None:
-    """What a device lacks for flash-attn 2."""
+    """Return what a device lacks for flash-attn 2, or None."""
     if device.type != "cuda":
         return f"needs CUDA, this is {device.type}"
     if (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
@@ -110,12 +110,12 @@ def _lack(device: torch.device) -> str | None:
 
 
 def _fused_lack(plan: Plan, family: Family, device: torch.device, by_document: bool = False) -> str | None:
-    """What a GPU's fused kernels of scaled_dot_product_attention lack for a plan."""
+    """Return what a GPU's fused kernels of scaled_dot_product_attention lack for a plan, or None."""
     return _refusal(plan, family, device, by_document) if device.type == "cuda" else None
 
 
 def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool = False) -> str | None:
-    """Why no fused kernel takes one group of heads of each attention of a plan, or None.
+    """Return why no fused kernel supports one group of heads of each attention of a plan, or None.
 
     Without a mask transformers hands the heads of a group that share their keys over as they are (`enable_gqa`).
     """
@@ -141,7 +141,7 @@ def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool
 
 
 def _drops_alike(plan: Plan, family: Family) -> str | None:
-    """The first layer whose ranks hold replicas and must draw apart inside attention, which a compiled graph cannot."""
+    """Return the first layer whose replicas must draw apart inside attention, which a compiled graph cannot do."""
     if family.dropout(family.configuration(plan.model)) == 0:
         return None
     alike = (i for i, s in enumerate(plan.layers) if s.tp_size > 1 and s.sequence_parallel is SequenceParallel.NONE)
@@ -149,7 +149,7 @@ def _drops_alike(plan: Plan, family: Family) -> str | None:
 
 
 def _nowhere(plan: Plan, family: Family) -> Iterator[str]:
-    """What is to be fused, of which the model has nothing."""
+    """Yield the requested fusions that the model has no modules for."""
     types = plan.model.layers
     layers = (EMBEDDING, *(f"layers[{types.index(kind)}]" for kind in dict.fromkeys(types)), HEAD)
     for name in plan.fused:

@@ -1,4 +1,4 @@
-"""What a model family is: stock modules of transformers, how they are cut, what goes in and what comes out."""
+"""The interface of a model family: stock modules of transformers, their sharding, inputs and outputs."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -27,37 +27,37 @@ from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.parallel.vocab import loss_of_logits, token_embedding
 
 States = tuple[Tensor, ...]
-"""What one layer hands to the next: tensors [samples, positions, features], as the description's `outputs` list."""
+"""Output of a layer: tensors [samples, positions, features], as the description's `outputs` list."""
 
 
 class Family:
-    """How a family's stock modules are cut and called: one subclass in one file, beside the family's facts.
+    """The sharding and calling of a family's stock modules: one subclass in one file, next to the family's facts.
 
-    What has no value here must be given there. Modules and parameters are named by their paths in the stock model.
+    Subclasses must set the attributes without a value. Modules and parameters are named by stock model paths.
     """
 
     embedding: tuple[str, ...]
-    """The modules of the embedding, the token table first."""
+    """Modules of the embedding, the token table first."""
     head: tuple[str, ...]
-    """The modules of the head, the matrix that gives logits last."""
+    """Modules of the head, the matrix that gives logits last."""
     plan: Mapping[str, str | Rule] = {}
-    """What tensor parallelism cuts where transformers has no plan: by the ends of paths, in the words of its plans."""
+    """Sharding rules by the ends of paths, in the words of transformers' plans, where it has no plan."""
     parts: Mapping[str, Parts]
-    """Each type of block."""
+    """Parts of each type of block."""
     counted_per_rank: tuple[str, ...] = ()
     """Attributes of stock modules that count heads or features, of which each rank has its share."""
     shared: Mapping[str, str] = {}
-    """Parameters of blocks that all layers of a type hold replicas of, and where the stock model has them."""
+    """Parameters that all blocks of a type hold replicas of, with their paths in the stock model."""
     normed_behind: tuple[str, ...] = ()
-    """Types of block behind the last of which comes a norm of the stack."""
+    """Types of block whose last one is followed by a norm of the stack."""
     rotary: str | None = None
-    """The module that makes rotary cosines and sines."""
+    """Path of the module that makes rotary cosines and sines."""
     objective: type[Text | Classification] = Causal
-    """What it learns, where a run cannot choose, and what its inputs and labels are counted by."""
+    """Objective where a run cannot choose, which also counts its inputs and labels."""
     objectives: Mapping[str, type[Text]] = {}
-    """What a run may choose to learn, of the same inputs and labels; the first where it names none."""
+    """Objectives that a run may choose, of the same inputs and labels; the first is the default."""
     tokens: tuple[str, ...] = ("tokens",)
-    """What of a batch each state begins with."""
+    """Tensors of a batch that each state begins with."""
 
     def __init__(self, facts: Facts, stock: Any) -> None:
         self.facts, self.stock = facts, stock
@@ -65,17 +65,17 @@ class Family:
     # What families say beside that.
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """What the embedding makes of a batch, at this rank's positions: the table's rows, through the others."""
+        """Return the embedding of a batch at this rank's positions: the table's rows, through the other modules."""
         table: Any = pieces.get_submodule(self.embedding[0])
         rows = (token_embedding(table, batch[name], pieces.tensor_parallel) for name in self.tokens)
         return tuple(pieces.through(self.embedding[1:], each) for each in rows)
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
-        """What the matrix of the head is applied to, at this rank's positions."""
+        """Return the input of the head's matrix at this rank's positions."""
         return pieces.through(self.head[:-1], states[-1])
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """The block of a type with number `index` in its list of blocks."""
+        """Return the block of a type with number `index` in its list of blocks."""
         block: nn.Module = copy.deepcopy(stock.get_submodule(f"{self.parts[kind].path}.{index}"))
         return block
 
@@ -89,38 +89,38 @@ class Family:
         return (block(states[0], attention_mask=mask, **arguments),)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
-        """Correct what a stock block remembers of its whole size."""
+        """Correct the attributes in which a stock block stores its unsharded size."""
         for module in block.modules():
             for name in self.counted_per_rank:
                 if hasattr(module, name):
                     setattr(module, name, getattr(module, name) // tensor_parallel.size)
 
     def keeps_last_sum(self, kind: str, config: Any) -> bool:
-        """Whether something behind the last sum of a block of a type is kept for the backward pass."""
+        """Return whether a value after the last sum of a type of block is kept for the backward pass."""
         return kind in self.normed_behind or "full" in self.facts.replays_sum(vars(config))
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The transformers configuration of a config.json."""
+        """Return the transformers configuration of a config.json."""
         return parse(self.stock.config_class, config, self.facts)
 
     # What is the same for all.
 
     def dropout(self, config: Any) -> float:
-        """The highest dropout rate of a configuration."""
+        """Return the highest dropout rate of a configuration."""
         return max((getattr(config, key) or 0.0 for key in self.facts.dropouts.keys), default=0.0)
 
     @property
     def kernels(self) -> tuple[Attention, ...]:
-        """The attention kernels that its blocks can use; flash_attention_2 adds nothing to the scores."""
+        """Return the attention kernels that its blocks can use; flash_attention_2 cannot add a bias to the scores."""
         unfit = (Attention.AUTO, Attention.FLASH_ATTENTION_2) if self.facts.mask is Mask.BIAS else (Attention.AUTO,)
         return tuple(kernel for kernel in Attention if kernel not in unfit)
 
     def learns(self, model: Model) -> Text | Classification:
-        """What the samples of a described model are."""
+        """Return the default objective of a described model."""
         return self.objective.of(self.configuration(model), model.sequence_length)
 
     def trained_on(self, model: Model, asked: str | None) -> Text | Classification:
-        """What the samples of a run are that asks for this objective; BadInput where the model has none such."""
+        """Return the objective of a run that requests `asked`; raise BadInput where the model has none such."""
         if asked is not None and asked not in self.objectives:
             raise BadInput(f"--objective {asked}", f"a {model.family} model is not trained so", "leave it out")
         if not self.objectives:
@@ -132,13 +132,13 @@ class Family:
             raise BadInput(f"--objective {name}", str(error), "describe another model, or train otherwise") from None
 
     def configuration(self, model: Model) -> Any:
-        """The transformers configuration of a described model, number of layers included."""
+        """Return the transformers configuration of a described model, number of layers included."""
         return self.configured(model.config | self.facts.counted(model.layers))
 
     def constants(self, model: Model, positions: slice, example: Tensor, kernel: str) -> dict[str, Any]:
-        """What every pass through a block needs besides states and batch: the kernel, and rotary cosines and sines.
+        """Return the constants of every pass through a block: the kernel, and rotary cosines and sines.
 
-        Those are of the positions of this rank, in the dtype and on the device of `example`.
+        Cosines and sines are for this rank's positions, in the dtype and on the device of `example`.
         """
         if self.rotary is None:
             return {"kernel": kernel, "arguments": {}}
@@ -151,7 +151,7 @@ class Family:
         return {"kernel": kernel, "arguments": {"position_embeddings": angles}, **more}
 
     def build(self, model: Model, layer: str, attention: str) -> nn.Module:
-        """The stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, without weights."""
+        """Return the stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, unweighted."""
         module = self.module(self._skeleton(model, attention), *self._place(model, layer))
         device = torch.get_default_device()
         return module if device.type == "meta" else module.to_empty(device=device)
@@ -162,50 +162,50 @@ class Family:
             module.apply(self._skeleton(model, Attention.SDPA.value)._init_weights)
 
     def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
-        """What transformers fills the parameters of a layer with, by their names in its module."""
+        """Return how transformers fills the parameters of a layer, by their names in its module."""
         with torch.device("meta"):
             module = self.build(model, layer, Attention.SDPA.value)
         return stock_fillings(module, lambda: self.initialize(model, module))
 
     def stock_model(self, model: Model) -> Any:
-        """The whole stock model of a description, without weights."""
+        """Return the whole stock model of a description, without weights."""
         return self._skeleton(model, Attention.SDPA.value)
 
     def parameter_names(self, model: Model, layer: str) -> tuple[str, ...]:
-        """The parameters of a layer, by their names in its module."""
+        """Return the names of a layer's parameters in its module."""
         module = self.module(self.stock_model(model), *self._place(model, layer))
         return tuple(name for name, _ in module.named_parameters())
 
     @cached_property
     def rules(self) -> dict[str, Rule]:
-        """What tensor parallelism cuts, by the ends of paths; the others are replicated."""
+        """Return the sharding rules by the ends of paths; parameters without a rule are replicated."""
         stock = {**(self.stock.config_class.base_model_tp_plan or {}), **(self.stock._tp_plan or {})}
         words = {path.rpartition("*.")[2]: word for path, word in {**stock, **self.plan}.items()}
         return {path: word if isinstance(word, Rule) else WORDS[word] for path, word in words.items()}
 
     def full_name(self, model: Model, layer: str, parameter: str) -> str:
-        """`model.layers.3.mlp.up_proj.weight` and the like."""
+        """Return a parameter's full name, such as `model.layers.3.mlp.up_proj.weight`."""
         kind, index = self._place(model, layer)
         described = self.described_name(kind, parameter)
         return f"{self.parts[kind].path}.{index}.{described}" if kind in self.parts else described
 
     def hugging_face_name(self, model: Model, layer: str, parameter: str) -> str:
-        """The name in the stock model of what a parameter is, or is a replica of."""
+        """Return the stock model's name of a parameter, or of the one that it is a replica of."""
         kind, _ = self._place(model, layer)
         shared = self.shared.get(parameter) if kind in self.parts else None
         return self.full_name(model, layer, parameter) if shared is None else shared.format(kind=kind)
 
     def index(self, layers: Sequence[str], number: int) -> int:
-        """The number of a block in its list of the stock model, which may have several types."""
+        """Return the number of a block in its list of the stock model, which may have several types."""
         return sum(self.parts[before].path == self.parts[layers[number]].path for before in layers[:number])
 
     def owner_name(self, model: Model, layer: str, parameter: str) -> str:
-        """The same, where the head's tied matrices have the names of the embedding's, as in the stock model."""
+        """Return the Hugging Face name, in which tied matrices of the head have the names of the embedding's."""
         name = self.hugging_face_name(model, layer, parameter)
         return {tied: own for own, tied in model.tied}.get(name, name)
 
     def stock_names(self, model: Model) -> tuple[str, ...]:
-        """All parameters of the stock model."""
+        """Return the names of all parameters of the stock model."""
         layers = (
             (EMBEDDING, EMBEDDING),
             *((f"layers[{i}]", kind) for i, kind in enumerate(model.layers)),
@@ -215,12 +215,12 @@ class Family:
         return tuple(dict.fromkeys(names))
 
     def described_name(self, kind: str, parameter: str) -> str:
-        """What the model description calls a parameter of a layer: what transformers stores it as."""
+        """Return the model description's name of a layer's parameter, the one that transformers stores it under."""
         return self._stored.get(parameter, parameter)
 
     @cached_property
     def _stored(self) -> dict[str, str]:
-        """Parameters of the head that are one with another name of the head."""
+        """Return the parameters of the head that alias another name of the head."""
         pairs = (self.stock._tied_weights_keys or {}).items()
         return {tied: own for tied, own in pairs if not _within(own, self.embedding) and _within(tied, self.head)}
 
@@ -229,20 +229,20 @@ class Family:
         return _cached_skeleton(self, config, model.layers, attention, torch.get_default_dtype())
 
     def _place(self, model: Model, layer: str) -> tuple[str, int]:
-        """The layer type of a layer, and its number in its list of blocks."""
+        """Return the type of a layer, and its number in its list of blocks."""
         if layer in (EMBEDDING, HEAD):
             return layer, 0
         number = int(layer[len("layers[") : -1])
         return model.layers[number], self.index(model.layers, number)
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """The modules of a layer of a type, taken out of a stock model."""
+        """Return the modules of a layer of a type, taken out of a stock model."""
         if kind == EMBEDDING:
             return Pieces(stock, self.embedding, self.embed)
         return Pieces(stock, self.head, self._loss) if kind == HEAD else self.block(stock, kind, index)
 
     def _loss(self, pieces: Pieces, states: States, batch: Batch) -> Tensor:
-        """The sum of cross entropy over the group's samples; of this rank's own positions under Ulysses."""
+        """Return the sum of cross entropy over the group's samples; under Ulysses, of this rank's own positions."""
         matrix: Any = pieces.get_submodule(self.head[-1])
         with pieces.tensor_parallel.entered(self.normed(pieces, states)) as (inputs,):
             # A class is told from the first position.

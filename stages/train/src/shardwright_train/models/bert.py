@@ -17,7 +17,7 @@ _EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings"
 
 
 class Bert(Family):
-    """Column-parallel query, key, value and intermediate; row-parallel outputs; norms and the head's dense whole."""
+    """The BERT family: column-parallel q, k, v, intermediate; row-parallel outputs; norms, head's dense replicated."""
 
     embedding = tuple(f"bert.embeddings.{name}" for name in _EMBEDDINGS)
     head = ("cls.predictions.transform", "cls.predictions.decoder")
@@ -38,7 +38,7 @@ class Bert(Family):
     objective = Masked
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """Vectors of token, position and type (always 0), summed and normed."""
+        """Return the sum of the vectors of token, position and type (always 0), normed."""
         stock: Any = pieces.get_submodule("bert.embeddings")
         positions = positions_of(batch["tokens"], pieces.tensor_parallel, batch.get(POSITIONS))
         summed = token_embedding(stock.word_embeddings, batch["tokens"], pieces.tensor_parallel)

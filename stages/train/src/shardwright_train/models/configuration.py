@@ -1,4 +1,4 @@
-"""A published config.json, as the stock class of transformers reads it: whatever would change the model is heeded."""
+"""A published config.json, read by the stock class of transformers; no key that changes the model is ignored."""
 
 import json
 from collections.abc import Mapping
@@ -41,11 +41,11 @@ _EVERYWHERE = {
     "tie_encoder_decoder": Only(False, "the stacks have weights of their own"),
     "use_mrope": Only(False, "positions count tokens"),
 }
-"""Keys that some file has, whatever its family."""
+"""Keys of any family's files whose value is restricted."""
 
 
 def parse(config_class: Any, config: Mapping[str, Any], family: Family) -> Any:
-    """The transformers configuration of a config.json; raises ValueError for a key that nobody would heed."""
+    """Return the transformers configuration of a config.json; raise ValueError for an unknown key."""
     if unknown := sorted(set(config) - _keys_of(config_class) - set(family.ignored)):
         raise ValueError(f"unknown key {unknown[0]!r} for a {family.model_type} model")
     for key, value in config.items():
@@ -58,7 +58,7 @@ def parse(config_class: Any, config: Mapping[str, Any], family: Family) -> Any:
 
 @cache
 def _keys_of(config_class: Any) -> frozenset[str]:
-    """The keys of a config.json that a class heeds, or that have no meaning here."""
+    """Return the keys of a config.json that a class reads, or that have no meaning here."""
     default = config_class()
     rotary = ("rope_theta", "rope_scaling") if hasattr(default, "rope_parameters") else ()
     return frozenset({*default.to_dict(), *config_class.attribute_map, *_NO_MEANING, *_EVERYWHERE, *rotary})
@@ -72,7 +72,7 @@ def check_only(config: Mapping[str, Any], family: Family) -> None:
 
 
 def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
-    """Raise ValueError naming what in a transformers configuration is too small, too large or of an unknown kind."""
+    """Raise ValueError naming a value of a transformers configuration that is too small, too large or unknown."""
     numbers = {key: getattr(config, key) for key in family.counts}
     if min(numbers.values()) < 1:
         raise ValueError(f"{' and '.join(numbers)} must be 1 or more")

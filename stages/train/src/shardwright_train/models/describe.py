@@ -1,4 +1,4 @@
-"""A published config.json into a model description; what that needs is imported when it is asked for."""
+"""Conversion of a published config.json into a model description, with imports on demand."""
 
 import logging
 from pathlib import Path

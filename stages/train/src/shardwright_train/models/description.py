@@ -48,6 +48,6 @@ def _parameters(family: Family, layer: str, module: nn.Module) -> tuple[Paramete
 
 
 def _products(module: nn.Module) -> int:
-    """Elements of the matrices."""
+    """Return the number of elements of the matrices."""
     matrices = (m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d | Conv1D))
     return sum(m.weight.numel() for m in matrices)

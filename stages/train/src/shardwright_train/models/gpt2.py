@@ -13,7 +13,7 @@ from shardwright_train.parallel.vocab import positions_of, token_embedding
 
 
 class GPT2(Family):
-    """Column-parallel query, key and value (side by side in one matrix) and c_fc; row-parallel c_proj."""
+    """The GPT-2 family: column-parallel q, k, v (side by side in one matrix) and c_fc; row-parallel c_proj."""
 
     embedding = ("transformer.wte", "transformer.wpe", "transformer.drop")
     head = ("transformer.ln_f", "lm_head")
@@ -28,13 +28,13 @@ class GPT2(Family):
     counted_per_rank = ("split_size",)
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The feed-forward is four times as wide as the hidden states unless its width is given."""
+        """Return the configuration; the default width of the feed-forward is four times that of the hidden states."""
         configured = super().configured(config)
         configured.n_inner = configured.n_inner or 4 * configured.n_embd
         return configured
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """A vector of the token and one of the position, which is learned."""
+        """Return the sum of a vector of the token and a learned one of the position."""
         stock: Any = pieces.transformer
         tokens = token_embedding(stock.wte, batch["tokens"], pieces.tensor_parallel)
         positions = positions_of(batch["tokens"], pieces.tensor_parallel, batch.get(POSITIONS))

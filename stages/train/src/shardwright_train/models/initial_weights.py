@@ -13,34 +13,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _BLOCK = 1 << 16
-"""Numbers that are drawn at once; with what drawing them takes, 4 MiB a thread."""
+"""Count of numbers drawn at once; with the memory for drawing them, 4 MiB a thread."""
 _WORDS = 4
-"""Of 64 bits, that the generator gives for one count."""
+"""Number of 64-bit words that the generator returns for one count."""
 _PER_COUNT = 2 * _WORDS
-"""Numbers: one for each half of a word."""
+"""Random numbers per count: one for each half of a word."""
 _HALF_WORD = np.uint64(32)
 _LOW = np.uint64((1 << 32) - 1)
 
 _Run = tuple[int, int]
-"""The first of some neighbouring elements, and how many they are."""
+"""Start and length of a run of neighbouring elements."""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """The same everywhere."""
+    """A constant value."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Normal:
-    """By Box & Muller (1958): two numbers of two."""
+    """The normal distribution, by Box & Muller (1958): two numbers from two uniform ones."""
 
     mean: float
     std: float
 
     def of(self, uniform: Tensor) -> Tensor:
-        """Numbers of uniform ones [2, n] in (0, 1)."""
+        """Return this distribution's numbers for uniform ones [2, n] in (0, 1)."""
         radius, angle = uniform[0].log_().mul_(-2.0).sqrt_().mul_(self.std), uniform[1].mul_(2.0 * math.pi)
         return torch.stack((radius * angle.cos(), radius * angle.sin())).add_(self.mean)
 
@@ -55,7 +55,7 @@ class TruncatedNormal:
     high: float
 
     def of(self, uniform: Tensor) -> Tensor:
-        """Numbers of uniform ones [2, n] in (0, 1)."""
+        """Return this distribution's numbers for uniform ones [2, n] in (0, 1)."""
         below, above = (math.erfc((self.mean - x) / self.std / math.sqrt(2)) / 2 for x in (self.low, self.high))
         share = uniform.mul_(above - below).add_(below)
         found: Tensor = torch.special.ndtri(share)
@@ -64,13 +64,13 @@ class TruncatedNormal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Anything between two bounds."""
+    """The uniform distribution between two bounds."""
 
     low: float
     high: float
 
     def of(self, uniform: Tensor) -> Tensor:
-        """Numbers of uniform ones [2, n] in (0, 1)."""
+        """Return this distribution's numbers for uniform ones [2, n] in (0, 1)."""
         return uniform.mul_(self.high - self.low).add_(self.low)
 
 
@@ -79,11 +79,11 @@ Distribution = Constant | Normal | TruncatedNormal | Uniform
 
 @dataclass(frozen=True)
 class Filling:
-    """What some rows of a parameter, or all of it, are filled with."""
+    """The initial values of some rows of a parameter, or of all."""
 
     distribution: Distribution
     rows: tuple[int, int] | None = None
-    """From and to, of the first dim; None: all."""
+    """Range of rows, begin and end, of the first dim; None: all."""
 
 
 Box = Sequence[tuple[int, int]]
@@ -126,7 +126,7 @@ def _fill(target: Tensor, distribution: Distribution, shape: Sequence[int], box:
 
 
 def _drawn(distribution: Normal | TruncatedNormal | Uniform, runs: Sequence[_Run], key: NDArray[np.uint64]) -> Tensor:
-    """The numbers of some runs; those that share a count with their ends are drawn with them."""
+    """Return the numbers of some runs; runs whose ends share a count are drawn together."""
     counts = [range(start // _PER_COUNT, -(-(start + length) // _PER_COUNT)) for start, length in runs]
     drawn = distribution.of(_uniform(counts, key)).T.reshape(-1)
     if len(drawn) == sum(length for _, length in runs):
@@ -137,7 +137,7 @@ def _drawn(distribution: Normal | TruncatedNormal | Uniform, runs: Sequence[_Run
 
 
 def _uniform(counts: Sequence[range], key: NDArray[np.uint64]) -> Tensor:
-    """The numbers [2, n] in (0, 1) of some rising counts: of each word the high half, and the low one."""
+    """Return uniform numbers [2, n] in (0, 1) for ascending counts: the high and the low half of each word."""
     generator, at, words = np.random.Philox(counter=counts[0].start, key=key), counts[0].start, []
     for count in counts:
         generator.advance(count.start - at)
@@ -152,7 +152,7 @@ def _uniform(counts: Sequence[range], key: NDArray[np.uint64]) -> Tensor:
 
 
 def _runs(shape: Sequence[int], box: Box) -> Iterator[_Run]:
-    """The runs that a box is of, none longer than a block."""
+    """Yield the runs that make up a box, none longer than a block."""
     whole = len(shape)
     while whole > 1 and box[whole - 1] == (0, shape[whole - 1]):
         whole -= 1
@@ -166,7 +166,7 @@ def _runs(shape: Sequence[int], box: Box) -> Iterator[_Run]:
 
 
 def _blocks(runs: Iterator[_Run]) -> Iterator[tuple[int, list[_Run]]]:
-    """Runs that are drawn together, and how many numbers come before them."""
+    """Yield the runs that are drawn together, and how many numbers come before them."""
     first, size = 0, 0
     block: list[_Run] = []
     for run in runs:

@@ -6,7 +6,7 @@ from shardwright_train.parallel.sharding_rules import Parts
 
 
 class Llama(Family):
-    """Tensor parallelism as transformers plans it; the vocabulary is cut, too."""
+    """The Llama family, sharded by transformers' own tensor-parallel plan, and by vocabulary."""
 
     embedding = ("model.embed_tokens",)
     head = ("model.norm", "lm_head")

@@ -1,4 +1,4 @@
-"""What attention is told of the positions that it must not attend to, in the form that each kernel wants."""
+"""Attention masks in the form that each kernel expects."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from shardwright_models.facts import Mask
 from shardwright_train.data.share import Batch
 
 MASK = "mask"
-"""What a microbatch has beside its tensors: the mask that all its layers share, of the form of `document_mask`."""
+"""Key in a microbatch of the mask that all its layers share, of the form of `document_mask`."""
 
 
 def mask_for(mask: Mask, states: Tensor, batch: Batch, kernel: str) -> Tensor | None:
-    """The mask of a block for states [b, s, h] and a kernel; a causal one is of all positions of the batch's tokens."""
+    """Return the mask of a block for states [b, s, h] and a kernel; a causal one covers all positions of the tokens."""
     if MASK in batch:
         return batch[MASK]
     if mask is Mask.PADDING:
@@ -21,7 +21,7 @@ def mask_for(mask: Mask, states: Tensor, batch: Batch, kernel: str) -> Tensor | 
 
 
 def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
-    """What the eager kernel must be told, to be added to scores [b, heads, s, s]; the others are causal unasked."""
+    """Return the causal mask added to scores [b, heads, s, s] for the eager kernel; None for others, causal anyway."""
     if kernel != Attention.EAGER.value:
         return None
     length = tokens.shape[1]
@@ -30,7 +30,7 @@ def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None) -> Tensor:
-    """What is added to scores [b, heads, s, s] where each position attends to its own document alone.
+    """Return the mask to add to scores [b, heads, s, s] so that each position attends to its own document alone.
 
     documents [b, s] number them; causal where there is no `padding` [b, s], which is false on what stands for nothing.
     """
@@ -45,7 +45,7 @@ def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None)
 
 
 def padding_mask(mask: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
-    """What a kernel wants instead of a mask [b, s] that is false on padding.
+    """Return a kernel's form of a mask [b, s] that is false on padding.
 
     flash_attention_2 takes it as it is; the others add [b, 1, 1, s] to their scores.
     """

@@ -9,7 +9,7 @@ from shardwright_train.models.base import Family
 
 
 def family_named(name: str, file: object) -> Family:
-    """The family of a name that stands in `file`; BadInput when there is none."""
+    """Return the family of a name that stands in `file`; raise BadInput when there is none."""
     if name not in FAMILIES:
         raise BadInput(file, f"model family {name!r} cannot be trained", f"use one of: {', '.join(sorted(FAMILIES))}")
     return _family(name)

@@ -1,4 +1,4 @@
-"""The stock models of transformers, without weights, and what is taken out of them."""
+"""The stock models of transformers, without weights, and the modules taken out of them."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -18,10 +18,10 @@ _REFUSALS = (
 
 
 class Pieces(nn.Module):
-    """Some modules of a stock model under the paths that they have there, and what is computed with them."""
+    """Modules of a stock model under their paths in it, and the computation with them."""
 
     tensor_parallel: TensorParallel
-    """Set where the pieces are cut."""
+    """Tensor parallelism of the pieces; set where they are sharded."""
 
     def __init__(self, stock: Any, paths: tuple[str, ...], compute: Callable[..., Any]) -> None:
         super().__init__()
@@ -36,25 +36,25 @@ class Pieces(nn.Module):
             owner.add_module(last, copy.deepcopy(stock.get_submodule(path)))
 
     def through(self, paths: tuple[str, ...], states: Tensor) -> Tensor:
-        """The states after some of the pieces, one after the other."""
+        """Return the states after some of the pieces, one after the other."""
         for path in paths:
             states = self.get_submodule(path)(states)
         return states
 
     def forward(self, *inputs: Any) -> Any:
-        """Hand the pieces and what they are applied to over to the family."""
+        """Call the family's function with the pieces and the inputs."""
         return self.compute(self, *inputs)
 
 
 def skeleton(stock: Any, config: Any) -> Any:
-    """A stock model whose parameters are on the meta device; raises ValueError where transformers cannot build it."""
+    """Return a stock model with parameters on the meta device; raise ValueError where transformers cannot build it."""
     with refusals(), torch.device("meta"):
         return stock(config)
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Whatever transformers raises on a configuration, as a ValueError of one line."""
+    """Raise any error of transformers about a configuration as a ValueError of one line."""
     try:
         yield
     except _REFUSALS as error:

@@ -1,4 +1,4 @@
-"""What transformers fills the parameters of a stock module with, seen on the meta device, where nothing is drawn."""
+"""The initialization of stock modules by transformers, observed on the meta device, where nothing is drawn."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ _DRAWS: dict[str, Callable[..., Distribution]] = {
 
 
 def stock_fillings(module: nn.Module, initialize: Callable[[], object]) -> dict[str, tuple[Filling, ...]]:
-    """What `initialize` fills each parameter of a module on the meta device with, in order.
+    """Return how `initialize` fills each parameter of a module on the meta device, in order.
 
     Raises RuntimeError, naming the parameter, for what it leaves as it was or changes otherwise.
     """
@@ -33,7 +33,7 @@ def stock_fillings(module: nn.Module, initialize: Callable[[], object]) -> dict[
 
 
 class _Noted(TorchDispatchMode):
-    """Notes draws instead of making them."""
+    """A mode that records random draws instead of making them."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -41,10 +41,10 @@ class _Noted(TorchDispatchMode):
         self._parts: list[tuple[Tensor, str, tuple[int, int] | None]] = [
             (parameter, name, None) for name, parameter in module.named_parameters()
         ]
-        """Parameters and single rows of theirs."""
+        """Parameters and single rows of them."""
 
     def note(self, x: Tensor, distribution: Distribution) -> None:
-        """A part of a parameter is filled; what is written over is forgotten."""
+        """Record that a part of a parameter is filled, and drop records that it overwrites."""
         name, rows = next((name, rows) for part, name, rows in self._parts if part is x)
         if rows is None:
             self.by_name[name].clear()
@@ -66,7 +66,7 @@ class _Noted(TorchDispatchMode):
 
 @contextmanager
 def _truncated_normal_noted(fillings: _Noted) -> Iterator[None]:
-    """PyTorch draws it again where it falls outside, and on the meta device does nothing: no operation tells of it."""
+    """Record truncated normal draws, which dispatch no operation on the meta device."""
 
     def noted(x: Tensor, mean: float, std: float, a: float, b: float, generator: None = None) -> Tensor:
         fillings.note(x, TruncatedNormal(mean, std, a, b))

@@ -1,4 +1,4 @@
-"""What a plan may ask that no device, or no installation, can run: said before anything starts."""
+"""Features of a plan that no device or installation supports, checked before ranks start."""
 
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +13,7 @@ from shardwright_formats.types.strategy import SequenceParallel
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _MIXED_FLOAT16 = ("float32", "float16", "float32")
 _WIDEST_HEAD = 256
-"""The most features of a head that flash-attn 2 computes with."""
+"""Largest number of features of a head that flash-attn 2 supports."""
 
 
 def check_supported(plan: Plan, file: object) -> None:
@@ -32,7 +32,7 @@ def check_installed(plan: Plan, file: object) -> None:
 
 
 def flash_attn_is_installed() -> bool:
-    """Whether the package of flash-attn 2 is there; others have a module of the same name."""
+    """Return whether flash-attn 2 is installed; other packages have a module of the same name."""
     try:
         version("flash-attn")
     except PackageNotFoundError:
@@ -41,7 +41,7 @@ def flash_attn_is_installed() -> bool:
 
 
 def flash_obstacle(plan: Plan) -> str | None:
-    """Why flash_attention_2 can never run a plan, or None; what is installed, the device and the family also count."""
+    """Return why flash_attention_2 can never run a plan, or None, disregarding installation, device and family."""
     if _on_cpu(plan):
         return "needs CUDA, the plan is for cpu"
     if (compute := plan.precision.compute) not in _SIXTEEN_BITS:
@@ -52,7 +52,7 @@ def flash_obstacle(plan: Plan) -> str | None:
 
 
 def without_devices(plan: Plan) -> tuple[Plan, str]:
-    """What a world of tensors without data runs instead of a plan: uncompiled, no flash-attn; and its attention."""
+    """Return the plan that a dry run runs instead, uncompiled and without flash-attn, and its attention."""
     here = plan.attention in (Attention.EAGER, Attention.SDPA_MATH)
     return msgspec.structs.replace(plan, fused=(), compile=False), (plan.attention if here else Attention.SDPA).value
 

@@ -20,7 +20,7 @@ _BIAS = f"{_ATTENTION}.relative_attention_bias.weight"
 
 
 class T5(Family):
-    """Column-parallel q, k, v, wi and position bias; row-parallel o and wo; norms replicated."""
+    """The T5 family: column-parallel q, k, v, wi and position bias; row-parallel o and wo; norms replicated."""
 
     embedding = ("shared", "encoder.dropout")
     head = ("decoder.final_layer_norm", "decoder.dropout", "lm_head")
@@ -41,7 +41,7 @@ class T5(Family):
     normed_behind = ("encoder",)
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """A stock block with replicas of what the stock model has once in a stack.
+        """Return a stock block with replicas of the parameters that the stock model has once in a stack.
 
         They are the position bias of the first block and, in the encoder, the norm behind the last, which alone applies
         it, inside the block: its parameters are whole nowhere else.
@@ -56,12 +56,12 @@ class T5(Family):
         return block
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
-        """What the decoder made, scaled where the stock model does."""
+        """Return the decoder's output, scaled where the stock model does."""
         config = pieces.config
         return super().normed(pieces, states) * (config.d_model**-0.5 if config.scale_decoder_outputs else 1.0)
 
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States:
-        """One stack's states go through its block; the other's are handed on."""
+        """Run a block on its stack's states, and pass the other stack's states through."""
         encoded, decoded = states
         if not block.is_decoder:
             return block(encoded), decoded
@@ -71,7 +71,7 @@ class T5(Family):
         return encoded, block(decoded, mask, encoder_hidden_states=encoded, encoder_decoder_position_bias=zero)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
-        """The bias is one of all positions, also where this rank holds but some; it has this rank's heads.
+        """Correct the position bias: it covers all positions, even where this rank holds some, and this rank's heads.
 
         The ranks share out the heads in the order in which they share out the positions.
         """

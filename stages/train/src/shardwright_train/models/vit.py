@@ -11,7 +11,7 @@ from shardwright_train.parallel.sharding_rules import Parts
 
 
 class ViT(Family):
-    """Column-parallel q, k, v and fc1, row-parallel o and fc2; patch matrix, positions and norms whole."""
+    """The ViT family: column-parallel q, k, v and fc1, row-parallel o and fc2; patches, positions, norms replicated."""
 
     embedding = ("vit.embeddings",)
     head = ("vit.layernorm", "classifier")
@@ -25,7 +25,7 @@ class ViT(Family):
     counted_per_rank = ("num_attention_heads",)
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """Class and patches: every rank computes all positions and keeps its own."""
+        """Return the embedding of class and patches: every rank computes all positions and keeps its own."""
         stock: Any = pieces.get_submodule("vit.embeddings")
         # Images are read in float32.
         states = stock(batch["pixel_values"].to(stock.cls_token.dtype))

@@ -1,1 +1,1 @@
-"""How the ranks of a pipeline stage share a layer: groups, collectives, shards and vocabularies."""
+"""The sharing of a layer by the ranks of a pipeline stage: groups, collectives, shards and vocabularies."""

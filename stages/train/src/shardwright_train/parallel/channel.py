@@ -30,15 +30,15 @@ class _Reply(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
 
 
 class Channel:
-    """The ranks of the world, as they exchange values and errors in order."""
+    """A channel over which the ranks of the world exchange values and errors in order."""
 
     device: torch.device
-    """The device of the tensors that carry the values."""
+    """Device of the tensors that carry the values."""
     group: dist.ProcessGroup | None = None
-    """The group that they meet in; None: the world's own."""
+    """Process group of the exchange; None: the world's own."""
 
     def first_says(self, ask: Callable[[], T], kind: type[T], place: object = None) -> T:
-        """Return on all ranks what rank 0's call returns, of the type `kind`; raise on all what it raises in order.
+        """Return rank 0's value of type `kind` on all ranks; raise rank 0's orderly error on all ranks.
 
         `place` is named where the system refuses something, else the file that it names itself.
         """
@@ -61,13 +61,13 @@ class Channel:
         return [decoder.decode(content) for content in self._gather(msgspec.json.encode(value))]
 
     def agree(self, problem: ShardwrightError | None) -> None:
-        """Raise on all ranks what any of them has found wrong: the lowest such rank's error."""
+        """Raise on all ranks the problem of the lowest rank that has one."""
         for raised in self.all_say(_reported(problem), tuple[_Raised, ...]):
             if raised:
                 raise _rebuilt(raised[0])
 
     def together(self, do: Callable[[], T], place: object = None) -> T:
-        """Return what each rank's own call returns; raise on all what the lowest rank raises that fails in order."""
+        """Return each rank's own value of `do`; raise on all ranks the orderly error of the lowest rank that fails."""
         value, problem = tried(do, place)
         self.agree(problem)
         return value  # type: ignore[return-value]
@@ -95,7 +95,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class GroupChannel(Channel):
-    """The ranks of the world in another group than the world's own."""
+    """A channel of the world's ranks over another group than the world's own."""
 
     device: torch.device
     group: dist.ProcessGroup | None

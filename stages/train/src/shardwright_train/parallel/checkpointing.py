@@ -1,4 +1,4 @@
-"""Activation recomputation: what the backward pass computes again in place of keeping it (Chen et al. 2016)."""
+"""Activation recomputation in the backward pass, in place of keeping activations (Chen et al. 2016)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,7 +15,7 @@ from shardwright_train.parallel.sharding_rules import Parts
 
 
 class Recomputation:
-    """What recomputes a layer selectively.
+    """The selective recomputation of a layer.
 
     `keeps_last`: whether something is kept behind the layer's last sum over ranks, so that a replay needs that.
     """
@@ -25,7 +25,7 @@ class Recomputation:
         self._kept: KeptResults | None = None
 
     def selective(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What a function returns, of which inputs, products, attention and sums over ranks are kept."""
+        """Return a function's result, keeping its inputs, products, attention and sums over ranks for backward."""
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             kept = KeptResults(self._keeps_last)
@@ -34,11 +34,11 @@ class Recomputation:
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
     def product(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """A matrix product whose result is summed over ranks, which nothing but the sum needs."""
+        """Return a matrix product that is summed over ranks and needed by nothing but that sum."""
         return function(*args, **kwargs) if self._kept is None else self._kept.product(function, *args, **kwargs)
 
     def sum(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """The sum over ranks of such a product."""
+        """Return the sum over ranks of a matrix product's partial results."""
         return function(x) if self._kept is None else self._kept.sum(function, x)
 
     @contextmanager
@@ -52,12 +52,12 @@ class Recomputation:
 
 
 def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a function returns, of which only the inputs are kept; it seeds its own random numbers."""
+    """Return a function's result, keeping only its inputs; it seeds its own random numbers."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def part_of(name: str, parts: Parts) -> Recompute:
-    """The kind of recomputation that repeats a module of a block: that of attention or that of the rest."""
+    """Return the kind of recomputation that repeats a module of a block: attention's or the rest's."""
     inside = (name == own or name.startswith(f"{own}.") for own in parts.attention)
     return Recompute.ATTENTION if any(inside) else Recompute.MLP
 
@@ -65,7 +65,7 @@ def part_of(name: str, parts: Parts) -> Recompute:
 def apply_activation_checkpointing(
     block: nn.Module, parts: Parts, recompute: Recompute, randomness: Randomness
 ) -> None:
-    """Recompute a block's attention or MLP where its strategy says so; what is of the whole is up to who calls it.
+    """Recompute a block's attention or MLP where its strategy says so; the caller handles recomputing whole blocks.
 
     Each part draws from a seed of its own, so that it draws the same whether it is recomputed or not.
     """

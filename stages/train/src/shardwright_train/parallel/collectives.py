@@ -25,13 +25,13 @@ class _WithTranspose(torch.autograd.Function):
 
 
 def with_transpose(x: Tensor, there: Move, back: Move) -> Tensor:
-    """A linear collective `there` of a tensor, whose gradient goes through its transpose `back`."""
+    """Return a linear collective `there` of a tensor, whose gradient goes through its transpose `back`."""
     moved: Tensor = _WithTranspose.apply(x, there, back)  # type: ignore[no-untyped-call]
     return moved
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[b, s/n, h] of each rank to [b, s, h] on all; the gradient is summed and scattered."""
+    """Gather [b, s/n, h] of each rank to [b, s, h] on all; the gradient is summed and scattered."""
     return _differentiable(x, group, _gather, _scatter)
 
 
@@ -41,23 +41,23 @@ def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same tensor, used differently by each rank from here on; the gradient is summed over the ranks."""
+    """Return the tensor unchanged, for different use on each rank; the gradient is summed over the ranks."""
     return _differentiable(x, group, _same, _sum)
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks, the same on all; the gradient passes as it is."""
+    """Return the sum over the ranks, the same on all; the gradient passes unchanged."""
     return _differentiable(x, group, _sum, _same)
 
 
 def exchange_dims(x: Tensor, split: int, gather: int, group: dist.ProcessGroup) -> Tensor:
-    """Give up a share of the dim `split` for all of the dim `gather`; the gradient goes back the same way."""
+    """Split the dim `split` and gather the dim `gather` over the ranks; the gradient takes the reverse way."""
     there, back = (partial(_all_to_all, split=a, gather=b, group=group) for a, b in ((split, gather), (gather, split)))
     return with_transpose(x, there, back)
 
 
 def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum each tensor over the ranks, in place, all in one message."""
+    """Sum each tensor over the ranks in place, all in one collective."""
     together = torch.cat([x.reshape(-1) for x in tensors])
     dist.all_reduce(together, group=group)
     for x, summed in zip(tensors, together.split([x.numel() for x in tensors]), strict=True):
@@ -91,7 +91,7 @@ def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum where the terms lie: products, and gradients that products alone make, which nothing else reads."""
+    """Sum in place: products, and gradients that only products produce, which nothing else reads."""
     # A compiled graph copies where it must. Of x itself autograd would make a view.
     total = x.clone() if torch.compiler.is_compiling() else x.detach().contiguous()
     dist.all_reduce(total, group=group)

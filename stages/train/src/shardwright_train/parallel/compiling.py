@@ -1,7 +1,7 @@
 """Blocks compiled by torch.compile: what a strategy recomputes or gathers again is part of the graph.
 
-Compiled is what a block computes, not how it is called: FSDP2's hooks stand around that. In the graph PyTorch itself
-takes care of what recomputation draws, so that parts need no seeds of their own.
+Only a block's computation is compiled; FSDP2's hooks around it are not. Within the graph, PyTorch restores the random
+state of recomputation, so that parts need no seeds of their own.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def _recompute(block: nn.Module, name: str, policy: _Policy | None) -> None:
 
 
 def _recomputed(function: Callable[..., Any], policy: _Policy | None) -> Callable[..., Any]:
-    """A function, not a partial object: of these each layer would have a graph of its own."""
+    """Return the recomputing function, not a partial object, which would give each layer a graph of its own."""
     kept: dict[str, Any] = (
         {} if policy is None else {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
     )
@@ -79,6 +79,6 @@ def _all_but_gathers(_: SelectiveCheckpointContext, operator: Any, *_args: Any, 
 
 
 def _selective(_: SelectiveCheckpointContext, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Products, attention and sums are kept where something needs them: not products of which the sum is kept."""
+    """Return whether to keep an operator's result: products, attention and sums, but no product whose sum is kept."""
     keeps = operator in _SUMS or is_product(operator) or is_attention(operator)
     return CheckpointPolicy.PREFER_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

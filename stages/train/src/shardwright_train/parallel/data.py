@@ -21,12 +21,12 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name in a plan's precision."""
+    """Return the torch dtype of a name in a plan's precision."""
     return _DTYPES[name]
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes of a layer's mesh that data parallelism works on: all but the last, tp."""
+    """Return the axes of a layer's mesh that data parallelism works on: all but the last, tp."""
     assert mesh.mesh_dim_names is not None
     return mesh[mesh.mesh_dim_names[:-1]]
 
@@ -34,7 +34,7 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
 def apply_fsdp(module: nn.Module, kind: DataParallel, axes: DeviceMesh, precision: Precision) -> None:
     """Make the ranks of `axes` share a layer's states; gradients are plain sums over them.
 
-    Of two axes (HSDP) the first replicates what the second shards.
+    With two axes (HSDP), the first replicates the shards of the second.
     FSDP2 wraps every layer but those that are replicated and computed with in the format they are kept in.
     """
     replicated = kind is DataParallel.DDP or axes.size() == 1
@@ -69,7 +69,7 @@ def _sum_gradients(module: nn.Module) -> None:
 def sharded_parameters(
     module: nn.Module, tp_dims: Mapping[str, int | None], mesh: DeviceMesh
 ) -> dict[str, nn.Parameter]:
-    """A parallelized module's parameters as DTensors over all axes of a mesh, by name.
+    """Return a parallelized module's parameters as DTensors over all axes of a mesh, by name.
 
     They share their memory with what is computed with. Autograd does not know them: computing with DTensors costs some
     4 % of a small layer's time. `tp_dims` says which dim of each parameter the tp axis shards.
@@ -78,7 +78,7 @@ def sharded_parameters(
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """This rank's shard of a parameter, sharing its memory."""
+    """Return this rank's shard of a parameter, sharing its memory."""
     if not isinstance(parameter, DTensor):
         return parameter
     local: Tensor = parameter.to_local()
@@ -86,7 +86,7 @@ def local_tensor(parameter: Tensor) -> Tensor:
 
 
 def placed_as(parameter: Tensor, local: Tensor) -> Tensor:
-    """A local tensor, such as a gradient, in the place of a parameter's local shard."""
+    """Return a DTensor like a parameter with another local tensor, such as a gradient, as its shard."""
     if not isinstance(parameter, DTensor):
         return local
     # `from_local` checks and computes anew what the parameter knows: some 0.1 ms for every gradient of every step.

@@ -1,4 +1,4 @@
-"""Inputs of matrix products, gathered again for the backward pass in place of kept (Korthikanti et al. 2022)."""
+"""Inputs of matrix products, gathered again for the backward pass instead of kept (Korthikanti et al. 2022)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ from shardwright_train.parallel.collectives import gather_sequence, with_transpo
 
 @contextmanager
 def gathered_again(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[list[Tensor]]:
-    """Tensors [b, s/n, h] of each rank as [b, s, h] on all, for the products that are called inside.
+    """Yield tensors [b, s/n, h] of each rank as [b, s, h] on all, for the products called inside.
 
-    Of what these would keep of the gathered tensors their backward passes keep this rank's share alone, and gather it
-    again, once. The gradients are summed and scattered.
+    The products' backward passes keep only this rank's share of the gathered tensors, and gather it again, once. The
+    gradients are summed and scattered.
     """
     shares = [_Share(x.detach(), group) for x in inputs]
     gathered = [share.gathered(x) for share, x in zip(shares, inputs, strict=True)]
@@ -33,14 +33,14 @@ def gathered_again(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Iterat
 
 
 class _Share:
-    """This rank's share of a gathered tensor; all of it from its first use in the backward pass to its last."""
+    """This rank's shard of a gathered tensor, gathered from its first use in the backward pass to its last."""
 
     def __init__(self, share: Tensor, group: dist.ProcessGroup) -> None:
         self._share, self._group = share, group
         self._again: Tensor | None = None
 
     def gathered(self, x: Tensor) -> Tensor:
-        """The tensor itself, gathered; differentiable."""
+        """Return the tensor itself, gathered; differentiable."""
         return with_transpose(gather_sequence(x, self._group), _same, self._used)
 
     def again(self) -> Tensor:
@@ -50,7 +50,7 @@ class _Share:
         return self._again
 
     def _used(self, gradient: Tensor) -> Tensor:
-        """The gradient of the gathered tensor is there: nothing will ask for it any more."""
+        """Note that the gradient of the gathered tensor exists, so that it is not needed any more, and return it."""
         self._again = None
         return gradient
 

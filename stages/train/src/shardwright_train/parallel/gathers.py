@@ -1,4 +1,4 @@
-"""When ZeRO-3's parameters are gathered: a layer ahead, from one pass to the next too."""
+"""The times of ZeRO-3's gathers: a layer ahead, from one pass to the next too."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,9 +11,9 @@ from shardwright_formats.types.strategy import DataParallel
 
 
 class Gathers:
-    """Tells FSDP2 what each layer of a model chunk gathers beside its own work: the ZeRO-3 layer that comes next.
+    """The gathers of a model chunk: FSDP2 gathers the next ZeRO-3 layer overlapped with each layer's own work.
 
-    By itself FSDP2 follows in the backward pass the order of all forward passes since the last step, and over several
+    By default, FSDP2 follows in the backward pass the order of all forward passes since the last step, and over several
     microbatches gathers layers that are not needed. In the forward pass it gathers a layer when it gets there.
     """
 
@@ -28,12 +28,12 @@ class Gathers:
             module.set_modules_to_backward_prefetch([before or module])
 
     def start(self, during: Pass) -> None:
-        """Gather the first layer of a pass beside the wait for its input, unless the pass before has."""
+        """Gather the first layer of a pass overlapped with the wait for its input, unless the pass before has."""
         if (first := self._ends[during is Pass.BACKWARD]) is not None:
             first.unshard(async_op=True)
 
     def prepare(self, during: Pass, then: "tuple[Gathers, Pass] | None") -> None:
-        """For a pass to come, and the one behind it: it begins with the layer that this one ends with, or another."""
+        """Prepare a pass: its last layer stays gathered if `then` begins with it, else gathers the first of `then`."""
         self._started = True
         forward, last = during is Pass.FORWARD, self._ends[during is Pass.FORWARD]
         stays = then is not None and then[0] is self and then[1] is not during
@@ -48,7 +48,7 @@ class Gathers:
             last.set_reshard_after_backward(not stays, recurse=False)
 
     def ahead(self, during: Pass) -> FSDPModule | None:
-        """The layer that a pass begins with, where ZeRO-3 gathers it and the pass before can."""
+        """Return the layer that a pass begins with, where ZeRO-3 gathers it and the pass before can."""
         return self._ends[during is Pass.BACKWARD] if self._started else None
 
 

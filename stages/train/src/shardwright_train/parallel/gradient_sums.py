@@ -1,4 +1,4 @@
-"""Gradients of replicated layers, summed over the replicas beside the rest of the backward pass."""
+"""Gradients of replicated layers, all-reduced overlapped with the rest of the backward pass."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from shardwright_train.torch_private import fsdp_parameters, gathered_parameter
 
 
 class _Bucket(NamedTuple):
-    """Gradients on their way in one message, of which they are views."""
+    """Gradients that are being reduced in one buffer, of which they are views."""
 
     parameters: tuple[nn.Parameter, ...]
     gradients: tuple[Tensor, ...]
@@ -37,7 +37,7 @@ class GradientAllReduce:
         self._sums: dict[nn.Parameter, Tensor] = {}
 
     def start(self) -> None:
-        """Begin to sum over the replicas, once the layer's backward pass is over."""
+        """Start the all-reduce over the replicas, once the layer's backward pass is over."""
         if self.armed and self._buckets is None:
             taken = list(_take_gradients(self._module))
             buckets = [taken[own.start : own.stop] for own in gradient_buckets([x.nbytes for _, x in taken])]
@@ -47,7 +47,7 @@ class GradientAllReduce:
                 self._buckets.append(_sent(buckets.pop(0), self._group))
 
     def collect(self) -> None:
-        """Wait for what the last backward pass reduced, and add it to what those before it did.
+        """Wait for the last backward pass's reduction, and add its result to those of earlier passes.
 
         Raises RuntimeError where a gradient came after its layer's backward pass was taken to be over.
         """
@@ -71,7 +71,7 @@ class GradientAllReduce:
 
 
 def _sent(bucket: list[tuple[nn.Parameter, Tensor]], group: dist.ProcessGroup) -> _Bucket:
-    """Start to sum some gradients: one alone where it lies, several as one message, for which they are copied."""
+    """Start to sum gradients: a single one in place, several as copies in one buffer."""
     parameters, gradients = zip(*bucket, strict=True)
     together = gradients[0]
     if len(gradients) > 1:

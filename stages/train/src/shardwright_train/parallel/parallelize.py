@@ -1,4 +1,4 @@
-"""The recipe: what is done to a clean stock module so that it computes one rank's share of a layer, in order."""
+"""The steps, in order, that make a clean stock module compute one rank's share of a layer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,23 +26,23 @@ from shardwright_train.parallel.tensor import Sharding, TensorParallel, apply_te
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleStyle:
-    """What the recipe must know of a stock module."""
+    """The facts about a stock module that parallelizing it needs."""
 
     rules: Mapping[str, Rule]
-    """What tensor parallelism shards, by the ends of modules' names; the rest is replicated."""
+    """Sharding rules of tensor parallelism, by the ends of modules' names; the rest is replicated."""
     parts: Parts | None
-    """The inside of a block; None for embedding and head."""
+    """Parts of a block; None for embedding and head."""
     after_split: Callable[[nn.Module, TensorParallel], None]
-    """Corrects what a stock block remembers of its full size."""
+    """Function that corrects the attributes in which a stock block stores its full size."""
     attention: str
-    """The attention kernel."""
+    """Name of the attention kernel."""
     compile: bool
     """Whether torch.compile compiles a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelModule:
-    """A module after the recipe, and what is still to be done with its gradients."""
+    """A parallelized module, with the reduction that its gradients still need."""
 
     module: nn.Module
     strategy: Strategy
@@ -50,11 +50,11 @@ class ParallelModule:
     tensor_parallel: TensorParallel
     sharding: Sharding
     gradient_all_reduce: GradientAllReduce | None
-    """Sums the gradients of a replicated layer; None where FSDP2 reduces them, or nobody."""
+    """All-reduce of a replicated layer's gradients; None where FSDP2 or nothing reduces them."""
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's shards as DTensors, by their names in the module; they take the gradients."""
+        """Return this rank's shards as DTensors, by their names in the module; they take the gradients."""
         return sharded_parameters(self.module, self.sharding.tp_dims, self.mesh)
 
 

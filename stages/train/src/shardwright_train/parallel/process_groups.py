@@ -57,7 +57,7 @@ class Groups:
         self._made, self._meshes = {}, {}
 
     def mesh(self, plan: Plan, strategy: Strategy) -> DeviceMesh:
-        """The mesh (dp, tp) whose tp axis shards a layer's parameters, and whose dp axis replicates or shards them.
+        """Return the mesh (dp, tp): tp shards a layer's parameters, dp replicates or shards them.
 
         Where groups of ranks hold replicas of each other's shards, two axes take the place of dp: replicate, shard.
         """
@@ -77,7 +77,7 @@ class Groups:
         return self._meshes[key]
 
     def sequence_group(self, plan: Plan, strategy: Strategy) -> dist.ProcessGroup:
-        """The group of the tp_size ranks that one sample is spread over."""
+        """Return the group of the tp_size ranks that one sample is sharded over."""
         layout, ranks = layout_of(strategy), _stage_ranks(plan)
         dp_index, _ = layout.coordinates(ranks.index(dist.get_rank()))
         ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
@@ -85,11 +85,11 @@ class Groups:
         return self.among(purpose, (ranks[i] for i in layout.holders(dp_index)))
 
     def among(self, purpose: Purpose, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """The group of some ranks, this one among them, for a purpose."""
+        """Return the group of some ranks, this one among them, for a purpose."""
         return self._of_this_rank(axis_of(purpose, tuple(ranks)))
 
     def edge(self, kind: Pass, around: bool, ranks: tuple[int, int]) -> dist.ProcessGroup:
-        """The group of a sender and a receiver of neighbouring pipeline stages, in one direction.
+        """Return the group of a sender and a receiver of neighbouring pipeline stages, in one direction.
 
         `around`: from the last pipeline stage to the first (forward; backward the reverse), when it is interleaved.
         """
@@ -101,7 +101,7 @@ class Groups:
         return made
 
     def _along(self, grid: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
-        """The group of this rank along an axis of a grid of ranks."""
+        """Return the group of this rank along an axis of a grid of ranks."""
         place: list[Any] = (grid == dist.get_rank()).nonzero()[0].tolist()
         place[axis] = slice(None)
         purpose = Purpose.TENSOR_PARALLEL if name == "tp" else Purpose.DATA_PARALLEL
@@ -126,7 +126,7 @@ class Groups:
 
 
 def _send_a_number(planned: PlannedGroup, group: dist.ProcessGroup, number: torch.Tensor) -> None:
-    """As the group will be used: one that exchanges pieces connects each two of its ranks."""
+    """Send a number over a group as it will be used: a group that exchanges pieces connects all pairs of ranks."""
     if planned.purpose is Purpose.EDGE:
         source, target = planned.ranks
         if dist.get_rank() == source:
@@ -141,7 +141,7 @@ def _send_a_number(planned: PlannedGroup, group: dist.ProcessGroup, number: torc
 
 
 def _few_channels(device_type: str) -> "dist.ProcessGroupNCCL.Options | None":
-    """NCCL's options of an edge, None for gloo: a receive that waits holds a multiprocessor for each channel."""
+    """Return NCCL's options of an edge, None for gloo: a waiting receive occupies a multiprocessor per channel."""
     if device_type != "cuda":
         return None
     options = dist.ProcessGroupNCCL.Options()

@@ -13,12 +13,12 @@ from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.parallel.process_groups import Groups
 
 Window = tuple[slice, slice]
-"""Samples and positions of a local tensor."""
+"""Slices of samples and positions of a local tensor."""
 
 
 @dataclass(frozen=True)
 class RedistributionSite:
-    """The rank `me` among the `ranks` of a pipeline stage, and the size of what it redistributes."""
+    """The place of redistribution: rank `me` among the `ranks` of a pipeline stage, and the size of the tensor."""
 
     ranks: tuple[int, ...]
     me: int
@@ -38,12 +38,12 @@ class Redistribution:
         self.forward_move, self.backward_move = _Move(source, target, site), _Move(target, source, site)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Move a tensor; differentiable."""
+        """Return a tensor moved to the target layout; differentiable."""
         return with_transpose(x, self.forward_move, self.backward_move)
 
 
 class _Move:
-    """One direction: which pieces this rank keeps, sends and receives, each in the order of the group's ranks."""
+    """The pieces that this rank keeps, sends and receives in one direction, in the order of the group's ranks."""
 
     def __init__(self, source: Layout, target: Layout, site: RedistributionSite) -> None:
         me, size = site.me, (site.samples, site.length)
@@ -82,12 +82,12 @@ class _Move:
 
 
 def _counts(tensors: Sequence[Sequence[Tensor]]) -> list[int]:
-    """Numbers to exchange with each rank of the group."""
+    """Return the counts of elements to exchange with each rank of the group."""
     return [sum(x.numel() for x in with_peer) for with_peer in tensors]
 
 
 def window(piece: ActivationShard, full: ActivationShard) -> Window:
-    """Where a piece lies in a tensor that is a larger part of the microbatch."""
+    """Return the place of a piece in a tensor that is a larger part of the microbatch."""
     return (
         slice(piece.batch_start - full.batch_start, piece.batch_end - full.batch_start),
         slice(piece.sequence_start - full.sequence_start, piece.sequence_end - full.sequence_start),

@@ -1,4 +1,4 @@
-"""Random numbers that ranks agree on where they hold copies, and draw apart where they hold parts."""
+"""Random numbers that are equal on ranks with replicas, and independent on ranks with shards."""
 
 import hashlib
 from collections.abc import Iterator
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 
 RNGKey = tuple[int, int, int]
-"""What a pass draws for: the run's seed, the step and the microbatch."""
+"""Key of a pass's random numbers: the run's seed, the step and the microbatch."""
 
 
 def seed_of(*parts: object) -> int:
-    """A generator seed that follows from what it is for."""
+    """Return a generator seed derived from the given parts."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:7])
 
 
 @dataclass
 class _Pass:
-    """What is being drawn for now; `outer` is the state to go back to while this rank draws for its own part."""
+    """The key of the current draws; `outer` is the state to restore after this rank draws for its own shard."""
 
     seed: tuple[object, ...]
     outer: torch.Tensor | None = None
@@ -40,7 +40,7 @@ class Randomness:
 
     @property
     def current(self) -> tuple[object, ...] | None:
-        """What is being drawn for: give it to `seeded` to draw the same again."""
+        """Return the key of the current draws, with which `seeded` draws the same again."""
         return None if self._now is None else self._now.seed
 
     @contextmanager
@@ -56,7 +56,7 @@ class Randomness:
                 self._now = before
 
     def inside(self) -> None:
-        """From here on this rank computes its own part."""
+        """Begin the part in which this rank computes its own shard."""
         now = self._now
         if now is not None and now.outer is None:
             now.outer = self._state()
@@ -64,7 +64,7 @@ class Randomness:
             now.parts += 1
 
     def outside(self) -> None:
-        """From here on the ranks compute the same again."""
+        """End the part in which this rank computes its own shard."""
         now = self._now
         if now is not None and now.outer is not None:
             self._restore(now.outer)

@@ -1,6 +1,6 @@
-"""What selective recomputation keeps: results of matrix products, of attention, and of sums over ranks.
+"""Selective recomputation keeps results of matrix products, of attention, and of sums over ranks.
 
-The result of a product that is summed over ranks is not kept: a replay takes the sum that was, and omits the product.
+The result of a product that is summed over ranks is not kept: a replay reuses the kept sum, and omits the product.
 PyTorch's own contexts for it refuse a replay that omits something.
 """
 
@@ -18,18 +18,18 @@ _ATTENTION = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn_")
 
 
 def is_product(operator: Any) -> bool:
-    """Whether an operator is a product with weights."""
+    """Return whether an operator is a product with weights."""
     return operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def is_attention(operator: Any) -> bool:
-    """Whether an operator computes attention as a whole."""
+    """Return whether an operator computes attention as a whole."""
     name: str = operator.name()
     return name.startswith(_ATTENTION)
 
 
 class KeptResults(TorchDispatchMode):
-    """Of one pass through a layer, in order, for its replay; `keeps_last`: whether that needs the layer's last sum."""
+    """Kept results of one pass through a layer, in order, for its replay, which needs the last sum if `keeps_last`."""
 
     def __init__(self, keeps_last: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ class KeptResults(TorchDispatchMode):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward pass."""
+        """Record results during the forward pass."""
         with self:
             yield
         if not self._keeps_last:
@@ -47,18 +47,18 @@ class KeptResults(TorchDispatchMode):
         self._replays = True
 
     def replay(self) -> AbstractContextManager[Any]:
-        """Around its replay in the backward pass."""
+        """Return the context of the replay in the backward pass."""
         return self
 
     def product(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """A matrix product whose result is summed over ranks."""
+        """Return a matrix product whose result is summed over ranks."""
         self._is_summed = True
         result = function(*args, **kwargs)
         self._is_summed = False
         return result
 
     def sum(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """The sum over ranks of such a product."""
+        """Return the sum over ranks of a matrix product's partial results."""
         if self._replays:
             kept = self._results.pop(0)
             return with_transpose(x, lambda _: kept, lambda gradient: gradient)

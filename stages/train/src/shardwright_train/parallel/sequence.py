@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from shardwright_train.parallel.collectives import exchange_dims
 
 ULYSSES_ATTENTION = "shardwright_ulysses"
-"""The name under which transformers' modules find the attention below."""
+"""Name under which transformers' modules find the attention below."""
 
 _HEADS, _POSITIONS = 1, 2
 """Dims of queries, keys and values [b, heads, s, d]; attention's output is [b, s, heads, d]."""
@@ -22,10 +22,10 @@ _HEADS, _POSITIONS = 1, 2
 class _Ulysses(NamedTuple):
     group: dist.ProcessGroup
     repeat: int
-    """Copies of each key and value head, so that the degree divides their number."""
+    """Number of copies of each key and value head, so that the degree divides their number."""
     kernel: Callable[..., Any]
     seen: nn.Module
-    """The module as the kernel would read it without Ulysses, its key and value heads repeated."""
+    """Module that the kernel reads, as without Ulysses, its key and value heads repeated."""
 
 
 def apply_ulysses(block: nn.Module, group: dist.ProcessGroup, kernel: str) -> None:

@@ -1,4 +1,4 @@
-"""How a family says what tensor parallelism shards: rules that name the modules of its stock model."""
+"""Rules that name the modules of a family's stock model which tensor parallelism shards."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from transformers.pytorch_utils import Conv1D
 
 @dataclass(frozen=True)
 class Rule:
-    """What tensor parallelism does to a module's own parameters; those that no rule names are replicated."""
+    """A rule for sharding a module's own parameters; those without a rule are replicated."""
 
     kind: str
     fused: int = 1
-    """Equal matrices side by side in one weight, such as query, key and value, each of which is cut by itself."""
+    """Number of equal matrices side by side in one weight, such as query, key and value, each sharded by itself."""
 
 
 COLUMN = Rule("column")
@@ -43,19 +43,19 @@ class Parts(NamedTuple):
 
     path: str
     attention: tuple[str, ...]
-    """What is recomputed where `recompute` says attention, and what where it says mlp."""
+    """Callables that `recompute` attention recomputes."""
     mlp: tuple[str, ...]
     products: tuple[str, ...] = ()
-    """Where column-parallel products begin; where there is none, with each part."""
+    """Callables that column-parallel products begin in; if empty, each part."""
 
     @property
     def enter(self) -> tuple[str, ...]:
-        """Before what all positions are needed."""
+        """Return the callables before which all positions are needed."""
         return self.products or (*self.attention, *self.mlp)
 
 
 class Cut(NamedTuple):
-    """How a parameter is kept: fused matrices have a dim of their own."""
+    """The sharding of a parameter; fused matrices have a dim of their own."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class Cut(NamedTuple):
 
 
 def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
-    """Every parameter of a module under the rules, by its name inside the module."""
+    """Yield every parameter of a module with its rule, by its name inside the module."""
     for owner_name, owner in module.named_modules():
         rule = rule_for(owner_name, rules)
         for name, parameter in owner.named_parameters(recurse=False):
@@ -73,7 +73,7 @@ def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
 
 
 def rule_for(name: str, rules: Rules) -> Rule | None:
-    """The rule of the longest key that is the end of a module's name."""
+    """Return the rule of the longest key that is the end of a module's name."""
     keys = [key for key in rules if f".{name}".endswith(f".{key}")]
     return rules[max(keys, key=len)] if keys else None
 

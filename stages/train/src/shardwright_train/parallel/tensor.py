@@ -23,7 +23,7 @@ from shardwright_train.torch_private import own_parameters
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How the ranks that one sample is sharded over share a layer.
+    """The sharing of a layer by the ranks that one sample is sharded over.
 
     `axis` is the mesh axis that shards parameters (of one rank under Ulysses), `sequence_group` has tp_size ranks.
     """
@@ -33,40 +33,40 @@ class TensorParallel:
     sequence_parallel: SequenceParallel
     randomness: Randomness
     recomputation: Recomputation
-    """What recomputes the layer selectively."""
+    """Selective recomputation of the layer."""
     fused_loss: bool = False
     """Whether a fused kernel computes the head's cross entropy."""
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that share the layer's matrices."""
+        """Return the group of ranks that share the layer's matrices."""
         return self.axis.get_group()
 
     @property
     def size(self) -> int:
-        """Number of ranks that share the layer's matrices."""
+        """Return the number of ranks that share the layer's matrices."""
         return self.axis.size()
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """Return this rank's index among the ranks that share the layer's matrices."""
         return self.axis.get_local_rank()
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether each rank has its own part of the sequence between the matrix products (Megatron)."""
+        """Return whether each rank has its own part of the sequence between the matrix products (Megatron)."""
         return self.sequence_parallel is SequenceParallel.MEGATRON
 
     @property
     def splits_everything(self) -> bool:
-        """Whether each rank has its own part of the sequence in the matrix products too (Ulysses)."""
+        """Return whether each rank has its own part of the sequence in the matrix products too (Ulysses)."""
         return self.sequence_parallel is SequenceParallel.ULYSSES
 
     @contextmanager
     def entered(self, *inputs: Tensor, keeps: bool = False) -> Iterator[Sequence[Tensor]]:
-        """Around column-parallel products: all positions of their inputs, on every rank.
+        """Yield the inputs of column-parallel products with all positions, on every rank.
 
-        They gather them again for the backward pass unless they may keep them, being recomputed themselves.
+        The products gather their inputs again for backward unless they `keeps` them, being recomputed themselves.
         """
         self.randomness.inside()
         if not self.splits_sequence:
@@ -78,14 +78,14 @@ class TensorParallel:
                 yield gathered
 
     def leave(self, x: Tensor) -> Tensor:
-        """After a row-parallel product: the sum over the ranks, scattered again where the sequence is split."""
+        """Return the sum of a row-parallel product over the ranks, scattered where the sequence is split."""
         total = partial(scatter_sequence if self.splits_sequence else sum_over_group, group=self.group)
         x = self.recomputation.sum(total, x)
         self.randomness.outside()
         return x
 
     def positions(self, length: int) -> slice:
-        """The positions, of `length` in all, that this rank has between the matrix products."""
+        """Return the positions, of `length` in all, that this rank has between the matrix products."""
         if not (self.splits_sequence or self.splits_everything):
             return slice(0, length)
         share = length // self.sequence_group.size()
@@ -93,22 +93,22 @@ class TensorParallel:
         return slice(first, first + share)
 
     def positions_inside(self, length: int) -> slice:
-        """The positions that this rank works on in the matrix products: all of them, but under Ulysses."""
+        """Return the positions that this rank works on in the matrix products: all of them, except under Ulysses."""
         return self.positions(length) if self.splits_everything else slice(0, length)
 
     @property
     def sums_outside(self) -> bool:
-        """Whether the gradient of a replicated parameter that is used outside the products is a sum over the ranks."""
+        """Return whether the gradient of a replicated parameter used outside the products is a sum over the ranks."""
         return self.splits_sequence and self.size > 1
 
 
 class Sharding(NamedTuple):
-    """What became of a module's parameters, by name."""
+    """The sharding of a module's parameters, by name."""
 
     tp_dims: Mapping[str, int | None]
-    """Which dim of each parameter is sharded; None where it is replicated."""
+    """Sharded dim of each parameter; None where it is replicated."""
     partial: frozenset[str]
-    """The replicated parameters whose gradients must be summed over the axis after the backward pass."""
+    """Replicated parameters whose gradients must be summed over the axis after the backward pass."""
 
 
 def apply_tensor_parallel(module: nn.Module, rules: Mapping[str, Rule], tensor_parallel: TensorParallel) -> Sharding:
@@ -144,7 +144,7 @@ def enter_before(module: nn.Module, tensor_parallel: TensorParallel, keeps: bool
 
 
 def _empty_shard(full: Tensor, tp_dim: int | None, size: int) -> nn.Parameter:
-    """Room for one rank's shard; a length that the number of ranks does not divide is padded, the padding unused."""
+    """Return an empty shard for one rank; a length that the ranks do not divide is padded."""
     shape = list(full.shape)
     if tp_dim is not None:
         shape[tp_dim] = -(-shape[tp_dim] // size)

@@ -34,11 +34,11 @@ class TiedParameters:
         self.replicas = frozenset(
             (replica.layer, replica.parameter.name) for one in tied for replica in one[1:] if rank in replica.ranks
         )
-        """Layer and parameter of what this rank holds but does not own: it counts once in a norm."""
+        """Layer and parameter of each replica that this rank does not own: it counts once in a norm."""
         self._to_owners, self._from_owners = pieces_to_owners(tied), pieces_from_owners(tied)
 
     def alone(self) -> "TiedParameters":
-        """The same replicas, which exchange nothing."""
+        """Return these replicas without any exchange."""
         found = copy(self)
         found.group = None
         return found

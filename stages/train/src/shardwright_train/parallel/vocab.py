@@ -13,7 +13,7 @@ from shardwright_train.parallel.fused import fused_cross_entropy
 from shardwright_train.parallel.tensor import TensorParallel
 
 IGNORED = -100
-"""The label of a position that does not count, as in transformers."""
+"""Label of a position that does not count, as in transformers."""
 
 
 def token_embedding(embedding: nn.Embedding, tokens: Tensor, tensor_parallel: TensorParallel) -> Tensor:
@@ -30,9 +30,9 @@ def token_embedding(embedding: nn.Embedding, tokens: Tensor, tensor_parallel: Te
 
 
 def positions_of(tokens: Tensor, tensor_parallel: TensorParallel, given: Tensor | None = None) -> Tensor:
-    """The numbers of the positions of tokens [b, s] that this rank holds between the matrix products.
+    """Return the position numbers of tokens [b, s] that this rank holds between the matrix products.
 
-    They count from 0 unless they are given [b, s].
+    Positions count from 0 unless they are given [b, s].
     """
     own = tensor_parallel.positions(tokens.shape[1])
     if given is not None:
@@ -41,7 +41,7 @@ def positions_of(tokens: Tensor, tensor_parallel: TensorParallel, given: Tensor 
 
 
 def loss_of_logits(logits: Tensor, labels: Tensor, classes: int, tensor_parallel: TensorParallel) -> Tensor:
-    """Sum of cross entropy of this rank's share [b, s, v/n] of `classes` logits; labels [b, s] are of all positions."""
+    """Return the summed cross entropy of this rank's share [b, s, v/n] of `classes` logits; labels [b, s] are whole."""
     labels = labels[:, tensor_parallel.positions_inside(labels.shape[1])]
     if tensor_parallel.fused_loss:
         return fused_cross_entropy(logits, labels, IGNORED, tensor_parallel.group).sum()
@@ -50,7 +50,7 @@ def loss_of_logits(logits: Tensor, labels: Tensor, classes: int, tensor_parallel
 
 
 def sum_of_cross_entropy(logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum over [b, s] of the cross entropy of logits [b, s, v/n] that lie over a group; the same on each rank.
+    """Return the sum over [b, s] of the cross entropy of logits [b, s, v/n] sharded over a group; equal on each rank.
 
     Computed in float32 at least. This rank has the classes from `first` on; labels that are IGNORED do not count. The
     backward pass overwrites the logits.
@@ -60,7 +60,7 @@ def sum_of_cross_entropy(logits: Tensor, labels: Tensor, first: int, group: dist
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the logits as they came, whose place their gradient takes; wide numbers are of some positions at a time."""
+    """Cross entropy that keeps the logits, whose gradient overwrites them, and widens some positions at a time."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
@@ -94,7 +94,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _own(labels: Tensor, first: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Of each label its place among a rank's classes, or 0, and whether it is one of them."""
+    """Return each label's index among a rank's classes, or 0, and whether it is one of them."""
     index = labels - first
     mine = (index >= 0) & (index < classes)
     return index.where(mine, torch.zeros_like(index)), mine
@@ -105,7 +105,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _parts(rows: Tensor) -> Iterator[slice]:
-    """Positions whose logits [n, v] are widened together; none where a rank has no classes."""
+    """Yield the positions whose logits [n, v] are widened together; none where a rank has no classes."""
     count, classes = rows.shape
     size = max(1, LOSS_ELEMENTS // max(1, classes))
     return (slice(i, i + size) for i in range(0, count if classes else 0, size))

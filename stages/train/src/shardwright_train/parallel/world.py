@@ -22,7 +22,7 @@ from shardwright_train.torch_private import default_timeout
 
 @dataclass(frozen=True)
 class World(Channel):
-    """A rank, the number of ranks, the device this rank computes on, and what it tells its launcher through."""
+    """A rank, the number of ranks, the device this rank computes on, and its connection to the launcher."""
 
     rank: int
     size: int
@@ -72,7 +72,7 @@ _BYTES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 @contextmanager
 def out_of_memory_said(subject: str = "") -> Iterator[None]:
-    """Raise what PyTorch raises where a device lacks memory as OutOfMemory, with what `subject` asked for."""
+    """Raise PyTorch's out-of-memory errors as OutOfMemory, naming `subject`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -94,10 +94,10 @@ def _device(device_type: str, local_rank: int) -> torch.device:
 
 
 def peak_resident_bytes() -> int:
-    """The most host memory that this process has had resident so far."""
+    """Return the peak resident host memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that tensors took of a GPU so far, or this process of the host; the device is not waited for."""
+    """Return the peak bytes of tensors on a GPU, or of this process on the host, without synchronizing the device."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()

@@ -1,1 +1,1 @@
-"""One rank's pipeline stage and its step."""
+"""The pipeline stage of a rank, and its step."""

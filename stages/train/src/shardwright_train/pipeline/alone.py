@@ -1,4 +1,4 @@
-"""A pipeline stage without its neighbours, up to where it holds the most: to see whether its memory suffices."""
+"""A pipeline stage without its neighbours, run up to its peak memory, to see whether its device suffices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,30 +7,30 @@ from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_train.pipeline.p2p import Pipeline, Port
 
 _ADDS = 2
-"""Backward passes of a chunk until one adds to gradients that are there."""
+"""Number of backward passes of a chunk until one adds to existing gradients."""
 
 
 @dataclass(frozen=True)
 class StageAlone(Pipeline):
-    """A rank's place in a pipeline that is not there: inputs and gradients have their shapes, and no values."""
+    """A rank's place in a simulated pipeline: inputs and gradients have their shapes, and no values."""
 
     @classmethod
     def of_pipeline(cls, pipeline: Pipeline) -> "StageAlone":
-        """The same place; nothing is sent or received."""
+        """Return the place of a rank in a pipeline, without sends and receives."""
         incoming, outgoing = (
             {key: _cut_off(port) for key, port in ports.items()} for ports in (pipeline.incoming, pipeline.outgoing)
         )
         return cls(pipeline.context, incoming, outgoing)
 
     def actions(self) -> tuple[Action, ...]:
-        """What the rank does in a step, of the microbatches alone that it takes to hold the most."""
+        """Return the rank's actions in a step, for as many microbatches as reach its peak memory."""
         return until_fullest(super().actions())
 
 
 def until_fullest(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """A stage's actions of the microbatches that begin before every chunk has added to gradients that were there.
+    """Return a stage's actions of the microbatches that begin before every chunk has added to existing gradients.
 
-    From then on each forward pass takes what a backward pass has given back: no more is held at any later time.
+    From then on each forward pass reuses memory that a backward pass has freed: the peak does not grow further.
     """
     chunks, gone, begun = {action.chunk for action in actions}, dict[int, int](), set[int]()
     for kind, microbatch, chunk in actions:
@@ -42,5 +42,5 @@ def until_fullest(actions: Sequence[Action]) -> tuple[Action, ...]:
 
 
 def _cut_off(port: Port) -> Port:
-    """The port with messages that stay here: they hold their memory as long as they would on their way."""
+    """Return the port with messages that stay here, and hold their memory as long as real ones."""
     return replace(port, pieces=tuple(tuple(piece._replace(group=None) for piece in pieces) for pieces in port.pieces))

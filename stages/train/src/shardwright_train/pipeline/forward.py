@@ -1,4 +1,4 @@
-"""Forward passes alone, in the order of a rank's action list: what an evaluation does under a plan."""
+"""Forward passes alone, in the order of a rank's action list, for evaluation under a plan."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ _NOTHING_IS_DRAWN: RNGKey = (0, 0, 0)
 
 @contextmanager
 def evaluating(stage: Stage) -> Iterator[None]:
-    """Inside nothing is dropped and no gradient prepared; behind it the stage is as it was, its parameters sharded."""
+    """Disable dropout and gradients inside; afterwards the stage is as before, its parameters sharded."""
     modes = [(module, module.training) for chunk in stage.chunks for module in chunk.modules()]
     for chunk in stage.chunks:
         chunk.eval()
@@ -36,11 +36,11 @@ def evaluating(stage: Stage) -> Iterator[None]:
 
 
 def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
-    """The forward passes of a global batch, of which this is the rank's share; inside of `evaluating`.
+    """Run the forward passes of a rank's share of a global batch, inside `evaluating`.
 
     Returns the sum of the loss over the labels that count, and their number, in float64: this rank's parts, which add
     up over all ranks; ranks away from the end of the model have 0. At any moment the messages of no more than two
-    micro-batches are on their way.
+    microbatches are in flight.
     """
     context = pipeline.context
     todo = [action for action in pipeline.actions() if action.kind is Pass.FORWARD]
@@ -66,7 +66,7 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
 
 
 def _parts(stage: Stage, action: Action, loss: Tensor, microbatch: Batch) -> Tensor:
-    """This rank's part of a micro-batch's summed loss and of its number of labels.
+    """Return this rank's part of a microbatch's summed loss and of its number of labels.
 
     Each rank of the head's group has the same samples, and the full loss of them; with Ulysses that of its positions.
     """
@@ -78,4 +78,4 @@ def _parts(stage: Stage, action: Action, loss: Tensor, microbatch: Batch) -> Ten
 
 
 def _no_hook(_name: str) -> None:
-    """Nothing of a forward pass is timed."""
+    """Do nothing, as no event of a forward pass is timed."""

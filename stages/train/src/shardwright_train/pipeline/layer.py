@@ -37,7 +37,7 @@ class GivenWeights(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """A rank's place under a plan, and what a run settles."""
+    """A rank's place under a plan, with the settings of its run."""
 
     plan: Plan
     family: Family
@@ -46,30 +46,30 @@ class RankContext:
     attention: str
     device: torch.device
     seed: int | None
-    """Of the initial weights; None leaves the parameters on the meta device."""
+    """Seed of the initial weights; None leaves the parameters on the meta device."""
     resumes: bool = False
     """Whether the weights will be read from a checkpoint, so that none are drawn."""
     weights: GivenWeights | None = None
-    """None: all are drawn."""
+    """Given initial weights; None: all are drawn."""
 
     @property
     def stage_index(self) -> int:
-        """The pipeline stage of this rank."""
+        """Return the pipeline stage of this rank."""
         return self.plan.stage_of_rank(self.rank)
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The ranks of its pipeline stage."""
+        """Return the ranks of this rank's pipeline stage."""
         return self.plan.stages[self.stage_index].ranks
 
     @property
     def me(self) -> int:
-        """This rank's number inside its pipeline stage."""
+        """Return this rank's number inside its pipeline stage."""
         return self.stage_ranks.index(self.rank)
 
     @cached_property
     def share(self) -> Share:
-        """What this rank reads of a global batch: the samples that some layer of its works on."""
+        """Return this rank's share of a global batch: the samples that some layer of it works on."""
         plan, chunks = self.plan, range(len(self.plan.stages[self.stage_index].layers))
         layers = [layer for chunk in chunks for layer in chunk_layers(plan, self.stage_index, chunk)]
         shards = [layout_of(strategy).activation_shard(self.me, plan.microbatch_samples, 1) for *_, strategy in layers]
@@ -96,24 +96,24 @@ class Layer:
     redistributions: tuple[Redistribution | None, ...]
     constants: dict[str, Any]
     samples: slice
-    """Which it works on of the samples that this rank reads of a microbatch."""
+    """Samples that the layer works on, among those that this rank reads of a microbatch."""
     compiled: bool
-    """Whether it is a block that is compiled, with what of it is recomputed selectively."""
+    """Whether the layer is a compiled block, whose selective recomputation is compiled with it."""
     randomness: Randomness | None
-    """None where nothing is dropped."""
+    """Random numbers of dropout; None where nothing is dropped."""
 
     @property
     def module(self) -> nn.Module:
-        """What computes; its parameters are this rank's shards."""
+        """Return the module that computes; its parameters are this rank's shards."""
         return self.parallel.module
 
     @property
     def strategy(self) -> Strategy:
-        """How the layer is sharded."""
+        """Return the strategy by which the layer is sharded."""
         return self.parallel.strategy
 
     def described_name(self, name: str) -> str:
-        """What the model description calls a parameter of the module."""
+        """Return the model description's name of a parameter of the module."""
         return self.family.described_name(self.kind, name)
 
     def __call__(self, states: States, batch: Batch, rng_key: RNGKey) -> States | Tensor:
@@ -207,7 +207,7 @@ def build_layer(
 
 
 def _stock_module(context: RankContext, name: str, strategy: Strategy) -> nn.Module:
-    """The stock module of a layer on the meta device."""
+    """Return the stock module of a layer on the meta device."""
     plan = context.plan
     ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES and strategy.tp_size > 1
     with torch.device("meta"), _default_dtype(torch_dtype(plan.precision.parameters)):

@@ -1,4 +1,4 @@
-"""The microbatches of a rank's share of a global batch, each with what its layers share."""
+"""The microbatches of a rank's share of a global batch, each with the mask that its layers share."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from shardwright_train.pipeline.stage import Stage
 
 @dataclass
 class Microbatches:
-    """Takes microbatches out of a batch, and gives each the one mask that all its layers on this rank read.
+    """The microbatches of a batch, each with the one mask that all its layers on this rank read.
 
     The mask is made for the first chunk of a microbatch, kept here until the last one has it, and then lives as long as
     what the layers keep of it for their backward passes.
@@ -27,7 +27,7 @@ class Microbatches:
 
     stage: Stage
     batch: Batch
-    """On the device."""
+    """Batch on the device."""
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
     def taken_by(self, action: Action) -> Batch:

@@ -16,26 +16,26 @@ from shardwright_train.pipeline.layer import RankContext
 
 
 class Piece(NamedTuple):
-    """What one other rank sends or gets of a tensor."""
+    """The piece of a tensor that one other rank sends or receives."""
 
     rank: int
     group: dist.ProcessGroup | None
-    """Of the two ranks, for this direction alone; None where the other rank is not there, and no message goes."""
+    """Group of the two ranks, for this direction alone; None where the other rank is absent, and nothing is sent."""
     window: Window
 
 
 @dataclass(frozen=True)
 class Port:
-    """Where messages of one pass come into a model chunk of this rank, or leave it."""
+    """A connection by which one pass's messages enter or leave a model chunk of this rank."""
 
     there: tuple[int, int]
-    """Pipeline stage and number of the chunk at the other side of the cut."""
+    """Pipeline stage and chunk number at the other side of the cut."""
     order: Mapping[Action, int]
-    """When the ranks there do what."""
+    """Order of the actions of the ranks at the other side."""
     shapes: tuple[tuple[int, int, int], ...]
-    """Of this rank's part of each tensor."""
+    """Shapes of this rank's part of each tensor."""
     pieces: tuple[tuple[Piece, ...], ...]
-    """Of each tensor."""
+    """Pieces of each tensor."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Pipeline:
 
     @classmethod
     def of(cls, context: RankContext) -> "Pipeline":
-        """The place of a rank under a plan."""
+        """Return the place of a rank under a plan."""
         incoming, outgoing = {}, {}
         for cut in cuts(context.plan):
             for kind, (source, target) in ((Pass.FORWARD, cut[:2]), (Pass.BACKWARD, cut[1::-1])):
@@ -64,7 +64,7 @@ class Pipeline:
         return cls(context, incoming, outgoing)
 
     def actions(self) -> tuple[Action, ...]:
-        """What this rank does in a step, in order."""
+        """Return this rank's actions in a step, in order."""
         return _actions(self.context, self.context.stage_index)
 
 
@@ -94,16 +94,16 @@ def _port(context: RankContext, cut: Cut, kind: Pass, there: tuple[int, int], se
 
 
 class _Sent(NamedTuple):
-    """A message on its way; its tensor's memory must not be used again before it has gone."""
+    """A message in flight; its tensor's memory must not be reused before it is sent."""
 
     stage: int
     taken_at: int
-    """Number of the receiver's action that takes it."""
+    """Number of the receiver's action that receives it."""
     work: dist.Work | None
     tensor: Tensor
 
     def wait(self) -> None:
-        """Wait until it has gone."""
+        """Wait until the message is sent."""
         if self.work is not None:
             self.work.wait()
 
@@ -118,14 +118,14 @@ class _Expected(NamedTuple):
 
 @dataclass
 class Messages:
-    """The messages of a step: those that are being received, and those sent that are not yet known to be taken."""
+    """The messages of a step: pending receives, and sends not yet known to be received."""
 
     pipeline: Pipeline
     expected: dict[Action, tuple[list[Tensor], list[_Expected]]] = field(default_factory=dict)
     sends: list[_Sent] = field(default_factory=list)
 
     def expect(self, action: Action) -> None:
-        """Begin to receive what an action begins with: once the action before it begins, so that it comes meanwhile."""
+        """Start to receive an action's inputs when the action before it begins, so that both overlap."""
         port = self.pipeline.incoming.get((action.kind, action.chunk))
         if port is not None:
             context = self.pipeline.context
@@ -134,10 +134,10 @@ class Messages:
             self.expected[action] = tensors, list(_receives(tensors, port))
 
     def received(self, action: Action) -> list[Tensor]:
-        """Wait for what an action begins with; nothing at the ends of the model.
+        """Wait for an action's inputs and return them; none at the ends of the model.
 
-        That it has come also tells that the neighbours have taken all messages up to their action that made it. Gloo
-        does not say of a message whether it has gone, other than by waiting for it.
+        Their arrival also shows that the neighbours have received all messages up to the action that sent them. Gloo
+        can only tell that a message is sent by waiting for it.
         """
         port = self.pipeline.incoming.get((action.kind, action.chunk))
         if port is None:
@@ -156,7 +156,7 @@ class Messages:
         return tensors
 
     def send(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Send on what an action has made."""
+        """Send the outputs of an action."""
         port = self.pipeline.outgoing[action.kind, action.chunk]
         stage, chunk = port.there
         taken_at = port.order[action._replace(chunk=chunk)]
@@ -167,7 +167,7 @@ class Messages:
                 self.sends.append(_Sent(stage, taken_at, work, part))
 
     def send_after_the_last(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """The same where nothing comes back that tells what was taken: then wait until all sent before have gone.
+        """Send outputs where no later message shows that they were received, then wait for all earlier sends.
 
         In forward passes alone the neighbours have begun to receive these: no rank is two actions ahead of the next.
         """
@@ -177,7 +177,7 @@ class Messages:
             sent.wait()
 
     def wait(self) -> None:
-        """Wait until all have gone."""
+        """Wait until all messages are sent."""
         for sent in self.sends:
             sent.wait()
 

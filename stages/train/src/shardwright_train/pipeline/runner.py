@@ -1,4 +1,4 @@
-"""One training step of a rank: forward and backward passes in the order of its action list."""
+"""A training step of a rank: forward and backward passes in the order of its action list."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,7 +22,7 @@ MicrobatchChunk = tuple[int, int]
 
 
 class StepHook(Protocol):
-    """What a step calls at each of its events.
+    """A callable that a step calls at each of its events.
 
     A pass calls it with `<kind>.begin`, `<kind>.wait` once the messages are there that it begins with,
     `<segment>.<kind>` at the end of each segment (or of a part of it) and `<kind>.end`, where kind is `forward` or
@@ -30,7 +30,7 @@ class StepHook(Protocol):
     """
 
     def __call__(self, name: str, at: MicrobatchChunk | None = None) -> None:
-        """Something happens now, in the pass of a microbatch through a chunk or outside of passes."""
+        """Record an event, in the pass of a microbatch through a chunk or outside of passes."""
 
 
 def no_hook(name: str, at: MicrobatchChunk | None = None) -> None:
@@ -39,25 +39,25 @@ def no_hook(name: str, at: MicrobatchChunk | None = None) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step works on: its batch, what its random numbers are for, and by how much its loss is scaled."""
+    """The inputs of one step: its batch, the keys of its random numbers, and the scale of its loss."""
 
     batch: Batch
     """This rank's share of the global batch, in host memory."""
     counted: int
-    """Number of labels that count in the whole of it."""
+    """Number of labels that count in the whole global batch."""
     seed: int = 0
     number: int = 1
-    """From 1."""
+    """Number of the step, from 1."""
     loss_scale: float = 1.0
 
     @classmethod
     def of(cls, batch: Batch, share: Share, seed: int = 0, number: int = 1) -> "Step":
-        """A step on a global batch that every rank has."""
+        """Return a step on a global batch that every rank has."""
         return cls(share.of(batch), int((batch["labels"] != IGNORED).sum().item()), seed, number)
 
 
 def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_hook) -> Tensor:
-    """Forward and backward of a global batch.
+    """Run forward and backward of a global batch.
 
     Leaves in the parameters the gradients of `loss_scale` times the mean loss over all labels of the batch that count.
     Returns this rank's part of that mean, unscaled: the sum over all ranks is the loss, and ranks away from the end of
@@ -96,7 +96,7 @@ class _Passes:
     messages: Messages
     inputs: dict[MicrobatchChunk, States] = field(default_factory=dict)
     ends: dict[MicrobatchChunk, States | tuple[GradientEdge, ...]] = field(default_factory=dict)
-    """Where the backward pass begins: at the loss, or where outputs were made, whose memory goes with their message."""
+    """Starts of the backward passes: the loss, or the edges of outputs, whose memory is freed once sent."""
     microbatches: Microbatches = field(init=False)
     loss: Tensor = field(init=False)
 
@@ -144,7 +144,7 @@ class _Passes:
             self.messages.send([torch.zeros_like(x) if x.grad is None else x.grad for x in states], action)
 
     def _received(self, action: Action, following: Action | None) -> list[Tensor]:
-        """What an action begins with, once it has come; what the next one begins with comes meanwhile."""
+        """Return an action's inputs once received, and start to receive those of the next."""
         if following is not None:
             self.messages.expect(following)
         return self.messages.received(action)

@@ -1,4 +1,4 @@
-"""One rank's part of a pipeline stage: its ranges of layers, and the sums that its gradients still need."""
+"""A rank's part of a pipeline stage: its ranges of layers, and the sums that its gradients still need."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ class Chunk(nn.Module):
         self._reductions = [r for layer in layers if (r := layer.parallel.gradient_all_reduce) is not None]
 
     def forward(self, states: States, batch: Batch, rng_key: RNGKey, hook: Hook) -> States | Tensor:
-        """One microbatch."""
+        """Run one microbatch through the chunk."""
         for layer in self.layers:
             if layer.kind == HEAD:
                 return layer(_hooked_both_ways(states, hook, "layers", "head"), batch, rng_key)
@@ -55,7 +55,7 @@ class Chunk(nn.Module):
         return states
 
     def prepare_backward(self, reduce_gradients: bool, last: bool) -> None:
-        """Say of the next backward pass whether it reduces gradients and whether it is the step's last.
+        """Set whether the next backward pass reduces gradients and whether it is the step's last.
 
         ZeRO-3 layers give their gathered parameters back after every backward pass, the others after the last.
         """
@@ -75,7 +75,7 @@ class Chunk(nn.Module):
                     layer.module.set_requires_gradient_sync(False)
 
     def start_reductions(self) -> None:
-        """After a backward pass: begin to reduce the layers whose inputs have no gradient that could say so."""
+        """Start, after a backward pass, to reduce the layers whose inputs have no gradient to trigger it."""
         for reduction in self._reductions:
             reduction.start()
 
@@ -87,7 +87,7 @@ class Chunk(nn.Module):
 
 @dataclass(frozen=True)
 class Stage:
-    """All that a rank has: a chunk for each of its ranges of layers, and its replicas of tied parameters."""
+    """A rank's model: a chunk for each of its ranges of layers, and its replicas of tied parameters."""
 
     context: RankContext
     chunks: tuple[Chunk, ...]
@@ -95,22 +95,22 @@ class Stage:
 
     @property
     def layers(self) -> Iterator[Layer]:
-        """The layers of all chunks."""
+        """Yield the layers of all chunks."""
         return (layer for chunk in self.chunks for layer in chunk.layers)
 
     @property
     def has_blocks(self) -> bool:
-        """Whether some layer is neither the embedding nor the head."""
+        """Return whether some layer is neither the embedding nor the head."""
         return any(layer.kind not in (EMBEDDING, HEAD) for layer in self.layers)
 
     def parameters(self) -> Iterator[tuple[Layer, str, nn.Parameter]]:
-        """This rank's parameters, with their layer and their name in the model description."""
+        """Yield this rank's parameters, with their layer and their name in the model description."""
         for layer in self.layers:
             for name, parameter in layer.parallel.parameters.items():
                 yield layer, layer.described_name(name), parameter
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters under their Hugging Face names."""
+        """Return this rank's parameters under their Hugging Face names."""
         model, family = self.context.plan.model, self.context.family
         return {
             family.full_name(model, layer.name, name): parameter
@@ -119,7 +119,7 @@ class Stage:
         }
 
     def stock_names(self) -> dict[str, str]:
-        """What the stock model calls this rank's parameters, by their Hugging Face names: replicas as their owner."""
+        """Return this rank's parameter names in the stock model by Hugging Face name, replicas named as their owner."""
         model, family = self.context.plan.model, self.context.family
         return {
             family.full_name(model, layer.name, name): family.owner_name(model, layer.name, name)
@@ -128,22 +128,22 @@ class Stage:
         }
 
     def replicas(self) -> frozenset[str]:
-        """Names of the parameters that are replicas of what another layer owns."""
+        """Return the names of the parameters that are replicas of another layer's."""
         full = zip(self.parameters(), self.parameters_by_name(), strict=True)
         return frozenset(name for (e, described, _), name in full if (e.name, described) in self.tied.replicas)
 
     @property
     def gathered_bytes(self) -> int:
-        """What ZeRO-3 holds gathered or is gathering: between passes, what the next begins with."""
+        """Return the bytes that ZeRO-3 holds gathered or is gathering; between passes, the next pass's first layer."""
         return sum(gathered_bytes(o.module) for o in self.layers if o.strategy.data_parallel is DataParallel.ZERO3)
 
     def prepare_gathers(self, action: Action, following: Action | None) -> None:
-        """Say of an action what the next one begins with: the layer that this one ends with, or one to gather."""
+        """Tell an action what the next one begins with: the layer that this one ends with, or one to gather."""
         then = None if following is None else (self.chunks[following.chunk].gathers, following.kind)
         self.chunks[action.chunk].gathers.prepare(action.kind, then)
 
     def finish_gradients(self) -> None:
-        """Make every gradient exist, and sum those that several ranks or layers have a part of."""
+        """Create missing gradients, and sum those that several ranks or layers have a part of."""
         gradients, partial = {}, defaultdict[dist.ProcessGroup, list[Tensor]](list)
         for chunk in self.chunks:
             chunk.finish_reductions()
@@ -161,7 +161,7 @@ class Stage:
 
 
 def build_stage(context: RankContext) -> Stage:
-    """Build what a rank has, one layer after the other."""
+    """Build a rank's stage, one layer after the other."""
     chunks = range(len(context.plan.stages[context.stage_index].layers))
     tied = TiedParameters(context.plan, context.rank, context.groups)
     stage = Stage(context, tuple(_build_chunk(context, chunk) for chunk in chunks), tied)
@@ -192,10 +192,10 @@ def _build_chunk(context: RankContext, chunk: int) -> Chunk:
 
 
 def _hooked_both_ways(states: States, hook: Hook, ended: str, begun: str, is_output: bool = False) -> States:
-    """At the border of two segments: the forward pass ended the one, and their gradients will end the other.
+    """Call the hook where two segments meet: the forward pass ends one, and the gradients end the other.
 
-    Views, because a state may have other uses before the border, and none behind it: the other segment's backward pass
-    is over when the gradients are there that it makes. An output has no other use, and FSDP2 wants no view there.
+    Returns views, because a state may have other uses before the border, and none after it: the other segment's
+    backward pass is over when its gradients exist. An output has no other use, and FSDP2 wants no view there.
     """
     hook(f"{ended}.forward")
     if not states[0].requires_grad:

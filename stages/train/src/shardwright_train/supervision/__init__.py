@@ -1,1 +1,1 @@
-"""What the launcher of a run does around its ranks: tries them, starts them anew, plans for the nodes that are left."""
+"""Supervision of a run's ranks by its launcher: restarts, and plans for the nodes that are left."""

@@ -23,15 +23,15 @@ from shardwright_train.checkpoints.folders import latest_checkpoint
 from shardwright_train.options import RunOptions
 
 _SEARCH_S = 300.0
-"""How long the search may look for a better plan: an assumption."""
+"""Seconds that the search may look for a better plan; an assumption."""
 _WAIT_S = 2 * _SEARCH_S
-"""How long the other nodes wait for what node 0 has found."""
+"""Seconds that the other nodes wait for the plan that node 0 searches."""
 _POLL_S = 0.2
 _FOLDER, _FOUND = "replanned", "replanned.json"
 
 
 def check_replan(options: RunOptions, plan: Plan, run: Path, nodes: Nodes) -> None:
-    """Raise BadInput where a lost node could not be planned around, and forget what an earlier start had found."""
+    """Raise BadInput where replanning is impossible, and delete the plan that an earlier start found."""
     search = options.replan_search
     if search is None or options.replan_hardware is None or not options.replan_profile:
         what = "needs what plans are searched with"
@@ -53,7 +53,7 @@ def check_replan(options: RunOptions, plan: Plan, run: Path, nodes: Nodes) -> No
 def replanned(
     options: RunOptions, plan: Plan, nodes: Nodes, gone: Collection[int], run: Path
 ) -> tuple[RunOptions, Plan, Nodes]:
-    """What the nodes that are left run: a branch from the newest checkpoint, under a plan that node 0 has searched.
+    """Return the remaining nodes' run: a branch from the newest checkpoint, under a plan searched by node 0.
 
     Raises RunFailed where node 0 itself is gone, or none of the nodes left can hold the model.
     """
@@ -72,7 +72,7 @@ def replanned(
 
 
 def without_nodes(cluster: Cluster, gone: Collection[int]) -> Cluster:
-    """The cluster of the nodes that are left, in their order."""
+    """Return the cluster of the remaining nodes, in their order."""
     types = [group.node_type for group in cluster.nodes for _ in range(group.count)]
     left = [node_type for node, node_type in enumerate(types) if node not in gone]
     groups = tuple(NodeGroup(node_type=name, count=len(list(of))) for name, of in groupby(left))
@@ -107,7 +107,7 @@ def _search(options: RunOptions, plan: Plan, gone: Collection[int], run: Path, f
 
 
 def _run(arguments: Sequence[object]) -> None:
-    """One of the search's commands; RunFailed with its last line where it ends other than well."""
+    """Run a command of the search; raise RunFailed with its last line where it fails."""
     command = [_program(), *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     with relayed_signals(process.terminate) as signals:

@@ -1,4 +1,4 @@
-"""Going on after ranks or nodes were lost: the ranks are started anew, under the same plan or one for what is left."""
+"""Restarts after ranks or nodes were lost, under the same plan or one for the remaining nodes."""
 
 import os
 import sys
@@ -17,26 +17,26 @@ from shardwright_train.supervision.replan import replanned
 
 
 class Attempt(NamedTuple):
-    """What this node's ranks are started for."""
+    """The parameters of one start of this node's ranks."""
 
     options: RunOptions
     plan: Plan
     nodes: Nodes
     start: int = 0
-    """How often the ranks of the run were started anew before."""
+    """Number of earlier starts of the run's ranks."""
     locks: tuple[HeldLock, ...] = ()
-    """The locks that are held meanwhile."""
+    """Locks that are held during the start."""
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoints lie."""
+        """Return the folder of the checkpoints."""
         return folder_of_run(self.options.checkpoints, self.plan.sha256, self.options.resume_from)
 
 
 def run_with_restarts(attempt: Attempt, launch: Callable[[Attempt], None]) -> None:
-    """Start the ranks, and anew where they are lost, up to `max_restarts` times; each start resumes by itself.
+    """Start the ranks, and restart them up to `max_restarts` times where they are lost; each start resumes by itself.
 
-    Raises RanksLost where that is used up; what the ranks report in order would come again, and is raised at once.
+    Raises RanksLost after the last restart; an orderly error of the ranks would recur, and is raised at once.
     """
     options = attempt.options
     with (

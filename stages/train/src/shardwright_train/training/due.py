@@ -1,4 +1,4 @@
-"""When a run saves, and when its time is up."""
+"""The times at which a run saves and stops."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -6,28 +6,28 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Due:
-    """By the clock of this process; what one rank finds due, the step tells all."""
+    """A schedule of saves and of the stop, by this process's clock; the step shares its decision with all ranks."""
 
     every_steps: int
     every_minutes: float
-    """0: by steps alone."""
+    """Minutes between checkpoints; 0: by steps alone."""
     max_time_s: float | None
-    """After which the run stops in order; None: never."""
+    """Seconds after which the run stops in order; None: never."""
     began_s: float = field(default_factory=time.monotonic)
     saved_s: float = field(default_factory=time.monotonic)
 
     def by_step(self, step: int) -> bool:
-        """Whether a step is one to save after."""
+        """Return whether a checkpoint is due after a step."""
         return step % self.every_steps == 0
 
     def by_time(self) -> bool:
-        """Whether the last checkpoint is older than asked."""
+        """Return whether the last checkpoint is older than `every_minutes`."""
         return 0 < self.every_minutes * 60 < time.monotonic() - self.saved_s
 
     def to_stop(self) -> bool:
-        """Whether the time of this process is up."""
+        """Return whether the time of this process is up."""
         return self.max_time_s is not None and time.monotonic() - self.began_s > self.max_time_s
 
     def saved(self) -> "Due":
-        """The same after a checkpoint."""
+        """Return the schedule after a checkpoint saved now."""
         return replace(self, saved_s=time.monotonic())

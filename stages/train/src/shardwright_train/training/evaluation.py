@@ -25,24 +25,24 @@ from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.forward import evaluating, run_forward
 
 _SEED = 0
-"""Of what is drawn in an evaluation, such as hidden tokens: the same for every run, whatever its own seed."""
+"""Seed of random draws in an evaluation, such as masked tokens, equal for every run."""
 
 
 @dataclass(frozen=True)
 class ValidationData:
-    """What a run is evaluated on."""
+    """The validation data of a run."""
 
     batches: Batches
     samples: int
-    """The first so many of the split; those that fill the last global batch up do not count."""
+    """Number of samples to evaluate on, the first of the split; padding of the last global batch does not count."""
 
     @property
     def sha256(self) -> str:
-        """Identity of what is evaluated on: losses on others cannot be compared with these."""
+        """Return the identity of the evaluation data: losses on other data are not comparable."""
         return sha256_of_value([self.batches.sha256, self.samples])
 
     def read(self, number: int, share: Share) -> Batch:
-        """A rank's share of a global batch, numbered from 0; labels past the last sample are IGNORED."""
+        """Return a rank's share of a global batch, numbered from 0; labels past the last sample are IGNORED."""
         first = number * share.global_samples
         batch = self.batches.read(first, share)
         if "labels" not in batch:
@@ -53,7 +53,7 @@ class ValidationData:
 
 
 def open_validation(job: RunOptions, plan: Plan) -> ValidationData | None:
-    """What a run is to be evaluated on, or None; BadInput where it cannot be."""
+    """Return the validation data of a run, or None; raise BadInput where evaluation is impossible."""
     objective = family_named(plan.model.family, job.plan).trained_on(plan.model, job.objective)
     if job.valid_data is not None:
         batches: Batches = objective.open(job.valid_data, _SEED, boundaries=job.boundaries)
@@ -66,14 +66,14 @@ def open_validation(job: RunOptions, plan: Plan) -> ValidationData | None:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates the weights of an engine; collective over the world."""
+    """An evaluator of an engine's weights; collective over the world."""
 
     engine: Engine
     data: ValidationData
     world: World
 
     def evaluate(self, step: int, stops: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """Mean loss over all labels that count, after a step; None as soon as some rank wants to stop.
+        """Return the mean loss over all labels that count, after a step; None as soon as some rank wants to stop.
 
         Parameters, gradients, moments and random states are left as they are. Raises RunFailed on all ranks where the
         loss is no number or no label counts.
@@ -109,19 +109,19 @@ class Evaluator:
 
 
 def better(best: Best | None, found: Evaluation | None, step: int, data: ValidationData) -> Best | None:
-    """The least loss so far, an evaluation after a step included."""
+    """Return the lowest loss so far, an evaluation after a step included."""
     if found is None or (best is not None and best.loss <= found.loss):
         return best
     return Best(step=step, loss=found.loss, data_sha256=data.sha256)
 
 
 def best_so_far(job: RunOptions, saved: Best | None, data: ValidationData | None) -> Best | None:
-    """The least loss that a run goes on with: none where it is not asked for, or was of other data."""
+    """Return the lowest loss that a run continues with; None where not requested, or for other data."""
     if saved is None or data is None or not job.keep_best:
         return None
     return saved if saved.data_sha256 == data.sha256 else None
 
 
 def _perplexity(loss: float) -> float | None:
-    """exp(loss), as far as there are numbers for it."""
+    """Return exp(loss), or None where it is 1e15 or more."""
     return math.exp(loss) if loss < math.log(1e15) else None

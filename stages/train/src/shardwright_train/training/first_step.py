@@ -1,4 +1,4 @@
-"""Before the first step: each pipeline stage alone, so that a lack of memory is found before they wait for another."""
+"""The trial of each pipeline stage alone before the first step, to find a lack of memory early."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ from shardwright_train.training.out_of_memory import lack_of_memory_explained
 
 
 def try_stages(engine: Engine, step: Step, world: World, group: dist.ProcessGroup, file: Path) -> None:
-    """Run each pipeline stage alone on a step's samples, all at once; leaves no gradients, and says what it took.
+    """Run each pipeline stage alone on a step's samples, all at once; leaves no gradients, and prints the result.
 
     `group` is one of all ranks, `file` the plan's. Raises OutOfMemory where a device lacks memory.
     """

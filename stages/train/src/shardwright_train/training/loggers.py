@@ -21,49 +21,49 @@ _BESIDE = {
     "memory": ["memory/peak_gib", "memory/predicted_gib"],
     "loss": ["loss/train", "loss/validation"],
 }
-"""What TensorBoard's Custom Scalars draw in one chart."""
+"""Values that TensorBoard's Custom Scalars draw in one chart."""
 
 
 class Logger(Protocol):
-    """Takes the numbers of steps."""
+    """A logger of the numbers of steps."""
 
     @property
     def faults(self) -> tuple[type[Exception], ...]:
-        """What its library raises where it cannot write."""
+        """Return the exceptions that its library raises where it cannot write."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the numbers of a step."""
 
     def close(self) -> None:
-        """Write what is not yet written."""
+        """Flush and close the logger."""
 
 
 @dataclass(frozen=True)
 class RunNames:
-    """Where the loggers of a run write, and what they call it."""
+    """The names and folder that the loggers of a run use."""
 
     out: Path
     plan: Plan
     key: str
-    """The same when the run is resumed."""
+    """Key of the run, unchanged when it is resumed."""
     first: int
     """Number of the first step that this process takes."""
 
 
 @dataclass
 class Loggers:
-    """All loggers of a run; one that fails is left out from then on, after one warning, and the run goes on."""
+    """The loggers of a run; a failing one is dropped after one warning, and the run goes on."""
 
     prediction: Prediction | None
     to: dict[str, Logger] = field(default_factory=dict)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Send the numbers of a step to each."""
+        """Send the numbers of a step to each logger."""
         values = scalars(metrics, self.prediction)
         self._each(lambda logger: logger.write(metrics.step, values))
 
     def close(self) -> None:
-        """Let each write what it has not yet written."""
+        """Flush and close each logger."""
         self._each(lambda logger: logger.close())
 
     def _each(self, do: Callable[[Logger], None]) -> None:
@@ -77,7 +77,7 @@ class Loggers:
 
 
 def open_loggers(names: tuple[LogTo, ...], run: RunNames, prediction: Prediction | None) -> Loggers:
-    """Open what was asked for; BadInput where one cannot be."""
+    """Open the requested loggers; raise BadInput where one cannot be opened."""
     found = Loggers(prediction)
     for name in dict.fromkeys(names):
         if name != "none":
@@ -86,7 +86,7 @@ def open_loggers(names: tuple[LogTo, ...], run: RunNames, prediction: Prediction
 
 
 def scalars(metrics: StepMetrics, prediction: Prediction | None) -> dict[str, float]:
-    """The numbers of a step by their names; what is not known is left out."""
+    """Return the numbers of a step by name, without unknown ones."""
     evaluation = metrics.evaluation
     values = {
         "loss/train": metrics.loss,
@@ -105,7 +105,7 @@ def scalars(metrics: StepMetrics, prediction: Prediction | None) -> dict[str, fl
 
 
 class _TensorBoard:
-    """Event files of `OUT/tensorboard`: written at once, by tensorboardX without its thread, whose faults none sees."""
+    """A logger of event files in `OUT/tensorboard`, written without tensorboardX's thread, which hides errors."""
 
     faults = (OSError,)
 

@@ -60,7 +60,7 @@ from shardwright_train.weights.reading import Weights
 
 @dataclass(frozen=True)
 class _Run:
-    """All that stays the same from the first step to the last."""
+    """The state of a run that is constant from the first step to the last."""
 
     job: RunJob
     plan: Plan
@@ -70,23 +70,23 @@ class _Run:
     engine: Engine
     saver: Saver
     resumed: Progress
-    """Where this process goes on."""
+    """Progress from which this process continues."""
     evaluator: Evaluator | None
-    """None where there is nothing to evaluate on."""
+    """Evaluator; None without data to evaluate on."""
     reports: StepReports
 
     @property
     def tries(self) -> bool:
-        """Whether pipeline stages are tried alone before the first step."""
+        """Return whether pipeline stages are tried alone before the first step."""
         return self.job.trial and len(self.plan.stages) > 1
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether a step is one to evaluate after."""
+        """Return whether an evaluation follows a step."""
         every = self.job.eval_every
         return step == self.job.steps or (every > 0 and step % every == 0)
 
     def read(self, step: int) -> Step:
-        """What a step works on; called ahead of it."""
+        """Return the inputs of a step, read ahead of it."""
         share = self.engine.stage.context.share
         first = self.resumed.samples + (step - self.resumed.step - 1) * share.global_samples
         batch = on_host(self.batches.read(first, share), self.world.device)
@@ -155,7 +155,7 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, 
 
 
 def _resumed(job: RunOptions, identity: Identity, folder: Path, world: World) -> Resumed | None:
-    """What the run goes on from: its own newest checkpoint, else the one that it branches from, else nothing."""
+    """Return the checkpoint to continue from: the run's newest, else the one that it branches from, else None."""
     found = newest_whole(folder, world)
     if found is not None:
         check_same_run(found, identity)
@@ -169,7 +169,7 @@ def _resumed(job: RunOptions, identity: Identity, folder: Path, world: World) ->
 
 
 def _loggers(job: RunOptions, plan: Plan, world: World, folder: Path, first: int) -> Loggers:
-    """Those that were asked for on rank 0, none on the others."""
+    """Return the requested loggers on rank 0, none on the others."""
 
     def opened() -> Loggers:
         if world.rank:
@@ -181,7 +181,7 @@ def _loggers(job: RunOptions, plan: Plan, world: World, folder: Path, first: int
 
 
 def _weights(job: RunOptions, plan: Plan, world: World) -> Weights | None:
-    """What the run begins with, where that is a folder."""
+    """Return the initial weights, where a folder is given."""
     if job.weights is None:
         return None
     folder, family = job.weights, family_named(plan.model.family, job.plan)
@@ -239,7 +239,7 @@ def _saver(job: RunJob, folder: Path, identity: Identity, began: Beginning, tens
 
 
 def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
-    """The training loop; returns how far it came, which is saved."""
+    """Run the training loop, and return the progress, which is saved."""
     job, progress = run.job, run.resumed
     began, due = time.monotonic(), Due(job.checkpoint_every, job.checkpoint_minutes, job.max_time_s)
     fixed = LossScale.for_compute(run.plan.precision.compute).fixed
@@ -300,7 +300,7 @@ def _wants_to_stop(stop_asked: list[int], due: Due) -> bool:
 
 
 def _begin(run: _Run, parent: Path | None) -> None:
-    """Make room for what the steps to come write."""
+    """Prepare the output folder and the metrics file for the following steps, and remove temporary files."""
     run.job.out.mkdir(parents=True, exist_ok=True)
     run.reports.metrics.keep_until(run.resumed.step, parent)
     (run.job.out / NOTE).unlink(missing_ok=True)
@@ -309,7 +309,7 @@ def _begin(run: _Run, parent: Path | None) -> None:
 
 
 def _finish(run: _Run, progress: Progress, checkpoint: Path) -> None:
-    """Write the last word of a run, which must hold its locks still."""
+    """Write the final note of a run, which must still hold its locks."""
     for lock in run.job.locks:
         lock.check()
     out = run.job.out

@@ -10,7 +10,7 @@ _LEAST = 1.0
 
 @dataclass(frozen=True)
 class LossScale:
-    """By how much the loss is multiplied before the backward pass."""
+    """The factor by which the loss is multiplied before the backward pass."""
 
     value: float = 1.0
     fixed: bool = True
@@ -18,16 +18,16 @@ class LossScale:
 
     @classmethod
     def for_compute(cls, dtype: str) -> "LossScale":
-        """Float16 starts at 2^16 and adapts; other formats need none."""
+        """Return the initial scale of a dtype: float16 starts at 2^16 and adapts; other formats need none."""
         return cls(_START, fixed=False) if dtype == "float16" else cls()
 
     @property
     def can_fall(self) -> bool:
-        """Whether an overflow may have come from the scale; at 1 it comes from the model."""
+        """Return whether an overflow may come from the scale; at 1 it comes from the model."""
         return not self.fixed and self.value > _LEAST
 
     def after(self, overflowed: bool) -> "LossScale":
-        """The scale of the next step: halved after an overflow, doubled after 2000 steps without one."""
+        """Return the scale of the next step: halved after an overflow, doubled after 2000 steps without one."""
         if self.fixed:
             return self
         if overflowed:

@@ -1,4 +1,4 @@
-"""What masks of documents take of a device's memory, which no plan counts."""
+"""Device memory of document masks, which no plan counts."""
 
 import sys
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ _MIB = 2**20
 
 
 def say_mask_memory(file: Path, context: RankContext) -> None:
-    """Warn of the memory that masks of documents take beside what is predicted; `file` is the plan's."""
+    """Warn of the memory that document masks take in addition to the prediction; `file` is the plan's."""
     print(f"warning: {mask_memory(context, prediction_of(file, context.plan))}", file=sys.stderr, flush=True)
 
 
 def mask_memory(context: RankContext, prediction: Prediction | None) -> str:
-    """Say how much more memory than predicted masks take on the rank that they leave the least on."""
+    """Return a warning of how much memory masks take beyond the prediction, for the rank with the least left."""
     left, rank, masks, predicted, device = min(_ranks(context, prediction))
     said = f"--reset-attention-mask: masks take {masks / _MIB:.1f} MiB of rank {rank}, which its plan does not count"
     if prediction is None:

@@ -27,7 +27,7 @@ _BFLOAT16 = {
 
 @dataclass(frozen=True)
 class Metrics:
-    """Where the steps of a plan's run are written down, by rank 0."""
+    """The metrics file of a plan's run, written by rank 0."""
 
     file: Path
     plan: Plan
@@ -35,7 +35,7 @@ class Metrics:
     steps: int
 
     def keep_until(self, step: int, parent: Path | None) -> None:
-        """Drop the lines past a checkpoint's step: those steps are run again. Without any, begin with the parent's."""
+        """Drop the lines past a checkpoint's step, as those steps run again; without lines, begin with the parent's."""
         file = self.file
         if not file.is_file() and parent is not None and (parent / METRICS).is_file():
             file = parent / METRICS
@@ -49,9 +49,9 @@ class Metrics:
     def write(
         self, step: int, outcome: StepOutcome, step_time_s: float, evaluation: Evaluation | None = None
     ) -> StepMetrics | None:
-        """Write a step down, and print one in twenty: of what the step's end told the host, so that none is asked.
+        """Write a step's metrics, and print one step in twenty, without synchronizing the device.
 
-        What rank 0 wrote; None on the others.
+        Returns the written metrics on rank 0; None on the others.
         """
         plan, world = self.plan, self.world
         if world.rank != 0:
@@ -85,7 +85,7 @@ def _evaluated(found: Evaluation) -> str:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Which step a line is of; None where it is damaged, as one is that was cut off while it was written."""
+    """Return the step of a line; None where it is damaged, such as when its writing was interrupted."""
     try:
         return msgspec.json.decode(line, type=StepMetrics).step if line.endswith(b"\n") else None
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -93,7 +93,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 def model_flops_utilization(plan: Plan, step_time_s: float) -> float | None:
-    """Share of the devices' peak that the model's own operations use (Chowdhery et al. 2022); None if that is unknown.
+    """Return the fraction of peak that the model's own operations use (Chowdhery et al. 2022); None if unknown.
 
     A backward pass counts twice a forward pass; what is recomputed does not count.
     """
@@ -107,5 +107,5 @@ def model_flops_utilization(plan: Plan, step_time_s: float) -> float | None:
 
 
 def peak_flops_per_s(device_name: str, compute_dtype: str) -> float | None:
-    """The published peak of one device in a compute dtype, or None where it is not known here."""
+    """Return the published peak of one device in a compute dtype, or None where it is unknown here."""
     return _BFLOAT16.get(device_name) if compute_dtype == "bfloat16" else None

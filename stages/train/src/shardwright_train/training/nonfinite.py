@@ -1,4 +1,4 @@
-"""Where a loss or gradient that is no number first appeared."""
+"""The search for the origin of a loss or gradient that is not finite."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ _Find = tuple[int, int, int, int, str]
 
 
 def first_nonfinite(engine: Engine, step: Step, world: World) -> str:
-    """Run a step again, watching every layer's output and gradients; what is found first, on any rank.
+    """Run a step again, watching every layer's output and gradients, and return where the first nonfinite value is.
 
     Collective over the world; the parameters are as they were, for such a step updates nothing.
     """

@@ -1,4 +1,4 @@
-"""What a rank says that lacks memory in a step: what it held beside what was predicted, and which plan would fit."""
+"""The report of a rank that lacks memory in a step: its memory, the predicted one, and a plan that would fit."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,9 +20,9 @@ _GIB = 2**30
 
 @contextmanager
 def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator[None]:
-    """Raise what PyTorch raises where a device lacks memory as OutOfMemory, in one line that says how it came to it.
+    """Raise PyTorch's out-of-memory error as OutOfMemory, with a one-line explanation.
 
-    `file` is the plan's: its prediction is looked for beside it.
+    `file` is the plan's; the prediction is searched next to it.
     """
     try:
         with out_of_memory_said():
@@ -42,7 +42,7 @@ def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator
 
 
 def _held(engine: Engine) -> dict[str, int]:
-    """Bytes on this rank's device by category; what else PyTorch holds there is the last."""
+    """Return bytes on this rank's device by category, the rest of PyTorch's memory last."""
     parameters = list(engine.optimizer.parameters.values())
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     device = engine.stage.context.device
@@ -63,14 +63,14 @@ def _sizes(of: Mapping[str, int]) -> str:
 
 
 def prediction_of(file: Path, plan: Plan) -> Prediction | None:
-    """The prediction that stands beside a plan's file, if there is one and it is of this plan."""
+    """Return the prediction next to a plan's file, if it exists and is of this plan."""
     beside = file.with_suffix(".prediction.json")
     prediction = read_document(beside, Prediction) if beside.is_file() else None
     return prediction if prediction is not None and prediction.plan_sha256 == plan.sha256 else None
 
 
 def _what_fits(prediction: Prediction, stage: StagePrediction, needed: int, plan: Plan, file: Path) -> str:
-    """The best runner-up that fits though it take as much more than predicted as this plan did."""
+    """Return the best runner-up that fits even if it exceeds its prediction as much as this plan did."""
     factor = max(1.0, needed / stage.memory_bytes)
     memory = min(node.memory_bytes for node in plan.cluster.node_types.values())
 

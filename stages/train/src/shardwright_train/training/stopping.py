@@ -1,4 +1,4 @@
-"""Ending a run in order: on whose asking, whether there is time for it, and the note that is left behind."""
+"""Orderly stops: the signals, the remaining time, and the note that is written."""
 
 import signal
 import sys
@@ -10,11 +10,11 @@ from datetime import UTC, datetime
 from shardwright_formats.types.run import StopNote
 
 NOTE, DONE = "STOPPED.json", "DONE.json"
-"""The last word of a run that was stopped, and of one that came to its end."""
+"""Names of the final notes of a stopped and of a finished run."""
 
 
 def stop_note(step: int, steps: int, in_time: bool, checkpoint: object) -> StopNote:
-    """The note of a run that stops now; `in_time` unless its own time is up."""
+    """Return the note of a run that stops now; `in_time` unless its own time is up."""
     return StopNote(
         step=step,
         steps=steps,
@@ -26,18 +26,18 @@ def stop_note(step: int, steps: int, in_time: bool, checkpoint: object) -> StopN
 
 @dataclass(frozen=True)
 class Grace:
-    """The time from a stop signal to the kill that follows it, beside what a stop takes as far as that is known."""
+    """The time from a stop signal to the kill that follows it, with the known duration of a stop."""
 
     given_s: float | None
-    """None: not known."""
+    """Seconds from the stop signal to the kill; None: unknown."""
     saves: int
-    """Checkpoints that are written at a stop: its own and, beside the steps, one that may be under way."""
+    """Number of checkpoints written at a stop: its own and, if asynchronous, possibly one in progress."""
     step_s: float = 0.0
-    """The longest so far."""
+    """Seconds of the longest step so far."""
     warned: bool = False
 
     def after(self, step_s: float, saves_s: Sequence[float]) -> "Grace":
-        """The same after one more step; said, once, where the time is too short for it and the longest save."""
+        """Return the grace after one more step; warn once where it is too short for a step and the longest save."""
         step_s, save_s = max(step_s, self.step_s), max(saves_s, default=0.0)
         takes_s = step_s + self.saves * save_s
         if self.given_s is None or self.warned or takes_s <= self.given_s:

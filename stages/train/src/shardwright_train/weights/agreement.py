@@ -1,4 +1,4 @@
-"""Which tensor of a folder is which parameter of a plan's model, and whether the two are the same model."""
+"""The mapping of a folder's tensors to the parameters of a plan's model, and the check that both models agree."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _FREE = re.compile(
 )
 """Keys of a configuration that say nothing about what its weights compute."""
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""What older files of transformers hold beside parameters."""
+"""Buffers that older files of transformers hold in addition to parameters."""
 _REMEDY = "describe the model from this folder and plan for that"
 
 
@@ -31,21 +31,21 @@ class Agreement:
     """A folder's tensors under the names that the stock model has for its parameters."""
 
     tensors: Mapping[str, tuple[Stored, ...]]
-    """Of a tied parameter all that the folder has of it."""
+    """Tensors by parameter; a tied parameter has every one that the folder holds of it."""
     aliases: Mapping[str, str]
-    """The tied names, and what each is one with."""
+    """Tied names, each with the name of the parameter that it equals."""
     new: tuple[str, ...]
     """Parameters of the head that the folder lacks."""
     surplus: tuple[str, ...]
-    """Keys of the folder that the model has no use for."""
+    """Keys of the folder that the model does not use."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that parameters are read from, in the order of their names."""
+        """Return the files that parameters are read from, in the order of their names."""
         return tuple(sorted({stored.file for stored in chain.from_iterable(self.tensors.values())}))
 
     def notes(self, kept_in: str) -> list[str]:
-        """What a user should know: parameters drawn anew, keys left aside, and a change of format."""
+        """Return messages for the user: parameters drawn anew, ignored keys, and a change of format."""
         found = {_FLOATS[stored.dtype] for stored in chain.from_iterable(self.tensors.values())}
         said = []
         if self.new:
@@ -86,7 +86,7 @@ def agree(folder: Path, model: Model, family: Family, allow_new: bool) -> Agreem
 
 
 def stored_names(stock: Any, names: Sequence[str]) -> dict[str, str]:
-    """What transformers calls some parameters of a stock model in files that it writes now."""
+    """Return the names under which transformers now stores parameters of a stock model."""
     transforms = [t.reverse_transform() for t in get_model_conversion_mapping(stock, add_legacy=False)[::-1]]
     renamings, converters = _by_kind(transforms)
     return {name: rename_source_key(name, renamings, converters, reverse=True)[0] for name in names}

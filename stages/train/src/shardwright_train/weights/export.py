@@ -33,7 +33,7 @@ _COPIED = (
     *(TOKENIZER, "vocab.json", "added_tokens.json"),
     *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
 )
-"""What goes with a model beside its weights."""
+"""Files copied along with a model's weights."""
 _LABELS = ("id2label", "label2id")
 _FORMATS = ("dtype", "torch_dtype")
 
@@ -49,12 +49,12 @@ class _Exported(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
+        """Return the bytes of the parameter's values."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def export(options: ConvertOptions) -> None:
-    """Write the folder that is asked for.
+    """Write the requested folder.
 
     Raises BadInput where the checkpoint is damaged or of another model, or the folder is there already.
     """
@@ -73,7 +73,7 @@ def export(options: ConvertOptions) -> None:
 
 
 def _folder(given: Path, *, best: bool) -> Path:
-    """The checkpoint that is meant, of a run its last or its best."""
+    """Return the requested checkpoint: the given one, or a run's last or best."""
     if not given.is_file():
         if best:
             raise BadInput(given, "--best is asked of a run, not of a checkpoint", "name the run's DONE.json")
@@ -99,7 +99,7 @@ def _checkpoint(checkpoint: Path, model: Model) -> Path:
 def _parameters(
     model: Model, family: Family, dtypes: Mapping[str, torch.dtype], asked: torch.dtype | None
 ) -> Iterator[_Exported]:
-    """The parameters of the stock model, each once: of tied ones the first, of replicas that of the first layer."""
+    """Yield the parameters of the stock model, each once: the first of tied ones, the first layer's of replicas."""
     stock: Any = family.stock_model(model)
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     kinds = {EMBEDDING: EMBEDDING, **{f"layers[{i}]": kind for i, kind in enumerate(model.layers)}, HEAD: HEAD}
@@ -135,7 +135,7 @@ def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exporte
 
 
 def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.dtype) -> dict[str, Any]:
-    """What from_pretrained is told: the description's configuration, and what it leaves out."""
+    """Return the configuration for from_pretrained: the description's, and the entries that it lacks."""
     labels: dict[str, Any] = {}
     if copy_from is not None and (copy_from / CONFIG).is_file():
         labels = {key: value for key, value in read_config(copy_from).items() if key in _LABELS}
@@ -158,7 +158,7 @@ def _to_copy(folder: Path, model: Model, family: Family) -> Iterator[Path]:
 
 @contextmanager
 def _complete_or_none(out: Path) -> Iterator[Path]:
-    """A folder that takes its name once it is whole."""
+    """Yield a folder that gets its final name once it is complete."""
     if out.exists():
         raise BadInput(out, "is there already", "name another --out, or remove it")
     unfinished = out.with_name(f".{out.name}.unfinished")

@@ -29,7 +29,7 @@ class Stored(NamedTuple):
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder; BadInput where there is none, or where it asks to run code of its own."""
+    """Return the config.json of a folder; raise BadInput where it is missing or names code to run."""
     if not folder.is_dir():
         raise BadInput(folder, "is no folder", "name one with config.json and safetensors files")
     file = inside(folder, CONFIG)
@@ -46,7 +46,7 @@ def refuse_code(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a folder by its key, of one file or of those that its index names; no tensor is read.
+    """Return every tensor of a folder by key, from one file or those that its index names, reading none.
 
     Raises BadInput naming the file that is missing, lies outside, is no whole safetensors file, or lacks a key.
     """
@@ -64,7 +64,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file of a folder; BadInput where it is a link that leads elsewhere, or no regular file.
+    """Return a file of a folder; raise BadInput where it is a link that leads elsewhere, or no regular file.
 
     The Hub's own cache may link to its blobs: `snapshots/REVISION/FILE` to `blobs/`, two folders up.
     """
@@ -82,7 +82,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in one line, the first few of many."""
+    """Return names in one line, only the first few of many."""
     every = sorted(names)
     more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     return ", ".join(every[:_SHOWN]) + more

@@ -20,13 +20,13 @@ from shardwright_train.weights.folder import Stored
 
 @dataclass(frozen=True)
 class Weights:
-    """What a run begins with instead of drawn weights."""
+    """The weights that a run begins with instead of drawn ones."""
 
     agreement: Agreement
 
     @classmethod
     def of(cls, folder: Path, model: Model, family: Family, allow_new: bool) -> "Weights":
-        """Those of a folder that agrees with a plan's model; see `agree`."""
+        """Return the weights of a folder that agrees with a plan's model; see `agree`."""
         return cls(agree(folder, model, family, allow_new))
 
     def read(self, window: Tensor, name: str, shape: Sequence[int], box: Box) -> bool:
@@ -47,7 +47,7 @@ class Weights:
         return True
 
     def sha256(self, world: World) -> str:
-        """Identity of the files, looked at by all ranks together."""
+        """Return the identity of the files, which all ranks hash together."""
         files = self.agreement.files
         share = files[world.rank :: world.size]
         hashes = world.together(lambda: {file.name: sha256_of_file(file) for file in share})
@@ -71,7 +71,7 @@ _Slices = tuple[slice | int, ...]
 
 
 def _parts(shape: tuple[int, ...], stored: tuple[int, ...], box: Box) -> Iterator[tuple[_Slices, tuple[slice, ...]]]:
-    """Where in a window, and where in a stored tensor, the parts of a box lie: matrices side by side have one each."""
+    """Yield slices of a window and of a stored tensor for the parts of a box: one per matrix side by side."""
     ranges = tuple(slice(low, high) for low, high in box)
     if shape == stored:
         yield (...,), ranges  # type: ignore[misc]

@@ -36,19 +36,19 @@ _GIGA = 1e9
 
 
 class _Cluster(NamedTuple):
-    """What a file's name says it was measured on."""
+    """The cluster that a file was measured on, as its name says."""
 
     nodes: int
     gpus_per_node: int
 
     def key(self, collective: Collective, group_size: int, consecutive: bool) -> CollectiveKey:
-        """Neighbours cross nodes when one node is too small for them; others lie evenly over all ranks."""
+        """Return a collective's key: neighbours cross nodes when one is too small; others lie evenly over all ranks."""
         most = min(group_size, self.gpus_per_node)
         return CollectiveKey(collective, group_size, most if consecutive else -(-group_size // self.nodes), consecutive)
 
 
 def import_galvatron_hardware(options: GalvatronHardwareOptions) -> HardwareProfile:
-    """The profile that the tables determine; where two files say the same thing, the first counts.
+    """Return the profile that the tables determine; where two files say the same thing, the first counts.
 
     Times of whole collectives, as measured, are taken before bandwidths, and their disagreement is noted. A gather and
     a scatter are half of an all-reduce (ring, derived). Where no all-to-all was timed, the bus bandwidth of the
@@ -84,7 +84,7 @@ def import_galvatron_hardware(options: GalvatronHardwareOptions) -> HardwareProf
 
 
 def _first(items: Iterable[tuple[CollectiveKey, _Found]]) -> dict[CollectiveKey, _Found]:
-    """Of two figures of one kind of message, that of the file that was named first."""
+    """Return one figure for each kind of collective: that of the file that was named first."""
     found: dict[CollectiveKey, _Found] = {}
     for key, value in items:
         found.setdefault(key, value)
@@ -92,7 +92,7 @@ def _first(items: Iterable[tuple[CollectiveKey, _Found]]) -> dict[CollectiveKey,
 
 
 def _timed(file: Path, notes: list[str]) -> Iterator[tuple[CollectiveKey, list[HardwarePoint]]]:
-    """Times of whole collectives among neighbours, in ms, on messages of so many MiB."""
+    """Yield the times of whole collectives among neighbours, given in ms for messages in MiB."""
     cluster, found = _cluster(file), dict[CollectiveKey, list[HardwarePoint]]()
     for match, time_ms in _matches(file, _TIME, notes):
         collective = Collective.ALL_REDUCE if match["kind"] == "allreduce" else Collective.ALL_TO_ALL
@@ -118,7 +118,7 @@ def _bandwidths(file: Path, notes: list[str]) -> Iterator[tuple[CollectiveKey, f
 
 
 def _sends(files: Iterable[Path], notes: list[str]) -> dict[CollectiveKey, float]:
-    """Bandwidth of sends by layout: of several strides the slowest, which is noted."""
+    """Return the bandwidth of sends by layout; among several strides the slowest is taken and noted."""
     found: dict[CollectiveKey, list[float]] = {}
     for file in files:
         cluster = _cluster(file)

@@ -1,4 +1,4 @@
-"""The keys of Galvatron's profile files (hetu-galvatron 2.4.0): numbers hidden in names, taken out strictly."""
+"""The keys of Galvatron's profile files (hetu-galvatron 2.4.0): numbers embedded in names, parsed strictly."""
 
 import re
 from collections.abc import Mapping, Set
@@ -27,7 +27,7 @@ _ENDS_TABLE = re.compile(r"other_memory_(?P<part>pp_off|pp_on_first|pp_on_last)(
 
 
 class Forward(NamedTuple):
-    """Which forward pass was timed: layers of each type, samples, and positions by type (none in older files)."""
+    """The forward pass that was timed: layers of each type, samples, and positions by type (none in older files)."""
 
     layers: tuple[int, ...]
     batch: int
@@ -39,17 +39,17 @@ class Computation(NamedTuple):
 
     file: Path
     forwards: Mapping[Forward, float]
-    """Of the whole model."""
+    """Milliseconds of the whole model."""
     layers: Mapping[tuple[int, int, Lengths], float]
-    """As the file gives it, a layer and a sample: by type, batch (0: not said) and length of that type."""
+    """Milliseconds of a sample in a layer, as the file gives them, by type, batch (0: not said) and type's length."""
     others: Mapping[tuple[int, Lengths], float]
-    """The rest of the model as the file gives it, a sample: by batch (0: not said) and lengths."""
+    """Milliseconds of a sample in the rest of the model, as the file gives them, by batch (0: not said) and lengths."""
     unknown: tuple[str, ...]
     """Keys of another grammar."""
 
 
 class Sharding(NamedTuple):
-    """How a model lay over GPUs when its memory was measured."""
+    """The distribution of a model over GPUs when its memory was measured."""
 
     pp_size: int
     tp_size: int
@@ -60,30 +60,30 @@ class Sharding(NamedTuple):
 
     @property
     def world(self) -> int:
-        """Number of GPUs."""
+        """Return the number of GPUs."""
         return self.pp_size * self.tp_size * self.dp_size
 
 
 class RankMemory(NamedTuple):
-    """Which memory was read: of which forward pass (its batch is the global one), on which rank, of what."""
+    """A memory reading: its forward pass (whose batch is the global one), its rank and its kind."""
 
     forward: Forward
     rank: int
     kind: str
-    """ms: allocated after backward; act: grown in forward; act_peak: peak beyond ms."""
+    """Kind of memory: ms is allocated after backward; act is grown in forward; act_peak is the peak beyond ms."""
 
 
 Figures = Mapping[tuple[str, int], float]
-"""MiB of one layer, or of all that is no layer, by what they are of and the tp_size of the layer or the vocabulary."""
+"""MiB of one layer, or of embedding and head, by kind of figure and the tp_size of the layer or the vocabulary."""
 
 PARAMETER_SIZE = "parameter_size"
-"""Of a whole layer, in float32; at tp_size 1."""
+"""Figure of a whole layer's parameters in float32; at tp_size 1."""
 ACTIVATION = "activation"
-"""On one GPU a sample of its tensor-parallel group; of what is no layer, at the peak."""
+"""Figure of activations on one GPU for a sample of its tensor-parallel group; for embedding and head, at the peak."""
 CHECKPOINT = "checkpoint"
-"""The same of a layer with recomputation, at tp_size 1."""
+"""Figure of a recomputed layer's activations, at tp_size 1."""
 MODEL_STATES = "model_states"
-"""Of what is no layer, on one GPU before ZeRO: 16 bytes a parameter."""
+"""Figure of the model states of embedding and head on one GPU before ZeRO: 16 bytes a parameter."""
 
 _NAMES = {"tp_activation_per_bsz_dict": ACTIVATION}
 _OF_LAYER, _OF_ENDS = {PARAMETER_SIZE, *_NAMES}, {MODEL_STATES, ACTIVATION}
@@ -95,19 +95,19 @@ class Memory(NamedTuple):
     file: Path
     ranks: Mapping[Sharding, Mapping[RankMemory, float]]
     layers: Mapping[tuple[int, bool, Lengths], Figures]
-    """By type, sequence parallelism and length of that type."""
+    """Figures of layers by type, sequence parallelism and length of that type."""
     ends: Mapping[tuple[bool, Lengths], Figures]
-    """Without pipeline, by sequence parallelism and lengths."""
+    """Figures of embedding and head without pipeline, by sequence parallelism and lengths."""
     unknown: tuple[str, ...]
 
 
 def read_numbers(file: Path) -> dict[str, float]:
-    """Read an object of numbers; BadInput for anything else."""
+    """Return the numbers of a JSON object; raise BadInput for anything else."""
     return {key: _number(file, key, value) for key, value in read_object(file, _MAX_BYTES).items()}
 
 
 def read_computation(file: Path) -> Computation:
-    """Read a file `computation_profiling_*.json`; BadInput names a key with an impossible number."""
+    """Return the content of a `computation_profiling_*.json`; BadInput names a key with an impossible number."""
     forwards: dict[Forward, float] = {}
     layers: dict[tuple[int, int, Lengths], float] = {}
     others: dict[tuple[int, Lengths], float] = {}
@@ -127,7 +127,7 @@ def read_computation(file: Path) -> Computation:
 
 
 def read_memory(file: Path) -> Memory:
-    """Read a file `memory_profiling_*.json`; BadInput names a key with an impossible number."""
+    """Return the content of a `memory_profiling_*.json`; BadInput names a key with an impossible number."""
     ranks: dict[Sharding, Mapping[RankMemory, float]] = {}
     layers: dict[tuple[int, bool, Lengths], Figures] = {}
     ends: dict[tuple[bool, Lengths], Figures] = {}
@@ -150,7 +150,7 @@ def read_memory(file: Path) -> Memory:
 
 
 def _number(file: Path, key: str, value: object) -> float:
-    """A JSON number as float; BadInput where it is none, or beyond anything that was ever measured."""
+    """Return a JSON number as float; raise BadInput where it is none, or beyond anything that was ever measured."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadInput(file, f"{key!r} is {_shown(value)}, not a number", "measure that point again")
     if abs(value) > _MAX_NUMBER:
@@ -211,7 +211,7 @@ def _rank_memories(file: Path, key: str, value: object) -> dict[RankMemory, floa
 
 
 def _tables(file: Path, key: str, value: object, names: Set[str]) -> list[tuple[Lengths, Figures]]:
-    """The tables of figures by length, or the one where the file has no lengths."""
+    """Return the tables of figures by length, or the one where the file has no lengths."""
     table = _object(file, key, value)
     if names & table.keys():
         return [((), _figures(file, key, table, names))]

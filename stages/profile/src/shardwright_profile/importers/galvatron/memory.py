@@ -25,26 +25,26 @@ _STALE = 0.01
 
 
 class ModelMemory(NamedTuple):
-    """What a memory file says of one length, all of it from one kind of its tables; what it does not say is absent."""
+    """The memory figures of one length, all from one kind of a file's tables; what the file does not say is absent."""
 
     sequence: bool
-    """Whether these are its tables with sequence parallelism."""
+    """Whether the figures are of the tables with sequence parallelism."""
     layers: Mapping[str, Figures]
-    """By type."""
+    """Figures of a layer, by type."""
     ends: Figures
-    """Embedding and head together, of which each is given half."""
+    """Figures of embedding and head together, of which each is given half."""
     measured_tp_sizes: frozenset[int]
-    """With raw rows; what Galvatron halved in place of measuring is assumed."""
+    """Values of tp_size with raw rows; at others Galvatron halved instead of measuring, and figures are assumed."""
     notes: tuple[str, ...]
 
     def parameters(self, name: str, tp_size: int) -> Sourced:
-        """Bytes of a layer's parameters in float32 on a rank; tensor parallelism divides what was measured whole."""
+        """Return the bytes of a layer's float32 parameters on a rank; tensor parallelism divides the measured whole."""
         if name in (EMBEDDING, HEAD):
             return self._sourced(self.ends.get((MODEL_STATES, tp_size)), 8, tp_size)
         return self._sourced(self.layers.get(name, {}).get((PARAMETER_SIZE, 1)), tp_size)
 
     def activation(self, name: str, tp_size: int, *, recompute: bool) -> Sourced:
-        """Bytes that a layer holds from forward to backward on one GPU, a sample of its group.
+        """Return the bytes that a layer holds from forward to backward on one GPU, for a sample of its group.
 
         A recomputed layer holds its input, which only sequence parallelism splits.
         """
@@ -63,7 +63,7 @@ class ModelMemory(NamedTuple):
 
 
 def tables_of(memory: Memory, asked: SequenceParallel | None) -> bool:
-    """Whether memory is of the tables with sequence parallelism: as asked for, else where the file has them.
+    """Return whether to use the tables with sequence parallelism: as asked for, else where the file has them.
 
     The two kinds were measured apart, and may differ at tp_size 1 too: one import never mixes them. Raises BadInput
     where the file has none of the kind asked for.
@@ -79,7 +79,7 @@ def tables_of(memory: Memory, asked: SequenceParallel | None) -> bool:
 
 
 def model_memory(memory: Memory, lengths: Lengths, types: Sequence[str], sequence: bool) -> ModelMemory:
-    """What one kind of tables says at one length: `lengths` by type, or one for all of them."""
+    """Return the memory of one kind of tables at one length: `lengths` by type, or one for all of them."""
     kind = _kind(sequence)
     notes = [f"Memory, at tp_size 1 too, is what was measured {kind}."]
     layers: dict[str, Figures] = {}
@@ -121,7 +121,7 @@ def _given_and_raw(memory: Memory, lengths: Lengths, index: int, sequence: bool)
 
 
 def _differing(what: str, own: Figures, other: Figures) -> Iterator[str]:
-    """Where two tables do not say the same of a single rank; both must say something."""
+    """Yield the figures of a single rank in which two tables differ; nothing where one of them is empty."""
     if not (own and other):
         return
     names = (PARAMETER_SIZE, MODEL_STATES, ACTIVATION, CHECKPOINT)
@@ -132,7 +132,7 @@ def _differing(what: str, own: Figures, other: Figures) -> Iterator[str]:
 
 
 def _disagreements(index: int, given: Figures, raw: Figures) -> Iterator[str]:
-    """Figures of the table that its own raw rows do not give."""
+    """Yield a sentence for each figure of the table that its own raw rows contradict."""
     order = (PARAMETER_SIZE, CHECKPOINT, ACTIVATION)
     for name, tp_size in sorted(given.keys() & raw.keys(), key=lambda key: (order.index(key[0]), key[1])):
         table, rows = given[name, tp_size], raw[name, tp_size]
@@ -145,7 +145,7 @@ def _disagreements(index: int, given: Figures, raw: Figures) -> Iterator[str]:
 
 
 def figures_of_rows(memory: Memory, lengths: Lengths, index: int, sequence: bool) -> Figures:
-    """Galvatron's own arithmetic on the raw rows without pipeline, under ZeRO-3; nothing where rows are missing."""
+    """Return figures by Galvatron's arithmetic on raw rows without pipeline under ZeRO-3; empty if rows are missing."""
     found: dict[tuple[str, int], float] = {}
     for sharding, rows in memory.ranks.items():
         if sharding.pp_size > 1 or sharding.vocabulary or sharding.sequence != sequence:
@@ -168,7 +168,7 @@ def figures_of_rows(memory: Memory, lengths: Lengths, index: int, sequence: bool
 def _per_layer(
     rows: Mapping[RankMemory, float], kind: str, lengths: Lengths, index: int
 ) -> tuple[Forward, float] | None:
-    """On rank 0, one layer of a type: the fewest layers and the fewest but for that type."""
+    """Return the MiB of one layer of a type on rank 0: the fewest layers against the fewest more of that type alone."""
     found = {
         w.forward: mib for w, mib in rows.items() if w.rank == 0 and w.kind == kind and w.forward.lengths == lengths
     }

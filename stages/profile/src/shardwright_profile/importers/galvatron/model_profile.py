@@ -32,7 +32,7 @@ FLAT_FAMILY = "galvatron"
 
 
 class GalvatronRequest(NamedTuple):
-    """What to import, read from the files that the options name."""
+    """An import of Galvatron's profiles, read from the files that the options name."""
 
     options: GalvatronOptions
     computation: Computation
@@ -40,15 +40,15 @@ class GalvatronRequest(NamedTuple):
     models: tuple[Model, ...]
     """Descriptions of one architecture, one for each length to import."""
     hardware: Hardware | None
-    """Prices the traffic of tensor parallelism."""
+    """Hardware profile that prices the traffic of tensor parallelism."""
 
 
 _Missing = dict[LayerKey, list[int]]
-"""The tp_sizes at which nothing is known of the memory of a type under a strategy, by their keys without tp_size."""
+"""Values of tp_size at which the memory of a type under a strategy is unknown, by key without tp_size."""
 
 
 class _Length(NamedTuple):
-    """All that the files say of one length."""
+    """The times and memory of one length, with its model."""
 
     request: GalvatronRequest
     model: Model
@@ -103,7 +103,7 @@ def flat_galvatron_model(
     types: Sequence[FlatType],
     sequence_parallel: SequenceParallel | None,
 ) -> Model:
-    """Return a minimal model of what the files say: flat parameters, and an identity made of the files."""
+    """Return a minimal model from the files: flat parameters, and an identity made of the files."""
     lengths = lengths_of(computation, types[0].positions)
     names = (*(kind.name for kind in types), EMBEDDING, HEAD)
     known = model_memory(memory, lengths, names[:-2], tables_of(memory, sequence_parallel))
@@ -187,7 +187,7 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
 
 
 def _row(length: _Length, strategy: LayerStrategy, point: Point, activation: Sourced, workspace: Sourced) -> LayerRow:
-    """Return a row: computation divided by tp_size, and the traffic added; bytes are given a sample."""
+    """Return a row: computation divided by tp_size, and the traffic added; bytes are given for a sample."""
     request, size = length.request, point.micro_batch_size
     traffic: Mapping[Pass | None, float] = dict.fromkeys(Pass, 0.0)
     if strategy.tp_size > 1 and request.hardware is not None:
@@ -213,7 +213,7 @@ def _time(time_s: float, source: Source) -> Sourced:
 
 
 def _strategies(length: _Length, name: str, notes: list[str]) -> Iterator[LayerStrategy]:
-    """Yield the strategies to have rows for; embedding and head are never recomputed."""
+    """Yield the strategies to write rows for; embedding and head are never recomputed."""
     for tp_size in length.request.options.sizes:
         if odd := [text for text, size in length.model.types[name].tp_must_divide.items() if size % tp_size]:
             notes.append(f"{name} at tp_size {tp_size} is left out: it does not divide {odd[0]}.")
@@ -227,7 +227,7 @@ def _strategies(length: _Length, name: str, notes: list[str]) -> Iterator[LayerS
 
 
 def _left_out(missing: _Missing) -> Iterator[str]:
-    """Yield a sentence for all types that are left out at the same tp_sizes under the same strategy."""
+    """Yield a sentence for all types that are left out at the same values of tp_size under the same strategy."""
     names: dict[tuple[LayerKey, tuple[int, ...]], list[str]] = {}
     for key, tp_sizes in missing.items():
         names.setdefault((key.without("type"), tuple(tp_sizes)), []).append(key.type)

@@ -1,4 +1,4 @@
-"""Forward times of layers from the times of whole models that Galvatron measured, and what is wrong with these.
+"""Forward times of layers from Galvatron's times of whole models, and the defects of these.
 
 A layer's time is (T(more layers) - T(fewer)) / (more - fewer): the difference that Galvatron takes too.
 """
@@ -17,14 +17,14 @@ from shardwright_formats.types.model_profile import FitMode
 from shardwright_profile.importers.galvatron.keys import Computation, Lengths
 
 _STALE = 1e-3
-"""Relative difference from which a figure of the file is another one than its own raw rows give."""
+"""Relative difference above which a figure of the file counts as different from its own raw rows."""
 
 Row = tuple[tuple[int, ...], int]
-"""Layers of each type and batch of a forward pass."""
+"""Layers of each type, and batch, of a forward pass."""
 
 
 class Point(NamedTuple):
-    """Forward time of one layer at one micro-batch."""
+    """The forward time of one layer at one micro-batch size."""
 
     micro_batch_size: int
     time_s: float
@@ -32,17 +32,17 @@ class Point(NamedTuple):
 
 
 class LayerTimes(NamedTuple):
-    """What one length of a file says."""
+    """The forward times of one length of a file."""
 
     layers: tuple[tuple[Point, ...], ...]
-    """One layer, a microbatch, by type."""
+    """Points of one layer for a microbatch, by type."""
     rest: tuple[Point, ...]
-    """Embedding and head together, a microbatch."""
+    """Points of embedding and head together, for a microbatch."""
     notes: tuple[str, ...]
 
 
 class _Defects:
-    """What is wrong with a file: refused, or with `repair` noted beside what is done about it."""
+    """The defects of a file: each is refused or, with `repair`, noted with what is done about it."""
 
     def __init__(self, file: Path, repair: bool) -> None:
         self.file, self._repair, self.notes = file, repair, list[str]()
@@ -55,14 +55,14 @@ class _Defects:
 
 class _Difference(NamedTuple):
     layer_ms: float
-    """Of one layer and the whole batch."""
+    """Milliseconds of one layer and the whole batch."""
     fewer: tuple[int, ...]
     more: tuple[int, ...]
-    """The two rows: their layers of each type."""
+    """Number of layers of each type in the row of more layers; `fewer` is that of the other row."""
 
 
 def lengths_of(computation: Computation, sequence_length: int) -> Lengths:
-    """The file's name for a length: the list that starts with it, or none in a file without lengths."""
+    """Return the file's key for a length: the list that starts with it, or none in a file without lengths."""
     found = sorted({forward.lengths for forward in computation.forwards})
     for lengths in found:
         if lengths[:1] == (sequence_length,):
@@ -75,7 +75,7 @@ def lengths_of(computation: Computation, sequence_length: int) -> Lengths:
 
 
 def layer_times(computation: Computation, lengths: Lengths, repair: bool) -> LayerTimes:
-    """Times of each type of layer and of the rest at one length.
+    """Return the times of each type of layer and of the rest at one length.
 
     What cannot be (times that fall as the batch grows, layers that take no time, rows without another to compare with)
     raises BadInput; with `repair` it is left out or levelled, and a note says so.
@@ -136,7 +136,7 @@ def _layer_points(rows: Mapping[Row, float], index: int, batches: Sequence[int],
 
 
 def _rest_points(rows: Mapping[Row, float], types: int, batches: Sequence[int], notes: list[str]) -> Iterator[Point]:
-    """The time of fewest layers less that of its layers; what is not positive is absent."""
+    """Yield the time of the fewest layers less that of these layers; where that is not positive it is absent."""
     for batch in batches:
         found = [
             min(_differences(rows, i, batch), key=lambda difference: (difference.fewer, difference.more), default=None)
@@ -167,7 +167,7 @@ def _without_dips(index: int, points: tuple[Point, ...], defects: _Defects) -> t
 
 
 def _stale(computation: Computation, rows: Mapping[Row, float], lengths: Lengths, types: int) -> Iterator[str]:
-    """Figures of the file that its own raw rows, any two of them, do not give."""
+    """Yield a sentence for each figure of the file that contradicts all pairs of its own raw rows."""
     batches = sorted({batch for _, batch in rows})
     for (index, batch, length), given_ms in sorted(computation.layers.items()):
         if index >= types or length != lengths[index : index + 1]:
@@ -185,7 +185,7 @@ def _stale(computation: Computation, rows: Mapping[Row, float], lengths: Lengths
 
 
 def _differences(rows: Mapping[Row, float], index: int, batch: int) -> Iterator[_Difference]:
-    """Every pair of rows of a batch that differ in the layers of one type alone."""
+    """Yield every pair of rows of a batch that differ in the layers of one type alone."""
     found = sorted(layers for layers, other in rows if other == batch)
     for fewer, more in combinations(found, 2):
         if _differing_type(fewer, more) == index:
@@ -194,7 +194,7 @@ def _differences(rows: Mapping[Row, float], index: int, batch: int) -> Iterator[
 
 
 def _by_layers(difference: _Difference) -> tuple[tuple[int, ...], ...]:
-    """Of several pairs the one of most layers counts: what is not a layer disturbs it least."""
+    """Return the sort key by which the pair of most layers counts: what is not a layer disturbs it least."""
     return difference.more, difference.fewer
 
 
@@ -208,12 +208,12 @@ def _name(layers: tuple[int, ...]) -> str:
 
 
 def first_fall(values: Sequence[float]) -> int | None:
-    """The place of the first value that is below the one before it; None where values never fall."""
+    """Return the place of the first value that is below the one before it; None where values never fall."""
     return next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
 
 
 def longest_rise(values: Sequence[float]) -> range:
-    """The places of the longest run without a fall; of equally long ones the last."""
+    """Return the places of the longest run without a fall; of equally long ones the last."""
     best, start = range(0), 0
     for i in range(1, len(values) + 1):
         if i == len(values) or values[i] < values[i - 1]:
@@ -223,7 +223,7 @@ def longest_rise(values: Sequence[float]) -> range:
 
 
 def levelled(points: Sequence[Point]) -> tuple[Point, ...]:
-    """The non-falling times nearest to those given: means of neighbours that fall, marked derived.
+    """Return the non-falling times nearest to those given: means of neighbours that fall, marked derived.
 
     Least squares under monotonicity, by pooling adjacent violators (Ayer et al. 1955).
     """
@@ -240,7 +240,7 @@ def levelled(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def completed(points: Sequence[Point], micro_batch_sizes: Iterable[int]) -> tuple[Point, ...]:
-    """The points, and those asked for that are not among them, off the line through all, marked derived.
+    """Return the points, and those asked for that are not among them, off the line through all, marked derived.
 
     Galvatron's batch mode fits m b + c; from one point, or where that line is not positive, its static mode m b serves.
     """

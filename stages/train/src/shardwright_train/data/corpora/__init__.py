@@ -1,1 +1,1 @@
-"""Where text comes from: files, JSON lines, folders of `datasets` and dumps of Wikipedia, piece by piece."""
+"""Text corpora: files, JSON lines, folders of `datasets` and dumps of Wikipedia, read piece by piece."""

@@ -11,11 +11,11 @@ from shardwright_train.data.corpora.piece import Piece
 
 _ROWS = 1000
 _MARKS = ("state.json", "dataset_dict.json")
-"""What `save_to_disk` writes into the folder of a data set, and of several splits."""
+"""Files that `save_to_disk` writes into the folder of one data set, and of several splits."""
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether a folder was written by `save_to_disk`."""
+    """Return whether a folder was written by `save_to_disk`."""
     return any((folder / name).is_file() for name in _MARKS)
 
 
@@ -32,16 +32,16 @@ class SavedDataset:
 
     @property
     def size(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return len(self.rows)
 
     @property
     def identity(self) -> list[object]:
-        """The folder's files, the split and the column."""
+        """Return the folder's files, the split and the column."""
         return [self.split, self.field, *find_files(str(self.folder), "*").identity]
 
     def pieces(self) -> Iterator[Piece]:
-        """The column, some rows at a time."""
+        """Yield the column, several rows at a time."""
         for first in range(0, len(self.rows), _ROWS):
             for number, text in enumerate(self.rows[first : first + _ROWS][self.field], start=first):
                 if not isinstance(text, str | None):
@@ -51,7 +51,7 @@ class SavedDataset:
 
 
 def open_saved(folder: Path, field: str, split: str) -> SavedDataset:
-    """Open a folder; BadInput where it is none, lacks the split or the column, or `datasets` is not installed."""
+    """Open a folder; raise BadInput where it is no data set, lacks the split or column, or `datasets` is missing."""
     try:
         import datasets
     except ImportError:

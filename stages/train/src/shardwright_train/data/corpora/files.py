@@ -11,7 +11,7 @@ _NOT_STDLIB = frozenset({"__pycache__", "dist-packages", "site-packages", "test"
 
 
 class Files(NamedTuple):
-    """Files in the order of their names."""
+    """The files of a corpus, in the order of their names."""
 
     source: Path
     glob: str
@@ -19,18 +19,18 @@ class Files(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Their length in bytes."""
+        """Return the total length of the files in bytes."""
         return sum(path.stat().st_size for path in self.paths)
 
     @property
     def identity(self) -> list[object]:
-        """Names, sizes and times of change."""
+        """Return the names, sizes and modification times of the files."""
         found = [(str(path.resolve()), path.stat()) for path in self.paths]
         return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
 
 
 def find_files(text: str, glob: str) -> Files:
-    """A file; of a folder, the files that match; or Python's own sources without their tests.
+    """Return a single file, the matching files of a folder, or Python's own sources without their tests.
 
     Raises BadInput where there are none.
     """

@@ -28,16 +28,16 @@ class JsonLines:
 
     @property
     def size(self) -> int:
-        """Bytes of the files, compressed as they are."""
+        """Return the bytes of the files as stored, compressed or not."""
         return self.files.size
 
     @property
     def identity(self) -> list[object]:
-        """The files and the field."""
+        """Return the files and the name of the field."""
         return [self.field, *self.files.identity]
 
     def pieces(self) -> Iterator[Piece]:
-        """The field of each line; BadInput with the line's number where it has none."""
+        """Yield the field of each line; raise BadInput with the line's number where the field is missing."""
         at = 0
         for path in self.files.paths:
             with path.open("rb") as raw:

@@ -1,4 +1,4 @@
-"""Which corpus is meant."""
+"""The choice of a corpus from the options of `prepare`."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -13,10 +13,10 @@ from shardwright_train.data.corpora.wikipedia import WikipediaDump
 
 
 class Source(StrEnum):
-    """What a text lies in."""
+    """The source format of a text."""
 
     AUTO = "auto"
-    """What its name says."""
+    """The format that the name indicates."""
     TEXT = "text"
     """Files of plain text, a document each."""
     JSONL = "jsonl"
@@ -26,7 +26,7 @@ class Source(StrEnum):
     WIKIPEDIA = "wikipedia"
     """Dumps of Wikipedia, an article each, without its markup."""
     WIKITEXT = "wikitext"
-    """The same with its markup, as it was written."""
+    """Dumps of Wikipedia, an article each, with its markup."""
     MEGATRON = "megatron"
     """Megatron's .bin and .idx, tokens already."""
     IMAGES = "images"
@@ -47,7 +47,7 @@ _ENDINGS = {
 
 
 def source_of(text: str, glob: str | None) -> Source:
-    """What `auto` stands for: the ending of the file or pattern says it, else it is plain text."""
+    """Return the format that `auto` stands for: by the ending of the file or pattern, else plain text."""
     if Path(text).is_dir() and is_saved(Path(text)):
         return Source.DATASETS
     name = text if glob is None or Path(text).is_file() else glob
@@ -55,12 +55,12 @@ def source_of(text: str, glob: str | None) -> Source:
 
 
 def glob_of(text: str, source: Source) -> str:
-    """Which files of a folder are meant where nothing is said."""
+    """Return the default pattern for the files of a folder, unless one is given."""
     return "*.py" if text == PYTHON_STDLIB else _GLOBS.get(source, "")
 
 
 def open_corpus(text: str, source: Source, glob: str, field: str, split: str, most_bytes: int | None) -> Corpus:
-    """Open a corpus; BadInput where there is none."""
+    """Open a corpus; raise BadInput where there is none."""
     if source is Source.DATASETS:
         return open_saved(Path(text), field, split)
     files = find_files(text, glob)

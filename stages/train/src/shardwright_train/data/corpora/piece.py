@@ -1,33 +1,33 @@
-"""What every corpus is read as."""
+"""The interface of all corpora: documents read piece by piece."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 
 class Piece(NamedTuple):
-    """Part of a document's text; most documents are one piece, and a long one is never held whole."""
+    """A part of a document's text; most documents are one piece, and a long one is never held as a whole."""
 
     text: str
     ends: bool
-    """Whether the document ends with it."""
+    """Whether the document ends with this piece."""
     at: int
-    """How far the corpus has been read, of its `size`."""
+    """Position in the corpus after this piece, in the unit of `Corpus.size`."""
 
 
 class Corpus(Protocol):
-    """Documents in an order that is the same every time."""
+    """A sequence of documents in an order that never changes."""
 
     @property
     def size(self) -> int:
-        """Where its last piece comes to, in a unit of the corpus: bytes of files, or rows."""
+        """Return the position after the last piece, in the corpus' unit: bytes of files, or rows."""
 
     @property
     def identity(self) -> list[object]:
-        """What tells it from another: its files, their sizes and when they were last changed."""
+        """Return the properties that identify the corpus: its files, their sizes and modification times."""
 
     @property
     def is_wikitext(self) -> bool:
-        """Whether the text is marked up as in MediaWiki, and the markup is to be taken out of it."""
+        """Return whether the text has MediaWiki markup that must be removed."""
 
     def pieces(self) -> Iterator[Piece]:
-        """Its text from the beginning; BadInput naming the place where it is damaged."""
+        """Yield the text from the beginning; raise BadInput with the place where it is damaged."""

@@ -11,14 +11,14 @@ from shardwright_train.data.corpora.files import Files
 from shardwright_train.data.corpora.piece import Piece
 
 _PIECE_BYTES = 1 << 20
-"""Of a longer file pieces are taken, each to the end of a line behind which no space follows: there, tokenizers that
-part words as GPT-2's does give what they give of the whole."""
+"""Bytes of a piece of a longer file, extended to the end of a line that no space follows: there, tokenizers that
+split words as GPT-2's does give the same tokens as for the whole text."""
 _LINE_END = re.compile(rb"\n(?=\S)")
 
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Files of text; the one that goes beyond `most_bytes` is cut at the end of a line, those behind it left out."""
+    """Text files; the one that exceeds `most_bytes` is cut at the end of a line, and those after it are left out."""
 
     files: Files
     most_bytes: int | None
@@ -27,16 +27,16 @@ class TextFiles:
 
     @property
     def size(self) -> int:
-        """Bytes that are read."""
+        """Return the number of bytes that are read."""
         return self.files.size if self.most_bytes is None else min(self.files.size, self.most_bytes)
 
     @property
     def identity(self) -> list[object]:
-        """The files, and how much of them is taken."""
+        """Return the files, and how many bytes of them are read."""
         return [self.most_bytes, *self.files.identity]
 
     def pieces(self) -> Iterator[Piece]:
-        """Each file's text; BadInput where it is not UTF-8."""
+        """Yield each file's text; raise BadInput where it is not UTF-8."""
         at = 0
         for path in self.files.paths:
             size = path.stat().st_size
@@ -61,7 +61,7 @@ def _pieces_of(path: Path, size: int, at: int, piece_bytes: int) -> Iterator[Pie
 
 
 def _cut(content: bytes) -> int:
-    """Where a piece of a longer text may end: behind a line, a word, or else a character."""
+    """Return where a piece of a longer text may end: after a line, a word, or else a character."""
     lines = [found.end() for found in _LINE_END.finditer(content, len(content) // 2)]
     if lines or (word := content.rfind(b" ")) < 1:
         return lines[-1] if lines else _last_character(content)
@@ -69,7 +69,7 @@ def _cut(content: bytes) -> int:
 
 
 def _last_character(content: bytes) -> int:
-    """The end of the last whole character."""
+    """Return the end of the last whole character."""
     starts = (place for place in range(len(content) - 1, max(0, len(content) - 5), -1) if content[place] & 0xC0 != 0x80)
     return next(starts, len(content))
 
@@ -83,7 +83,7 @@ def _decoded(path: Path, content: bytes, done: int) -> str:
 
 
 def _last_line_end(path: Path, most_bytes: int) -> int:
-    """Length of the file's whole lines within a number of bytes."""
+    """Return the length of the file's whole lines within a number of bytes."""
     with path.open("rb") as file:
         end = most_bytes
         while end > 0:

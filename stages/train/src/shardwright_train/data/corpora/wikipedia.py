@@ -14,7 +14,7 @@ from shardwright_train.data.corpora.piece import Piece
 _ARTICLES = "0"
 """The namespace of articles; the others are talk, templates, users and the like."""
 _MAX_PAGE_BYTES = 1 << 25
-"""Of a page with its head; Wikipedia allows texts of 2 MiB."""
+"""Largest size of a page with its head, in bytes; Wikipedia allows texts of 2 MiB."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,20 @@ class WikipediaDump:
 
     files: Files
     is_wikitext: bool
-    """Whether markup is taken out of the text; else the wikitext is the document as it was written."""
+    """Whether markup is removed; if not, each document is the wikitext as written."""
 
     @property
     def size(self) -> int:
-        """Bytes of the files, compressed as they are."""
+        """Return the bytes of the files as stored, compressed or not."""
         return self.files.size
 
     @property
     def identity(self) -> list[object]:
-        """The files, and whether markup is taken out."""
+        """Return the files, and whether markup is removed."""
         return [self.is_wikitext, *self.files.identity]
 
     def pieces(self) -> Iterator[Piece]:
-        """The wikitext of each article; BadInput where a dump is damaged."""
+        """Yield the wikitext of each article; raise BadInput where a dump is damaged."""
         at = 0
         for path in self.files.paths:
             with path.open("rb") as raw:
@@ -46,14 +46,14 @@ class WikipediaDump:
 
 
 class _PageReader:
-    """Reads a dump, and no further than a page may be long: a few KB can be a page of a GiB once it is unpacked."""
+    """A reader of a dump that limits the size of a page: a few compressed KB can unpack to a GiB."""
 
     def __init__(self, path: Path, raw: IO[bytes]) -> None:
         self._path, self._file = path, bz2.BZ2File(raw) if path.suffix == ".bz2" else raw
         self.pages, self._of_page = 0, 0
 
     def read(self, size: int = -1, /) -> bytes:
-        """Read the next bytes; BadInput where the page that they are of is too long."""
+        """Read the next bytes; raise BadInput where their page is too long."""
         content = self._file.read(size)
         self._of_page += len(content)
         if self._of_page > _MAX_PAGE_BYTES:
@@ -62,7 +62,7 @@ class _PageReader:
         return content
 
     def end_page(self) -> None:
-        """Count a page; the next one begins."""
+        """Mark the end of a page, so that the next one is counted anew."""
         self.pages, self._of_page = self.pages + 1, 0
 
 
@@ -90,5 +90,5 @@ def _article(page: Element) -> str:
 
 
 def _name(element: Element) -> str:
-    """A tag without the version of the dump's format, which is its namespace."""
+    """Return a tag without its namespace, which is the version of the dump's format."""
     return element.tag.rpartition("}")[2]
