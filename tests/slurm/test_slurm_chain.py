@@ -106,7 +106,7 @@ def test_a_run_whose_time_is_nearly_up_saves_and_is_queued_again(chain, planned)
     assert BEGINNING not in _said_by_run(planned, job)
     workflow.send_signal(signal.SIGINT)
     assert ended(workflow) == 1
-    until(lambda: not slurm("squeue", "--noheader"), "its job is cancelled", 60)
+    until(lambda: not slurm("squeue", "--noheader"), "its job is cancelled", 180)
 
 
 def test_the_cause_of_a_failing_rank_is_in_the_log_and_no_task_outlives_it(chain, planned):
@@ -130,7 +130,7 @@ def test_what_is_cancelled_ends_and_goes_on_when_it_is_asked_for_again(chain, pl
     until(lambda: ranks(planned.folder), "the ranks are started")
     workflow.send_signal(signal.SIGINT)
     assert ended(workflow) == 1
-    until(lambda: not slurm("squeue", "--noheader"), "its job is cancelled", 60)
+    until(lambda: not slurm("squeue", "--noheader"), "its job is cancelled", 180)
     assert planned.checkpoints(), "a cancelled run keeps its checkpoints"
 
 
@@ -156,7 +156,7 @@ def test_nodes_of_two_types_train_in_one_heterogeneous_job_through_the_failure_o
     assert (detail(job, "Restarts"), BEGINNING in _said_by_run(planned, job)) == ("1", False)
     workflow.send_signal(signal.SIGINT)
     assert ended(workflow) == 1
-    until(lambda: not slurm("squeue", "--noheader") and not ranks(planned.folder), "all of it is cancelled", 60)
+    until(lambda: not slurm("squeue", "--noheader") and not ranks(planned.folder), "all of it is cancelled", 180)
     losses = _losses(planned)
     assert len(losses) > stood
     shared = min(len(losses), 600)
